@@ -5,6 +5,7 @@ Progress is shown on a terminal only, and is gone when it has ended.
 
 import json
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
@@ -34,6 +35,7 @@ class Screen:
         self.json, self.quiet = json, quiet
         self.notes = Console(stderr=True)
         self.out = Console()
+        self._in_line = False
 
     def say(self, line: str) -> None:
         """Print a dim line on standard error, unless it is quiet."""
@@ -45,6 +47,27 @@ class Screen:
         """Print a piece of text on standard output at once, unless JSON is printed."""
         if not self.json:
             typer.echo(text, nl=False)
+            if text:
+                self._in_line = not text.endswith("\n")
+
+    @contextmanager
+    def text_line(self) -> Iterator[None]:
+        """End a line of text that comes in pieces, and show warnings after it.
+
+        On a terminal, or in a file of both outputs, they would stand in the text.
+        """
+        if self.json:
+            yield
+            return
+        self._in_line = False
+        with deferred_warnings():
+            try:
+                yield
+            except BaseException:
+                if self._in_line:
+                    self.text("\n")
+                raise
+            self.text("\n")
 
     def table(self, table: Table, *, result: bool = True) -> None:
         """Print a table, of a result on standard output; none beside JSON.
@@ -89,6 +112,23 @@ class Screen:
                 bar.update(task, completed=done, total=total, count=count)
 
             yield report
+
+
+@contextmanager
+def deferred_warnings() -> Iterator[None]:
+    """Show the warnings that come in here at its end."""
+    show, deferred = warnings.showwarning, []
+
+    def defer(*values: Any, **options: Any) -> None:
+        deferred.append((values, options))
+
+    warnings.showwarning = defer
+    try:
+        yield
+    finally:
+        warnings.showwarning = show
+        for values, options in deferred:
+            show(*values, **options)
 
 
 def least_width(table: Table, console: Console) -> int:

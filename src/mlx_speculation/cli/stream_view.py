@@ -46,11 +46,11 @@ def show(
     *,
     colour: bool = False,
 ) -> bool:
-    """Print a stream's text as it comes; return whether Ctrl-C has ended it.
+    """Print a stream's text as a line; return whether Ctrl-C has ended it.
 
     `chunks` gets every chunk; with `colour` accepted tokens are green.
     """
-    with stream:
+    with screen.text_line(), stream:
         try:
             for chunk in _with_bar(stream, screen, bar):
                 chunks.append(chunk)

@@ -1,6 +1,8 @@
 """`chat`: turns, kept caches, templates, and how an answer is interrupted."""
 
 import json
+import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +15,7 @@ from mlx_speculation import SpeculativeGenerator, demo_models
 from mlx_speculation.cli.chat_template import TemplateOptions
 from mlx_speculation.cli.conversation import Conversation
 from mlx_speculation.engine import Chunk, Stream
+from mlx_speculation.errors import DraftNotice
 from support.models.demo_folders import copy_of
 from support.processes.commands import Commands
 
@@ -257,3 +260,28 @@ def _tokenizer(strip: bool) -> Any:
         tokenizer.has_chat_template = True
         _TOKENIZERS[strip] = tokenizer
     return _TOKENIZERS[strip]
+
+
+@pytest.mark.filterwarnings("default:other b")
+def test_a_warning_stands_after_the_answer_it_comes_in(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = "def add(a, b):\ndef sub(a, b):\n"
+    first, second = (turn["text"] for turn in talk(commands, lines, DRAFT)["turns"])
+    following, left = Stream.__next__, [4]
+
+    def warning(self: Stream) -> Chunk:
+        left[0] -= 1
+        if not left[0]:
+            warnings.warn("draft a", DraftNotice, stacklevel=2)
+            warnings.warn("other b", RuntimeWarning, stacklevel=2)
+        return following(self)
+
+    def show(message: Any, *_: Any) -> None:
+        sys.stderr.write(f"{message}\n")
+
+    monkeypatch.setattr(Stream, "__next__", warning)
+    monkeypatch.setattr(warnings, "showwarning", show)
+    output = commands("chat", DRAFT, *LENGTH, text=lines).output
+    assert f"{first}\nnote: draft a\nother b\n" in output
+    assert f"{second}\n" in output.partition("other b")[2]

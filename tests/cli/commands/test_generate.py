@@ -1,9 +1,12 @@
 """`generate`: its text, its JSON object, its page, and how it is interrupted."""
 
 import json
+import os
+import pty
 import re
 import signal
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +14,21 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 
-from mlx_speculation import Sampling, SpeculativeGenerator, demo_models
+from mlx_speculation import (
+    Sampling,
+    SpeculationError,
+    SpeculativeGenerator,
+    demo_models,
+)
 from mlx_speculation.cli.stream_view import PromptBar
 from mlx_speculation.engine import Chunk, Stream
+from mlx_speculation.engine.drafters.draft_model import DraftModel
 from support.models.adapters import write_adapter
 from support.models.demo_folders import copy_of
 from support.models.tiny_vision import WITHOUT_MLX_VLM
 from support.models.vision_folders import picture, vision_folder
 from support.processes.commands import Commands
-from support.processes.programs import command_line
+from support.processes.programs import MAIN, command_line, python
 
 PROMPT = "def add(first, second):\n"
 DRAFT = str(demo_models()["draft"])
@@ -375,3 +384,63 @@ def test_images_that_are_none_are_refused(commands: Commands, tmp_path: Path) ->
     file.write_text("no image")
     begun = ["--image", file, "--prefill-response", "It"]
     assert "--prefill-response" in commands.refused(*PLAIN_GENERATE, *begun)
+
+
+FAILING = """
+from mlx_speculation.engine.drafters.draft_model import DraftModel
+rounds, propose = [], DraftModel.propose
+def failing(self, *args):
+    rounds.append(1)
+    assert len(rounds) < 2, "broken"
+    return propose(self, *args)
+DraftModel.propose = failing
+"""
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_note_stands_after_the_text_it_comes_in(
+    terminal: bool, commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = [*PAIR, "-p", PROMPT, "-m", "20"]
+    text = commands(*options).stdout
+    if terminal:
+        output = on_terminal(python(FAILING + MAIN, *options, "--blas", "stock"))
+    else:
+        monkeypatch.setattr(DraftModel, "propose", DraftModel.propose)
+        exec(FAILING, {})
+        output = commands(*options).output
+    before, after = output.split(text)
+    assert "note: " not in before
+    assert re.match(r"(\x1b\[33m)?note: .*broken", after), after
+
+
+def on_terminal(command: list[str]) -> str:
+    """Return what a terminal shows of a program's two outputs."""
+    control, end = pty.openpty()
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=end, stderr=end):
+        os.close(end)
+        shown = b""
+        with suppress(OSError):  # Linux has no other end of it
+            while more := os.read(control, 1 << 16):
+                shown += more
+    os.close(control)
+    return shown.decode().replace("\r\n", "\n")
+
+
+@pytest.mark.parametrize(("chunks", "shown"), [(1, False), (5, True)])
+def test_an_error_that_ends_a_text_is_a_line(
+    chunks: int, shown: bool, commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    following, left = Stream.__next__, [chunks]
+
+    def failing(self: Stream) -> Chunk:
+        left[0] -= 1
+        if not left[0]:
+            raise SpeculationError("It is broken.")
+        return following(self)
+
+    monkeypatch.setattr(Stream, "__next__", failing)
+    done = commands(*PAIR, "-p", PROMPT, "-m", "20")
+    assert done.exit_code == 1
+    assert done.stdout.endswith("\n") == bool(done.stdout) == shown
+    assert done.output.splitlines()[-1] == "error: It is broken."

@@ -1,6 +1,7 @@
 """`check`, `pair`, `doctor`, and JSON of `demo` and `calibrate`."""
 
 import json
+import warnings
 from importlib.metadata import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from mlx_speculation.cli.doctor_advice import Advice, Facts, advice
 from mlx_speculation.demo import DemoPrompt
 from mlx_speculation.engine import Chunk, Stream
 from mlx_speculation.engine.exact_verdict import ExactVerdict
-from mlx_speculation.errors import DemoModelsMissingError
+from mlx_speculation.errors import DemoModelsMissingError, DraftNotice
 from support.models.adapters import write_adapter
 from support.models.demo_folders import copy_of, probed_hybrid
 from support.models.own_code import write_own_code
@@ -561,6 +562,28 @@ def test_ctrl_c_in_the_demo_shows_what_is_done(
     found = json.loads(done.stdout)
     assert found["interrupted"] is True
     assert [each["group"] for each in found["comparisons"]] == ["code"]
+
+
+def test_a_warning_in_the_demo_stands_after_its_text(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = {"dense": demo_models()["draft"], "draft": demo_models()["draft"]}
+    home = "mlx_speculation.cli.commands.demo"
+    monkeypatch.setattr(f"{home}.demo_models", lambda: folders)
+    prompts = [DemoPrompt("code", "a test", PROMPT)]
+    monkeypatch.setattr(f"{home}.one_prompt_per_group", lambda: prompts)
+    options = ["demo", "--max-tokens", "8", "--draft-length", "2"]
+    text = commands.object(*options)["comparisons"][0]["text"]
+    following, left = Stream.__next__, [16 + 3]  # after the warm-up
+
+    def warning(self: Stream) -> Chunk:
+        left[0] -= 1
+        if not left[0]:
+            warnings.warn("draft a", DraftNotice, stacklevel=2)
+        return following(self)
+
+    monkeypatch.setattr(Stream, "__next__", warning)
+    assert f"{text}\nnote: draft a\n" in commands(*options).output
 
 
 @pytest.mark.slow

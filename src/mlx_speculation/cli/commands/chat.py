@@ -134,7 +134,6 @@ class _Talk:
         )
         chunks: list[Chunk] = []
         interrupted = show(stream, self._screen, chunks, bar, colour=self._colour)
-        self._screen.text("\n")
         result = stream.result
         self._conversation.answer(result.text, result.tokens)
         ended = "interrupted" if interrupted else result.finish_reason

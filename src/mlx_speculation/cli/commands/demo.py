@@ -136,9 +136,9 @@ def _compare(
     from mlx_speculation.models import mlx_lm_speed
 
     stream = generator.stream(prompt.text, max_tokens=max_tokens, stop_tokens=())
-    for chunk in stream:
-        screen.text(chunk.text)
-    screen.text("\n")
+    with screen.text_line():
+        for chunk in stream:
+            screen.text(chunk.text)
     result = stream.result
     plain = generator.generate(
         prompt.text, max_tokens=max_tokens, stop_tokens=(), draft_length=0
@@ -191,9 +191,9 @@ def _compared_chats(
             if not screen.json:
                 screen.out.rule(escape(f"smollm2 with {name}: {chat.group}"))
             stream = generator.stream(tokens, max_tokens=max_tokens)
-            for chunk in stream:
-                screen.text(chunk.text)
-            screen.text("\n")
+            with screen.text_line():
+                for chunk in stream:
+                    screen.text(chunk.text)
             result = stream.result
             if plain is None:
                 plain = generator.generate(

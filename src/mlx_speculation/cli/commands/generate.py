@@ -126,7 +126,6 @@ def generate(
     )
     chunks: list[Chunk] = []
     interrupted = show(stream, screen, chunks, bar, colour=output.colour)
-    screen.text("\n")
     result = stream.result
     ended = "interrupted" if interrupted else result.finish_reason
     if output.stats:
