@@ -12,7 +12,7 @@ from typing import Any
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 HALF = 3  # bytes of a character that is not complete, at most
 CONTEXT = 8  # tokens that are decoded with new ones, at least
-# What is cleaned begins with a space, and needs no more than three characters after it.
+# Clean-up patterns begin with a space, and have at most three characters after it.
 _CLEANED = re.compile(r".*[^\s']{3}", re.DOTALL)
 
 

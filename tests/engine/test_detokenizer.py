@@ -107,8 +107,8 @@ def test_text_is_what_decode_makes_of_all_tokens(
     assert ("".join(pieces) + rest).rstrip(INCOMPLETE) == text.rstrip(INCOMPLETE)
     if "cleaned" not in name:
         for count, shown in enumerate(accumulate(pieces), start=1):
-            held = tokenizer.decode(tokens[:count]).removeprefix(shown)
-            assert held in ("", *(INCOMPLETE * n for n in (1, 2, 3)))
+            more = tokenizer.decode(tokens[:count]).removeprefix(shown)
+            assert more in ("", *(INCOMPLETE * n for n in (1, 2, 3)))
 
 
 @given(

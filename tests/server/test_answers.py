@@ -293,9 +293,9 @@ def test_offsets_count_a_character_of_several_tokens_once(strips: bool | None) -
                 "response_format": {"type": "json_schema", "json_schema": shape}
             },
         )
-    found = answer.choices[0]
-    assert found.text == text
-    places = [*zip(found.logprobs.tokens, found.logprobs.text_offset, strict=True)]
+    choice = answer.choices[0]
+    assert choice.text == text
+    places = [*zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True)]
     half = "\N{REPLACEMENT CHARACTER}"
     for at, char in enumerate(text):
         size = len(char.encode())
@@ -317,8 +317,8 @@ def test_the_chosen_token_is_first_at_exact_ties() -> None:
         chat: Any = client.chat.completions.create(
             messages=[message], logprobs=True, top_logprobs=1, **greedy
         )
-    found = text.choices[0].logprobs
-    assert [next(iter(top)) for top in found.top_logprobs] == found.tokens
+    logprobs = text.choices[0].logprobs
+    assert [next(iter(top)) for top in logprobs.top_logprobs] == logprobs.tokens
     for one in chat.choices[0].logprobs.content:
         assert one.top_logprobs[0].token == one.token
 

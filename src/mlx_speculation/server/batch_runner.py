@@ -181,11 +181,11 @@ class TokenTexts:
         places = self._text.next_texts(ids)
         start = self._length + places[0][0]
         self._length += len(self._text.add(chunk.token)[0])
-        own, *top = (
+        chosen, *top = (
             Alternative(token, text, value)
             for token, (_, text), value in zip(ids, places, values, strict=True)
         )
-        return Token(own, tuple(top), start)
+        return Token(chosen, tuple(top), start)
 
 
 def logged_api_error(error: Exception) -> ApiError:
