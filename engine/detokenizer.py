@@ -12,8 +12,9 @@ from typing import Any
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 HALF = 3  # bytes of a character that is not complete, at most
 CONTEXT = 8  # tokens that are decoded with new ones, at least
-# Clean-up patterns begin with a space, and have at most three characters after it.
-_CLEANED = re.compile(r".*[^\s']{3}", re.DOTALL)
+# Clean-up patterns begin with a space, and end at most one character after it, or at
+# or after a quote.
+_CLEANED = re.compile(r".*[^\s']{2}", re.DOTALL)
 
 
 class StopStrings:
@@ -102,10 +103,7 @@ class TextDetokenizer:
         character at the very end, which looks the same.
         """
         text = self._decode(self._window) if self._window else ""
-        if not text.startswith(self._shown):
-            text = self._shown + self._decode(self._window[self._whole :])
         rest = text[len(self._shown) :].rstrip(INCOMPLETE)
-        self._shown += rest
         if self._strings is None:
             return rest, False
         shown, stopped = self._strings.add(rest)
@@ -145,8 +143,8 @@ class TextDetokenizer:
         part = self._decode(kept) if self._cut else ""
         certain = len(part) - (len(text) - len(self._shown))
         # Without text there is no first character for a decoder to strip again, and
-        # without three none for a space to be removed from between.
-        if certain > (2 if self._cleans else 0) and text.endswith(part):
+        # without two none for a space to be removed from between.
+        if certain > (1 if self._cleans else 0) and text.endswith(part):
             self._whole = max(0, self._whole - self._cut)
             self._window, self._shown = kept, part[:certain]
         self._cut = len(self._window)

@@ -89,8 +89,8 @@ class Result:
     """A generation, finished or closed early.
 
     Attributes:
-        text: the texts of the chunks together: `tokenizer.decode` of the tokens, without
-            stop token, stop string and half a character at the end.
+        text: the texts of the chunks together: `tokenizer.decode` of the tokens,
+            without stop token, stop string and half a character at the end.
         tokens: the generated token ids, a stop token included.
         finish_reason: "stop", "length", "closed" when the caller ended it, or "error".
         stats: counts and times.

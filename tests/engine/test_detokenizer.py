@@ -1,6 +1,7 @@
 """Streamed text: whole characters only, and nothing of a stop string."""
 
 import logging
+import random
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
@@ -36,9 +37,7 @@ OTHERS = {
     "metaspace": metaspace_tokenizer("always"),
     "metaspace first": metaspace_tokenizer("first"),
     "metaspace never": metaspace_tokenizer("never"),
-    "metaspace cleaned": metaspace_tokenizer("always", cleans=True),
     "wordpiece": wordpiece_tokenizer(),
-    "wordpiece cleaned": wordpiece_tokenizer(cleans=True),
     "suffix": suffix_tokenizer(),
 }
 BYTE_RUNS = st.sampled_from([[*char.encode()] for char in "日😀ñ~"])
@@ -105,10 +104,31 @@ def test_text_is_what_decode_makes_of_all_tokens(
     pieces, rest = streamed(tokenizer, tokens)
     text = tokenizer.decode(tokens)
     assert ("".join(pieces) + rest).rstrip(INCOMPLETE) == text.rstrip(INCOMPLETE)
-    if "cleaned" not in name:
-        for count, shown in enumerate(accumulate(pieces), start=1):
-            more = tokenizer.decode(tokens[:count]).removeprefix(shown)
-            assert more in ("", *(INCOMPLETE * n for n in (1, 2, 3)))
+    for count, shown in enumerate(accumulate(pieces), start=1):
+        more = tokenizer.decode(tokens[:count]).removeprefix(shown)
+        assert more in ("", *(INCOMPLETE * n for n in (1, 2, 3)))
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [metaspace_tokenizer("always", cleans=True), wordpiece_tokenizer(cleans=True)],
+)
+def test_spaces_that_decode_removes_are_never_shown(tokenizer: Any) -> None:
+    draw = random.Random(0)
+    for _ in range(3000):
+        some = draw.choices(range(len(tokenizer)), k=4)
+        tokens = draw.choices(some, k=draw.randrange(40))
+        pieces, rest = streamed(tokenizer, tokens)
+        assert "".join(pieces) + rest == tokenizer.decode(tokens)
+
+
+def test_text_that_depends_on_all_tokens_is_decoded_from_all() -> None:
+    class Shifted:
+        def decode(self, ids: list[int]) -> str:
+            text = "".join(map(chr, ids))
+            return text.upper() if ids[0] == ord("^") else text
+
+    assert "".join(streamed(Shifted(), [*b"^abcd" * 9])[0]) == "^ABCD" * 9
 
 
 @given(
@@ -176,8 +196,12 @@ def test_half_a_character_at_the_end_leaves_the_whole_ones() -> None:
     for count, text in ((3, "日"), (4, "日"), (6, "日"), (7, "日😀")):
         pieces, rest = streamed(LLAMA, tokens[:count])
         assert "".join(pieces) + rest == text
-    invalid = [*"日".encode(), 0xFF, 256 + PIECES.index("▁a")]
-    assert "".join(streamed(LLAMA, invalid)[0]) == f"日{INCOMPLETE} a"
+    for count in range(1, 20):
+        invalid = [*("日" * count).encode(), 0xFF, 256 + PIECES.index("▁a")]
+        assert "".join(streamed(LLAMA, invalid)[0]) == f"{'日' * count}{INCOMPLETE} a"
+    invalid = [0xFF, *("日" * 40).encode()]
+    text = "".join(streamed(LLAMA, invalid)[0])
+    assert 3 * text.count("日") + text.count(INCOMPLETE) <= len(invalid)
 
 
 @pytest.mark.parametrize("tokenizer", [TOKENIZER, LLAMA])
