@@ -42,7 +42,7 @@ from mlx_speculation.models.lanes import (
     tree_rows,
     usual_prefill_step,
 )
-from mlx_speculation.models.load_model import load
+from mlx_speculation.models.load_model import check_target, load
 from mlx_speculation.models.model_folder import (
     check_model_folder,
     is_there,
@@ -105,6 +105,7 @@ __all__ = [
     "check_model_folder",
     "check_resumable",
     "check_same_ids",
+    "check_target",
     "check_tree_model",
     "checked_quantization",
     "compiled_steps",

@@ -1,6 +1,6 @@
 """Loading a model and its tokenizer with mlx-lm, ready for this machine."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,11 @@ from mlx_lm.utils import (
 
 from mlx_speculation.errors import InvalidRequestError, ModelFolderError
 from mlx_speculation.models.config_json import read_config
+from mlx_speculation.models.dflash.config import is_dflash
+from mlx_speculation.models.dflash2.config import is_dflash2
+from mlx_speculation.models.dspark.config import is_dspark
+from mlx_speculation.models.eagle.config import is_eagle, is_peagle
+from mlx_speculation.models.gemma_assistant.config import is_assistant
 from mlx_speculation.models.instance_hooks import derived, plain_class
 from mlx_speculation.models.model_folder import (
     check_model_folder,
@@ -25,11 +30,22 @@ from mlx_speculation.models.model_folder import (
     model_folder,
     shortened,
 )
-from mlx_speculation.models.mtp.files import is_leftover, sidecar_names
+from mlx_speculation.models.mtp.files import is_leftover, is_split_head, sidecar_names
 from mlx_speculation.models.quantize import runs_on_linux_cpu, to_float32
+from mlx_speculation.models.safetensors_layout import named_files_only
 from mlx_speculation.models.sharding import Group, Parallel, check_parallel, spread
 from mlx_speculation.models.vision.load import load_vision
 
+# What a config.json is of, in the order in which it counts.
+_DRAFTERS: dict[str, Callable[[dict[str, Any]], bool]] = {
+    "an MTP head": is_split_head,
+    "a DSpark drafter": is_dspark,
+    "a DFlash2 drafter": is_dflash2,
+    "a DFlash drafter": is_dflash,
+    "a P-EAGLE head": is_peagle,
+    "an EAGLE-3 head": is_eagle,
+    "a Gemma 4 assistant": is_assistant,
+}
 ADAPTER = ("adapter_config.json", "adapters.safetensors")
 
 
@@ -70,6 +86,7 @@ def load(
     """
     check_parallel(parallel)
     spreads = group is not None and group.size() > 1
+    check_target(path_or_repo)
     check_model_folder(path_or_repo)
     if vision or (vision is None and _needs_vision(path_or_repo)):
         if adapter_path is not None or spreads:
@@ -86,6 +103,7 @@ def load(
             )
         _check_adapter(Path(adapter_path).expanduser())
     folder = model_folder(path_or_repo)
+    check_target(folder)
     _check_config(folder, trust_remote_code)
     more = {"trust_remote_code": trust_remote_code}
     try:
@@ -109,6 +127,24 @@ def load(
         spread(model, group, parallel)
         mx.eval(model.parameters())
     return model, tokenizer
+
+
+def check_target(path_or_repo: str | Path) -> None:
+    """Refuse the folder of a drafter where that of a target is needed.
+
+    Raises:
+        ModelFolderError: names the kind of drafter.
+    """
+    folder = Path(path_or_repo).expanduser()
+    if not is_there(folder / "config.json"):
+        return
+    config = read_config(folder)
+    kind = next((name for name, is_kind in _DRAFTERS.items() if is_kind(config)), None)
+    if kind is not None:
+        raise ModelFolderError(
+            f"{str(path_or_repo)!r} holds {kind}: this is a drafter for another model. "
+            "Load that model, and pass the drafter as draft= (--draft)."
+        )
 
 
 def _needs_vision(path_or_repo: str | Path) -> bool:
@@ -195,8 +231,9 @@ def _load_trunk(
 
         return derived(kind, {"sanitize": sanitize}), arguments
 
-    model, config = load_model(
-        folder, lazy, get_model_classes=classes, trust_remote_code=trust_remote_code
-    )
+    with named_files_only(folder) as files:
+        model, config = load_model(
+            files, lazy, get_model_classes=classes, trust_remote_code=trust_remote_code
+        )
     model.__class__ = plain_class(model)
     return model, config

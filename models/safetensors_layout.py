@@ -1,15 +1,19 @@
 """What a safetensors file holds, and where, without reading its tensors."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from safetensors import SafetensorError, safe_open
 
 from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.json_files import JsonFlawError, parse_json
+from mlx_speculation.models.config_json import read_json
 
 SHARDS = "model*.safetensors"
+INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +45,90 @@ def header(file: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
         ) from error
 
 
-def shards(folder: Path) -> Iterator[Path]:
-    """Return the files that mlx-lm loads."""
-    return iter(sorted(folder.glob(SHARDS)))
+def weight_files(folder: Path, pattern: str = SHARDS) -> list[Path]:
+    """Return the files that hold a model's weights, without reading tensors.
+
+    Those that the index names, and no others. Without an index all that the pattern
+    finds, which then may not share a tensor; files of an MTP head, which repeat some of
+    the target's, are left out of that.
+
+    Raises:
+        ModelFolderError: the index is none, names a file outside of the folder or one
+            that is gone, or two files hold the same tensor.
+    """
+    index = folder / INDEX
+    if not index.is_file():
+        files = sorted(folder.glob(pattern))
+        _check_apart([file for file in files if "mtp" not in file.name])
+        return files
+    named = read_json(index).get("weight_map")
+    files_named = named.values() if isinstance(named, dict) else [None]
+    if not all(isinstance(file, str) for file in files_named):
+        raise ModelFolderError(
+            f"{str(index)!r} has no weight_map of tensors and files, and an index is "
+            "one. Take it away, or download it again."
+        )
+    names = sorted(set(files_named))
+    for name in names:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ModelFolderError(
+                f"{str(index)!r} names {name!r}, which is not in the folder. Download "
+                "the index again."
+            )
+    gone = [name for name in names if not (folder / name).is_file()]
+    if gone:
+        tensors = [tensor for tensor, file in named.items() if file == gone[0]]
+        raise ModelFolderError(
+            f"{INDEX} says that {gone[0]!r} holds {tensors[0]!r} and "
+            f"{len(tensors) - 1} other tensors, and {str(folder)!r} has no such file. "
+            "Download it; or, if other files hold all weights, take the index away."
+        )
+    return [folder / name for name in names]
+
+
+def unnamed_files(folder: Path) -> list[Path]:
+    """Return files that mlx-lm would load, and that the index leaves out.
+
+    Raises:
+        ModelFolderError: see `weight_files`.
+    """
+    return sorted(set(folder.glob(SHARDS)) - set(weight_files(folder)))
+
+
+@contextmanager
+def named_files_only(folder: Path) -> Iterator[Path]:
+    """Yield a folder in which mlx-lm, which takes every file, finds a model's weights.
+
+    The folder itself, or where it holds others too, one of links without them.
+
+    Raises:
+        ModelFolderError: see `weight_files`.
+    """
+    others = unnamed_files(folder)
+    if not others:
+        yield folder
+        return
+    with TemporaryDirectory() as name:
+        for each in folder.iterdir():
+            if each not in others:
+                (Path(name) / each.name).symlink_to(each.absolute())
+        yield Path(name)
+
+
+def _check_apart(files: Sequence[Path]) -> None:
+    """Refuse files of which two hold a tensor of the same name."""
+    if len(files) < 2:
+        return
+    holder: dict[str, Path] = {}
+    for file in files:
+        for tensor in header(file)[0]:
+            if tensor in holder:
+                raise ModelFolderError(
+                    f"{holder[tensor].name!r} and {file.name!r} in "
+                    f"{str(file.parent)!r} both hold {tensor!r}, and no index says "
+                    "which counts. Take one of them away."
+                )
+            holder[tensor] = file
 
 
 def places_in(file: Path) -> dict[str, TensorPlace]:

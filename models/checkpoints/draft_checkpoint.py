@@ -15,7 +15,7 @@ from mlx_lm.utils import infer_quant_config
 from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models.checkpoints.nvfp4 import unpacked
 from mlx_speculation.models.quantize import runs_on_linux_cpu, to_float32
-from mlx_speculation.models.safetensors_layout import header
+from mlx_speculation.models.safetensors_layout import header, weight_files
 
 Config = dict[str, Any]
 Weights = dict[str, mx.array]
@@ -132,7 +132,7 @@ def read_tensors(folder: Path, name: str) -> Weights:
     Raises:
         ModelFolderError: there is no such file, or one cannot be read.
     """
-    files = sorted(folder.glob("*.safetensors"))
+    files = weight_files(folder, "*.safetensors")
     if not files:
         raise ModelFolderError(
             f"The folder {str(folder)!r} of the {name} has no *.safetensors. Files of "

@@ -17,7 +17,11 @@ from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models.config_json import nested, read_json
 from mlx_speculation.models.mtp.families import family_of
 from mlx_speculation.models.mtp.family import MtpFamily, without_wrappers
-from mlx_speculation.models.safetensors_layout import header, shards
+from mlx_speculation.models.safetensors_layout import (
+    header,
+    unnamed_files,
+    weight_files,
+)
 
 # In this order; each is one place, and the first that holds any of a head counts.
 SIDECARS = (
@@ -29,7 +33,6 @@ SIDECARS = (
     "*mtp*.safetensors",
     "*mtp*/*.safetensors",
 )
-INDEX = "model.safetensors.index.json"
 # Targets of no known family, whose heads are stored as layers after the last.
 _LAYERS_BEHIND = ("bailing_moe_linear",)
 SPLIT = "_mtp"
@@ -100,7 +103,11 @@ def find_head(
         if found.tensors:
             source = ", ".join(str(file.relative_to(folder)) for file in files)
             return HeadFiles(found.tensors, tuple(found.skipped), False, source)
-    found = _held(_shards_with_head(folder, family, trunk), family, trunk)
+    # An index may be older than the head, and leave its shard out.
+    for files in (weight_files(folder), unnamed_files(folder)):
+        found = _held(files, family, trunk)
+        if found.tensors:
+            break
     if not found.tensors:
         raise ModelFolderError(_none_message(folder, config, family, trunk))
     return HeadFiles(found.tensors, tuple(found.skipped), True, "the shards")
@@ -132,7 +139,7 @@ def find_split_head(folder: Path, family: MtpFamily, trunk: int) -> HeadFiles:
             f"{' or '.join(name + SPLIT for name in family.modules)}. Choose the head "
             "that was split from this target."
         )
-    found = _held(shards(folder), family, trunk, bare=True, split=True)
+    found = _held(weight_files(folder), family, trunk, bare=True, split=True)
     if not found.tensors:
         raise ModelFolderError(
             f"{str(folder)!r} holds no MTP head of the {family.name} family that is "
@@ -145,7 +152,7 @@ def sidecar_names(folder: Path) -> set[str]:
     """Return the names in files of a head that mlx-lm takes for shards."""
     names: set[str] = set()
     others: set[str] = set()
-    for file in shards(folder):
+    for file in weight_files(folder):
         (names if "mtp" in file.name else others).update(header(file)[0])
     return names - others
 
@@ -184,26 +191,6 @@ def _sidecars(folder: Path, config: dict[str, Any]) -> Iterator[list[Path]]:
         for file in files:
             by_folder.setdefault(file.parent, []).append(file)
         yield from by_folder.values()
-
-
-def _shards_with_head(folder: Path, family: MtpFamily, trunk: int) -> list[Path]:
-    """Return the shards that may hold tensors of the head."""
-    index = folder / INDEX
-    if not index.is_file():
-        return list(shards(folder))
-    names = read_json(index).get("weight_map")
-    if not isinstance(names, dict):
-        raise ModelFolderError(
-            f"{str(index)!r} has no weight_map, and an index is one. Take it away."
-        )
-    wanted = {str(file) for name, file in names.items() if family.place(name, trunk)}
-    missing = sorted(name for name in wanted if not (folder / name).is_file())
-    if missing:
-        raise ModelFolderError(
-            f"{INDEX} says that {missing[0]!r} holds a part of the MTP head, and "
-            f"{str(folder)!r} has no such file. Download it."
-        )
-    return [folder / name for name in sorted(wanted)]
 
 
 def _held(

@@ -20,7 +20,7 @@ from typing import BinaryIO
 
 from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models.mtp.files import HeadFiles, Stored
-from mlx_speculation.models.safetensors_layout import places_in, shards
+from mlx_speculation.models.safetensors_layout import places_in, weight_files
 
 BLOCK = 4096
 BLOCKS = 64
@@ -36,7 +36,7 @@ def target_hash(folder: Path) -> str:
     found = hashlib.sha256()
     try:
         _add(found, (folder / "config.json").read_bytes())
-        for file in shards(folder):
+        for file in weight_files(folder):
             size = file.stat().st_size
             _add(found, file.name.encode(), str(size).encode())
             with file.open("rb") as opened:

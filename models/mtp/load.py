@@ -30,7 +30,7 @@ from mlx_speculation.models.mtp.family import MtpFamily, without_wrappers
 from mlx_speculation.models.mtp.files import HeadFiles, find_head, find_split_head
 from mlx_speculation.models.mtp.head import MtpHead, MtpLayer
 from mlx_speculation.models.mtp.transforms import norms_of, transformed, with_ones
-from mlx_speculation.models.safetensors_layout import header, shards
+from mlx_speculation.models.safetensors_layout import header, weight_files
 
 # How packs say that their norms are stored as w and applied as 1 + w.
 _PLUS_ONE_FLAGS = ("delta", "delta_plus_one", "mlx_delta")
@@ -161,12 +161,12 @@ def decided(convention: MtpConvention | None, found: FoundHead) -> MtpConvention
 
 def _of_mlx(folder: Path) -> bool:
     """Return whether all shards say that they are in mlx's form."""
-    return all(header(file)[1].get("format") == "mlx" for file in shards(folder))
+    return all(header(file)[1].get("format") == "mlx" for file in weight_files(folder))
 
 
 def _original(folder: Path) -> bool:
     """Return whether the shards are as they were before any conversion to mlx."""
-    for file in shards(folder):
+    for file in weight_files(folder):
         for name, shape in header(file)[0].items():
             if name.endswith("conv1d.weight") and shape[-1] != 1:
                 return True

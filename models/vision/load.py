@@ -24,6 +24,7 @@ from mlx_speculation.models.model_folder import (
     shortened,
 )
 from mlx_speculation.models.quantize import runs_on_linux_cpu, to_float32
+from mlx_speculation.models.safetensors_layout import weight_files
 from mlx_speculation.models.vision.families import check_family
 from mlx_speculation.models.vision.image_prompt import ImagePrompt
 from mlx_speculation.models.vision.open_image import open_image
@@ -75,6 +76,7 @@ def load_vision(
             'Install it with: pip install "mlx-speculation[vision]"'
         )
     folder = model_folder(path_or_repo)
+    weight_files(folder)  # mlx-vlm follows an index, and takes all files without one
     config = read_config(folder)
     file = config.get("model_file")
     if file is not None:

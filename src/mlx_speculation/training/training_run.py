@@ -8,10 +8,7 @@ import time
 from pathlib import Path
 
 from mlx_speculation.errors import InvalidRequestError
-from mlx_speculation.models import (
-    load,
-    model_folder,
-)
+from mlx_speculation.models import check_target, load, model_folder
 from mlx_speculation.training.data.prompts import read_prompts
 from mlx_speculation.training.memory_estimate import (
     memory_limit,
@@ -50,6 +47,7 @@ def train(
     options.check()
     check_folder(out)
     prompts = [] if options.prompts is None else read_prompts(options.prompts)
+    check_target(target)
     folder = model_folder(target)
     # A record may be published: it names folders without where they lie here.
     name = folder.resolve().name if Path(target).is_dir() else str(target)

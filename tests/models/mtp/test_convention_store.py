@@ -32,6 +32,7 @@ from mlx_speculation.models.mtp.fingerprints import (
     target_hash,
 )
 from mlx_speculation.models.mtp.load import find_mtp_head
+from mlx_speculation.models.safetensors_layout import INDEX
 from support.models.mtp_checkpoints import Checkpoint, write
 
 PAIR = Pair("a" * 64, "b" * 64)
@@ -270,7 +271,10 @@ def test_a_changed_target_changes_the_hash_of_the_target(made: Checkpoint) -> No
     assert changed.target != before.target
     assert changed.head == before.head
     trunk, _ = sorted(made.folder.glob("*.safetensors"))
-    trunk.rename(made.folder / "model-00009-of-00002.safetensors")
+    renamed = "model-00009-of-00002.safetensors"
+    index = made.folder / INDEX
+    index.write_text(index.read_text().replace(trunk.name, renamed))
+    trunk.rename(made.folder / renamed)
     assert target_hash(made.folder) != changed.target
 
 

@@ -17,6 +17,7 @@ from mlx_speculation.models import load
 from mlx_speculation.models.checkpoints.convention import MtpConvention
 from mlx_speculation.models.mtp.families import FAMILIES
 from mlx_speculation.models.mtp.load_with_convention import load_mtp_head
+from mlx_speculation.models.safetensors_layout import INDEX
 from support.covering import others_slow
 from support.identity import plain_text, prompt_of
 from support.models import tiny_models
@@ -148,6 +149,10 @@ def test_other_tensors_that_no_model_has_are_refused(
 ) -> None:
     made = changed("deepseek_v3")
     save(made.folder / "model-00003.safetensors", {stray: mx.ones(3)})
+    index = made.folder / INDEX
+    named = json.loads(index.read_text())["weight_map"]
+    named[stray] = "model-00003.safetensors"
+    index.write_text(json.dumps({"weight_map": named}))
     with pytest.raises(ModelFolderError, match=stray):
         load(made.folder)
 

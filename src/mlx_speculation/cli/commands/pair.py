@@ -58,8 +58,9 @@ def pair(
     """
     screen = Screen(json=json)
     begin(blas, screen)
-    from mlx_speculation.models import load, model_folder
+    from mlx_speculation.models import check_target, load, model_folder
 
+    check_target(model)
     folder = model_folder(model)
     with screen.busy(f"loading {folder.name}"):
         target, tokenizer = load(

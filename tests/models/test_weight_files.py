@@ -1,0 +1,176 @@
+"""Which files of a folder hold weights: those that its index names, and no others.
+
+mlx-lm takes every model*.safetensors; a stray file replaced weights, silently.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_speculation import SpeculativeGenerator
+from mlx_speculation.errors import ModelFolderError
+from mlx_speculation.models import load
+from mlx_speculation.models.mtp import find_mtp_head
+from mlx_speculation.models.safetensors_layout import INDEX
+from mlx_speculation.training.options import TrainOptions
+from mlx_speculation.training.training_run import train
+from support.models import assistant_checkpoints, eagle_checkpoints, mtp_checkpoints
+from support.models.block_checkpoints import write_block
+from support.models.chat_folders import chat_folder
+
+PROMPT = [1, 2, 3]
+
+
+def text_of(folder: Path, **options: Any) -> list[int]:
+    generator = SpeculativeGenerator.from_pretrained(folder, **options)
+    return generator.generate(PROMPT, max_tokens=8, stop_tokens=()).tokens
+
+
+def tensors(file: Path) -> dict[str, mx.array]:
+    found: Any = mx.load(str(file))
+    return dict(found)
+
+
+def save(file: Path, arrays: dict[str, mx.array]) -> None:
+    mx.eval(arrays)
+    mx.save_safetensors(str(file), arrays, {"format": "mlx"})
+
+
+def divide(
+    folder: Path, *, index: bool = True, name: str = "model-{}.safetensors"
+) -> None:
+    """Let two files hold the weights, and an index say so."""
+    arrays = tensors(folder / "model.safetensors")
+    mx.eval(arrays)
+    (folder / "model.safetensors").unlink()
+    names = sorted(arrays)
+    parts = {f"model-{n}.safetensors": names[n - 1 :: 2] for n in (1, 2)}
+    for file, held in parts.items():
+        save(folder / file, {each: arrays[each] for each in held})
+    if index:
+        weight_map = {each: file for file, held in parts.items() for each in held}
+        (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+
+def other_weights(folder: Path, name: str) -> None:
+    """Write a file of other weights under the names of the model's."""
+    arrays = tensors(sorted(folder.glob("model*.safetensors"))[0])
+    save(folder / name, {key: value * 0.5 for key, value in arrays.items()})
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mamba"])
+@pytest.mark.parametrize("stray", ["model-old.safetensors", "model.bak.safetensors"])
+def test_a_file_that_no_index_names_changes_nothing(
+    family: str, stray: str, tmp_path: Path
+) -> None:
+    folder = chat_folder(tmp_path / "model", family)
+    text = text_of(folder)
+    divide(folder)
+    assert text_of(folder) == text
+    other_weights(folder, stray)
+    assert text_of(folder) == text
+    assert text_of(folder, draft=folder) == text  # read as a draft model too
+
+
+def test_without_an_index_files_that_overlap_are_refused(tmp_path: Path) -> None:
+    folder = chat_folder(tmp_path / "model")
+    text = text_of(folder)
+    other_weights(folder, "model-old.safetensors")
+    both = r"'model-old.safetensors' and 'model.safetensors' in .* both hold '"
+    for draft in (None, "lookup"):
+        with pytest.raises(ModelFolderError, match=both):
+            text_of(folder, draft=draft)
+    (folder / "model-old.safetensors").unlink()
+    divide(folder, index=False)  # two files that share nothing are one model
+    assert text_of(folder) == text
+
+
+def test_an_older_single_file_beside_shards_changes_nothing(tmp_path: Path) -> None:
+    folder = chat_folder(tmp_path / "model")
+    text = text_of(folder)
+    divide(folder)
+    other_weights(folder, "model.safetensors")  # older than the shards
+    assert text_of(folder) == text
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_shard_that_is_gone_is_named(keep: int, tmp_path: Path) -> None:
+    folder = chat_folder(tmp_path / "model")
+    divide(folder)
+    gone = f"model-{3 - keep}.safetensors"
+    (folder / gone).unlink()
+    with pytest.raises(ModelFolderError, match=rf"'{gone}' holds .* no such file"):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/hosts"])
+def test_an_index_does_not_lead_out_of_the_folder(name: str, tmp_path: Path) -> None:
+    folder = chat_folder(tmp_path / "model")
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(ModelFolderError, match="is not in the folder"):
+        load(folder)
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"a": 1}}))
+    with pytest.raises(ModelFolderError, match="no weight_map of tensors and files"):
+        load(folder)
+
+
+def test_a_head_in_a_shard_that_the_index_leaves_out_is_found(tmp_path: Path) -> None:
+    made = mtp_checkpoints.write(tmp_path, "qwen3_5")
+    files = sorted(made.folder.glob("*.safetensors"))
+    arrays = {key: value for file in files for key, value in tensors(file).items()}
+    mx.eval(arrays)
+    for file in files:
+        file.unlink()
+    head = {name: value for name, value in arrays.items() if "mtp." in name}
+    assert head
+    trunk = {name: value for name, value in arrays.items() if name not in head}
+    save(made.folder / "model-00001.safetensors", trunk)
+    save(made.folder / "model-00002.safetensors", head)
+    index = {"weight_map": dict.fromkeys(trunk, "model-00001.safetensors")}
+    (made.folder / INDEX).write_text(json.dumps(index))
+    found = find_mtp_head(made.folder, made.target)
+    assert found.files.in_shards
+
+
+def test_two_files_of_a_head_without_an_index_are_refused(tmp_path: Path) -> None:
+    folder = eagle_checkpoints.write_eagle(tmp_path / "head", "specforge")
+    file = next(folder.glob("*.safetensors"))
+    save(folder / "model-old.safetensors", tensors(file))
+    target = chat_folder(tmp_path / "model")
+    with pytest.raises(ModelFolderError, match="both hold"):
+        text_of(target, draft=folder)
+
+
+def an_eagle_head(folder: Path) -> Path:
+    return eagle_checkpoints.write_eagle(folder / "head", "specforge")
+
+
+def a_dflash_drafter(folder: Path) -> Path:
+    return write_block(folder / "head", "dflash2")
+
+
+def an_assistant(folder: Path) -> Path:
+    made = assistant_checkpoints.make("shared")
+    (folder / "head").mkdir()
+    return assistant_checkpoints.write(made, folder / "head")
+
+
+@pytest.mark.parametrize("make", [an_eagle_head, a_dflash_drafter, an_assistant])
+def test_a_drafter_in_the_place_of_a_target_is_named(
+    make: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    """It lacked tokenizer_config.json, or tensors were listed."""
+    folder = make(tmp_path)
+    said = r"this is a drafter for another model.*--draft"
+    for _ in range(2):
+        with pytest.raises(ModelFolderError, match=said):
+            load(folder)
+        with pytest.raises(ModelFolderError, match=said):
+            SpeculativeGenerator.from_pretrained(folder, draft="lookup")
+        with pytest.raises(ModelFolderError, match=said):
+            train(folder, tmp_path / "out", TrainOptions())
+        (folder / "tokenizer_config.json").write_text("{}")  # with a tokenizer too
