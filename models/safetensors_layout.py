@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -61,14 +62,14 @@ def weight_files(folder: Path, pattern: str = SHARDS) -> list[Path]:
         files = sorted(folder.glob(pattern))
         _check_apart([file for file in files if "mtp" not in file.name])
         return files
-    named = read_json(index).get("weight_map")
-    files_named = named.values() if isinstance(named, dict) else [None]
-    if not all(isinstance(file, str) for file in files_named):
+    named: Any = read_json(index).get("weight_map")
+    right = isinstance(named, dict)
+    if not right or not all(isinstance(file, str) for file in named.values()):
         raise ModelFolderError(
             f"{str(index)!r} has no weight_map of tensors and files, and an index is "
             "one. Take it away, or download it again."
         )
-    names = sorted(set(files_named))
+    names = sorted(set(named.values()))
     for name in names:
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ModelFolderError(

@@ -26,13 +26,15 @@ from mlx_speculation.models.checkpoints.convention import Norms
 from mlx_speculation.models.config_json import read_config
 from mlx_speculation.models.mtp.convention_store import NAME as SAVED
 from mlx_speculation.models.mtp.families import family_of
-from mlx_speculation.models.mtp.files import INDEX, find_head, is_leftover
+from mlx_speculation.models.mtp.files import find_head, is_leftover
 from mlx_speculation.models.mtp.load import FoundHead
 from mlx_speculation.models.safetensors_layout import (
+    INDEX,
     TensorPlace,
     header,
     places_in,
-    shards,
+    unnamed_files,
+    weight_files,
 )
 
 app = typer.Typer(add_completion=False)
@@ -125,7 +127,7 @@ def _written(
     folder: Path, out: Path, module: str, trunk: int
 ) -> tuple[tuple[str, ...], int]:
     """Write everything; return the head's names and how many the shards hold."""
-    of_shards = list(shards(folder))
+    of_shards = list([*weight_files(folder), *unnamed_files(folder)])
     left = {file.name for file in of_shards} | {SAVED}
     shutil.copytree(folder, out, ignore=lambda _, names: left.intersection(names))
     head: dict[str, tuple[Path, TensorPlace]] = {}

@@ -35,11 +35,12 @@ class Watched(nn.Embedding):
 
     def __call__(self, indices: mx.array) -> mx.array:
         self.asked.append(int(indices.max()))
-        return super().__call__(indices)
+        rows: mx.array = self.weight[indices]
+        return rows
 
 
 @functools.cache
-def made(name: str, rows: int = ROWS) -> nn.Module:
+def made(name: str, rows: int = ROWS) -> Any:
     """Return a model whose table is cut to so many rows, and watched."""
     model: Any = census.build(name)
     owner, field = TABLES[name].split(".")

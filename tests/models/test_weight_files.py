@@ -15,7 +15,7 @@ from mlx_speculation import SpeculativeGenerator
 from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models import load
 from mlx_speculation.models.mtp import find_mtp_head
-from mlx_speculation.models.safetensors_layout import INDEX
+from mlx_speculation.models.safetensors_layout import INDEX, named_files_only
 from mlx_speculation.training.options import TrainOptions
 from mlx_speculation.training.training_run import train
 from support.models import assistant_checkpoints, eagle_checkpoints, mtp_checkpoints
@@ -72,6 +72,12 @@ def test_a_file_that_no_index_names_changes_nothing(
     divide(folder)
     assert text_of(folder) == text
     other_weights(folder, stray)
+    with named_files_only(folder) as files:  # in which order mlx-lm reads is not said
+        held = sorted(file.name for file in files.glob("*.safetensors"))
+        assert held == ["model-1.safetensors", "model-2.safetensors"]
+        assert (files / "config.json").read_text() == (
+            folder / "config.json"
+        ).read_text()
     assert text_of(folder) == text
     assert text_of(folder, draft=folder) == text  # read as a draft model too
 
