@@ -127,7 +127,7 @@ def _written(
     folder: Path, out: Path, module: str, trunk: int
 ) -> tuple[tuple[str, ...], int]:
     """Write everything; return the head's names and how many the shards hold."""
-    of_shards = list([*weight_files(folder), *unnamed_files(folder)])
+    of_shards = [*weight_files(folder), *unnamed_files(folder)]
     left = {file.name for file in of_shards} | {SAVED}
     shutil.copytree(folder, out, ignore=lambda _, names: left.intersection(names))
     head: dict[str, tuple[Path, TensorPlace]] = {}
