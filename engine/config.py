@@ -24,6 +24,7 @@ from mlx_speculation.engine.drafters.resolve import resolve
 from mlx_speculation.engine.drafters.source import (
     DraftOptions,
     DraftSource,
+    HeadSource,
     TargetInfo,
     members_of,
 )
@@ -75,6 +76,7 @@ class GeneratorConfig:
     sliding: Sliding  # what stands for sliding windows in the caches made here
     # What requests leave for later ones; None: nothing
     prefix_cache: PrefixCache | None
+    kept_head: int | None  # the index in it of a head; None: it keeps none
     positions: int | None  # that the target has a table of; None: it has none
     shape: FixedShape | None  # of every forward of the target; None: not in exact mode
     tree: int  # the nodes of a draft that is a tree; 0: drafts are chains
@@ -157,8 +159,9 @@ def checked_setup(
             else _vocabulary(draft_vocabulary, source, target),
             compiled=compiled_steps if compile_draft else None,
         )
+        kept: int | None = None
         if prefix_cache is not None:
-            _bind(prefix_cache, [model, *models], sliding, shape)
+            kept = _bind(prefix_cache, [model, *models], source, sliding, shape)
         with ExitStack() as hooks:
             for module in (model, *models):
                 hooks.callback(ModelHooks(module).remove)
@@ -184,6 +187,7 @@ def checked_setup(
                 acceptance=acceptance,
                 sliding=sliding,
                 prefix_cache=prefix_cache,
+                kept_head=kept,
                 shape=shape,
                 tree=tree,
             )
@@ -340,11 +344,22 @@ def _vocabulary(
 def _bind(
     cache: PrefixCache,
     models: list[nn.Module],
+    draft: DraftSource | None,
     sliding: Sliding,
     shape: FixedShape | None,
-) -> None:
-    """Let a prefix cache belong to the target and the draft models."""
+) -> int | None:
+    """Let a prefix cache belong to the target and the draft models.
+
+    Returns:
+        The index of a head whose rows it keeps; None: there is none.
+    """
     for module in models:
         check_resumable(module)
     empty = [Lane(module, sliding=sliding).caches for module in models]
     cache.bind(models, empty, shape)
+    for member in members_of(draft):
+        made = member.new_cache(0) if isinstance(member, HeadSource) else None
+        kept = None if made is None else made.kept()
+        if kept is not None:
+            return cache.bind_head(member.own_weights, kept[0])
+    return None

@@ -20,7 +20,7 @@ from mlx_speculation.engine.distributed import (
 from mlx_speculation.engine.draft_length.base import DraftLengthPolicy, FixedDraftLength
 from mlx_speculation.engine.draft_length.calibration import Calibration, Start
 from mlx_speculation.engine.draft_length.cascade import CascadeDraftLength
-from mlx_speculation.engine.drafters.base import Drafter, lanes_of, remember
+from mlx_speculation.engine.drafters.base import Drafter, head_of, lanes_of, remember
 from mlx_speculation.engine.drafters.cascade import CascadeDrafter, open_guarded
 from mlx_speculation.engine.drafters.source import DraftSource, members_of
 from mlx_speculation.engine.image_input import ImageInput, image_input
@@ -281,7 +281,14 @@ class StreamFactory:
 
         model: Any = self._setup.model
         keys = () if images is None else images.prefix_keys(model)
-        return PrefixReuse(cache, lanes, reach=lengths.longest + 2, keys=keys)
+        return PrefixReuse(
+            cache,
+            lanes,
+            reach=lengths.longest + 2,
+            keys=keys,
+            head=partial(head_of, drafter),
+            kept_head=self._setup.kept_head,
+        )
 
     def _drafter(
         self,

@@ -21,6 +21,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import mlx.core as mx
+
 from mlx_speculation.caches.prefix.radix_tree import Node, PrefixTree, Tokens
 from mlx_speculation.caches.prefix.restore_points import Point, RunningPoints
 from mlx_speculation.caches.snapshots.snapshot import Snapshot, merge, split
@@ -54,6 +56,7 @@ class PrefixCache:
         self._lock = threading.RLock()
         self._clock = itertools.count(1)
         self._owners: tuple[weakref.ref[Any], ...] | None = None
+        self._heads: list[weakref.ref[Any]] = []
         self._shape: FixedShape | None = None
         self._empty: list[Snapshot] = []
         self._trees: list[PrefixTree] = []
@@ -126,8 +129,26 @@ class PrefixCache:
                 f"have computed, and exact={_rows(shape)} was asked for. Make a "
                 "PrefixCache for each."
             )
-        for own, other in zip(self._empty, empty, strict=True):
+        for own, other in zip(self._empty[: len(empty)], empty, strict=True):
             merge(own, other)  # refuses caches of other kinds and settings
+
+    def bind_head(self, owner: Any, caches: Sequence[Any]) -> int:
+        """Keep the rows of a head on the first model too, and return its index.
+
+        Args:
+            owner: the head, compared by identity.
+            caches: new empty caches of it.
+        """
+        empty = snapshot(caches, 0, 0)
+        with self._lock:
+            assert self._owners is not None
+            known = [ref() for ref in self._heads]
+            if not any(one is owner for one in known):
+                self._heads.append(weakref.ref(owner))
+                self._empty.append(empty)
+                self._trees.append(PrefixTree(empty))
+                known.append(owner)
+            return len(self._owners) + [one is owner for one in known].index(True)
 
     def stateful(self, which: int) -> bool:
         """Whether the model `which` needs restore points."""
@@ -140,21 +161,44 @@ class PrefixCache:
             self._running.add(points)
             return points
 
-    def take(self, points: RunningPoints, point: Point) -> None:
-        """Add a restore point to those of a stream, inside the budget.
+    def stamp(self) -> int:
+        """Return a new time of use, for all that one request reads or leaves.
+
+        What has one time is removed together: the rows of a target and those of its
+        drafts are of no use without each other.
+        """
+        return next(self._clock)
+
+    def hidden(self, tokens: Tokens) -> mx.array | None:
+        """Return the hidden states that the target's restore point at the end has."""
+        with self._alone():
+            nodes, matched = self._trees[0].path(tokens)
+            exact = matched == len(tokens) == nodes[-1].stop
+            return nodes[-1].hidden if exact else None
+
+    def take(self, points: RunningPoints, point: tuple[Any, ...]) -> None:
+        """Add a restore point, a `Point`'s fields, to those of a stream.
 
         Leaves that were used longest ago make room, then points of the stream.
         """
         with self._alone():
-            points.taken.append(point)
+            points.taken.append(Point(*point))
             while points.taken and not self._room(0):
                 points.thin_out()
 
-    def lookup(self, which: int, tokens: Tokens) -> Snapshot | None:
-        """Return what is held for the longest reusable beginning of `tokens`."""
+    def lookup(
+        self, which: int, tokens: Tokens, used: int | None = None
+    ) -> Snapshot | None:
+        """Return what is held for the longest reusable beginning of `tokens`.
+
+        Args:
+            which: the index of the model in `bind`.
+            tokens: what its caches are to hold, from the first token on.
+            used: the request's time, see `stamp`; None: a new one.
+        """
         with self._alone():
             held, nodes = self._trees[which].longest(tokens)
-            self._touch(nodes)
+            self._touch(nodes, used)
         return held
 
     def store(
@@ -163,6 +207,9 @@ class PrefixCache:
         tokens: Tokens,
         caches: Sequence[Any],
         points: RunningPoints | None = None,
+        *,
+        hidden: mx.array | None = None,
+        used: int | None = None,
     ) -> None:
         """Keep what the caches of model `which` hold, as far as there is room.
 
@@ -172,11 +219,14 @@ class PrefixCache:
             caches: its live caches.
             points: restore points taken on the way. They are the cache's now, or go
                 for lack of room, the last ones first.
+            hidden: the last hidden states of the target, if a head reads them again.
+            used: the request's time, see `stamp`; None: a new one.
         """
         taken = [] if points is None else points.taken
         with self._alone() as again:
             if tokens and not again:
-                self._store(self._trees[which], tokens, caches, taken)
+                used = self.stamp() if used is None else used
+                self._store(self._trees[which], tokens, caches, taken, hidden, used)
             taken.clear()
 
     def _store(
@@ -185,24 +235,26 @@ class PrefixCache:
         tokens: Tokens,
         caches: Sequence[Any],
         points: list[Point],
+        hidden: mx.array | None,
+        used: int,
     ) -> None:
         nodes, matched = tree.path(tokens)
-        self._touch(nodes)
-        points[:] = [point for point in points if 0 < point[0] < len(tokens)]
+        self._touch(nodes, used)
+        points[:] = [point for point in points if 0 < point.stop < len(tokens)]
         complete = matched == len(tokens) and nodes[-1].stop == matched
         live = None
         if not complete or (tree.stateful and not nodes[-1].states):
             live = snapshot(caches, matched, len(tokens))
         while points:
-            end, states = points[0]
-            if not self._reach(tree, tokens[:end], live, points):
+            point = points[0]
+            if not self._reach(tree, tokens[: point.stop], live, points, used):
                 return
             del points[0]  # its bytes are free for its node
-            self._hang(tree, tree.at(tokens[:end]), states)
-        if live is not None and self._reach(tree, tokens, live, points):
+            self._hang(tree, tree.at(tokens[: point.stop]), point)
+        if live is not None and self._reach(tree, tokens, live, points, used):
             node = tree.at(tokens)
             if tree.stateful:
-                self._hang(tree, node, live.states)
+                self._hang(tree, node, Point(len(tokens), live.states, hidden))
 
     def _reach(
         self,
@@ -210,6 +262,7 @@ class PrefixCache:
         tokens: Tokens,
         live: Snapshot | None,
         points: list[Point],
+        used: int,
     ) -> bool:
         """Add the rows that the tree lacks of `tokens`; return whether it has all.
 
@@ -227,18 +280,18 @@ class PrefixCache:
             if room:
                 node = tree.add(parent, tokens[matched:], rows.copied())
                 self._stored += node.nbytes
-                self._touch([node])
+                self._touch([node], used)
             else:
                 self._prune(tree, parent)
         return tree.path(tokens)[1] == len(tokens)
 
-    def _hang(self, tree: PrefixTree, node: Node, states: Snapshot) -> None:
+    def _hang(self, tree: PrefixTree, node: Node, point: Point) -> None:
         """Make a node a restore point, if there is room for the states."""
         if node.states is not None:
             return
-        if self._room(states.size, keep=node):
-            node.states = states
-            self._stored += states.nbytes
+        if self._room(point.size, keep=node):
+            node.states, node.hidden = point.states, point.hidden
+            self._stored += point.nbytes
         else:
             self._prune(tree, node)
 
@@ -259,8 +312,10 @@ class PrefixCache:
             ]
             if not leaves:
                 return False
-            _, _, tree, oldest = min(leaves, key=lambda leaf: leaf[:2])
-            self._stored -= tree.remove(oldest, keep)
+            oldest = min(used for used, _, _, _ in leaves)
+            for used, _, tree, node in leaves:
+                if used == oldest:
+                    self._stored -= tree.remove(node, keep)
         return True
 
     @contextmanager
@@ -276,8 +331,8 @@ class PrefixCache:
             finally:
                 self._changing = again
 
-    def _touch(self, nodes: Sequence[Node]) -> None:
-        now = next(self._clock)
+    def _touch(self, nodes: Sequence[Node], used: int | None) -> None:
+        now = self.stamp() if used is None else used
         for node in nodes:
             node.used = now
 

@@ -15,11 +15,14 @@ an edge is copied once when it is stored, and once more when requests part insid
 It knows nothing of locks and of how many bytes are allowed.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+
+import mlx.core as mx
 
 from mlx_speculation.caches.snapshots.snapshot import Snapshot, merge, split
 
-Tokens = Sequence[int]
+# Of a head, what its row of a position depends on, see `engine.prefix_reuse`.
+Tokens = Sequence[Hashable]
 
 
 class Node:
@@ -29,19 +32,21 @@ class Node:
         tokens: the tokens of the edge above; empty at the root.
         rows: what the caches' rows held for them, without states.
         states: the states after them, if this is a restore point.
+        hidden: the last hidden states before it, where a head reads them again.
         parent: the node where the edge begins; None at the root.
         children: by the first token of their edges.
         used: when it was used last; larger is later.
     """
 
-    __slots__ = ("children", "parent", "rows", "states", "tokens", "used")
+    __slots__ = ("children", "hidden", "parent", "rows", "states", "tokens", "used")
 
     def __init__(self, tokens: Tokens, rows: Snapshot, parent: "Node | None") -> None:
         self.tokens = tuple(tokens)
         self.rows = rows
         self.states: Snapshot | None = None
+        self.hidden: mx.array | None = None
         self.parent = parent
-        self.children: dict[int, Node] = {}
+        self.children: dict[Hashable, Node] = {}
         self.used = 0
 
     @property
@@ -52,7 +57,8 @@ class Node:
     @property
     def nbytes(self) -> int:
         """Bytes of its rows and states."""
-        return self.rows.nbytes + (self.states.nbytes if self.states else 0)
+        hidden = 0 if self.hidden is None else self.hidden.nbytes
+        return self.rows.nbytes + (self.states.nbytes if self.states else 0) + hidden
 
 
 class PrefixTree:

@@ -5,17 +5,38 @@ leave them to.
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
+
+import mlx.core as mx
 
 from mlx_speculation.caches.snapshots.snapshot import Snapshot
 
-Point = tuple[int, Snapshot]  # how many tokens, and the states after them
+
+class Point(NamedTuple):
+    """A place from which requests can go on."""
+
+    stop: int  # how many tokens
+    states: Snapshot  # of the target's layers, after them
+    # The target's hidden states of the last of them, which a head reads again,
+    # [1, positions, dim]; None: no head follows it
+    hidden: mx.array | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes of all its arrays, shared or not."""
+        return self.states.size + (0 if self.hidden is None else self.hidden.nbytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its arrays."""
+        return self.states.nbytes + (0 if self.hidden is None else self.hidden.nbytes)
 
 
 class RunningPoints:
     """The restore points of one running stream; they count in the cache's budget.
 
     Attributes:
-        taken: how many tokens, and the states after them, in order.
+        taken: the points, in order.
     """
 
     def __init__(self) -> None:
@@ -24,7 +45,7 @@ class RunningPoints:
     @property
     def nbytes(self) -> int:
         """Bytes of the states, which no two points share."""
-        return sum(states.nbytes for _, states in self.taken)
+        return sum(point.nbytes for point in self.taken)
 
     def thin_out(self) -> None:
         """Drop the point that leaves the smallest gap.
@@ -32,7 +53,7 @@ class RunningPoints:
         The first and the newest stay: the one needs the fewest rows to be stored, and
         the other is nearest to where the text goes on.
         """
-        places = [place for place, _ in self.taken]
+        places = [point.stop for point in self.taken]
         gaps = [(stop - start, i) for i, (start, stop) in enumerate(_ends(places), 1)]
         del self.taken[min(gaps)[1] if gaps else -1]
 

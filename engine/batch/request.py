@@ -145,7 +145,7 @@ class BatchRequest:
     def keep_prompt(self) -> None:
         """Leave what was read of the prompt to later requests already now."""
         if self.stream.prefixes is not None:
-            self.stream.prefixes.store(self.tokens)
+            self.stream.prefixes.store(self.tokens, ended=False)
 
     def keep_nothing(self) -> None:
         """Leave nothing more to later requests."""

@@ -178,6 +178,15 @@ def lanes_of(drafter: Any) -> list[Lane | None]:
     return list(getattr(drafter, "lanes", ()))
 
 
+def head_of(drafter: Any) -> Any:
+    """Return the head in a stream's drafter that reads the target's states, or None.
+
+    It has `again`, `kept`, `committed`, and `resume` if it keeps rows of its own; see
+    `MtpDrafter`.
+    """
+    return getattr(drafter, "prefix_head", None)
+
+
 @runtime_checkable
 class Remembers(Protocol):
     """A drafter that keeps finished texts, to look later ones up in them."""

@@ -5,7 +5,6 @@ MTP head (see `engine/drafters/mtp.py`): the context that was committed since an
 block are one batch.
 """
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,12 +78,16 @@ class DFlashDraft(HeadSource):
         """Load a drafter; see `load_dflash`. The tokenizer is not needed."""
         return cls(model, *load_dflash(folder, model))
 
+    def new_cache(self, first: int) -> ParallelCache:
+        """Return caches of the drafter; see `HeadSource`."""
+        return ParallelCache(self.dflash, first)
+
     def open(
         self, lane: Lane, sequence: Sequence, draft_cache: list[Any] | None = None
     ) -> MtpDrafter:
         """Return the drafter of one stream, which follows the target's lane."""
         return MtpDrafter(
-            partial(ParallelCache, self.dflash),
+            self.new_cache,
             sequence,
             self.following(lane, self.dflash.states),
             depth=self.dflash.head.depth,

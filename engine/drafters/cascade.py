@@ -14,6 +14,7 @@ from mlx_speculation.engine.drafters.base import (
     Draft,
     Drafter,
     ReadsAhead,
+    head_of,
     lanes_of,
     remember,
 )
@@ -152,6 +153,12 @@ class CascadeDrafter:
     def lanes(self) -> list[Lane | None]:
         """The lanes of its draft models, see `lanes_of`."""
         return [lane for each in self._drafters for lane in lanes_of(each)]
+
+    @property
+    def prefix_head(self) -> Any:
+        """The head among its drafters; None: there is none."""
+        heads = (head_of(each) for each in self._drafters)
+        return next((head for head in heads if head is not None), None)
 
     @property
     def held(self) -> list[Any]:

@@ -5,8 +5,6 @@ that each position begins with, which is made of three layers of the target, and
 may know a part of the token ids only.
 """
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +111,7 @@ class EagleDraft(HeadSource):
     ) -> MtpDrafter:
         """Return the drafter of one stream, which follows the target's lane."""
         return MtpDrafter(
-            self._new_cache(),
+            self.new_cache,
             sequence,
             self.following(lane, self.eagle.states),
             depth=self.eagle.head.depth,
@@ -127,8 +125,9 @@ class EagleDraft(HeadSource):
         """Whether it drafts trees: it does, unless it has a window of its own."""
         return not self.head.windowed
 
-    def _new_cache(self) -> Callable[[int], HeadCache]:
-        return partial(MtpCache, self.eagle)
+    def new_cache(self, first: int) -> HeadCache:
+        """Return caches of the head; see `HeadSource`."""
+        return MtpCache(self.eagle, first)
 
 
 class PEagleDraft(EagleDraft):
@@ -156,5 +155,6 @@ class PEagleDraft(EagleDraft):
         """Whether it drafts trees: what it says of a draft follows from none before."""
         return False
 
-    def _new_cache(self) -> Callable[[int], HeadCache]:
-        return partial(ParallelCache, self.eagle)
+    def new_cache(self, first: int) -> HeadCache:
+        """Return caches of the head; see `HeadSource`."""
+        return ParallelCache(self.eagle, first)

@@ -30,6 +30,7 @@ from mlx_speculation.engine.drafters.base import (
     Draft,
     Drafter,
     ReadsAhead,
+    head_of,
     lanes_of,
     remember,
 )
@@ -69,6 +70,11 @@ class FaultGuard:
     def lanes(self) -> list[Lane | None]:
         """The lanes of its draft model, see `lanes_of`."""
         return [None if self._disabled else lane for lane in lanes_of(self.inner)]
+
+    @property
+    def prefix_head(self) -> Any:
+        """The head whose rows a `PrefixCache` keeps; None: there is none."""
+        return None if self._disabled else head_of(self.inner)
 
     @property
     def held(self) -> SequenceOf[Any]:

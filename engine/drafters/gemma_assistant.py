@@ -153,6 +153,27 @@ class AssistantDrafter:
         committed.after_chunk(self._forget)
 
     @property
+    def prefix_head(self) -> "AssistantDrafter":
+        """Itself: it needs the state of the last token that was fed."""
+        return self
+
+    @property
+    def again(self) -> int:
+        """How many of the last tokens are fed again: one, for its state."""
+        return 1
+
+    @property
+    def committed(self) -> CommittedStates:
+        """The states of the target that it reads."""
+        return self._committed
+
+    def kept(self) -> None:
+        """Return nothing: it has no rows."""
+
+    def level(self) -> None:
+        """Do nothing, likewise."""
+
+    @property
     def held(self) -> list[Any]:
         """States of the target to be read, for a count of bytes."""
         return self._committed.arrays
@@ -199,4 +220,5 @@ class AssistantDrafter:
 
     def _forget(self) -> None:
         """Drop the states that will not be read; of a prompt, all but the last."""
-        self._committed.drop(len(self._tokens) - 2)
+        last = self._committed.stop - 1  # a restore point keeps it
+        self._committed.drop(min(len(self._tokens) - 2, last))

@@ -22,6 +22,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_speculation.caches import Snapshot
 from mlx_speculation.engine.drafters.base import (
     Branches,
     CheckedChoose,
@@ -149,12 +150,16 @@ class MtpDraft(HeadSource):
         ids = options.vocabulary
         return self if ids is None else MtpDraft(self.model, self.head, ids=ids)
 
+    def new_cache(self, first: int) -> MtpCache:
+        """Return caches of the head; see `HeadSource`."""
+        return MtpCache(self.mtp, first)
+
     def open(
         self, lane: Lane, sequence: Sequence, draft_cache: list[Any] | None = None
     ) -> "MtpDrafter":
         """Return the drafter of one stream, which follows the target's lane."""
         return MtpDrafter(
-            partial(MtpCache, self.mtp),
+            self.new_cache,
             sequence,
             self.following(lane, self._states),
             depth=self.mtp.head.depth,
@@ -212,6 +217,33 @@ class MtpDrafter:
         cache = self._cache
         batched = isinstance(cache, MtpCache) and not cache.mtp.head.chained
         return self if batched else None
+
+    @property
+    def prefix_head(self) -> "MtpDrafter":
+        """Itself: a `PrefixCache` keeps its rows, see `engine.prefix_reuse`."""
+        return self
+
+    @property
+    def again(self) -> int:
+        """How many of the last tokens are fed again; see `fed_again`."""
+        return self._cache.again
+
+    def kept(self) -> tuple[list[Any], int] | None:
+        """Return caches and how many rows each holds; see `HeadCache`."""
+        return self._cache.kept()
+
+    def level(self) -> None:
+        """Feed the rest of the text, which has ended, to the caches."""
+        cache, committed = self._cache, self.committed
+        stop = min(len(self._tokens) - 1, committed.stop)
+        if committed.start <= cache.end < stop:
+            pairs = partial(self._pairs, chosen=())
+            cache.feed(committed.between(cache.end, stop), stop, pairs)
+
+    def resume(self, held: Snapshot) -> None:
+        """Begin with these rows, as if it had read the beginning of the text."""
+        self._cache = self._new_cache(0)
+        self._cache.resume(held)
 
     def begin(self, sequence: Sequence) -> None:
         """Read the states of the prompt, which is fed by now."""
@@ -337,9 +369,10 @@ class MtpDrafter:
             until: what comes from this position on is left too; None: nothing.
         """
         committed = self.committed
+        spare = self._cache.again - 1  # for a restore point, see `engine.prefix_reuse`
         if committed.start > self._cache.end or committed.stop < self._cache.end:
             self._cache = self._new_cache(committed.start)
-        committed.drop(self._cache.end)
+        committed.drop(self._cache.end - spare)
         stop = min(len(self._tokens) - 2, committed.stop)
         stop = stop if until is None else min(stop, until)
         lag = max(stop - self._cache.end, self._cache.lag)
@@ -352,5 +385,5 @@ class MtpDrafter:
         except Exception:  # after Ctrl-C they are as before, and can be fed again
             self._cache = self._new_cache(committed.stop)
             raise
-        committed.drop(stop)
+        committed.drop(stop - spare)
         mx.eval(committed.arrays)

@@ -24,6 +24,7 @@ from mlx_speculation.models import (
     Sliding,
     States,
 )
+from mlx_speculation.models.checkpoints import HeadCache
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -226,6 +227,13 @@ class HeadSource(FolderSource):
                 f"The head drafts token ids up to {drafted}, and the target's go up to "
                 f"{highest}. Choose the head of this target."
             )
+
+    def new_cache(self, first: int) -> HeadCache | None:
+        """Return caches of the head from a position on; None: it has none.
+
+        A `PrefixCache` keeps their rows for requests that begin alike.
+        """
+        return None
 
     def following(
         self, lane: Lane, select: Callable[[States], mx.array]

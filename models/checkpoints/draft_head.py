@@ -4,11 +4,15 @@ A head has a KV cache of its own. Position m of it pairs the target's hidden sta
 m with token m + 1 of the text.
 """
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
+from mlx_lm.models.cache import CacheList, KVCache
+
+from mlx_speculation.caches import Snapshot
 
 # (layer, first position, count) -> token ids [1, count] that the layer pairs with them
 TokensOf = Callable[[int, int, int], mx.array]
@@ -127,6 +131,22 @@ class HeadCache(Protocol):
         """Everything that they hold, for a count of bytes."""
         ...
 
+    @property
+    def again(self) -> int:
+        """How many of the last tokens are fed again; see `fed_again`."""
+        ...
+
+    def kept(self) -> tuple[list[Any], int] | None:
+        """Return caches and how many rows each holds, from the first position on.
+
+        None where they do not begin there, or hold a window.
+        """
+        ...
+
+    def resume(self, held: Snapshot) -> None:
+        """Hold the rows that `kept` has returned, of a beginning of the text."""
+        ...
+
     def feed(self, hidden: mx.array, stop: int, tokens_of: TokensOf) -> None:
         """Write positions of committed text, and keep them, or none.
 
@@ -170,3 +190,35 @@ class HeadCache(Protocol):
     def rollback(self) -> None:
         """Undo the round, also after its commit. Never raises."""
         ...
+
+
+def fed_again(layers: Sequence[Sequence[Any]]) -> int:
+    """Return how many tokens before a point are fed again when a head goes on there.
+
+    One for each layer of a chain; where all caches hold windows, of which no rows are
+    kept, as many more as these see one through the other. A head with windows and full
+    attention begins its history there: its rows follow from all tokens before.
+    """
+    sizes = [getattr(cache, "max_size", 0) for caches in layers for cache in caches]
+    return len(layers) + (sum(sizes) if all(sizes) else 0)
+
+
+def first_rows(caches: Sequence[Any], rows: int) -> tuple[list[Any], int] | None:
+    """Return views of caches that end after so many rows, and their number.
+
+    None where one of them is of a kind that cannot end anywhere.
+    """
+    views = [_view(cache, rows) for cache in caches]
+    return None if None in views else (views, rows)
+
+
+def _view(cache: Any, rows: int) -> Any:
+    """Return a cache over the same arrays that holds so many rows; None: it cannot."""
+    if type(cache) is CacheList:
+        inner = [_view(each, rows) for each in cache.caches]
+        return None if None in inner else CacheList(*inner)
+    if type(cache) is not KVCache:
+        return None
+    view = copy.copy(cache)
+    view.offset = min(cache.offset, rows)
+    return view

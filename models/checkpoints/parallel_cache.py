@@ -11,8 +11,13 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from mlx_speculation.caches import Speculation, states, with_slack
-from mlx_speculation.models.checkpoints.draft_head import ChooseNext, TokensOf
+from mlx_speculation.caches import Snapshot, Speculation, restore, states, with_slack
+from mlx_speculation.models.checkpoints.draft_head import (
+    ChooseNext,
+    TokensOf,
+    fed_again,
+    first_rows,
+)
 
 
 class ParallelHead(Protocol):
@@ -81,6 +86,20 @@ class ParallelCache:
     def held(self) -> list[Any]:
         """The caches, for a count of bytes."""
         return self._caches
+
+    @property
+    def again(self) -> int:
+        """How many of the last tokens are fed again; see `fed_again`."""
+        return fed_again([self._caches])
+
+    def kept(self) -> tuple[list[Any], int] | None:
+        """Return caches and how many rows each holds; see `MtpCache`."""
+        return None if self.first else first_rows(self._caches, self.end)
+
+    def resume(self, held: Snapshot) -> None:
+        """Hold the rows that `kept` has returned, of a beginning of the text."""
+        restore(held, self._caches)
+        self.end = self._before = self._after = held.stop
 
     def feed(self, hidden: mx.array, stop: int, tokens_of: TokensOf) -> None:
         """Write positions of committed text, and keep them; see `HeadCache`."""

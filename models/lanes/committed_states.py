@@ -58,6 +58,21 @@ class CommittedStates:
         if keep:
             self._parts.append(self.select(states)[:, :keep])
 
+    def last(self, count: int) -> mx.array | None:
+        """Return a copy of the last `count` states, or all; None: they were dropped."""
+        start = max(0, self.stop - count)
+        if start == self.stop or start < self.start:
+            return None
+        part = self.between(start, self.stop)
+        copied = mx.concatenate([part, part[:, :0]], axis=1)
+        mx.eval(copied)
+        return copied
+
+    def seed(self, states: mx.array, stop: int) -> None:
+        """Hold states of the positions before `stop`, in place of all others."""
+        self.start, self.stop = stop - states.shape[1], stop
+        self._parts = [states]
+
     def take_back(self, stop: int) -> None:
         """Remove the states of positions from `stop` on."""
         if stop <= self.start:

@@ -5,7 +5,10 @@ prompt is fed, and between rounds, a snapshot of the states is taken at most eve
 `every` tokens: in a prompt at its multiples, where other prompts have theirs too.
 """
 
+from collections.abc import Callable
 from typing import Any, Protocol
+
+import mlx.core as mx
 
 from mlx_speculation.caches import PrefixCache, snapshot
 
@@ -22,11 +25,15 @@ class RestorePoints:
 
     Args:
         cache: they are at most its `every` tokens apart, and inside its budget.
+
+    Attributes:
+        hidden: returns the last hidden states, where a head reads them again.
     """
 
     def __init__(self, cache: PrefixCache) -> None:
         self._cache, self._every = cache, cache.every
         self._last = 0
+        self.hidden: Callable[[], mx.array | None] = lambda: None
         self.running = cache.running_points()
 
     def next_chunk(self, lane: HasCaches, step: int) -> int:
@@ -36,7 +43,7 @@ class RestorePoints:
     def take(self, lane: HasCaches) -> None:
         """Take one where the lane stands. All its tokens have to be committed."""
         held = snapshot(lane.caches, lane.seen, lane.seen)
-        self._cache.take(self.running, (lane.seen, held))
+        self._cache.take(self.running, (lane.seen, held, self.hidden()))
         self._last = lane.seen
 
     def between_rounds(self, lane: HasCaches, reach: int) -> None:

@@ -21,8 +21,10 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_speculation.caches import (
+    Snapshot,
     Speculation,
     TreeRows,
+    restore,
     states,
     tree_views,
     with_slack,
@@ -32,6 +34,8 @@ from mlx_speculation.models.checkpoints.draft_head import (
     HeadOnTarget,
     HeadOutput,
     TokensOf,
+    fed_again,
+    first_rows,
 )
 from mlx_speculation.models.lanes import tree_forward
 
@@ -85,6 +89,27 @@ class MtpCache:
     def held(self) -> list[Any]:
         """The caches, and states that wait, for a count of bytes."""
         return [self._caches, self._held.waiting]
+
+    @property
+    def again(self) -> int:
+        """How many of the last tokens are fed again; see `fed_again`."""
+        return fed_again(self._caches)
+
+    def kept(self) -> tuple[list[Any], int] | None:
+        """Return caches and how many rows each holds, from the first position on.
+
+        None where they do not begin there, or hold a window.
+        """
+        rows = min(self._held.ends)
+        flat = [cache for caches in self._caches for cache in caches]
+        return None if self.first else first_rows(flat, rows)
+
+    def resume(self, held: Snapshot) -> None:
+        """Hold the rows that `kept` has returned, of a beginning of the text."""
+        restore(held, [cache for caches in self._caches for cache in caches])
+        layers = len(self._caches)
+        self._held = _Held((held.stop,) * layers, (None,) * layers)
+        self._before = self._after = self._held
 
     def feed(self, hidden: mx.array, stop: int, tokens_of: TokensOf) -> None:
         """Write positions to all layers, and keep them, or none; see `HeadCache`."""

@@ -233,8 +233,8 @@ def test_restore_points_of_running_streams_are_inside_the_budget() -> None:
     other = points_of(prefixes, [0] * 80)
     assert snapshots(prefixes) == []
     assert prefixes.nbytes == one.nbytes + other.nbytes <= 60 * ROW
-    assert [place for place, _ in one.taken] == list(range(EVERY, 41, EVERY))
-    places = [place for place, _ in other.taken]
+    assert [point.stop for point in one.taken] == list(range(EVERY, 41, EVERY))
+    places = [point.stop for point in other.taken]
     assert (places[0], places[-1]) == (EVERY, 80)
     gaps = [two - one for one, two in pairwise(places)]
     assert max(gaps) <= 4 * EVERY

@@ -530,7 +530,8 @@ def test_a_prompt_out_of_a_prefix_cache_is_not_in_the_slots() -> None:
     cases = [Case(40, SAMPLINGS[1], 12), Case(23, SAMPLINGS[0], 12)]
     cases.append(Case(17, SAMPLINGS[2], 12))
     found = drafts_of(generator, cases)
-    assert [result.stats.reused for result, _ in found][::2] == [33, 16]
+    # The last known token is fed again, for the state that the head reads.
+    assert [result.stats.reused for result, _ in found][::2] == [32, 15]
     for case, (result, drafts) in zip(cases, found, strict=True):
         made.check(case, result.tokens)
         assert len(drafts) >= 8

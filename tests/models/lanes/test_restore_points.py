@@ -46,7 +46,7 @@ def test_no_two_points_are_further_apart_than_said(
     for width in rounds:
         lane.feed(width)
         points.between_rounds(lane, REACH)
-    places = [0, *(place for place, _ in points.running.taken), lane.seen]
+    places = [0, *(point.stop for point in points.running.taken), lane.seen]
     assert places == sorted(places)
     pairs = pairwise(places)
     assert all(stop - start <= every for start, stop in pairs)
@@ -58,5 +58,5 @@ def test_points_are_thinned_out_where_there_are_too_many_bytes() -> None:
     for _ in range(9):
         lane.feed(1)
         points.take(lane)
-    assert sum(states.nbytes for _, states in points.running.taken) <= 200
-    assert [place for place, _ in points.running.taken] == [1, 5, 9]
+    assert sum(point.nbytes for point in points.running.taken) <= 200
+    assert [point.stop for point in points.running.taken] == [1, 5, 9]

@@ -1,0 +1,216 @@
+"""After a beginning that a prefix cache holds, heads draft as after one that was read.
+
+With a fixed draft length the rounds of a warm request are those of a cold one: what is
+proposed in each, how much of it is accepted, and the text.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+
+from mlx_speculation import Cascade, LookupDrafter, PrefixCache, SpeculativeGenerator
+from mlx_speculation.engine import AssistantDraft, PEagleDraft
+from mlx_speculation.engine.drafters.gemma_assistant import AssistantDrafter
+from mlx_speculation.engine.drafters.mtp import MtpDrafter
+from support.drafters.batch_heads import eagle_on, mtp_on
+from support.drafters.block_oracle import load_block
+from support.identity import GREEDY, SAMPLED, prompt_of
+from support.models.assistant_checkpoints import make as make_assistant
+from support.models.eagle_checkpoints import write_eagle
+from support.models.tiny_models import build
+from support.models.tiny_tokenizer import byte_tokenizer
+
+EVERY = 8  # tokens between restore points
+Made = tuple[Any, Any]  # a target and the draft on it
+
+
+@cache
+def eagle(name: str, layers: int | None, dialect: str = "specforge") -> Made:
+    model = build(name, layers=layers)
+    return model, eagle_on(model, dialect)
+
+
+@cache
+def block(variant: str, name: str) -> Made:
+    model = build(name, layers=4)
+    return model, load_block(variant, model, (0, 1, 3))
+
+
+@cache
+def peagle(name: str) -> Made:
+    model = build(name, layers=4)
+    with TemporaryDirectory() as folder:
+        return model, PEagleDraft.from_folder(
+            write_eagle(Path(folder), "peagle"), model
+        )
+
+
+@cache
+def assistant(target: str) -> Made:
+    made = make_assistant(target, "dense")
+    return made.target, AssistantDraft(made.target, made.assistant)
+
+
+def cascade(made: Made) -> Made:
+    return made[0], Cascade(LookupDrafter(minimum_match=2), made[1])
+
+
+# Targets of rows alone, of windows, of recurrent layers.
+KINDS: dict[str, Callable[[], Made]] = {
+    "mtp, one layer": lambda: mtp_on("deepseek_v3"),
+    "mtp, recurrent target": lambda: mtp_on("qwen3_5"),
+    "mtp, two caches a layer": lambda: mtp_on("deepseek_v32"),
+    "mtp, windows": lambda: mtp_on("exaone_moe"),
+    "mtp, windows in several layers": lambda: mtp_on("mimo_v2_flash"),
+    "eagle": lambda: eagle("llama", 4),
+    "eagle, recurrent target": lambda: eagle("qwen3_5", 8),
+    "eagle, sliding target": lambda: eagle("gemma3_text", None),
+    "peagle": lambda: peagle("llama"),
+    "peagle, recurrent target": lambda: peagle("qwen3_5"),
+    "dflash": lambda: block("full", "llama"),
+    "dflash, recurrent target": lambda: block("full", "qwen3_5"),
+    "dflash2": lambda: block("dflash2", "llama"),
+    "dspark": lambda: block("deepspec, rnn", "qwen3_5"),
+    "assistant": lambda: assistant("shared"),
+    "assistant, sliding target": lambda: assistant("gemma3"),
+    "cascade": lambda: cascade(eagle("llama", 4)),
+}
+
+# Rows of full attention that follow from rows of windows cannot be made again.
+MIXED: dict[str, Callable[[], Made]] = {
+    "mtp, a chain of layers": lambda: mtp_on("step3p5"),
+    "eagle of several layers": lambda: eagle("llama", 4, "several layers"),
+}
+
+
+@pytest.fixture(name="proposed")
+def _proposed(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """What heads propose, round by round."""
+    drafts: list[list[int]] = []
+    for kind in (MtpDrafter, AssistantDrafter):
+        propose = kind.propose
+
+        def noted(self: Any, *args: Any, propose: Any = propose) -> Any:
+            draft = propose(self, *args)
+            drafts.append(draft.tokens.tolist())
+            return draft
+
+        monkeypatch.setattr(kind, "propose", noted)
+    return drafts
+
+
+def rounds_of(
+    generator: SpeculativeGenerator,
+    prompt: list[int],
+    proposed: list[list[int]],
+    **options: Any,
+) -> dict[str, Any]:
+    """Return what a request does round by round."""
+    proposed.clear()
+    options = {"max_tokens": 12, "stop_tokens": (), **options}
+    result = generator.generate(prompt, **options)
+    assert not result.stats.drafter_faults
+    return {
+        "text": result.tokens,
+        "rounds": result.stats.rounds,
+        "accepted": result.stats.reached,
+        "proposed": [list(each) for each in proposed],
+    }
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_warm_rounds_are_those_of_a_cold_request(
+    kind: str, sampling: Any, proposed: list[list[int]]
+) -> None:
+    target, draft = KINDS[kind]()
+    prefixes = PrefixCache(1 << 30, every=EVERY)
+
+    def made(cache: PrefixCache | None) -> SpeculativeGenerator:
+        return SpeculativeGenerator(
+            target, byte_tokenizer(), draft=draft, draft_length=3, prefix_cache=cache
+        )
+
+    warm, cold = made(prefixes), made(None)
+    prompt = prompt_of(37)
+    first = rounds_of(warm, prompt, proposed, sampling=sampling)
+    turn = [*prompt, *first["text"], *prompt_of(9)]
+    requests = {
+        "the same prompt": prompt,
+        "a further turn": turn,
+        "parted in the middle": [*prompt[:21], *prompt_of(12)],
+        "the same turn": turn,
+        "a beginning": prompt[:30],
+    }
+    for name, tokens in requests.items():
+        wanted = rounds_of(cold, tokens, proposed, sampling=sampling)
+        assert wanted["proposed"][0], name  # a cold request drafts at once
+        assert rounds_of(warm, tokens, proposed, sampling=sampling) == wanted, name
+    last = warm.generate(prompt, max_tokens=1, stop_tokens=())
+    assert last.stats.reused > 0
+
+
+@pytest.mark.parametrize("kind", MIXED)
+def test_heads_of_both_kinds_of_layers_begin_where_the_text_resumes(
+    kind: str, proposed: list[list[int]]
+) -> None:
+    target, draft = MIXED[kind]()
+    options: dict[str, Any] = {"draft": draft, "draft_length": 3}
+    cold = SpeculativeGenerator(target, byte_tokenizer(), **options)
+    options["prefix_cache"] = PrefixCache(1 << 30, every=EVERY)
+    warm = SpeculativeGenerator(target, byte_tokenizer(), **options)
+    prompt = prompt_of(37)
+    wanted = rounds_of(cold, prompt, proposed)
+    for _ in range(2):
+        found = rounds_of(warm, prompt, proposed)
+        assert found["text"] == wanted["text"]
+        assert found["proposed"][0]
+
+
+def test_what_a_closed_request_leaves_is_of_use(proposed: list[list[int]]) -> None:
+    target, draft = KINDS["eagle"]()
+    prefixes = PrefixCache(1 << 30)
+    warm = SpeculativeGenerator(
+        target, byte_tokenizer(), draft=draft, draft_length=3, prefix_cache=prefixes
+    )
+    cold = SpeculativeGenerator(target, byte_tokenizer(), draft=draft, draft_length=3)
+    prompt = prompt_of(37)
+    for rounds in (0, 1, 3):
+        prefixes.clear()
+        with warm.stream(prompt, max_tokens=20, stop_tokens=()) as stream:
+            for _ in range(rounds):
+                stream.next_round()
+        wanted = rounds_of(cold, prompt, proposed)
+        assert rounds_of(warm, prompt, proposed) == wanted
+
+
+def test_rows_of_a_head_go_with_those_of_its_target(
+    proposed: list[list[int]],
+) -> None:
+    """Each had a tree of its own, and one could go without the other."""
+    target, draft = KINDS["eagle"]()
+    unlimited = PrefixCache(1 << 30)
+
+    def made(prefixes: PrefixCache | None) -> SpeculativeGenerator:
+        return SpeculativeGenerator(
+            target, byte_tokenizer(), draft=draft, draft_length=3, prefix_cache=prefixes
+        )
+
+    prompts = [[seed, *prompt_of(40)[:30]] for seed in range(6)]
+    generator = made(unlimited)
+    for prompt in prompts:
+        rounds_of(generator, prompt, proposed)
+    budget = unlimited.nbytes // 2
+    prefixes = PrefixCache(budget)
+    generator, cold = made(prefixes), made(None)
+    for prompt in [*prompts, *reversed(prompts)]:
+        assert rounds_of(generator, prompt, proposed) == rounds_of(
+            cold, prompt, proposed
+        )
+        assert prefixes.nbytes <= budget
+        counts = [{node.used for node in tree.nodes()} for tree in prefixes._trees]
+        assert counts[0] == counts[1]
