@@ -8,7 +8,10 @@ from mlx_speculation.models.introspect.find_parts import find_parts
 from mlx_speculation.models.introspect.hidden_states import HiddenStates
 from mlx_speculation.models.introspect.lazy_arrays import evaluate_held
 from mlx_speculation.models.introspect.parts import Parts
-from mlx_speculation.models.introspect.position_table import position_table
+from mlx_speculation.models.introspect.position_table import (
+    check_positions,
+    position_table,
+)
 from mlx_speculation.models.introspect.reduced_output import ReducedEnds, ReducedOutput
 from mlx_speculation.models.introspect.taps import States
 
@@ -18,6 +21,7 @@ __all__ = [
     "ReducedEnds",
     "ReducedOutput",
     "States",
+    "check_positions",
     "evaluate_held",
     "find_parts",
     "position_table",

@@ -1,33 +1,118 @@
 """The table of learned positions that a model may have, such as GPT-2's.
 
 A forward past its last row reads memory that is not the table's: mlx does not check
-indices. The table is found by feeding two tokens of id 0: it is the embedding that is
-asked for rows 0 and 1.
+indices, and a NaN there reaches other rows by 0 x NaN. So texts end with the table, and
+lanes refuse to feed more. Rows of padding, whose logits nobody reads, may stand behind
+it: with the hook they look up its last row.
 """
+
+import functools
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.models.instance_hooks import Hook, derived
 from mlx_speculation.models.introspect.trace import POSITIONS, trace
 
-_EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
+_RANK = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """An embedding of positions."""
+
+    module: nn.Module  # nn.Embedding or its quantized twin
+    first: int  # the row of position 0
+
+    @property
+    def positions(self) -> int:
+        """How many positions have a row."""
+        return _rows(self.module) - self.first
+
+
+# By the id of a model. Not an attribute of it, which copies and pickles would take.
+_kept: dict[int, tuple[Any, list[_Table]]] = {}
 
 
 def position_table(model: nn.Module) -> int | None:
     """Return how many positions a model has learned rows for; None: it has no table."""
-    modules = [m for _, m in model.named_modules() if isinstance(m, _EMBEDDINGS)]
-    if len(modules) < 2:  # the one of token ids
-        return None
-    rows = [
-        call.module["weight"].shape[0]
-        for call in trace(model).of(modules)
-        if call.method == "__call__" and _asks_for_positions(call.values[0])
-    ]
-    return min(rows, default=None)
+    return min((table.positions for table in _tables(model)), default=None)
 
 
-def _asks_for_positions(indices: object) -> bool:
-    """Return whether indices are 0 and 1."""
-    if not isinstance(indices, mx.array) or indices.size != POSITIONS:
-        return False
-    return bool(indices.reshape(-1).tolist() == list(range(POSITIONS)))
+def check_positions(fed: int, held: int, positions: int | None) -> None:
+    """Refuse to feed tokens behind those that are held, where no rows are left.
+
+    Raises:
+        InvalidRequestError: the table ends before them.
+    """
+    if positions is not None and held + fed > positions:
+        raise InvalidRequestError(
+            f"{fed} tokens were to be fed behind {held}, and the model has a table of "
+            f"{positions} positions, which no forward may leave. Shorten the text."
+        )
+
+
+def position_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
+    """Yield the tables of positions, each with its hook."""
+    for table in _tables(model, anew=True):
+        yield table.module, Hook(_RANK, _bounded)
+
+
+def _tables(model: nn.Module, *, anew: bool = False) -> list[_Table]:
+    """Return the embeddings that a model looks positions up in.
+
+    They are kept while the model lives.
+
+    Args:
+        model: an mlx-lm model.
+        anew: look again: it may have got another table.
+    """
+    kept = _kept.get(id(model))
+    if kept is None or anew:
+        forget = partial(_forget, _kept, id(model))
+        kept = _kept[id(model)] = (weakref.ref(model, forget), _look(model))
+    return kept[1]
+
+
+def _forget(kept: dict[int, Any], key: int, _: Any) -> None:
+    kept.pop(key, None)
+
+
+def _look(model: nn.Module) -> list[_Table]:
+    """Build a forward of a token that comes twice, and look at the embeddings.
+
+    Of tokens it looks up a row twice, and of positions two successive rows. A model
+    with one embedding, that of its tokens, is not run.
+    """
+    kinds = (nn.Embedding, nn.QuantizedEmbedding)
+    modules = [each for each in model.modules() if isinstance(each, kinds)]
+    found = []
+    for call in trace(model).of(modules) if len(modules) > 1 else ():
+        indices = call.values[0] if call.method == "__call__" else None
+        if isinstance(indices, mx.array) and indices.size == POSITIONS:
+            asked: Any = indices.flatten().tolist()
+            if asked == [asked[0] + place for place in range(POSITIONS)]:
+                found.append(_Table(call.module, asked[0]))
+    return found
+
+
+def _rows(module: nn.Module) -> int:
+    weight: mx.array = module["weight"]
+    return weight.shape[0]
+
+
+@functools.cache
+def _bounded(kind: Any) -> type[nn.Module]:
+    """Return a class that looks up its last row for those behind it."""
+
+    def call(self: nn.Module, x: mx.array) -> mx.array:
+        found: mx.array = kind.__call__(self, mx.minimum(x, _rows(self) - 1))
+        return found
+
+    return derived(kind, {"__call__": call})

@@ -11,6 +11,7 @@ import mlx.nn as nn
 from mlx_speculation.models import cpu, cuda
 from mlx_speculation.models.device_ops import DeviceOps
 from mlx_speculation.models.instance_hooks import Hook, Hooked
+from mlx_speculation.models.introspect.position_table import position_hooks
 from mlx_speculation.models.ops.dispatch import register, registered
 from mlx_speculation.models.ops.latent_attention import ATTENTIONS, absorbing_hooks
 from mlx_speculation.models.ops.round_ops import round_op_hooks
@@ -27,6 +28,7 @@ MADE_AGAIN = ATTENTIONS | MIXERS.keys() | COMPRESSORS.keys()
 
 def _hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
     """Yield each module to hook, with its hook."""
+    yield from position_hooks(model)
     yield from mixer_hooks(model)
     yield from absorbing_hooks(model)
     yield from round_op_hooks(model, MADE_AGAIN)

@@ -6,7 +6,7 @@ does not matter how far one lags behind the other. It knows no text and no sampl
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -33,6 +33,10 @@ from mlx_speculation.interrupts import checkpoint
 from mlx_speculation.models.device_ops import CompiledForward
 from mlx_speculation.models.exclusions import takes_key_steps
 from mlx_speculation.models.introspect.hidden_states import HiddenStates
+from mlx_speculation.models.introspect.position_table import (
+    check_positions,
+    position_table,
+)
 from mlx_speculation.models.introspect.taps import States
 from mlx_speculation.models.lanes.committed_states import CommittedStates
 from mlx_speculation.models.lanes.prefill_step import PREFILL_STEP
@@ -47,6 +51,7 @@ from mlx_speculation.models.round_context import (
 COUNTED_EVERY = 64  # rounds; to look at one takes some ten microseconds a layer
 
 Replaced = list[tuple[int, Any]]
+NO_TAPS = nullcontext()
 Sliding = Literal["slack", "native"]
 
 
@@ -72,7 +77,8 @@ class Lane:
             once it is kept.
         quantization: when the caches are quantized; the list then holds new ones.
         compiled: computes the forwards of rounds where it serves; of a draft's lane.
-        positions: how many the model has; see `introspect.position_table`.
+        positions: how many the model has; see `introspect.position_table`. A forward
+            past them is refused.
         guesses: whether its tokens only propose. Prompts are then read in the ways of a
             round too, see `models.round_context`: faster, and other than mlx's by
             rounding.
@@ -115,7 +121,7 @@ class Lane:
         self.quantization: KVQuantization | None = None
         self.compiled: CompiledForward | None = None
         self.guesses = False
-        self.positions = sys.maxsize
+        self.positions = position_table(model) or sys.maxsize
         check_supported(self.caches)
         if shape is not None:
             check_fixed(self.caches)
@@ -200,6 +206,7 @@ class Lane:
         Returns:
             Whether all were fed: no chunk did not fit.
         """
+        check_positions(len(tokens), self._unknown + self.seen, self.positions)
         start, step = 0, step or self.prefill_step
         while start < len(tokens):
             width = step if self.points is None else self.points.next_chunk(self, step)
@@ -293,29 +300,24 @@ class LaneRound:
     def forward(self, tokens: mx.array) -> mx.array:
         """Feed `tokens` [n] and return their logits [n, vocab], not yet evaluated.
 
-        With `taps` or a follower on the lane, their hidden states are added to
-        `hidden`.
+        With `taps` or a follower on the lane, their states are added to `hidden`.
         """
-        self._fed.append(tokens)
-        self._width += tokens.shape[0]
         lane = self._lane
+        self._width += tokens.shape[0]
+        if self._width > lane.positions - lane._unknown - lane.seen:
+            check_positions(self._width, lane._unknown + lane.seen, lane.positions)
+        self._fed.append(tokens)
         if lane.shape is not None:
             return self._fixed(tokens, lane.shape)
         if lane.compiled is not None and lane.compiled.serves(lane.caches, len(tokens)):
             return lane.compiled.forward(tokens, lane.caches)
-        run, presented = lane.run, self.speculation.caches
         if self._whole and not lane.guesses:  # a plain step, or part of a prompt
             ways: AbstractContextManager[None] = plain_step(len(tokens))
         else:
             ways = rows_of_a_round(len(tokens))
-        logits: mx.array
-        if self._taps is None:
-            with ways:
-                logits = run(tokens[None], cache=presented)
-        else:
-            with self._taps.collect(self._hidden), ways:
-                logits = run(tokens[None], cache=presented)
-        return logits.squeeze(0)
+        taps = NO_TAPS if self._taps is None else self._taps.collect(self._hidden)
+        with taps, ways:
+            return lane.run(tokens[None], cache=self.speculation.caches).squeeze(0)
 
     def _fixed(self, tokens: mx.array, shape: FixedShape) -> mx.array:
         """Feed `tokens` [n] with padding, and return logits of these [n, vocab]."""
@@ -324,13 +326,9 @@ class LaneRound:
         assert count <= lane.room, f"{count} tokens, and room for {lane.room}"
         padding = mx.zeros(shape.rows - count, tokens.dtype)
         rows = mx.concatenate([tokens, padding])[None]
-        presented = self.speculation.caches
-        with fixed_shape_forward(count):
-            if self._taps is None:
-                logits: mx.array = lane.model(rows, cache=presented)
-            else:
-                with self._taps.collect(self._hidden):
-                    logits = lane.model(rows, cache=presented)
+        taps = NO_TAPS if self._taps is None else self._taps.collect(self._hidden)
+        with fixed_shape_forward(count), taps:
+            logits: mx.array = lane.model(rows, cache=self.speculation.caches)
         if self._hidden is not None:
             self._hidden.cut(count)
         return logits[0, :count]
