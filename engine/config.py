@@ -51,6 +51,7 @@ from mlx_speculation.models import (
     wrapped,
 )
 from mlx_speculation.samplers import Acceptance
+from mlx_speculation.warn import notice
 
 MOST_NODES = 64  # of a tree
 
@@ -77,7 +78,6 @@ class GeneratorConfig:
     # What requests leave for later ones; None: nothing
     prefix_cache: PrefixCache | None
     kept_head: int | None  # the index in it of a head; None: it keeps none
-    positions: int | None  # that the target has a table of; None: it has none
     shape: FixedShape | None  # of every forward of the target; None: not in exact mode
     tree: int  # the nodes of a draft that is a tree; 0: drafts are chains
 
@@ -127,9 +127,8 @@ def checked_setup(
         source = found.source
         if draft is not None:
             check_causal(model)
-        positions = position_table(model)
         if shape is not None:
-            _check_exact(model, acceptance, sliding, ranked, shape, positions)
+            _check_exact(model, acceptance, sliding, ranked, shape)
         if ranked is not None:
             source = ranked.own_draft(source, prefix_cache)
             if not ranked.leads:
@@ -171,18 +170,18 @@ def checked_setup(
                     if each is not None:
                         hooks.callback(TreeHooks(each).remove)
                 check_tree_model(model, target.highest_id)
+            prompts = Prompts(
+                own, target.highest_id, context_length(model), position_table(model)
+            )
             setup = GeneratorConfig(
                 model=model,
                 tokenizer=own,
                 ids=ids,
                 target_width=width,
-                prompts=Prompts(
-                    own, target.highest_id, context_length(model), positions
-                ),
-                positions=positions,
+                prompts=prompts,
                 ranked=ranked,
                 draft=None if source is None else source.configured(options),
-                notices=found.notices,
+                notices=(*found.notices, *_pauses(models, prompts.context_length)),
                 lengths=lengths,
                 acceptance=acceptance,
                 sliding=sliding,
@@ -196,6 +195,20 @@ def checked_setup(
             evaluate_held(model, *models, *heads)
             weakref.finalize(setup, finalize, hooks.pop_all().close)
     return setup
+
+
+def _pauses(models: SequenceOf[nn.Module], longest: int | None) -> list[str]:
+    """Say which draft models pause in texts that the target can go on with."""
+    said = [
+        f"The draft has a table of {count} positions, and the target "
+        + (f"goes on to {longest}" if longest else "may go on")
+        + ": longer texts are decoded without it."
+        for each in models
+        if (count := position_table(each)) and (longest is None or longest > count)
+    ]
+    for each in said:
+        notice(each)
+    return said
 
 
 def _check_kinds(model: Any, acceptance: Any, sliding: Any) -> None:
@@ -215,7 +228,6 @@ def _check_exact(
     sliding: Sliding,
     ranked: RankedTarget | None,
     shape: FixedShape,
-    positions: int | None,
 ) -> None:
     """Refuse what cannot keep the promise of exact mode.
 
@@ -231,9 +243,6 @@ def _check_exact(
         "sliding='native', whose rings are not read in order": sliding == "native",
         "a target that is spread over ranks, whose sums depend on them": (
             ranked is not None
-        ),
-        f"a target with a table of {positions} positions, which padding would leave": (
-            positions is not None
         ),
     }
     for what, is_so in refused.items():

@@ -108,7 +108,6 @@ class StreamFactory:
             shape=setup.shape,
         )
         max_tokens = setup.prompts.fitting(sequence, options.max_tokens)
-        target.positions = setup.positions or target.positions
         target.prefill_step = options.prefill_step
         target.prefill_progress = options.prompt_progress
         target.quantization = checked_quantization(

@@ -38,6 +38,10 @@ class BatchDrafter(Protocol):
         """Take notice of the rows of the next round, in their order."""
         return
 
+    def within(self, rows: Sequence[BatchRequest], limits: list[int]) -> list[int]:
+        """Return how many tokens each row can draft, of at most its limit."""
+        return limits
+
     def prepare(self, rows: Sequence[BatchRequest], limits: Sequence[int]) -> None:
         """Read of the rows what no round should be measured with: prompts, mostly."""
         return

@@ -126,7 +126,7 @@ class BatchDecoder:
         context = max(len(row.tokens) for row in rows)
         room = [row.stream.budget - 1 - ahead for row in rows]
         limits = self._lengths.limits(rows, context, room, self._lane.size)
-        limits = [min(limit, self._most_drafted(ahead)) for limit in limits]
+        limits = self._drafts.within(rows, limits)
         drafts = self._proposed(limits, ahead, context)
         statistics = self._statistics
         statistics.forwards += 1
@@ -215,8 +215,7 @@ class BatchDecoder:
             matrix = self._drafts.rectangle(ours, width)
             fed = self._last_tokens() if step is None else step.tokens[:, None]
             self._clock.note("draft")
-            most = self._most_drafted(0 if step is None else 1)
-            shown = min(self._lane.positions(1 + width), 1 + most)
+            shown = self._lane.positions(1 + width)
             with self._lane.begin(shown) as lane_round:
                 fed = mx.concatenate([fed, matrix], axis=1)
                 if shown > 1 + width:  # any tokens: no row keeps what they write
@@ -266,13 +265,6 @@ class BatchDecoder:
         """Return whether a lane met new shapes since the last call."""
         fresh = self._lane.met_new_shapes()
         return self._drafts.met_new_shapes() or fresh
-
-    def _most_drafted(self, ahead: int) -> int:
-        """Return how many tokens every row has positions for behind its next one."""
-        rooms = (
-            row.request.target.positions - len(row.tokens) - ahead for row in self.rows
-        )
-        return max(0, min(rooms))
 
     def _last_tokens(self) -> mx.array:
         return mx.array([row.tokens[-1:] for row in self.rows], mx.uint32)

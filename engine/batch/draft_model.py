@@ -13,7 +13,7 @@ one, and no row needs padding.
     a = 1          known t0..t3 d1 c        held t0..t3
 
 A model that raises is disabled for all rows, and one whose logits hold a NaN for the
-rows where they do.
+rows where they do. A row behind the end of its table of positions leaves.
 """
 
 from collections.abc import Sequence
@@ -47,6 +47,11 @@ class BatchDraftModel(SharedDrafter):
     def met_new_shapes(self) -> bool:
         """Return whether its lane met new shapes since the last call."""
         return self.lane.met_new_shapes()
+
+    def within(self, rows: Sequence[BatchRequest], limits: list[int]) -> list[int]:
+        """Return as many as the model has positions for, of each row."""
+        pairs = zip(rows, limits, strict=True)
+        return [max(0, min(limit, _most(row))) for row, limit in pairs]
 
     def prepare(self, rows: Sequence[BatchRequest], limits: Sequence[int]) -> None:
         """Let the lane hold all rows that draft, each up to its last two tokens.
@@ -108,7 +113,7 @@ class BatchDraftModel(SharedDrafter):
 
     def _take_in(self, rows: Sequence[BatchRequest], limits: Sequence[int]) -> None:
         """Do `prepare`; what it raises is a fault."""
-        self.leave([])  # those that are disabled
+        self.leave([row for row in self._rows if _most(row) <= 0])  # and disabled ones
         inside = {row.uid for row in self._rows}
         new = [
             row
@@ -176,3 +181,9 @@ class BatchDraftModel(SharedDrafter):
             inputs = chosen[:, None]
         mx.async_eval(chain.unusable)
         return chain.drafts(most, "model")
+
+
+def _most(row: BatchRequest) -> int:
+    """Return how many tokens of a row the model has positions to draft."""
+    lane = row.draft_lane
+    return 0 if lane is None else lane.positions - len(row.tokens) + 1

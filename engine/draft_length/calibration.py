@@ -48,11 +48,9 @@ class Calibration:
     def __init__(self, context: int, longest: int) -> None:
         self.longest, self.costs = longest, RoundCosts()
         self._context = context
-        drafts = few_lengths(longest)[1:]
-        once = [0] * PLAIN_STEPS + list(drafts[:1])
-        once += [length for length in drafts for _ in range(DRAFTS)]
-        self.rounds, self.done = PASSES * len(once), 0
-        self._script = iter(PASSES * once)
+        lengths = _lengths(longest)
+        self.rounds, self.done = len(lengths), 0
+        self._script = iter(lengths)
         # Of the same rounds as the costs are medians of
         self._parts: defaultdict[int, deque[RoundSeconds]] = defaultdict(
             partial(deque, maxlen=SAMPLES)
@@ -84,6 +82,19 @@ class Calibration:
 
     def decide_anew(self) -> None:
         """Do nothing: the lengths are decided."""
+
+
+def _lengths(longest: int) -> list[int]:
+    """Return the draft length of each round."""
+    drafts = few_lengths(longest)[1:]
+    once = [0] * PLAIN_STEPS + list(drafts[:1])
+    once += [length for length in drafts for _ in range(DRAFTS)]
+    return PASSES * once
+
+
+def most_tokens(longest: int) -> int:
+    """Return how many tokens the rounds of a calibration emit at most."""
+    return sum(length + 1 for length in _lengths(longest))
 
 
 def _medians(found: Iterable[RoundSeconds]) -> RoundSeconds:

@@ -23,6 +23,7 @@ from mlx_speculation.engine.draft_length.calibration import (
     Progress,
     Start,
     measure,
+    most_tokens,
     part_of,
 )
 from mlx_speculation.engine.draft_length.cascade import CascadeDraftLength
@@ -30,7 +31,7 @@ from mlx_speculation.engine.draft_length.cost_store import Known
 from mlx_speculation.engine.draft_length.costs import CostTable, RoundCosts
 from mlx_speculation.engine.drafters.source import DraftSource, members_of, shape_of
 from mlx_speculation.errors import InvalidRequestError
-from mlx_speculation.models import Sliding
+from mlx_speculation.models import Sliding, position_table
 
 # No adaptive draft length is longer. Greedy text that repeats itself is drafted well
 # for longer than that, but a verify of more rows costs by the row.
@@ -174,6 +175,14 @@ class PolicyFactory:
             raise InvalidRequestError(
                 f"contexts is {list(contexts)}, and at least one number of tokens from "
                 "1 is needed."
+            )
+        positions, tokens = position_table(self._model), most_tokens(self.longest)
+        if positions is not None and max(contexts) + tokens > positions:
+            raise InvalidRequestError(
+                f"The rounds of a calibration may write {tokens} tokens behind a "
+                f"context of {max(contexts)}, and the target has a table of "
+                f"{positions} positions. Measure at {max(0, positions - tokens)} "
+                "tokens at most."
             )
 
     @cached_property

@@ -1,8 +1,8 @@
 """The drafter that is a smaller model with the target's token ids."""
 
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ from mlx_speculation.samplers import Proposal
 # After a round the lane lags one or two tokens behind. A longer lag is a prompt, or
 # rounds without a draft: it is committed text, fed before the round and kept.
 LONGEST_LAG = 8
+# Of a model without a position for the next token.
+PAUSED = replace(NOTHING, source="model")
 
 
 class ModelSource(FolderSource):
@@ -52,7 +54,6 @@ class ModelSource(FolderSource):
         self._reduced: ReducedOutput | None = None
         if options.vocabulary is not None:
             self._reduced = ReducedOutput(find_parts(model), options.vocabulary)
-        self._positions = position_table(model)
         self._compiled = None if options.compiled is None else options.compiled(model)
 
     @staticmethod
@@ -115,7 +116,6 @@ class ModelSource(FolderSource):
             own.prefill_step = step
             own.compiled = self._compiled
             own.guesses = True
-            own.positions = self._positions or own.positions
             return own
 
         if draft_cache is None:
@@ -124,7 +124,10 @@ class ModelSource(FolderSource):
             check_supported(draft_cache)
             check_single(draft_cache)
             _check_apart(lane.caches, draft_cache)
-            seen = _checked_lag(position(draft_cache), lane.seen, sequence.start)
+            held, whole = position(draft_cache), sequence.start + lane.seen
+            if held is not None and position_table(self.model) == held < whole:
+                held = None  # all that it can hold: it drafts no more
+            seen = _checked_lag(held, lane.seen, sequence.start)
             first = make(draft_cache, seen)
         return DraftModel(
             make, first, confidence=options.confidence, reduced=self._reduced
@@ -179,13 +182,7 @@ class DraftModel:
 
         That drafts as many tokens as it is asked for, from all token ids.
         """
-        alone = self._confidence or self._reduced is not None or self._ends
-        return None if alone else self._lane
-
-    @property
-    def _ends(self) -> bool:
-        """Whether the model has a table of positions, which no forward may leave."""
-        return self._lane.positions < sys.maxsize
+        return None if self._confidence or self._reduced is not None else self._lane
 
     @property
     def held(self) -> list[Any]:
@@ -210,12 +207,14 @@ class DraftModel:
             self._catch_up(sequence)
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
-        """Feed what the lane has not seen, then its own choices, `limit` tokens."""
+        """Feed what the lane has not seen, then its own choices, `limit` tokens.
+
+        Behind the end of the model's table of positions it pauses.
+        """
         self._round = None
-        unseen = len(sequence.tokens) - self._lane.seen
-        limit = min(limit, self._lane.room - unseen + 1)
-        if limit <= 0:  # behind the end of its positions it drafts no more
-            return NOTHING
+        limit = min(limit, self._most(sequence))
+        if limit <= 0:
+            return PAUSED
         self._catch_up(sequence)
         lag = sequence.tokens[self._lane.seen :]
         self._lag, self._fed = len(lag), 0
@@ -239,6 +238,17 @@ class DraftModel:
             mx.async_eval(inputs)  # runs while the next step's graph is built
         return Draft.of(chosen, source="model", reads=reads)
 
+    def _most(self, sequence: Sequence) -> int:
+        """Return how many tokens the model has positions to draft; 0 or less: none.
+
+        The last one is chosen at the last position. Images take none.
+        """
+        lane = self._lane
+        unseen = len(sequence.tokens) - lane.seen
+        for start, stop in sequence.images:
+            unseen -= max(0, stop - max(start, lane.seen))
+        return lane.room - unseen + 1
+
     def _logits(self, lane_round: LaneRound, tokens: mx.array) -> mx.array:
         """Feed tokens and return the last one's logits, [1, vocab] or [1, n]."""
         reduced = self._reduced
@@ -259,7 +269,7 @@ class DraftModel:
         The model sees no images: it reads on as if they were not there.
         """
         lane, tokens = self._lane, sequence.tokens
-        if len(tokens) - 1 - lane.seen > lane.room:
+        if self._most(sequence) <= 0:
             return True  # it has no positions for the text, and will not draft
         for start, stop in sequence.images:
             if lane.seen < start and not lane.feed(

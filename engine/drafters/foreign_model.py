@@ -162,6 +162,8 @@ class ForeignDrafter:
             return replace(chosen[-1], tokens=own)
 
         made = self._inner.propose(self._text, limit, choose_common)
+        if not chosen:
+            return replace(made, source=ForeignModel.kind)
         return Draft.of(chosen, source=ForeignModel.kind, reads=made.reads)
 
     def settle(self, accepted: int) -> None:

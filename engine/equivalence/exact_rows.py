@@ -14,6 +14,7 @@ The tokens are random; what they mean is of no matter. Which text follows is not
 here.
 """
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -25,7 +26,13 @@ import numpy as np
 
 from mlx_speculation.caches import FixedShape, snapshot
 from mlx_speculation.engine.exact_verdict import ExactVerdict
-from mlx_speculation.models import Lane, ModelHooks, check_fixed_shape, logit_width
+from mlx_speculation.models import (
+    Lane,
+    ModelHooks,
+    check_fixed_shape,
+    logit_width,
+    position_table,
+)
 
 TIMED = 9  # steps; the first two may compile
 Report = Callable[[int, int], None]
@@ -63,6 +70,8 @@ def check_exact(
         for view in range(views)
         for within in (0, shape.step - width)
     ]
+    last = (position_table(model) or sys.maxsize) - width - 1  # and a step to measure
+    starts = [start for start in starts if start <= last]
     hooks = ModelHooks(model)
     try:
         lane = Lane(model, sliding="slack", shape=shape)

@@ -23,7 +23,7 @@ import numpy as np
 
 from mlx_speculation.caches import Speculation
 from mlx_speculation.errors import InvalidRequestError, NonFiniteLogitsError
-from mlx_speculation.models import Lane, Sliding, logit_width
+from mlx_speculation.models import Lane, Sliding, check_positions, logit_width
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +102,7 @@ def verify_both_ways(
     random = np.random.default_rng(seed)
     vocab, tokens = logit_width(model), [*prompt, *text]
     lane = Lane(model, sliding=sliding)
+    check_positions(len(tokens), 0, lane.positions)
     lane.feed(prompt[:-1])
     spread = {round(i * room / max(places - 1, 1)) for i in range(places)}
     for number, position in enumerate(sorted(spread)):

@@ -112,7 +112,7 @@ def deciding_row(
         block = rest[start : start + size]
         last = start + size >= len(rest)
         if last:
-            block += [rest[-1]] * (max(width, 1) - len(block))
+            block += [rest[-1]] * (min(max(width, 1), lane.room) - len(block))
         with lane.begin() as lane_round:
             rows = lane_round.forward(mx.array(block))
             lane_round.commit(len(block))

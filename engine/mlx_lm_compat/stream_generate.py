@@ -176,8 +176,9 @@ def generate(
     for response in stream_generate(model, tokenizer, prompt, **options):
         say(response.text)
         parts.append(response.text)
-    assert response is not None
-    say("\n" + "=" * 10 + "\n" + _summary(response) + "\n")
+    say("\n" + "=" * 10 + "\n")
+    if response is not None:  # else the prompt has taken all of the target's positions
+        say(_summary(response) + "\n")
     return "".join(parts)
 
 

@@ -122,7 +122,10 @@ class BlasError(SpeculationError, RuntimeError):
 
 
 class ContextLengthNotice(UserWarning):
-    """Said once where a prompt is longer than the model was made for."""
+    """Said once where a prompt is longer than the model was made for.
+
+    Also where a text ends with the model's table of positions.
+    """
 
 
 class DraftNotice(UserWarning):

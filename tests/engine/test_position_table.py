@@ -1,221 +1,368 @@
-"""No forward reaches past the last row of a table of positions.
+"""Texts end with the table of positions that a model has learned, if it has one.
 
-mlx does not check indices: what stands behind the table is read, and one NaN there
-ended texts that plain decoding finishes. The tables here are followed by rows of NaN.
+Memory behind the tables of these models holds NaN, which a NonFiniteLogitsError shows,
+and they note every position that is looked up.
+
+Faults that were made by hand, and found:
+    a draft is not cut to the table
+    padded rows of exact mode look up what is behind it
+    a draft model goes on behind its table
 """
 
-import functools
+import warnings
+from collections.abc import Sequence as SequenceOf
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 
+import mlx_speculation
 from mlx_speculation import (
+    Cascade,
     ContextLengthNotice,
+    DraftNotice,
     InvalidRequestError,
+    LookupDrafter,
+    PrefixCache,
+    Sampling,
     SpeculativeGenerator,
-    stream_generate,
 )
-from mlx_speculation.models import context_length, position_table
+from mlx_speculation.caches import FixedShape, position
+from mlx_speculation.engine.batch.generator import BatchGenerator
+from mlx_speculation.engine.drafters.base import CheckedChoose
+from mlx_speculation.engine.drafters.common_tokens import CommonTokens
+from mlx_speculation.engine.drafters.draft_model import ModelSource
+from mlx_speculation.engine.drafters.foreign_model import ForeignModel
+from mlx_speculation.engine.equivalence.exact_rows import check_exact
+from mlx_speculation.engine.equivalence.rows import greedy_text, verify_both_ways
+from mlx_speculation.engine.prompt import Sequence
+from mlx_speculation.models import Lane
+from mlx_speculation.samplers import Chooser, TokenAutomaton, Verifier
 from support.drafters.scripted_drafter import ScriptedDrafter
-from support.identity import GREEDY, SAMPLED, plain_text, prompt_of
-from support.models import census, tiny_models
+from support.identity import plain_text, prompt_of
+from support.models.position_tables import TABLES, highest, with_table
+from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer
 
-ROWS = 32
-TABLES = {"gpt2": "model.wpe", "gpt_bigcode": "transformer.wpe"}
+TOKENIZER = byte_tokenizer()
+POSITIONS = 32
+MANY = 1000
+DRAFTS = ("none", "right", "shorter", "lookup", "scripted", "cascade")
+SAMPLED = Sampling(temperature=0.8, seed=3)
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::mlx_speculation.ContextLengthNotice",
+    "ignore::mlx_speculation.DraftNotice",
+)
 
 
-class Watched(nn.Embedding):
-    """An embedding that notes the largest row that it is asked for."""
-
-    def __call__(self, indices: mx.array) -> mx.array:
-        self.asked.append(int(indices.max()))
-        rows: mx.array = self.weight[indices]
-        return rows
+@cache
+def model_of(name: str, positions: int = POSITIONS) -> nn.Module:
+    """Return a target, the same one for the same arguments."""
+    return with_table(name, positions)
 
 
-@functools.cache
-def made(name: str, rows: int = ROWS) -> Any:
-    """Return a model whose table is cut to so many rows, and watched."""
-    model: Any = census.build(name)
-    owner, field = TABLES[name].split(".")
-    table = model[owner][field]
-    weight = mx.random.normal((rows, table.weight.shape[1]), key=mx.random.key(3))
-    table.weight = weight * 0.3
-    table.__class__ = Watched
-    table.asked = []
-    mx.eval(model.parameters())
-    return model
-
-
-def asked(model: Any) -> list[int]:
-    """Return the rows that were asked for since the last call."""
-    found = next(m.asked for _, m in model.named_modules() if isinstance(m, Watched))
-    rows = list(found)
-    found.clear()
-    return rows
-
-
-pytestmark = pytest.mark.filterwarnings("ignore::mlx_speculation.ContextLengthNotice")
-
-
-@functools.cache
-def known(name: str, length: int) -> list[int]:
-    """Return a prompt and mlx-lm's text behind it, to the end of the table."""
-    prompt = prompt_of(length)
-    text = [*prompt, *plain_text(made(name), prompt, ROWS - length)]
-    asked(made(name))
-    return text
-
-
-@pytest.mark.parametrize("name", TABLES)
-def test_the_table_is_found(name: str) -> None:
-    assert position_table(made(name)) == ROWS
-    assert SpeculativeGenerator(made(name), byte_tokenizer()).context_length == ROWS
-    for other in ("llama", "gptj", "gemma3n", "longcat_flash_ngram"):
-        assert position_table(census.structure(other)) is None
+def draft_of(kind: str, model: nn.Module, text: SequenceOf[int], shorter: int) -> Any:
+    """Return a draft of a kind, or None."""
+    drafts: dict[str, Any] = {
+        "none": lambda: None,
+        "right": lambda: model,
+        "shorter": lambda: model_of("gpt2", shorter),
+        "lookup": lambda: "lookup",
+        "scripted": lambda: ScriptedDrafter([*text], 0.7, seed=5, ragged=True),
+        "cascade": lambda: Cascade(LookupDrafter(), model_of("gpt2", shorter)),
+    }
+    return drafts[kind]()
 
 
 @given(
-    name=st.sampled_from(list(TABLES)),
-    length=st.integers(1, ROWS),
-    draft=st.integers(0, 9),
-    right=st.sampled_from([0.0, 0.6, 1.0]),
-    ragged=st.booleans(),
+    name=st.sampled_from(TABLES),
+    positions=st.sampled_from([5, 9, 16, 24, 33]),
+    missing=st.integers(0, 12),
+    length=st.integers(1, 9),
+    kind=st.sampled_from(DRAFTS),
+    exact=st.booleans(),
     sampled=st.booleans(),
 )
-@settings(deadline=None)
-def test_no_draft_leaves_the_table(
-    name: str, length: int, draft: int, right: float, ragged: bool, sampled: bool
+def test_a_text_is_that_of_mlx_lm_up_to_the_end_of_the_table(
+    name: str,
+    positions: int,
+    missing: int,
+    length: int,
+    kind: str,
+    exact: bool,
+    sampled: bool,
 ) -> None:
-    model, text = made(name), known(name, length)
-    sampling = SAMPLED if sampled else GREEDY
-    drafter = ScriptedDrafter(text, right=right, ragged=ragged)
-    generator = SpeculativeGenerator(model, byte_tokenizer(), draft=drafter)
-    plain = SpeculativeGenerator(model, byte_tokenizer())
-    options: dict[str, Any] = {
-        "max_tokens": 60,
-        "stop_tokens": (),
-        "sampling": sampling,
-    }
-    asked(model)
-    drafted = generator.generate(text[:length], draft_length=draft, **options)
-    reference = plain.generate(text[:length], **options)
-    assert max(asked(model), default=0) < ROWS
-    assert drafted.tokens == reference.tokens
-    assert drafted.finish_reason == reference.finish_reason == "length"
-    assert length + len(drafted.tokens) == ROWS
-    if not sampled:
-        assert drafted.tokens == text[length:]
-
-
-def test_the_end_is_said_and_a_longer_prompt_refused() -> None:
-    generator = SpeculativeGenerator(made("gpt2"), byte_tokenizer(), draft="lookup")
-    with pytest.warns(ContextLengthNotice, match="table of positions"):
-        generator.generate(prompt_of(28), max_tokens=10, stop_tokens=())
-    result = generator.generate(prompt_of(28), max_tokens=4, stop_tokens=())
-    assert len(result.tokens) == 4
-    asked(made("gpt2"))
-    wanted = r"33 tokens, and the model a table of 32 positions"
-    with pytest.raises(InvalidRequestError, match=wanted):
-        generator.stream(prompt_of(33))
-    held = made("gpt2").make_cache() if hasattr(made("gpt2"), "make_cache") else None
-    assert held is None
-    assert asked(made("gpt2")) == []
-
-
-def test_what_passed_caches_hold_counts() -> None:
-    model = made("gpt2")
-    generator = SpeculativeGenerator(model, byte_tokenizer())
-    caches = make_prompt_cache(model)
-    generator.generate(prompt_of(20), max_tokens=4, stop_tokens=(), prompt_cache=caches)
-    with pytest.raises(InvalidRequestError, match=r"has 33 tokens"):
-        generator.stream(prompt_of(9), prompt_cache=caches)
-    asked(model)
-    result = generator.generate(
-        prompt_of(4), max_tokens=9, stop_tokens=(), prompt_cache=caches
-    )
-    assert len(result.tokens) == 4
-    assert caches[0].offset == ROWS
-    assert max(asked(model)) < ROWS
-
-
-@pytest.mark.parametrize("rows", [20, 30])
-def test_a_draft_model_pauses_at_its_own_end(rows: int) -> None:
-    target = tiny_models.build("llama")
-    draft = made("gpt2", rows)
-    tokenizer = byte_tokenizer()
-    for length in (10, rows - 1, rows + 5):
-        prompt = prompt_of(length)
-        generator = SpeculativeGenerator(target, tokenizer, draft=draft, draft_length=4)
-        asked(draft)
-        result = generator.generate(prompt, max_tokens=40, stop_tokens=())
-        assert max(asked(draft), default=0) < rows
-        assert result.tokens == plain_text(target, prompt, 40)
-        assert bool(result.stats.drafted) == (length < rows)
-        assert result.stats.drafter_faults == []
-        batch = generator.generate_batch(
-            [prompt, prompt_of(6)], max_tokens=40, stop_tokens=()
-        )
-        assert max(asked(draft), default=0) < rows
-        assert batch[0].tokens == result.tokens
-
-
-def test_rows_of_a_batch_stay_within_the_table() -> None:
-    """A row near the end is fed as many positions as the widest draft has."""
-    model = made("gpt2")
-    lengths = (28, 9, 20)
-    texts = {n: known("gpt2", n) for n in lengths}
-    draft = tiny_models.build("llama", seed=1)
+    model, left = model_of(name, positions), min(missing, positions - 1)
+    prompt = prompt_of(positions - left)
+    expected = plain_text(model, prompt, left)
+    sampling = SAMPLED if sampled else Sampling()
+    if sampled:  # mlx-lm has no noise of a seed
+        plain = SpeculativeGenerator(model, TOKENIZER, exact=exact)
+        expected = plain.generate(prompt, max_tokens=left, sampling=sampling).tokens
+    highest(model)
+    shorter = max(2, positions - 3)
+    draft = draft_of(kind, model, prompt + expected, shorter)
     generator = SpeculativeGenerator(
-        model, byte_tokenizer(), draft=draft, draft_length=8
+        model,
+        TOKENIZER,
+        draft=draft,
+        draft_length=length if draft is not None else None,
+        exact=exact,
     )
-    asked(model)
-    results = generator.generate_batch(
-        [texts[n][:n] for n in lengths], max_tokens=60, stop_tokens=()
+    caches = make_prompt_cache(model)
+    for asked, reason in ((MANY, "length"), (left, "length"), (left // 2, "length")):
+        result = generator.generate(prompt, max_tokens=asked, sampling=sampling)
+        assert result.tokens == expected[:asked]
+        assert result.finish_reason == reason
+        assert highest(model) < positions
+    held = generator.generate(
+        prompt, max_tokens=MANY, prompt_cache=caches, sampling=sampling
     )
-    assert max(asked(model)) < ROWS
-    for n, result in zip(lengths, results, strict=True):
-        assert result.tokens == texts[n][n:]
-        assert result.finish_reason == "length"
+    assert held.tokens == expected
+    assert held.cached_tokens == prompt + expected
+    assert position(caches) == positions
+    assert highest(model) < positions
+    if kind in ("shorter", "cascade"):
+        assert highest(model_of("gpt2", shorter)) < shorter
 
 
-def test_a_draft_that_is_kept_level_stays_within_its_table() -> None:
-    target, draft = tiny_models.build("llama"), made("gpt2", 30)
-    caches = [*make_prompt_cache(target), *make_prompt_cache(draft)]
-    asked(draft)
-    options: dict[str, Any] = {"draft_model": draft, "prompt_cache": caches}
-    tokens = [
-        response.token
-        for response in stream_generate(
-            target, byte_tokenizer(), prompt_of(20), max_tokens=40, **options
+@pytest.mark.parametrize("name", TABLES)
+def test_the_end_of_the_table_is_said_where_it_ends_a_text(name: str) -> None:
+    generator = SpeculativeGenerator(model_of(name), TOKENIZER)
+    assert generator.context_length == POSITIONS
+    with pytest.warns(ContextLengthNotice, match="table of positions"):
+        assert len(generator.generate(prompt_of(28), max_tokens=6).tokens) == 4
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        generator.generate(prompt_of(28), max_tokens=4)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_longer_prompt_is_refused_and_the_caches_are_as_before(name: str) -> None:
+    model = model_of(name)
+    generator = SpeculativeGenerator(model, TOKENIZER, draft=model)
+    highest(model)
+    with pytest.raises(InvalidRequestError, match=r"33 tokens.* 32 positions"):
+        generator.stream(prompt_of(33))
+    caches = make_prompt_cache(model)
+    first = generator.generate(prompt_of(20), max_tokens=5, prompt_cache=caches)
+    known = first.cached_tokens
+    more = prompt_of(33 - len(known))
+    for named in (known, None):
+        with pytest.raises(InvalidRequestError, match=r"33 tokens.* 32 positions"):
+            generator.stream(more, prompt_cache=caches, cached_tokens=named)
+        assert position(caches) == len(known)
+    lane = Lane(model)
+    with pytest.raises(InvalidRequestError, match=r"33 tokens .*behind 0.* 32"):
+        lane.feed(prompt_of(33), step=8)
+    assert (lane.seen, position(lane.caches)) == (0, 0)
+    lane.feed(prompt_of(30))
+    with lane.begin() as lane_round, pytest.raises(InvalidRequestError, match="3 to"):
+        lane_round.forward(mx.array([1, 2, 3]))
+    assert highest(model) < POSITIONS
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
+def test_a_draft_with_a_shorter_table_pauses_at_its_own_end(sampling: Sampling) -> None:
+    """The target takes any position; a draft of another tokenizer pauses likewise."""
+    target, prompt = build("llama"), prompt_of(12)
+    plain = SpeculativeGenerator(target, TOKENIZER)
+    expected = plain.generate(prompt, max_tokens=40, sampling=sampling).tokens
+    draft = with_table("gpt2", 24, seed=3)
+    foreign = ForeignModel(draft, CommonTokens(TOKENIZER, TOKENIZER))
+    for source in (draft, foreign, Cascade(draft, LookupDrafter())):
+        with pytest.warns(DraftNotice, match="table of 24 positions"):
+            generator = SpeculativeGenerator(
+                target, TOKENIZER, draft=source, draft_length=5
+            )
+        assert "24 positions" in generator.notices[-1]
+        result = generator.generate(prompt, max_tokens=40, sampling=sampling)
+        assert result.tokens == expected
+        assert result.stats.drafts > 0
+        assert not result.stats.drafter_faults
+        assert 20 <= highest(draft) < 24
+        if source is draft:
+            assert result.stats.empty_drafts > 0
+        late = generator.generate(prompt_of(30), max_tokens=8, sampling=sampling)
+        assert len(late.tokens) == 8
+        assert not late.stats.drafter_faults
+        assert highest(draft) < 24
+
+
+def test_images_take_no_positions_of_a_draft() -> None:
+    draft = model_of("gpt2", 24)
+    choose = CheckedChoose(Verifier(Chooser(Sampling(seed=0), 256)))
+    for tokens, images, most in (
+        (prompt_of(20), (), 5),
+        (prompt_of(24), (), 1),
+        (prompt_of(25), (), 0),
+        (prompt_of(48), ((2, 30),), 5),
+        (prompt_of(53), ((2, 30),), 0),
+    ):
+        sequence = Sequence(tokens, images=images)
+        drafter = ModelSource(draft).open(Lane(model_of("gpt2")), sequence)
+        assert drafter.read_ahead(sequence, lambda count: True)
+        drafter.begin(sequence)
+        assert drafter.propose(sequence, 9, choose).length == most
+        drafter.discard()
+    assert highest(draft) == 23
+
+
+@pytest.mark.parametrize("shorter", [False, True])
+def test_rows_of_a_batch_end_with_the_table_each_by_itself(shorter: bool) -> None:
+    model = model_of("gpt2")
+    draft = model_of("gpt2", 20) if shorter else model
+    generator = SpeculativeGenerator(model, TOKENIZER, draft=draft, draft_length=6)
+    prompts = [prompt_of(count) for count in (3, 12, 19, 27, 31, 32)]
+    alone = [generator.generate(each, max_tokens=MANY).tokens for each in prompts]
+    assert [len(each) for each in alone] == [32 - len(each) for each in prompts]
+    highest(model), highest(draft)
+    for sizes in (False, True):
+        with BatchGenerator(generator, max_rows=4, row_sizes=sizes) as batch:
+            uids = [batch.insert(each, max_tokens=MANY) for each in prompts]
+            while batch.running or batch.waiting:
+                batch.next()
+            results = [batch.remove(uid) for uid in uids]
+        assert [each.tokens for each in results] == alone
+        assert {each.finish_reason for each in results} == {"length"}
+        assert sum(each.stats.drafts for each in results) > 0
+        assert not any(each.stats.drafter_faults for each in results)
+        assert highest(model) < POSITIONS
+        assert highest(draft) < (20 if shorter else POSITIONS)
+
+
+def test_a_draft_of_a_row_by_itself_reads_no_prompt_past_its_table() -> None:
+    target, draft = build("llama"), model_of("gpt2", 20)
+    source = Cascade(draft, LookupDrafter())
+    generator = SpeculativeGenerator(target, TOKENIZER, draft=source, draft_length=4)
+    plain = SpeculativeGenerator(target, TOKENIZER)
+    with BatchGenerator(generator) as batch:
+        for options in ({}, {"explain": True}):
+            uid = batch.insert(prompt_of(40), max_tokens=6, **options)
+            while batch.running or batch.waiting:
+                batch.next()
+            result = batch.remove(uid)
+            assert result.tokens == plain.generate(prompt_of(40), max_tokens=6).tokens
+            assert not result.stats.drafter_faults
+
+
+def test_a_row_of_a_batch_is_refused_where_its_prompt_is_longer() -> None:
+    generator = SpeculativeGenerator(model_of("gpt_bigcode"), TOKENIZER)
+    with BatchGenerator(generator) as batch:
+        with pytest.raises(InvalidRequestError, match=r"33 tokens.* 32 positions"):
+            batch.insert(prompt_of(33))
+        uid = batch.insert(prompt_of(30), max_tokens=9)
+        while batch.running or batch.waiting:
+            batch.next()
+        assert len(batch.remove(uid).tokens) == 2
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_forced_tokens_end_with_the_table(name: str) -> None:
+    model = model_of(name)
+    loop = {place: {40 + place: (place + 1) % 5} for place in range(5)}
+    generator = SpeculativeGenerator(model, TOKENIZER, draft="lookup", draft_length=8)
+    highest(model)
+    result = generator.generate(
+        prompt_of(25), max_tokens=MANY, constraint=TokenAutomaton(loop, accepting=())
+    )
+    assert result.tokens == [40, 41, 42, 43, 44, 40, 41]
+    assert result.finish_reason == "length"
+    assert highest(model) < POSITIONS
+
+
+@pytest.mark.parametrize("length", [0, 7])
+def test_a_reused_prefix_ends_with_the_table(length: int) -> None:
+    model = model_of("gpt2")
+    cached = SpeculativeGenerator(
+        model,
+        TOKENIZER,
+        draft=model,
+        draft_length=length,
+        prefix_cache=PrefixCache(1 << 24),
+    )
+    expected = plain_text(model, prompt_of(26), 6)
+    highest(model)
+    for _ in range(3):
+        assert cached.generate(prompt_of(26), max_tokens=MANY).tokens == expected
+    with BatchGenerator(cached) as batch:
+        uids = [batch.insert(prompt_of(26), max_tokens=MANY) for _ in range(2)]
+        while batch.running or batch.waiting:
+            batch.next()
+        results = [batch.remove(uid) for uid in uids]
+    for result in results:
+        assert result.tokens == expected
+        held = result.cached_tokens
+        assert held == (prompt_of(26) + expected)[: len(held)]
+    assert highest(model) < POSITIONS
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_drop_in_says_what_mlx_lm_does_up_to_the_end(name: str) -> None:
+    """A draft with a shorter table stays in the caller's list, and pauses there."""
+    model, draft = model_of(name), model_of("gpt2", 20)
+    prompt = prompt_of(10)
+    expected = plain_text(model, prompt, 22)
+    highest(model), highest(draft)
+    caches = make_prompt_cache(model) + make_prompt_cache(draft)
+    options: dict[str, Any] = {
+        "draft_model": draft,
+        "num_draft_tokens": 4,
+        "prompt_cache": caches,
+    }
+    said = list(
+        mlx_speculation.stream_generate(
+            model, TOKENIZER, prompt, max_tokens=15, **options
         )
-    ]
-    assert len(tokens) == 40
-    assert max(asked(draft)) < 30
-
-
-def test_exact_mode_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="table of 32 positions"):
-        SpeculativeGenerator(made("gpt2"), byte_tokenizer(), exact=True)
-
-
-def test_the_drop_in_ends_there_too() -> None:
-    text = known("gpt2", 28)
-    responses = list(
-        stream_generate(made("gpt2"), byte_tokenizer(), text[:28], max_tokens=20)
     )
-    assert [each.token for each in responses] == text[28:]
-    assert responses[-1].finish_reason == "length"
+    assert [each.token for each in said] == expected[:15]
+    assert (position(caches[:2]), position(caches[2:])) == (25, 20)
+    more = mlx_speculation.stream_generate(
+        model, TOKENIZER, [7], max_tokens=-1, **options
+    )
+    rest = list(more)
+    assert [each.token for each in rest] == plain_text(
+        model, [*prompt, *expected[:15], 7], 6
+    )
+    assert rest[-1].finish_reason == "length"
+    highest(model)
+    with pytest.raises(InvalidRequestError, match=r"33 tokens.* 32 positions"):
+        mlx_speculation.stream_generate(model, TOKENIZER, [7], **options)
+    assert (position(caches[:2]), position(caches[2:])) == (32, 20)
+    assert highest(draft) < 20
+    text = mlx_speculation.generate(model, TOKENIZER, prompt_of(32), verbose=True)
+    assert text == ""  # the prompt has taken all positions
 
 
-def test_other_names_and_defaults_of_lengths_are_known() -> None:
-    assert context_length(census.structure("gptj")) is not None
-    phi = census.structure("phi")
-    phi.args.max_position_embeddings = 2048  # also the default of its class
-    assert context_length(phi) == 2048
+def test_a_calibration_that_would_go_past_the_table_is_refused() -> None:
+    model = model_of("gpt2")
+    generator = SpeculativeGenerator(model, TOKENIZER, draft=model)
+    for measure in (
+        generator.calibrate,
+        lambda **k: generator.calibrate_batches([2], **k),
+    ):
+        with pytest.raises(InvalidRequestError, match=r"context of 64.* 32 positions"):
+            measure(contexts=[64])
+
+
+def test_comparisons_end_with_the_table() -> None:
+    """Rows of padding of `check --exact` too, and the step that it measures."""
+    model = model_of("gpt2")
+    found = check_exact(model, FixedShape(4, 16), 64)
+    assert found.same
+    assert 0 < found.context < POSITIONS
+    assert highest(model) < POSITIONS
+    with pytest.raises(InvalidRequestError, match=r"33 tokens.* 32 positions"):
+        list(
+            verify_both_ways(
+                model, prompt_of(28), [1] * 5, draft_length=3, places=2, seed=0
+            )
+        )
+    with pytest.raises(InvalidRequestError, match=r"1 tokens .*behind 32.* 32"):
+        greedy_text(model, prompt_of(30), 4)
+    assert highest(model) < POSITIONS
