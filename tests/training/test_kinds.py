@@ -18,6 +18,7 @@ from mlx_lm.utils import load_model
 
 from mlx_speculation.engine import EagleDraft
 from mlx_speculation.errors import (
+    InvalidRequestError,
     ModelFolderError,
     UnsupportedModelError,
 )
@@ -27,6 +28,7 @@ from mlx_speculation.models.mtp import load_mtp_head
 from mlx_speculation.training.kinds.eagle_head import EagleTrainee, usual_layers
 from mlx_speculation.training.kinds.mtp_head import MtpTrainee
 from mlx_speculation.training.kinds.small_model import SmallModelTrainee
+from mlx_speculation.training.teacher import TargetModel
 from mlx_speculation.training.training_run import train
 from support.models import mtp_checkpoints
 from support.models.chat_folders import VOCAB, chat_folder
@@ -194,6 +196,28 @@ def test_a_quantized_draft_model_is_refused(tmp_path: Path) -> None:
     (small / "config.json").write_text("{}")
     with pytest.raises(ModelFolderError, match="make a model of the draft"):
         SmallModelTrainee(model, tokenizer, folder, small, seed=3)
+
+
+def test_no_row_is_longer_than_a_table_of_positions(tmp_path: Path) -> None:
+    """Neither for the target as the teacher, nor for a draft model."""
+    folder = chat_folder(tmp_path / "target")
+    model, tokenizer = load(folder)
+    small = tmp_path / "small"
+    small.mkdir()
+    sizes = {"n_ctx": 8, "n_positions": 8, "n_embd": 32, "n_head": 4, "n_layer": 1}
+    config = {"model_type": "gpt2", "vocab_size": VOCAB, "layer_norm_epsilon": 1e-5}
+    (small / "config.json").write_text(
+        json.dumps({**config, **sizes, "num_key_value_heads": 4})
+    )
+    made = SmallModelTrainee(model, tokenizer, folder, small, seed=3)
+    tokens = mx.zeros((2, 10), mx.int32)
+    with pytest.raises(InvalidRequestError, match=r"9 tokens.* 8 positions"):
+        made.run([], tokens, 3, lambda _, logits: logits)
+    assert len(made.run([], tokens[:, :9], 3, lambda _, logits: logits)) == 3
+    teacher = TargetModel(made.module, made)
+    with pytest.raises(InvalidRequestError, match=r"10 tokens.* 8 positions"):
+        teacher.lesson(tokens)
+    assert teacher.lesson(tokens[:, :8]).logits.shape[:2] == (2, 8)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_speculation.models import check_positions, position_table
 from mlx_speculation.training.kinds.trainee import Trainee
 from mlx_speculation.training.loss import Teacher
 
@@ -30,10 +31,16 @@ class TargetModel:
 
     def __init__(self, model: nn.Module, trainee: Trainee) -> None:
         self._model, self._trainee = model, trainee
+        self._positions = position_table(model)
         self._columns: mx.array | None = None
 
     def lesson(self, tokens: mx.array) -> Lesson:
-        """Run the target over rows of ids [rows, positions]."""
+        """Run the target over rows of ids [rows, positions].
+
+        Raises:
+            InvalidRequestError: it has a table of fewer positions.
+        """
+        check_positions(tokens.shape[1], 0, self._positions)
         model, taps = self._model, self._trainee.taps
         if taps is None:
             return Lesson([], model(tokens))

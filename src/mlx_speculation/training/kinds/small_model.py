@@ -14,9 +14,11 @@ from mlx_speculation.errors import ModelFolderError, UnsupportedModelError
 from mlx_speculation.models import (
     HiddenStates,
     States,
+    check_positions,
     check_same_ids,
     load,
     logit_width,
+    position_table,
     read_config,
 )
 from mlx_speculation.training.kinds.packing import packed, write_tensors
@@ -70,6 +72,7 @@ class SmallModelTrainee:
         mx.eval(self.module.parameters())
         widths = logit_width(model), logit_width(self.module)
         self._width = min(widths)
+        self._positions = position_table(self.module)
         same = widths[0] == self._width
         self.ids = None if same else mx.arange(self._width, dtype=mx.uint32)
 
@@ -92,6 +95,7 @@ class SmallModelTrainee:
         `checkpoint` changes nothing.
         """
         n = tokens.shape[1] - depths
+        check_positions(tokens.shape[1] - 1, 0, self._positions)
         module: Any = self.module
         logits = module(tokens[:, :-1])[..., : self._width]
         return [read(depth, logits[:, depth : depth + n]) for depth in range(depths)]
