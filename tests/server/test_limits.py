@@ -27,6 +27,8 @@ from mlx_speculation.server import job as jobs
 from mlx_speculation.server.api_errors import ApiError
 from mlx_speculation.server.auth import check_permission
 from mlx_speculation.server.engine_thread import Worker
+from support.models.position_tables import TABLES, with_table
+from support.models.tiny_tokenizer import letter_tokenizer
 from support.processes.servers import (
     NAME,
     answer_on,
@@ -105,6 +107,27 @@ def test_what_the_model_is_made_for_is_not_left(model_len: int, longest: int) ->
         answer = json.loads(post(server, asked).body)
         assert answer["usage"]["completion_tokens"] == 3
         assert answer["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("model_len", [0, 100])
+def test_no_limit_goes_past_a_table_of_positions(name: str, model_len: int) -> None:
+    def make(prefixes: PrefixCache | None) -> SpeculativeGenerator:
+        model = with_table(name, 24)
+        return SpeculativeGenerator(model, letter_tokenizer(26), draft=model)
+
+    with serving(make, limits={"model_len": model_len}) as server:
+        error = post(server, {**SHORT, "prompt": "A" * 24}).refused(400)
+        assert error["code"] == "context_length_exceeded"
+        assert error["message"] == (
+            "The prompt has 24 tokens, and 23 may be. Shorten it: the model has a "
+            "table of 24 positions."
+        )
+        for stops in ([], ["QQ"]):
+            asked = {**SHORT, "prompt": "THE" * 7, "max_tokens": 50, "stop": stops}
+            answer = json.loads(post(server, asked).body)
+            assert answer["usage"]["completion_tokens"] == 3
+            assert answer["choices"][0]["finish_reason"] == "length"
 
 
 def test_too_many_tokens_are_refused(server: Server) -> None:

@@ -11,6 +11,7 @@ from mlx_speculation.engine.batch.generator import BatchGenerator
 from mlx_speculation.engine.detokenizer import TextDetokenizer
 from mlx_speculation.engine.mlx_lm_compat.prompt_cache import limited
 from mlx_speculation.engine.prompt import Prompt
+from mlx_speculation.models import position_table
 from mlx_speculation.samplers import Sampling
 from mlx_speculation.server.api_errors import ApiError, as_api_error, late
 from mlx_speculation.server.config import Settings
@@ -36,8 +37,9 @@ class Rows:
     ) -> None:
         self.generator = generator
         self._settings, self._metrics, self._done = settings, metrics, done
-        own = settings.limits.model_len or generator.context_length
-        self.longest = own or sys.maxsize  # tokens of prompt and text together
+        own = settings.limits.model_len or generator.context_length or sys.maxsize
+        self.positions = position_table(generator.model) or sys.maxsize
+        self.longest = min(own, self.positions)  # tokens of prompt and text together
         self._kv = settings.kv.limits()
         limited(generator.model, sys.maxsize, **self._kv)  # refuses before a request
         self._batch = BatchGenerator(generator, max_rows=settings.max_rows)

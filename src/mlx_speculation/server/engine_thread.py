@@ -208,9 +208,12 @@ class Worker(EngineThread):
         if len(tokens) > most:
             own = most == limits.prompt_tokens
             option = "max-prompt-tokens" if own else "max-model-len"
+            more = f", or start the server with a larger --{option}"
+            if most == rows.positions - 1:
+                more = f": the model has a table of {rows.positions} positions"
             raise invalid(
-                f"The prompt has {len(tokens)} tokens, and {most} may be. Shorten it, "
-                f"or start the server with a larger --{option}.",
+                f"The prompt has {len(tokens)} tokens, and {most} may be. Shorten it"
+                f"{more}.",
                 "messages" if checked.chat else "prompt",
                 code="context_length_exceeded",
             )
