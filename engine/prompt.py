@@ -167,8 +167,8 @@ class Prompts:
         if self.context_length is not None and count > self.context_length:
             warnings.warn(
                 f"The prompt has {count} tokens, and the model was made for "
-                f"{self.context_length} (max_position_embeddings of its config): the "
-                "text may be nonsense. Shorten the prompt, or scale the rotations.",
+                f"{self.context_length} (by its config): the text may be nonsense. "
+                "Shorten the prompt, or scale the rotations.",
                 ContextLengthNotice,
                 stacklevel=5,
             )

@@ -63,6 +63,7 @@ _LENGTHS = (
     "max_sequence_length",
     "max_seq_len",
     "n_ctx",
+    "model_max_length",
 )
 
 

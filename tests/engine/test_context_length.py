@@ -8,6 +8,7 @@ import pytest
 
 from mlx_speculation import ContextLengthNotice, SpeculativeGenerator
 from mlx_speculation.models import context_length
+from support.models import census
 from support.models.tiny_models import build
 from support.models.tiny_tokenizer import letter_tokenizer
 
@@ -86,7 +87,30 @@ def test_a_config_says_the_length(args: dict[str, Any], longest: int | None) -> 
     assert context_length(model) == longest
 
 
-def test_a_default_of_mlx_lm_is_not_the_checkpoints() -> None:
+@pytest.mark.parametrize(
+    ("name", "field", "longest"),
+    [
+        ("gpt2", "n_positions", 1024),
+        ("gpt_bigcode", "n_positions", 1024),
+        ("gptj", "n_positions", None),
+        ("kimi_linear", "model_max_length", None),
+        ("qwen2", "max_position_embeddings", None),
+        ("phi", "max_position_embeddings", None),
+    ],
+)
+def test_lengths_have_several_names(name: str, field: str, longest: int | None) -> None:
+    """Where the value is that of mlx-lm's class, the model was built with it."""
+    model: Any = census.structure(name)
+    default = type(model.args).__dataclass_fields__[field].default
+    for said in (longest, default):
+        if isinstance(said, int):
+            setattr(model.args, field, said)
+            assert context_length(model) == said
+    setattr(model.args, field, 4096)
+    assert context_length(model) == 4096
+
+
+def test_a_default_of_a_recurrent_class_is_no_length() -> None:
     model = build("mamba2")
     fields = type(model.args).__dataclass_fields__
     assert fields["max_position_embeddings"].default == 2056
