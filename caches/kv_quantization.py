@@ -17,7 +17,6 @@ from typing import Any
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import RotatingKVCache
 
-from mlx_speculation.caches.types.leaves import flat
 from mlx_speculation.caches.types.sliding_kv import SlidingKVCache
 
 Replaced = list[tuple[int, Any]]
@@ -49,6 +48,9 @@ class KVQuantization:
 
     @staticmethod
     def unable(caches: Sequence[Any]) -> Any | None:
-        """Return a cache that holds a window, which mlx-lm cannot quantize; or None."""
+        """Return a cache that holds a window, which mlx-lm cannot quantize; or None.
+
+        Those inside of a `CacheList` count for nothing: mlx-lm leaves them as they are.
+        """
         windows = (RotatingKVCache, SlidingKVCache)
-        return next((leaf for leaf in flat(caches) if isinstance(leaf, windows)), None)
+        return next((cache for cache in caches if isinstance(cache, windows)), None)

@@ -18,7 +18,9 @@ from mlx_speculation.engine.drafters import draft_model
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import Lane
 from support.drafters.scripted_drafter import ScriptedDrafter
+from support.drop_in import both
 from support.identity import plain_text
+from support.models import census
 from support.models.tiny_models import TINY_MODELS, build
 from support.models.tiny_tokenizer import byte_tokenizer
 
@@ -136,3 +138,17 @@ def test_windows_are_not_quantized_by_any_door(sliding: Any, family: str) -> Non
     # A text that ends before is not touched by it.
     result = made.generate([1, 2], max_tokens=3, kv_quantization=held)
     assert result.tokens == made.generate([1, 2], max_tokens=3).tokens
+
+
+def test_windows_that_mlx_lm_leaves_alone_are_not_refused() -> None:
+    """mlx-lm quantizes nothing inside of a `CacheList`."""
+    model = census.build("baichuan_m1")
+    options: dict[str, Any] = {
+        "kv_bits": 8,
+        "kv_group_size": 32,
+        "quantized_kv_start": 0,
+    }
+    expected, got = both(
+        model, byte_tokenizer(), [1, 2, 3], ours={}, max_tokens=9, **options
+    )
+    assert got.tokens == expected.tokens

@@ -481,6 +481,12 @@ def test_caches_that_cannot_be_so_are_refused_at_the_start() -> None:
     for limits, said in ((bits, "kv_bits is 7"), (size, "makes its own caches")):
         with pytest.raises(InvalidRequestError, match=said), serving(kv=limits):
             pass
+    limits = KvLimits(kv_bits=8, kv_group_size=32, quantized_kv_start=60)
+    with (
+        pytest.raises(InvalidRequestError, match="cannot quantize a RotatingKVCache"),
+        serving(make_tiny("gemma3_text"), kv=limits),
+    ):
+        pass
 
 
 def test_several_texts_are_those_of_requests_of_their_own(
