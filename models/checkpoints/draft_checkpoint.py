@@ -1,6 +1,7 @@
 """What drafters in folders of their own share: arguments, tensors, and their checks."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -9,11 +10,11 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models.base import BaseModelArgs
-from mlx_lm.models.rope_utils import initialize_rope
 from mlx_lm.utils import infer_quant_config
 
 from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models.checkpoints.nvfp4 import unpacked
+from mlx_speculation.models.checkpoints.rotation import Rotation, check_rotation
 from mlx_speculation.models.quantize import runs_on_linux_cpu, to_float32
 from mlx_speculation.models.safetensors_layout import header, weight_files
 
@@ -28,6 +29,7 @@ def layer_args(
     name: str,
     kind: type[Args],
     *,
+    rotations: Sequence[Rotation],
     act: Sequence[str] = ("hidden_act", "silu", "swish"),
 ) -> Args:
     """Read what mlx-lm makes the decoder layers of, from a Llama-like config.json.
@@ -38,6 +40,7 @@ def layer_args(
         config: what it holds.
         name: of the drafter, for messages.
         kind: the arguments of an mlx-lm model.
+        rotations: of the layers; the arguments have the first one's, see `args_with`.
         act: the key of the activation, and what it may be; the usual one comes first.
 
     Raises:
@@ -49,14 +52,6 @@ def layer_args(
         raise ModelFolderError(
             f"config.json of the {name} says {key} {said!r}, and {known[0]!r} is known."
         )
-    rope = config.get("rope_parameters") or config.get("rope_scaling")
-    if isinstance(rope, dict) and "mrope_section" in rope:
-        rope = _of_text(rope)
-    if rope is not None and not isinstance(rope, dict):
-        raise ModelFolderError(
-            f"rope_scaling of the {name} is {rope!r}, and an object or null is needed."
-        )
-    theta: Any = (rope or {}).get("rope_theta", config.get("rope_theta", 10_000.0))
     positions: int | None = config.get("max_position_embeddings")
     eps: Any = config.get("rms_norm_eps", config.get("norm_eps", 1e-6))
     dim = number(config, "hidden_size", name)
@@ -73,27 +68,32 @@ def layer_args(
         "num_hidden_layers": number(config, "num_hidden_layers", name, 1),
         "vocab_size": 0,  # layers do not read it
         "tie_word_embeddings": False,
-        "rope_theta": float(theta),
-        "rope_scaling": rope,
+        "rope_theta": rotations[0].theta,
+        "rope_scaling": rotations[0].scaling,
         "max_position_embeddings": positions,
     }
-    try:
-        initialize_rope(size, float(theta), False, rope, positions)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ModelFolderError(
-            f"config.json of the {name} has rope_scaling {rope}, which is not "
-            f"understood: {error!r}."
-        ) from error
+    for rotation in rotations:
+        check_rotation(rotation, name, dims=size, positions=positions)
     found: Args = kind.from_dict(fields)
     return found
 
 
-def _of_text(rope: Config) -> Config:
-    """Return what is left of a rope for images: its parts stand at one position."""
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    left = {key: value for key, value in rope.items() if not key.startswith("mrope")}
-    left.pop("type", None)
-    return left | {"rope_type": "default" if kind == "mrope" else kind}
+def layer_part(config: Config) -> Config:
+    """Return the part of config.json that has the sizes of the layers."""
+    for key in ("transformer_layer_config", "text_config"):
+        part = config.get(key)
+        if isinstance(part, dict):
+            return part
+    return config
+
+
+def args_with(args: Args, rotation: Rotation) -> Args:
+    """Return the arguments of a layer with this rotation."""
+    changed: Any = args
+    made: Args = replace(
+        changed, rope_theta=rotation.theta, rope_scaling=rotation.scaling
+    )
+    return made
 
 
 def number(config: Config, key: str, name: str, default: int | None = None) -> int:

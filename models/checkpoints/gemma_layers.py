@@ -1,30 +1,68 @@
 """The arguments of Gemma 4's decoder layers in a drafter's config.json."""
 
+from dataclasses import replace
 from typing import Any
 
 from mlx_lm.models import gemma4_text
 
-from mlx_speculation.models.checkpoints.draft_checkpoint import Config
+from mlx_speculation.models.checkpoints.draft_checkpoint import Config, layer_part
+from mlx_speculation.models.checkpoints.rotation import (
+    FULL,
+    SLIDING,
+    Rotation,
+    check_rotation,
+    read_rotation,
+)
+
+_USUAL = {
+    FULL: Rotation(1e6, "proportional", 0.25),
+    SLIDING: Rotation(1e4),
+}
 
 
-def gemma_args(text: Config, layers: int) -> gemma4_text.ModelArgs:
+def gemma_args(config: Config, layers: int, name: str) -> gemma4_text.ModelArgs:
     """Return what mlx-lm makes layers of that have keys and values of their own.
 
     All of them see the whole text, and have no experts and no inputs of their own.
 
     Args:
-        text: the part of config.json that has the sizes of the layers.
+        config: what config.json holds.
         layers: how many there are.
+        name: of the drafter, for messages.
+
+    Raises:
+        ModelFolderError: their rotation is not understood.
     """
     own: dict[str, Any] = {
-        "layer_types": ["full_attention"] * layers,
+        "layer_types": [FULL] * layers,
         "num_kv_shared_layers": 0,
         "hidden_size_per_layer_input": 0,
         "use_double_wide_mlp": False,
         "enable_moe_block": False,
     }
-    found: gemma4_text.ModelArgs = gemma4_text.ModelArgs.from_dict({**text, **own})
-    return found
+    made = gemma4_text.ModelArgs.from_dict({**layer_part(config), **own})
+    return with_rotations(made, config, name)
+
+
+def with_rotations(
+    args: gemma4_text.ModelArgs, config: Config, name: str
+) -> gemma4_text.ModelArgs:
+    """Return arguments with the rotation of each kind of layers.
+
+    mlx-lm reads `rope_parameters` by kind alone, and takes another theta where it is
+    spelled differently.
+
+    Raises:
+        ModelFolderError: a rotation is not understood.
+    """
+    found = {}
+    for kind in sorted(set(args.layer_types or ())):
+        rotation = read_rotation(config, name, kind, usual=_USUAL[kind])
+        size = (kind == FULL and args.global_head_dim) or args.head_dim
+        positions = args.max_position_embeddings
+        check_rotation(rotation, name, dims=size, positions=positions)
+        found[kind] = rotation.parameters
+    return replace(args, rope_parameters=found)
 
 
 def act_of(gemma: gemma4_text.ModelArgs | None) -> tuple[str, ...]:

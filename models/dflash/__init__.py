@@ -15,7 +15,6 @@ from mlx_speculation.models.dflash.config import (
     LayerIds,
     block_settings,
     is_dflash,
-    layer_part,
     own_keys,
     stated_anchor,
 )
@@ -41,7 +40,6 @@ __all__ = [
     "build",
     "by_head",
     "is_dflash",
-    "layer_part",
     "load_dflash",
     "own_keys",
     "read_blocks",

@@ -8,6 +8,7 @@ from mlx_lm.models import qwen3
 from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.rope_utils import initialize_rope
 
+from mlx_speculation.models.checkpoints.draft_checkpoint import args_with
 from mlx_speculation.models.dflash.config import DFlashSettings
 
 # Logits of the softmax without a value, one for each head, where files have them.
@@ -23,16 +24,18 @@ class DFlashAttention(qwen3.Attention):
     """
 
     def __init__(self, settings: DFlashSettings, index: int) -> None:
-        args: Any = settings.layers
+        rotation = settings.rotations[index]
+        args: Any = args_with(settings.layers, rotation)
         super().__init__(args)
         self._window, self._causal = settings.windows[index], settings.causal[index]
         self._value_scale, self._gated = settings.value_scale, settings.gated
         if settings.gated:
             wide = 2 * self.n_heads * args.head_dim
             self.q_proj = nn.Linear(args.hidden_size, wide, bias=False)
-        if settings.rotated is not None or settings.pairs:
+        share = rotation.factor if settings.partial else None
+        if share is not None or settings.pairs:
             self.rope = initialize_rope(
-                settings.rotated or args.head_dim,
+                int(args.head_dim * (share or 1)),
                 args.rope_theta,
                 settings.pairs,
                 args.rope_scaling,

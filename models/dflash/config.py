@@ -21,17 +21,23 @@ from mlx_speculation.errors import InvalidRequestError, ModelFolderError
 from mlx_speculation.models.checkpoints.draft_checkpoint import (
     Config,
     layer_args,
+    layer_part,
     number,
     whole_numbers,
 )
 from mlx_speculation.models.checkpoints.joined_head import check_layers
+from mlx_speculation.models.checkpoints.rotation import (
+    FULL,
+    SLIDING,
+    Rotation,
+    rotations_of,
+)
 from mlx_speculation.models.config_json import nested
 
 NAME = "DFlash drafter"
 Anchor = Literal["given", "samples"]
 LayerIds = Literal["layers", "tuple"]
-SLIDING = "sliding_attention"
-_KINDS = ("full_attention", SLIDING)
+_KINDS = (FULL, SLIDING)
 _AUX = "aux_hidden_state_layer_ids"
 
 
@@ -39,15 +45,17 @@ _AUX = "aux_hidden_state_layer_ids"
 class DFlashSettings:
     """The config.json of a drafter of blocks."""
 
-    layers: qwen3.ModelArgs  # the arguments of its decoder layers, as mlx-lm takes them
+    # The arguments of its first decoder layer, as mlx-lm takes them
+    layers: qwen3.ModelArgs
     block: int  # the rows of a block, the anchor included
     mask_token: int  # the id that stands for tokens that are to be drafted
     # For each layer how many positions it sees; None: all
     windows: tuple[int | None, ...]
     # For each layer whether a row sees no later positions of the block
     causal: tuple[bool, ...]
+    rotations: tuple[Rotation, ...]  # of each layer
     anchor: Anchor = "given"
-    rotated: int | None = None  # how many numbers of a head are rotated; None: all
+    partial: bool = False  # whether a share of each head is rotated, if one is stated
     pairs: bool = False  # whether neighbours are rotated together, not halves
     value_scale: float = 1.0  # values are multiplied with it
     gated: bool = False  # whether queries come with gates of what is attended to
@@ -107,7 +115,6 @@ def block_settings(
         ModelFolderError: something is missing, or not known.
     """
     text = layer_part(config)
-    layers = layer_args(text, name, qwen3.ModelArgs, act=act)
     own = own_keys(config)
     mask = own.get("mask_token_id", mask_token)
     if not isinstance(mask, int) or isinstance(mask, bool) or mask < 0:
@@ -127,10 +134,10 @@ def block_settings(
     keys = text | own
     if copied and own.get("use_swa") and SLIDING not in (keys.get("layer_types") or ()):
         keys = keys | {"layer_types": None}
-    windows = _windows(keys, own, layers.num_hidden_layers, name)
+    windows = _windows(keys, own, number(text, "num_hidden_layers", name, 1), name)
+    rotations = rotations_of(config, name, windows)
+    layers = layer_args(text, name, qwen3.ModelArgs, rotations=rotations, act=act)
     of_qwen3_5 = str(text.get("model_type")).startswith("qwen3_5")
-    factor = _rotary_factor(text) if of_qwen3_5 else None
-    size: Any = layers.head_dim
     neox = own.get("rope_is_neox_style", own.get("is_neox_style"))
     return DFlashSettings(
         layers=layers,
@@ -139,21 +146,14 @@ def block_settings(
         windows=windows,
         causal=tuple(_causal(config, window, causal) for window in windows),
         anchor=anchor,
-        rotated=None if factor is None else int(size * factor),
+        rotations=rotations,
+        # Elsewhere it is left over from the target: whole heads are rotated.
+        partial=of_qwen3_5,
         pairs=neox is False,
         value_scale=float(own.get("attention_value_scale") or 1.0),
         gated=bool(own.get("enable_qwen35_gated_q_proj")),
         plus_one=of_qwen3_5,
     )
-
-
-def layer_part(config: Config) -> Config:
-    """Return the part of config.json that has the sizes of the layers."""
-    for key in ("transformer_layer_config", "text_config"):
-        part = config.get(key)
-        if isinstance(part, dict):
-            return part
-    return config
 
 
 def own_keys(config: Config) -> Config:
@@ -234,12 +234,6 @@ def tapped_layers(
     return check_layers(ids, name, trunk=trunk, features=features, lowest=-1)
 
 
-def _rotary_factor(text: Config) -> float | None:
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    found = text.get("partial_rotary_factor", rope.get("partial_rotary_factor"))
-    return None if found is None else float(found)
-
-
 def _causal(config: Config, window: int | None, usual: bool) -> bool:
     """Return whether a layer's rows see no later positions of the block."""
     own = own_keys(config)
@@ -258,7 +252,7 @@ def _windows(
     keys: Config, own: Config, layers: int, name: str
 ) -> tuple[int | None, ...]:
     swa = own.get("use_swa")
-    usual = SLIDING if swa else _KINDS[0]
+    usual = SLIDING if swa else FULL
     kinds = keys.get("layer_types") or [usual] * layers
     sliding = SLIDING in kinds
     if len(kinds) != layers or not set(kinds) <= set(_KINDS):

@@ -16,12 +16,15 @@ from typing import Any, Literal, get_args
 from mlx_lm.models import gemma4_text
 
 from mlx_speculation.errors import ModelFolderError
-from mlx_speculation.models.checkpoints.draft_checkpoint import Config, number
+from mlx_speculation.models.checkpoints.draft_checkpoint import (
+    Config,
+    layer_part,
+    number,
+)
 from mlx_speculation.models.checkpoints.gemma_layers import act_of, gemma_args
 from mlx_speculation.models.dflash import (
     DFlashSettings,
     block_settings,
-    layer_part,
     own_keys,
     stated_anchor,
 )
@@ -133,7 +136,7 @@ def _gemma(config: Config, text: Config) -> gemma4_text.ModelArgs | None:
     named = f"{config.get('architectures')} {text.get('model_type')}".lower()
     if "gemma4" not in named:
         return None
-    return gemma_args(text, number(text, "num_hidden_layers", NAME))
+    return gemma_args(config, number(text, "num_hidden_layers", NAME), NAME)
 
 
 def _log_snr(own: Config) -> LogSnr | None:

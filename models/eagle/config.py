@@ -23,12 +23,20 @@ from mlx_lm.models import gemma4_text, llama
 from mlx_speculation.errors import InvalidRequestError, ModelFolderError
 from mlx_speculation.models.checkpoints.draft_checkpoint import (
     Config,
+    args_with,
     layer_args,
+    layer_part,
     number,
     whole_numbers,
 )
 from mlx_speculation.models.checkpoints.gemma_layers import act_of, gemma_args
 from mlx_speculation.models.checkpoints.joined_head import check_layers
+from mlx_speculation.models.checkpoints.rotation import (
+    FULL,
+    SLIDING,
+    Rotation,
+    rotations_of,
+)
 from mlx_speculation.models.config_json import nested
 
 LayerIds = Literal["layers", "tuple"]
@@ -38,7 +46,6 @@ NAME = "EAGLE-3 head"
 AFTER_NORM = -2
 _LIST = "eagle_aux_hidden_state_layer_ids"
 _MASKS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
-_SLIDING = "sliding_attention"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +72,8 @@ class Latents:
 class EagleSettings:
     """An EAGLE-3 head's config.json."""
 
-    layer: llama.ModelArgs  # the arguments of its decoder layer, as mlx-lm takes them
+    # The arguments of its first decoder layer, as mlx-lm takes them
+    layer: llama.ModelArgs
     target_dim: int  # the hidden size of the target
     # How many ids it drafts from; None: config.json does not say
     draft_vocab: int | None
@@ -74,6 +82,7 @@ class EagleSettings:
     norm_output: bool  # whether the state after the norm is recycled
     # For each layer how many positions it sees; None: all
     windows: tuple[int | None, ...] = (None,)
+    rotations: tuple[Rotation, ...] = (Rotation(),)  # of each layer
     logit_scale: float = 1.0
     tied: bool = False  # whether its embedding is its output layer too
     projected: bool = True  # whether the target's states go through `fc`
@@ -83,6 +92,10 @@ class EagleSettings:
     gemma: gemma4_text.ModelArgs | None = None
     latents: Latents | None = None  # None: its attention keeps none
     mask: Masks | None = None  # of a P-EAGLE head
+
+    def args_of(self, index: int) -> llama.ModelArgs:
+        """Return the arguments of a layer."""
+        return args_with(self.layer, self.rotations[index])
 
     @property
     def later(self) -> range:
@@ -118,10 +131,13 @@ def read_settings(config: Config) -> EagleSettings:
     Raises:
         ModelFolderError: something is missing, or not known.
     """
-    part = config.get("transformer_layer_config")
-    own = part if isinstance(part, dict) else config
+    own = layer_part(config)
     gemma = _gemma(config, own)
-    layer = layer_args(own, NAME, llama.ModelArgs, act=act_of(gemma))
+    windows = _windows(own, number(own, "num_hidden_layers", NAME, 1))
+    rotations = rotations_of(config, NAME, windows)
+    layer = layer_args(
+        own, NAME, llama.ModelArgs, rotations=rotations, act=act_of(gemma)
+    )
     speculators = config.get("speculators_model_type") == "eagle3"
     vocab = config.get("draft_vocab_size")
     target = number(config, "target_hidden_size", NAME, layer.hidden_size)
@@ -132,7 +148,8 @@ def read_settings(config: Config) -> EagleSettings:
         norm_before_residual=_flag(config, "norm_before_residual", speculators),
         norm_before_fc=_flag(config, "norm_before_fc", False),
         norm_output=_flag(config, "norm_output", False),
-        windows=_windows(own, layer.num_hidden_layers),
+        windows=windows,
+        rotations=rotations,
         logit_scale=float(config.get("logit_scale") or 1.0),
         tied=config.get("tie_word_embeddings") is True,
         gemma=gemma,
@@ -152,7 +169,7 @@ def _gemma(config: Config, own: Config) -> gemma4_text.ModelArgs | None:
             f"config.json of the {NAME} says num_hidden_layers {count}, and of Gemma 4 "
             "heads of 1 layer are known. Choose another drafter."
         )
-    return gemma_args(own, 1)
+    return gemma_args(config, 1, NAME)
 
 
 def _latents(own: Config) -> Latents | None:
@@ -170,17 +187,17 @@ def _latents(own: Config) -> Latents | None:
 
 
 def _windows(own: Config, count: int) -> tuple[int | None, ...]:
-    kinds = own.get("layer_types") or ["full_attention"] * count
-    known = isinstance(kinds, list) and set(kinds) <= {"full_attention", _SLIDING}
+    kinds = own.get("layer_types") or [FULL] * count
+    known = isinstance(kinds, list) and set(kinds) <= {FULL, SLIDING}
     if not known or len(kinds) != count:
         raise ModelFolderError(
             f"config.json of the {NAME} says layer_types {kinds!r}, and {count} of "
-            f"full_attention and {_SLIDING} are needed."
+            f"{FULL} and {SLIDING} are needed."
         )
-    if _SLIDING not in kinds:
+    if SLIDING not in kinds:
         return (None,) * count
     window = number(own, "sliding_window", NAME)
-    return tuple(window if kind == _SLIDING else None for kind in kinds)
+    return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
 def _masks(config: Config) -> Masks | None:

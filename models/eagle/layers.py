@@ -65,9 +65,9 @@ class NormedAttention(llama.Attention):
         return x.swapaxes(1, 2)
 
 
-def _attention(settings: EagleSettings, width: int) -> Any:
+def _attention(settings: EagleSettings, index: int, width: int) -> Any:
     """Return the attention of a layer that reads states of some width."""
-    args, norms = settings.layer, settings.query_norms
+    args, norms = settings.args_of(index), settings.query_norms
     if settings.latents is not None:
         return LatentAttention(args, settings.latents, width)
     wide = replace(args, hidden_size=width)
@@ -85,7 +85,7 @@ class EagleLayer(llama.TransformerBlock):
         args, dim = settings.layer, settings.layer.hidden_size
         super().__init__(args)
         # Queries, keys and values are made of two states side by side.
-        self.self_attn = _attention(settings, 2 * dim)
+        self.self_attn = _attention(settings, 0, 2 * dim)
         self.hidden_norm = nn.RMSNorm(dim, eps=args.rms_norm_eps)
         self._normed_residual = settings.norm_before_residual
         self._window = settings.windows[0]
@@ -106,7 +106,7 @@ class LaterLayer(llama.TransformerBlock):
 
     def __init__(self, settings: EagleSettings, index: int) -> None:
         super().__init__(settings.layer)
-        self.self_attn = _attention(settings, settings.layer.hidden_size)
+        self.self_attn = _attention(settings, index, settings.layer.hidden_size)
         self._window = settings.windows[index]
 
     def run(self, x: mx.array, cache: Any) -> mx.array:

@@ -6,12 +6,16 @@ from typing import Any
 from mlx_lm.models import gemma4_text
 
 from mlx_speculation.errors import ModelFolderError
-from mlx_speculation.models.checkpoints.draft_checkpoint import Config, number
-from mlx_speculation.models.config_json import text_config
+from mlx_speculation.models.checkpoints.draft_checkpoint import (
+    Config,
+    layer_part,
+    number,
+)
+from mlx_speculation.models.checkpoints.gemma_layers import with_rotations
+from mlx_speculation.models.checkpoints.rotation import FULL, SLIDING
 
 NAME = "Gemma 4 assistant"
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
-SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +51,7 @@ def read_assistant_settings(config: Config) -> AssistantSettings:
             f"config.json says model_type {config.get('model_type')!r}, and that of an "
             f"assistant is {' or '.join(map(repr, MODEL_TYPES))}. Name its folder."
         )
-    layers = _layers(text_config(config))
+    layers = _layers(config)
     centroids = None
     if config.get("use_ordered_embeddings"):
         centroids = Centroids(
@@ -64,7 +68,8 @@ def read_assistant_settings(config: Config) -> AssistantSettings:
     return AssistantSettings(width, layers, centroids)
 
 
-def _layers(text: Config) -> gemma4_text.ModelArgs:
+def _layers(config: Config) -> gemma4_text.ModelArgs:
+    text = layer_part(config)
     count = number(text, "num_hidden_layers", NAME)
     wanted = ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim")
     for key in (*wanted, "vocab_size", "sliding_window"):
@@ -89,5 +94,5 @@ def _layers(text: Config) -> gemma4_text.ModelArgs:
         "use_double_wide_mlp": False,
         "enable_moe_block": False,
     }
-    args: gemma4_text.ModelArgs = gemma4_text.ModelArgs.from_dict({**text, **own})
-    return args
+    args = gemma4_text.ModelArgs.from_dict({**text, **own})
+    return with_rotations(args, config, NAME)

@@ -13,7 +13,8 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from mlx_speculation.caches import check_readable, read_rows
 from mlx_speculation.errors import UnsupportedModelError
-from mlx_speculation.models.gemma_assistant.config import FULL, NAME, SLIDING
+from mlx_speculation.models.checkpoints.rotation import FULL, SLIDING
+from mlx_speculation.models.gemma_assistant.config import NAME
 from mlx_speculation.models.gemma_assistant.network import Assistant, Read
 
 _KINDS = {SLIDING: RotatingKVCache, FULL: KVCache}

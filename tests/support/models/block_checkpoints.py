@@ -132,6 +132,7 @@ def _gemma(layers: tuple[int, ...]) -> Config:
         num_global_key_value_heads=1,
         attention_k_eq_v=True,
         final_logit_softcapping=30.0,
+        rope_theta=None,
         rope_scaling=None,
         rope_parameters={
             "full_attention": {

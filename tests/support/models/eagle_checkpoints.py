@@ -66,6 +66,7 @@ _GEMMA = {
     "num_global_key_value_heads": 1,
     "attention_k_eq_v": True,
     "final_logit_softcapping": 30.0,
+    "rope_theta": None,
     "rope_parameters": {
         "full_attention": {
             "rope_type": "proportional",

@@ -6,6 +6,7 @@ import mlx.core as mx
 from mlx.utils import tree_map
 
 from mlx_speculation.models import HiddenStates
+from mlx_speculation.models.checkpoints.rotation import read_rotation
 
 SPREAD = 0.02  # of matrices that begin at random
 
@@ -23,8 +24,6 @@ def layer_sizes(config: dict[str, Any], dim: int) -> dict[str, Any]:
         return value if isinstance(value, int) and value > 0 else default
 
     heads = number("num_attention_heads", max(1, dim // 64))
-    rope = config.get("rope_parameters")
-    base = config.get("rope_theta", (rope or {}).get("rope_theta", 10_000.0))
     return {
         "hidden_act": "silu",
         "hidden_size": dim,
@@ -33,7 +32,7 @@ def layer_sizes(config: dict[str, Any], dim: int) -> dict[str, Any]:
         "num_key_value_heads": number("num_key_value_heads", heads),
         "head_dim": number("head_dim", dim // heads),
         "rms_norm_eps": 1e-5,
-        "rope_theta": float(base),
+        "rope_theta": read_rotation(config, "target").theta,
         "max_position_embeddings": number("max_position_embeddings", 4096),
         "tie_word_embeddings": False,
         "attention_bias": False,

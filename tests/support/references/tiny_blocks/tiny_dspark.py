@@ -143,6 +143,7 @@ def _gemma4(
         attention_k_eq_v=True,
         final_logit_softcapping=30.0,
         hidden_activation="gelu_pytorch_tanh",
+        rope_theta=None,
         rope_parameters={
             "full_attention": full,
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},

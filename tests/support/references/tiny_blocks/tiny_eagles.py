@@ -178,6 +178,7 @@ def _deepspec_gemma4(tensors: Tensors, config: Config) -> TinyDrafter:
         "num_global_key_value_heads": 1,
         "attention_k_eq_v": True,
         "final_logit_softcapping": 30.0,
+        "rope_theta": None,
         "rope_parameters": {"full_attention": full},
     }
     del config["draft_vocab_size"]
