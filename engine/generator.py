@@ -202,7 +202,10 @@ class SpeculativeGenerator:
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """Why the draft is not the one that was wished for; empty if it is."""
+        """Why the draft is not the one that was wished for, and what was guessed of it.
+
+        Empty where nothing is to be said.
+        """
         return self._setup.notices
 
     @property

@@ -4,6 +4,7 @@ mlx-lm's arguments drop the keys that they do not know, and those of MTP heads a
 among them.
 """
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,21 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
     """Return the part for the text model; all of it, where there are no parts."""
     part = config.get("text_config")
     return part if isinstance(part, dict) else config
+
+
+# Parts of a draft's config.json that state what others have at the top.
+PARTS = ("transformer_layer_config", "text_config", "dflash_config", "eagle_config")
+
+
+def parts_of(
+    config: Mapping[str, Any], path: str = ""
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield a config.json and its nested parts, each with its path: "text_config."."""
+    yield path, config
+    for key in PARTS:
+        part = config.get(key)
+        if isinstance(part, dict):
+            yield from parts_of(part, f"{path}{key}.")
 
 
 def nested(config: dict[str, Any], *keys: str) -> Any:

@@ -94,7 +94,7 @@ def _usual_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """
 
     def usual(head: Any, model: Any, readings: Any, starts: Any) -> Any:
-        return dict.fromkeys([next(iter(readings))])
+        return {readings.usual: None}
 
     home = "mlx_speculation.engine.drafters.eagle.probe_layers"
     monkeypatch.setattr(home, usual)

@@ -6,7 +6,7 @@ block are one batch.
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import mlx.nn as nn
 
@@ -18,12 +18,12 @@ from mlx_speculation.engine.drafters.source import (
 )
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.models import HiddenStates, Lane
-from mlx_speculation.models.checkpoints import ParallelCache
+from mlx_speculation.models.checkpoints import LayerIds, ParallelCache
 from mlx_speculation.models.dflash import (
     Anchor,
     DFlash,
     DFlashHead,
-    LayerIds,
+    LoadedDFlash,
     is_dflash,
     load_dflash,
 )
@@ -72,11 +72,45 @@ class DFlashDraft(HeadSource):
         return DFlash(self.head, self.taps, layers)
 
     @classmethod
+    def _of(cls, model: nn.Module, loaded: LoadedDFlash) -> Self:
+        made = cls(model, loaded.head, loaded.layers)
+        made.say(loaded.notice)
+        return made
+
+    @classmethod
     def from_folder(
-        cls, folder: str | Path, model: nn.Module, *, tokenizer: Any = None
+        cls,
+        folder: str | Path,
+        model: nn.Module,
+        *,
+        layer_ids: LayerIds | None = None,
+        anchor: Anchor | None = None,
+        tokenizer: Any = None,
     ) -> "DFlashDraft":
-        """Load a drafter; see `load_dflash`. The tokenizer is not needed."""
-        return cls(model, *load_dflash(folder, model))
+        """Load a drafter; see `load_dflash`.
+
+        Args:
+            folder: the drafter's; of DSpark also a GGUF file.
+            model: the target.
+            layer_ids: what the list of layers in config.json counts: "layers", or
+                "tuple", in which 0 is the embedding.
+            anchor: what row j of a block is for: "given", its own position, or
+                "samples", the one after it.
+            tokenizer: the target's. Where config.json leaves one of these open, and it
+                was not named, or lists no layers, the target writes about 64 tokens,
+                and the drafter guesses them in each reading; another than the usual one
+                is taken only if it is surely better. Without a tokenizer the usual one
+                is. `notice` says which layers are read where config.json does not.
+
+        Raises:
+            ModelFolderError: the folder holds no such drafter, or not all of one.
+            ConventionError: the drafter guesses no better than by chance.
+        """
+        starts = None if tokenizer is None else starts_for(tokenizer)
+        loaded = load_dflash(
+            folder, model, layer_ids=layer_ids, anchor=anchor, starts=starts
+        )
+        return cls._of(model, loaded)
 
     def new_cache(self, first: int) -> ParallelCache:
         """Return caches of the drafter; see `HeadSource`."""
@@ -111,11 +145,18 @@ class DFlash2Draft(DFlashDraft):
         return DFlash2(self.head, self.taps, layers)
 
     @classmethod
-    def from_folder(
-        cls, folder: str | Path, model: nn.Module, *, tokenizer: Any = None
+    def from_folder(  # type: ignore[override]  # its anchor is given
+        cls,
+        folder: str | Path,
+        model: nn.Module,
+        *,
+        layer_ids: LayerIds | None = None,
+        tokenizer: Any = None,
     ) -> "DFlash2Draft":
-        """Load a drafter; see `load_dflash2`. The tokenizer is not needed."""
-        return cls(model, *load_dflash2(folder, model))
+        """Load a drafter; see `load_dflash2` and `DFlashDraft`."""
+        starts = None if tokenizer is None else starts_for(tokenizer)
+        loaded = load_dflash2(folder, model, layer_ids=layer_ids, starts=starts)
+        return cls._of(model, loaded)
 
 
 class DSparkDraft(DFlashDraft):
@@ -143,29 +184,12 @@ class DSparkDraft(DFlashDraft):
         anchor: Anchor | None = None,
         tokenizer: Any = None,
     ) -> "DSparkDraft":
-        """Load a drafter; see `load_dspark`.
-
-        Args:
-            folder: the drafter's, or a GGUF file.
-            model: the target.
-            layer_ids: what the list of layers in config.json counts: "layers", or
-                "tuple", in which 0 is the embedding.
-            anchor: what row j of a block is for: "given", its own position, or
-                "samples", the one after it.
-            tokenizer: the target's. Where config.json leaves one of these open, and it
-                was not named, the target writes about 64 tokens, and the drafter
-                guesses them in each reading; another than the usual one is taken only
-                if it is surely better. Without a tokenizer the usual one is.
-
-        Raises:
-            ModelFolderError: the folder holds no such drafter, or not all of one.
-            ConventionError: the drafter guesses no better than by chance.
-        """
+        """Load a drafter; see `load_dspark` and `DFlashDraft`."""
         starts = None if tokenizer is None else starts_for(tokenizer)
-        head, layers = load_dspark(
+        loaded = load_dspark(
             folder, model, layer_ids=layer_ids, anchor=anchor, starts=starts
         )
-        return cls(model, head, layers)
+        return cls._of(model, loaded)
 
     @property
     def confident(self) -> bool:

@@ -14,12 +14,11 @@ from mlx_speculation.engine.drafters.mtp import MtpDrafter
 from mlx_speculation.engine.drafters.source import HeadSource
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.models import HiddenStates, Lane, find_parts, read_config
-from mlx_speculation.models.checkpoints import HeadCache, ParallelCache
+from mlx_speculation.models.checkpoints import HeadCache, LayerIds, ParallelCache
 from mlx_speculation.models.eagle import (
     AFTER_NORM,
     Eagle,
     EagleHead,
-    LayerIds,
     PEagle,
     PEagleHead,
     is_eagle,
@@ -89,9 +88,10 @@ class EagleDraft(HeadSource):
             model: the target.
             layer_ids: what the list of layers in config.json counts: "layers", or
                 "tuple", in which 0 is the embedding. When omitted, the target writes
-                about 64 tokens, and the head guesses them from either layers; those
-                that the place of the list does not name are taken only if they are
-                surely better. Without a tokenizer the place decides.
+                about 64 tokens, and the head guesses them from either layers, or from
+                many where there is no list; others than the usual ones are taken only
+                if they are surely better. Without a tokenizer the usual ones are.
+                `notice` says what is read where config.json does not name it.
             tokenizer: the target's.
 
         Raises:
@@ -99,12 +99,15 @@ class EagleDraft(HeadSource):
             ConventionError: the head guesses no better than by chance.
         """
         head, layers = cls._read(folder, model, layer_ids)
+        config, trunk = read_config(Path(folder).expanduser()), find_parts(model).layers
+        readings = layer_readings(config, len(trunk), (len(layers),), layer_ids)
+        score = None
         if layer_ids is None and tokenizer is not None:
-            config = read_config(Path(folder).expanduser())
-            readings = layer_readings(config, len(find_parts(model).layers))
             scores = probe_layers(head, model, readings, starts_for(tokenizer))
-            layers = readings[next(iter(scores))]
-        return cls(model, head, layers)
+            layers, score = next(iter(scores.items()))
+        draft = cls(model, head, layers)
+        draft.say(readings.notice(layers, score))
+        return draft
 
     def open(
         self, lane: Lane, sequence: Sequence, draft_cache: list[Any] | None = None

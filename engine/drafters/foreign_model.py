@@ -54,6 +54,9 @@ class ForeignModel(FolderSource):
     ) -> None:
         self._source = ModelSource(model, options)
         self.common = common
+        self.notice = (
+            f"The draft has another tokenizer than the target: {common.share}."
+        )
 
     @staticmethod
     def fits(config: dict[str, Any]) -> bool:
@@ -79,11 +82,6 @@ class ForeignModel(FolderSource):
     def own_weights(self) -> nn.Module:
         """The model."""
         return self._source.own_weights
-
-    @property
-    def notice(self) -> str:
-        """What is said where it is loaded."""
-        return f"The draft has another tokenizer than the target: {self.common.share}."
 
     def check(self, target: TargetInfo) -> None:
         """Refuse a draft without a row for a token of its own."""

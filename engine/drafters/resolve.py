@@ -63,7 +63,8 @@ class Resolved:
     source: DraftSource | None  # what drafts; None: nothing
     # How many tokens to draft in a round, if the target's folder says so
     length: int | None = None
-    notices: tuple[str, ...] = ()  # why it is not another
+    # Why it is not another, and what was guessed of how it is read
+    notices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +166,13 @@ def resolve(
         if follower and draft.loader in (ModelSource, ForeignModel):
             return Resolved(None)
         return _loaded(draft, target)
-    return Resolved(None if draft is None else _source_of(draft, target))
+    return Resolved(None) if draft is None else _said(_source_of(draft, target))
+
+
+def _said(source: DraftSource) -> Resolved:
+    """Return a source with what is to be said of how its members were loaded."""
+    told = (member.notice for member in source.members() if member.notice)
+    return Resolved(source, notices=tuple(told))
 
 
 def _foreign(draft: Any) -> NamedDraft:
@@ -231,16 +238,11 @@ def _loaded(named: NamedDraft, target: TargetInfo) -> Resolved:
     else:
         folder, trusted = named.folder or target.folder, named.trust_remote_code
         target = replace(target, convention=named.convention, trust_remote_code=trusted)
-        source = named.loader.load(folder or Path(), target)
-        said = (source.notice,) if isinstance(source, ForeignModel) else ()
-        resolved = Resolved(source, notices=said)
+        resolved = _said(named.loader.load(folder or Path(), target))
     assert resolved.source is not None
     weights = resolved.source.own_weights
     if named.bits is not None and weights is not None:
         quantize_weights(weights, named.bits)
-    if named.loader is None:  # what is told of a draft that was asked for is no warning
-        for each in resolved.notices:
-            notice(each)
     setattr(target.model, ATTRIBUTE, _Kept(named, resolved))
     return resolved
 
@@ -291,7 +293,8 @@ def _of_pair(pair: PairFile, folder: Path, target: TargetInfo) -> Resolved:
         convention = convention_of(pair.convention, str(pair.file), usual)
         target = replace(target, convention=convention)
     try:
-        return Resolved(loader.load(own, target), pair.draft_length)
+        loaded = _said(loader.load(own, target))
+        return replace(loaded, length=pair.draft_length)
     except ConventionError as error:
         why = f"there is no other draft that can be used. {error}"
         return _lookup(why, pair.draft_length)
@@ -311,4 +314,6 @@ def _check_kind(pair: PairFile, loader: type[FolderSource]) -> None:
 
 
 def _lookup(why: str, length: int | None = None) -> Resolved:
-    return Resolved(LookupDrafter(), length, (f"draft='auto' takes a lookup: {why}",))
+    said = f"draft='auto' takes a lookup: {why}"
+    notice(said)
+    return Resolved(LookupDrafter(), length, (said,))

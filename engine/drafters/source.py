@@ -25,6 +25,7 @@ from mlx_speculation.models import (
     States,
 )
 from mlx_speculation.models.checkpoints import HeadCache
+from mlx_speculation.warn import notice
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,6 +67,7 @@ class DraftSource(Protocol):
         measurable: whether calibration measures its rounds, and not those of a
             substitute, since how much it drafts depends on the text.
         reducible: whether it can draft from some token ids only.
+        notice: what a generator's `notices` say of how it was loaded; "": nothing.
     """
 
     kind: str = "drafter"
@@ -73,6 +75,7 @@ class DraftSource(Protocol):
     on_ranks: bool = True
     measurable: bool = True
     reducible: bool = False
+    notice: str = ""
 
     @property
     def reusable(self) -> bool:
@@ -191,6 +194,12 @@ class HeadSource(FolderSource):
     taps: HiddenStates
     # Loads a head, given its folder, the target, and perhaps a `tokenizer`
     from_folder: ClassVar[Callable[..., "HeadSource"]]
+
+    def say(self, said: str) -> None:
+        """Warn of layers that config.json does not name, if anything is to be said."""
+        self.notice = said
+        if said:
+            notice(said)
 
     @property
     def own_weights(self) -> nn.Module | None:

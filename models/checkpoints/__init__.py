@@ -10,6 +10,7 @@ from mlx_speculation.models.checkpoints.draft_head import (
     HeadOnTarget,
     HeadOutput,
 )
+from mlx_speculation.models.checkpoints.layer_readings import LayerIds
 from mlx_speculation.models.checkpoints.parallel_cache import (
     ParallelCache,
     ParallelHead,
@@ -24,6 +25,7 @@ __all__ = [
     "HeadCache",
     "HeadOnTarget",
     "HeadOutput",
+    "LayerIds",
     "MtpConvention",
     "PairFile",
     "ParallelCache",

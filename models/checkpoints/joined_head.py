@@ -12,8 +12,16 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_speculation.errors import ModelFolderError
-from mlx_speculation.models.checkpoints.draft_checkpoint import Weights, take_draft_ids
+from mlx_speculation.models.checkpoints.draft_checkpoint import (
+    Config,
+    Weights,
+    take_draft_ids,
+)
 from mlx_speculation.models.checkpoints.draft_head import Ends
+from mlx_speculation.models.config_json import nested
+
+# In which mlx packs a matrix.
+_BITS, _GROUPS = (2, 3, 4, 5, 6, 8), (16, 32, 64, 128)
 
 
 class OwnEnds(NamedTuple):
@@ -107,21 +115,39 @@ def take_own_ends(
     return found
 
 
-def features_of(weights: Weights, name: str, target_dim: int) -> int | None:
-    """Return how many layers `fc` takes; None: it is packed, or missing.
+def features_of(
+    weights: Weights, config: Config, name: str, target_dim: int
+) -> tuple[int, ...]:
+    """Return how many layers `fc` may take; none: it is missing.
+
+    Of a packed one the bits are those of config.json. Where it does not say them, the
+    shapes leave several counts open at times.
 
     Raises:
         ModelFolderError: it takes layers of another size than the target's.
     """
-    wide = weights.get("fc.weight")
-    if wide is None or "fc.scales" in weights:
-        return None
-    if wide.shape[-1] % target_dim:
+    wide, scales = weights.get("fc.weight"), weights.get("fc.scales")
+    if wide is None:
+        return ()
+    widths = {wide.shape[-1]}
+    if scales is not None:
+        said = config.get("quantization") or config.get("quantization_config")
+        bits = nested({"": said}, "", "fc", "bits") or nested({"": said}, "", "bits")
+        packed = {each: wide.shape[-1] * 32 // each for each in _BITS}
+        groups = {
+            each: width
+            for each, width in packed.items()
+            if width % scales.shape[-1] == 0 and width // scales.shape[-1] in _GROUPS
+        }
+        widths = {groups[bits]} if bits in groups else set(groups.values())
+    found = sorted(width // target_dim for width in widths if not width % target_dim)
+    if not found:
+        many = " or ".join(map(str, sorted(widths))) or "an unknown number of"
         raise ModelFolderError(
-            f"fc of the {name} takes {wide.shape[-1]} numbers, and layers of this "
-            f"target have {target_dim} each. Choose the {name} of this target."
+            f"fc of the {name} takes {many} numbers, and layers of this target have "
+            f"{target_dim} each. Choose the {name} of this target."
         )
-    return int(wide.shape[-1] // target_dim)
+    return tuple(found)
 
 
 def check_layers(
@@ -129,7 +155,7 @@ def check_layers(
     name: str,  # of the head, for messages
     *,
     trunk: int,  # how many layers the target has
-    features: int | None = None,  # how many of them `fc` takes; None: not known
+    features: Sequence[int] = (),  # how many of them `fc` may take; none: not known
     lowest: int = 0,  # -1: the embeddings may be read too
     advice: str = "",  # what may help where the target lacks one, after a comma
 ) -> tuple[int, ...]:
@@ -143,9 +169,10 @@ def check_layers(
             f"The {name} reads layers {list(layers)} of its target, and this one has "
             f"{trunk}, from 0. Choose the {name} of this target{advice}."
         )
-    if features not in (None, len(layers)):
+    if features and len(layers) not in features:
+        count = " or ".join(map(str, features))
         raise ModelFolderError(
-            f"The {name} reads {features} layers of its target, and config.json names "
+            f"The {name} reads {count} layers of its target, and config.json names "
             f"{len(layers)}: {list(layers)}. Choose the {name} of this target."
         )
     return tuple(layers)

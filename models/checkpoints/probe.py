@@ -107,6 +107,21 @@ def log_probs(logits: mx.array) -> mx.array:
     return wide - mx.logsumexp(wide, axis=-1, keepdims=True)
 
 
+def whole_logits(logits: mx.array, ids: mx.array | None, width: int) -> mx.array:
+    """Return logits [rows, n, width] of all ids; those not drafted get none.
+
+    Args:
+        logits: [rows, n, columns].
+        ids: of the columns; None: all, in their order.
+        width: how many there are.
+    """
+    if ids is None:
+        return logits
+    every = mx.full((*logits.shape[:2], width), -mx.inf, mx.float32)
+    every[..., ids] = logits.astype(mx.float32)
+    return every
+
+
 class Trials(Generic[Candidate]):
     """The candidates that were tried, each once.
 

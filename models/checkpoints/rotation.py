@@ -20,9 +20,9 @@ from typing import Any
 from mlx_lm.models.rope_utils import initialize_rope
 
 from mlx_speculation.errors import ModelFolderError
+from mlx_speculation.models.config_json import parts_of
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-PARTS = ("transformer_layer_config", "text_config", "dflash_config", "eagle_config")
 _OBJECTS = ("rope_scaling", "rope_parameters")
 _FLAT = ("rope_theta", "partial_rotary_factor")
 _USUAL_THETA = 10_000.0
@@ -178,10 +178,7 @@ def _statements(
 
 def _stated(config: Mapping[str, Any], name: str) -> Iterator[tuple[str, str, Any]]:
     """Yield paths, keys and values of rotations; an object is of a kind of layers."""
-    parts = {f"{key}.": config.get(key) for key in PARTS}
-    for path, part in {"": config, **parts}.items():
-        if not isinstance(part, Mapping):
-            continue
+    for path, part in parts_of(config):
         for key in _FLAT:
             # Beside Gemma's key for full layers it is of the sliding ones.
             if key in part and f"global_{key}" not in part:

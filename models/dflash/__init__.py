@@ -12,15 +12,14 @@ from mlx_speculation.models.dflash.attention import (
 from mlx_speculation.models.dflash.config import (
     Anchor,
     DFlashSettings,
-    LayerIds,
     block_settings,
     is_dflash,
     own_keys,
-    stated_anchor,
 )
 from mlx_speculation.models.dflash.head import DFlash, DFlashHead, DFlashLayer
 from mlx_speculation.models.dflash.load import (
     LoadedDFlash,
+    ReadingOptions,
     build,
     load_dflash,
     read_blocks,
@@ -33,8 +32,8 @@ __all__ = [
     "DFlashHead",
     "DFlashLayer",
     "DFlashSettings",
-    "LayerIds",
     "LoadedDFlash",
+    "ReadingOptions",
     "attended",
     "block_settings",
     "build",
@@ -43,5 +42,4 @@ __all__ = [
     "load_dflash",
     "own_keys",
     "read_blocks",
-    "stated_anchor",
 ]

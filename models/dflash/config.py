@@ -1,9 +1,7 @@
 """What the config.json of a drafter of blocks says: DFlash, and what is built on it.
 
-`target_layer_ids` counts the target's layers from 0, by what they return; -1 stands for
-the embeddings, the last layer for what the final norm returns.
-`aux_hidden_state_layer_ids` of speculators is one more ("tuple" ids). Without either, L
-layers are spread over the target's N: round(1 + i * (N - 4) / (L - 1)).
+Of the target's layers, see `checkpoints.layer_readings`, the last one stands for what
+the final norm returns.
 
 Two readings of a block are in use. The token before the drafts, its anchor, is row 0:
 
@@ -13,19 +11,23 @@ Two readings of a block are in use. The token before the drafts, its anchor, is 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal
 
 from mlx_lm.models import qwen3
 
-from mlx_speculation.errors import InvalidRequestError, ModelFolderError
+from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models.checkpoints.draft_checkpoint import (
     Config,
     layer_args,
     layer_part,
     number,
-    whole_numbers,
 )
-from mlx_speculation.models.checkpoints.joined_head import check_layers
+from mlx_speculation.models.checkpoints.layer_readings import (
+    LayerIds,
+    LayerReadings,
+    read_layers,
+    usual_of_blocks,
+)
 from mlx_speculation.models.checkpoints.rotation import (
     FULL,
     SLIDING,
@@ -36,9 +38,7 @@ from mlx_speculation.models.config_json import nested
 
 NAME = "DFlash drafter"
 Anchor = Literal["given", "samples"]
-LayerIds = Literal["layers", "tuple"]
 _KINDS = (FULL, SLIDING)
-_AUX = "aux_hidden_state_layer_ids"
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,59 +179,60 @@ def stated_anchor(config: Config) -> Anchor | None:
     return {block: "samples", block - 1: "given"}.get(drafts)  # type: ignore[return-value]
 
 
-def tapped_layers(
+def layer_readings(
     config: Config,
     trunk: int,
-    features: int | None,
+    features: Sequence[int] = (),
     *,
     name: str = NAME,
-    reading: LayerIds | None = None,
-) -> tuple[int, ...]:
-    """Return the layers of the target whose output is read, from 0, in order.
+    counts: LayerIds | None = None,
+) -> LayerReadings:
+    """Return the layers of the target whose output may be read, from 0, in order.
+
+    -1 stands for the embeddings.
 
     Args:
         config: what config.json holds.
         trunk: how many layers the target has.
-        features: how many layers the projection takes; None: not known.
+        features: how many layers the projection may take; none: not known.
         name: of the drafter, for messages.
-        reading: what the list counts: "layers", or "tuple", in which 0 is the
-            embedding; by its key when omitted.
-
-    Returns:
-        The layers; -1 stands for the embeddings.
+        counts: what the list counts; by its key when omitted.
 
     Raises:
         ModelFolderError: the target has no such layer, or none are named or known.
-        InvalidRequestError: the reading is none.
+        InvalidRequestError: `counts` is no way of counting.
     """
-    if reading is not None and reading not in get_args(LayerIds):
-        raise InvalidRequestError(
-            f"layer_ids is {reading!r}, and one of {', '.join(get_args(LayerIds))} is "
-            "needed."
-        )
-    own = own_keys(config)
-    stated = own.get("num_target_layers")
+    stated = own_keys(config).get("num_target_layers")
     if stated not in (None, trunk):
         raise ModelFolderError(
             f"config.json of the {name} says num_target_layers {stated}, and this "
             f"target has {trunk}. Choose the drafter of this target."
         )
-    ids: Any = own.get("target_layer_ids")
-    usual: LayerIds = "layers"
-    if ids is None and own.get(_AUX) is not None:
-        ids, usual = own[_AUX], "tuple"
-    if ids is None:
-        if features is None or features < 2:
-            raise ModelFolderError(
-                f"config.json of the {name} names no target_layer_ids, and the usual "
-                f"ones are known for 2 layers or more, not for {features}. Name them."
-            )
-        steps = range(features)
-        ids = [round(1 + i * (trunk - 4) / (features - 1)) for i in steps]
-        reading = usual
-    shift = 1 if (reading or usual) == "tuple" else 0
-    ids = [each - shift for each in whole_numbers(ids, "target_layer_ids", name)]
-    return check_layers(ids, name, trunk=trunk, features=features, lowest=-1)
+    return read_layers(
+        config,
+        name,
+        trunk=trunk,
+        features=features,
+        usual=usual_of_blocks,
+        counts=counts,
+        both=open_readings(config)[0],
+    )
+
+
+def open_readings(config: Config) -> tuple[bool, bool]:
+    """Return whether config.json leaves open what layers count, and what rows are for.
+
+    speculators' reader takes its list of layers one lower than others do; without
+    `sample_from_anchor`, some take an anchor for given, and others do not. Nobody says
+    what the list of a GGUF file counts.
+    """
+    own = own_keys(config)
+    speculators = config.get("speculators_model_type") is not None
+    listed = own.get("target_layer_ids") is None or "gguf_layers" in own
+    return (
+        listed and (speculators or "gguf_layers" in own),
+        speculators and stated_anchor(config) is None,
+    )
 
 
 def _causal(config: Config, window: int | None, usual: bool) -> bool:

@@ -164,6 +164,13 @@ class DFlash:
         """
         return self._logits(self.rows(context, token, caches, count))
 
+    def first_logits(self, context: mx.array, token: mx.array) -> mx.array:
+        """Return logits of the first draft behind a token, [batch, 1, vocab].
+
+        Takes what `rows` takes, of whole texts.
+        """
+        return self.block(context, token, self.new_caches(), 1)
+
     def draft(
         self,
         context: mx.array,

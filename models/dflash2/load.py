@@ -1,5 +1,6 @@
 """Loading a DFlash2 drafter: a folder in, a module out."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,25 +8,34 @@ import mlx.nn as nn
 
 from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models.checkpoints.joined_head import OwnEnds
+from mlx_speculation.models.checkpoints.layer_readings import LayerIds
 from mlx_speculation.models.checkpoints.told_by_tensors import check_kind
 from mlx_speculation.models.config_json import read_config
 from mlx_speculation.models.dflash import (
     DFlashSettings,
     LoadedDFlash,
+    ReadingOptions,
     build,
     read_blocks,
 )
 from mlx_speculation.models.dflash2.config import NAME, DFlash2Settings, read_settings
-from mlx_speculation.models.dflash2.head import DFlash2Head
+from mlx_speculation.models.dflash2.head import DFlash2, DFlash2Head
 from mlx_speculation.models.introspect.find_parts import find_parts
 from mlx_speculation.models.token_ids import logit_width
 
 
-def load_dflash2(folder: str | Path, model: nn.Module) -> LoadedDFlash:
+def load_dflash2(
+    folder: str | Path,
+    model: nn.Module,
+    *,
+    layer_ids: LayerIds | None = None,
+    starts: Sequence[Sequence[int]] | None = None,
+) -> LoadedDFlash:
     """Load the DFlash2 drafter in a folder of its own; see `load_dflash`.
 
     Raises:
         ModelFolderError: it is no such drafter, not complete, or not of this target.
+        ConventionError: it guesses no better than by chance, on any layers.
     """
     folder = Path(folder).expanduser()
     config = read_config(folder)
@@ -46,7 +56,18 @@ def load_dflash2(folder: str | Path, model: nn.Module) -> LoadedDFlash:
     def make(blocks: DFlashSettings, width: int, ends: OwnEnds) -> DFlash2Head:
         return DFlash2Head(settings, width, ends, rows)
 
-    return build(config, weights, model, settings.blocks, make, name=NAME)
+    # Its rows are never for the position after theirs.
+    options = ReadingOptions(layer_ids, "given", starts)
+    return build(
+        config,
+        weights,
+        model,
+        settings.blocks,
+        make,
+        options,
+        name=NAME,
+        on_target=DFlash2,
+    )
 
 
 def _on_target(settings: DFlash2Settings, model: nn.Module) -> DFlash2Settings:

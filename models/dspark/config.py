@@ -26,7 +26,6 @@ from mlx_speculation.models.dflash import (
     DFlashSettings,
     block_settings,
     own_keys,
-    stated_anchor,
 )
 
 NAME = "DSpark drafter"
@@ -80,7 +79,6 @@ def read_settings(config: Config) -> DSparkSettings:
             f"is that of a DeepSeek V4 with a {NAME} inside, whose layers are not "
             "known here. Choose another drafter."
         )
-    _check_taps(config)
     gemma = _gemma(config, text)
     blocks = block_settings(
         config, NAME, anchor="samples", act=act_of(gemma), copied=True
@@ -99,35 +97,6 @@ def read_settings(config: Config) -> DSparkSettings:
         gemma=gemma,
         log_snr=_log_snr(own),
         temperatures=_temperatures(own, blocks.depth),
-    )
-
-
-def open_readings(config: Config) -> tuple[bool, bool]:
-    """Return whether config.json leaves open what layers count, and what rows are for.
-
-    speculators' reader takes its list of layers one lower than others do; without
-    `sample_from_anchor`, some take an anchor for given, and others do not. Nobody says
-    what the list of a GGUF file counts.
-    """
-    own = own_keys(config)
-    speculators = config.get("speculators_model_type") is not None
-    listed = own.get("target_layer_ids") is None or "gguf_layers" in own
-    return (
-        listed and (speculators or "gguf_layers" in own),
-        speculators and stated_anchor(config) is None,
-    )
-
-
-def _check_taps(config: Config) -> None:
-    """Refuse two lists of layers that do not name the same ones."""
-    ids = own_keys(config).get("target_layer_ids")
-    other = config.get("eagle_aux_hidden_state_layer_ids")
-    if ids is None or other is None or [each + 1 for each in ids] == list(other):
-        return
-    raise ModelFolderError(
-        f"config.json of the {NAME} says target_layer_ids {ids}, which count layers, "
-        f"and eagle_aux_hidden_state_layer_ids {other}, which count the embedding too "
-        "and should be one more each. Take out the list that is wrong."
     )
 
 

@@ -1,7 +1,7 @@
 """DSpark drafters in GGUF files (PrismML's): metadata and tensors as others name them.
 
 What the list of layers counts is said nowhere. It is read as layers from 0, and left to
-a probe, see `config.open_readings`.
+a probe, see `open_readings` of `models.dflash`.
 """
 
 from pathlib import Path

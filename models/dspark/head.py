@@ -123,10 +123,7 @@ class DSpark(DFlash):
         return mx.concatenate(sure) if sure else None
 
     def first_logits(self, context: mx.array, token: mx.array) -> mx.array:
-        """Return logits of the first draft behind a token, [batch, 1, vocab].
-
-        Takes what `rows` takes, of whole texts.
-        """
+        """Return logits of the first draft behind a token; see `DFlash`."""
         normed = self.rows(context, token, self.head.new_caches(), 1)
         logits = self._logits(normed)
         markov: MarkovHead | None = self.head.get("markov_head")

@@ -2,7 +2,7 @@
 
 What the tensors show is taken from them: own ends, the kind of the Markov head, whether
 there is a confidence head and what it reads. What config.json leaves open is told by
-what the drafter guesses, see `probe`.
+what the drafter guesses, see `models.dflash`.
 """
 
 from collections.abc import Sequence
@@ -14,13 +14,14 @@ import mlx.nn as nn
 from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models.checkpoints.draft_checkpoint import Config, Weights
 from mlx_speculation.models.checkpoints.joined_head import OwnEnds
+from mlx_speculation.models.checkpoints.layer_readings import LayerIds
 from mlx_speculation.models.checkpoints.told_by_tensors import check_kind
 from mlx_speculation.models.config_json import read_config
 from mlx_speculation.models.dflash import (
     Anchor,
     DFlashSettings,
-    LayerIds,
     LoadedDFlash,
+    ReadingOptions,
     build,
     read_blocks,
 )
@@ -28,12 +29,10 @@ from mlx_speculation.models.dspark.config import (
     NAME,
     DSparkSettings,
     Markov,
-    open_readings,
     read_settings,
 )
 from mlx_speculation.models.dspark.gguf import gguf_file, read_gguf
-from mlx_speculation.models.dspark.head import DSparkHead
-from mlx_speculation.models.dspark.probe import Reading, readings_of, told
+from mlx_speculation.models.dspark.head import DSpark, DSparkHead
 from mlx_speculation.models.token_ids import logit_width
 
 _OTHER_NAMES = {
@@ -57,10 +56,9 @@ def load_dspark(
     Args:
         folder: the drafter's, with config.json and safetensors, or with a GGUF file.
         model: its target.
-        layer_ids: what the list of layers counts; by its key when omitted.
-        anchor: what row j of a block is for; as config.json says when omitted.
-        starts: token ids of a few texts, by which the target tells what config.json
-            leaves open; the usual reading is taken when omitted.
+        layer_ids: see `ReadingOptions`.
+        anchor: likewise.
+        starts: likewise.
 
     Returns:
         The drafter; on a Linux CPU in float32, dequantized where it was quantized.
@@ -71,30 +69,21 @@ def load_dspark(
     """
     config, weights = _read(Path(folder).expanduser())
     settings = _by_tensors(read_settings(config), weights)
-    if anchor is not None:
-        settings = replace(settings, blocks=replace(settings.blocks, anchor=anchor))
 
     def make(blocks: DFlashSettings, width: int, ends: OwnEnds) -> DSparkHead:
         own, vocab = replace(settings, blocks=blocks), logit_width(model)
         return _module(own, weights, width, ends, vocab)
 
-    found = build(
-        config, weights, model, settings.blocks, make, name=NAME, layer_ids=layer_ids
-    )
-    layers_open, anchor_open = open_readings(config)
-    readings = readings_of(
+    return build(
         config,
+        weights,
         model,
-        Reading(found.layers, settings.blocks.anchor),
-        other_layers=layers_open and layer_ids is None,
-        other_anchor=anchor_open and anchor is None,
+        settings.blocks,
+        make,
+        ReadingOptions(layer_ids, anchor, starts),
+        name=NAME,
+        on_target=DSpark,
     )
-    if starts is None or len(readings) == 1:
-        return found
-    best = told(found.head, model, readings, starts)
-    blocks = replace(found.head.settings, anchor=best.anchor)
-    found.head.settings = blocks
-    return LoadedDFlash(found.head, best.layers)
 
 
 def _read(folder: Path) -> tuple[Config, Weights]:

@@ -5,7 +5,6 @@ The head as a drafter is in the engine; other kinds of heads are not known here.
 
 from mlx_speculation.models.eagle.config import (
     AFTER_NORM,
-    LayerIds,
     is_eagle,
     is_peagle,
     layer_readings,
@@ -19,7 +18,6 @@ __all__ = [
     "AFTER_NORM",
     "Eagle",
     "EagleHead",
-    "LayerIds",
     "PEagle",
     "PEagleHead",
     "is_eagle",

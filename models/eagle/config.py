@@ -1,36 +1,36 @@
 """What the config.json of an EAGLE-3 head says.
 
 Five dialects are read: SGLang's and SpecForge's, vLLM's, the authors', DeepSpec's, and
-that of speculators, which keeps the layer's own sizes in a part. Which layers of the
-target the head reads is said in two ways, and a number means another layer in each:
+that of speculators, which keeps the layer's own sizes in a part. Their lists of layers
+count in two ways, see `checkpoints.layer_readings`.
 
-    "tuple"    h[0] is the embedding, h[i] the output of layer i - 1 and h[N] what the
-               final norm returns. So where the list is at the top, and in the default,
-               (2, N // 2, N - 3)
-    "layers"   i is the output of layer i. So inside of eagle_config, and in DeepSpec's
-               target_layer_ids
-
-A head with `use_aux_hidden_state` false reads one state, the last: h[N], or the output
-of the last layer.
+A head with `use_aux_hidden_state` false reads one state, the last: what the final norm
+returns ("tuple"), or the output of the last layer ("layers").
 """
 
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal
 
 from mlx_lm.models import gemma4_text, llama
 
-from mlx_speculation.errors import InvalidRequestError, ModelFolderError
+from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models.checkpoints.draft_checkpoint import (
     Config,
     args_with,
     layer_args,
     layer_part,
     number,
-    whole_numbers,
 )
 from mlx_speculation.models.checkpoints.gemma_layers import act_of, gemma_args
 from mlx_speculation.models.checkpoints.joined_head import check_layers
+from mlx_speculation.models.checkpoints.layer_readings import (
+    LayerIds,
+    LayerReadings,
+    check_counts,
+    read_layers,
+    usual_of_eagle,
+)
 from mlx_speculation.models.checkpoints.rotation import (
     FULL,
     SLIDING,
@@ -39,12 +39,10 @@ from mlx_speculation.models.checkpoints.rotation import (
 )
 from mlx_speculation.models.config_json import nested
 
-LayerIds = Literal["layers", "tuple"]
 QueryNorms = Literal["each", "together"]
 NAME = "EAGLE-3 head"
 # In the place of a layer: what the target's final norm returns.
 AFTER_NORM = -2
-_LIST = "eagle_aux_hidden_state_layer_ids"
 _MASKS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 
 
@@ -213,70 +211,51 @@ def _masks(config: Config) -> Masks | None:
     return Masks(found, depth if isinstance(depth, int) and depth > 0 else None)
 
 
-def target_layers(
-    config: Config, trunk: int, reading: LayerIds | None = None
-) -> tuple[int, ...]:
-    """Return the layers of the target whose output the head reads, from 0.
+def layer_readings(
+    config: Config,
+    trunk: int,
+    features: Sequence[int] = (),
+    counts: LayerIds | None = None,
+) -> LayerReadings:
+    """Return the layers of the target whose output the head may read, from 0.
 
     -1 stands for the embeddings, `AFTER_NORM` for what the final norm returns.
 
     Args:
         config: what config.json holds.
         trunk: how many layers the target has.
-        reading: how numbers in the list are meant; by their place when omitted.
+        features: how many the head may read; none: not known.
+        counts: what the list counts; by its place when omitted.
 
     Raises:
-        ModelFolderError: the target has no such layer.
-        InvalidRequestError: the reading is none.
+        ModelFolderError: the target has no such layers.
+        InvalidRequestError: `counts` is neither.
     """
-    if reading is not None and reading not in get_args(LayerIds):
-        raise InvalidRequestError(
-            f"layer_ids is {reading!r}, and one of {', '.join(get_args(LayerIds))} is "
-            "needed."
-        )
     if reads_last(config):
-        return (trunk - 1,) if reading == "layers" else (AFTER_NORM,)
-    ids, usual = _stated(config)
-    if ids is None:
-        ids, reading = [2, trunk // 2, trunk - 3], "tuple"
-    shift = 1 if (reading or usual) == "tuple" else 0
-    layers = {each - shift for each in whole_numbers(ids, _LIST, NAME)}
-    advice = f", or say how the list {ids} is meant: layer_ids='layers' or 'tuple'"
-    return check_layers(sorted(layers), NAME, trunk=trunk, lowest=-1, advice=advice)
-
-
-def layer_readings(config: Config, trunk: int) -> dict[LayerIds, tuple[int, ...]]:
-    """Return the layers that each reading of the list names, the usual one first.
-
-    One that names layers which the target lacks is left out, and so is the list's
-    other reading where there is no list.
-
-    Raises:
-        ModelFolderError: the usual one does.
-    """
-    ids, usual = _stated(config)
-    found: dict[LayerIds, tuple[int, ...]] = {usual: target_layers(config, trunk)}
-    if ids is not None or reads_last(config):
-        other: LayerIds = "layers" if usual == "tuple" else "tuple"
-        with suppress(ModelFolderError):
-            found[other] = target_layers(config, trunk, other)
-    return found
+        check_counts(counts)
+        check_layers([trunk - 1], NAME, trunk=trunk, features=features)
+        last: dict[LayerIds, tuple[tuple[int, ...], str]] = {
+            "tuple": ((AFTER_NORM,), "'tuple' after the norm"),
+            "layers": ((trunk - 1,), f"'layers' {[trunk - 1]}"),
+        }
+        chosen = last if counts is None else {counts: last[counts]}
+        return LayerReadings(dict(chosen.values()), NAME)
+    return read_layers(
+        config,
+        NAME,
+        trunk=trunk,
+        features=features,
+        usual=usual_of_eagle,
+        usual_count=3,
+        counts=counts,
+        arranged=lambda layers: tuple(sorted(set(layers))),
+        advice=", or say what its list counts: layer_ids='layers' or 'tuple'",
+    )
 
 
 def reads_last(config: Config) -> bool:
     """Return whether a head reads the target's last state alone."""
     return nested(config, "eagle_config", "use_aux_hidden_state") is False
-
-
-def _stated(config: Config) -> tuple[Any, LayerIds]:
-    """Return the list of layers, if there is one, and what its place says it counts."""
-    inside = nested(config, "eagle_config", _LIST)
-    if inside is not None:
-        return inside, "layers"
-    own = config.get("target_layer_ids")
-    if own is not None and config.get(_LIST) is None:
-        return own, "layers"
-    return config.get(_LIST), "tuple"
 
 
 def _flag(config: Config, key: str, default: bool) -> bool:

@@ -19,20 +19,18 @@ from mlx_speculation.models.checkpoints.draft_checkpoint import (
 )
 from mlx_speculation.models.checkpoints.joined_head import (
     OwnEnds,
-    check_layers,
     features_of,
     take_own_ends,
 )
+from mlx_speculation.models.checkpoints.layer_readings import LayerIds
 from mlx_speculation.models.checkpoints.told_by_tensors import check_kind
 from mlx_speculation.models.config_json import read_config
 from mlx_speculation.models.eagle.config import (
-    AFTER_NORM,
     NAME,
     EagleSettings,
-    LayerIds,
     QueryNorms,
+    layer_readings,
     read_settings,
-    target_layers,
 )
 from mlx_speculation.models.eagle.head import EagleHead
 from mlx_speculation.models.eagle.parallel import PEagleHead
@@ -75,8 +73,8 @@ def load_eagle_head(
     Args:
         folder: the head's, with config.json and safetensors.
         model: its target.
-        layer_ids: how the list of layers in config.json is meant, see
-            `config`; by its place when omitted.
+        layer_ids: what the list of layers in config.json counts, see
+            `checkpoints.layer_readings`; by its place when omitted.
 
     Returns:
         The head; on a Linux CPU in float32, dequantized where it was quantized.
@@ -131,8 +129,6 @@ def _planned(
     settings = _by_tensors(read_settings(config), weights)
     parts = find_parts(model)
     parts.require("layers")
-    trunk = len(parts.layers)
-    layers = target_layers(config, trunk, layer_ids)
     if settings.target_dim != parts.dim:
         _refuse(
             "target_hidden_size", settings.target_dim, f"this target has {parts.dim}"
@@ -152,15 +148,13 @@ def _planned(
     norms = _norms(weights)
     if settings.norm_before_fc and not norms:
         _refuse("norm_before_fc", True, "there is neither input_norm nor fc_norm")
-    features = features_of(weights, NAME, parts.dim)
+    features = features_of(weights, config, NAME, parts.dim)
     if not settings.projected:
-        features = 1
+        features = (1,)
         if dim != parts.dim:
             _refuse("hidden_size", dim, f"there is no fc from the target's {parts.dim}")
-    if AFTER_NORM in layers:
-        check_layers([trunk - 1], NAME, trunk=trunk, features=features)
-    else:
-        check_layers(layers, NAME, trunk=trunk, features=features, lowest=-1)
+    trunk = len(parts.layers)
+    layers = layer_readings(config, trunk, features, layer_ids).usual
     return _Plan(settings, len(layers), layers, ends, norms)
 
 

@@ -43,6 +43,9 @@ from support.models.eagle_checkpoints import DIALECTS, PARALLEL, write_eagle
 from support.models.mtp_checkpoints import LAYOUTS
 from support.models.tiny_models import build
 
+# Some have no list of layers.
+pytestmark = pytest.mark.filterwarnings("ignore:.*lists no layers of its target")
+
 PROMPT = 21  # more than a window of 16
 
 CORPUS = [*prompt_of(PROMPT), 1, 2, 3, *prompt_of(PROMPT)[5:]]

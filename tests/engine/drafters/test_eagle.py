@@ -18,7 +18,11 @@ from mlx_speculation import SpeculativeGenerator, demo_models, load
 from mlx_speculation.demo import demo_prompts
 from mlx_speculation.engine import Cascade, Draft, EagleDraft, MtpDrafter
 from mlx_speculation.engine.drafters import mtp as mtp_module
-from mlx_speculation.errors import InvalidRequestError, ModelFolderError
+from mlx_speculation.errors import (
+    DraftNotice,
+    InvalidRequestError,
+    ModelFolderError,
+)
 from mlx_speculation.models import HiddenStates
 from mlx_speculation.models.eagle import Eagle, load_eagle_head
 from support.covering import covering
@@ -33,6 +37,9 @@ from support.models.eagle_checkpoints import DIALECTS, draft_ids, write_eagle
 from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer
 from support.references.mtp_oracles import OracleMtp, held_tokens
+
+# Some have no list of layers.
+pytestmark = pytest.mark.filterwarnings("ignore:.*lists no layers of its target")
 
 TOKENS = 16
 LAYERS = {"llama(sliding)": (0, 1), "gemma3_text": (0, 1, 2)}
@@ -205,13 +212,14 @@ def test_the_reading_that_a_probe_puts_first_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def others_first(head: Any, model: Any, readings: Any, starts: Any) -> Any:
-        return dict.fromkeys(reversed(readings))
+        return dict.fromkeys(reversed(readings.layers))
 
     home = "mlx_speculation.engine.drafters.eagle.probe_layers"
     monkeypatch.setattr(home, others_first)
     folder, target = write_eagle(tmp_path, "specforge", (1, 2, 3)), target_of("llama")
     usual = EagleDraft.from_folder(folder, target)
-    probed = EagleDraft.from_folder(folder, target, tokenizer=byte_tokenizer())
+    with pytest.warns(DraftNotice, match=r"reads layers \[0, 1, 2\]"):
+        probed = EagleDraft.from_folder(folder, target, tokenizer=byte_tokenizer())
     assert usual.eagle.layers == (1, 2, 3)
     assert probed.eagle.layers == (0, 1, 2)
 

@@ -9,7 +9,7 @@ import pytest
 
 from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models.dflash import is_dflash, load_dflash
-from mlx_speculation.models.dflash.config import read_settings, tapped_layers
+from mlx_speculation.models.dflash.config import layer_readings, read_settings
 from mlx_speculation.models.eagle import is_eagle
 from support.models.dflash_checkpoints import VARIANTS, config_of, write_dflash
 from support.models.tiny_models import build
@@ -28,7 +28,7 @@ def test_every_variant_is_known_and_read(variant: str, tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     assert is_dflash(config)
     assert not is_eagle(config)
-    head, layers = load_dflash(tmp_path, build("llama", layers=4))
+    head, layers, _ = load_dflash(tmp_path, build("llama", layers=4))
     assert layers == (0, 1, 3)
     assert head.depth == 4
     assert (head.ids is not None) == (variant == "own ends")
@@ -109,38 +109,42 @@ def test_what_a_row_is_for_is_said_or_counted(
 @pytest.mark.parametrize(
     ("keys", "features", "expected"),
     [
-        ({}, 5, (1, 9, 17, 25, 33)),
-        ({}, 2, (1, 33)),
-        ({"target_layer_ids": [3, 1, 35]}, 3, (3, 1, 35)),
-        ({"aux_hidden_state_layer_ids": [2, 10, 36]}, 3, (1, 9, 35)),
-        ({"target_layer_ids": [1, 5]}, None, (1, 5)),
-        ({"aux_hidden_state_layer_ids": [0, 5]}, 2, (-1, 4)),
-        ({"num_target_layers": 36}, 2, (1, 33)),
+        ({}, [5], (1, 9, 17, 25, 33)),
+        ({}, [2], (1, 33)),
+        ({"target_layer_ids": [3, 1, 35]}, [3], (3, 1, 35)),
+        ({"aux_hidden_state_layer_ids": [2, 10, 36]}, [3], (1, 9, 35)),
+        ({"target_layer_ids": [1, 5]}, [], (1, 5)),
+        ({"target_layer_ids": [1, 5]}, [1, 2], (1, 5)),
+        ({"aux_hidden_state_layer_ids": [0, 5]}, [2], (-1, 4)),
+        ({"num_target_layers": 36}, [2], (1, 33)),
+        ({"target_layer_ids": [2, 36]}, [2], (1, 35)),
     ],
 )
 def test_layers_are_counted_from_0(
-    keys: dict[str, Any], features: int | None, expected: tuple[int, ...]
+    keys: dict[str, Any], features: list[int], expected: tuple[int, ...]
 ) -> None:
-    assert tapped_layers({"dflash_config": keys}, 36, features) == expected
-    assert tapped_layers(keys, 36, features) == expected
+    for config in (keys, {"dflash_config": keys}):
+        assert layer_readings(config, 36, features).usual == expected
 
 
 @pytest.mark.parametrize(
     ("keys", "features", "message"),
     [
-        ({"num_target_layers": 28}, 5, "num_target_layers 28, and this target has 36"),
-        ({}, 1, "names no target_layer_ids"),
-        ({"target_layer_ids": [1, 36]}, 2, "this one has 36"),
-        ({"aux_hidden_state_layer_ids": [-1, 5]}, 2, r"layers \[-2, 4\]"),
-        ({"target_layer_ids": [1, 5]}, 3, "reads 3 layers .* names 2"),
-        ({"target_layer_ids": []}, None, "a list of whole numbers"),
+        ({"num_target_layers": 28}, [5], "num_target_layers 28, and this target has"),
+        ({}, [1], "names no target_layer_ids"),
+        ({}, [2, 4], r"names no target_layer_ids, .* takes 2 or 4 of the target's 36"),
+        ({}, [37], "takes 37 of the target's 36"),
+        ({"target_layer_ids": [1, 37]}, [2], "this one has 36"),
+        ({"aux_hidden_state_layer_ids": [-1, 5]}, [2], r"layers \[-2, 4\]"),
+        ({"target_layer_ids": [1, 5]}, [3], "reads 3 layers .* names 2"),
+        ({"target_layer_ids": []}, [], "a list of whole numbers"),
     ],
 )
 def test_layers_that_do_not_fit_are_refused(
-    keys: dict[str, Any], features: int | None, message: str
+    keys: dict[str, Any], features: list[int], message: str
 ) -> None:
     with pytest.raises(ModelFolderError, match=message):
-        tapped_layers({"dflash_config": keys}, 36, features)
+        layer_readings({"dflash_config": keys}, 36, features)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,9 @@ from support.references import dflash
 from support.references.reference_target import assert_close, tables, target
 from support.references.tiny_files import add_biases
 
+# Some have no list of layers.
+pytestmark = pytest.mark.filterwarnings("ignore:.*lists no layers of its target")
+
 LENGTH, BLOCK = 23, 4
 SLIDING = ["sliding_attention", "full_attention"]
 CASES: dict[str, dict[str, Any]] = {

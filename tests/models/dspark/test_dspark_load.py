@@ -8,7 +8,8 @@ import mlx.core as mx
 import pytest
 
 from mlx_speculation.errors import InvalidRequestError, ModelFolderError
-from mlx_speculation.models.dspark.config import open_readings, read_settings
+from mlx_speculation.models.dflash.config import open_readings
+from mlx_speculation.models.dspark.config import read_settings
 from mlx_speculation.models.dspark.gguf import read_gguf
 from mlx_speculation.models.dspark.load import load_dspark
 from support.models.block_checkpoints import BLOCK, PACKAGINGS, write_block
@@ -113,10 +114,6 @@ def test_an_anchor_behind_the_block_is_not_a_row_of_it() -> None:
         ({"markov_head_type": "lstm"}, "markov_head_type 'lstm'"),
         ({"mask_token_id": -1}, "mask_token_id -1"),
         ({"dspark_block_size": 5}, "dspark_block_size 5: it is that of a DeepSeek V4"),
-        (
-            {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]},
-            r"target_layer_ids \[0, 1, 3\], which count layers, and eagle_aux",
-        ),
         ({"confidence_temperatures": [1.0]}, "confidence_temperatures"),
         ({"log_snr_conditioning": True}, "levels from None to None"),
         ({"hidden_act": "relu"}, "hidden_act 'relu'"),

@@ -24,6 +24,9 @@ from support.references.tiny_blocks.tiny_eagles import (
     tiny_p_eagle,
 )
 
+# Some have no list of layers.
+pytestmark = pytest.mark.filterwarnings("ignore:.*lists no layers of its target")
+
 LENGTH, DRAFTS = 23, 4
 LAYERS = 12  # of the target
 

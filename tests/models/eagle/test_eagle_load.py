@@ -18,7 +18,7 @@ from mlx_speculation.models.eagle import (
     load_eagle_head,
     load_peagle_head,
 )
-from mlx_speculation.models.eagle.config import target_layers
+from mlx_speculation.models.eagle.config import layer_readings
 from support.models.eagle_checkpoints import (
     DIALECTS,
     DRAFT_VOCAB,
@@ -142,18 +142,18 @@ def test_models_and_other_drafts_are_no_heads() -> None:
 def test_the_place_of_the_list_says_which_layers_are_meant(
     config: dict[str, Any], reading: Any, expected: tuple[int, ...]
 ) -> None:
-    assert target_layers(config, 32, reading) == expected
+    assert layer_readings(config, 32, (), reading).usual == expected
 
 
 def test_layers_that_do_not_exist_are_refused() -> None:
     with pytest.raises(ModelFolderError, match=r"layers \[-2, 1\] of its target"):
-        target_layers({IDS: [-1, 2]}, 32)
+        layer_readings({IDS: [-1, 2]}, 32)
     with pytest.raises(ModelFolderError, match="this one has 8"):
-        target_layers({"eagle_config": {IDS: [1, 3, 8]}}, 8)
+        layer_readings({"eagle_config": {IDS: [1, 3, 9]}}, 8)
     with pytest.raises(ModelFolderError, match="a list of whole numbers"):
-        target_layers({IDS: "1,2"}, 8)
+        layer_readings({IDS: "1,2"}, 8)
     with pytest.raises(InvalidRequestError, match="layer_ids is 'indices'"):
-        target_layers({}, 8, "indices")  # type: ignore[arg-type]
+        layer_readings({}, 8, (), "indices")  # type: ignore[arg-type]
 
 
 def test_a_quantized_head_is_read_by_its_shapes(tmp_path: Path) -> None:

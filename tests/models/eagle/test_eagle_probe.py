@@ -10,8 +10,9 @@ import pytest
 
 from mlx_speculation import demo_models, load
 from mlx_speculation.engine import EagleDraft
-from mlx_speculation.errors import ConventionError
+from mlx_speculation.errors import ConventionError, DraftNotice
 from mlx_speculation.models import HiddenStates
+from mlx_speculation.models.checkpoints.layer_readings import LayerReadings
 from mlx_speculation.models.checkpoints.probe_text import OwnText
 from mlx_speculation.models.eagle import (
     AFTER_NORM,
@@ -24,6 +25,12 @@ from support.models.tiny_models import build
 
 STARTS = [[5, 9, 200, 31, 7], [77, 3, 12, 140, 90]]
 IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+def readings_of(folder: Path) -> LayerReadings:
+    """Return the readings of a head's config.json, of a target of 4 layers."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return layer_readings(config, 4)
 
 
 def test_guesses_are_those_of_a_round_that_begins_there(tmp_path: Path) -> None:
@@ -45,9 +52,8 @@ def test_guesses_are_those_of_a_round_that_begins_there(tmp_path: Path) -> None:
             assert first == text.own
             return scored(logits, first)
 
-    readings: Any = {"layers": layers}
-    trial = EagleProbe(head, model, taps, Text(), readings)  # type: ignore[arg-type]
-    trial.score("layers")
+    trial = EagleProbe(head, model, taps, Text())  # type: ignore[arg-type]
+    trial.score(layers)
     eagle = EagleDraft(model, head, layers).eagle
     assert head.ids is not None
     for place in (text.own, 11, text.positions - 1):
@@ -61,23 +67,20 @@ def test_guesses_are_those_of_a_round_that_begins_there(tmp_path: Path) -> None:
 
 
 def test_readings_are_those_that_the_target_has() -> None:
-    assert layer_readings({}, 8) == {"tuple": (1, 3, 4)}
-    assert layer_readings({IDS: [1, 2, 4]}, 8) == {
-        "tuple": (0, 1, 3),
-        "layers": (1, 2, 4),
-    }
-    assert layer_readings({IDS: [1, 2, 8]}, 8) == {"tuple": (0, 1, 7)}
-    assert list(layer_readings({"eagle_config": {IDS: [1, 2, 4]}}, 8)) == [
-        "layers",
-        "tuple",
-    ]
+    def read(config: dict[str, Any]) -> list[tuple[int, ...]]:
+        return list(layer_readings(config, 8).layers)
+
+    assert read({})[:2] == [(1, 3, 4), (2, 4, 5)]
+    assert read({IDS: [1, 2, 4]}) == [(0, 1, 3), (1, 2, 4)]
+    assert read({IDS: [1, 2, 8]}) == [(0, 1, 7)]
+    assert read({"eagle_config": {IDS: [1, 2, 4]}}) == [(1, 2, 4), (0, 1, 3)]
 
 
 def test_a_random_head_is_refused_unless_its_layers_are_named(tmp_path: Path) -> None:
     model = build("llama", layers=4)
-    head, layers = load_eagle_head(write_eagle(tmp_path, "specforge"), model)
+    head, _ = load_eagle_head(write_eagle(tmp_path, "specforge"), model)
     with pytest.raises(ConventionError, match=r"chance.*'layers' \[0, 1, 3\] agrees"):
-        probe_layers(head, model, {"layers": layers}, STARTS)
+        probe_layers(head, model, readings_of(tmp_path), STARTS)
 
 
 def test_the_last_state_is_read_before_or_after_the_norm(tmp_path: Path) -> None:
@@ -85,9 +88,9 @@ def test_the_last_state_is_read_before_or_after_the_norm(tmp_path: Path) -> None
     folder, model = write_eagle(tmp_path, "last state"), build("llama", layers=4)
     head, layers = load_eagle_head(folder, model)
     assert layers == (AFTER_NORM,)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    readings = layer_readings(config, 4)
-    assert readings == {"tuple": (AFTER_NORM,), "layers": (3,)}
+    readings = readings_of(folder)
+    assert list(readings.layers) == [(AFTER_NORM,), (3,)]
+    assert not readings.notice((AFTER_NORM,), None)
     with pytest.raises(
         ConventionError, match=r"'tuple' after the norm .*'layers' \[3\]"
     ):
@@ -112,5 +115,6 @@ def test_the_trained_head_is_read_right_wherever_its_list_stands(
     del wrong["eagle_config"]
     (tmp_path / "config.json").write_text(json.dumps(wrong), encoding="utf-8")
     assert EagleDraft.from_folder(tmp_path, model).eagle.layers == (0, 2, 4)
-    found = EagleDraft.from_folder(tmp_path, model, tokenizer=tokenizer)
+    with pytest.warns(DraftNotice, match=r"reads layers \[1, 3, 5\] \(it agrees"):
+        found = EagleDraft.from_folder(tmp_path, model, tokenizer=tokenizer)
     assert found.eagle.layers == (1, 3, 5)

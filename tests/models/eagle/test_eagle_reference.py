@@ -22,6 +22,9 @@ from support.references import eagle3
 from support.references.reference_target import assert_close, tables, target
 from support.references.tiny_files import add_biases
 
+# Some have no list of layers.
+pytestmark = pytest.mark.filterwarnings("ignore:.*lists no layers of its target")
+
 LENGTH, DRAFTS = 23, 5
 LLAMA3 = {
     "rope_type": "llama3",

@@ -153,7 +153,8 @@ def _folder(
     except SpeculationError as error:
         return Offered(draft, False, str(error))
     kind = None if found.source is None else found.source.kind
-    return Offered(draft, True, f"of kind {kind!r}, with the target's token ids")
+    said = [f"of kind {kind!r}, with the target's token ids", *found.notices]
+    return Offered(draft, True, ". ".join(said))
 
 
 def _resolved(
@@ -166,26 +167,29 @@ def _resolved(
 
     named = find_draft(draft, target=folder, trust_remote_code=trusted)
     highest = min(TokenIds.of(tokenizer).width, logit_width(target)) - 1
-    return resolve(named, TargetInfo(target, wrapped(tokenizer), folder, highest))
+    info = TargetInfo(target, wrapped(tokenizer), folder, highest)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the table says it
+        return resolve(named, info)
 
 
 def _auto(folder: Path, target: "nn.Module", tokenizer: Any) -> Offered:
     """Say what --draft auto takes, and why."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the table says it
-        try:
-            choice = _resolved("auto", folder, target, tokenizer)
-        except SpeculationError as error:
-            return Offered("auto", False, str(error))
+    try:
+        choice = _resolved("auto", folder, target, tokenizer)
+    except SpeculationError as error:
+        return Offered("auto", False, str(error))
     taken = _named(choice.source)
     length = "" if choice.length is None else f", {choice.length} tokens a round"
-    if choice.notices:
+    guessed = "" if choice.source is None else choice.source.notice
+    if choice.notices and not guessed:
         return Offered("auto", True, " ".join(choice.notices))
     if (folder / "speculation.json").exists():
         why = "speculation.json names it"
     else:
         why = "the head in the folder agrees with the target"
-    return Offered("auto", True, f"takes {taken}{length}: {why}")
+    detail = f"takes {taken}{length}: {why}"
+    return Offered("auto", True, f"{detail}. {guessed}" if guessed else detail)
 
 
 def _named(source: Any) -> str:

@@ -1,0 +1,199 @@
+"""Layers of a target that a draft reads: lists of every place, and guesses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_speculation import DraftNotice, SpeculativeGenerator, demo_models
+from mlx_speculation.errors import ModelFolderError
+from mlx_speculation.models.checkpoints.joined_head import features_of
+from mlx_speculation.models.checkpoints.layer_readings import (
+    Layers,
+    search,
+    stated_list,
+)
+from mlx_speculation.models.checkpoints.probe import Score
+from mlx_speculation.models.dflash.config import layer_readings as of_blocks
+from mlx_speculation.models.eagle.config import layer_readings as of_eagle
+from mlx_speculation.models.eagle.load import load_eagle_head
+from support.models.eagle_checkpoints import write_eagle
+from support.models.tiny_models import build
+
+IDS, OWN = "eagle_aux_hidden_state_layer_ids", "target_layer_ids"
+
+
+@pytest.mark.parametrize(
+    ("config", "place", "expected"),
+    [
+        ({IDS: [2, 4, 6]}, IDS, (1, 3, 5)),
+        ({OWN: [1, 3, 5]}, OWN, (1, 3, 5)),
+        ({"eagle_config": {IDS: [1, 3, 5]}}, f"eagle_config.{IDS}", (1, 3, 5)),
+        ({"dflash_config": {OWN: [1, 3, 5]}}, f"dflash_config.{OWN}", (1, 3, 5)),
+        ({"text_config": {OWN: [1, 3, 5]}}, f"text_config.{OWN}", (1, 3, 5)),
+        ({"text_config": {IDS: [2, 4, 6]}}, f"text_config.{IDS}", (1, 3, 5)),
+        (
+            {"text_config": {"eagle_config": {IDS: [1, 3, 5]}}},
+            f"text_config.eagle_config.{IDS}",
+            (1, 3, 5),
+        ),
+        (
+            {"transformer_layer_config": {"aux_hidden_state_layer_ids": [2, 4, 6]}},
+            "transformer_layer_config.aux_hidden_state_layer_ids",
+            (1, 3, 5),
+        ),
+        ({OWN: [1, 3, 5], IDS: [2, 4, 6]}, OWN, (1, 3, 5)),
+        # The same list twice: its place in eagle_config says what it counts.
+        (
+            {IDS: [1, 3, 5], "eagle_config": {IDS: [1, 3, 5]}},
+            f"eagle_config.{IDS}",
+            (1, 3, 5),
+        ),
+    ],
+)
+def test_lists_of_every_place_are_read(
+    config: dict[str, Any], place: str, expected: Layers
+) -> None:
+    found = stated_list(config, "head")
+    assert found is not None
+    assert (found.place, found.layers()) == (place, expected)
+    assert of_eagle(config, 12, [3]).usual == expected
+    assert of_blocks(config, 12, [3]).usual == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {OWN: [0, 1, 3], IDS: [0, 1, 3]},
+            rf"{OWN} \[0, 1, 3\], which counts layers from 0 and {IDS} \[0, 1, 3\], "
+            "which counts the embedding too",
+        ),
+        (
+            {"eagle_config": {IDS: [1, 3, 5]}, IDS: [3, 5, 7]},
+            rf"eagle_config.{IDS} \[1, 3, 5\].* {IDS} \[3, 5, 7\]",
+        ),
+        (
+            {"dflash_config": {OWN: [1, 3]}, "text_config": {OWN: [1, 4]}},
+            rf"dflash_config.{OWN} \[1, 3\].* text_config.{OWN} \[1, 4\]",
+        ),
+        ({"text_config": {OWN: "1, 3"}}, f"text_config.{OWN} '1, 3', and a list"),
+    ],
+)
+def test_lists_that_do_not_agree_are_named(
+    config: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelFolderError, match=message):
+        stated_list(config, "head")
+
+
+def test_a_list_that_cannot_count_from_0_counts_from_1() -> None:
+    """The target has 6 layers; from 0 the last one would be its fifth."""
+    for read, config in (
+        (of_eagle, {"eagle_config": {IDS: [2, 4, 6]}}),
+        (of_blocks, {"dflash_config": {OWN: [2, 4, 6]}}),
+        (of_blocks, {"text_config": {OWN: [2, 4, 6]}}),
+    ):
+        found = read(config, 6, [3])
+        assert list(found.layers) == [(1, 3, 5)]
+        assert "It reads layers [1, 3, 5] (not probed)" in found.notice((1, 3, 5), None)
+        with pytest.raises(ModelFolderError, match=r"layers \[2, 4, 6\].* 6, from 0"):
+            read(config, 6, [3], counts="layers")
+
+
+@pytest.mark.parametrize(
+    ("read", "trunk", "count", "usual"),
+    [
+        (of_eagle, 30, 3, [(1, 14, 26), (2, 15, 27)]),
+        (of_eagle, 32, 3, [(1, 15, 28), (2, 16, 29)]),
+        (of_eagle, 36, 5, [(1, 9, 17, 25, 33)]),
+        (of_eagle, 6, 3, [(1, 2, 3), (0, 2, 5)]),
+        (of_blocks, 36, 5, [(1, 9, 17, 25, 33)]),
+        (of_blocks, 8, 3, [(1, 3, 5), (1, 3, 4)]),
+        (of_blocks, 4, 3, [(0, 2, 3)]),
+        (of_blocks, 4, 4, [(0, 1, 2, 3)]),
+    ],
+)
+def test_layers_that_are_not_listed_are_guessed(
+    read: Any, trunk: int, count: int, usual: list[Layers]
+) -> None:
+    found = read({}, trunk, [count])
+    assert found.guessed
+    assert list(found.layers)[: len(usual)] == usual
+    assert all(len(set(each)) == count for each in found.layers)
+    assert f"It reads {list(usual[0])}, the usual" in found.notice(usual[0], None)
+
+
+def scored(right: Layers, tried: set[Layers]) -> Any:
+    """Return a measure that is best on some layers."""
+
+    def score(layers: Layers) -> Score:
+        tried.add(layers)
+        value = -sum(abs(a - b) for a, b in zip(layers, right, strict=True))
+        return Score(np.full(30, value, dtype=np.float64), 1.0, 0.0)
+
+    return score
+
+
+def test_a_search_finds_layers_beside_the_usual_ones() -> None:
+    """Those of a published drafter of 64 layers, in few of 7 million trials."""
+    for right, usual, trunk in (
+        ((0, 5, 7), (1, 3, 5), 8),
+        ((2, 14, 26), (1, 14, 26), 30),
+        ((5, 19, 33, 47, 61), (1, 16, 31, 46, 61), 64),
+    ):
+        tried: set[Layers] = set()
+        assert search(scored(right, tried), usual, trunk) == right
+        assert len(tried) < 150
+
+
+@pytest.mark.parametrize("bits", [3, 4, 8])
+def test_a_packed_projection_shows_how_many_layers_it_takes(bits: int) -> None:
+    packed = mx.quantize(mx.zeros((64, 3 * 576)), group_size=64, bits=bits)
+    weights = {"fc.weight": packed[0], "fc.scales": packed[1]}
+    said = {"quantization": {"group_size": 64, "bits": bits}}
+    assert features_of(weights, said, "head", 576) == (3,)
+    assert 3 in features_of(weights, {}, "head", 576)
+    mixed = {"quantization": {"bits": 6, "fc": {"group_size": 64, "bits": bits}}}
+    assert features_of(weights, mixed, "head", 576) == (3,)
+    with pytest.raises(ModelFolderError, match="layers of this target have 500 each"):
+        features_of(weights, said, "head", 500)
+
+
+def test_a_packed_head_without_a_list_is_read_by_its_width(tmp_path: Path) -> None:
+    """Of 2 layers in 8 bits it looks like one of 4 in 4, unless config.json says it."""
+    model = build("llama", layers=8)
+    for taps, usual in ((3, (1, 3, 4)), (2, (1, 5))):
+        folder = write_eagle(tmp_path / str(taps), "authors", (0, 1, 3)[:taps])
+        file = str(folder / "model.safetensors")
+        weights: Any = mx.load(file)
+        named = ("fc.weight", "fc.scales", "fc.biases")
+        packed = mx.quantize(weights.pop("fc.weight"), group_size=64, bits=8)
+        weights |= dict(zip(named, packed, strict=True))
+        mx.eval(list(weights.values()))
+        mx.save_safetensors(file, weights)
+        if taps == 2:
+            with pytest.raises(ModelFolderError, match="takes 2 or 4 of the target's"):
+                load_eagle_head(folder, model)
+            said = {"quantization": {"group_size": 64, "bits": 8}}
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            text = json.dumps(config | said)
+            (folder / "config.json").write_text(text, encoding="utf-8")
+        assert load_eagle_head(folder, model).layers == usual
+
+
+@pytest.mark.slow
+def test_the_trained_head_is_read_right_without_a_list(tmp_path: Path) -> None:
+    """No usual list is what it was trained on, and none guesses as well."""
+    home = demo_models()["eagle"]
+    config = json.loads((home / "config.json").read_text(encoding="utf-8"))
+    del config["eagle_config"][IDS]
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    (tmp_path / "model.safetensors").symlink_to(home / "model.safetensors")
+    dense = demo_models()["dense"]
+    with pytest.warns(DraftNotice, match=r"It reads \[1, 3, 5\], found by a probe"):
+        made = SpeculativeGenerator.from_pretrained(dense, draft=tmp_path)
+    assert len(made.notices) == 1
