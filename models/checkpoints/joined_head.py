@@ -139,7 +139,8 @@ def features_of(
             for each, width in packed.items()
             if width % scales.shape[-1] == 0 and width // scales.shape[-1] in _GROUPS
         }
-        widths = {groups[bits]} if bits in groups else set(groups.values())
+        known = isinstance(bits, int) and bits in groups
+        widths = {groups[bits]} if known else set(groups.values())
     found = sorted(width // target_dim for width in widths if not width % target_dim)
     if not found:
         many = " or ".join(map(str, sorted(widths))) or "an unknown number of"

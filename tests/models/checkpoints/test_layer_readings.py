@@ -13,6 +13,7 @@ from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models.checkpoints.joined_head import features_of
 from mlx_speculation.models.checkpoints.layer_readings import (
     Layers,
+    probed,
     search,
     stated_list,
 )
@@ -150,13 +151,30 @@ def test_a_search_finds_layers_beside_the_usual_ones() -> None:
         assert len(tried) < 150
 
 
+def test_the_usual_layers_are_read_unless_others_are_surely_better() -> None:
+    """A head of SmolLM2, of 30 layers, that was trained on others than usual."""
+    readings = of_eagle({}, 30, [3])
+    found = probed(scored((2, 14, 26), set()), readings, 30, "")
+    assert next(iter(found)) == (2, 14, 26)
+    said = readings.notice((2, 14, 26), found[2, 14, 26])
+    assert "It reads [2, 14, 26], found by a probe (it agrees 100%" in said
+    equal = probed(lambda _: scored((0,), set())((0,)), readings, 30, "")
+    assert next(iter(equal)) == (1, 14, 26)
+    listed = of_eagle({"eagle_config": {IDS: [1, 14, 26]}}, 30, [3])
+    assert set(probed(scored((2, 14, 26), set()), listed, 30, "")) == {
+        (1, 14, 26),
+        (0, 13, 25),
+    }
+
+
 @pytest.mark.parametrize("bits", [3, 4, 8])
 def test_a_packed_projection_shows_how_many_layers_it_takes(bits: int) -> None:
     packed = mx.quantize(mx.zeros((64, 3 * 576)), group_size=64, bits=bits)
     weights = {"fc.weight": packed[0], "fc.scales": packed[1]}
     said = {"quantization": {"group_size": 64, "bits": bits}}
     assert features_of(weights, said, "head", 576) == (3,)
-    assert 3 in features_of(weights, {}, "head", 576)
+    for unclear in ({}, {"quantization": {"bits": [4]}}, {"quantization": 4}):
+        assert 3 in features_of(weights, unclear, "head", 576)
     mixed = {"quantization": {"bits": 6, "fc": {"group_size": 64, "bits": bits}}}
     assert features_of(weights, mixed, "head", 576) == (3,)
     with pytest.raises(ModelFolderError, match="layers of this target have 500 each"):
