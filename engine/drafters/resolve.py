@@ -171,8 +171,8 @@ def resolve(
 
 def _said(source: DraftSource) -> Resolved:
     """Return a source with what is to be said of how its members were loaded."""
-    told = (member.notice for member in source.members() if member.notice)
-    return Resolved(source, notices=tuple(told))
+    notices = (member.notice for member in source.members() if member.notice)
+    return Resolved(source, notices=tuple(notices))
 
 
 def _foreign(draft: Any) -> NamedDraft:

@@ -79,12 +79,14 @@ def layer_args(
 
 
 def layer_part(config: Config) -> Config:
-    """Return the part of config.json that has the sizes of the layers."""
-    for key in ("transformer_layer_config", "text_config"):
-        part = config.get(key)
-        if isinstance(part, dict):
-            return part
-    return config
+    """Return the part of config.json that has the sizes of the layers.
+
+    A text_config beside sizes at the top is the target's.
+    """
+    part = config.get("transformer_layer_config")
+    if part is None and "hidden_size" not in config:
+        part = config.get("text_config")
+    return part if isinstance(part, dict) else config
 
 
 def args_with(args: Args, rotation: Rotation) -> Args:

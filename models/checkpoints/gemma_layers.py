@@ -55,14 +55,14 @@ def with_rotations(
     Raises:
         ModelFolderError: a rotation is not understood.
     """
-    found = {}
+    by_kind = {}
     for kind in sorted(set(args.layer_types or ())):
         rotation = read_rotation(config, name, kind, usual=_USUAL[kind])
         size = (kind == FULL and args.global_head_dim) or args.head_dim
         positions = args.max_position_embeddings
         check_rotation(rotation, name, dims=size, positions=positions)
-        found[kind] = rotation.parameters
-    return replace(args, rope_parameters=found)
+        by_kind[kind] = rotation.parameters
+    return replace(args, rope_parameters=by_kind)
 
 
 def act_of(gemma: gemma4_text.ModelArgs | None) -> tuple[str, ...]:

@@ -141,14 +141,14 @@ def features_of(
         }
         known = isinstance(bits, int) and bits in groups
         widths = {groups[bits]} if known else set(groups.values())
-    found = sorted(width // target_dim for width in widths if not width % target_dim)
-    if not found:
+    counts = sorted(width // target_dim for width in widths if not width % target_dim)
+    if not counts:
         many = " or ".join(map(str, sorted(widths))) or "an unknown number of"
         raise ModelFolderError(
             f"fc of the {name} takes {many} numbers, and layers of this target have "
             f"{target_dim} each. Choose the {name} of this target."
         )
-    return tuple(found)
+    return tuple(counts)
 
 
 def check_layers(

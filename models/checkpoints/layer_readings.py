@@ -86,7 +86,7 @@ class LayerReadings:
                 "was trained on others."
             )
         stated = self.stated
-        if stated is None or taken == stated.layers():
+        if stated is None or set(taken) == set(stated.layers()):
             return ""
         return (
             f"config.json of the {self.name} has {stated.place} {list(stated.ids)}. It "
@@ -101,10 +101,10 @@ def stated_list(config: Config, name: str) -> LayerList | None:
     Raises:
         ModelFolderError: it is no list of whole numbers, or two do not agree.
     """
-    found: LayerList | None = None
+    first: LayerList | None = None
     # The part of a kind of draft comes first.
-    own = ("eagle_config.", "dflash_config.")
-    parts = sorted(parts_of(config), key=lambda each: not each[0].endswith(own))
+    special = ("eagle_config.", "dflash_config.")
+    parts = sorted(parts_of(config), key=lambda each: not each[0].endswith(special))
     for path, part in parts:
         for key, counts in _KEYS.items():
             if part.get(key) is None:
@@ -113,11 +113,11 @@ def stated_list(config: Config, name: str) -> LayerList | None:
                 counts = "layers"
             ids = tuple(whole_numbers(part[key], f"{path}{key}", name))
             each = LayerList(ids, counts, f"{path}{key}")
-            found = found or each
-            same_key = found.place.endswith(key) and found.ids == ids
-            if not same_key and each.layers() != found.layers():
-                raise _contradiction(found, each, name)
-    return found
+            first = first or each
+            copied = first.place.rpartition(".")[2] == key and first.ids == ids
+            if not copied and each.layers() != first.layers():
+                raise _contradiction(first, each, name)
+    return first
 
 
 def _contradiction(one: LayerList, other: LayerList, name: str) -> ModelFolderError:
@@ -206,12 +206,12 @@ def _guessed(
         )
     lists = [tuple(each) for each in usual(trunk, count)]
     lists.append(_spread(0, trunk - 1, count))
-    found = {
+    readings = {
         each: f"guessed {list(each)}"
         for each in lists
         if len(set(each)) == len(each) == count and 0 <= min(each) <= max(each) < trunk
     }
-    return LayerReadings(found, name, guessed=True)
+    return LayerReadings(readings, name, guessed=True)
 
 
 def usual_of_blocks(trunk: int, count: int) -> list[Layers]:
@@ -229,8 +229,8 @@ def _three(trunk: int) -> list[Layers]:
 
     Only the first counting is vLLM's, SGLang's and the authors'.
     """
-    found = (2, trunk // 2, trunk - 3)
-    return [tuple(each - 1 for each in found), found]
+    numbers = (2, trunk // 2, trunk - 3)
+    return [tuple(each - 1 for each in numbers), numbers]
 
 
 def _spread(first: int, last: int, count: int) -> Layers:
@@ -265,7 +265,7 @@ def probed(
         readings.usual,
         others,
         advice,
-        lambda layers: readings.layers.get(layers, f"found {list(layers)}"),
+        lambda layers: readings.layers.get(layers, f"searched {list(layers)}"),
     )
 
 

@@ -50,7 +50,7 @@ class Rotation:
     """The rotation of queries and keys of a layer."""
 
     theta: float = _USUAL_THETA
-    kind: str = "default"  # the `rope_type`
+    rope_type: str = "default"
     # The share of a head that is rotated; None: config.json does not say
     factor: float | None = None
     options: Mapping[str, Any] = field(default_factory=dict)  # of the type
@@ -58,15 +58,15 @@ class Rotation:
     @property
     def scaling(self) -> dict[str, Any] | None:
         """The options of mlx-lm's `initialize_rope`; None: nothing is scaled."""
-        if self.kind == "default":
+        if self.rope_type == "default":
             return None
         share = {} if self.factor is None else {"partial_rotary_factor": self.factor}
-        return {"rope_type": self.kind, **share, **self.options}
+        return {"rope_type": self.rope_type, **share, **self.options}
 
     @property
     def parameters(self) -> dict[str, Any]:
         """An entry of `rope_parameters`, as mlx-lm's Gemma 4 takes it."""
-        scaling = self.scaling or {"rope_type": self.kind}
+        scaling = self.scaling or {"rope_type": self.rope_type}
         return {**scaling, "rope_theta": self.theta}
 
 
@@ -126,7 +126,7 @@ def _rotation(
             f"config.json of the {name} has {', '.join(sorted(options))} of a rotation "
             "and no rope_type. Name the type."
         )
-    return Rotation(float(theta), scaled or base.kind, share, values)
+    return Rotation(float(theta), scaled or base.rope_type, share, values)
 
 
 def rotations_of(
@@ -138,8 +138,8 @@ def rotations_of(
         ModelFolderError: see `read_rotation`.
     """
     kinds = [FULL if window is None else SLIDING for window in windows]
-    found = {kind: read_rotation(config, name, kind) for kind in sorted(set(kinds))}
-    return tuple(found[kind] for kind in kinds)
+    by_kind = {kind: read_rotation(config, name, kind) for kind in sorted(set(kinds))}
+    return tuple(by_kind[kind] for kind in kinds)
 
 
 def check_rotation(

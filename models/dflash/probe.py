@@ -1,4 +1,4 @@
-"""How a drafter of blocks is read, told by what it guesses.
+"""Readings of a drafter of blocks, probed by what it guesses.
 
 Two things no tensor shows, and some files leave open: which layers of its target it
 reads (see `checkpoints.layer_readings`), and whether row j of a block is for its own

@@ -1,4 +1,4 @@
-"""Layers that an EAGLE-3 head was trained to read, told by what it guesses.
+"""Layers that an EAGLE-3 head was trained to read, probed by what it guesses.
 
 The tensors fit any. The target writes a little text, and the head guesses it from each
 of the layers that config.json may mean (see `checkpoints.layer_readings`).

@@ -65,6 +65,12 @@ def test_lists_of_every_place_are_read(
     assert of_blocks(config, 12, [3]).usual == expected
 
 
+def test_a_list_in_another_order_leaves_nothing_to_say() -> None:
+    readings = of_eagle({"eagle_config": {IDS: [28, 1, 15]}}, 32, [3])
+    assert readings.usual == (1, 15, 28)
+    assert not readings.notice((1, 15, 28), None)
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [

@@ -259,6 +259,19 @@ def test_every_kind_of_draft_reads_every_spelling(name: str) -> None:
             theta({**config, key: "5e5"})
 
 
+def test_sizes_may_stand_under_text_config() -> None:
+    """Of every kind; those at the top count before it, which is the target's then."""
+    for name in ("eagle", "dflash", "dspark"):
+        given, theta = KINDS[name]
+        layers = {**_without_rope(given), "rope_theta": 5e5}
+        kept = ("architectures", "dflash_config", "eagle_config", "block_size")
+        top = {key: given[key] for key in (*kept, "mask_token_id") if key in given}
+        assert theta({**top, "text_config": layers}) == 5e5
+    target = {"hidden_size": 96, "num_hidden_layers": 8}
+    settings = read_eagle({**_eagle("specforge"), "text_config": target})
+    assert settings.layer.hidden_size == 64
+
+
 def test_layers_of_two_kinds_rotate_as_their_entries_say() -> None:
     rope = {
         FULL: {"rope_theta": 5e5, **LLAMA3},
