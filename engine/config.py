@@ -193,7 +193,8 @@ def checked_setup(
             # For streams in other threads; the checks have built their forwards by now.
             heads = [each for each in members_of(setup.draft) if each.follows]
             evaluate_held(model, *models, *heads)
-            weakref.finalize(setup, finalize, hooks.pop_all().close)
+            drop = weakref.finalize(setup, finalize, hooks.pop_all().close)
+            drop.atexit = False  # a stream of a daemon thread may run still
     return setup
 
 

@@ -24,7 +24,12 @@ from mlx_speculation.engine.round.outcome import RoundOutcome
 from mlx_speculation.engine.round.request import Request
 from mlx_speculation.engine.stats import Statistics
 from mlx_speculation.errors import DrafterFaultWarning, SpeculationError
-from mlx_speculation.interrupts import DeferredSignals, finalize, raised_by_signal
+from mlx_speculation.interrupts import (
+    DeferredSignals,
+    close_at_exit,
+    finalize,
+    raised_by_signal,
+)
 
 
 class Stream:
@@ -56,6 +61,8 @@ class Stream:
         reason: why the text ends with the last of them; None: it goes on.
         prefixes: as passed; None once nothing more is to be left.
     """
+
+    _ending = staticmethod(sys.is_finalizing)  # globals are None when it is needed
 
     def __init__(
         self,
@@ -156,8 +163,10 @@ class Stream:
     def close(self) -> None:
         """End the generation now; on other ranks than 0, where rank 0 ends it.
 
-        The second call does nothing.
+        The second call does nothing, nor does one that Python makes while it ends.
         """
+        if self._result is not None or self._ending():
+            return
         session = self._session
         taken_back = len(self.ready) if self._yielded_only else 0
         if session is None:
@@ -271,12 +280,10 @@ class Stream:
         else:
             self.close()
 
-    def __del__(self) -> None:
-        """Leave what was entered, when the stream is dropped before its end.
-
-        What it committed goes to the prefix cache then, as after `close()`.
-        """
-        finalize(self._drop)
+    def __del__(self, finalize: Callable[..., None] = finalize) -> None:
+        """Leave what was entered; the prefix cache gets what was committed."""
+        if self._result is None:
+            finalize(self._drop)
 
     def _drop(self) -> None:
         self._open.close()
@@ -298,6 +305,7 @@ class Stream:
         """
         if not self._started:
             self._started = True
+            close_at_exit(self._open)
             self._open.enter_context(self._running)
             self._reuse()
         if not self._prompt_read:

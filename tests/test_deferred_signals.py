@@ -9,11 +9,13 @@ is raised in the finalizer; a signal comes again while a finalizer runs.
 """
 
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -21,6 +23,7 @@ import pytest
 
 from mlx_speculation import interrupts
 from mlx_speculation.interrupts import DeferredSignals, finalize
+from support.processes.programs import python
 
 
 class Dropped:
@@ -145,3 +148,60 @@ def test_a_finalizer_of_another_thread_only_cleans_up() -> None:
     thread.start()
     thread.join()
     assert cleaned == [1]
+
+
+PROGRAM = """
+from mlx_speculation import (
+    BatchGenerator, PrefixCache, SpeculativeGenerator, stream_generate
+)
+import io, sys, types
+sys.path.insert(0, {tests!r})
+from support.models.tiny_models import build
+from support.models.tiny_tokenizer import letter_tokenizer
+
+model, tokenizer, prompt = build("llama", vocab=26), letter_tokenizer(26), [1, 2, 3]
+draft = build("llama", vocab=26)
+generator = SpeculativeGenerator(
+    model, tokenizer, draft=draft, prefix_cache=PrefixCache(1 << 20)
+)
+plain = SpeculativeGenerator(model, tokenizer)
+ended = plain.stream(prompt, max_tokens=8)
+for chunk in ended:
+    pass
+entered = generator.stream(prompt, max_tokens=8).__enter__()
+never = generator.stream(prompt, max_tokens=8)
+
+batch = BatchGenerator(generator)
+batch.insert(prompt, max_tokens=1)
+batch.insert(prompt, max_tokens=8)
+
+def texts(opened):
+    with opened as stream:
+        while True:
+            yield stream.next_round()
+
+def rows(opened):
+    with opened as batch:
+        while True:
+            yield batch.next()
+
+# With globals of their own: else all are in one cycle, which ends before modules do.
+texts, rows = (types.FunctionType(each.__code__, {{}}) for each in (texts, rows))
+halves = [
+    generator.stream(prompt, max_tokens=8),
+    texts(generator.stream(prompt, max_tokens=8)),
+    rows(batch),
+    stream_generate(model, tokenizer, prompt, max_tokens=8, draft_model=draft),
+]
+for half in halves:
+    next(half)
+io.kept = ended, entered, never, halves  # a module that is emptied late
+"""
+
+
+def test_a_program_may_end_with_streams_batches_and_generators_open() -> None:
+    """Modules are emptied before the last objects are dropped, so globals are None."""
+    tests = str(Path(__file__).parent)
+    command = python(PROGRAM.format(tests=tests))
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -11,7 +11,9 @@ What a row generates does not depend on the others: it is the text of the same p
 options and seed alone.
 """
 
+import sys
 from collections import deque
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +27,12 @@ from mlx_speculation.engine.batch.results import BatchResponse, BatchStatistics
 from mlx_speculation.engine.prompt import Prompt
 from mlx_speculation.engine.result import Result
 from mlx_speculation.errors import InvalidRequestError, SpeculationError
-from mlx_speculation.interrupts import DeferredSignals, raised_by_signal
+from mlx_speculation.interrupts import (
+    DeferredSignals,
+    close_at_exit,
+    finalize,
+    raised_by_signal,
+)
 from mlx_speculation.models import RowSizes, wired
 
 if TYPE_CHECKING:
@@ -51,6 +58,8 @@ class BatchGenerator:
         InvalidRequestError: `max_rows` is not at least 1.
     """
 
+    _ending = staticmethod(sys.is_finalizing)  # globals are None when it is needed
+
     def __init__(
         self,
         generator: "SpeculativeGenerator",
@@ -58,6 +67,7 @@ class BatchGenerator:
         max_rows: int = 32,
         row_sizes: bool | None = None,
     ) -> None:
+        self._closed = self._wired = False
         checked_count("max_rows", max_rows, 1)
         if generator.ranks > 1:
             raise InvalidRequestError(
@@ -72,7 +82,6 @@ class BatchGenerator:
         self._rows: dict[int, BatchRequest] = {}
         self._joining: list[BatchRequest] = []  # their prompts were read
         self._ready: list[BatchResponse] = []  # not handed out yet
-        self._closed = self._wired = False
         self._open = ExitStack()
         self.stats = BatchStatistics()
         measured = generator.lengths
@@ -141,6 +150,7 @@ class BatchGenerator:
         if self._waiting and not self._wired:
             # For as long as the batch: rows that end restore what they have found.
             self._wired = True
+            close_at_exit(self._open)
             self._open.enter_context(wired(self._generator.model))
         if not self._together.in_flight:
             self._join()
@@ -210,20 +220,29 @@ class BatchGenerator:
         return row.stream.result
 
     def close(self) -> None:
-        """End every row that has not ended; results stay. The second does nothing."""
+        """End every row that has not ended; results stay. The second does nothing.
+
+        Nor does one that Python makes while it ends.
+        """
+        if self._closed or self._ending():
+            return
         with DeferredSignals(), ExitStack() as stack:  # which calls all, in this order
-            if not self._closed:
-                self._closed = True
-                stack.callback(self._open.close)
-                stack.callback(self._lengths.end)
-                for row in reversed(self._rows.values()):
-                    stack.callback(self._close, row)
+            self._closed = True
+            stack.callback(self._open.close)
+            stack.callback(self._lengths.end)
+            for row in reversed(self._rows.values()):
+                stack.callback(self._close, row)
 
     def __enter__(self) -> "BatchGenerator":
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def __del__(self, finalize: Callable[..., None] = finalize) -> None:
+        """Leave what was entered, when the batch is dropped before it is closed."""
+        if self._wired and not self._closed:
+            finalize(self._open.close)
 
     def _row(self, uid: int) -> BatchRequest:
         if uid not in self._rows:

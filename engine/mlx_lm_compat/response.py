@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -50,10 +51,10 @@ def responses(
     progress: "Progress",
 ) -> Generator[SpeculativeResponse, None, None]:
     """Yield a response for every token."""
-
-    def working() -> AbstractContextManager[Any]:
-        return nullcontext() if device is None else mx.stream(device)
-
+    # A local name: where Python ends before the text does, globals are None below.
+    working: Callable[[], AbstractContextManager[Any]] = (
+        nullcontext if device is None else partial(mx.stream, device)
+    )
     # Of the prompt until the first token is there, then of the tokens after it.
     started, prompt_seconds, tokens = time.perf_counter(), 0.0, 0
     progress.tell(0)

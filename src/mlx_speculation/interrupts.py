@@ -16,9 +16,11 @@ other threads, which no handler runs in, both do nothing.
 Python drops what is raised in a finalizer. `finalize` is the body of one: what a
 handler raises meanwhile is raised afterwards, in the code that the finalizer had
 interrupted. Only a handler that runs before the first instruction of a finalizer is
-out of reach.
+out of reach. Once Python empties its modules it does nothing: `close_at_exit` has
+cleaned up before that.
 """
 
+import atexit
 import signal
 import sys
 import threading
@@ -42,6 +44,8 @@ _open: list[bool] = []  # of each block that was entered: whether it has checkpo
 _handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
 _waiting: dict[int, float] = {}  # signals, and when they came
 _raised: list[int] = []  # the id of what a handler has raised last
+
+_left_open: dict[int, tuple[ExitStack, threading.Thread]] = {}
 
 _AFTER_FINALIZERS = 1e-3  # seconds
 
@@ -107,13 +111,19 @@ def raised_by_signal(error: BaseException) -> bool:
     return id(error) in _raised
 
 
-def finalize(clean_up: Callable[[], object]) -> None:
+def finalize(
+    clean_up: Callable[[], object],
+    ending: Callable[[], bool] = sys.is_finalizing,  # bound: globals are None then
+) -> None:
     """Clean up in a finalizer, and let no signal that comes meanwhile be lost.
 
     Args:
         clean_up: called once, inside `DeferredSignals`. What it raises goes up, and
             Python reports it.
+        ending: whether modules may be empty; then nothing is done.
     """
+    if ending():
+        return
     fault: Exception | None = None
     begun = False
     try:
@@ -129,6 +139,23 @@ def finalize(clean_up: Callable[[], object]) -> None:
             finalize(clean_up)
     if fault is not None:
         raise fault
+
+
+def close_at_exit(stack: ExitStack) -> None:
+    """Let a stack that is left open be closed before Python empties its modules.
+
+    Context managers in it are generators, which Python would end too late: they call
+    what is None then. One that a thread may be using still is left alone.
+    """
+    _left_open[id(stack)] = stack, threading.current_thread()
+    stack.callback(_left_open.pop, id(stack), None)
+
+
+@atexit.register
+def _close_left_open() -> None:
+    for stack, thread in tuple(_left_open.values()):
+        if thread is threading.main_thread() or not thread.is_alive():
+            finalize(stack.close)
 
 
 def _raise_later(error: BaseException) -> None:

@@ -9,8 +9,10 @@ the answers. Here it does not load, choose tokens, or keep caches. This module i
 imported by name only, since it imports all of mlx-lm.
 """
 
+import atexit
 import io
 import sys
+import threading
 import time
 from argparse import Namespace
 from collections.abc import Iterator
@@ -46,6 +48,7 @@ __all__ = [
 # A response without one is followed by more.
 ENDED = "length"
 POLL_SECONDS = 0.01
+EXIT_SECONDS = 5.0  # until the thread of a program that ends has gone
 
 
 class Refused(Exception):  # noqa: N818  it is no error, but what mlx-lm's server says
@@ -130,6 +133,8 @@ class EngineThread(ResponseGenerator):
     model_provider: Provider
 
     def __init__(self, provider: Provider) -> None:
+        self._starter = threading.current_thread()
+        atexit.register(self.end, EXIT_SECONDS)
         super().__init__(provider, LRUPromptCache(0))
 
     def work(self) -> None:
@@ -144,6 +149,7 @@ class EngineThread(ResponseGenerator):
         that of the system's thread.
         """
         self._stop = True
+        atexit.unregister(self.end)
         thread, until = self._generation_thread, time.monotonic() + seconds
         thread.join(seconds)
         left = Path(f"/proc/self/task/{thread.native_id}")
@@ -158,8 +164,12 @@ class EngineThread(ResponseGenerator):
 
     @property
     def stopping(self) -> bool:
-        """Whether the thread is to end."""
-        return bool(self._stop)
+        """Whether the thread is to end.
+
+        Also at the end of the program that has started it: Python waits for it there.
+        """
+        users = threading.main_thread(), self._starter
+        return bool(self._stop) or not any(each.is_alive() for each in users)
 
     def rendered(
         self, request: CompletionRequest, template_args: dict[str, Any] | None
