@@ -313,9 +313,17 @@ def test_a_full_disk_is_a_line(
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
-    done = commands(*HI, "--html", tmp_path / "out.html", "--json")
+    def nearly_full(file: Path, *_: Any, **__: Any) -> None:
+        file.write_bytes(b"half of it")
+        full()
+
+    monkeypatch.setattr(Path, "write_text", nearly_full)
+    page = tmp_path / "out.html"
+    page.write_bytes(b"the page before")
+    done = commands(*HI, "--html", page, "--json")
     assert done.exit_code == 1
+    assert page.read_bytes() == b"the page before"
+    assert list(tmp_path.iterdir()) == [page]
     assert json.loads(done.stdout)["text"]  # the text is not lost with the page
     assert "which cannot be written: No space left on device" in done.stderr
 

@@ -1,9 +1,17 @@
 """The end of a server's process: of its program, and by signals."""
 
+import signal
 import subprocess
+import time
+from contextlib import closing
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from support.processes.programs import python
+from support.processes.server_processes import DRAFT, Streaming, server_process
+from support.processes.wait_until import until
 
 PROGRAM = """
 import sys
@@ -28,3 +36,36 @@ def test_a_program_that_ends_ends_its_server() -> None:
     )
     assert (done.returncode, done.stdout) == (0, "")
     assert "Exception" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "body", "number"),
+    [
+        (["--grace-seconds", "60"], {"prompt": "x", "max_tokens": 8000}, "SIGTERM"),
+        # One chunk, which no handler of Python's interrupts.
+        (
+            ["--prefill-step-size", "40000", "--max-prompt-tokens", "40000"],
+            {"prompt": "def f(x): return x\n" * 2000, "max_tokens": 8},
+            "SIGINT",
+        ),
+    ],
+    ids=["while a text comes", "while a prompt is read"],
+)
+def test_a_second_signal_ends_a_server_at_once(
+    options: list[str], body: dict[str, Any], number: str
+) -> None:
+    """The first one waits for what runs; a second one was waiting for ever."""
+    sent = getattr(signal, number)
+    with (
+        server_process(*options, model=DRAFT, before="") as server,
+        closing(Streaming(server, body)) as stream,
+    ):
+        if "grace" in options[0]:
+            until(lambda: stream.events > 3)
+        else:
+            time.sleep(0.5)
+        server.popen.send_signal(sent)
+        with pytest.raises(subprocess.TimeoutExpired):
+            server.popen.wait(0.5)
+        server.popen.send_signal(sent)
+        assert server.popen.wait(2) == 128 + sent

@@ -162,12 +162,24 @@ def _unwritable(path: Path) -> str | None:
 
 
 @contextmanager
-def writing(option: str, path: Path) -> Iterator[None]:
-    """Name a file that cannot be written in here."""
+def writing(option: str, path: Path) -> Iterator[Path]:
+    """Yield a file that replaces `path` at the end; nothing half written stays there.
+
+    Raises:
+        SpeculationError: it cannot be written.
+    """
+    whole = part = path.resolve()
+    replaced = whole.is_file() or not whole.exists()  # and is no /dev/stdout
+    if replaced and os.access(whole.parent, os.W_OK):
+        part = whole.with_name(f".{os.urandom(8).hex()}{path.suffix}")
     try:
-        yield
+        yield part
+        part.replace(whole)
     except OSError as error:
         raise SpeculationError(
             f"{option} is {str(path)!r}, which cannot be written: {error.strerror}. "
             "Name another file."
         ) from error
+    finally:
+        if part != whole:
+            part.unlink(missing_ok=True)

@@ -5,7 +5,8 @@
     mlx or a package of it is missing    one line, what to do      1
     wrong usage, an option that is out   typer's box, or one line  2
     of range or does not fit another
-    Ctrl-C                               what was done so far      130
+    Ctrl-C, SIGTERM                      what was done so far      130, 143
+    a second of them                     nothing more              130, 143
     a reader that left, as in `| head`   nothing                   141
 
 Warnings of this package are lines too. Anything else is a fault of ours, and keeps its
@@ -13,9 +14,7 @@ traceback.
 """
 
 import os
-import signal
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from typing import Any, TextIO
 
 import typer
 
+from mlx_speculation.cli import signals
 from mlx_speculation.environment import missing_backend
 from mlx_speculation.errors import (
     ContextLengthNotice,
@@ -34,7 +34,7 @@ from mlx_speculation.errors import (
     SpeculationError,
 )
 
-FAILED, USAGE, INTERRUPTED, READER_LEFT = 1, 2, 130, 141
+FAILED, USAGE, INTERRUPTED, READER_LEFT, TERMINATED = 1, 2, 130, 141, 143
 _NOTES = (ContextLengthNotice, CostFileWarning, DrafterFaultWarning, DraftNotice)
 
 
@@ -43,8 +43,13 @@ def run(app: typer.Typer) -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # what cannot be shown must not end a text
             stream.reconfigure(errors="backslashreplace")
-    with _ending(_exit):
-        app()
+    with _ending(SystemExit):
+        try:
+            app()
+        except SystemExit as ended:
+            if ended.code in (INTERRUPTED, TERMINATED):
+                signals.end_within(signals.EXIT_SECONDS, ended.code)
+            raise
 
 
 def guarded(command: Callable[..., None]) -> Callable[..., None]:
@@ -52,29 +57,15 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def safe(**values: Any) -> None:
-        with _ending(typer.Exit), _interruptible():
-            command(**values)
+        try:
+            with _ending(typer.Exit), signals.interruptible():
+                command(**values)
+        except typer.Exit as ended:
+            if ended.exit_code == INTERRUPTED:
+                ended.exit_code = signals.status()
+            raise
 
     return safe
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """Let Ctrl-C raise KeyboardInterrupt in here, whatever it does elsewhere."""
-    outside = signal.getsignal(signal.SIGINT)
-    here = threading.current_thread() is threading.main_thread()
-    if not here or outside is signal.SIG_IGN:
-        yield
-        return
-    try:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        yield
-    finally:
-        signal.signal(signal.SIGINT, outside)
-
-
-def _exit(status: int) -> SystemExit:
-    return SystemExit(status)
 
 
 @contextmanager

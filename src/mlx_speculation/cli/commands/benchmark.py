@@ -147,8 +147,8 @@ def benchmark(
     if plot is not None:  # last: a full disk must not cost the figures
         from mlx_speculation.cli.plots import save_plot
 
-        with writing("--plot", plot):
-            save_plot([_panel(drafts.model, names, arms, plain)], plot)
+        with writing("--plot", plot) as file:
+            save_plot([_panel(drafts.model, names, arms, plain)], file)
         screen.say(f"the plot is {plot}")
     if done < passes:
         raise typer.Exit(INTERRUPTED)

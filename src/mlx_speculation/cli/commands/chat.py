@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from mlx_speculation.cli import signals
 from mlx_speculation.cli.chat_template import TemplateOptions
 from mlx_speculation.cli.console import Screen, percent
 from mlx_speculation.cli.conversation import Conversation
@@ -148,6 +149,8 @@ class _Talk:
             }
         )
         self._screen.say(lines(result, ended, len(ids), bar))
+        if interrupted:
+            signals.resume()
 
 
 def _messages(screen: Screen) -> Iterator[str]:
@@ -168,6 +171,7 @@ def _messages(screen: Screen) -> Iterator[str]:
         except KeyboardInterrupt:  # often meant for an answer that has just ended
             if interrupted:
                 raise
+            signals.resume()
             interrupted = True
             screen.say("\nCtrl-C again, or Ctrl-D, ends the chat.")
             continue

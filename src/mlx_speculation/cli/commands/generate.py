@@ -160,8 +160,8 @@ def generate(
             finish_reason=ended,
             prompt=text,
         )
-        with writing("--html", output.html):
-            output.html.write_text(page, encoding="utf-8")
+        with writing("--html", output.html) as file:
+            file.write_text(page, encoding="utf-8")
         screen.say(f"the page is {output.html}")
     if interrupted:
         raise typer.Exit(INTERRUPTED)

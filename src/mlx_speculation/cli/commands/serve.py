@@ -3,8 +3,8 @@
 import ipaddress
 import logging
 import os
-import signal
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -164,29 +164,15 @@ def serve(
 def _until_stopped(
     server: "Server", settings: "Settings", screen: Screen, grace: float
 ) -> None:
-    """Serve until SIGTERM or Ctrl-C; the second of them does not wait."""
-    stop = threading.Event()
-
-    def ask(number: int, frame: Any) -> None:
-        if stop.is_set() or not serving:
-            raise KeyboardInterrupt
-        stop.set()
-
-    serving = False
-    signals = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(each, ask) for each in signals]
-    try:
-        server.start()
-        serving = True
+    """Serve until a signal; the second of them does not wait."""
+    server.start()
+    with suppress(KeyboardInterrupt):
         screen.say(f"{settings.names[0]} is served at {server.url}/v1")
-        stop.wait()
-        screen.say("ending")
-        if not server.stop(grace):
-            logging.shutdown()
-            os._exit(1)  # the interpreter would wait for the engine
-    finally:
-        for each, handler in zip(signals, before, strict=True):
-            signal.signal(each, handler)
+        threading.Event().wait()
+    screen.say("ending")
+    if not server.stop(grace):
+        logging.shutdown()
+        os._exit(1)  # the interpreter would wait for the engine
 
 
 def _names(model: str, name: str | None) -> tuple[str, ...]:

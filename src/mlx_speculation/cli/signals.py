@@ -1,0 +1,127 @@
+"""SIGINT and SIGTERM in commands: the first ends one in order, the second at once.
+
+    first     KeyboardInterrupt in the main thread, where nothing is half done
+    second    the process is gone within two seconds, whatever runs
+
+Python calls its handlers between two bytecodes of the main thread, which a forward or a
+compiler keeps from running any. So a thread reads the numbers that Python writes to a
+pipe where a signal arrives (`signal.set_wakeup_fd`), and ends the process.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+ORDERLY_SECONDS = 1.0  # for the end that the first one began, once the second comes
+EXIT_SECONDS = 5.0  # for threads that Python waits for, after the end of a command
+_SHOW_CURSOR = b"\x1b[?25h"  # progress bars hide it
+_RESUMED, _LEFT = 0, 255  # in the pipe, beside the numbers of signals
+
+
+class Signals:
+    """Signals of one command.
+
+    Attributes:
+        first: the signal that ends it; None: none has come.
+    """
+
+    def __init__(self, numbers: list[signal.Signals]) -> None:
+        self._numbers = numbers
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self.first: int | None = None
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Handle the signals in here."""
+        before = {each: signal.getsignal(each) for each in self._numbers}
+        watch = threading.Thread(target=self._watch, name="signals", daemon=True)
+        watch.start()
+        wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        try:
+            for each in self._numbers:
+                signal.signal(each, self._interrupt)
+            yield
+        finally:
+            for each, handler in before.items():
+                signal.signal(each, handler)
+            signal.set_wakeup_fd(wakeup)
+            os.write(self._write, bytes([_LEFT]))
+            os.close(self._write)
+
+    def resume(self) -> None:
+        """Go on after the first signal; the next one is a first one again."""
+        self.first = None
+        os.write(self._write, bytes([_RESUMED]))
+
+    def _interrupt(self, number: int, _: FrameType | None) -> None:
+        if self.first is None:
+            self.first = number
+            raise KeyboardInterrupt
+
+    def _watch(self) -> None:
+        """Count signals, and end the process after the second."""
+        count, number = 0, _RESUMED
+        while count < 2:
+            number = os.read(self._read, 1)[0]
+            if number == _LEFT:
+                os.close(self._read)
+                return
+            count = 0 if number == _RESUMED else count + (number in self._numbers)
+        end_within(ORDERLY_SECONDS, 128 + number)
+
+
+_current: Signals | None = None
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Let SIGINT and SIGTERM end what runs in here, unless they are ignored.
+
+    Elsewhere than in the main thread nothing is changed.
+    """
+    global _current
+    both = (signal.SIGINT, signal.SIGTERM)
+    numbers = [each for each in both if signal.getsignal(each) is not signal.SIG_IGN]
+    if threading.current_thread() is not threading.main_thread() or not numbers:
+        yield
+        return
+    _current = Signals(numbers)
+    with _current.installed():
+        yield
+
+
+def resume() -> None:
+    """Go on after Ctrl-C.
+
+    Raises:
+        KeyboardInterrupt: it was SIGTERM, which ends the command.
+    """
+    if _current is None or _current.first is None:
+        return
+    if _current.first == signal.SIGTERM:
+        raise KeyboardInterrupt
+    _current.resume()
+
+
+def status() -> int:
+    """Return the exit status of a command that was interrupted."""
+    number = None if _current is None else _current.first
+    return 128 + (signal.SIGINT if number is None else number)
+
+
+def end_within(seconds: float, status: int) -> None:
+    """End the process after some seconds, unless it has ended by then."""
+
+    def end() -> None:
+        time.sleep(seconds)
+        if sys.stderr.isatty():
+            os.write(2, _SHOW_CURSOR)
+        os._exit(status)
+
+    threading.Thread(target=end, name="end", daemon=True).start()
