@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from mlx_speculation import demo_models
-from mlx_speculation.cli import signals
+from mlx_speculation import demo_models, signals
 from mlx_speculation.cli.run_app import guarded
 from support.processes.programs import command_line
 from support.processes.wait_until import until

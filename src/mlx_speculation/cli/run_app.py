@@ -23,7 +23,7 @@ from typing import Any, TextIO
 
 import typer
 
-from mlx_speculation.cli import signals
+from mlx_speculation import signals
 from mlx_speculation.environment import missing_backend
 from mlx_speculation.errors import (
     ContextLengthNotice,

@@ -6,6 +6,7 @@
     job             a request on its way between its connection and the engine
     engine_thread   takes jobs, and runs rounds
     batch_runner    jobs as requests of a `BatchGenerator`
+    answer_parts    content, reasoning and tool calls of a text
     mlx_lm_server   the parts of mlx-lm's server that are used here
     schemas/        JSON schemas, compiled in processes with limits
 

@@ -138,14 +138,13 @@ class Rows:
             self._metrics.began(job.began - job.arrived)
         chunks = [one.chunk for one in responses if one.chunk is not None]
         text = "".join(chunk.text for chunk in chunks)
-        token = chunks[-1].token if chunks else 0
         texts = self._texts.get(uid)
         tokens = () if texts is None else tuple(map(texts.token, chunks))
         result = None if last.finish_reason is None else self._let_go(uid)
         if last.error is not None:
             job.put(logged_api_error(last.error))
         else:
-            job.put(Piece(text, token, tokens, result))
+            job.put(Piece(text, tokens, result))
 
     def _let_go(self, uid: int) -> "Result":
         """Forget a row, and count it."""

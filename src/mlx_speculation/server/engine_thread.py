@@ -226,7 +226,7 @@ class Worker(EngineThread):
                 field,
             )
         rows.insert(job, prompt, len(tokens))
-        job.put(self.context(tokens, state))
+        job.put(self.answer_parser(job.request, state, checked.most_calls))
 
     def _prompt(
         self, job: Job, generator: SpeculativeGenerator

@@ -15,13 +15,13 @@ from mlx_speculation.server.api_errors import ApiError, as_api_error, invalid, l
 from mlx_speculation.server.auth import check_permission
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.engine_thread import Worker
-from mlx_speculation.server.job import ClientLeftError, Job, Read, Token
+from mlx_speculation.server.job import ClientLeftError, Job, Piece, Read, Token
 from mlx_speculation.server.metrics import Metrics
 from mlx_speculation.server.mlx_lm_server import (
+    END,
     ChatHandler,
     CompletionRequest,
     Refused,
-    response,
 )
 from mlx_speculation.server.paths import CHATS, MODELS, TEXTS, no_such_path
 from mlx_speculation.server.request import (
@@ -41,7 +41,6 @@ from mlx_speculation.server.sockets import (
 
 LOG = logging.getLogger("mlx_speculation.server")
 FINGERPRINT = f"mlx-speculation-{__version__}"
-END = b"data: [DONE]\n\n"  # as mlx-lm's server ends a stream
 WELCOME = {
     "server": FINGERPRINT,
     "api": "OpenAI's, of chats and completions, at /v1",
@@ -139,11 +138,11 @@ class Handler(ChatHandler):
                 self._submitted(one, request, held) for one in self._checked.texts()
             ]
             if len(jobs) == 1:
-                self._answer(request, jobs[0])
+                self._answer(jobs[0])
             elif self._checked.stream:
-                self._stream_all(request, jobs)
+                self._stream_all(jobs)
             else:
-                self._answer_all(request, jobs)
+                self._answer_all(jobs)
 
     def _submitted(
         self, checked: CheckedRequest, request: CompletionRequest, held: ExitStack
@@ -160,15 +159,15 @@ class Handler(ChatHandler):
         self._worker.submit(job)
         return job
 
-    def _answer(self, request: CompletionRequest, job: Job, choice: int = 0) -> None:
+    def _answer(self, job: Job, choice: int = 0) -> None:
         """Send one text as it comes."""
         self._job, self._choice = job, choice
         self._result, self._unsent = None, []
         self._called_tool = False
-        context = job.wait(self._check)
-        self.send_answer(request, context, self._responses(job))
+        parser = job.wait(self._check)
+        self.send_answer(parser, self._pieces(job))
 
-    def _stream_all(self, request: CompletionRequest, jobs: Sequence[Job]) -> None:
+    def _stream_all(self, jobs: Sequence[Job]) -> None:
         """Stream texts one after the other; all of them are generated meanwhile."""
         options, file = self.stream_options, self.wfile
         cut: Any = WithoutEnd(file)
@@ -176,15 +175,15 @@ class Handler(ChatHandler):
             last = job is jobs[-1]
             self.stream_options = options if last else None
             self.wfile = file if last else cut
-            self._answer(request, job, choice)
+            self._answer(job, choice)
 
-    def _answer_all(self, request: CompletionRequest, jobs: Sequence[Job]) -> None:
+    def _answer_all(self, jobs: Sequence[Job]) -> None:
         """Send all texts as one answer, of which mlx-lm's server forms each."""
         answer, file = None, self.wfile
         for choice, job in enumerate(jobs):
             self.wfile = io.BytesIO()
             try:
-                self._answer(request, job, choice)
+                self._answer(job, choice)
             finally:
                 self.wfile, self._sent = file, False
                 self.forget_headers()
@@ -239,7 +238,7 @@ class Handler(ChatHandler):
         held.callback(constraint.close)
         return constraint
 
-    def _responses(self, job: Job) -> Iterator[Any]:
+    def _pieces(self, job: Job) -> Iterator[Piece]:
         """Yield the text in pieces, and note what is not text."""
         for piece in job.pieces(self._check):
             if isinstance(piece, Read):
@@ -247,7 +246,7 @@ class Handler(ChatHandler):
                 continue
             self._unsent += piece.tokens
             self._result = piece.result
-            yield response(piece.text, piece.token, ended=piece.result is not None)
+            yield piece
 
     def _keep_alive(self, read: int, of: int) -> None:
         """Let proxies see that a stream with a long prompt goes on, as mlx-lm does."""

@@ -57,7 +57,6 @@ class Piece:
     """What one round has added to a text."""
 
     text: str  # may be empty
-    token: int  # the last id
     tokens: tuple[Token, ...] = ()  # all of them, if their probabilities were asked for
     result: "Result | None" = None  # the text as a whole, in the last piece
 

@@ -2,20 +2,22 @@
 
     Provider        holds the target that somebody else has loaded
     EngineThread    one thread in which everything of mlx happens
-    ChatHandler     routes, chat templates, tool calls, reasoning, server-sent events
+    ChatHandler     routes, chat templates, server-sent events
 
-mlx-lm's server renders chats, takes tool calls and reasoning out of the text, and forms
-the answers. Here it does not load, choose tokens, or keep caches. This module is
+mlx-lm's server renders chats and forms packets of the answers. Here it does not load,
+choose tokens, keep caches, or read tool calls (`answer_parts.py`). This module is
 imported by name only, since it imports all of mlx-lm.
 """
 
 import atexit
 import io
+import json
 import sys
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,27 +28,30 @@ from mlx_lm.models.cache import LRUPromptCache
 from mlx_lm.server import (
     APIHandler,
     CompletionRequest,
-    GenerationContext,
     ModelProvider,
-    Response,
     ResponseGenerator,
 )
 
 from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.server.answer_parts import (
+    AnswerParser,
+    Marks,
+    Parts,
+    read_calls,
+)
+from mlx_speculation.server.job import Piece
 
 __all__ = [
+    "END",
     "ChatHandler",
     "CompletionRequest",
     "EngineThread",
-    "GenerationContext",
     "Provider",
     "Refused",
     "options_of",
-    "response",
 ]
 
-# A response without one is followed by more.
-ENDED = "length"
+END = b"data: [DONE]\n\n"  # as mlx-lm's server ends a stream
 POLL_SECONDS = 0.01
 EXIT_SECONDS = 5.0  # until the thread of a program that ends has gone
 
@@ -80,17 +85,6 @@ def options_of(
         top_k=0,
         min_p=0.0,
     )
-
-
-def response(text: str, token: int, *, ended: bool) -> Response:
-    """Return a piece of text as mlx-lm's server takes it.
-
-    The end is always "length": at "stop" the server drops what it still holds back and
-    the piece itself, since it has found a stop string in it. Here stop strings are cut
-    before, and whoever forms the answer puts the true reason in.
-    """
-    nothing: Any = ()
-    return Response(text, token, 0.0, ENDED if ended else None, nothing)
 
 
 class Provider(ModelProvider):
@@ -185,20 +179,19 @@ class EngineThread(ResponseGenerator):
         )
         return [int(token) for token in tokens], str(state)
 
-    def context(self, prompt: list[int], state: str) -> GenerationContext:
-        """Return what forms an answer: where thoughts and tool calls begin and end."""
+    def answer_parser(
+        self, request: CompletionRequest, state: str, most_calls: int | None
+    ) -> AnswerParser:
+        """Return what divides an answer; the text of a completion is one part."""
         tokenizer = self.model_provider.tokenizer
-        _, texts = self._make_state_machine(
+        read = partial(read_calls, parser=tokenizer.tool_parser, tools=request.tools)
+        if request.request_type != "chat":
+            return AnswerParser(None, read=read)
+        _, machine = self._make_state_machine(
             self.model_provider.model_key, tokenizer, ()
         )
-        return GenerationContext(
-            has_tool_calling=tokenizer.has_tool_calling,
-            has_thinking=tokenizer.has_thinking,
-            tool_parser=tokenizer.tool_parser,
-            text_sm=texts,
-            initial_state=state,
-            prompt=prompt,
-        )
+        marks = Marks(machine, _marks_of(tokenizer))
+        return AnswerParser(marks, state, read=read, most_calls=most_calls)
 
     def _generate(self) -> None:
         try:
@@ -227,16 +220,59 @@ class ChatHandler(APIHandler):
         self.headers["Content-Length"] = str(len(body))
         super().do_POST()
 
-    def send_answer(
-        self,
-        request: CompletionRequest,
-        context: GenerationContext,
-        responses: Iterator[Response],
-    ) -> None:
-        """Let mlx-lm's server form and send an answer."""
-        options = self.response_generator.cli_args
-        self.response_generator: Any = _Answer(options, context, responses)
-        super().handle_completion(request, [])
+    def send_answer(self, parser: AnswerParser, pieces: Iterable[Piece]) -> None:
+        """Form and send an answer."""
+        if self.stream:
+            self._set_stream_headers(200)
+            self.end_headers()
+        else:
+            self._set_completion_headers(200)
+        whole, calls = Parts(), 0
+        for piece in pieces:
+            parts = parser.feed(piece.text)
+            if piece.result is not None:
+                parts += parser.end()
+            if not self.stream:
+                whole += parts
+            elif parts:
+                self._send_event(self._formed(parts, None, calls))
+                calls += len(parts.calls)
+        if self.stream:
+            self._send_event(self._formed(whole, "stop", calls))
+            self._end_stream()
+            return
+        body = json.dumps(self._formed(whole, "stop")).encode()
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+        self.wfile.flush()
+
+    def _formed(
+        self, parts: Parts, reason: Any, calls: int | None = None
+    ) -> dict[str, Any]:
+        """Return a packet of an answer; `calls` are those that a stream has sent."""
+        named: Any = [
+            call.as_object(None if calls is None else calls + index)
+            for index, call in enumerate(parts.calls)
+        ]
+        packet: dict[str, Any] = self.generate_response(
+            parts.content,
+            reason,
+            *(0, 0),  # the counts are put in afterwards
+            tool_calls=named,
+            reasoning_text=parts.reasoning,
+        )
+        return packet
+
+    def _end_stream(self) -> None:
+        if self.stream_options is not None and self.stream_options["include_usage"]:
+            self._send_event(self.completion_usage_response(0, 0))
+        self.wfile.write(END)
+        self.wfile.flush()
+
+    def _send_event(self, packet: dict[str, Any]) -> None:
+        self.wfile.write(f"data: {json.dumps(packet)}\n\n".encode())
+        self.wfile.flush()
 
     def forget_headers(self) -> None:
         """Drop the lines of an answer that were not sent."""
@@ -253,20 +289,14 @@ class ChatHandler(APIHandler):
         super()._set_completion_headers(status_code)
 
 
-class _Answer:
-    """What mlx-lm's handler takes for its engine while it answers one request."""
-
-    def __init__(
-        self,
-        options: Namespace,
-        context: GenerationContext,
-        responses: Iterator[Response],
-    ) -> None:
-        self.cli_args = options
-        self._answer = context, responses
-
-    def generate(
-        self, *request: Any, progress_callback: Any = None
-    ) -> tuple[GenerationContext, Iterator[Response]]:
-        """Return the answer."""
-        return self._answer
+def _marks_of(tokenizer: Any) -> tuple[str, ...]:
+    """Return all marks that `make_text_state_machine` lets the machine look for."""
+    edges = [
+        mark for edges in tokenizer.response_transitions.values() for mark, _ in edges
+    ]
+    ends = (
+        *(tokenizer.think_start, tokenizer.think_end),
+        *(tokenizer.tool_call_start, tokenizer.tool_call_end),
+    )
+    marks = (*ends, *(tokenizer.structural_markers or ()), *edges)
+    return tuple(mark for mark in marks if mark)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from mlx_speculation.cli import signals
+from mlx_speculation import signals
 from mlx_speculation.cli.chat_template import TemplateOptions
 from mlx_speculation.cli.console import Screen, percent
 from mlx_speculation.cli.conversation import Conversation

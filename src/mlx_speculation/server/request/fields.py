@@ -53,9 +53,9 @@ class Fields:
             raise self.wrong(name, value, f"a whole number of at least {low}{most}")
         return int(value)
 
-    def flag(self, name: str) -> bool:
-        """Return true or false; false where it is not given."""
-        value = self.take(name, False)
+    def flag(self, name: str, default: bool = False) -> bool:
+        """Return true or false."""
+        value = self.take(name, default)
         if not isinstance(value, bool):
             raise self.wrong(name, value, "true or false")
         return value

@@ -57,6 +57,7 @@ class CheckedRequest:
     # Tokens drafted in a round at most; None: no limit of its own.
     max_draft: int | None
     exact: bool = False  # whether no draft may change a bit
+    most_calls: int | None = None  # tool calls of an answer; None: any number
     # Of a chat with images: its messages with their parts; empty: it has none
     placed: tuple[dict[str, Any], ...] = ()
     # The files of its images; once they are opened, pictures
@@ -95,6 +96,7 @@ def read_request(
     body["stream_options"] = _stream_options(fields, stream)
     prompts: tuple[str | list[int], ...] = ()
     template_args = calls = messages = None
+    parallel = fields.flag("parallel_tool_calls", True)
     if chat:
         messages = checked_messages(fields, settings)
         body["messages"] = messages.texts
@@ -124,6 +126,7 @@ def read_request(
         draft_length=length,
         max_draft=max_draft,
         exact=exact,
+        most_calls=None if parallel else 1,
         placed=() if messages is None else messages.placed,
         images=() if messages is None else messages.images,
     )
@@ -220,7 +223,6 @@ def _refuse_the_rest(fields: Fields) -> None:
         "safety_identifier",
         "prompt_cache_key",
         "prompt_cache_retention",
-        "parallel_tool_calls",
     )
     fields.ignore("verbosity", "prediction", "reasoning_effort")
     for name, advice in NOT_OFFERED.items():

@@ -1,0 +1,199 @@
+"""Answers as content, reasoning and tool calls: functions on text, for any API.
+
+    parser = AnswerParser(marks, read=partial(read_calls, parser=tokenizer.tool_parser))
+    parser.feed(text)       # what a piece of the text adds
+    parser.end()            # what was held back, since a mark might have begun
+
+Text between the marks of a tool call that is none is content, marks included.
+"""
+
+import json
+import logging
+import re
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+LOG = logging.getLogger("mlx_speculation.server")
+_NAME = re.compile(r"[\w.:/-]+")
+NORMAL, REASONING, TOOL = "normal", "reasoning", "tool"  # states of mlx-lm's machine
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call of a function."""
+
+    name: str  # of the function
+    arguments: str  # a JSON object
+    id: str = field(default_factory=lambda: str(uuid.uuid4()))
+
+    def as_object(self, index: int | None = None) -> dict[str, Any]:
+        """Return the call in OpenAI's form; a stream numbers its calls."""
+        function = {"name": self.name, "arguments": self.arguments}
+        made = {"function": function, "type": "function", "id": self.id}
+        return made if index is None else {**made, "index": index}
+
+
+@dataclass(slots=True)
+class Parts:
+    """Parts of an answer, or what a piece of text adds to them."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.content or self.reasoning or self.calls)
+
+    def __iadd__(self, more: "Parts") -> "Parts":
+        self.content += more.content
+        self.reasoning += more.reasoning
+        self.calls += more.calls
+        return self
+
+
+class Machine(Protocol):
+    """mlx-lm's `TextStateMachine`, which divides a text at marks and drops these."""
+
+    def make_state(self, initial: str) -> Any:
+        """Return the state before the text."""
+        ...
+
+    def split(self, state: Any, text: str) -> tuple[Any, list[tuple[str, str]]]:
+        """Return the next state, and texts with their states, a mark between two."""
+        ...
+
+    def flush(self, state: Any) -> tuple[Any, str, str]:
+        """Return the next state, what was held back, and its state."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """Marks of a tokenizer's answers."""
+
+    machine: Machine  # knows them
+    texts: tuple[str, ...]  # all of them
+
+    def first(self, text: str) -> str:
+        """Return the mark with which a text begins; of several, the machine's."""
+        return min((each for each in self.texts if text.startswith(each)), key=len)
+
+
+class AnswerParser:
+    """Divides one answer into its parts, as its text comes."""
+
+    def __init__(
+        self,
+        marks: Marks | None,  # None: all text is content
+        state: str = NORMAL,  # in which the answer begins
+        *,
+        # Returns the calls of a text between marks; None: it is none
+        read: Callable[[str], list[ToolCall] | None],
+        most_calls: int | None = None,  # further ones are dropped; None: all are kept
+    ) -> None:
+        self._marks, self._name = marks, state
+        self._state = None if marks is None else marks.machine.make_state(state)
+        self._read, self._most = read, most_calls
+        self._left = ""  # of the text, behind what was divided
+        self._tool = self._opened = ""  # of a call: its text, and that with its mark
+        self._calls = 0
+
+    def feed(self, text: str) -> Parts:
+        """Return what a piece of the text adds."""
+        if self._marks is None:
+            return Parts(text)
+        self._left += text
+        self._state, segments = self._marks.machine.split(self._state, text)
+        return self._parts(segments)
+
+    def end(self) -> Parts:
+        """Return what the end of the text adds."""
+        if self._marks is None:
+            return Parts()
+        self._state, text, state = self._marks.machine.flush(self._state)
+        parts = self._parts([(state, text)])
+        if self._name == TOOL:
+            self._close("", parts)
+        return parts
+
+    def _parts(self, segments: Iterable[tuple[str, str]]) -> Parts:
+        parts = Parts()
+        for index, (name, text) in enumerate(segments):
+            if index:
+                self._pass_mark(name, parts)
+            self._left = self._left[len(text) :]
+            if name == TOOL:
+                self._tool += text
+            elif name == REASONING:
+                parts.reasoning += text
+            elif name == NORMAL:
+                parts.content += text
+        return parts
+
+    def _pass_mark(self, name: str, parts: Parts) -> None:
+        assert self._marks is not None
+        mark = self._marks.first(self._left)
+        self._left = self._left[len(mark) :]
+        if self._name == TOOL:
+            self._close(mark, parts)
+        if name == TOOL:
+            self._tool, self._opened = "", mark
+        self._name = name
+
+    def _close(self, mark: str, parts: Parts) -> None:
+        """Add the call that ends here, or its text."""
+        calls = self._read(self._tool)
+        if calls is None:
+            parts.content += self._opened + self._tool + mark
+            return
+        room = len(calls) if self._most is None else max(0, self._most - self._calls)
+        if len(calls) > room:
+            LOG.warning("%d further tool calls are dropped", len(calls) - room)
+        parts.calls += calls[:room]
+        self._calls += len(calls)
+
+
+def read_calls(
+    text: str,
+    parser: Callable[[str, Any], Any] | None,  # of mlx-lm's tokenizer
+    tools: Sequence[dict[str, Any]] | None = None,  # those of the request
+) -> list[ToolCall] | None:
+    """Return the tool calls of a text between marks; None: it cannot be read so."""
+    if parser is None:
+        return None
+    offered = {tool["function"]["name"] for tool in tools or ()}
+    try:
+        found = parser(text, tools)
+        calls = [_call(one) for one in (found if isinstance(found, list) else [found])]
+    except Exception as error:  # a model writes anything, and parsers raise what comes
+        LOG.warning("a tool call cannot be read: %s", type(error).__name__)
+        return None
+    # Some parsers make up a name for what they cannot read, or take what comes first.
+    named = [
+        call.name in offered or (call.name in text and _NAME.fullmatch(call.name))
+        for call in calls
+    ]
+    return calls if calls and all(named) else None
+
+
+def _call(found: Any) -> ToolCall:
+    """Return a call in one form.
+
+    Raises:
+        ValueError: it is none.
+    """
+    name = found.get("name") if isinstance(found, dict) else None
+    if not isinstance(name, str) or not name:
+        raise ValueError("it has no name")
+    arguments = found.get("arguments", found.get("parameters"))
+    if isinstance(arguments, str) and arguments.strip():
+        arguments = json.loads(arguments)
+    if not isinstance(arguments or {}, dict):
+        raise ValueError("its arguments are no object")
+    text = json.dumps(arguments or {}, ensure_ascii=False, allow_nan=False)
+    given = found.get("id")
+    return (
+        ToolCall(name, text, given) if isinstance(given, str) else ToolCall(name, text)
+    )
