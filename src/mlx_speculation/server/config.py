@@ -127,7 +127,8 @@ class Settings:
         """Refuse a key that is none, and defaults above the limits."""
         if self.api_key is not None and not self.api_key.strip():
             raise InvalidRequestError(
-                "The API key is empty. Leave it out, or give one that nobody guesses."
+                "The API key is empty. Leave out --api-key and "
+                "MLX_SPECULATION_API_KEY, or give one that nobody guesses."
             )
         if self.defaults.max_tokens > self.limits.max_tokens:
             raise InvalidRequestError(

@@ -93,9 +93,22 @@ def test_without_its_library_it_says_what_to_install(
     assert "pip install 'mlx-speculation[serve]'" in said
 
 
+@pytest.mark.parametrize("key", ["", " "])
+def test_an_empty_key_of_the_environment_is_refused(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    """It served without one."""
+    monkeypatch.setenv("MLX_SPECULATION_API_KEY", key)
+    assert "MLX_SPECULATION_API_KEY" in commands.refused("serve", DRAFT, "--port", "0")
+    # An option comes before the environment.
+    options = ["--api-key", "sesame", "--host", "no such host"]
+    assert "cannot listen at" in commands.refused("serve", DRAFT, *options)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
+        (["--api-key", ""], "The API key is empty"),
         (["--api-key", " "], "The API key is empty"),
         (["--host", "no such host"], "cannot listen at 'no such host'"),
         (["--max-tokens", "10", "--max-tokens-limit", "5"], "10 tokens by default"),

@@ -48,9 +48,14 @@ class AccessOptions:
         None, "Model name in requests. Default: the folder's name."
     )
 
+    @property
+    def key(self) -> str | None:
+        """The API key; an empty variable, which the option passes over, is one too."""
+        return os.environ.get(KEY) if self.api_key is None else self.api_key
+
     def warn(self) -> None:
         """Say so where anybody may ask."""
-        if self.api_key is None and not _is_loopback(self.host):
+        if self.key is None and not _is_loopback(self.host):
             note(
                 f"it listens at {self.host}, which other machines may reach, and asks "
                 f"for no API key. Set {KEY}, or leave --host out."
@@ -134,7 +139,7 @@ def serve(
     settings = Settings(
         names=_names(pair.model, access.model_name),
         draft=None if pair.draft is None else _shown(pair.draft),
-        api_key=access.api_key,
+        api_key=access.key,
         allowed_origins=access.origins,
         max_rows=max_rows,
         prefill_step=prefill_step_size,
