@@ -8,7 +8,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from email.message import Message
 from typing import Any
 
@@ -130,11 +130,19 @@ def test_no_limit_goes_past_a_table_of_positions(name: str, model_len: int) -> N
             assert answer["choices"][0]["finish_reason"] == "length"
 
 
-def test_too_many_tokens_are_refused(server: Server) -> None:
-    for name in ("max_tokens", "max_completion_tokens"):
-        error = post(server, {**SHORT, name: MANY + 1}).refused(400)
-        assert error["param"] == name
-        assert str(MANY) in error["message"]
+def test_what_is_too_much_names_the_option_that_allows_more(server: Server) -> None:
+    for more, limit, option in (
+        ({"max_tokens": MANY + 1}, str(MANY), "max-tokens-limit"),
+        ({"max_completion_tokens": MANY + 1}, str(MANY), "max-tokens-limit"),
+        ({"num_draft_tokens": 65}, "64", "max-draft"),
+        ({"speculative": {"max_draft": 65}}, "64", "max-draft"),
+        ({"n": 33}, "32", "max-rows"),
+    ):
+        error = post(server, {**SHORT, **more}).refused(400)
+        assert error["param"].rpartition(".")[2] in str(more)
+        assert limit in error["message"]
+        assert f"larger --{option}" in error["message"]
+    assert "--max-body-bytes" in post(server, b"[" * 2001).refused(413)["message"]
 
 
 def test_a_request_that_does_not_arrive_is_given_up(server: Server) -> None:
@@ -166,6 +174,55 @@ def test_a_client_that_leaves_frees_its_row(server: Server) -> None:
         until(lambda: worker.taken == 0)
         until(lambda: rows_held(worker) == 0)
     assert b"requests_cancelled_total" in get(server, "/metrics").body
+
+
+def cancelled(server: Server) -> float:
+    """Return how many requests were counted as cancelled."""
+    page = get(server, "/metrics").body.decode()
+    name = "mlx_speculation:requests_cancelled_total{"
+    (line,) = (each for each in page.splitlines() if each.startswith(name))
+    return float(line.rpartition(" ")[2])
+
+
+def test_a_client_that_leaves_is_counted_wherever_its_request_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It runs, waits for a row, waits for the engine, or for a grammar."""
+    busy, release = threading.Event(), threading.Event()
+    real = Worker._admit
+
+    def admit(worker: Worker) -> None:
+        if busy.is_set():
+            release.wait(20)
+        real(worker)
+
+    monkeypatch.setattr(Worker, "_admit", admit)
+    with serving(limits={"max_tokens": MANY}, max_rows=1) as server:
+        monkeypatch.setattr(server.worker.schemas, "compile", _waiting)
+        opened = []
+        for count in range(4):
+            if count == 2:
+                busy.set()
+            kind = {"response_format": {"type": "json_object"}} if count == 3 else {}
+            opened.append(connect(server))
+            opened[-1].sendall(packet({**LONG, **kind}))
+            until(lambda: server.worker.taken == count + 1)  # noqa: B023
+            if count == 1:
+                until(lambda: rows_held(server.worker) == 2)
+        for connection in opened:
+            connection.close()
+        until(lambda: server.worker.taken == 3)  # the grammar's
+        time.sleep(0.3)  # until the others are seen to have left
+        release.set()
+        until(lambda: server.worker.taken == 0)
+        assert cancelled(server) == 4
+
+
+def _waiting(schema: Any, tokenizer: Any, check: Callable[[], None]) -> Any:
+    """Compile a schema for ever."""
+    while True:
+        check()
+        time.sleep(0.01)
 
 
 def test_what_takes_too_long_is_ended() -> None:
@@ -264,6 +321,18 @@ def test_web_pages_may_not_use_it_unless_they_are_named(server: Server) -> None:
     assert ALLOW_ORIGIN not in get(server, "/health", **origin).headers
     good = {"Origin": GOOD_PAGE}
     assert post(server, SHORT, headers=good).status == 200
+    asked = "".join(f"{name}: {value}\r\n" for name, value in good.items())
+    for line in (
+        "Access-Control-Request-Method: POST",
+        "Access-Control-Request-Headers: authorization,content-type",
+    ):
+        asked += f"{line}\r\n"
+    path = "/v1/chat/completions"
+    answer = exchange(server, f"OPTIONS {path} HTTP/1.1\r\n{asked}\r\n".encode())
+    assert (answer.status, answer.headers[ALLOW_ORIGIN]) == (204, GOOD_PAGE)
+    # In browsers "*" stands for all but this one.
+    names = answer.headers["access-control-allow-headers"].split(", ")
+    assert {"Authorization", "Content-Type"} <= set(names)
     assert get(server, "/health", **good).headers[ALLOW_ORIGIN] == GOOD_PAGE
 
 

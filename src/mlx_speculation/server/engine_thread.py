@@ -193,6 +193,7 @@ class Worker(EngineThread):
             if not job.cancelled:
                 self._insert(job)
                 return True
+            self._metrics.cancelled()
         except Exception as error:
             job.put(logged_api_error(error))
         self.done()

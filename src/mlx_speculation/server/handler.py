@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
+from urllib.parse import unquote
 
 from mlx_speculation import __version__
 from mlx_speculation.server import response as replies
@@ -152,7 +153,9 @@ class Handler(ChatHandler):
         self._worker.take()
         try:
             job.constraint = self._constraint(job, held)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, ClientLeftError):
+                self._metrics.cancelled()
             self._worker.done()
             raise
         held.callback(job.cancel)
@@ -327,10 +330,11 @@ class Handler(ChatHandler):
             "created": self.created,
             "owned_by": "mlx-speculation",
         }
-        name = path.removeprefix(MODELS).removeprefix("/")
+        # Names of repositories hold a slash, which clients encode.
+        name = unquote(path.removeprefix(MODELS).removeprefix("/"))
         if not name:
             return {"object": "list", "data": [own]}
-        if name != own["id"]:
+        if name not in self._settings.names:
             raise ApiError(
                 404,
                 f"The model {name[:200]!r} is not served here.",

@@ -80,10 +80,9 @@ def serving(
     """
     usual = {"max_tokens": 64, "prompt_tokens": 256, "read_seconds": 5.0}
     made = Settings(
-        names=(NAME,),
         draft=draft,
         limits=Limits(**{**usual, **(limits or {})}),
-        **{"defaults": Defaults(max_tokens=16), **settings},
+        **{"names": (NAME,), "defaults": Defaults(max_tokens=16), **settings},
     )
     with Server(made, make or make_tiny(), prefixes=prefixes) as server:
         yield server

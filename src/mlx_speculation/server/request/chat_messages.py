@@ -90,7 +90,9 @@ def _content(
         if kind == "image_url":
             if len(images) >= settings.limits.images:
                 raise invalid(
-                    f"A request may have {settings.limits.images} images.", "messages"
+                    f"A request may have {settings.limits.images} images. Send fewer, "
+                    "or start the server with a larger --max-images.",
+                    "messages",
                 )
             images.append(checked_image(part, f"{where}.content[{i}]", settings))
             parts.append({"type": "image"})

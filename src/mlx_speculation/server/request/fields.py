@@ -41,7 +41,12 @@ class Fields:
         return float(value)
 
     def whole(
-        self, name: str, default: int | None, low: int, high: int | None = None
+        self,
+        name: str,
+        default: int | None,
+        low: int,
+        high: int | None = None,
+        option: str = "",  # of the server, that allows more than `high`
     ) -> int | None:
         """Return a whole number in a range."""
         value = self.take(name)
@@ -50,6 +55,8 @@ class Fields:
         count = isinstance(value, int) and not isinstance(value, bool)
         if not count or value < low or (high is not None and value > high):
             most = "" if high is None else f" and at most {high}"
+            if option:
+                most += f" (start the server with a larger --{option} for more)"
             raise self.wrong(name, value, f"a whole number of at least {low}{most}")
         return int(value)
 

@@ -48,7 +48,8 @@ def read_body(headers: Message, source: BinaryIO, most: int) -> bytes:
     if length > most:
         raise ApiError(
             413,
-            f"The body has {length} bytes, and {most} may be.",
+            f"The body has {length} bytes, and {most} may be. Send less, or start the "
+            "server with a larger --max-body-bytes.",
             code="body_too_large",
         )
     body = source.read(length)

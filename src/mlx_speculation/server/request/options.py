@@ -139,13 +139,13 @@ def speculative(
     """Return what drafts, how long, how long at most, and whether it is exact mode."""
     given = fields.object("speculative")
     most = settings.limits.draft_tokens
-    mlx_lm_length = fields.whole("num_draft_tokens", None, 0, most)
+    mlx_lm_length = fields.whole("num_draft_tokens", None, 0, most, "max-draft")
     fields.only("draft_model", "default_model")
     if given is None:
         return None, mlx_lm_length, None, False
     inner = Fields(given, "speculative.")
     name = inner.text("draft")
-    max_draft = inner.whole("max_draft", None, 0, most)
+    max_draft = inner.whole("max_draft", None, 0, most, "max-draft")
     off, exact = inner.flag("off"), inner.flag("exact")
     inner.end()
     known = [one for one in (settings.draft, "lookup") if one is not None]

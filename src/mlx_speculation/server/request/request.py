@@ -203,9 +203,9 @@ def _template_args(fields: Fields) -> dict[str, Any] | None:
 
 
 def _max_tokens(fields: Fields, settings: Settings) -> int:
-    most = settings.limits.max_tokens
-    older = fields.whole("max_tokens", None, 1, most)
-    newer = fields.whole("max_completion_tokens", None, 1, most)
+    most, option = settings.limits.max_tokens, "max-tokens-limit"
+    older = fields.whole("max_tokens", None, 1, most, option)
+    newer = fields.whole("max_completion_tokens", None, 1, most, option)
     if newer is not None:
         return newer
     return settings.defaults.max_tokens if older is None else older
