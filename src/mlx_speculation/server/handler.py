@@ -19,7 +19,6 @@ from mlx_speculation.server.engine_thread import Worker
 from mlx_speculation.server.job import ClientLeftError, Job, Piece, Read, Token
 from mlx_speculation.server.metrics import Metrics
 from mlx_speculation.server.mlx_lm_server import (
-    END,
     ChatHandler,
     CompletionRequest,
     Refused,
@@ -47,21 +46,6 @@ WELCOME = {
     "api": "OpenAI's, of chats and completions, at /v1",
     "paths": [*CHATS[:1], *TEXTS, MODELS, "/health", "/metrics"],
 }
-
-
-class WithoutEnd:
-    """A stream of events that goes on after what mlx-lm's server takes for its end."""
-
-    def __init__(self, file: Any) -> None:
-        self._file = file
-
-    def write(self, data: bytes) -> int:
-        """Write an event, unless it is the end."""
-        return len(data) if data == END else int(self._file.write(data))
-
-    def flush(self) -> None:
-        """Send what was written."""
-        self._file.flush()
 
 
 class Handler(ChatHandler):
@@ -162,23 +146,18 @@ class Handler(ChatHandler):
         self._worker.submit(job)
         return job
 
-    def _answer(self, job: Job, choice: int = 0) -> None:
+    def _answer(self, job: Job, choice: int = 0, *, last: bool = True) -> None:
         """Send one text as it comes."""
         self._job, self._choice = job, choice
         self._result, self._unsent = None, []
         self._called_tool = False
         parser = job.wait(self._check)
-        self.send_answer(parser, self._pieces(job))
+        self.send_answer(parser, self._pieces(job), last=last)
 
     def _stream_all(self, jobs: Sequence[Job]) -> None:
         """Stream texts one after the other; all of them are generated meanwhile."""
-        options, file = self.stream_options, self.wfile
-        cut: Any = WithoutEnd(file)
         for choice, job in enumerate(jobs):
-            last = job is jobs[-1]
-            self.stream_options = options if last else None
-            self.wfile = file if last else cut
-            self._answer(job, choice)
+            self._answer(job, choice, last=job is jobs[-1])
 
     def _answer_all(self, jobs: Sequence[Job]) -> None:
         """Send all texts as one answer, of which mlx-lm's server forms each."""

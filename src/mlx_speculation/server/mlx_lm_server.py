@@ -42,7 +42,6 @@ from mlx_speculation.server.answer_parts import (
 from mlx_speculation.server.job import Piece
 
 __all__ = [
-    "END",
     "ChatHandler",
     "CompletionRequest",
     "EngineThread",
@@ -51,7 +50,6 @@ __all__ = [
     "options_of",
 ]
 
-END = b"data: [DONE]\n\n"  # as mlx-lm's server ends a stream
 POLL_SECONDS = 0.01
 EXIT_SECONDS = 5.0  # until the thread of a program that ends has gone
 
@@ -220,8 +218,10 @@ class ChatHandler(APIHandler):
         self.headers["Content-Length"] = str(len(body))
         super().do_POST()
 
-    def send_answer(self, parser: AnswerParser, pieces: Iterable[Piece]) -> None:
-        """Form and send an answer."""
+    def send_answer(
+        self, parser: AnswerParser, pieces: Iterable[Piece], *, last: bool = True
+    ) -> None:
+        """Form and send an answer; a stream of several texts ends with the last."""
         if self.stream:
             self._set_stream_headers(200)
             self.end_headers()
@@ -239,7 +239,8 @@ class ChatHandler(APIHandler):
                 calls += len(parts.calls)
         if self.stream:
             self._send_event(self._formed(whole, "stop", calls))
-            self._end_stream()
+            if last:
+                self._end_stream()
             return
         body = json.dumps(self._formed(whole, "stop")).encode()
         self.send_header("Content-Length", str(len(body)))
@@ -267,7 +268,7 @@ class ChatHandler(APIHandler):
     def _end_stream(self) -> None:
         if self.stream_options is not None and self.stream_options["include_usage"]:
             self._send_event(self.completion_usage_response(0, 0))
-        self.wfile.write(END)
+        self.wfile.write(b"data: [DONE]\n\n")
         self.wfile.flush()
 
     def _send_event(self, packet: dict[str, Any]) -> None:
