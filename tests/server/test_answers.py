@@ -375,8 +375,8 @@ def test_models_are_listed(client: openai.OpenAI, server: Server) -> None:
     with serving(names=("org/some name", "./folder")) as other:
         for path in ("org%2Fsome%20name", "org/some%20name", "%2E%2Ffolder?x"):
             assert get(other, f"/v1/models/{path}").json["id"] == "org/some name"
-        with client_of(other) as asking:
-            assert asking.models.retrieve("org/some name").id == "org/some name"
+        with client_of(other) as second:
+            assert second.models.retrieve("org/some name").id == "org/some name"
         get(other, "/v1/models/org%252Fsome%20name").refused(404)
     assert get(server, "/health").json == {"status": "ok"}
 

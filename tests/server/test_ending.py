@@ -22,9 +22,9 @@ from mlx_speculation.server import Limits, Server, Settings
 limits = Limits(max_tokens=50_000)
 server = Server(Settings(names=("tiny",), limits=limits), make_tiny())
 server.start()
-asked = connect(server)
-asked.sendall(packet({{"prompt": "LONG", "max_tokens": 50_000, "stream": True}}))
-asked.recv(1000)
+client = connect(server)
+client.sendall(packet({{"prompt": "LONG", "max_tokens": 50_000, "stream": True}}))
+client.recv(1000)
 """
 
 

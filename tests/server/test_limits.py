@@ -321,14 +321,14 @@ def test_web_pages_may_not_use_it_unless_they_are_named(server: Server) -> None:
     assert ALLOW_ORIGIN not in get(server, "/health", **origin).headers
     good = {"Origin": GOOD_PAGE}
     assert post(server, SHORT, headers=good).status == 200
-    asked = "".join(f"{name}: {value}\r\n" for name, value in good.items())
+    lines = "".join(f"{name}: {value}\r\n" for name, value in good.items())
     for line in (
         "Access-Control-Request-Method: POST",
         "Access-Control-Request-Headers: authorization,content-type",
     ):
-        asked += f"{line}\r\n"
+        lines += f"{line}\r\n"
     path = "/v1/chat/completions"
-    answer = exchange(server, f"OPTIONS {path} HTTP/1.1\r\n{asked}\r\n".encode())
+    answer = exchange(server, f"OPTIONS {path} HTTP/1.1\r\n{lines}\r\n".encode())
     assert (answer.status, answer.headers[ALLOW_ORIGIN]) == (204, GOOD_PAGE)
     # In browsers "*" stands for all but this one.
     names = answer.headers["access-control-allow-headers"].split(", ")

@@ -129,10 +129,10 @@ class Requests:
     def all(self, count: int) -> list[Wanted]:
         """Return requests of all kinds."""
         kinds = [self._text] * 14 + [self._call] * 3 + [self._wrong] * 3
-        found = [self._draw.choice(kinds)() for _ in range(count - 6)]
-        found += [self._schema(chat=i % 2 == 0) for i in range(6)]
-        self._draw.shuffle(found)
-        return found
+        drawn = [self._draw.choice(kinds)() for _ in range(count - 6)]
+        drawn += [self._schema(chat=i % 2 == 0) for i in range(6)]
+        self._draw.shuffle(drawn)
+        return drawn
 
     def _prompt(self) -> str:
         begin = self._draw.choice(BEGINNINGS)[: self._draw.randint(4, 70)]
@@ -240,10 +240,10 @@ def choices(answer: Answer, wanted: Wanted) -> list[dict[str, Any]]:
     """Return each text with its end and its calls, however it has come."""
     field = "delta" if wanted.body.get("stream") else "message"
     packets = [answer.json] if field == "message" else events(answer)
-    found: dict[int, dict[str, Any]] = {}
+    texts: dict[int, dict[str, Any]] = {}
     for each in packets:
         for choice in each["choices"]:
-            own = found.setdefault(choice["index"], {"text": "", "calls": []})
+            own = texts.setdefault(choice["index"], {"text": "", "calls": []})
             part = choice[field] if wanted.chat else choice
             own["text"] += part.get("content" if wanted.chat else "text") or ""
             own["calls"] += part.get("tool_calls", ())
@@ -253,7 +253,7 @@ def choices(answer: Answer, wanted: Wanted) -> list[dict[str, Any]]:
                 one["id"] for one in probabilities.get("content") or ()
             ]
             own.setdefault("ids", []).extend(ids)
-    return [found[index] for index in sorted(found)]
+    return [texts[index] for index in sorted(texts)]
 
 
 def events(answer: Answer) -> list[dict[str, Any]]:
@@ -269,17 +269,17 @@ def check(answer: Answer, wanted: Wanted, plain: SpeculativeGenerator) -> int:
     if wanted.status != 200:
         answer.refused(wanted.status)
         return 0
-    found = choices(answer, wanted)
+    received = choices(answer, wanted)
     if wanted.call is not None:
-        (choice,) = found
+        (choice,) = received
         name, text = wanted.call
         calls = [each["function"] for each in choice["calls"]]
         assert calls == ([{"name": name, "arguments": text}] if name else [])
         assert choice["text"] == ("" if name else text)
         return 0
-    assert len(found) == len(wanted.known)
+    assert len(received) == len(wanted.known)
     ties = 0
-    for choice, (prompt, sampling, known) in zip(found, wanted.known, strict=True):
+    for choice, (prompt, sampling, known) in zip(received, wanted.known, strict=True):
         same = (choice["text"], choice["end"]) == (known.text, known.finish_reason)
         if same:
             assert choice["ids"] in ([], known.tokens)
@@ -317,7 +317,7 @@ def counted(server: Server) -> Callable[..., float]:
     return total
 
 
-def held(server: Server, prefixes: PrefixCache) -> int:
+def bytes_in_use(server: Server, prefixes: PrefixCache) -> int:
     """Return the bytes in use once all has ended."""
     until(lambda: server.worker.taken == 0 and rows_held(server.worker) == 0)
     until(lambda: server.connections == 0)
@@ -339,11 +339,11 @@ def test_mixed_requests_get_their_answers_and_leave_nothing(
         for speculative in ({}, {"draft": "lookup"}):
             warm = {"prompt": "ABC", "speculative": speculative}
             assert post(server, warm).status == 200
-        before, threads = held(server, prefixes), threading.active_count()
+        before, threads = bytes_in_use(server, prefixes), threading.active_count()
         first = counted(server)
         with ThreadPoolExecutor(CLIENTS) as clients:
             answers = list(clients.map(partial(ask, server), wanted))
-        assert held(server, prefixes) <= before + (1 << 16)
+        assert bytes_in_use(server, prefixes) <= before + (1 << 16)
         until(lambda: threading.active_count() == threads)
         until(lambda: counted(server)("num_requests_running") == 0)
         last = counted(server)

@@ -71,6 +71,7 @@ BROKEN: dict[str, list[str]] = {
     "json_tools": [
         *("[1]", '"f"', "1", "null", "", " ", "[]", "{}", "NaN", '{"name": "now"'),
         *('{"arguments": {}}', '{"name": 1, "arguments": {}}', '{"name": ""}'),
+        *('{"name": "now", "arguments": []}', '{"name": "now", "arguments": 0}'),
         *('{"name": "now", "arguments": [1]}', '{"name": "now", "arguments": "x"}'),
         *('{"name": "now", "arguments": {"a": NaN}}', '[{"name": "now"}, 1]'),
         *('{"name": null}', '{"name": "now"} {"name": "now"}', "[" * 100_000),

@@ -96,7 +96,7 @@ class AnswerParser:
         self._marks, self._name = marks, state
         self._state = None if marks is None else marks.machine.make_state(state)
         self._read, self._most = read, most_calls
-        self._left = ""  # of the text, behind what was divided
+        self._left = ""  # of the text, not divided yet
         self._tool = self._opened = ""  # of a call: its text, and that with its mark
         self._calls = 0
 
@@ -165,8 +165,9 @@ def read_calls(
         return None
     offered = {tool["function"]["name"] for tool in tools or ()}
     try:
-        found = parser(text, tools)
-        calls = [_call(one) for one in (found if isinstance(found, list) else [found])]
+        parsed = parser(text, tools)
+        several = parsed if isinstance(parsed, list) else [parsed]
+        calls = [_call(one) for one in several]
     except Exception as error:  # a model writes anything, and parsers raise what comes
         LOG.warning("a tool call cannot be read: %s", type(error).__name__)
         return None
@@ -178,22 +179,24 @@ def read_calls(
     return calls if calls and all(named) else None
 
 
-def _call(found: Any) -> ToolCall:
+def _call(parsed: Any) -> ToolCall:
     """Return a call in one form.
 
     Raises:
         ValueError: it is none.
     """
-    name = found.get("name") if isinstance(found, dict) else None
+    name = parsed.get("name") if isinstance(parsed, dict) else None
     if not isinstance(name, str) or not name:
         raise ValueError("it has no name")
-    arguments = found.get("arguments", found.get("parameters"))
-    if isinstance(arguments, str) and arguments.strip():
-        arguments = json.loads(arguments)
-    if not isinstance(arguments or {}, dict):
+    arguments = parsed.get("arguments", parsed.get("parameters"))
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments) if arguments.strip() else None
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
         raise ValueError("its arguments are no object")
-    text = json.dumps(arguments or {}, ensure_ascii=False, allow_nan=False)
-    given = found.get("id")
+    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    given = parsed.get("id")
     return (
         ToolCall(name, text, given) if isinstance(given, str) else ToolCall(name, text)
     )
