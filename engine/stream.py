@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 
+from mlx_speculation import interrupts
 from mlx_speculation.engine.detokenizer import TextDetokenizer
 from mlx_speculation.engine.distributed import ClosedByLeaderError, RankSession
 from mlx_speculation.engine.draft_length.base import Feedback, Plan
@@ -24,12 +25,7 @@ from mlx_speculation.engine.round.outcome import RoundOutcome
 from mlx_speculation.engine.round.request import Request
 from mlx_speculation.engine.stats import Statistics
 from mlx_speculation.errors import DrafterFaultWarning, SpeculationError
-from mlx_speculation.interrupts import (
-    DeferredSignals,
-    close_at_exit,
-    finalize,
-    raised_by_signal,
-)
+from mlx_speculation.interrupts import DeferredSignals, finalize, raised_by_signal
 
 
 class Stream:
@@ -161,10 +157,7 @@ class Stream:
         return self._result
 
     def close(self) -> None:
-        """End the generation now; on other ranks than 0, where rank 0 ends it.
-
-        The second call does nothing, nor does one that Python makes while it ends.
-        """
+        """End the generation once; on other ranks than 0, where rank 0 ends it."""
         if self._result is not None or self._ending():
             return
         session = self._session
@@ -305,7 +298,7 @@ class Stream:
         """
         if not self._started:
             self._started = True
-            close_at_exit(self._open)
+            interrupts.close_at_exit(self._open)
             self._open.enter_context(self._running)
             self._reuse()
         if not self._prompt_read:
