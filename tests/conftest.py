@@ -14,6 +14,7 @@ import mlx.core as mx
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
+from mlx_speculation.models.checkpoints import probe_text
 from mlx_speculation.models.checkpoints.probe_text import OwnText
 from support import usual_length
 from support.caches.cache_twins import Mixers
@@ -102,8 +103,9 @@ def _usual_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(name="short_probe")
 def _short_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a target write half as much for the probe of its head."""
+    """Let a target write and read less for the probe of its head."""
     monkeypatch.setattr(OwnText, "of", partial(OwnText.of, steps=8))
+    monkeypatch.setattr(probe_text, "LONGEST_PASSAGE", 64)
 
 
 @pytest.fixture(name="note_rounds")

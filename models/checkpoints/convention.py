@@ -14,9 +14,19 @@ Side = Literal["after_norm", "before_norm"]
 Order = Literal["embedding_first", "hidden_first"]
 # A tuple names those norms that are stored as w and applied as 1 + w.
 Norms = Literal["stored", "plus_one"] | tuple[str, ...]
-# The norms of a layer of a head, by their names in `MtpHead`, that packs were seen to
-# differ in: some of them were converted, and others were left.
-MIXED_NORMS = ("norm_e", "norm_h", "input_layernorm", "post_attention_layernorm")
+# The norms of a layer of a head, by their names in `MtpHead`. Converters that tell the
+# form of each norm from its mean shift some of them and leave others.
+NORM_NAMES = (
+    "norm_e",
+    "norm_h",
+    "input_layernorm",
+    "post_attention_layernorm",
+    "q_norm",
+    "k_norm",
+    "final",
+)
+# Those that packs were seen to leave.
+MIXED_NORMS = NORM_NAMES[:4]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +38,7 @@ class MtpConvention:
         recycled: which state of the head goes into its next step.
         order: what comes first in the concatenation.
         norms: how norm weights are stored: "stored" is used as it is, to "plus_one"
-            one is added; a tuple names those of `MIXED_NORMS` to which one is added.
+            one is added; a tuple names those of `NORM_NAMES` to which one is added.
             None: the files decide.
 
     Raises:
@@ -47,11 +57,11 @@ class MtpConvention:
                 raise InvalidRequestError(_not_one(name, value, allowed))
         norms = self.norms
         if isinstance(norms, tuple):
-            known = bool(norms) and set(norms) <= set(MIXED_NORMS)
+            known = bool(norms) and set(norms) <= set(NORM_NAMES)
         else:
             known = norms is None or norms in ("stored", "plus_one")
         if not known:
-            names = ("stored", "plus_one", f"a tuple of {', '.join(MIXED_NORMS)}")
+            names = ("stored", "plus_one", f"a tuple of {', '.join(NORM_NAMES)}")
             raise InvalidRequestError(_not_one("norms", norms, names))
 
 
@@ -117,6 +127,6 @@ def convention_of(
 
 def _mixed(norms: list[Any]) -> Any:
     """Return names of norms in the usual order, or something that is refused."""
-    if any(name not in MIXED_NORMS for name in norms):
+    if any(name not in NORM_NAMES for name in norms):
         return tuple(map(str, norms))
-    return tuple(name for name in MIXED_NORMS if name in norms)
+    return tuple(name for name in NORM_NAMES if name in norms)

@@ -88,11 +88,19 @@ class Score:
             return False
         return self.agreement - self.chance >= LEAST_AGREEMENT * (1 - self.chance)
 
-    def surely_above(self, other: "Score") -> bool:
-        """Return whether it is better at the same places, and not by accident."""
+    def surely_above(
+        self, other: "Score", *, certainty: float = CERTAINTY, gain: float = LEAST_GAIN
+    ) -> bool:
+        """Return whether it is better at the same places, and not by accident.
+
+        Args:
+            other: the score of another candidate.
+            certainty: by how many standard errors.
+            gain: by how many nats.
+        """
         gains = self.values - other.values
         error = gains.std() / max(1.0, np.sqrt(gains.size))
-        return bool(gains.mean() > max(CERTAINTY * error, LEAST_GAIN))
+        return bool(gains.mean() > max(certainty * error, gain))
 
     def __str__(self) -> str:
         return (
@@ -139,12 +147,21 @@ class Trials(Generic[Candidate]):
             self.scores[candidate] = self._measure(candidate)
         return self.scores[candidate]
 
-    def best(self, usual: Candidate, others: Iterable[Candidate]) -> Candidate:
+    def best(
+        self,
+        usual: Candidate,
+        others: Iterable[Candidate],
+        *,
+        certainty: float = CERTAINTY,  # see `Score.surely_above`
+        gain: float = LEAST_GAIN,  # likewise
+    ) -> Candidate:
         """Return the usual candidate, unless the best of the others surely beats it."""
         ranked = sorted(others, key=lambda each: self.score(each).mean)
-        if ranked and self.score(ranked[-1]).surely_above(self.score(usual)):
-            return ranked[-1]
-        return usual
+        if not ranked:
+            return usual
+        best, known = self.score(ranked[-1]), self.score(usual)
+        above = best.surely_above(known, certainty=certainty, gain=gain)
+        return ranked[-1] if above else usual
 
 
 def ranked(

@@ -1,6 +1,8 @@
-"""A little text that a target writes itself, with what drafters would have seen.
+"""A little text that a target writes or reads, with what drafters would have seen.
 
-It is written greedily from a few neutral starts at once, into caches of its own.
+It is written greedily from a few neutral starts at once, into caches of its own. A
+passage is read in one forward: its later places have a context long enough for what
+attention does to show.
 """
 
 from collections.abc import Sequence
@@ -22,6 +24,25 @@ STARTS = (
     "A list of the most",
     "Once upon a time there",
 )
+# Of everyday prose and code: tokenizers make some 200 to 300 tokens of it.
+PASSAGE = '''\
+The garden behind the old house had not been touched for years. Tall grass grew between
+the stones of the path, and the gate no longer closed. Anna pushed it open and walked
+slowly towards the pond. "Nobody has been here since the summer," she said, "and nobody
+will mind if we stay until the evening." Her brother put the basket on the bench, looked
+at the sky, and counted the clouds above the roof of the old house.
+
+def read_lines(path, limit=100):
+    """Return the first lines of a file, without the ends of line."""
+    lines = []
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file):
+            if number >= limit:
+                break
+            lines.append(line.rstrip())
+    return lines
+'''
+LONGEST_PASSAGE = 256
 # 4 starts x 16: 64 tokens, of which those count that do not repeat.
 STEPS = 16
 
@@ -31,7 +52,7 @@ class OwnText:
     """A text in rows of one length."""
 
     tokens: mx.array  # ids [rows, positions]
-    own: int  # the first position that the target wrote
+    own: int  # the first position that the target wrote; 1 where it read them all
     # Its log-probabilities there, float32 [rows, positions - own, vocab]
     target_log_probs: mx.array
     # Its states at all positions but the last, [rows, positions - 1, dim]
@@ -69,6 +90,23 @@ class OwnText:
         mx.eval(text.tokens, text.target_log_probs, text.after_norm, text.before_norm)
         return text
 
+    @classmethod
+    def read(
+        cls,
+        model: nn.Module,  # the target; caches are made for it here, and dropped
+        taps: HiddenStates,  # on it, before and after its norm
+        tokens: Sequence[int],  # of a passage
+    ) -> "OwnText":
+        """Let a target read a passage; guesses are compared with what it expects."""
+        target: Any = model
+        row = mx.array([list(tokens)[:LONGEST_PASSAGE]], mx.uint32)
+        seen = taps.states()
+        with taps.collect(seen):
+            logits = target(row[:, :-1], cache=make_prompt_cache(model))
+        text = cls(row, 1, log_probs(logits), seen.after_norm, seen.before_norm)
+        mx.eval(text.target_log_probs, text.after_norm, text.before_norm)
+        return text
+
     @property
     def positions(self) -> int:
         """How many tokens there are in a row."""
@@ -88,7 +126,7 @@ class OwnText:
         return Score.of(
             logits[mx.array(rows), at - first],
             target_log_probs,
-            self.tokens[mx.array(rows), at],
+            mx.argmax(target_log_probs, axis=-1),
         )
 
     def _places(self, first: int, stop: int) -> tuple[list[int], list[int]]:

@@ -5,9 +5,13 @@ guesses that text, once for each candidate: one field of the convention is chang
 time, from the best so far, until no change is surely better. If that is no better than
 chance, all combinations are tried. Which state is recycled shows at the second draft
 only, and is judged there, after everything else.
+
+Norms of which some are stored in the other form cost acceptance, and no file says so.
+Where a head could guess more they are changed group by group, and judged on a passage:
+norms of queries and keys hardly show in a short text.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
@@ -18,6 +22,7 @@ from mlx_speculation.caches import Speculation
 from mlx_speculation.errors import ConventionError
 from mlx_speculation.models.checkpoints.convention import (
     MIXED_NORMS,
+    NORM_NAMES,
     MtpConvention,
     Norms,
     Order,
@@ -33,6 +38,23 @@ from mlx_speculation.models.mtp.transforms import with_ones
 
 # Places in each row where the second draft is judged; each takes forwards of its own.
 SECOND_DRAFTS = 8
+# A head that agrees as often as this has little to gain from other norms.
+HIGH_AGREEMENT = 0.9
+# Norms that change together, since converters tell their form alike; of the two before
+# the projection each alone may score worse, as it is their ratio that counts.
+GROUPS = (
+    ("norm_e", "norm_h"),
+    ("norm_e",),
+    ("norm_h",),
+    ("input_layernorm",),
+    ("post_attention_layernorm",),
+    ("q_norm", "k_norm"),
+    ("final",),
+)
+# A mixture has to be better by more than other fields: as many as there are groups are
+# compared, and what the files say of all norms is usually right.
+MIXTURE_CERTAINTY = 3.0  # standard errors
+MIXTURE_GAIN = 0.05  # nats
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +101,7 @@ class HeadProbe:
         self._mtp = Mtp(head, ends)
         flat: Any = tree_flatten(head.parameters())
         self._dtypes = {name: value.dtype for name, value in flat if name in stored}
+        self.norms = frozenset(name.split(".")[-2] for name in stored)  # their names
 
     def assume(self, convention: MtpConvention) -> None:
         """Make the head one of this convention, norms included."""
@@ -150,6 +173,8 @@ def probe(
     free: Sequence[str],  # the fields that are not known
     *,
     source: str,  # where the head is, for messages
+    # Makes a probe of the head on a passage, where its norms may be mixed
+    on_passage: Callable[[], HeadProbe] | None = None,
 ) -> Probed:
     """Find the convention of a head, and leave the head with it.
 
@@ -162,7 +187,15 @@ def probe(
         every = [usual]
         for changes in _changes(free):
             every += [other for each in every for other in changes(each)]
+        if on_passage is not None:
+            alike = [each for each in every if each.norms == usual.norms]
+            every += [m for each in alike for m in _mixtures(each, trial.norms)]
         best = _climbed(trials, max(every, key=lambda c: trials.score(c).mean), free)
+    if on_passage is not None and trials.score(best).agreement < HIGH_AGREEMENT:
+        forms = _other_norms(best) if "norms" in free else []
+        mixed = _unmixed(trials, best, forms, on_passage())
+        if mixed != best:  # the other fields were judged with the wrong norms
+            best = _climbed(trials, mixed, [name for name in free if name != "norms"])
     if not trials.score(best).above_chance:
         raise ConventionError(_refusal(Probed(best, trials.scores, {}), source))
     second = Trials(trial.second)
@@ -182,6 +215,46 @@ def _climbed(
         for changes in _changes(free):
             best = trials.best(best, changes(best))
     return best
+
+
+def _unmixed(
+    trials: Trials[MtpConvention],  # on the target's own text
+    best: MtpConvention,  # the best so far
+    forms: list[MtpConvention],  # others from which norms may differ in a group
+    on_passage: HeadProbe,
+) -> MtpConvention:
+    """Change one group of norms at a time, as often as there are groups at most."""
+    read = Trials(on_passage.first)
+    limits = {"certainty": MIXTURE_CERTAINTY, "gain": MIXTURE_GAIN}
+    for _ in GROUPS:
+        near = list(forms)
+        for each in (best, *forms):
+            near += _mixtures(each, on_passage.norms)
+        other = read.best(best, near, **limits)
+        if other == best or trials.score(best).surely_above(trials.score(other)):
+            break
+        best, forms = other, []
+    return best
+
+
+def _mixtures(best: MtpConvention, names: frozenset[str]) -> list[MtpConvention]:
+    """Return the candidates in which a group of norms is stored in the other form.
+
+    Args:
+        best: the convention that they differ from.
+        names: of the norms that the head has.
+    """
+    listed = best.norms if isinstance(best.norms, tuple) else ()
+    plus_one = names if best.norms == "plus_one" else names.intersection(listed)
+    candidates = []
+    for group in GROUPS:
+        if names.isdisjoint(group):
+            continue
+        changed = plus_one ^ names.intersection(group)
+        mixed = tuple(name for name in NORM_NAMES if name in changed)
+        norms: Norms = "plus_one" if changed == names else mixed or "stored"
+        candidates.append(replace(best, norms=norms))
+    return candidates
 
 
 def _changes(free: Sequence[str]) -> Iterator[Any]:
@@ -204,15 +277,9 @@ def _others(
 def _other_norms(best: MtpConvention) -> list[MtpConvention]:
     """Return the candidates that differ in the norms.
 
-    These are all or none that lack their one, the four in which packs differ, and one
-    of these four more or less than now.
+    These are all or none that lack their one, and the four that packs leave.
     """
     values: set[Norms] = {"stored", "plus_one", MIXED_NORMS}
-    if best.norms != "plus_one":
-        now = set(best.norms) if isinstance(best.norms, tuple) else set()
-        for name in MIXED_NORMS:
-            flipped = now ^ {name}
-            values.add(tuple(n for n in MIXED_NORMS if n in flipped) or "stored")
     values.discard(best.norms or "stored")
     return [replace(best, norms=norms) for norms in sorted(values, key=str)]
 

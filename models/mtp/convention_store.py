@@ -44,7 +44,9 @@ from mlx_speculation.warn import notice
 
 NAME = "mtp_convention.json"
 FORMAT = "mlx-speculation convention"
-VERSION = 1
+VERSION = 2
+# Found by a probe that took all norms to be stored alike; a probe finds it again.
+_BEFORE_MIXTURES = 1
 _KEYS = {"format", "version", "target", "head", "convention", "scores"}
 _LARGEST = 1 << 16
 
@@ -134,6 +136,8 @@ def _object(file: Path) -> dict[str, Any] | None:
         raise _NotOursError(f"it cannot be read, as it {error}") from error
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise _NotOursError("it is not a convention that was saved here")
+    if value.get("version") == _BEFORE_MIXTURES:
+        return None
     if value.get("version") != VERSION or value.keys() != _KEYS:
         raise _NotOursError(
             f"its version is {value.get('version')!r} with {len(value)} fields, and "

@@ -8,7 +8,7 @@ Where that comes from, the first that there is:
     4. a probe finds it now, and it is saved
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models.checkpoints.convention import MtpConvention
 from mlx_speculation.models.checkpoints.draft_checkpoint import Weights
 from mlx_speculation.models.checkpoints.probe import Score
-from mlx_speculation.models.checkpoints.probe_text import STARTS, OwnText
+from mlx_speculation.models.checkpoints.probe_text import PASSAGE, STARTS, OwnText
 from mlx_speculation.models.introspect.hidden_states import HiddenStates
 from mlx_speculation.models.mtp.convention_probe import (
     HeadProbe,
@@ -43,6 +43,7 @@ from mlx_speculation.models.mtp.load import (
     find_mtp_head,
 )
 from mlx_speculation.models.quantize import runs_on_linux_cpu, to_float32
+from mlx_speculation.warn import notice
 
 
 def load_mtp_head(
@@ -93,8 +94,18 @@ def load_mtp_head(
     head, stored = build_mtp_head(found, model, usual)
     head = _ready(head)
     free = free_fields(found, head, norms is not None) if pack is None else ["norms"]
-    starts, source = _starts(found, tokenizer), found.files.source
-    result = probe_mtp_head(head, stored, model, starts, usual, free, source=source)
+    encode = _encode(found, tokenizer)
+    result = probe_mtp_head(
+        head,
+        stored,
+        model,
+        [encode(start) for start in STARTS],
+        usual,
+        free,
+        source=found.files.source,
+        passage=encode(PASSAGE) if found.family.plus_one else None,
+    )
+    _say_mixture(found, result.convention)
     first, second = _scores(result.first), _scores(result.second)
     saved.save(result.convention, {"first draft": first, "second draft": second})
     return head
@@ -134,6 +145,8 @@ def probe_mtp_head(
     free: Sequence[str],  # the fields that are not known
     *,
     source: str,  # where the head is, for messages
+    # Token ids of a text for the target to read, where norms may be stored in two forms
+    passage: Sequence[int] | None = None,
 ) -> Probed:
     """Find the convention of a head, and leave the head with it.
 
@@ -142,14 +155,43 @@ def probe_mtp_head(
     """
     taps = HiddenStates(model, before_norm=True, after_norm=True)
     try:
-        text = OwnText.of(model, taps, starts)
-        return probe(HeadProbe(head, stored, taps, text), usual, free, source=source)
+
+        def on(text: OwnText) -> HeadProbe:
+            return HeadProbe(head, stored, taps, text)
+
+        def on_passage() -> HeadProbe:
+            assert passage is not None
+            return on(OwnText.read(model, taps, passage))
+
+        return probe(
+            on(OwnText.of(model, taps, starts)),
+            usual,
+            free,
+            source=source,
+            on_passage=None if passage is None else on_passage,
+        )
     finally:
         taps.remove()
 
 
-def _starts(found: FoundHead, tokenizer: Any) -> list[list[int]]:
-    """Return the starts of texts as token ids."""
+def _say_mixture(found: FoundHead, convention: MtpConvention) -> None:
+    """Say that norms are not stored as the files say, or not all in one form."""
+    norms = convention.norms
+    if isinstance(norms, tuple):
+        form = f"as w, applied as 1 + w, for {', '.join(norms)} alone"
+    elif found.norms not in (None, norms):
+        form = f'all as "{norms}"'
+    else:
+        return
+    notice(
+        f"The norms of the MTP head in {found.files.source} of {str(found.folder)!r} "
+        f"seem to be stored {form}: so it guesses more of what the target writes. It "
+        "is read so; convention= names another form."
+    )
+
+
+def _encode(found: FoundHead, tokenizer: Any) -> Callable[[str], list[int]]:
+    """Return what makes token ids of a text."""
     if tokenizer is None:
         try:
             tokenizer = load_tokenizer(found.folder)
@@ -159,7 +201,8 @@ def _starts(found: FoundHead, tokenizer: Any) -> list[list[int]]:
                 f"text, and {str(found.folder)!r} has no tokenizer that can be read: "
                 f"{error}. Pass tokenizer=, or name the convention."
             ) from error
-    return [tokenizer.encode(text) for text in STARTS]
+    encode: Callable[[str], list[int]] = tokenizer.encode
+    return encode
 
 
 def _ready(head: MtpHead) -> MtpHead:

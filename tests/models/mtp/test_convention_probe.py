@@ -17,11 +17,16 @@ import pytest
 
 from mlx_speculation.errors import ConventionError
 from mlx_speculation.models import HiddenStates, MtpConvention
-from mlx_speculation.models.checkpoints.convention import MIXED_NORMS, Norms
+from mlx_speculation.models.checkpoints.convention import (
+    MIXED_NORMS,
+    NORM_NAMES,
+    Norms,
+)
 from mlx_speculation.models.checkpoints.probe import Score
 from mlx_speculation.models.checkpoints.probe_text import OwnText
 from mlx_speculation.models.mtp import Mtp, MtpHead
-from mlx_speculation.models.mtp.convention_probe import HeadProbe, probe
+from mlx_speculation.models.mtp.convention_probe import GROUPS, HeadProbe, probe
+from mlx_speculation.models.mtp.families import FAMILIES
 from mlx_speculation.models.mtp.load_with_convention import probe_mtp_head
 from mlx_speculation.models.mtp.transforms import norms_of
 from support.covering import others_slow
@@ -106,13 +111,16 @@ MIXED: list[Any] = [
 @pytest.mark.parametrize("norms", MIXED)
 def test_norms_that_lack_their_one_are_found(norms: Norms) -> None:
     made = trained()
-    lacking = norms if isinstance(norms, tuple) else tuple(_kinds(made.stored))
-    stored = {
-        name: weight - 1 if name.split(".")[-2] in lacking else weight
-        for name, weight in made.stored.items()
-    }
-    trial = made.trial(stored)
-    result = probe(trial, made.convention, ["norms", "order"], source="the test")
+    stored = lacking(norms)
+    result = probe(
+        made.trial(stored),
+        made.convention,
+        ["norms", "order"],
+        source="the test",
+        on_passage=None
+        if norms == "plus_one"
+        else lambda: made.trial(stored, passage=True),
+    )
     assert result.convention == replace(made.convention, norms=norms)
     right = result.first[result.convention]
     for norms_of_other in ("stored", "plus_one"):
@@ -124,8 +132,139 @@ def test_norms_that_lack_their_one_are_found(norms: Norms) -> None:
         assert mx.allclose(applied[name], weight, atol=1e-5), name
 
 
-def _kinds(stored: Any) -> set[str]:
-    return {name.split(".")[-2] for name in stored}
+def lacking(norms: Norms) -> Any:
+    """Return the norms of the trained head, stored as a convention says."""
+    names = () if norms == "stored" else NORM_NAMES if norms == "plus_one" else norms
+    return {
+        name: weight - 1 if name.split(".")[-2] in names else weight
+        for name, weight in trained().stored.items()
+    }
+
+
+def but(*names: str) -> tuple[str, ...]:
+    """Return the norms of a head of which these alone are stored as they are."""
+    return tuple(name for name in NORM_NAMES if name not in names)
+
+
+SLOW = pytest.mark.slow
+MIXTURES: list[Any] = [
+    ("plus_one", but("q_norm", "k_norm")),
+    ("plus_one", but("norm_e", "norm_h", "final")),
+    pytest.param("stored", ("final",), marks=SLOW),
+    pytest.param("plus_one", but("final"), marks=SLOW),
+    *(pytest.param("plus_one", but(*group), marks=SLOW) for group in GROUPS[:4]),
+    *(pytest.param("stored", group, marks=SLOW) for group in GROUPS[:-1]),
+    pytest.param("stored", ("norm_e", "norm_h", "final"), marks=SLOW),
+    pytest.param("plus_one", but("q_norm", "k_norm", "final"), marks=SLOW),
+]
+
+
+@pytest.mark.parametrize(("said", "truth"), MIXTURES)
+def test_norms_that_are_not_all_stored_as_the_files_say_are_found(
+    said: Norms, truth: Norms
+) -> None:
+    made, stored, reads = trained(), lacking(truth), []
+
+    def on_passage() -> Any:
+        trial: Any = made.trial(stored, passage=True)
+        first = trial.first
+
+        def counted(convention: MtpConvention) -> Score:
+            reads.append(convention)
+            score: Score = first(convention)
+            return score
+
+        trial.first = counted
+        return trial
+
+    usual = replace(made.convention, norms=said)
+    result = probe(
+        made.trial(stored),
+        usual,
+        [],
+        source="the test",
+        on_passage=on_passage,
+    )
+    assert result.convention == replace(made.convention, norms=truth)
+    applied = flat(made.head)
+    for name, weight in made.stored.items():
+        assert mx.allclose(applied[name], weight, atol=1e-5), name
+    assert len(reads) <= 1 + len(GROUPS) * len(GROUPS)
+
+
+@pytest.mark.parametrize(
+    ("norms", "free"),
+    [
+        ("plus_one", []),
+        pytest.param("stored", [], marks=SLOW),
+        pytest.param("plus_one", ["norms"], marks=SLOW),
+        pytest.param("stored", ["norms"], marks=SLOW),
+    ],
+)
+def test_norms_that_are_all_stored_alike_are_found_to_be(
+    norms: Norms, free: list[str]
+) -> None:
+    made, stored = trained(), lacking(norms)
+    usual = replace(made.convention, norms=norms)
+    result = probe(
+        made.trial(stored),
+        usual,
+        free,
+        source="the test",
+        on_passage=lambda: made.trial(stored, passage=True),
+    )
+    assert result.convention == usual
+
+
+class Scored:
+    """A trial in which the norms alone decide what is guessed."""
+
+    norms = frozenset(NORM_NAMES)
+
+    def __init__(self, usual: float, other: float, agreement: float = 0.7) -> None:
+        self._usual, self._other, self._agreement = usual, other, agreement
+
+    def first(self, convention: MtpConvention) -> Score:
+        mean = self._other if convention.norms == ("final",) else self._usual
+        noise = np.tile([0.1, -0.1], 50) if convention.norms == ("final",) else 0.0
+        return Score(np.full(100, mean) + noise, self._agreement, 0.02)
+
+    second = first
+
+    def assume(self, convention: MtpConvention) -> None:
+        """Take any."""
+
+
+@pytest.mark.parametrize(
+    ("text", "passage", "norms"),
+    [
+        (Scored(-2.0, -2.0), Scored(-2.0, -1.9), ("final",)),
+        (Scored(-2.0, -2.0), Scored(-2.0, -1.96), "stored"),  # too little
+        (Scored(-2.0, -2.2), Scored(-2.0, -1.5), "stored"),  # the two disagree
+        (Scored(-2.0, -1.0, 0.95), None, "stored"),  # nothing to gain
+    ],
+)
+def test_a_mixture_that_is_not_clearly_better_is_not_taken(
+    text: Any, passage: Any, norms: Norms
+) -> None:
+    def on_passage() -> Any:
+        assert passage is not None, "a passage was read"
+        return passage
+
+    usual = MtpConvention(norms="stored")
+    result = probe(text, usual, [], source="the test", on_passage=on_passage)
+    assert result.convention.norms == norms
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in LAYOUTS if family(LAYOUTS[name]).plus_one]
+)
+def test_every_norm_that_may_lack_its_one_has_a_name(name: str) -> None:
+    assert {each.name for each in FAMILIES if each.plus_one} == {"Qwen", "Step-3.5"}
+    _, head, *_ = random_pair(name)
+    names = {each.split(".")[-2] for each in norms_of(flat(head))}
+    assert names == set(NORM_NAMES)
+    assert {each for group in GROUPS for each in group} == set(NORM_NAMES)
 
 
 @pytest.mark.slow
@@ -152,6 +291,8 @@ def check_refusal(message: str) -> None:
 
 class OneRight:
     """A trial in which a single convention guesses anything."""
+
+    norms = frozenset(NORM_NAMES)
 
     def __init__(self, right: MtpConvention) -> None:
         self.right, self.assumed = right, MtpConvention()

@@ -16,7 +16,7 @@ import mlx.nn as nn
 
 from mlx_speculation import demo_models
 from mlx_speculation.models import HiddenStates, MtpConvention, load
-from mlx_speculation.models.checkpoints.probe_text import STARTS, OwnText
+from mlx_speculation.models.checkpoints.probe_text import PASSAGE, STARTS, OwnText
 from mlx_speculation.models.mtp import MtpHead
 from mlx_speculation.models.mtp.convention_probe import HeadProbe
 from mlx_speculation.models.mtp.load import build_mtp_head, find_mtp_head
@@ -39,6 +39,7 @@ class Trained:
         stored: the weights of its norms, none of which lacks its one.
         taps: on the target, for its life.
         text: what the target writes.
+        passage: what it reads.
         convention: what the head was trained with.
     """
 
@@ -48,12 +49,16 @@ class Trained:
     stored: Mapping[str, mx.array]
     taps: HiddenStates
     text: OwnText
+    passage: OwnText
     convention: MtpConvention
 
-    def trial(self, stored: Mapping[str, mx.array] | None = None) -> HeadProbe:
+    def trial(
+        self, stored: Mapping[str, mx.array] | None = None, *, passage: bool = False
+    ) -> HeadProbe:
         """Return a probe of the head, perhaps with norms stored in another way."""
         norms = self.stored if stored is None else stored
-        return HeadProbe(self.head, dict(norms), self.taps, self.text)
+        text = self.passage if passage else self.text
+        return HeadProbe(self.head, dict(norms), self.taps, text)
 
 
 @cache
@@ -78,7 +83,8 @@ def trained(truth: Truth = "as trained") -> Trained:
     taps = HiddenStates(model, before_norm=True, after_norm=True)
     starts = [tokenizer.encode(start) for start in STARTS[:2]]
     text = OwnText.of(model, taps, starts, steps=8)  # a few less, to be quick
-    return Trained(model, tokenizer, head, stored, taps, text, convention)
+    passage = OwnText.read(model, taps, tokenizer.encode(PASSAGE))
+    return Trained(model, tokenizer, head, stored, taps, text, passage, convention)
 
 
 def _spread(model: nn.Module, factor: mx.array) -> mx.array:

@@ -112,16 +112,17 @@ def _answer(answers: TextIO) -> None:
 def _as_in_tests() -> None:
     """A warning is an error, and no draft length depends on how long a round takes.
 
-    Rounds are measured in one pass, and heads are probed on half as much text.
+    Rounds are measured in one pass, and heads are probed on less text.
     """
     import mlx_speculation.engine  # noqa: F401  chooses the BLAS
     from mlx_speculation.engine.draft_length import calibration
-    from mlx_speculation.models.checkpoints.probe_text import OwnText
+    from mlx_speculation.models.checkpoints import probe_text
     from support import usual_length
 
     usual_length.install()
-    of: Any = partial(OwnText.of, steps=8)
-    setattr(OwnText, "of", of)  # noqa: B010  for mypy
+    of: Any = partial(probe_text.OwnText.of, steps=8)
+    setattr(probe_text.OwnText, "of", of)  # noqa: B010  for mypy
+    probe_text.LONGEST_PASSAGE = 64
     calibration.PASSES = 1
     warnings.simplefilter("error")
 
