@@ -32,7 +32,7 @@ from mlx_speculation.models.model_folder import (
 )
 from mlx_speculation.models.mtp.files import is_leftover, is_split_head, sidecar_names
 from mlx_speculation.models.quantize import runs_on_linux_cpu, to_float32
-from mlx_speculation.models.safetensors_layout import named_files_only
+from mlx_speculation.models.safetensors_layout import check_index, named_files_only
 from mlx_speculation.models.sharding import Group, Parallel, check_parallel, spread
 from mlx_speculation.models.vision.load import load_vision
 
@@ -220,11 +220,12 @@ def _load_trunk(
 
         def sanitize(self: nn.Module, weights: dict[str, Any]) -> dict[str, Any]:
             trunk = len(getattr(self, "layers", ()))
-            own = {
-                name: value
-                for name, value in weights.items()
-                if name not in beside and not is_leftover(kind.__module__, name, trunk)
-            }
+
+            def is_spare(name: str) -> bool:
+                return name in beside or is_leftover(kind.__module__, name, trunk)
+
+            check_index(folder, is_spare)
+            own = {name: each for name, each in weights.items() if not is_spare(name)}
             theirs = getattr(kind, "sanitize", None)
             cleaned: dict[str, Any] = own if theirs is None else theirs(self, own)
             return cleaned

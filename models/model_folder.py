@@ -7,6 +7,7 @@ from pathlib import Path
 from mlx_lm.utils import _download
 
 from mlx_speculation.errors import ModelFolderError
+from mlx_speculation.models.safetensors_layout import INDEX, SHARDS, weight_files
 
 NEEDED = ("config.json", "tokenizer_config.json")
 NO_GGUF = (
@@ -60,8 +61,11 @@ def check_model_folder(path_or_repo: str | Path, *words: str) -> None:
             "model*.safetensors and a tokenizer. Pass the folder."
         )
     missing = [name for name in NEEDED if not (path / name).is_file()]
-    if not any(path.glob("model*.safetensors")):
-        missing.append("model*.safetensors")
+    if not any(path.glob(SHARDS)):
+        if (path / INDEX).is_file():
+            weight_files(path)  # says which are gone
+        else:
+            missing.append(SHARDS)
     if missing and any(path.glob("*.gguf")):
         raise ModelFolderError(
             f"The folder {str(path)!r} holds a model in a GGUF file, which mlx-lm does "

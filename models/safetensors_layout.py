@@ -1,6 +1,6 @@
 """What a safetensors file holds, and where, without reading its tensors."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from mlx_speculation.models.config_json import read_json
 
 SHARDS = "model*.safetensors"
 INDEX = "model.safetensors.index.json"
+CONSOLIDATED = "consolidated.safetensors"  # all weights again, for another engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +51,8 @@ def weight_files(folder: Path, pattern: str = SHARDS) -> list[Path]:
     """Return the files that hold a model's weights, without reading tensors.
 
     Those that the index names, and no others. Without an index all that the pattern
-    finds, which then may not share a tensor; files of an MTP head, which repeat some of
-    the target's, are left out of that.
+    finds, which then may not share a tensor; files of an MTP head or of another engine,
+    which may repeat tensors of the model, are left out where there are others.
 
     Raises:
         ModelFolderError: the index is none, names a file outside of the folder or one
@@ -60,15 +61,10 @@ def weight_files(folder: Path, pattern: str = SHARDS) -> list[Path]:
     index = folder / INDEX
     if not index.is_file():
         files = sorted(folder.glob(pattern))
-        _check_apart([file for file in files if "mtp" not in file.name])
+        files = [file for file in files if not _is_copy(file)] or files
+        check_apart(files)
         return files
-    named: Any = read_json(index).get("weight_map")
-    right = isinstance(named, dict)
-    if not right or not all(isinstance(file, str) for file in named.values()):
-        raise ModelFolderError(
-            f"{str(index)!r} has no weight_map of tensors and files, and an index is "
-            "one. Take it away, or download it again."
-        )
+    named = _weight_map(index)
     names = sorted(set(named.values()))
     for name in names:
         if Path(name).is_absolute() or ".." in Path(name).parts:
@@ -88,7 +84,7 @@ def weight_files(folder: Path, pattern: str = SHARDS) -> list[Path]:
 
 
 def unnamed_files(folder: Path) -> list[Path]:
-    """Return files that mlx-lm would load, and that the index leaves out.
+    """Return files that mlx-lm would load, and that hold no weights of the model.
 
     Raises:
         ModelFolderError: see `weight_files`.
@@ -96,28 +92,105 @@ def unnamed_files(folder: Path) -> list[Path]:
     return sorted(set(folder.glob(SHARDS)) - set(weight_files(folder)))
 
 
+def spare_files(folder: Path) -> list[Path]:
+    """Return those unnamed files that share no tensor with the model.
+
+    An index that is older than a head leaves its file out. A file that repeats weights
+    of the model is another checkpoint's.
+
+    Raises:
+        ModelFolderError: see `weight_files`; or a file cannot be read.
+    """
+    unnamed = unnamed_files(folder)
+    if not unnamed:
+        return []
+    own: set[str] = set()
+    for file in weight_files(folder):
+        own.update(header(file)[0])
+    return [file for file in unnamed if own.isdisjoint(header(file)[0])]
+
+
+def check_index(
+    folder: Path, is_spare: Callable[[str], bool] = lambda name: False
+) -> None:
+    """Refuse an index whose files do not hold what it says.
+
+    An index of before a conversion, none of whose names is in a file, says nothing of
+    what that holds.
+
+    Args:
+        folder: the model's.
+        is_spare: whether the model does without a tensor.
+
+    Raises:
+        ModelFolderError: a file lacks a tensor, or two of them hold it.
+    """
+    if not (folder / INDEX).is_file():
+        return
+    named, files = _weight_map(folder / INDEX), weight_files(folder)
+    for file in files:
+        held = header(file)[0].keys()
+        wanted = {name for name, place in named.items() if folder / place == file}
+        lacking = sorted(
+            name
+            for name in wanted - held
+            if not is_spare(name) and not name.endswith("rotary_emb.inv_freq")
+        )
+        if lacking and not wanted.isdisjoint(held):
+            raise ModelFolderError(
+                f"{INDEX} says that {file.name!r} in {str(folder)!r} holds "
+                f"{lacking[0]!r}, and it does not. Download both again."
+            )
+    check_apart([file for file in files if not _is_copy(file)])
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Return what an index says: the names of tensors, and of their files."""
+    named: Any = read_json(index).get("weight_map")
+    right = isinstance(named, dict) and len(named) > 0
+    if not right or not all(isinstance(file, str) for file in named.values()):
+        raise ModelFolderError(
+            f"{str(index)!r} has no weight_map of tensors and files, and an index is "
+            "one. Take it away, or download it again."
+        )
+    places: dict[str, str] = named
+    return places
+
+
+def _is_copy(file: Path) -> bool:
+    """Return whether a file may repeat tensors of the model beside it."""
+    return "mtp" in file.name or file.name == CONSOLIDATED
+
+
 @contextmanager
 def named_files_only(folder: Path) -> Iterator[Path]:
     """Yield a folder in which mlx-lm, which takes every file, finds a model's weights.
 
-    The folder itself, or where it holds others too, one of links without them.
+    The folder itself, or where it holds others too or names that mlx-lm does not look
+    for, one of links.
 
     Raises:
         ModelFolderError: see `weight_files`.
     """
-    others = unnamed_files(folder)
-    if not others:
+    files, of_mlx_lm = weight_files(folder), set(folder.glob(SHARDS))
+    if set(files) == of_mlx_lm:
         yield folder
         return
     with TemporaryDirectory() as name:
-        for each in folder.iterdir():
-            if each not in others:
-                (Path(name) / each.name).symlink_to(each.absolute())
+        for each in {*folder.iterdir()} - of_mlx_lm:
+            (Path(name) / each.name).symlink_to(each.absolute())
+        for number, file in enumerate(files):
+            link = file.name if file in of_mlx_lm else f"model-{number}-{file.name}"
+            (Path(name) / link).symlink_to(file.absolute())
         yield Path(name)
 
 
-def _check_apart(files: Sequence[Path]) -> None:
-    """Refuse files of which two hold a tensor of the same name."""
+def check_apart(files: Sequence[Path]) -> None:
+    """Refuse files of which two hold a tensor of the same name.
+
+    Raises:
+        ModelFolderError: names both.
+    """
     if len(files) < 2:
         return
     holder: dict[str, Path] = {}
@@ -126,8 +199,8 @@ def _check_apart(files: Sequence[Path]) -> None:
             if tensor in holder:
                 raise ModelFolderError(
                     f"{holder[tensor].name!r} and {file.name!r} in "
-                    f"{str(file.parent)!r} both hold {tensor!r}, and no index says "
-                    "which counts. Take one of them away."
+                    f"{str(file.parent)!r} both hold {tensor!r}, and one file may. "
+                    "Take the one away that is not the model's."
                 )
             holder[tensor] = file
 

@@ -33,6 +33,7 @@ from mlx_speculation.models.safetensors_layout import (
     TensorPlace,
     header,
     places_in,
+    spare_files,
     unnamed_files,
     weight_files,
 )
@@ -127,8 +128,8 @@ def _written(
     folder: Path, out: Path, module: str, trunk: int
 ) -> tuple[tuple[str, ...], int]:
     """Write everything; return the head's names and how many the shards hold."""
-    of_shards = [*weight_files(folder), *unnamed_files(folder)]
-    left = {file.name for file in of_shards} | {SAVED}
+    of_shards = [*weight_files(folder), *spare_files(folder)]
+    left = {file.name for file in (*of_shards, *unnamed_files(folder))} | {SAVED}
     shutil.copytree(folder, out, ignore=lambda _, names: left.intersection(names))
     head: dict[str, tuple[Path, TensorPlace]] = {}
     kept: dict[str, str] = {}

@@ -16,7 +16,11 @@ from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models.checkpoints.nvfp4 import unpacked
 from mlx_speculation.models.checkpoints.rotation import Rotation, check_rotation
 from mlx_speculation.models.quantize import runs_on_linux_cpu, to_float32
-from mlx_speculation.models.safetensors_layout import header, weight_files
+from mlx_speculation.models.safetensors_layout import (
+    check_index,
+    header,
+    weight_files,
+)
 
 Config = dict[str, Any]
 Weights = dict[str, mx.array]
@@ -140,6 +144,7 @@ def read_tensors(folder: Path, name: str) -> Weights:
             f"The folder {str(folder)!r} of the {name} has no *.safetensors. Files of "
             "other kinds are not read: convert them."
         )
+    check_index(folder)
     found: Weights = {}
     for file in files:
         header(file)  # cut files are refused with a clear error

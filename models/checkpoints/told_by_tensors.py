@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from mlx_speculation.errors import ModelFolderError
-from mlx_speculation.models.safetensors_layout import header
+from mlx_speculation.models.safetensors_layout import header, weight_files
 
 NAMES = {
     "dflash": "DFlash drafter",
@@ -33,17 +33,17 @@ _PLAIN_BLOCKS = ("dflash", "dspark")
 
 
 def tensor_names(folder: Path) -> frozenset[str]:
-    """Return the names of the tensors in a folder's safetensors files.
+    """Return the names of the tensors in the files of a folder that count.
 
-    Those that cannot be read are passed over: loading says so.
+    None where they cannot be read, or do not say which count: loading says so.
     """
-    found: set[str] = set()
-    for file in folder.glob("*.safetensors"):
-        try:
-            found |= header(file)[0].keys()
-        except ModelFolderError:
-            continue
-    return frozenset(name.removeprefix("model.") for name in found)
+    names: set[str] = set()
+    try:
+        for file in weight_files(folder, "*.safetensors"):
+            names |= header(file)[0].keys()
+    except ModelFolderError:
+        return frozenset()
+    return frozenset(name.removeprefix("model.") for name in names)
 
 
 def kind_by_tensors(names: Iterable[str], claimed: str) -> str:

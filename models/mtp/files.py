@@ -18,7 +18,9 @@ from mlx_speculation.models.config_json import nested, read_json
 from mlx_speculation.models.mtp.families import family_of
 from mlx_speculation.models.mtp.family import MtpFamily, without_wrappers
 from mlx_speculation.models.safetensors_layout import (
+    INDEX,
     header,
+    spare_files,
     unnamed_files,
     weight_files,
 )
@@ -98,19 +100,13 @@ def find_head(
     Raises:
         ModelFolderError: there is none, or a file cannot be read.
     """
-    for files in _sidecars(folder, config):
-        found = _held(files, family, trunk, bare=True)
-        if found.tensors:
-            source = ", ".join(str(file.relative_to(folder)) for file in files)
-            return HeadFiles(found.tensors, tuple(found.skipped), False, source)
-    # An index may be older than the head, and leave its shard out.
-    for files in (weight_files(folder), unnamed_files(folder)):
-        found = _held(files, family, trunk)
-        if found.tensors:
-            break
-    if not found.tensors:
-        raise ModelFolderError(_none_message(folder, config, family, trunk))
-    return HeadFiles(found.tensors, tuple(found.skipped), True, "the shards")
+    for files, in_shards in _places(folder, config):
+        held = _held(files, family, trunk, bare=not in_shards)
+        if held.tensors:
+            names = ", ".join(str(file.relative_to(folder)) for file in files)
+            source = "the shards" if in_shards else names
+            return HeadFiles(held.tensors, tuple(held.skipped), in_shards, source)
+    raise ModelFolderError(_none_message(folder, config, family, trunk))
 
 
 def is_split_head(config: dict[str, Any]) -> bool:
@@ -174,7 +170,12 @@ def is_leftover(module: str, name: str, trunk: int) -> bool:
     return core.startswith("mtp.")
 
 
-def _sidecars(folder: Path, config: dict[str, Any]) -> Iterator[list[Path]]:
+def _places(folder: Path, config: dict[str, Any]) -> Iterator[tuple[list[Path], bool]]:
+    """Yield where a head may be, the first place that counts first.
+
+    With each, whether it is the shards. An index that names a head rules over files
+    beside it that it does not name.
+    """
     named = nested(config, "mlx_lm_extra_tensors", "mtp_file")
     if named is not None:
         file = (folder / str(named)).resolve()
@@ -184,13 +185,17 @@ def _sidecars(folder: Path, config: dict[str, Any]) -> Iterator[list[Path]]:
                 f"{str(folder)!r} has no such file. Put it there, or take out "
                 "mlx_lm_extra_tensors."
             )
-        yield [folder / str(named)]
+        yield [folder / str(named)], False
+    if (folder / INDEX).is_file():
+        yield weight_files(folder), True
     for pattern in SIDECARS:
         files = sorted(file for file in folder.glob(pattern) if file.is_file())
         by_folder: dict[Path, list[Path]] = {}
         for file in files:
             by_folder.setdefault(file.parent, []).append(file)
-        yield from by_folder.values()
+        yield from ((files, False) for files in by_folder.values())
+    yield weight_files(folder), True
+    yield spare_files(folder), True  # of an index that is older than the head
 
 
 def _held(
@@ -236,6 +241,13 @@ def _none_message(
     ]
     says = f", although config.json says {declared[0]}" if declared else ""
     example = family.file_name("layers.0.proj.weight", trunk)
+    spare = spare_files(folder)
+    for file in unnamed_files(folder):
+        if file not in spare and _held([file], family, trunk).tensors:
+            says += (
+                f"; that in {file.name!r} counts as another checkpoint's, since the "
+                "file repeats weights of the model and no index names it"
+            )
     return (
         f"{str(folder)!r} holds no MTP head of the {family.name} family, such as "
         f"{example!r}{says}. Conversions by mlx-lm drop it: take the original "

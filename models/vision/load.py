@@ -23,8 +23,14 @@ from mlx_speculation.models.model_folder import (
     model_folder,
     shortened,
 )
+from mlx_speculation.models.mtp.family import without_wrappers
 from mlx_speculation.models.quantize import runs_on_linux_cpu, to_float32
-from mlx_speculation.models.safetensors_layout import weight_files
+from mlx_speculation.models.safetensors_layout import (
+    CONSOLIDATED,
+    INDEX,
+    check_apart,
+    check_index,
+)
 from mlx_speculation.models.vision.families import check_family
 from mlx_speculation.models.vision.image_prompt import ImagePrompt
 from mlx_speculation.models.vision.open_image import open_image
@@ -76,7 +82,7 @@ def load_vision(
             'Install it with: pip install "mlx-speculation[vision]"'
         )
     folder = model_folder(path_or_repo)
-    weight_files(folder)  # mlx-vlm follows an index, and takes all files without one
+    _check_files(folder)
     config = read_config(folder)
     file = config.get("model_file")
     if file is not None:
@@ -107,6 +113,17 @@ def load_vision(
     if runs_on_linux_cpu():
         vlm = to_float32(vlm)
     return VisionTarget(vlm, Processor(processor, vlm.config)), tokenizer
+
+
+def _check_files(folder: Path) -> None:
+    """Refuse files of which mlx-vlm would read others than the model's.
+
+    It follows an index, passing over what is gone, and takes all files without one.
+    """
+    check_index(folder, lambda name: without_wrappers(name).startswith("mtp."))
+    if not (folder / INDEX).is_file():
+        files = sorted(folder.glob("*.safetensors"))
+        check_apart([each for each in files if each.name != CONSOLIDATED])
 
 
 def tokenizer_of(processor: Any) -> TokenizerWrapper:

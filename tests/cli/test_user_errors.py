@@ -157,6 +157,16 @@ def test_models_that_are_none_are_refused(commands: Commands, tmp_path: Path) ->
     (ends / "generation_config.json").write_text('{"eos_token_id": ["x"]}')
     assert "says eos_token_id 'x', and whole numbers are needed" in said(ends)
 
+    old = copy_of("draft", tmp_path / "old")
+    shutil.copy(old / "model.safetensors", old / "model-old.safetensors")
+    assert "'model-old.safetensors' and 'model.safetensors' in" in said(old)
+
+    for drafter in ("eagle", "assistant"):
+        told = said(demo_models()[drafter])
+        assert "this is a drafter for another model" in told
+        assert "--draft" in told
+    assert "this is a drafter" in commands.refused("serve", demo_models()["eagle"])
+
     unknown = copy_of("draft", tmp_path / "unknown")
     (unknown / "config.json").write_text('{"model_type": "perceptron"}')
     assert "perceptron" in said(unknown)

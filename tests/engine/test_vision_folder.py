@@ -2,9 +2,11 @@
 
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from PIL import Image
 
@@ -23,6 +25,7 @@ from mlx_speculation.models import load
 from mlx_speculation.models.vision import VisionTarget
 from support.covering import others_slow
 from support.models.chat_folders import chat_folder
+from support.models.mtp_checkpoints import flat
 from support.models.tiny_vision import WITHOUT_MLX_VLM
 from support.models.vision_folders import picture, vision_folder, with_mtp_head
 
@@ -188,6 +191,29 @@ def test_an_mtp_head_in_the_folder_leaves_the_text_as_it_is(
 def test_another_family_has_no_mtp_head(generator: SpeculativeGenerator) -> None:
     with pytest.raises(UnsupportedModelError, match="no family whose MTP heads"):
         MtpDraft.from_folder("nowhere", generator.model)
+
+
+def test_a_stray_file_does_not_replace_weights(folder: Path, tmp_path: Path) -> None:
+    """mlx-vlm reads every file, whatever its name, where there is no index."""
+    here = tmp_path / "model"
+    shutil.copytree(folder, here)
+    weights: Any = mx.load(str(here / "model.safetensors"))
+    others = {name: value * 0.5 for name, value in weights.items()}
+    mx.save_safetensors(str(here / "old.safetensors"), others, {"format": "mlx"})
+    both = "'model.safetensors' and 'old.safetensors' in .* both hold"
+    with pytest.raises(ModelFolderError, match=both):
+        load(here, vision=True)
+    index = here / "model.safetensors.index.json"
+    places = dict.fromkeys(weights, "model.safetensors")
+    index.write_text(json.dumps({"weight_map": places}), encoding="utf-8")
+    model, _ = load(here, vision=True)
+    known, _ = load(folder, vision=True)
+    ours, theirs = flat(model), flat(known)
+    assert all(mx.array_equal(ours[name], theirs[name]) for name in theirs)
+    gone = dict.fromkeys(weights, "model-2.safetensors") | {"a": "model.safetensors"}
+    index.write_text(json.dumps({"weight_map": gone}), encoding="utf-8")
+    with pytest.raises(ModelFolderError, match=r"'model-2\.safetensors' holds"):
+        load(here, vision=True)
 
 
 def test_adapters_are_refused(folder: Path) -> None:

@@ -11,9 +11,11 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_speculation import SpeculativeGenerator
+from mlx_speculation import EagleDraft, SpeculativeGenerator
+from mlx_speculation.engine.drafters.registry import source_of_folder
 from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models import load
+from mlx_speculation.models.load_model import _load_trunk
 from mlx_speculation.models.mtp import find_mtp_head
 from mlx_speculation.models.safetensors_layout import INDEX, named_files_only
 from mlx_speculation.training.options import TrainOptions
@@ -140,6 +142,163 @@ def test_a_head_in_a_shard_that_the_index_leaves_out_is_found(tmp_path: Path) ->
     (made.folder / INDEX).write_text(json.dumps(index))
     found = find_mtp_head(made.folder, made.target)
     assert found.files.in_shards
+
+
+def index_of(folder: Path) -> dict[str, str]:
+    """Return what an index says."""
+    text = (folder / INDEX).read_text(encoding="utf-8")
+    places: dict[str, str] = json.loads(text)["weight_map"]
+    return places
+
+
+def write_index(folder: Path, places: dict[str, str]) -> None:
+    """Write an index."""
+    text = json.dumps({"weight_map": places})
+    (folder / INDEX).write_text(text, encoding="utf-8")
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_file_that_lacks_what_the_index_says_is_named(
+    family: str, tmp_path: Path
+) -> None:
+    """Where mlx-lm would tie the output layer to the embedding, too."""
+    folder = chat_folder(tmp_path / "model", family)
+    divide(folder)
+    places = index_of(folder)
+    write_index(folder, {**places, "lm_head.weight": "model-2.safetensors"})
+    said = "'model-2.safetensors' in .* holds 'lm_head.weight', and it does not"
+    with pytest.raises(ModelFolderError, match=said):
+        load(folder)
+    unused = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    write_index(folder, {**places, unused: "model-2.safetensors"})
+    load(folder)
+
+
+def test_a_tensor_in_two_named_files_is_refused(tmp_path: Path) -> None:
+    folder = chat_folder(tmp_path / "model")
+    divide(folder)
+    first, second = (folder / f"model-{n}.safetensors" for n in (1, 2))
+    name = sorted(tensors(first))[0]
+    twice = {**tensors(second), name: tensors(first)[name] * 0.5}
+    save(second, twice)
+    with pytest.raises(ModelFolderError, match=f"both hold '{name}', and one file may"):
+        load(folder)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": {}}', ""])
+def test_a_damaged_index_is_refused(text: str, tmp_path: Path) -> None:
+    folder = chat_folder(tmp_path / "model")
+    head = eagle_checkpoints.write_eagle(tmp_path / "head", "specforge")
+    for each in (folder, head):
+        (each / INDEX).write_text(text, encoding="utf-8")
+    with pytest.raises(ModelFolderError, match=r"index\.json"):
+        load(folder)
+    (folder / INDEX).unlink()
+    with pytest.raises(ModelFolderError, match=r"index\.json"):
+        text_of(folder, draft=head)
+
+
+def test_the_only_file_is_named_where_it_is_gone(tmp_path: Path) -> None:
+    folder = chat_folder(tmp_path / "model")
+    names = tensors(folder / "model.safetensors")
+    write_index(folder, dict.fromkeys(names, "model-1-of-1.safetensors"))
+    with pytest.raises(ModelFolderError, match=r"'model-1-of-1\.safetensors' holds"):
+        load(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelFolderError, match=r"'model-1-of-1\.safetensors' holds"):
+        load(folder)
+
+
+def test_a_named_file_may_have_any_name(tmp_path: Path) -> None:
+    folder = chat_folder(tmp_path / "model")
+    text = text_of(folder)
+    divide(folder)
+    (folder / "parts").mkdir()
+    (folder / "model-1.safetensors").rename(folder / "parts" / "a.safetensors")
+    moved = {"model-1.safetensors": "parts/a.safetensors"}
+    places = {name: moved.get(file, file) for name, file in index_of(folder).items()}
+    write_index(folder, places)
+    other_weights(folder, "model.safetensors")
+    assert text_of(folder) == text
+
+
+def test_weights_are_read_after_the_links_are_gone(tmp_path: Path) -> None:
+    """So ranks load them: each reads its part, and later."""
+    folder = chat_folder(tmp_path / "model")
+    divide(folder)
+    other_weights(folder, "model-old.safetensors")
+    model, _ = _load_trunk(folder, False, lazy=True)
+    names = index_of(folder)
+    for name, value in mtp_checkpoints.flat(model).items():
+        stored = tensors(folder / names[name])[name]
+        assert mx.array_equal(value, stored), name
+
+
+@pytest.mark.parametrize("name", ["model-mtp.safetensors", "consolidated.safetensors"])
+def test_copies_in_a_file_beside_the_model_are_not_read(
+    name: str, tmp_path: Path
+) -> None:
+    """A head may bring the target's embedding in another precision."""
+    folder = chat_folder(tmp_path / "model")
+    text = text_of(folder)
+    other_weights(folder, name)
+    with named_files_only(folder) as files:
+        held = [file.name for file in files.glob("model*.safetensors")]
+    assert held == ["model.safetensors"]
+    assert text_of(folder) == text
+
+
+def head_in_shards(folder: Path) -> tuple[Any, dict[str, mx.array]]:
+    """Write a target whose index names the file of its head; return the head too."""
+    made = mtp_checkpoints.write(folder, "qwen3_5")
+    files = sorted(made.folder.glob("*.safetensors"))
+    arrays = {key: value for file in files for key, value in tensors(file).items()}
+    mx.eval(arrays)
+    for file in files:
+        file.unlink()
+    head = {name: value for name, value in arrays.items() if "mtp." in name}
+    trunk = {name: value for name, value in arrays.items() if name not in head}
+    save(made.folder / "model-1.safetensors", trunk)
+    save(made.folder / "model-2.safetensors", head)
+    places = dict.fromkeys(trunk, "model-1.safetensors")
+    places |= dict.fromkeys(head, "model-2.safetensors")
+    write_index(made.folder, places)
+    return made, arrays
+
+
+@pytest.mark.parametrize("name", ["mtp-old.safetensors", "model-mtp.safetensors"])
+def test_a_head_that_the_index_names_rules_over_others(
+    name: str, tmp_path: Path
+) -> None:
+    made, arrays = head_in_shards(tmp_path)
+    head = {key: value * 0.5 for key, value in arrays.items() if "mtp." in key}
+    save(made.folder / name, head)
+    files = find_mtp_head(made.folder, made.target).files
+    assert {each.file.name for each in files.tensors.values()} == {
+        "model-2.safetensors"
+    }
+    (made.folder / "model-2.safetensors").unlink()
+    with pytest.raises(ModelFolderError, match=r"'model-2\.safetensors' holds"):
+        find_mtp_head(made.folder, made.target)
+
+
+def test_the_head_of_another_checkpoint_is_not_taken(tmp_path: Path) -> None:
+    made, arrays = head_in_shards(tmp_path)
+    (made.folder / "model-2.safetensors").unlink()
+    places = index_of(made.folder)
+    write_index(made.folder, {k: v for k, v in places.items() if "mtp." not in k})
+    save(made.folder / "model-old.safetensors", arrays)
+    said = "holds no MTP head .*that in 'model-old.safetensors' counts as another"
+    with pytest.raises(ModelFolderError, match=said):
+        find_mtp_head(made.folder, made.target)
+
+
+def test_a_stray_file_does_not_make_a_drafter_another(tmp_path: Path) -> None:
+    folder = eagle_checkpoints.write_eagle(tmp_path / "head", "specforge")
+    file = next(folder.glob("*.safetensors"))
+    write_index(folder, dict.fromkeys(tensors(file), file.name))
+    save(folder / "other.safetensors", {"markov_head.w1": mx.ones((2, 2))})
+    assert source_of_folder(folder) is EagleDraft
 
 
 def test_two_files_of_a_head_without_an_index_are_refused(tmp_path: Path) -> None:

@@ -73,6 +73,17 @@ def test_every_byte_is_where_it_belongs_and_mlx_lm_alone_loads_the_target(
     assert all(mx.array_equal(ours[n], theirs[n]) for n in ours)
 
 
+def test_weights_that_the_index_does_not_name_are_left(tmp_path: Path) -> None:
+    made = write(tmp_path / "model", "qwen3_5")
+    files = sorted(made.folder.glob("*.safetensors"))
+    before = stored(*files)
+    weights: Any = mx.load(str(files[0]))
+    others = {name: value * 0.5 for name, value in weights.items()}
+    save(made.folder / "model-old.safetensors", others)
+    done = split_head(made.folder, tmp_path / "out")
+    assert stored(*done.folder.glob("*.safetensors")) == before
+
+
 @pytest.mark.parametrize("name", ["qwen3_5", "deepseek_v3"])
 def test_drafts_are_the_same(name: str, tmp_path: Path) -> None:
     made = write(tmp_path / "model", name)
