@@ -17,6 +17,11 @@ from mlx_lm.utils import (
 )
 
 from mlx_speculation.errors import InvalidRequestError, ModelFolderError
+from mlx_speculation.models.checkpoints.told_by_tensors import (
+    NAMES,
+    kind_by_tensors,
+    tensor_names,
+)
 from mlx_speculation.models.config_json import read_config
 from mlx_speculation.models.dflash.config import is_dflash
 from mlx_speculation.models.dflash2.config import is_dflash2
@@ -140,6 +145,8 @@ def check_target(path_or_repo: str | Path) -> None:
         return
     config = read_config(folder)
     kind = next((name for name, is_kind in _DRAFTERS.items() if is_kind(config)), None)
+    if kind is None and (told := kind_by_tensors(tensor_names(folder), "")):
+        kind = f"{NAMES[told]} tensors"
     if kind is not None:
         raise ModelFolderError(
             f"{str(path_or_repo)!r} holds {kind}: this is a drafter for another model. "

@@ -4,6 +4,7 @@ mlx-lm takes every model*.safetensors; a stray file replaced weights, silently.
 """
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -339,3 +340,15 @@ def test_a_drafter_in_the_place_of_a_target_is_named(
         with pytest.raises(ModelFolderError, match=said):
             train(folder, tmp_path / "out", TrainOptions())
         (folder / "tokenizer_config.json").write_text("{}")  # with a tokenizer too
+
+
+def test_a_drafter_that_claims_to_be_a_llama_is_told_by_its_tensors(
+    tmp_path: Path,
+) -> None:
+    folder = an_eagle_head(tmp_path)
+    model = chat_folder(tmp_path / "model")
+    for name in ("config.json", "tokenizer_config.json", "tokenizer.json"):
+        shutil.copy(model / name, folder / name)
+    said = "holds EAGLE-3 head tensors: this is a drafter for another model"
+    with pytest.raises(ModelFolderError, match=said):
+        load(folder)
