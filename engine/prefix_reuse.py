@@ -51,12 +51,12 @@ class PrefixReuse:
         named, head = self._named(tokens)[:-1], self._head()
         used, again = self._cache.stamp(), 0 if head is None else head.again
         for which, lane in self._each():
-            held = self._cache.lookup(which, named, used)
+            rows = self._cache.lookup(which, named, used)
             stateful = self._cache.stateful(which)
-            if which == 0 and held is not None and not stateful:
-                held = _shorter(held, again)
-            if held is not None:
-                lane.resume(held)
+            if which == 0 and rows is not None and not stateful:
+                rows = _shorter(rows, again)
+            if rows is not None:
+                lane.resume(rows)
             if stateful:
                 lane.points = RestorePoints(self._cache)
                 lane.points.resumed(lane.seen)
@@ -109,12 +109,12 @@ class PrefixReuse:
             )
         if head is not None and ended:
             head.level()
-        kept = None if self._kept_head is None or head is None else head.kept()
-        if kept is not None and kept[1] > 0:
+        index = self._kept_head
+        if index is not None and head is not None and (kept := head.kept()):
             caches, rows = kept
             windows = _windows(self._named(tokens)[: rows + head.again], head.again)
-            if len(windows) == rows and self._kept_head is not None:
-                self._cache.store(self._kept_head, windows, caches, used=used)
+            if len(windows) == rows:
+                self._cache.store(index, windows, caches, used=used)
 
     @property
     def _target(self) -> Lane:

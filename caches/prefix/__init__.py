@@ -6,5 +6,6 @@ knows tokens and snapshots; it does not know models, streams or text.
 """
 
 from mlx_speculation.caches.prefix.prefix_cache import PrefixCache
+from mlx_speculation.caches.prefix.restore_points import Point
 
-__all__ = ["PrefixCache"]
+__all__ = ["Point", "PrefixCache"]

@@ -176,13 +176,13 @@ class PrefixCache:
             exact = matched == len(tokens) == nodes[-1].stop
             return nodes[-1].hidden if exact else None
 
-    def take(self, points: RunningPoints, point: tuple[Any, ...]) -> None:
-        """Add a restore point, a `Point`'s fields, to those of a stream.
+    def take(self, points: RunningPoints, point: Point) -> None:
+        """Add a restore point to those of a stream.
 
         Leaves that were used longest ago make room, then points of the stream.
         """
         with self._alone():
-            points.taken.append(Point(*point))
+            points.taken.append(point)
             while points.taken and not self._room(0):
                 points.thin_out()
 

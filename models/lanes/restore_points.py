@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from mlx_speculation.caches import PrefixCache, snapshot
+from mlx_speculation.caches import Point, PrefixCache, snapshot
 
 
 class HasCaches(Protocol):
@@ -43,7 +43,7 @@ class RestorePoints:
     def take(self, lane: HasCaches) -> None:
         """Take one where the lane stands. All its tokens have to be committed."""
         held = snapshot(lane.caches, lane.seen, lane.seen)
-        self._cache.take(self.running, (lane.seen, held, self.hidden()))
+        self._cache.take(self.running, Point(lane.seen, held, self.hidden()))
         self._last = lane.seen
 
     def between_rounds(self, lane: HasCaches, reach: int) -> None:

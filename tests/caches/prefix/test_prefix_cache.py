@@ -39,7 +39,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache
 
-from mlx_speculation.caches import PrefixCache, restore, snapshot
+from mlx_speculation.caches import Point, PrefixCache, restore, snapshot
 from mlx_speculation.caches.snapshots.snapshot import Snapshot, held_bytes
 from mlx_speculation.errors import InvalidRequestError, UnsupportedCacheError
 from support.caches.cache_twins import assert_same, read
@@ -111,7 +111,7 @@ def request(
     for stop in range(start + 1, len(tokens)):
         feed(caches, tokens[:stop], stop - 1)
         if stateful and stop % EVERY == 0:
-            prefixes.take(points, (stop, snapshot(caches, stop, stop)))
+            prefixes.take(points, Point(stop, snapshot(caches, stop, stop)))
             taken.append(stop)
             running = points.nbytes + sum(x.nbytes for x in snapshots(prefixes))
             assert prefixes.nbytes == running <= prefixes.max_bytes
@@ -219,7 +219,7 @@ def points_of(prefixes: PrefixCache, tokens: list[int]) -> Any:
     for stop in range(1, len(tokens) + 1):
         feed(caches, tokens[:stop], stop - 1)
         if stop % EVERY == 0:
-            prefixes.take(points, (stop, snapshot(caches, stop, stop)))
+            prefixes.take(points, Point(stop, snapshot(caches, stop, stop)))
     return points
 
 
