@@ -162,9 +162,9 @@ def test_models_that_are_none_are_refused(commands: Commands, tmp_path: Path) ->
     assert "'model-old.safetensors' and 'model.safetensors' in" in said(old)
 
     for drafter in ("eagle", "assistant"):
-        told = said(demo_models()[drafter])
-        assert "this is a drafter for another model" in told
-        assert "--draft" in told
+        message = said(demo_models()[drafter])
+        assert "this is a drafter for another model" in message
+        assert "--draft" in message
     assert "this is a drafter" in commands.refused("serve", demo_models()["eagle"])
 
     unknown = copy_of("draft", tmp_path / "unknown")

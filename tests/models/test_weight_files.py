@@ -43,9 +43,7 @@ def save(file: Path, arrays: dict[str, mx.array]) -> None:
     mx.save_safetensors(str(file), arrays, {"format": "mlx"})
 
 
-def divide(
-    folder: Path, *, index: bool = True, name: str = "model-{}.safetensors"
-) -> None:
+def divide(folder: Path, *, index: bool = True) -> None:
     """Let two files hold the weights, and an index say so."""
     arrays = tensors(folder / "model.safetensors")
     mx.eval(arrays)
@@ -125,24 +123,6 @@ def test_an_index_does_not_lead_out_of_the_folder(name: str, tmp_path: Path) -> 
     (folder / INDEX).write_text(json.dumps({"weight_map": {"a": 1}}))
     with pytest.raises(ModelFolderError, match="no weight_map of tensors and files"):
         load(folder)
-
-
-def test_a_head_in_a_shard_that_the_index_leaves_out_is_found(tmp_path: Path) -> None:
-    made = mtp_checkpoints.write(tmp_path, "qwen3_5")
-    files = sorted(made.folder.glob("*.safetensors"))
-    arrays = {key: value for file in files for key, value in tensors(file).items()}
-    mx.eval(arrays)
-    for file in files:
-        file.unlink()
-    head = {name: value for name, value in arrays.items() if "mtp." in name}
-    assert head
-    trunk = {name: value for name, value in arrays.items() if name not in head}
-    save(made.folder / "model-00001.safetensors", trunk)
-    save(made.folder / "model-00002.safetensors", head)
-    index = {"weight_map": dict.fromkeys(trunk, "model-00001.safetensors")}
-    (made.folder / INDEX).write_text(json.dumps(index))
-    found = find_mtp_head(made.folder, made.target)
-    assert found.files.in_shards
 
 
 def index_of(folder: Path) -> dict[str, str]:
@@ -267,6 +247,18 @@ def head_in_shards(folder: Path) -> tuple[Any, dict[str, mx.array]]:
     return made, arrays
 
 
+def leave_out_head(folder: Path) -> None:
+    """Let the index name no tensor of the head."""
+    places = index_of(folder)
+    write_index(folder, {k: v for k, v in places.items() if "mtp." not in k})
+
+
+def test_a_head_in_a_shard_that_the_index_leaves_out_is_found(tmp_path: Path) -> None:
+    made, _ = head_in_shards(tmp_path)
+    leave_out_head(made.folder)
+    assert find_mtp_head(made.folder, made.target).files.in_shards
+
+
 @pytest.mark.parametrize("name", ["mtp-old.safetensors", "model-mtp.safetensors"])
 def test_a_head_that_the_index_names_rules_over_others(
     name: str, tmp_path: Path
@@ -286,8 +278,7 @@ def test_a_head_that_the_index_names_rules_over_others(
 def test_the_head_of_another_checkpoint_is_not_taken(tmp_path: Path) -> None:
     made, arrays = head_in_shards(tmp_path)
     (made.folder / "model-2.safetensors").unlink()
-    places = index_of(made.folder)
-    write_index(made.folder, {k: v for k, v in places.items() if "mtp." not in k})
+    leave_out_head(made.folder)
     save(made.folder / "model-old.safetensors", arrays)
     said = "holds no MTP head .*that in 'model-old.safetensors' counts as another"
     with pytest.raises(ModelFolderError, match=said):

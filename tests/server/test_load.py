@@ -1,13 +1,11 @@
 """Many clients at once, some of which leave: every text is that of its seed alone."""
 
-import gc
 import random
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 import openai
 import pytest
@@ -25,15 +23,14 @@ from support.identity import assert_same_up_to_ties
 from support.processes.servers import (
     LETTERS,
     NAME,
+    bytes_in_use,
     client_of,
     make_tiny,
     post,
-    rows_held,
     serving,
     tiny_pair,
     wrapped_letters,
 )
-from support.processes.wait_until import until
 
 CLIENTS = 8
 SPECULATIVE: tuple[dict[str, Any], ...] = (
@@ -183,23 +180,14 @@ def load_and_check(
         warm = {"model": NAME, "prompt": "ABC", "max_tokens": 9, "temperature": 1}
         for speculative in SPECULATIVE:
             assert post(server, {**warm, "speculative": speculative}).status == 200
-        held = _held(server, prefixes)
+        held = bytes_in_use(server, prefixes)
         found = answers(server, wanted)
-        assert _held(server, prefixes) <= held + (1 << 16)
+        assert bytes_in_use(server, prefixes) <= held + (1 << 16)
     left = sum(got is None for got in found)
     ties = check(model, tokenizer, wanted, found, ids)
     print(f"{len(found)} requests, {left} left early, {ties} near-ties")  # noqa: T201
     assert left > 0
     assert ties <= len(found) // 20
-
-
-def _held(server: Server, prefixes: PrefixCache) -> int:
-    """Return the bytes in use once every request has ended."""
-    until(lambda: server.worker.taken == 0 and rows_held(server.worker) == 0)
-    until(lambda: server.connections == 0)
-    prefixes.clear()
-    gc.collect()
-    return mx.get_active_memory()
 
 
 @pytest.mark.parametrize(

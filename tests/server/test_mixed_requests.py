@@ -1,6 +1,5 @@
 """300 requests of all kinds from several threads: answers, counts, and what is left."""
 
-import gc
 import json
 import random
 import threading
@@ -11,7 +10,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import mlx.core as mx
 import pytest
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools
@@ -31,12 +29,12 @@ from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer
 from support.processes.servers import (
     Answer,
+    bytes_in_use,
     connect,
     get,
     nearly,
     packet,
     post,
-    rows_held,
     serving,
 )
 from support.processes.wait_until import until
@@ -315,15 +313,6 @@ def counted(server: Server) -> Callable[..., float]:
         )
 
     return total
-
-
-def bytes_in_use(server: Server, prefixes: PrefixCache) -> int:
-    """Return the bytes in use once all has ended."""
-    until(lambda: server.worker.taken == 0 and rows_held(server.worker) == 0)
-    until(lambda: server.connections == 0)
-    prefixes.clear()
-    gc.collect()
-    return mx.get_active_memory()
 
 
 @pytest.mark.parametrize(

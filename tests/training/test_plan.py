@@ -70,9 +70,8 @@ def test_each_phase_has_its_share_or_the_training_is_refused(
     for name in SIZED:
         assert 1 <= getattr(small, name) <= getattr(options, name)
     assert small.held_out >= min(LEAST_DIALOGUES, held_out)
-    # Doubled rates never make anything larger.
+    assert sized(small, rates, seconds) == small  # what fits is not changed
     kept = changed(options, small)
-    assert sized(small, rates, seconds) == small
     if data_seconds(options, rates) <= DATA * seconds:
         assert not {"batch", "held_out", "answer_tokens"} & kept.keys()
     number = evaluated(small, rates, seconds)

@@ -1,5 +1,6 @@
 """Servers in this process, their clients, and requests as bytes."""
 
+import gc
 import json
 import socket
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +20,7 @@ from mlx_speculation.server.api_errors import ApiError
 from mlx_speculation.server.engine_thread import Worker
 from support.models.tiny_models import build
 from support.models.tiny_tokenizer import letter_tokenizer
+from support.processes.wait_until import until
 
 LETTERS = 26
 NAME = "tiny"
@@ -219,6 +221,15 @@ def rows_held(worker: Worker) -> int:
     """Rows that wait or run, of all drafts."""
     batches = [rows._batch for rows in tuple(worker._rows.values())]
     return sum(len(batch.waiting) + len(batch.running) for batch in batches)
+
+
+def bytes_in_use(server: Server, prefixes: PrefixCache) -> int:
+    """Return the bytes in use once every request has ended."""
+    until(lambda: server.worker.taken == 0 and rows_held(server.worker) == 0)
+    until(lambda: server.connections == 0)
+    prefixes.clear()
+    gc.collect()
+    return mx.get_active_memory()
 
 
 def wrapped_letters() -> TokenizerWrapper:
