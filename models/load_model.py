@@ -108,7 +108,8 @@ def load(
             )
         _check_adapter(Path(adapter_path).expanduser())
     folder = model_folder(path_or_repo)
-    check_target(folder)
+    if not Path(path_or_repo).expanduser().is_dir():  # it was fetched
+        check_target(folder)
     _check_config(folder, trust_remote_code)
     more = {"trust_remote_code": trust_remote_code}
     try:
@@ -145,8 +146,8 @@ def check_target(path_or_repo: str | Path) -> None:
         return
     config = read_config(folder)
     kind = next((name for name, is_kind in _DRAFTERS.items() if is_kind(config)), None)
-    if kind is None and (told := kind_by_tensors(tensor_names(folder), "")):
-        kind = f"{NAMES[told]} tensors"
+    if kind is None and (found := kind_by_tensors(tensor_names(folder), "")):
+        kind = f"{NAMES[found]} tensors"
     if kind is not None:
         raise ModelFolderError(
             f"{str(path_or_repo)!r} holds {kind}: this is a drafter for another model. "
