@@ -157,7 +157,7 @@ class Stream:
         return self._result
 
     def close(self) -> None:
-        """End the generation once; on other ranks than 0, where rank 0 ends it."""
+        """End the text, unless it has ended; a follower ends where rank 0 does."""
         if self._result is not None or self._ending():
             return
         session = self._session

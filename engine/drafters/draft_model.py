@@ -124,10 +124,10 @@ class ModelSource(FolderSource):
             check_supported(draft_cache)
             check_single(draft_cache)
             _check_apart(lane.caches, draft_cache)
-            held, whole = position(draft_cache), sequence.start + lane.seen
-            if held is not None and position_table(self.model) == held < whole:
-                held = None  # all that it can hold: it drafts no more
-            seen = _checked_lag(held, lane.seen, sequence.start)
+            count, whole = position(draft_cache), sequence.start + lane.seen
+            if count is not None and position_table(self.model) == count < whole:
+                count = None  # all that it can hold: it drafts no more
+            seen = _checked_lag(count, lane.seen, sequence.start)
             first = make(draft_cache, seen)
         return DraftModel(
             make, first, confidence=options.confidence, reduced=self._reduced

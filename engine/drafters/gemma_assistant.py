@@ -159,7 +159,7 @@ class AssistantDrafter:
 
     @property
     def again(self) -> int:
-        """How many of the last tokens are fed again: one, for its state."""
+        """The number of last tokens that are fed again: one, for its state."""
         return 1
 
     @property

@@ -225,7 +225,7 @@ class MtpDrafter:
 
     @property
     def again(self) -> int:
-        """How many of the last tokens are fed again; see `fed_again`."""
+        """The number of last tokens that are fed again; see `fed_again`."""
         return self._cache.again
 
     def kept(self) -> tuple[list[Any], int] | None:

@@ -133,7 +133,7 @@ class HeadCache(Protocol):
 
     @property
     def again(self) -> int:
-        """How many of the last tokens are fed again; see `fed_again`."""
+        """The number of last tokens that are fed again; see `fed_again`."""
         ...
 
     def kept(self) -> tuple[list[Any], int] | None:

@@ -134,39 +134,39 @@ def attention(
         mode = "causal"
     tiles = -(-(heads // key_heads) * rows // ROWS)
     parts = max(1, min(columns // KEYS, BLOCKS // (tiles * key_heads * batch)))
-    outputs, dtypes = [queries.shape], queries.dtype
+    shapes, dtype = [queries.shape], queries.dtype
     if parts > 1:
         lead = (*queries.shape[:3], parts)
-        outputs, dtypes = [(*lead, dim), (*lead, 2)], mx.float32
+        shapes, dtype = [(*lead, dim), (*lead, 2)], mx.float32
     blocks, threads = (tiles * parts, key_heads, batch), 32 * WARPS
     if contiguous:
         each = rows * columns if mode == "bools" and batches > 1 else 0
-        found = _attend_contiguous(queries.dtype, dim, mode, parts > 1)(
+        outputs = _attend_contiguous(queries.dtype, dim, mode, parts > 1)(
             inputs=given,
             scalars=[batch, heads, rows, key_heads, columns, each],
             blocks=blocks,
             threads=threads,
-            output_shapes=outputs,
-            output_dtype=dtypes,
+            output_shapes=shapes,
+            output_dtype=dtype,
         )
     else:
-        found = _attend(queries.dtype, dim, mode, parts > 1)(
+        outputs = _attend(queries.dtype, dim, mode, parts > 1)(
             inputs=given,
             grid=(blocks[0] * threads, key_heads, batch),
             threadgroup=(threads, 1, 1),
-            output_shapes=outputs,
-            output_dtypes=[dtypes] * len(outputs),
+            output_shapes=shapes,
+            output_dtypes=[dtype] * len(shapes),
         )
     if parts > 1:
-        found = _together(queries.dtype, dim)(
-            inputs=found,
+        outputs = _together(queries.dtype, dim)(
+            inputs=outputs,
             scalars=[parts],
             blocks=(batch * heads * rows, 1, 1),
             threads=dim,
             output_shapes=[queries.shape],
             output_dtype=queries.dtype,
         )
-    return found[0]
+    return outputs[0]
 
 
 def shows_whole_buffer(keys: mx.array, cache: Any) -> bool:

@@ -55,7 +55,7 @@ class LoadedDFlash(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReadingOptions:
-    """What is known of the reading of a drafter beside its files.
+    """Options of the reading of a drafter of blocks.
 
     Attributes:
         layer_ids: what the list of layers counts; by its key when omitted.

@@ -92,7 +92,7 @@ class MtpCache:
 
     @property
     def again(self) -> int:
-        """How many of the last tokens are fed again; see `fed_again`."""
+        """The number of last tokens that are fed again; see `fed_again`."""
         return fed_again(self._caches)
 
     def kept(self) -> tuple[list[Any], int] | None:

@@ -63,7 +63,7 @@ class TrainingLoop:
     between: int  # steps between evaluations
     patience: int  # evaluations without gain that end it; 0: never
     deadline: float | None = None  # when to stop, of `time.monotonic`; None: never
-    # Told what it is about to do
+    # Called with the name of what begins
     phase: Callable[[str], None] = lambda name: None
     # How long the last steps and the last evaluation took, in seconds
     took: dict[str, float] = field(

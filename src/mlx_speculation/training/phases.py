@@ -11,10 +11,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_speculation.errors import InvalidRequestError
-from mlx_speculation.models import (
-    logit_width,
-    read_config,
-)
+from mlx_speculation.models import logit_width, read_config
 from mlx_speculation.models.config_json import text_config
 from mlx_speculation.models.mtp.fingerprints import target_hash
 from mlx_speculation.training.acceptance_check import (
@@ -33,10 +30,7 @@ from mlx_speculation.training.kinds.choose_trainee import (
 )
 from mlx_speculation.training.kinds.trainee import Trainee, depths_of
 from mlx_speculation.training.loop import TrainingLoop, Watch
-from mlx_speculation.training.memory_estimate import (
-    BatchShape,
-    choose_checkpoint,
-)
+from mlx_speculation.training.memory_estimate import BatchShape, choose_checkpoint
 from mlx_speculation.training.options import BLOCK_LAYERS, TrainOptions
 from mlx_speculation.training.output.curves import PLOT
 from mlx_speculation.training.output.preflight import drawn, try_outputs
