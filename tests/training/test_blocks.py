@@ -8,6 +8,7 @@ Faults that were made by hand, and found here:
 """
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -317,3 +318,18 @@ def test_layers_and_the_mask_of_a_new_drafter(tmp_path: Path) -> None:
     assert mask_id(tokenizer, VOCAB) == VOCAB - 2
     with pytest.raises(InvalidRequestError, match="different ones are needed"):
         drafter("dflash", layers=[1, 1])
+
+
+def test_the_step_that_compiles_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training on a GPU was sized by the 70 seconds of its first step."""
+    made, gradients, waits = drafter("dspark", count=1), TrainingStep.gradients, [2.0]
+
+    def compiling(self: TrainingStep, batch: Any) -> Any:
+        time.sleep(waits.pop() if waits else 0)
+        return gradients(self, batch)
+
+    monkeypatch.setattr(TrainingStep, "gradients", compiling)
+    tokens = np.array(prompt_of(80), np.uint32)
+    text = Dialogue(tokens, tokens >= 0, False, True, 0.0)
+    batches = RowBatches([text], 2, SLOTS, BLOCK + 1, 0, anchors=3, first=2)
+    assert lesson(made)[0].seconds(batches) < 1

@@ -1,6 +1,7 @@
 """A training is sized for its minutes before anything is written."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,30 @@ def test_steps_are_timed_from_small_to_large() -> None:
     assert timed == [(1, 128)]
 
 
+def test_no_further_shape_is_timed_once_one_was_compiled_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, timed = [0.0], list[tuple[int, int]]()
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+
+    def run(rows: int, slots: int) -> float:
+        timed.append((rows, slots))
+        now[0] += 70  # compiles
+        return 0.03
+
+    assert position_seconds(run, 8, 1024, 90.0) == pytest.approx(0.03 / 512)
+    assert timed == [(1, 128), (1, 512)]
+
+
+def test_what_was_spent_is_named_and_counts() -> None:
+    rates, options = Rates(1e-4, 1e-3, 1e-2, 64), TrainOptions(minutes=3)
+    assert sized(options, rates, 170, 10)
+    with pytest.raises(
+        InvalidRequestError, match=r"Of 3.0 minutes 0 s .* after 200 s .* --minutes 4 "
+    ):
+        sized(options, rates, -20, 200)
+
+
 def test_too_few_minutes_are_refused_before_the_target_writes(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,6 +160,15 @@ def test_a_training_keeps_its_minutes_and_leaves_a_trained_head(
     assert record["best"]["step"] > 0
     assert (out / "model.safetensors").is_file()
     assert any(line.startswith("made smaller for 0.15 minutes") for line in said)
+
+
+def test_rows_that_hold_no_prompt_do_not_shorten_what_is_evaluated(
+    target: Path, tmp_path: Path
+) -> None:
+    """Answers were cut to the slots of a row, and none was left to draft of."""
+    options = replace(OPTIONS, slots=8, evaluations=1)
+    result = train(target, tmp_path / "head", options)
+    assert result.record["best"]["step"] > 0
 
 
 def test_an_interrupt_before_the_first_evaluation_writes_no_head(

@@ -190,13 +190,13 @@ class Run:
                 options.drafted_slots,
                 trainee.first,
             )
-            return stepper.seconds(batches, TRIAL * seconds)
+            return stepper.seconds(batches)
 
         position = position_seconds(run, options.rows, options.slots, TRIAL * seconds)
         self.reports.phase("timing dialogues")
         self.rates = rates_of(self.model, position, options.batch)
-        left = seconds - (time.monotonic() - self.began)
-        self.options = sized(options, self.rates, left)
+        spent = time.monotonic() - self.began
+        self.options = sized(options, self.rates, seconds - spent, spent)
         self.sized = changed(options, self.options)
         if self.sized:
             made = ", ".join(f"{name} {value}" for name, value in self.sized.items())
@@ -224,7 +224,9 @@ class Run:
         fixed: dict[str, Any],
         held: list[Any],
     ) -> TrainingLoop:
-        longest = self.options.slots + depths_of(trainee, self.options.unrolled)
+        options = self.options  # a few slots may not hold a prompt and its answer
+        longest = max(options.slots, options.prompt_tokens + options.answer_tokens)
+        longest += depths_of(trainee, options.unrolled)
         loop = TrainingLoop(
             trainee,
             stepper,

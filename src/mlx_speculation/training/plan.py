@@ -52,8 +52,16 @@ class Rates:
         return self.token + max(0.0, self.tokens - self.token) * share
 
 
-def sized(options: TrainOptions, rates: Rates, seconds: float) -> TrainOptions:
+def sized(
+    options: TrainOptions, rates: Rates, seconds: float, spent: float = 0.0
+) -> TrainOptions:
     """Return options of a training that takes at most so many seconds.
+
+    Args:
+        options: as they were asked for.
+        rates: of this machine.
+        seconds: what is left.
+        spent: seconds that loading, compiling and timing have taken.
 
     Raises:
         InvalidRequestError: not one step fits; names the minutes that are needed.
@@ -74,10 +82,12 @@ def sized(options: TrainOptions, rates: Rates, seconds: float) -> TrainOptions:
             step_seconds(least, rates) / STEPS, data_seconds(shortest, rates) / DATA
         )
         raise InvalidRequestError(
-            f"The budget is {seconds / 60:.1f} minutes, and not one step fits: the "
-            f"smallest takes about {step_seconds(least, rates):.0f} s here, and its "
-            f"dialogues {data_seconds(shortest, rates):.0f} s. Pass --minutes "
-            f"{-(-needed // 60):.0f} or more, or train on a faster machine."
+            f"Of {(seconds + spent) / 60:.1f} minutes {max(0.0, seconds):.0f} s are "
+            f"left after {spent:.0f} s of loading, compiling and timing, and not one "
+            f"step fits: the smallest takes about {step_seconds(least, rates):.0f} s "
+            f"here, and its dialogues {data_seconds(shortest, rates):.0f} s. Pass "
+            f"--minutes {-(-(needed + spent) // 60):.0f} or more, or train on a faster "
+            "machine."
         )
     return replace(
         options,
@@ -155,8 +165,10 @@ def position_seconds(run: TimeStep, rows: int, slots: int, most: float) -> float
         run: times a step.
         rows: of the wanted step.
         slots: of its rows.
-        most: seconds; no larger step is timed that would take longer.
+        most: seconds; no larger step is timed that would take longer, nor any once
+            the timing itself has, since each shape may be compiled.
     """
+    began = time.monotonic()
     shape = (1, min(slots, 2 * _NARROWEST))
     while True:
         each = run(*shape) / (shape[0] * shape[1])
@@ -164,7 +176,8 @@ def position_seconds(run: TimeStep, rows: int, slots: int, most: float) -> float
             return each
         longer = (shape[0], min(slots, 4 * shape[1]))
         shape = longer if longer != shape else (min(rows, 4 * shape[0]), slots)
-        if each * shape[0] * shape[1] > most:
+        taken = max(each * shape[0] * shape[1], time.monotonic() - began)
+        if taken > most:
             return each
 
 
