@@ -162,6 +162,23 @@ def test_a_training_keeps_its_minutes_and_leaves_a_trained_head(
     assert any(line.startswith("made smaller for 0.15 minutes") for line in said)
 
 
+def test_a_long_timing_does_not_cut_the_dialogues(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU compiling took half of the minutes, and answers one token."""
+    monotonic, passed = time.monotonic, [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: monotonic() + passed[0])
+
+    def compiles(phase: str) -> None:
+        if phase == "timing dialogues":
+            passed[0] += 40
+
+    options = replace(OPTIONS, minutes=1)
+    result = train(target, tmp_path / "head", options, reports=Reports(phase=compiles))
+    assert result.record["best"]["step"] > 0
+    assert result.record["data"]["dialogues"] == OPTIONS.dialogues
+
+
 def test_rows_that_hold_no_prompt_do_not_shorten_what_is_evaluated(
     target: Path, tmp_path: Path
 ) -> None:

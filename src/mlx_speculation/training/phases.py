@@ -54,8 +54,8 @@ from mlx_speculation.training.step import TrainingStep, new_optimizer
 from mlx_speculation.training.teacher import TargetModel
 
 RUN = "run"
-# Of the minutes: when no further dialogues are begun, when those that are being written
-# are cut, and when the last evaluation has to be done.
+# Of the minutes after timing: when no further dialogues are begun, when those that are
+# being written are cut, and when the last evaluation has to be done.
 _DATA_SHARE, _DATA_END, _STEPS_END = 0.4, 0.5, 0.88
 _STEP_SHARE = 0.75  # of the time that is left then, for steps
 _MOST_EVALUATIONS = 5  # of a training that has minutes
@@ -76,6 +76,7 @@ class Run:
     began: float
     lookup: dict[str, Acceptance] = field(default_factory=dict)
     rates: Rates | None = None  # what was timed; None: nothing, or it is resumed
+    spent: float = 0.0  # seconds until that was done
     sized: dict[str, Any] = field(default_factory=dict)  # options made smaller
 
     def whole(self, prompts: list[Any]) -> TrainingResult:
@@ -195,8 +196,9 @@ class Run:
         position = position_seconds(run, options.rows, options.slots, TRIAL * seconds)
         self.reports.phase("timing dialogues")
         self.rates = rates_of(self.model, position, options.batch)
-        spent = time.monotonic() - self.began
-        self.options = sized(options, self.rates, seconds - spent, spent)
+        self.spent = time.monotonic() - self.began
+        left = seconds - self.spent
+        self.options = sized(options, self.rates, left, self.spent)
         self.sized = changed(options, self.options)
         if self.sized:
             made = ", ".join(f"{name} {value}" for name, value in self.sized.items())
@@ -336,12 +338,16 @@ class Run:
             return max(1, round(options.epochs * batches.per_pass / options.accumulate))
         self.reports.phase("timing a step")
         seconds = stepper.seconds(batches) * options.accumulate
-        left = self.began + 60 * options.minutes * _STEPS_END - time.monotonic()
-        return max(1, int(_STEP_SHARE * left / seconds))
+        end = self._deadline(_STEPS_END)
+        assert end is not None
+        return max(1, int(_STEP_SHARE * (end - time.monotonic()) / seconds))
 
     def _deadline(self, share: float = 1.0) -> float | None:
+        """Return when a share of the minutes after timing is over; None: never."""
         minutes = self.options.minutes
-        return None if minutes is None else self.began + 60 * minutes * share
+        if minutes is None:
+            return None
+        return self.began + self.spent + (60 * minutes - self.spent) * share
 
     def _finished(
         self,
