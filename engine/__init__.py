@@ -7,13 +7,13 @@ door and the scripts imports it.
 from mlx_speculation.engine.batch.generator import BatchGenerator
 from mlx_speculation.engine.batch.results import BatchResponse, BatchStatistics
 from mlx_speculation.engine.draft_length.base import DraftLengthPolicy, Feedback, Plan
-from mlx_speculation.engine.drafters.base import Choose, Draft, Drafter
+from mlx_speculation.engine.drafters.base import Choose, Drafter, Proposal
 from mlx_speculation.engine.drafters.block_drafters import (
     DFlash2Draft,
     DFlashDraft,
     DSparkDraft,
 )
-from mlx_speculation.engine.drafters.cascade import Cascade
+from mlx_speculation.engine.drafters.cascade import CascadeDraft
 from mlx_speculation.engine.drafters.eagle import EagleDraft, PEagleDraft
 from mlx_speculation.engine.drafters.gemma_assistant import (
     AssistantDraft,
@@ -21,9 +21,9 @@ from mlx_speculation.engine.drafters.gemma_assistant import (
 )
 from mlx_speculation.engine.drafters.mtp import MtpDraft, MtpDrafter
 from mlx_speculation.engine.drafters.reduced_vocabulary import reduced_vocabulary
-from mlx_speculation.engine.drafters.source import DraftSource
+from mlx_speculation.engine.drafters.source import Draft
 from mlx_speculation.engine.generator import SpeculativeGenerator
-from mlx_speculation.engine.lookup.drafter import LookupDrafter
+from mlx_speculation.engine.lookup.drafter import LookupDraft
 from mlx_speculation.engine.mlx_lm_compat.response import SpeculativeResponse
 from mlx_speculation.engine.mlx_lm_compat.stream_generate import (
     generate,
@@ -40,7 +40,7 @@ __all__ = [
     "BatchGenerator",
     "BatchResponse",
     "BatchStatistics",
-    "Cascade",
+    "CascadeDraft",
     "Choose",
     "Chunk",
     "DFlash2Draft",
@@ -48,17 +48,17 @@ __all__ = [
     "DSparkDraft",
     "Draft",
     "DraftLengthPolicy",
-    "DraftSource",
     "Drafter",
     "DrafterFault",
     "EagleDraft",
     "Feedback",
-    "LookupDrafter",
+    "LookupDraft",
     "MtpDraft",
     "MtpDrafter",
     "Origin",
     "PEagleDraft",
     "Plan",
+    "Proposal",
     "Result",
     "Sequence",
     "SourceCounts",

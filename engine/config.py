@@ -22,9 +22,9 @@ from mlx_speculation.engine.drafters.reduced_vocabulary import (
 )
 from mlx_speculation.engine.drafters.resolve import resolve
 from mlx_speculation.engine.drafters.source import (
+    Draft,
     DraftOptions,
-    DraftSource,
-    HeadSource,
+    HeadDraft,
     TargetInfo,
     members_of,
 )
@@ -70,7 +70,7 @@ class GeneratorConfig:
     prompts: Prompts  # checks and encodes
     # The target on the ranks that it is spread over; None: it is whole
     ranked: RankedTarget | None
-    draft: DraftSource | None  # what drafts, on this rank; None: plain decoding
+    draft: Draft | None  # what drafts, on this rank; None: plain decoding
     notices: tuple[str, ...]  # why the draft is not another
     lengths: PolicyFactory  # the draft lengths
     acceptance: Acceptance  # the rule
@@ -274,7 +274,7 @@ def _check_compiled(
         )
 
 
-def _check_confidence(confidence: Any, draft: DraftSource | None) -> None:
+def _check_confidence(confidence: Any, draft: Draft | None) -> None:
     """Refuse what is no probability, or finds nobody to be asked for it."""
     if not isinstance(confidence, int | float) or not 0 <= confidence < 1:
         raise InvalidRequestError(
@@ -290,7 +290,7 @@ def _check_confidence(confidence: Any, draft: DraftSource | None) -> None:
 
 def _checked_tree(
     nodes: Any,
-    draft: DraftSource | None,
+    draft: Draft | None,
     shape: FixedShape | None,
     ranked: RankedTarget | None,
 ) -> int:
@@ -331,9 +331,7 @@ def _is_intersection(vocabulary: Any) -> bool:
     return isinstance(vocabulary, str)
 
 
-def _vocabulary(
-    ids: Any, draft: DraftSource | None, target: TargetInfo
-) -> list[int] | None:
+def _vocabulary(ids: Any, draft: Draft | None, target: TargetInfo) -> list[int] | None:
     """Return the ids to draft from; None: all.
 
     Raises:
@@ -354,7 +352,7 @@ def _vocabulary(
 def _bind(
     cache: PrefixCache,
     models: list[nn.Module],
-    draft: DraftSource | None,
+    draft: Draft | None,
     sliding: Sliding,
     shape: FixedShape | None,
 ) -> int | None:
@@ -368,7 +366,7 @@ def _bind(
     empty = [Lane(module, sliding=sliding).caches for module in models]
     cache.bind(models, empty, shape)
     for member in members_of(draft):
-        made = member.new_cache(0) if isinstance(member, HeadSource) else None
+        made = member.new_cache(0) if isinstance(member, HeadDraft) else None
         kept = None if made is None else made.kept()
         if kept is not None:
             return cache.bind_head(member.own_weights, kept[0])

@@ -17,7 +17,7 @@ from mlx_speculation.engine.draft_length.costs import CostTable
 from mlx_speculation.engine.draft_length.policy_factory import PolicyFactory
 from mlx_speculation.engine.drafters.reduced_vocabulary import DraftVocabulary
 from mlx_speculation.engine.drafters.resolve import DraftArgument, find_draft
-from mlx_speculation.engine.drafters.source import DraftSource
+from mlx_speculation.engine.drafters.source import Draft
 from mlx_speculation.engine.options import GenerateOptions
 from mlx_speculation.engine.prompt import Prompt
 from mlx_speculation.engine.result import Result
@@ -47,7 +47,7 @@ class SpeculativeGenerator:
         tokenizer: its tokenizer, mlx-lm's wrapper or a Hugging Face one.
         draft: an mlx-lm model with the same token ids; the path or repository of one,
             or of a head; "mtp" for the head in the target's folder, "lookup", "auto";
-            a source such as `MtpDraft`, `LookupDrafter` or `Cascade`; a `Drafter` of
+            a source such as `MtpDraft`, `LookupDraft` or `CascadeDraft`; a `Drafter` of
             your own; or None for plain decoding. The target keeps what is loaded.
         draft_length: tokens drafted in a round; 0 is plain decoding. None: as many as
             pay, by what rounds cost here and what is accepted, see `calibrate`. With
@@ -56,7 +56,7 @@ class SpeculativeGenerator:
             `draft_length` levels; 15 may pay on a large GPU. None: a chain.
         draft_confidence: a draft model stops before a token where the product of its
             largest probabilities falls below this, and a head with a confidence of
-            its own where that of its estimates does; 0: never. See `DraftModel`.
+            its own where that of its estimates does; 0: never. See `ModelDrafter`.
         acceptance: "keyed", the rule under which the draft cannot change the text of
             a seed; "rejection" and "block" keep the distribution of the text, but not
             the text, and accept more where tokens are drawn by chance.
@@ -234,7 +234,7 @@ class SpeculativeGenerator:
         return 1 if self._setup.ranked is None else self._setup.ranked.group.size
 
     @property
-    def draft(self) -> DraftSource | None:
+    def draft(self) -> Draft | None:
         """What drafts; another generator of this target takes it too."""
         return self._setup.draft
 

@@ -22,7 +22,7 @@ from mlx_speculation.engine.draft_length.calibration import Calibration, Start
 from mlx_speculation.engine.draft_length.cascade import CascadeDraftLength
 from mlx_speculation.engine.drafters.base import Drafter, head_of, lanes_of, remember
 from mlx_speculation.engine.drafters.cascade import CascadeDrafter, open_guarded
-from mlx_speculation.engine.drafters.source import DraftSource, members_of
+from mlx_speculation.engine.drafters.source import Draft, members_of
 from mlx_speculation.engine.image_input import ImageInput, image_input
 from mlx_speculation.engine.lookup.measured_draft import measured_draft
 from mlx_speculation.engine.memory import Weights, held_memory
@@ -311,7 +311,7 @@ class StreamFactory:
         if running is not None and not running.ended:
             raise InvalidRequestError(
                 "The drafter serves 1 open stream, and a second one was asked for. "
-                "Close the first, or pass a DraftSource, which opens a drafter for "
+                "Close the first, or pass a Draft, which opens a drafter for "
                 "each stream."
             )
         if source is None:
@@ -320,7 +320,7 @@ class StreamFactory:
         return open_guarded(source, target, sequence, draft_cache, note)
 
 
-def _modules_of(draft: DraftSource | None) -> list[nn.Module]:
+def _modules_of(draft: Draft | None) -> list[nn.Module]:
     """Return the modules of a draft, without what it shares with the target."""
     found = [
         one

@@ -15,7 +15,7 @@
 It knows arrays. It does not know models, caches or text.
 """
 
-from mlx_speculation.samplers.acceptance import LogProbs, Proposal, Verified, peaks
+from mlx_speculation.samplers.acceptance import LogProbs, Sample, Verified, peaks
 from mlx_speculation.samplers.batch_verifier import (
     BatchVerified,
     VerifyRequest,
@@ -56,8 +56,8 @@ __all__ = [
     "ForkableProcessor",
     "LogProbs",
     "LogitsProcessor",
-    "Proposal",
     "Rows",
+    "Sample",
     "Sampler",
     "Sampling",
     "SeededSampler",

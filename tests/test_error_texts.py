@@ -24,7 +24,7 @@ from mlx_speculation import (
     demo_models,
 )
 from mlx_speculation.caches import SlidingKVCache
-from mlx_speculation.engine import Choose, Draft, Sequence
+from mlx_speculation.engine import Choose, Proposal, Sequence
 from mlx_speculation.models.checkpoints import convention_of
 from mlx_speculation.samplers import Chooser
 from support.models.tiny_models import build
@@ -54,9 +54,9 @@ class Drawing:
 
     def begin(self, sequence: Sequence) -> None: ...
 
-    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         choose(mx.zeros((1, 256)), sequence.rows(mx.zeros((0,), mx.uint32)))
-        return Draft(mx.array([1], mx.uint32))
+        return Proposal(mx.array([1], mx.uint32))
 
     def settle(self, accepted: int) -> None: ...
 
@@ -144,6 +144,6 @@ def test_a_drafter_that_hides_its_distribution_is_refused() -> None:
     assert len(result.tokens) == 4
     said = result.stats.drafter_faults[0].reason
     assert (
-        "their probabilities are of shape None instead of (1, 256). Return Draft.of(c"
+        "their probabilities are of shape None instead of (1, 256). Return Proposal.of"
         in said
     )

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from mlx_speculation.engine.batch.request import BatchRequest
-from mlx_speculation.engine.drafters.base import NOTHING, Draft
+from mlx_speculation.engine.drafters.base import NOTHING, Proposal
 from mlx_speculation.engine.drafters.fault_guard import what_is_wrong
 from mlx_speculation.samplers import VerifyRequest, peaks, propose_batch
 
@@ -48,7 +48,7 @@ class BatchDrafter(Protocol):
 
     def propose(
         self, rows: Sequence[BatchRequest], limits: Sequence[int], ahead: int
-    ) -> list[Draft]:
+    ) -> list[Proposal]:
         """Return a draft of each row, of at most its limit; 0 and less: none.
 
         Where a request's own processors raise, the row's `error` is set.
@@ -61,7 +61,7 @@ class BatchDrafter(Protocol):
         """
         ...
 
-    def rectangle(self, drafts: Sequence[Draft], width: int) -> mx.array:
+    def rectangle(self, drafts: Sequence[Proposal], width: int) -> mx.array:
         """Return the tokens of drafts, uint32 [rows, width]; behind short ones any."""
         ...
 
@@ -152,14 +152,16 @@ class BatchChain:
         mx.async_eval(proposed.tokens)  # runs while the next step's graph is built
         return proposed.tokens
 
-    def drafts(self, limits: Sequence[int], source: str) -> list[Draft]:
+    def drafts(self, limits: Sequence[int], source: str) -> list[Proposal]:
         """Return each row's draft, cut to its limit."""
         tokens, found = self.tokens, []
         for place, (row, limit) in enumerate(zip(self._rows, limits, strict=True)):
             each = self._probs[place][:limit]
             probs = mx.concatenate(each) if each else None
             drafts = limit > 0 and row.error is None
-            draft = Draft(tokens[place, :limit], probs, source) if drafts else NOTHING
+            draft = (
+                Proposal(tokens[place, :limit], probs, source) if drafts else NOTHING
+            )
             found.append(draft)
         return found
 
@@ -186,7 +188,7 @@ class BatchChain:
         return asked
 
 
-def rectangle(drafts: Sequence[Draft], width: int) -> mx.array:
+def rectangle(drafts: Sequence[Proposal], width: int) -> mx.array:
     """Return drafted tokens uint32 [rows, width], shorter ones padded with 0."""
     rows = [
         mx.pad(draft.tokens, (0, width - draft.length))
@@ -207,7 +209,7 @@ class SharedDrafter(BatchDrafter):
         self._before: Any = None  # what it held beside the caches, before it settled
         self._chain: BatchChain | None = None
 
-    def rectangle(self, drafts: Sequence[Draft], width: int) -> mx.array:
+    def rectangle(self, drafts: Sequence[Proposal], width: int) -> mx.array:
         """Return them as they were chosen, if all rows drafted and in their order."""
         if self._chain is not None and self._places == list(range(len(drafts))):
             return self._chain.tokens[:, :width]

@@ -23,14 +23,14 @@ import mlx.nn as nn
 from mlx_speculation.caches import SlidingKVCache, drop_last, leaves, with_slack
 from mlx_speculation.engine.batch.base import BatchDrafter
 from mlx_speculation.engine.batch.draft_length import BatchDraftLength
-from mlx_speculation.engine.batch.draft_model import BatchDraftModel
+from mlx_speculation.engine.batch.draft_model import BatchModelDrafter
 from mlx_speculation.engine.batch.mtp import BatchMtpDrafter
 from mlx_speculation.engine.batch.outcome import BatchStep, Read, behind, read_batch
 from mlx_speculation.engine.batch.per_request import PerRequestDrafters
 from mlx_speculation.engine.batch.request import BatchRequest
 from mlx_speculation.engine.batch.results import BatchStatistics
 from mlx_speculation.engine.draft_length.base import Feedback
-from mlx_speculation.engine.drafters.base import NOTHING, Draft
+from mlx_speculation.engine.drafters.base import NOTHING, Proposal
 from mlx_speculation.engine.round.outcome import RoundOutcome
 from mlx_speculation.engine.timing import RoundClock, RoundSeconds
 from mlx_speculation.errors import SpeculationError
@@ -92,7 +92,7 @@ class BatchDecoder:
     def _drafts_for(self, row: BatchRequest) -> BatchDrafter:
         """Return what drafts for rows like this one."""
         if row.draft_lane is not None:
-            return BatchDraftModel(BatchLane(row.draft_lane.model, self._sizes))
+            return BatchModelDrafter(BatchLane(row.draft_lane.model, self._sizes))
         return PerRequestDrafters() if row.head is None else BatchMtpDrafter(self._lane)
 
     def give_back(self, row: BatchRequest) -> None:
@@ -144,7 +144,7 @@ class BatchDecoder:
 
     def _proposed(
         self, limits: list[int], ahead: int, context: int
-    ) -> list[Draft] | None:
+    ) -> list[Proposal] | None:
         """Return each row's draft, those ahead included; None: there is none."""
         drafts = self._drafts
         asks = any(limits) and (drafts.ahead or not ahead)
@@ -204,7 +204,7 @@ class BatchDecoder:
             lane_round.commit(1)
         return BatchStep(lane_round, verified, tokens, tuple(range(count)))
 
-    def _drafted_round(self, drafts: list[Draft], ahead: int) -> list[Read]:
+    def _drafted_round(self, drafts: list[Proposal], ahead: int) -> list[Read]:
         """Verify the drafts of all rows, behind a step if one is in flight."""
         step = self._in_flight
         known = [len(row.tokens) for row in self.rows]
@@ -272,7 +272,7 @@ class BatchDecoder:
     def _finish(
         self,
         found: Sequence[Read],
-        drafts: list[Draft] | None,
+        drafts: list[Proposal] | None,
         context: int,
         ahead: int,
     ) -> None:
@@ -314,7 +314,7 @@ class BatchDecoder:
         index: int,
         row: BatchRequest,
         found: Read,
-        draft: Draft | None,
+        draft: Proposal | None,
         seconds: RoundSeconds,
     ) -> int:
         """Turn what a row has got into chunks; return how many drafts it accepted."""
@@ -360,14 +360,14 @@ def _interrupted(error: BaseException) -> SpeculationError:
     )
 
 
-def _head(draft: Draft, count: int) -> Draft:
+def _head(draft: Proposal, count: int) -> Proposal:
     """Return the first tokens of a draft."""
     if count >= draft.length:
         return draft
     if not count:
         return NOTHING
     probs = None if draft.probs is None else draft.probs[:count]
-    return Draft(draft.tokens[:count], probs, draft.source, draft.reads)
+    return Proposal(draft.tokens[:count], probs, draft.source, draft.reads)
 
 
 def _kept(found: Read) -> int:
@@ -375,7 +375,7 @@ def _kept(found: Read) -> int:
     return 0 if isinstance(found, Exception) else 1 + found.accepted
 
 
-def _settled(found: Read, draft: Draft) -> int | None:
+def _settled(found: Read, draft: Proposal) -> int | None:
     """Return how many tokens of its draft a drafter may keep; None: the row failed."""
     if isinstance(found, Exception):
         return None

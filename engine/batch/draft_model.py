@@ -23,14 +23,14 @@ import mlx.core as mx
 from mlx_speculation.engine.batch.base import BatchChain, SharedDrafter, disabling
 from mlx_speculation.engine.batch.prefill_budget import PrefillBudget
 from mlx_speculation.engine.batch.request import BatchRequest
-from mlx_speculation.engine.drafters.base import NOTHING, Draft
+from mlx_speculation.engine.drafters.base import NOTHING, Proposal
 from mlx_speculation.engine.drafters.draft_model import LONGEST_LAG
 from mlx_speculation.models import BatchLane, BatchRound
 
 LAG = 2
 
 
-class BatchDraftModel(SharedDrafter):
+class BatchModelDrafter(SharedDrafter):
     """Drafts for the rows of a batch with one model, whose lane is empty at first."""
 
     def __init__(self, lane: BatchLane) -> None:
@@ -65,7 +65,7 @@ class BatchDraftModel(SharedDrafter):
 
     def propose(
         self, rows: Sequence[BatchRequest], limits: Sequence[int], ahead: int
-    ) -> list[Draft]:
+    ) -> list[Proposal]:
         """Draft for every row that may; see `BatchDrafter`."""
         assert ahead == 0
         found = [NOTHING] * len(rows)
@@ -170,7 +170,7 @@ class BatchDraftModel(SharedDrafter):
         bits = range(missed.bit_length())
         return [1 << bit for bit in reversed(bits) if missed >> bit & 1]
 
-    def _drafted(self, most: list[int]) -> list[Draft]:
+    def _drafted(self, most: list[int]) -> list[Proposal]:
         """Draft the longest chain for all rows of the lane; cut it to `most`."""
         lag = self._lag()
         inputs = mx.array([row.tokens[-lag:] for row in self._rows], mx.uint32)

@@ -25,7 +25,7 @@ import mlx.core as mx
 from mlx_speculation.caches import array_bytes
 from mlx_speculation.engine.batch.base import BatchChain, SharedDrafter, disabling
 from mlx_speculation.engine.batch.request import BatchRequest
-from mlx_speculation.engine.drafters.base import NOTHING, Draft
+from mlx_speculation.engine.drafters.base import NOTHING, Proposal
 from mlx_speculation.engine.drafters.mtp import LONGEST_LAG, MtpDrafter
 from mlx_speculation.models import BatchLane, BatchStates, Unread
 from mlx_speculation.models.mtp import BatchMtpCache, BatchMtpRound, MtpCache
@@ -64,7 +64,7 @@ class BatchMtpDrafter(SharedDrafter):
 
     def propose(
         self, rows: Sequence[BatchRequest], limits: Sequence[int], ahead: int
-    ) -> list[Draft]:
+    ) -> list[Proposal]:
         """Draft for every row that may; see `BatchDrafter`.
 
         A row drafts nothing where the state before its newest token was never seen:
@@ -172,7 +172,7 @@ class BatchMtpDrafter(SharedDrafter):
 
     def _drafted(
         self, cache: BatchMtpCache, states: BatchStates, most: list[int]
-    ) -> list[Draft]:
+    ) -> list[Proposal]:
         """Open a round, and draft the longest chain for all rows; cut it to `most`."""
         head = _head(self._rows[0])
         length = max(most) if head.depth is None else min(max(most), head.depth)

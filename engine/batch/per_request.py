@@ -10,7 +10,7 @@ from mlx_speculation.engine.batch.request import BatchRequest
 from mlx_speculation.engine.drafters.base import (
     NOTHING,
     CheckedChoose,
-    Draft,
+    Proposal,
     ReadsAhead,
 )
 
@@ -54,7 +54,7 @@ class PerRequestDrafters(BatchDrafter):
 
     def propose(
         self, rows: Sequence[BatchRequest], limits: Sequence[int], ahead: int
-    ) -> list[Draft]:
+    ) -> list[Proposal]:
         """Ask each row's drafter; see `BatchDrafter`."""
         self._rows, self._asked = list(rows), [False] * len(rows)
         found = []
@@ -83,7 +83,7 @@ class PerRequestDrafters(BatchDrafter):
                 row.request.statistics.reads += draft.reads
         return found
 
-    def rectangle(self, drafts: Sequence[Draft], width: int) -> mx.array:
+    def rectangle(self, drafts: Sequence[Proposal], width: int) -> mx.array:
         """Put them together."""
         return rectangle(drafts, width)
 

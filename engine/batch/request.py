@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx_speculation.caches import has_states
 from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
 from mlx_speculation.engine.draft_length.base import Plan
-from mlx_speculation.engine.drafters.base import Draft, lanes_of
+from mlx_speculation.engine.drafters.base import Proposal, lanes_of
 from mlx_speculation.engine.drafters.mtp import MtpDrafter
 from mlx_speculation.engine.result import Chunk
 from mlx_speculation.engine.round.outcome import RoundOutcome
@@ -57,7 +57,7 @@ class BatchRequest:
 
     @property
     def draft_lane(self) -> Lane | None:
-        """The lane of its draft model, if rows can share that; see `DraftModel`."""
+        """The lane of its draft model, if rows can share that; see `ModelDrafter`."""
         return getattr(self.request.drafter, "batch_lane", None)
 
     @property
@@ -87,7 +87,7 @@ class BatchRequest:
         getattr(self.request.drafter, "let_go", lambda: None)()
 
     def asked(
-        self, draft: Draft | None = None, ahead: mx.array | None = None
+        self, draft: Proposal | None = None, ahead: mx.array | None = None
     ) -> VerifyRequest:
         """Return what it asks of a verify; `ahead` is a token that is not read yet."""
         drafts = 0 if draft is None else draft.length
@@ -119,7 +119,7 @@ class BatchRequest:
             raise
 
     def emit(
-        self, outcome: RoundOutcome, draft: Draft | None, seconds: RoundSeconds
+        self, outcome: RoundOutcome, draft: Proposal | None, seconds: RoundSeconds
     ) -> None:
         """Take what a round has brought, and let it end where that says so.
 

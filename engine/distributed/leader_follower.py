@@ -21,8 +21,8 @@ from mlx_speculation.engine.draft_length.base import DraftLengthPolicy, Feedback
 from mlx_speculation.engine.drafters.base import (
     NOTHING,
     Choose,
-    Draft,
     Drafter,
+    Proposal,
     lanes_of,
 )
 from mlx_speculation.engine.prompt import Sequence
@@ -46,7 +46,7 @@ class Leader:
             raise
         return self._session.plan(plan)
 
-    def draft(self, own: Callable[[], Draft]) -> Draft:
+    def draft(self, own: Callable[[], Proposal]) -> Proposal:
         """Return its own draft, said to the others."""
         try:
             draft = own()
@@ -96,14 +96,14 @@ class Follower:
         """Return the leader's plan."""
         return self._session.plan(None)
 
-    def draft(self, own: Callable[[], Draft]) -> Draft:
+    def draft(self, own: Callable[[], Proposal]) -> Proposal:
         """Return the leader's draft; its probabilities are the leader's alone."""
         length, source = self._session.draft(None)
         tokens = mx.zeros((length,), mx.uint32)
         if length:
             tokens = self._session.from_leader(tokens)
             mx.async_eval(tokens)
-        return Draft(tokens, source=source)
+        return Proposal(tokens, source=source)
 
     def verify(
         self, own: Callable[[], Verified], logits: mx.array, rows: int, accepts: bool
@@ -157,11 +157,11 @@ class RankedDrafter:
         if self._inner is not None:
             self._inner.begin(sequence)
 
-    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         """Return the leader's draft."""
         inner = self._inner
 
-        def own() -> Draft:
+        def own() -> Proposal:
             return NOTHING if inner is None else inner.propose(sequence, limit, choose)
 
         return self._role.draft(own)

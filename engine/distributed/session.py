@@ -25,7 +25,7 @@ import mlx.core as mx
 
 from mlx_speculation.engine.distributed.group import Place, RankGroup
 from mlx_speculation.engine.draft_length.base import Plan
-from mlx_speculation.engine.drafters.base import Draft
+from mlx_speculation.engine.drafters.base import Proposal
 from mlx_speculation.errors import (
     ConstraintError,
     NonFiniteLogitsError,
@@ -50,7 +50,7 @@ class LeaderFollower(Protocol):
         """Return the leader's plan for a round; the ranks agree here where they are."""
         ...
 
-    def draft(self, own: Callable[[], Draft]) -> Draft:
+    def draft(self, own: Callable[[], Proposal]) -> Proposal:
         """Return the leader's draft, its tokens not evaluated."""
         ...
 
@@ -152,7 +152,7 @@ class RankSession:
         """
         self._round(["turn" if self.leads else "follow"])
 
-    def draft(self, draft: Draft | None) -> tuple[int, str]:
+    def draft(self, draft: Proposal | None) -> tuple[int, str]:
         """Return how many tokens rank 0 has drafted, and who did; others pass None."""
         said = [] if draft is None else [draft.length, draft.source[:_LETTERS]]
         length, source = self._exchange("draft", said)[0]

@@ -12,7 +12,7 @@ from mlx_speculation.engine.distributed.consistency import (
 )
 from mlx_speculation.engine.distributed.group import RankGroup
 from mlx_speculation.engine.distributed.session import RankSession
-from mlx_speculation.engine.drafters.source import DraftSource, members_of
+from mlx_speculation.engine.drafters.source import Draft, members_of
 from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
 from mlx_speculation.models import (
     Group,
@@ -35,7 +35,7 @@ class RankedTarget:
         self._model, self.group = model, group
         self._fields: dict[str, Any] = {}
         self._taps: HiddenStates | None = None
-        self._draft: DraftSource | None = None
+        self._draft: Draft | None = None
 
     @classmethod
     def of(cls, model: nn.Module, group: Group | None) -> "RankedTarget | None":
@@ -57,9 +57,7 @@ class RankedTarget:
         """Whether this is rank 0."""
         return self.group.leads
 
-    def own_draft(
-        self, draft: DraftSource | None, prefix_cache: Any
-    ) -> DraftSource | None:
+    def own_draft(self, draft: Draft | None, prefix_cache: Any) -> Draft | None:
         """Check the target, and return the draft of this rank; only rank 0 has one.
 
         Raises:
@@ -90,7 +88,7 @@ class RankedTarget:
             self._check_output(member)
         return draft if self.leads else None
 
-    def next_stream(self, draft: DraftSource | None) -> RankSession:
+    def next_stream(self, draft: Draft | None) -> RankSession:
         """Return the next stream on all ranks, which is not begun yet."""
         members = members_of(draft)
         needs = [STATES] if any(each.follows for each in members) else []
@@ -122,10 +120,10 @@ class RankedTarget:
             for member in members_of(self._draft):
                 member.take_output(output)
 
-    def _needs_output(self, draft: DraftSource) -> bool:
+    def _needs_output(self, draft: Draft) -> bool:
         return draft.reads_output and has_split_output(self._model)
 
-    def _check_output(self, draft: DraftSource) -> None:
+    def _check_output(self, draft: Draft) -> None:
         """Refuse a head that needs rows of other ranks, which cannot be put together.
 
         Others get a whole copy of the output layer when their first stream begins.

@@ -29,7 +29,7 @@ from mlx_speculation.engine.draft_length.calibration import (
 from mlx_speculation.engine.draft_length.cascade import CascadeDraftLength
 from mlx_speculation.engine.draft_length.cost_store import Known
 from mlx_speculation.engine.draft_length.costs import CostTable, RoundCosts
-from mlx_speculation.engine.drafters.source import DraftSource, members_of, shape_of
+from mlx_speculation.engine.drafters.source import Draft, members_of, shape_of
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import Sliding, position_table
 
@@ -52,7 +52,7 @@ class PolicyFactory:
     def __init__(
         self,
         model: nn.Module,
-        draft: DraftSource | None,
+        draft: Draft | None,
         sliding: Sliding,
         usual: int | None,
         *,
@@ -197,9 +197,7 @@ class PolicyFactory:
         own = [known for source, known in each if source.measurable]
         return [*own, *self.known, Known()][0]
 
-    def _key(
-        self, drafts: SequenceOf[DraftSource], **more: int
-    ) -> dict[str, Any] | None:
+    def _key(self, drafts: SequenceOf[Draft], **more: int) -> dict[str, Any] | None:
         """Return what the costs belong to; None where they are not kept."""
         names = [source.cost_key() for source in drafts]
         if not all(names):

@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import Lane
-from mlx_speculation.samplers import Proposal, Rows, Verifier, best_children, peaks
+from mlx_speculation.samplers import Rows, Sample, Verifier, best_children, peaks
 from mlx_speculation.samplers.constraints.masks import Masks
 
 
@@ -20,7 +20,7 @@ class Choose(Protocol):
 
     def __call__(
         self, logits: mx.array, rows: Rows, ids: mx.array | None = None
-    ) -> Proposal:
+    ) -> Sample:
         """Choose one token per row of logits [rows, vocab], or [rows, n] of `ids`.
 
         `rows` is `sequence.rows(ahead)`: what precedes the row. `ahead` holds the
@@ -44,7 +44,7 @@ class Branches:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Draft:
+class Proposal:
     """Proposed tokens, not read back to the host.
 
     Attributes:
@@ -65,14 +65,14 @@ class Draft:
 
     @classmethod
     def of(
-        cls, chosen: SequenceOf[Proposal], *, source: str = "drafter", reads: int = 0
-    ) -> "Draft":
+        cls, chosen: SequenceOf[Sample], *, source: str = "drafter", reads: int = 0
+    ) -> "Proposal":
         """Return the draft of these choices, at least one, in order."""
         tokens = mx.concatenate([one.tokens for one in chosen])
         probs = [one.probs for one in chosen if one.probs is not None]
         return cls(tokens, mx.concatenate(probs) if probs else None, source, reads)
 
-    def behind(self, count: int) -> "Draft":
+    def behind(self, count: int) -> "Proposal":
         """Return the draft without its first tokens."""
         probs = None if self.probs is None else self.probs[count:]
         return replace(self, tokens=self.tokens[count:], probs=probs)
@@ -84,11 +84,11 @@ class Draft:
 
 
 # Of a drafter that is not asked any more.
-NOTHING = Draft(mx.array([], mx.uint32), source="nothing")
+NOTHING = Proposal(mx.array([], mx.uint32), source="nothing")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CheckedDraft:
+class CheckedProposal:
     """A draft that is safe to verify, and what shows only once it is evaluated.
 
     Attributes:
@@ -99,7 +99,7 @@ class CheckedDraft:
             where it asked for no choice.
     """
 
-    draft: Draft
+    draft: Proposal
     proposed: mx.array
     limit: int
     peaks: mx.array | None = None
@@ -135,7 +135,7 @@ class Drafter(Protocol):
         """Start on a new sequence, and forget the last one. Called by prefill."""
         ...
 
-    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         """Propose at most `limit` tokens that follow the sequence; none is an answer.
 
         `choose` holds the request's filters and noise; a drafter draws nothing itself,
@@ -227,7 +227,7 @@ class CheckedChoose:
 
     def __call__(
         self, logits: mx.array, rows: Rows, ids: mx.array | None = None
-    ) -> Proposal:
+    ) -> Sample:
         """Choose; see `Choose`.
 
         Raises:
@@ -262,7 +262,7 @@ class CheckedChoose:
         """Return one for another drafter's draft."""
         return CheckedChoose(self._verifier, self._masks, self.tree)
 
-    def checked(self, draft: Draft, limit: int) -> CheckedDraft:
+    def checked(self, draft: Proposal, limit: int) -> CheckedProposal:
         """Return the draft with ids that the target has a row for.
 
         Which ids a drafter proposes by no chance cannot change the text, but an id
@@ -272,10 +272,10 @@ class CheckedChoose:
             InvalidRequestError: the draft is none, or too long, or the probabilities
                 of its draws, which decide what is accepted, are not all there.
         """
-        if not isinstance(draft, Draft) or not _holds_ids(draft.tokens):
+        if not isinstance(draft, Proposal) or not _holds_ids(draft.tokens):
             raise InvalidRequestError(
-                f"The drafter's propose() returned {_said(draft)}, and a Draft of "
-                "whole numbers [k] is needed. Return Draft(mx.array([...]))."
+                f"The drafter's propose() returned {_said(draft)}, and a Proposal of "
+                "whole numbers [k] is needed. Return Proposal(mx.array([...]))."
             )
         length, most, branches = draft.length, limit, draft.branches
         if branches is not None:
@@ -288,17 +288,17 @@ class CheckedChoose:
             )
         chooser, proposed = self._verifier.chooser, draft.tokens
         if not draft.length:
-            return CheckedDraft(draft, proposed, chooser.limit)
+            return CheckedProposal(draft, proposed, chooser.limit)
         shape = None if draft.probs is None else draft.probs.shape
         if self._drew and shape != (draft.length, chooser.width):
             raise InvalidRequestError(
                 f"The drafter drew tokens by chance, and their probabilities are of "
                 f"shape {shape} instead of {(draft.length, chooser.width)}. Return "
-                "Draft.of(choices) with every choice, or choose none of them by chance."
+                "Proposal.of(choices) with every choice, or choose none by chance."
             )
         draft = replace(draft, tokens=_within(proposed, chooser.limit))
         largest = _peaks_of(self._seen) if self._seen else None
-        return CheckedDraft(draft, proposed, chooser.limit, largest)
+        return CheckedProposal(draft, proposed, chooser.limit, largest)
 
 
 class DraftChain:
@@ -306,7 +306,7 @@ class DraftChain:
 
     def __init__(self, choose: Choose, sequence: Sequence) -> None:
         self._choose, self._sequence = choose, sequence
-        self.chosen: list[Proposal] = []
+        self.chosen: list[Sample] = []
 
     def add(self, logits: mx.array, ids: mx.array | None = None) -> mx.array:
         """Choose from logits [1, vocab], or [1, n] of some ids.
@@ -314,7 +314,7 @@ class DraftChain:
         Returns:
             The token, uint32 [1], which is computed while the next graph is built.
         """
-        ahead = Draft.of(self.chosen).tokens if self.chosen else None
+        ahead = Proposal.of(self.chosen).tokens if self.chosen else None
         self.chosen.append(self._choose(logits, self._sequence.rows(ahead), ids))
         token = self.chosen[-1].tokens
         mx.async_eval(token)
@@ -361,7 +361,7 @@ def _check_rows(logits: Any, rows: Any, ids: Any) -> None:
         raise InvalidRequestError(
             f"sequence.rows was given {_said(rows.ahead)}, and the tokens chosen so "
             "far in this draft, whole numbers [m], or None are needed. Pass "
-            "sequence.rows(Draft.of(choices).tokens if choices else None)."
+            "sequence.rows(Proposal.of(choices).tokens if choices else None)."
         )
     if ids is not None and (not _holds_ids(ids) or len(ids) != shape[1]):
         raise InvalidRequestError(
@@ -380,7 +380,7 @@ def _holds_ids(array: Any) -> bool:
 
 def _said(found: Any) -> str:
     """Describe what stands where token ids should."""
-    array = found.tokens if isinstance(found, Draft) else found
+    array = found.tokens if isinstance(found, Proposal) else found
     if isinstance(array, mx.array):
         return f"an array {array.shape} of {array.dtype}"
     return f"a {type(array).__name__}"

@@ -13,7 +13,7 @@ import mlx.nn as nn
 from mlx_speculation.engine.drafters.mtp import MtpDrafter
 from mlx_speculation.engine.drafters.source import (
     DraftOptions,
-    HeadSource,
+    HeadDraft,
     check_embedding,
 )
 from mlx_speculation.engine.prompt import Sequence
@@ -37,7 +37,7 @@ from mlx_speculation.models.dspark import (
 from mlx_speculation.models.gemma_assistant import starts_for
 
 
-class DFlashDraft(HeadSource):
+class DFlashDraft(HeadDraft):
     """A DFlash drafter on its target, as the draft of a generator.
 
         model, tokenizer = load(folder)
@@ -113,7 +113,7 @@ class DFlashDraft(HeadSource):
         return cls._of(model, loaded)
 
     def new_cache(self, first: int) -> ParallelCache:
-        """Return caches of the drafter; see `HeadSource`."""
+        """Return caches of the drafter; see `HeadDraft`."""
         return ParallelCache(self.dflash, first)
 
     def open(
@@ -206,7 +206,7 @@ class DSparkDraft(DFlashDraft):
         return made
 
     def check_ids(self, highest: int) -> None:
-        """Refuse a drafter that lacks token ids; see `HeadSource`."""
+        """Refuse a drafter that lacks token ids; see `HeadDraft`."""
         super().check_ids(highest)
         if "markov_head" in self.head:
             check_embedding(self.head.markov_head.markov_w1, highest)

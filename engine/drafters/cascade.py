@@ -11,15 +11,15 @@ from mlx_speculation.engine.drafters.base import (
     NOTHING,
     CheckedChoose,
     Choose,
-    Draft,
     Drafter,
+    Proposal,
     ReadsAhead,
     head_of,
     lanes_of,
     remember,
 )
 from mlx_speculation.engine.drafters.fault_guard import FaultGuard, NoteFault
-from mlx_speculation.engine.drafters.source import DraftOptions, DraftSource, TargetInfo
+from mlx_speculation.engine.drafters.source import Draft, DraftOptions, TargetInfo
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import Lane
@@ -46,10 +46,10 @@ class Turns:
         return min(limit, own + more) if own else 0
 
 
-class Cascade(DraftSource):
+class CascadeDraft(Draft):
     """Takes the draft of the first drafter that proposes anything.
 
-        draft = Cascade(LookupDrafter(minimum_match=8), small_model)
+        draft = CascadeDraft(LookupDraft(minimum_match=8), small_model)
         generator = SpeculativeGenerator(model, tokenizer, draft=draft)
 
     A model that was passed over lags behind, and is fed what it has missed when its
@@ -91,7 +91,7 @@ class Cascade(DraftSource):
         """The draft models of its members."""
         return [model for member in self.members() for model in member.models]
 
-    def members(self) -> list[DraftSource]:
+    def members(self) -> list[Draft]:
         """Return its sources; a generator has made them of what was passed."""
         return [found for source in self.drafters for found in source.members()]
 
@@ -106,9 +106,9 @@ class Cascade(DraftSource):
         for member in self.members():
             member.check(target)
 
-    def configured(self, options: DraftOptions) -> "Cascade":
+    def configured(self, options: DraftOptions) -> "CascadeDraft":
         """Return the cascade of its members with these options."""
-        return Cascade(*(member.configured(options) for member in self.members()))
+        return CascadeDraft(*(member.configured(options) for member in self.members()))
 
     def open(
         self, lane: Lane, sequence: Sequence, draft_cache: list[Any] | None = None
@@ -119,7 +119,7 @@ class Cascade(DraftSource):
 
 
 def open_guarded(
-    source: DraftSource,
+    source: Draft,
     lane: Lane,
     sequence: Sequence,
     draft_cache: list[Any] | None,
@@ -181,7 +181,7 @@ class CascadeDrafter:
         for drafter in self._drafters:
             drafter.begin(sequence)
 
-    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         """Return the first draft that is not empty."""
         draft = NOTHING  # stays so where none is asked any more
         self._asked = self.turns.answered = None

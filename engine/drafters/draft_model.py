@@ -10,10 +10,10 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_speculation.caches import check_single, check_supported, leaves, position
-from mlx_speculation.engine.drafters.base import NOTHING, Choose, Draft
+from mlx_speculation.engine.drafters.base import NOTHING, Choose, Proposal
 from mlx_speculation.engine.drafters.source import (
     DraftOptions,
-    FolderSource,
+    FolderDraft,
     TargetInfo,
 )
 from mlx_speculation.engine.prompt import Sequence
@@ -28,7 +28,7 @@ from mlx_speculation.models import (
     logit_width,
     position_table,
 )
-from mlx_speculation.samplers import Proposal
+from mlx_speculation.samplers import Sample
 
 # After a round the lane lags one or two tokens behind. A longer lag is a prompt, or
 # rounds without a draft: it is committed text, fed before the round and kept.
@@ -37,7 +37,7 @@ LONGEST_LAG = 8
 PAUSED = replace(NOTHING, source="model")
 
 
-class ModelSource(FolderSource):
+class ModelDraft(FolderDraft):
     """A draft model, as the draft of a generator.
 
     Args:
@@ -62,8 +62,8 @@ class ModelSource(FolderSource):
         return True
 
     @classmethod
-    def load(cls, folder: Path, target: TargetInfo) -> "ModelSource":
-        """Load a model; see `FolderSource`."""
+    def load(cls, folder: Path, target: TargetInfo) -> "ModelDraft":
+        """Load a model; see `FolderDraft`."""
         model, tokenizer = load(folder, trust_remote_code=target.trust_remote_code)
         check_same_ids(target.tokenizer, tokenizer)
         return cls(model)
@@ -93,17 +93,17 @@ class ModelSource(FolderSource):
                 "target."
             )
 
-    def configured(self, options: DraftOptions) -> "ModelSource":
+    def configured(self, options: DraftOptions) -> "ModelDraft":
         """Return the model with these options.
 
         Raises:
             UnsupportedModelError: it cannot have fewer logits, or not be compiled.
         """
-        return ModelSource(self.model, options)
+        return ModelDraft(self.model, options)
 
     def open(
         self, lane: Lane, sequence: Sequence, draft_cache: list[Any] | None = None
-    ) -> "DraftModel":
+    ) -> "ModelDrafter":
         """Return the drafter of one stream.
 
         Raises:
@@ -129,12 +129,12 @@ class ModelSource(FolderSource):
                 count = None  # all that it can hold: it drafts no more
             seen = _checked_lag(count, lane.seen, sequence.start)
             first = make(draft_cache, seen)
-        return DraftModel(
+        return ModelDrafter(
             make, first, confidence=options.confidence, reduced=self._reduced
         )
 
 
-class DraftModel:
+class ModelDrafter:
     """Drafts a chain of tokens with a model of its own, one forward for each.
 
     Args:
@@ -206,7 +206,7 @@ class DraftModel:
         else:
             self._catch_up(sequence)
 
-    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         """Feed what the lane has not seen, then its own choices, `limit` tokens.
 
         Behind the end of the model's table of positions it pauses.
@@ -220,7 +220,7 @@ class DraftModel:
         self._lag, self._fed = len(lag), 0
         self._round = self._lane.begin()
         inputs = mx.array(lag)
-        chosen: list[Proposal] = []
+        chosen: list[Sample] = []
         certainty = mx.array(1.0)
         reads = 0
         for _ in range(limit):
@@ -231,12 +231,12 @@ class DraftModel:
                 reads += bool(chosen)
                 if chosen and float(certainty) < self._confidence:
                     break
-            ahead = Draft.of(chosen).tokens if chosen else None
+            ahead = Proposal.of(chosen).tokens if chosen else None
             ids = None if self._reduced is None else self._reduced.ids
             chosen.append(choose(logits, sequence.rows(ahead), ids))
             inputs = chosen[-1].tokens
             mx.async_eval(inputs)  # runs while the next step's graph is built
-        return Draft.of(chosen, source="model", reads=reads)
+        return Proposal.of(chosen, source="model", reads=reads)
 
     def _most(self, sequence: Sequence) -> int:
         """Return how many tokens the model has positions to draft; 0 or less: none.

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.nn as nn
 
 from mlx_speculation.engine.drafters.mtp import MtpDrafter
-from mlx_speculation.engine.drafters.source import HeadSource
+from mlx_speculation.engine.drafters.source import HeadDraft
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.models import HiddenStates, Lane, find_parts, read_config
 from mlx_speculation.models.checkpoints import HeadCache, LayerIds, ParallelCache
@@ -32,7 +32,7 @@ from mlx_speculation.models.gemma_assistant import starts_for
 from mlx_speculation.models.mtp import MtpCache
 
 
-class EagleDraft(HeadSource):
+class EagleDraft(HeadDraft):
     """An EAGLE-3 head on its target, as the draft of a generator.
 
         model, tokenizer = load(folder)
@@ -129,7 +129,7 @@ class EagleDraft(HeadSource):
         return not self.head.windowed
 
     def new_cache(self, first: int) -> HeadCache:
-        """Return caches of the head; see `HeadSource`."""
+        """Return caches of the head; see `HeadDraft`."""
         return MtpCache(self.eagle, first)
 
 
@@ -159,5 +159,5 @@ class PEagleDraft(EagleDraft):
         return False
 
     def new_cache(self, first: int) -> HeadCache:
-        """Return caches of the head; see `HeadSource`."""
+        """Return caches of the head; see `HeadDraft`."""
         return ParallelCache(self.eagle, first)

@@ -25,10 +25,10 @@ import mlx.core as mx
 from mlx_speculation.engine.drafters.base import (
     NOTHING,
     CheckedChoose,
-    CheckedDraft,
+    CheckedProposal,
     Choose,
-    Draft,
     Drafter,
+    Proposal,
     ReadsAhead,
     head_of,
     lanes_of,
@@ -56,7 +56,7 @@ class FaultGuard:
         self.inner = inner
         self._note = note
         self._target = target
-        self._checked: CheckedDraft | None = None
+        self._checked: CheckedProposal | None = None
         self._disabled = False
         if target is not None and target.follower is not None:
             target.follower.call_through(self._after_chunk)
@@ -83,7 +83,7 @@ class FaultGuard:
 
     @property
     def batch_lane(self) -> Lane | None:
-        """Its lane, if rows of a batch can share it; see `DraftModel`."""
+        """Its lane, if rows of a batch can share it; see `ModelDrafter`."""
         return getattr(self.inner, "batch_lane", None)
 
     @property
@@ -116,7 +116,7 @@ class FaultGuard:
         """Let it begin."""
         self._run("begin", lambda: self.inner.begin(sequence))
 
-    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         """Return its draft, checked and submitted; nothing where it has failed.
 
         `choose` is asked for one draft only.

@@ -19,24 +19,24 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_speculation.engine.drafters.base import Choose, Draft
+from mlx_speculation.engine.drafters.base import Choose, Proposal
 from mlx_speculation.engine.drafters.common_tokens import CommonTokens
-from mlx_speculation.engine.drafters.draft_model import DraftModel, ModelSource
+from mlx_speculation.engine.drafters.draft_model import ModelDraft, ModelDrafter
 from mlx_speculation.engine.drafters.source import (
     DraftOptions,
-    FolderSource,
+    FolderDraft,
     TargetInfo,
 )
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import Lane, load, logit_width
-from mlx_speculation.samplers import Proposal, Rows
+from mlx_speculation.samplers import Rows, Sample
 
 
-class ForeignModel(FolderSource):
+class ForeignModelDraft(FolderDraft):
     """A draft model with another tokenizer than the target's, as a draft.
 
-        draft = ForeignModel.load(folder, target)
+        draft = ForeignModelDraft.load(folder, target)
 
     Args:
         model: an mlx-lm model.
@@ -52,7 +52,7 @@ class ForeignModel(FolderSource):
         common: CommonTokens,
         options: DraftOptions | None = None,
     ) -> None:
-        self._source = ModelSource(model, options)
+        self._source = ModelDraft(model, options)
         self.common = common
         self.notice = (
             f"The draft has another tokenizer than the target: {common.share}."
@@ -64,8 +64,8 @@ class ForeignModel(FolderSource):
         return False
 
     @classmethod
-    def load(cls, folder: Path, target: TargetInfo) -> "ForeignModel":
-        """Load a model; see `FolderSource`.
+    def load(cls, folder: Path, target: TargetInfo) -> "ForeignModelDraft":
+        """Load a model; see `FolderDraft`.
 
         Raises:
             TokenizerMismatchError: the tokenizers have too few tokens in common.
@@ -92,9 +92,9 @@ class ForeignModel(FolderSource):
                 f"{highest}. Load it with the tokenizer that it was trained with."
             )
 
-    def configured(self, options: DraftOptions) -> "ForeignModel":
+    def configured(self, options: DraftOptions) -> "ForeignModelDraft":
         """Return the model with these options."""
-        return ForeignModel(self._source.model, self.common, options)
+        return ForeignModelDraft(self._source.model, self.common, options)
 
     def open(
         self, lane: Lane, sequence: Sequence, draft_cache: list[Any] | None = None
@@ -114,9 +114,9 @@ class ForeignModel(FolderSource):
 
 
 class ForeignDrafter:
-    """Drafts with a `DraftModel` that reads the text in its own tokens."""
+    """Drafts with a `ModelDrafter` that reads the text in its own tokens."""
 
-    def __init__(self, inner: DraftModel, common: CommonTokens) -> None:
+    def __init__(self, inner: ModelDrafter, common: CommonTokens) -> None:
         self._inner, self._common = inner, common
         pairs = common.pairs
         self._theirs = mx.array(list(pairs), mx.uint32)  # [n], of the target
@@ -142,17 +142,17 @@ class ForeignDrafter:
         self._text = Sequence(self._common.whole(_seen(sequence)))
         self._inner.begin(self._text)
 
-    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         """Read what is new, and draft tokens that both have."""
         for token in sequence.tokens[self._read :]:
             self._text.tokens += self._common.each(token)
         self._read = len(sequence.tokens)
-        chosen: list[Proposal] = []
+        chosen: list[Sample] = []
 
         def choose_common(
             logits: mx.array, rows: Rows, ids: mx.array | None = None
-        ) -> Proposal:
-            ahead = Draft.of(chosen).tokens if chosen else None
+        ) -> Sample:
+            ahead = Proposal.of(chosen).tokens if chosen else None
             common = logits[:, self._own]
             chosen.append(choose(common, sequence.rows(ahead), self._theirs))
             found = chosen[-1].tokens
@@ -161,8 +161,8 @@ class ForeignDrafter:
 
         made = self._inner.propose(self._text, limit, choose_common)
         if not chosen:
-            return replace(made, source=ForeignModel.kind)
-        return Draft.of(chosen, source=ForeignModel.kind, reads=made.reads)
+            return replace(made, source=ForeignModelDraft.kind)
+        return Proposal.of(chosen, source=ForeignModelDraft.kind, reads=made.reads)
 
     def settle(self, accepted: int) -> None:
         """Keep those of the accepted tokens that were fed."""

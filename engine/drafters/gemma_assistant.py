@@ -21,8 +21,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_speculation.engine.argument_checks import checked_choice
-from mlx_speculation.engine.drafters.base import Choose, Draft, DraftChain
-from mlx_speculation.engine.drafters.source import HeadSource
+from mlx_speculation.engine.drafters.base import Choose, DraftChain, Proposal
+from mlx_speculation.engine.drafters.source import HeadDraft
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
 from mlx_speculation.models import CommittedStates, HiddenStates, Lane
@@ -40,7 +40,7 @@ from mlx_speculation.models.gemma_assistant import (
 SOURCE = "assistant"
 
 
-class AssistantDraft(HeadSource):
+class AssistantDraft(HeadDraft):
     """A Gemma 4 assistant on its target, as the draft of a generator.
 
         model, tokenizer = load(folder)
@@ -183,7 +183,7 @@ class AssistantDrafter:
         self._forget()
         mx.async_eval(*self._committed.arrays)
 
-    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         """Draft behind the known tokens.
 
         Nothing is proposed where the state before the newest token was never seen,
@@ -192,11 +192,11 @@ class AssistantDrafter:
         self._forget()
         newest, committed = len(self._tokens) - 1, self._committed
         if not committed.start < newest <= committed.stop:
-            return Draft(mx.array([], mx.uint32), source=SOURCE)
+            return Proposal(mx.array([], mx.uint32), source=SOURCE)
         chain = DraftChain(choose, sequence)
         token = mx.array(self._tokens[newest:], mx.uint32)
         self._chain(token, committed.between(newest - 1, newest), limit, chain)
-        return Draft.of(chain.chosen, source=SOURCE)
+        return Proposal.of(chain.chosen, source=SOURCE)
 
     def settle(self, accepted: int) -> None:
         """Do nothing: no draft has left anything."""

@@ -27,12 +27,12 @@ from mlx_speculation.engine.drafters.base import (
     Branches,
     CheckedChoose,
     Choose,
-    Draft,
     DraftChain,
+    Proposal,
 )
 from mlx_speculation.engine.drafters.source import (
     DraftOptions,
-    HeadSource,
+    HeadDraft,
     TargetInfo,
     check_embedding,
 )
@@ -53,13 +53,13 @@ from mlx_speculation.models.mtp import (
     load_mtp_head,
 )
 from mlx_speculation.models.mtp.tree_growth import Level, grow
-from mlx_speculation.samplers import Proposal
+from mlx_speculation.samplers import Sample
 
 # More positions are fed by themselves, and not in a batch with a first draft.
 LONGEST_LAG = 64
 
 
-class MtpDraft(HeadSource):
+class MtpDraft(HeadDraft):
     """An MTP head on its target, as the draft of a generator.
 
         model, tokenizer = load(folder)
@@ -126,7 +126,7 @@ class MtpDraft(HeadSource):
         )
 
     def check_ids(self, highest: int) -> None:
-        """Refuse a head of other token ids; see `HeadSource`."""
+        """Refuse a head of other token ids; see `HeadDraft`."""
         for layer in self.head.layers:
             if "embedding" in layer:
                 check_embedding(layer.embedding, highest)
@@ -151,7 +151,7 @@ class MtpDraft(HeadSource):
         return self if ids is None else MtpDraft(self.model, self.head, ids=ids)
 
     def new_cache(self, first: int) -> MtpCache:
-        """Return caches of the head; see `HeadSource`."""
+        """Return caches of the head; see `HeadDraft`."""
         return MtpCache(self.mtp, first)
 
     def open(
@@ -267,7 +267,7 @@ class MtpDrafter:
         self._cache = self._new_cache(self.committed.stop)
         self.committed.drop(self.committed.stop)
 
-    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         """Bring the caches up to the known tokens, and draft behind them.
 
         Nothing is proposed where the state before the newest token was never seen,
@@ -276,7 +276,7 @@ class MtpDrafter:
         self._catch_up()
         newest = len(self._tokens) - 1
         if not self.committed.start < newest <= self.committed.stop:
-            return Draft(mx.array([], mx.uint32), source=self.source)
+            return Proposal(mx.array([], mx.uint32), source=self.source)
         if getattr(choose, "tree", 0) and self._trees:
             assert isinstance(choose, CheckedChoose)
             return self._tree(sequence, limit, choose, newest)
@@ -296,12 +296,12 @@ class MtpDrafter:
             limit if self.depth is None else min(limit, self.depth),
         )
         if sure is None or not self._confidence:
-            return Draft.of(chain.chosen, source=self.source)
+            return Proposal.of(chain.chosen, source=self.source)
         return self._ended(chain.chosen, sure)
 
     def _tree(
         self, sequence: Sequence, limit: int, choose: CheckedChoose, newest: int
-    ) -> Draft:
+    ) -> Proposal:
         """Draft a tree of at most `limit` levels."""
         assert isinstance(self._cache, MtpCache)
         round_ = self._cache.draft_tree(
@@ -323,9 +323,9 @@ class MtpDrafter:
 
         levels = limit if self.depth is None else min(limit, self.depth)
         tokens, parents = grow(children, run, choose.tree, levels)
-        return Draft(tokens, source=self.source, branches=Branches(parents, levels))
+        return Proposal(tokens, source=self.source, branches=Branches(parents, levels))
 
-    def _ended(self, chosen: SequenceOf[Proposal], sure: mx.array) -> Draft:
+    def _ended(self, chosen: SequenceOf[Sample], sure: mx.array) -> Proposal:
         """Return the draft up to where it is unsure, which may be all of it.
 
         How sure it is of a token follows from the tokens before: none is dropped for
@@ -334,8 +334,8 @@ class MtpDrafter:
         enough = mx.cumprod(sure) >= self._confidence
         count: Any = mx.cumprod(enough.astype(mx.int32)).sum().item()
         if not count:
-            return Draft(mx.array([], mx.uint32), source=self.source, reads=1)
-        return Draft.of(chosen[:count], source=self.source, reads=1)
+            return Proposal(mx.array([], mx.uint32), source=self.source, reads=1)
+        return Proposal.of(chosen[:count], source=self.source, reads=1)
 
     def settle(self, accepted: int) -> None:
         """Keep the positions of committed text; those of drafts never stay."""
@@ -346,7 +346,7 @@ class MtpDrafter:
         self._cache.rollback()
 
     def _pairs(
-        self, layer: int, first: int, count: int, chosen: SequenceOf[Proposal]
+        self, layer: int, first: int, count: int, chosen: SequenceOf[Sample]
     ) -> mx.array:
         """Return the tokens that a layer pairs with positions, drafts at the end."""
         start = first + layer + 1

@@ -1,7 +1,7 @@
 """The sources that are loaded from a folder: one table.
 
 A folder says by its config.json what it is, and by its tensors where these are of one
-kind alone. A new kind is one line in `SOURCES`, before `ModelSource`, which fits what
+kind alone. A new kind is one line in `SOURCES`, before `ModelDraft`, which fits what
 nobody else claims.
 """
 
@@ -13,11 +13,11 @@ from mlx_speculation.engine.drafters.block_drafters import (
     DFlashDraft,
     DSparkDraft,
 )
-from mlx_speculation.engine.drafters.draft_model import ModelSource
+from mlx_speculation.engine.drafters.draft_model import ModelDraft
 from mlx_speculation.engine.drafters.eagle import EagleDraft, PEagleDraft
 from mlx_speculation.engine.drafters.gemma_assistant import AssistantDraft
 from mlx_speculation.engine.drafters.mtp import MtpDraft
-from mlx_speculation.engine.drafters.source import FolderSource
+from mlx_speculation.engine.drafters.source import FolderDraft
 from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models import (
     check_model_folder,
@@ -28,7 +28,7 @@ from mlx_speculation.models import (
 from mlx_speculation.models.checkpoints import kind_by_tensors, tensor_names
 from mlx_speculation.models.dspark import gguf_file
 
-SOURCES: tuple[type[FolderSource], ...] = (
+SOURCES: tuple[type[FolderDraft], ...] = (
     MtpDraft,
     DSparkDraft,
     DFlash2Draft,
@@ -36,16 +36,16 @@ SOURCES: tuple[type[FolderSource], ...] = (
     PEagleDraft,
     EagleDraft,
     AssistantDraft,
-    ModelSource,
+    ModelDraft,
 )
 
 
-def source_of_config(config: dict[str, Any]) -> type[FolderSource]:
+def source_of_config(config: dict[str, Any]) -> type[FolderDraft]:
     """Return what loads a folder with this config.json, going by that alone."""
     return next(source for source in SOURCES if source.fits(config))
 
 
-def source_of_folder(folder: Path) -> type[FolderSource]:
+def source_of_folder(folder: Path) -> type[FolderDraft]:
     """Return what loads a folder, by its config.json and the names of its tensors.
 
     Raises:
@@ -56,7 +56,7 @@ def source_of_folder(folder: Path) -> type[FolderSource]:
     return next(source for source in SOURCES if source.kind == kind)
 
 
-def draft_folder(path_or_repo: str | Path) -> tuple[Path, type[FolderSource]]:
+def draft_folder(path_or_repo: str | Path) -> tuple[Path, type[FolderDraft]]:
     """Return the folder of a draft, fetched if a repository is named, and its source.
 
     Raises:
@@ -74,6 +74,6 @@ def draft_folder(path_or_repo: str | Path) -> tuple[Path, type[FolderSource]]:
         check_model_folder(path_or_repo, "mtp", "lookup", "auto")
         folder = model_folder(path_or_repo)
     source = source_of_folder(folder)
-    if source is ModelSource:
+    if source is ModelDraft:
         check_model_folder(folder)
     return folder, source

@@ -22,18 +22,18 @@ from typing import Any
 import mlx.nn as nn
 
 from mlx_speculation.engine.drafters.base import Drafter
-from mlx_speculation.engine.drafters.cascade import Cascade
-from mlx_speculation.engine.drafters.draft_model import ModelSource
-from mlx_speculation.engine.drafters.foreign_model import ForeignModel
+from mlx_speculation.engine.drafters.cascade import CascadeDraft
+from mlx_speculation.engine.drafters.draft_model import ModelDraft
+from mlx_speculation.engine.drafters.foreign_model import ForeignModelDraft
 from mlx_speculation.engine.drafters.mtp import MtpDraft
 from mlx_speculation.engine.drafters.registry import SOURCES, draft_folder
 from mlx_speculation.engine.drafters.source import (
-    DraftSource,
-    FolderSource,
+    Draft,
+    FolderDraft,
     TargetInfo,
 )
-from mlx_speculation.engine.drafters.user_drafter import UserDrafter
-from mlx_speculation.engine.lookup.drafter import LookupDrafter
+from mlx_speculation.engine.drafters.user_drafter import CustomDraft
+from mlx_speculation.engine.lookup.drafter import LookupDraft
 from mlx_speculation.errors import (
     ConventionError,
     InvalidRequestError,
@@ -53,14 +53,14 @@ from mlx_speculation.warn import notice
 ATTRIBUTE = "_mlx_speculation_draft"
 _METHODS = ("begin", "propose", "settle", "discard")  # of a `Drafter`
 # Whatever a generator takes as its draft.
-DraftArgument = nn.Module | Drafter | DraftSource | str | Path
+DraftArgument = nn.Module | Drafter | Draft | str | Path
 
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
     """The source that an argument has become."""
 
-    source: DraftSource | None  # what drafts; None: nothing
+    source: Draft | None  # what drafts; None: nothing
     # How many tokens to draft in a round, if the target's folder says so
     length: int | None = None
     # Why it is not another, and what was guessed of how it is read
@@ -73,7 +73,7 @@ class NamedDraft:
 
     name: str  # "auto", "lookup", "mtp", a path or a repository
     # What loads it; None: a lookup, or it depends on the target's folder
-    loader: type[FolderSource] | None = None
+    loader: type[FolderDraft] | None = None
     folder: Path | None = None  # the draft's own; None: the target's
     # The target's folder or repository; None: what the tokenizer knows
     target: str | Path | None = None
@@ -105,7 +105,7 @@ def find_draft(
         InvalidRequestError: an option is of no use to this draft.
         ModelFolderError: there is no such folder, or it is none of a draft.
     """
-    loader: type[FolderSource] | None = None
+    loader: type[FolderDraft] | None = None
     folder: Path | None = None
     if draft == "mtp":
         loader = MtpDraft
@@ -160,16 +160,16 @@ def resolve(
     """
     if isinstance(draft, str | Path):
         draft = find_draft(draft)
-    if foreign and not isinstance(draft, ForeignModel):
+    if foreign and not isinstance(draft, ForeignModelDraft):
         draft = _foreign(draft)
     if isinstance(draft, NamedDraft):
-        if follower and draft.loader in (ModelSource, ForeignModel):
+        if follower and draft.loader in (ModelDraft, ForeignModelDraft):
             return Resolved(None)
         return _loaded(draft, target)
     return Resolved(None) if draft is None else _said(_source_of(draft, target))
 
 
-def _said(source: DraftSource) -> Resolved:
+def _said(source: Draft) -> Resolved:
     """Return a source with what is to be said of how its members were loaded."""
     notices = (member.notice for member in source.members() if member.notice)
     return Resolved(source, notices=tuple(notices))
@@ -177,8 +177,8 @@ def _said(source: DraftSource) -> Resolved:
 
 def _foreign(draft: Any) -> NamedDraft:
     """Return the folder of a draft model as one with a tokenizer of its own."""
-    if isinstance(draft, NamedDraft) and draft.loader is ModelSource:
-        return replace(draft, loader=ForeignModel)
+    if isinstance(draft, NamedDraft) and draft.loader is ModelDraft:
+        return replace(draft, loader=ForeignModelDraft)
     named = repr(draft.name) if isinstance(draft, NamedDraft) else type(draft).__name__
     raise InvalidRequestError(
         f"draft_vocabulary is 'intersection', and draft is {named}, which is not the "
@@ -187,21 +187,21 @@ def _foreign(draft: Any) -> NamedDraft:
     )
 
 
-def _source_of(draft: Any, target: TargetInfo) -> DraftSource:
+def _source_of(draft: Any, target: TargetInfo) -> Draft:
     """Return the source of a draft that was passed as an object."""
-    if isinstance(draft, Cascade):
-        return Cascade(*(_member(each, target) for each in draft.drafters))
+    if isinstance(draft, CascadeDraft):
+        return CascadeDraft(*(_member(each, target) for each in draft.drafters))
     if isinstance(draft, type):
         raise InvalidRequestError(
             f"draft is the class {draft.__name__}, and an object is needed. Pass "
             f"{draft.__name__}(...)."
         )
-    if isinstance(draft, DraftSource):
+    if isinstance(draft, Draft):
         return draft
     if isinstance(draft, nn.Module):
-        return ModelSource(draft)
+        return ModelDraft(draft)
     if isinstance(draft, Drafter):
-        return UserDrafter(draft)
+        return CustomDraft(draft)
     name = type(draft).__name__
     missing = [each for each in _METHODS if not hasattr(draft, each)]
     if len(missing) < len(_METHODS):
@@ -215,7 +215,7 @@ def _source_of(draft: Any, target: TargetInfo) -> DraftSource:
     )
 
 
-def _member(draft: Any, target: TargetInfo) -> DraftSource:
+def _member(draft: Any, target: TargetInfo) -> Draft:
     source = resolve(draft, target).source
     if source is None:
         raise InvalidRequestError(
@@ -228,7 +228,7 @@ def _member(draft: Any, target: TargetInfo) -> DraftSource:
 def _loaded(named: NamedDraft, target: TargetInfo) -> Resolved:
     """Return a named draft: loaded, or as it was loaded for the last generator."""
     if named.name == "lookup":
-        return Resolved(LookupDrafter())
+        return Resolved(LookupDraft())
     kept = getattr(target.model, ATTRIBUTE, None)
     if isinstance(kept, _Kept) and kept.named == named:
         return kept.resolved
@@ -283,7 +283,7 @@ def _offered(target: TargetInfo) -> Resolved:
 
 def _of_pair(pair: PairFile, folder: Path, target: TargetInfo) -> Resolved:
     if pair.draft == "lookup":
-        return Resolved(LookupDrafter(), pair.draft_length)
+        return Resolved(LookupDraft(), pair.draft_length)
     own, loader = folder, SOURCES[0]
     if pair.folder is not None:
         own, loader = draft_folder(pair.folder)
@@ -300,7 +300,7 @@ def _of_pair(pair: PairFile, folder: Path, target: TargetInfo) -> Resolved:
         return _lookup(why, pair.draft_length)
 
 
-def _check_kind(pair: PairFile, loader: type[FolderSource]) -> None:
+def _check_kind(pair: PairFile, loader: type[FolderDraft]) -> None:
     if pair.kind not in (None, loader.kind):
         raise ModelFolderError(
             f"{str(pair.file)!r} has kind = {pair.kind!r}, and {pair.draft!r} is of "
@@ -316,4 +316,4 @@ def _check_kind(pair: PairFile, loader: type[FolderSource]) -> None:
 def _lookup(why: str, length: int | None = None) -> Resolved:
     said = f"draft='auto' takes a lookup: {why}"
     notice(said)
-    return Resolved(LookupDrafter(), length, (said,))
+    return Resolved(LookupDraft(), length, (said,))

@@ -47,7 +47,7 @@ class DraftOptions:
 
     # What stands for sliding windows in the caches of draft models
     sliding: Sliding = "slack"
-    # Where drafts end that are unsure, see `DraftModel`; 0: nowhere
+    # Where drafts end that are unsure, see `ModelDrafter`; 0: nowhere
     confidence: float = 0.0
     vocabulary: SequenceOf[int] | None = None  # the token ids to draft from; None: all
     # Returns the compiled forward of a draft model; None: they run as they are
@@ -55,7 +55,7 @@ class DraftOptions:
 
 
 @runtime_checkable
-class DraftSource(Protocol):
+class Draft(Protocol):
     """A way to draft for one target: opens a drafter for each stream.
 
     What is not overridden holds for a drafter without a model.
@@ -121,7 +121,7 @@ class DraftSource(Protocol):
         """Read this output layer from now on, where the target's is divided."""
         return
 
-    def members(self) -> "SequenceOf[DraftSource]":
+    def members(self) -> "SequenceOf[Draft]":
         """Return the sources of a cascade; itself otherwise."""
         return [self]
 
@@ -133,7 +133,7 @@ class DraftSource(Protocol):
         """
         return
 
-    def configured(self, options: DraftOptions) -> "DraftSource":
+    def configured(self, options: DraftOptions) -> "Draft":
         """Return the source of one generator, with its options.
 
         Raises:
@@ -154,12 +154,12 @@ class DraftSource(Protocol):
         ...
 
 
-def members_of(draft: DraftSource | None) -> SequenceOf[DraftSource]:
+def members_of(draft: Draft | None) -> SequenceOf[Draft]:
     """Return the sources of a cascade, or the only one, if there is any."""
     return () if draft is None else draft.members()
 
 
-class FolderSource(DraftSource, Protocol):
+class FolderDraft(Draft, Protocol):
     """A source that is loaded from a folder of its own, or out of the target's."""
 
     @staticmethod
@@ -168,7 +168,7 @@ class FolderSource(DraftSource, Protocol):
         return False
 
     @classmethod
-    def load(cls, folder: Path, target: TargetInfo) -> "FolderSource":
+    def load(cls, folder: Path, target: TargetInfo) -> "FolderDraft":
         """Load it; the folder of an MTP head may be the target's.
 
         Raises:
@@ -178,7 +178,7 @@ class FolderSource(DraftSource, Protocol):
         ...
 
 
-class HeadSource(FolderSource):
+class HeadDraft(FolderDraft):
     """A head on a target, which reads what that computes.
 
     Attributes:
@@ -193,7 +193,7 @@ class HeadSource(FolderSource):
     head: nn.Module | None = None
     taps: HiddenStates
     # Loads a head, given its folder, the target, and perhaps a `tokenizer`
-    from_folder: ClassVar[Callable[..., "HeadSource"]]
+    from_folder: ClassVar[Callable[..., "HeadDraft"]]
 
     def say(self, said: str) -> None:
         """Warn of layers that config.json does not name, if anything is to be said."""
@@ -207,8 +207,8 @@ class HeadSource(FolderSource):
         return self.head
 
     @classmethod
-    def load(cls, folder: Path, target: TargetInfo) -> "HeadSource":
-        """Load a head; see `FolderSource`."""
+    def load(cls, folder: Path, target: TargetInfo) -> "HeadDraft":
+        """Load a head; see `FolderDraft`."""
         return cls.from_folder(folder, target.model, tokenizer=target.tokenizer)
 
     def check(self, target: TargetInfo) -> None:
@@ -254,7 +254,7 @@ class HeadSource(FolderSource):
 
 
 def check_embedding(module: Any, highest: int) -> None:
-    """Refuse an embedding that lacks token ids; see `HeadSource.check_ids`."""
+    """Refuse an embedding that lacks token ids; see `HeadDraft.check_ids`."""
     rows = module.weight.shape[0]
     if rows <= highest:
         raise InvalidRequestError(

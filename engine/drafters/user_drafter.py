@@ -5,12 +5,12 @@ from typing import Any
 import mlx.nn as nn
 
 from mlx_speculation.engine.drafters.base import Drafter
-from mlx_speculation.engine.drafters.source import DraftSource
+from mlx_speculation.engine.drafters.source import Draft
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.models import Lane
 
 
-class UserDrafter(DraftSource):
+class CustomDraft(Draft):
     """A drafter of the user's own, which serves one open stream at a time."""
 
     reusable = False

@@ -18,8 +18,8 @@ from typing import Any, Literal
 import mlx.core as mx
 
 from mlx_speculation.engine.argument_checks import checked_choice, checked_count
-from mlx_speculation.engine.drafters.base import NOTHING, Choose, Draft
-from mlx_speculation.engine.drafters.source import DraftSource
+from mlx_speculation.engine.drafters.base import NOTHING, Choose, Proposal
+from mlx_speculation.engine.drafters.source import Draft
 from mlx_speculation.engine.lookup.index import (
     BREAK,
     Index,
@@ -39,10 +39,10 @@ _LARGEST_ID = 2**31 - 1
 _NOTHING_FOUND = replace(NOTHING, source="lookup")
 
 
-class LookupDrafter(DraftSource):
+class LookupDraft(Draft):
     """Proposes what followed the longest suffix of the text that occurred before.
 
-        generator = SpeculativeGenerator(model, tokenizer, draft=LookupDrafter())
+        generator = SpeculativeGenerator(model, tokenizer, draft=LookupDraft())
 
     A generator makes a drafter of its own for each stream, so streams are independent;
     corpus and earlier requests are shared.
@@ -100,11 +100,11 @@ class LookupDrafter(DraftSource):
 
     def open(
         self, lane: Lane, sequence: Sequence, draft_cache: list[Any] | None = None
-    ) -> "LookupDrafter":
+    ) -> "LookupDraft":
         """Return a drafter of the same options, corpus and earlier requests."""
         return self.copied()
 
-    def copied(self) -> "LookupDrafter":
+    def copied(self) -> "LookupDraft":
         """Return one that has no text yet, with the same corpus and requests."""
         drafter = copy.copy(self)
         drafter._text = None
@@ -122,13 +122,13 @@ class LookupDrafter(DraftSource):
         self._text = None
         self._indexed(sequence.tokens)
 
-    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         """Propose what followed the longest match; nothing where there is none."""
         for index, match in self._matches(sequence.tokens):
             if match.length >= self._minimum:
                 count = min(limit, match.length * self._per_match)
                 found = continuation(index.tokens, match.end, count)
-                return Draft(mx.array(found, mx.uint32), source="lookup")
+                return Proposal(mx.array(found, mx.uint32), source="lookup")
         return _NOTHING_FOUND
 
     def settle(self, accepted: int) -> None:

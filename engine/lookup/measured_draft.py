@@ -7,39 +7,39 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_speculation.engine.drafters.base import Choose, Draft
-from mlx_speculation.engine.drafters.cascade import Cascade
-from mlx_speculation.engine.drafters.source import DraftSource, members_of
+from mlx_speculation.engine.drafters.base import Choose, Proposal
+from mlx_speculation.engine.drafters.cascade import CascadeDraft
+from mlx_speculation.engine.drafters.source import Draft, members_of
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.models import Lane
 
 
-def measured_draft(draft: DraftSource | None) -> DraftSource:
+def measured_draft(draft: Draft | None) -> Draft:
     """Return a draft without its lookups; where nothing is left, one in their place."""
     others = [source for source in members_of(draft) if source.measurable]
     if len(others) > 1:
-        return Cascade(*others)
-    return others[0] if others else ConstantDrafter()
+        return CascadeDraft(*others)
+    return others[0] if others else ConstantDraft()
 
 
-class ConstantDrafter(DraftSource):
+class ConstantDraft(Draft):
     """Proposes the last token again, as often as it is asked to."""
 
     kind = "filler"
 
     def open(
         self, lane: Lane, sequence: Sequence, draft_cache: list[Any] | None = None
-    ) -> "ConstantDrafter":
+    ) -> "ConstantDraft":
         """Return itself, which has no state."""
         return self
 
     def begin(self, sequence: Sequence) -> None:
         """Do nothing."""
 
-    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         """Propose `limit` tokens."""
         tokens = mx.array(sequence.tokens[-1:] * limit, mx.uint32)
-        return Draft(tokens, source=self.kind)
+        return Proposal(tokens, source=self.kind)
 
     def settle(self, accepted: int) -> None:
         """Do nothing."""

@@ -12,12 +12,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_speculation.engine.drafters.base import Draft
+from mlx_speculation.engine.drafters.base import Proposal
 from mlx_speculation.engine.round.outcome import Pending
 from mlx_speculation.engine.round.request import Request
 
 
-def forced_draft(request: Request, step: Pending | None, limit: int) -> Draft | None:
+def forced_draft(request: Request, step: Pending | None, limit: int) -> Proposal | None:
     """Return the tokens that have to come next; None where there is a choice.
 
     Streams that never draft have none. Neither have those of several ranks: they learn
@@ -40,4 +40,4 @@ def forced_draft(request: Request, step: Pending | None, limit: int) -> Draft | 
     forced = request.text.forced(ahead, limit)
     if not forced:
         return None
-    return Draft(mx.array([*ahead, *forced], mx.uint32), source="forced")
+    return Proposal(mx.array([*ahead, *forced], mx.uint32), source="forced")

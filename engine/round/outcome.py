@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_speculation.engine.drafters.base import Draft
+from mlx_speculation.engine.drafters.base import Proposal
 from mlx_speculation.engine.result import STEP, LogProb, Origin, listed
 from mlx_speculation.engine.stats import Statistics
 from mlx_speculation.engine.timing import RoundClock
@@ -62,7 +62,7 @@ class RoundOutcome:
             first=1,
         )
 
-    def settled(self, draft: Draft, accepted: int) -> int:
+    def settled(self, draft: Proposal, accepted: int) -> int:
         """Return how many tokens of its draft a drafter keeps, if so many stay."""
         if not self.first:
             return accepted
@@ -70,7 +70,7 @@ class RoundOutcome:
         right = self.tokens[:1] == draft.tokens[:1].tolist()
         return 1 + accepted if right else 0
 
-    def count(self, statistics: Statistics, draft: Draft | None) -> None:
+    def count(self, statistics: Statistics, draft: Proposal | None) -> None:
         """Count a step that came first, if any, and the round behind it."""
         if self.first:
             statistics.count(drafted=0, accepted=0, emitted=1)

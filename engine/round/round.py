@@ -20,7 +20,12 @@ It knows nothing about text: a `Cut` says where the emitted tokens end.
 
 from typing import Any, NamedTuple
 
-from mlx_speculation.engine.drafters.base import NOTHING, CheckedChoose, Draft, Drafter
+from mlx_speculation.engine.drafters.base import (
+    NOTHING,
+    CheckedChoose,
+    Drafter,
+    Proposal,
+)
 from mlx_speculation.engine.round.outcome import Cut, Pending, RoundOutcome, outcome_of
 from mlx_speculation.engine.round.request import Request
 from mlx_speculation.engine.round.sequential import run_in_turn
@@ -150,12 +155,14 @@ class Rounds:
         request.statistics.empty_drafts += draft is not NOTHING
         return outcome
 
-    def forced(self, draft: Draft, cut: Cut) -> RoundOutcome:
+    def forced(self, draft: Proposal, cut: Cut) -> RoundOutcome:
         """Run a round with what a constraint leaves no choice of; see `forced`."""
         run = self._in_turn if self.in_turn else self._verify
         return run(None, draft, cut)
 
-    def _verify(self, drafter: Drafter | None, draft: Draft, cut: Cut) -> RoundOutcome:
+    def _verify(
+        self, drafter: Drafter | None, draft: Proposal, cut: Cut
+    ) -> RoundOutcome:
         """Let the target verify a draft, and commit what is accepted."""
         request, step = self.request, self.in_flight
         # 3. A journal of each of the target's caches lets a prefix of it stay.
@@ -187,14 +194,18 @@ class Rounds:
         self._count(outcome, draft, keep - found.first)
         return outcome
 
-    def _in_turn(self, drafter: Drafter | None, draft: Draft, cut: Cut) -> RoundOutcome:
+    def _in_turn(
+        self, drafter: Drafter | None, draft: Proposal, cut: Cut
+    ) -> RoundOutcome:
         """Run a round, drafted or not, whose rows are decided one after the other."""
         outcome, self.last_round = run_in_turn(self.request, draft, cut, drafter)
         self._drafting, self.next_token = False, None
         self._count(outcome, draft, len(outcome.tokens))
         return outcome
 
-    def _count(self, outcome: RoundOutcome, draft: Draft | None, rows: int = 0) -> None:
+    def _count(
+        self, outcome: RoundOutcome, draft: Proposal | None, rows: int = 0
+    ) -> None:
         """Let constraint, processors (by the last forward's rows) and counts follow."""
         request = self.request
         counts, target = request.statistics, request.target

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from mlx_speculation.engine.drafters.base import Draft, Drafter
+from mlx_speculation.engine.drafters.base import Drafter, Proposal
 from mlx_speculation.engine.round.outcome import (
     Cut,
     RoundOutcome,
@@ -25,7 +25,7 @@ from mlx_speculation.samplers import Constrained, Verified
 
 
 def run_in_turn(
-    request: Request, draft: Draft, cut: Cut, drafter: Drafter | None
+    request: Request, draft: Proposal, cut: Cut, drafter: Drafter | None
 ) -> tuple[RoundOutcome, LaneRound]:
     """Run a round whose rows are decided one after the other, and commit it.
 
@@ -54,7 +54,7 @@ def run_in_turn(
 
 
 def _verify(
-    request: Request, lane_round: LaneRound, fed: mx.array, draft: Draft
+    request: Request, lane_round: LaneRound, fed: mx.array, draft: Proposal
 ) -> Iterator[Verified]:
     """Run a forward over the fed tokens and the draft; decide rows when asked."""
     k, clock = draft.length, request.clock

@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_speculation.caches import holds_trees
-from mlx_speculation.engine.drafters.base import Draft
+from mlx_speculation.engine.drafters.base import Proposal
 from mlx_speculation.engine.round.outcome import Pending
 from mlx_speculation.engine.round.request import Request
 from mlx_speculation.engine.round.verify import unseen
@@ -54,7 +54,10 @@ def nodes_for(request: Request, nodes: int) -> int:
 
 
 def submit_tree(
-    request: Request, lane_round: LaneRound, draft: Draft, step: Pending | None = None
+    request: Request,
+    lane_round: LaneRound,
+    draft: Proposal,
+    step: Pending | None = None,
 ) -> Pending:
     """Submit a forward over a tree, and over what the target has not seen.
 

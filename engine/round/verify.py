@@ -9,7 +9,7 @@ what was accepted or rolls it back.
 
 import mlx.core as mx
 
-from mlx_speculation.engine.drafters.base import Draft
+from mlx_speculation.engine.drafters.base import Proposal
 from mlx_speculation.engine.round.outcome import Pending
 from mlx_speculation.engine.round.request import Request
 from mlx_speculation.models import LaneRound
@@ -44,7 +44,7 @@ def submit_step(request: Request, behind: Pending | None = None) -> Pending:
 
 
 def submit_verify(
-    request: Request, lane_round: LaneRound, draft: Draft, step: Pending | None
+    request: Request, lane_round: LaneRound, draft: Proposal, step: Pending | None
 ) -> Pending:
     """Submit a forward over a draft, and over what the target has not seen.
 

@@ -14,7 +14,7 @@ from mlx_speculation import (
     SpeculativeGenerator,
     demo_models,
 )
-from mlx_speculation.engine import Choose, Draft, DraftSource, Sequence
+from mlx_speculation.engine import Choose, Draft, Proposal, Sequence
 from mlx_speculation.models import Lane
 
 # isort: split
@@ -27,13 +27,13 @@ class Pairs:
     def begin(self, sequence: Sequence) -> None:
         self.next: dict[int, int] = {}
 
-    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         known = sequence.tokens
         self.next.update(pairwise(known))
         chain = [known[-1]]
         while len(chain) <= limit and chain[-1] in self.next:
             chain.append(self.next[chain[-1]])
-        return Draft(mx.array(chain[1:], mx.uint32), source="pairs")
+        return Proposal(mx.array(chain[1:], mx.uint32), source="pairs")
 
     def settle(self, accepted: int) -> None: ...
 
@@ -52,7 +52,7 @@ print(drafted.stats.sources["pairs"])
 
 
 class Broken(Pairs):
-    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         raise RuntimeError("out of ideas")
 
 
@@ -67,7 +67,7 @@ assert result.tokens == plain.tokens
 print(result.stats.drafter_faults[0].reason)
 
 
-class PairsSource(DraftSource):
+class PairsDraft(Draft):
     def open(
         self, lane: Lane, sequence: Sequence, draft_cache: list[Any] | None = None
     ) -> Pairs:
@@ -75,7 +75,7 @@ class PairsSource(DraftSource):
 
 
 several = SpeculativeGenerator(
-    generator.model, generator.tokenizer, draft=PairsSource(), draft_length=4
+    generator.model, generator.tokenizer, draft=PairsDraft(), draft_length=4
 )
 results = several.generate_batch([prompt, "import os\n"], max_tokens=32)
 
@@ -88,13 +88,13 @@ class Rising:
 
     def begin(self, sequence: Sequence) -> None: ...
 
-    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         token, ahead, choices = mx.array(sequence.tokens[-1:]), None, []
         for _ in range(limit):
             logits = mx.where(mx.arange(2048) == token + 1, 5.0, 0.0)  # [vocab]
             choices.append(choose(logits[None], sequence.rows(ahead)))
-            token, ahead = choices[-1].tokens, Draft.of(choices).tokens
-        return Draft.of(choices, source="rising")
+            token, ahead = choices[-1].tokens, Proposal.of(choices).tokens
+        return Proposal.of(choices, source="rising")
 
     def settle(self, accepted: int) -> None: ...
 

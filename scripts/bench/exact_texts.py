@@ -46,7 +46,7 @@ from mlx.utils import tree_map
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for `bench`, in a program
 from bench.random_models import random_head, randomise, shape_of
 from mlx_speculation.demo import demo_models, demo_prompts
-from mlx_speculation.engine import Choose, Draft, EagleDraft
+from mlx_speculation.engine import Choose, EagleDraft, Proposal
 from mlx_speculation.engine import Sequence as Text
 from mlx_speculation.environment import machine, versions
 from mlx_speculation.models import find_parts, load
@@ -119,14 +119,14 @@ class SometimesRight:
     def begin(self, sequence: Text) -> None:
         """Nothing has to be read."""
 
-    def propose(self, sequence: Text, limit: int, choose: Choose) -> Draft:
+    def propose(self, sequence: Text, limit: int, choose: Choose) -> Proposal:
         """Propose up to `limit` tokens, each right with a probability of 0.8."""
         start, draw = len(sequence.tokens), self.random
         length = draw.randint(1, limit)
         tokens = (self.text[start : start + length] + [0] * length)[:length]
         wrong = (draw.randrange(self._vocabulary) for _ in count())
         said = [token if draw.random() < 0.8 else next(wrong) for token in tokens]
-        return Draft(mx.array(said, mx.int32))
+        return Proposal(mx.array(said, mx.int32))
 
     def settle(self, accepted: int) -> None:
         """Nothing is kept."""

@@ -14,7 +14,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 from bench.device_operations import Case
 from bench.models import Bench
 from bench.prompts import bundled
-from mlx_speculation import LookupDrafter, Sampling
+from mlx_speculation import LookupDraft, Sampling
 from mlx_speculation.caches import SlidingKVCache, Speculation
 from mlx_speculation.caches.types.sliding_kv import default_slack
 from mlx_speculation.engine.prompt import Sequence as Known
@@ -164,7 +164,7 @@ def lookup(rows: Sequence[int], lengths: Sequence[int]) -> Iterator[Case]:
         for name, tokens in texts.items():
             acts: dict[str, Callable[[], object]] = {}
             for index in INDEXES:
-                drafter = LookupDrafter(index=index)
+                drafter = LookupDraft(index=index)
                 known = Known(tokens)
                 drafter.begin(known)
                 acts[f"{index}: a text"] = partial(_index, index, tokens)
@@ -174,7 +174,7 @@ def lookup(rows: Sequence[int], lengths: Sequence[int]) -> Iterator[Case]:
 
 
 def _index(name: Any, tokens: list[int]) -> None:
-    drafter, known = LookupDrafter(index=name), Known(tokens)
+    drafter, known = LookupDraft(index=name), Known(tokens)
     drafter.begin(known)
     drafter.propose(known, 8, _no_choice)
 

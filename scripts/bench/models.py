@@ -26,8 +26,8 @@ from mlx.utils import tree_flatten
 
 from bench.options import folder_of
 from mlx_speculation import (
-    Cascade,
-    LookupDrafter,
+    CascadeDraft,
+    LookupDraft,
     Sampling,
     SpeculativeGenerator,
     load,
@@ -132,12 +132,12 @@ class Bench:
 
     def _draft(self, name: str) -> Any:
         if "+" in name:
-            long = LookupDrafter(minimum_match=LONG_MATCH)
+            long = LookupDraft(minimum_match=LONG_MATCH)
             members = (
                 long if part == "lookup" else self._draft(part)
                 for part in name.split("+")
             )
-            return Cascade(*members)
+            return CascadeDraft(*members)
         if name in ("model", "compiled", "wrong"):
             model = load(self.draft_folder)[0]
             return always_wrong(model) if name == "wrong" else model

@@ -22,7 +22,7 @@ from mlx_speculation import (
     SpeculativeGenerator,
     demo_models,
 )
-from mlx_speculation.engine.drafters.base import Choose, Draft
+from mlx_speculation.engine.drafters.base import Choose, Proposal
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.models import TokenIds
 from mlx_speculation.samplers import Constraint, TokenAutomaton, allowed_tokens
@@ -404,7 +404,7 @@ class FewIds:
     def begin(self, sequence: Sequence) -> None:
         """Nothing to begin."""
 
-    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         """Propose by logits that do not depend on the text."""
         ids = None if self._ids is None else mx.array(self._ids, dtype=mx.uint32)
         chosen: list[Any] = []
@@ -413,7 +413,7 @@ class FewIds:
             logits = mx.arange(self._columns)[None].astype(mx.float32) / 50 + index
             chosen.append(choose(logits, sequence.rows(ahead), ids))
         self.laws += [one.probs for one in chosen if one.probs is not None]
-        return Draft.of(chosen)
+        return Proposal.of(chosen)
 
     def settle(self, accepted: int) -> None:
         """Nothing to keep."""

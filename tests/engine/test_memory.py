@@ -22,7 +22,7 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
-from mlx_speculation import Cascade, PrefixCache, SpeculativeGenerator
+from mlx_speculation import CascadeDraft, PrefixCache, SpeculativeGenerator
 from mlx_speculation.caches import SlidingKVCache, Speculation, array_bytes
 from mlx_speculation.caches.journals.ring import SAVED_ROWS
 from support.models.tiny_models import build
@@ -153,7 +153,7 @@ def test_a_lookup_weighs_nothing_and_a_cascade_what_its_model_does() -> None:
     memory = generator("llama", "lookup").generate(PROMPT, max_tokens=8).memory
     assert memory.draft_weights == memory.draft_caches == 0
     small = build("llama", seed=7)
-    cascade = generator("llama", Cascade("lookup", small), draft_length=2)
+    cascade = generator("llama", CascadeDraft("lookup", small), draft_length=2)
     memory = cascade.generate(PROMPT, max_tokens=8).memory
     assert memory.draft_weights == weights(small)
     assert memory.draft_caches > 0

@@ -23,11 +23,11 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_speculation
 from mlx_speculation import (
-    Cascade,
+    CascadeDraft,
     ContextLengthNotice,
     DraftNotice,
     InvalidRequestError,
-    LookupDrafter,
+    LookupDraft,
     PrefixCache,
     Sampling,
     SpeculativeGenerator,
@@ -36,8 +36,8 @@ from mlx_speculation.caches import FixedShape, position
 from mlx_speculation.engine.batch.generator import BatchGenerator
 from mlx_speculation.engine.drafters.base import CheckedChoose
 from mlx_speculation.engine.drafters.common_tokens import CommonTokens
-from mlx_speculation.engine.drafters.draft_model import ModelSource
-from mlx_speculation.engine.drafters.foreign_model import ForeignModel
+from mlx_speculation.engine.drafters.draft_model import ModelDraft
+from mlx_speculation.engine.drafters.foreign_model import ForeignModelDraft
 from mlx_speculation.engine.equivalence.exact_rows import check_exact
 from mlx_speculation.engine.equivalence.rows import greedy_text, verify_both_ways
 from mlx_speculation.engine.prompt import Sequence
@@ -74,7 +74,7 @@ def draft_of(kind: str, model: nn.Module, text: SequenceOf[int], shorter: int) -
         "shorter": lambda: model_of("gpt2", shorter),
         "lookup": lambda: "lookup",
         "scripted": lambda: ScriptedDrafter([*text], 0.7, seed=5, ragged=True),
-        "cascade": lambda: Cascade(LookupDrafter(), model_of("gpt2", shorter)),
+        "cascade": lambda: CascadeDraft(LookupDraft(), model_of("gpt2", shorter)),
     }
     return drafts[kind]()
 
@@ -174,8 +174,8 @@ def test_a_draft_with_a_shorter_table_pauses_at_its_own_end(sampling: Sampling) 
     plain = SpeculativeGenerator(target, TOKENIZER)
     expected = plain.generate(prompt, max_tokens=40, sampling=sampling).tokens
     draft = with_table("gpt2", 24, seed=3)
-    foreign = ForeignModel(draft, CommonTokens(TOKENIZER, TOKENIZER))
-    for source in (draft, foreign, Cascade(draft, LookupDrafter())):
+    foreign = ForeignModelDraft(draft, CommonTokens(TOKENIZER, TOKENIZER))
+    for source in (draft, foreign, CascadeDraft(draft, LookupDraft())):
         with pytest.warns(DraftNotice, match="table of 24 positions"):
             generator = SpeculativeGenerator(
                 target, TOKENIZER, draft=source, draft_length=5
@@ -205,7 +205,7 @@ def test_images_take_no_positions_of_a_draft() -> None:
         (prompt_of(53), ((2, 30),), 0),
     ):
         sequence = Sequence(tokens, images=images)
-        drafter = ModelSource(draft).open(Lane(model_of("gpt2")), sequence)
+        drafter = ModelDraft(draft).open(Lane(model_of("gpt2")), sequence)
         assert drafter.read_ahead(sequence, lambda count: True)
         drafter.begin(sequence)
         assert drafter.propose(sequence, 9, choose).length == most
@@ -238,7 +238,7 @@ def test_rows_of_a_batch_end_with_the_table_each_by_itself(shorter: bool) -> Non
 
 def test_a_draft_of_a_row_by_itself_reads_no_prompt_past_its_table() -> None:
     target, draft = build("llama"), model_of("gpt2", 20)
-    source = Cascade(draft, LookupDrafter())
+    source = CascadeDraft(draft, LookupDraft())
     generator = SpeculativeGenerator(target, TOKENIZER, draft=source, draft_length=4)
     plain = SpeculativeGenerator(target, TOKENIZER)
     with BatchGenerator(generator) as batch:

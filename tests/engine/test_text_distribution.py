@@ -30,9 +30,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from numpy.typing import NDArray
 
 from mlx_speculation import (
-    Cascade,
+    CascadeDraft,
     DrafterFaultWarning,
-    LookupDrafter,
+    LookupDraft,
     Sampling,
     SpeculativeGenerator,
 )
@@ -131,12 +131,12 @@ def generator_of(
     acceptance: Acceptance, drafting: str = "model"
 ) -> SpeculativeGenerator:
     target, draft = models()
-    lookup = LookupDrafter(minimum_match=2, corpus=[[3, 3, 1, 2, 0, 3, 1, 1, 2, 2]])
+    lookup = LookupDraft(minimum_match=2, corpus=[[3, 3, 1, 2, 0, 3, 1, 1, 2, 2]])
     drafts: dict[str, DraftArgument] = {
         "model": draft,
         "early stops": draft,
         "lookup": lookup,
-        "cascade": Cascade(lookup, draft),
+        "cascade": CascadeDraft(lookup, draft),
         "three ids": draft,
         "four bits": quantized_draft(),
     }

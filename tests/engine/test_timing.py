@@ -23,7 +23,7 @@ import pytest
 
 from mlx_speculation import Sampling, SpeculativeGenerator, pure, regex
 from mlx_speculation.engine.draft_length.base import Feedback, FixedDraftLength, Plan
-from mlx_speculation.engine.drafters.base import Choose, Draft
+from mlx_speculation.engine.drafters.base import Choose, Proposal
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.engine.stats import Statistics
 from mlx_speculation.engine.timing import RoundClock, RoundSeconds
@@ -113,7 +113,7 @@ class Sleepy(ScriptedDrafter):
         super().__init__(script, 1.0)
         self.nap = nap
 
-    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         self.nap.take()
         return super().propose(sequence, limit, choose)
 
@@ -121,7 +121,7 @@ class Sleepy(ScriptedDrafter):
 class Late(ScriptedDrafter):
     """Returns tokens that are not computed yet, and take the device a while."""
 
-    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         draft = super().propose(sequence, limit, choose)
         late = busy(draft.tokens[:, None])[:, 0].astype(mx.uint32)
         return replace(draft, tokens=draft.tokens + late)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mlx_speculation import Sampling, SpeculativeGenerator, allowed_tokens, pure
 from mlx_speculation.engine import Origin, Stream
-from mlx_speculation.engine.drafters.base import Choose, Draft
+from mlx_speculation.engine.drafters.base import Choose, Proposal
 from mlx_speculation.engine.prompt import Sequence
 from support.drafters.scripted_draft_lengths import Planned
 from support.drafters.scripted_drafter import ScriptedDrafter
@@ -38,7 +38,7 @@ class Noted(ScriptedDrafter):
 
     drafts: dict[int, list[int]]
 
-    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         draft = super().propose(sequence, limit, choose)
         self.drafts = getattr(self, "drafts", {})
         tokens: Any = draft.tokens.tolist()

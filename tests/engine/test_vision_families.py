@@ -5,7 +5,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_speculation import LookupDrafter
+from mlx_speculation import LookupDraft
 from mlx_speculation.caches import states
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import Lane
@@ -70,7 +70,7 @@ def test_text_is_that_of_mlx_vlm_under_every_draft(name: str, images: str) -> No
         assert text(model, prompt, sampling, draft=turning, draft_length=3) == expected
         assert {accepted for accepted, _ in turning.settled} >= {0, 1, 4}
         assert turning.empty
-    got = text(model, prompt, GREEDY, draft=LookupDrafter(), draft_length=3)
+    got = text(model, prompt, GREEDY, draft=LookupDraft(), draft_length=3)
     assert got == plain_text(name, sizes)
 
 

@@ -8,7 +8,7 @@ import pytest
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import QuantizedKVCache
 
-from mlx_speculation import LookupDrafter, Sampling, SpeculativeGenerator
+from mlx_speculation import LookupDraft, Sampling, SpeculativeGenerator
 from mlx_speculation.caches import KVQuantization
 from mlx_speculation.models.vision import ImageForward, ImagePrompt, VisionTarget
 from mlx_speculation.models.vision.families import SERVED
@@ -139,7 +139,7 @@ def check(name: str, start: int) -> None:
             assert plain == expected
         for draft in (
             TurningDrafter(prompt.tokens + plain, written(name)),
-            LookupDrafter(),
+            LookupDraft(),
         ):
             result = text(name, prompt, sampling, start, draft=draft, draft_length=3)
             assert result.tokens == plain, type(draft).__name__

@@ -20,7 +20,7 @@ from mlx_lm.utils import MODEL_REMAPPING
 from PIL import Image
 
 from mlx_speculation import (
-    LookupDrafter,
+    LookupDraft,
     PrefixCache,
     Sampling,
     SpeculativeGenerator,
@@ -157,7 +157,7 @@ def test_a_text_is_that_of_mlx_vlm_at_every_size(name: str, size: str) -> None:
     for sampling in (GREEDY, SAMPLED):
         expected = plain if sampling.greedy else tokens(name, prompt, sampling)
         known = prompt.tokens + expected
-        drafts = [TurningDrafter(known, VOCAB), LookupDrafter()]
+        drafts = [TurningDrafter(known, VOCAB), LookupDraft()]
         drafts += [ScriptedDrafter(known, share, VOCAB) for share in (1.0, 0.0)]
         for draft in drafts:
             got = tokens(name, prompt, sampling, draft=draft, draft_length=3)

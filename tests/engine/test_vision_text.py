@@ -7,9 +7,9 @@ import mlx.core as mx
 import pytest
 
 from mlx_speculation import (
-    Cascade,
+    CascadeDraft,
     EagleDraft,
-    LookupDrafter,
+    LookupDraft,
     PrefixCache,
 )
 from mlx_speculation.caches import KVQuantization, position
@@ -75,7 +75,7 @@ def test_an_eagle_head_leaves_the_text_as_it_is(
     model, prompt = target(name), prompt_with(name, TWO)
     folder = eagle_checkpoints.write_eagle(tmp_path / "head", "specforge")
     head = EagleDraft.from_folder(folder, model)
-    cascade = Cascade(LookupDrafter(), EagleDraft.from_folder(folder, model))
+    cascade = CascadeDraft(LookupDraft(), EagleDraft.from_folder(folder, model))
     for draft, sampling in ((head, GREEDY), (head, SAMPLED), (cascade, GREEDY)):
         made = generator(model, draft=draft, draft_length=3)
         result = made.generate(prompt, **options(sampling))

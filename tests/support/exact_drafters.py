@@ -21,12 +21,12 @@ from unittest.mock import patch
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_speculation import Cascade, LookupDrafter, Sampling, SpeculativeGenerator
+from mlx_speculation import CascadeDraft, LookupDraft, Sampling, SpeculativeGenerator
 from mlx_speculation.caches import FixedShape
 from mlx_speculation.engine import AssistantDraft, PEagleDraft
 from mlx_speculation.engine.drafters.base import CheckedChoose
 from mlx_speculation.engine.result import Result
-from mlx_speculation.samplers import Proposal, Rows
+from mlx_speculation.samplers import Rows, Sample
 from support.drafters.batch_heads import eagle_on, mtp_on
 from support.drafters.block_oracle import load_block
 from support.fixed_shape import with_openblas_in_front
@@ -73,7 +73,7 @@ def pushed_towards(text: Sequence[int], right: float, seed: int) -> Iterator[Non
 
     def push(
         self: CheckedChoose, logits: mx.array, rows: Rows, ids: mx.array | None = None
-    ) -> Proposal:
+    ) -> Sample:
         first = rows.start + len(rows.known) + rows.lead - rows.count + 1
         places = mx.arange(logits.shape[-1]) if ids is None else ids
         wanted = [
@@ -111,16 +111,16 @@ def with_eagle(name: str, *others: Any) -> Pair:
     """Return a target, and a random EAGLE-3 head on it, perhaps last in a cascade."""
     model = build(name)
     head = eagle_on(model)
-    return model, Cascade(*others, head) if others else head
+    return model, CascadeDraft(*others, head) if others else head
 
 
 def _cascade(name: str) -> Pair:
-    short = LookupDrafter(minimum_match=1)
+    short = LookupDraft(minimum_match=1)
     return with_eagle(name, short)
 
 
 def _models(name: str) -> Pair:
-    return build(name), Cascade(LookupDrafter(minimum_match=2), build(name, seed=1))
+    return build(name), CascadeDraft(LookupDraft(minimum_match=2), build(name, seed=1))
 
 
 # By the kind of drafter and of the target's layers.

@@ -23,7 +23,7 @@ from mlx_speculation.engine.draft_length.base import (
 )
 from mlx_speculation.engine.draft_length.cascade import CascadeDraftLength
 from mlx_speculation.engine.draft_length.policy_factory import PolicyFactory
-from mlx_speculation.engine.drafters.source import DraftSource
+from mlx_speculation.engine.drafters.source import Draft
 
 # The fixed lengths that a policy is compared with.
 FIXED = (0, 1, 2, 3, 4, 6, 8, 12, 15)
@@ -275,13 +275,13 @@ def compared(
         yield Compared(group, run(make, machine, texts, tokens, explain=explain), fixed)
 
 
-class Several(DraftSource):
+class Several(Draft):
     """Stands for a draft of so many members, whose costs are not kept in a file."""
 
     def __init__(self, count: int) -> None:
         self._count = count
 
-    def members(self) -> list[DraftSource]:
+    def members(self) -> list[Draft]:
         """Return themselves."""
         return [self] * self._count
 

@@ -38,15 +38,15 @@ if __name__ == "__main__":
 
 import mlx.core as mx
 
-from mlx_speculation import LookupDrafter, SpeculativeGenerator, load
+from mlx_speculation import LookupDraft, SpeculativeGenerator, load
 from mlx_speculation.demo import demo_models, demo_prompts
 from mlx_speculation.engine.draft_length.calibration import calibration_prompt
-from mlx_speculation.engine.drafters.base import NOTHING, Choose, Draft, Drafter
-from mlx_speculation.engine.drafters.source import DraftSource
+from mlx_speculation.engine.drafters.base import NOTHING, Choose, Drafter, Proposal
+from mlx_speculation.engine.drafters.source import Draft
 from mlx_speculation.engine.lookup.measured_draft import measured_draft
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.models import Lane
-from mlx_speculation.samplers import Proposal, Rows, Sampling
+from mlx_speculation.samplers import Rows, Sample, Sampling
 
 DRAFTED = 15  # tokens, at each position
 SURE = 8  # of them whose probability is kept
@@ -55,10 +55,10 @@ LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 ROUNDS, PLAIN_ROUNDS = 16, 48
 
 
-class Recorded(DraftSource):
+class Recorded(Draft):
     """Asks a source for long drafts, keeps them, and proposes nothing."""
 
-    def __init__(self, inner: DraftSource) -> None:
+    def __init__(self, inner: Draft) -> None:
         self.inner = inner
         self.kind, self.follows = inner.kind, inner.follows
         self.drafts: dict[int, tuple[list[int], list[float]]] = {}
@@ -83,11 +83,11 @@ class Recorder:
         """Let it begin."""
         self._inner.begin(sequence)
 
-    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         """Keep what it proposes, and propose nothing."""
         probs: list[mx.array] = []
 
-        def watched(logits: mx.array, rows: Rows, ids: Any = None) -> Proposal:
+        def watched(logits: mx.array, rows: Rows, ids: Any = None) -> Sample:
             probs.append(mx.softmax(logits.astype(mx.float32)[-1]).max())
             return choose(logits, rows, ids)
 
@@ -139,7 +139,7 @@ def record(
     return {"right": right, "found": found, "sure": sure, "tokens": count}
 
 
-def costs_of(model: Any, tokenizer: Any, draft: DraftSource) -> list[float]:
+def costs_of(model: Any, tokenizer: Any, draft: Draft) -> list[float]:
     """Return what rounds of each of `LENGTHS` cost, in plain steps."""
     generator = SpeculativeGenerator(model, tokenizer, draft=measured_draft(draft))
     seconds = []
@@ -195,7 +195,7 @@ def main() -> None:
     model.set_dtype(mx.float32)
     draft: Any = options.draft
     if draft == "lookup":
-        draft = LookupDrafter()
+        draft = LookupDraft()
     usual = SpeculativeGenerator(model, tokenizer, draft=draft)
     assert usual._setup.draft is not None
     source = Recorded(usual._setup.draft)

@@ -22,7 +22,7 @@ from mlx_speculation import (
 )
 from mlx_speculation.cli.stream_view import PromptBar
 from mlx_speculation.engine import Chunk, Stream
-from mlx_speculation.engine.drafters.draft_model import DraftModel
+from mlx_speculation.engine.drafters.draft_model import ModelDrafter
 from support.models.adapters import write_adapter
 from support.models.demo_folders import copy_of
 from support.models.tiny_vision import WITHOUT_MLX_VLM
@@ -387,13 +387,13 @@ def test_images_that_are_none_are_refused(commands: Commands, tmp_path: Path) ->
 
 
 FAILING = """
-from mlx_speculation.engine.drafters.draft_model import DraftModel
-rounds, propose = [], DraftModel.propose
+from mlx_speculation.engine.drafters.draft_model import ModelDrafter
+rounds, propose = [], ModelDrafter.propose
 def failing(self, *args):
     rounds.append(1)
     assert len(rounds) < 2, "broken"
     return propose(self, *args)
-DraftModel.propose = failing
+ModelDrafter.propose = failing
 """
 
 
@@ -406,7 +406,7 @@ def test_a_note_stands_after_the_text_it_comes_in(
     if terminal:
         output = on_terminal(python(FAILING + MAIN, *options, "--blas", "stock"))
     else:
-        monkeypatch.setattr(DraftModel, "propose", DraftModel.propose)
+        monkeypatch.setattr(ModelDrafter, "propose", ModelDrafter.propose)
         exec(FAILING, {})
         output = commands(*options).output
     before, after = output.split(text)

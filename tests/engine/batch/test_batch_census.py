@@ -8,7 +8,7 @@ import pytest
 
 from mlx_speculation import (
     BatchGenerator,
-    LookupDrafter,
+    LookupDraft,
     Sampling,
     SpeculativeGenerator,
 )
@@ -52,7 +52,7 @@ def test_rows_of_an_architecture_write_what_they_do_alone(name: str) -> None:
         prompt + [(token + (i % 7 == 6)) % 256 for i, token in enumerate(text)]
         for prompt, text in zip(prompts, right, strict=True)
     ]
-    draft = LookupDrafter(minimum_match=2, corpus=corpus)
+    draft = LookupDraft(minimum_match=2, corpus=corpus)
     generator = SpeculativeGenerator(
         model, byte_tokenizer(), draft=draft, draft_length=4
     )

@@ -18,8 +18,8 @@ from mlx_speculation import (
     SpeculativeGenerator,
     pure,
 )
-from mlx_speculation.engine import Draft, Sequence
-from mlx_speculation.engine.batch.draft_model import BatchDraftModel
+from mlx_speculation.engine import Proposal, Sequence
+from mlx_speculation.engine.batch.draft_model import BatchModelDrafter
 from support.drafters.batches import SAMPLINGS, Bench, Case, bench, interrupt_commit
 from support.identity import prompt_of
 from support.models.tiny_tokenizer import byte_tokenizer
@@ -168,7 +168,7 @@ def test_a_target_that_cannot_commit_leaves_the_draft_as_it_was(
 def assert_two_behind(batch: BatchGenerator) -> None:
     """Require that the draft's caches hold all that is known of each row but two."""
     drafter = batch._together._drafts
-    assert isinstance(drafter, BatchDraftModel)
+    assert isinstance(drafter, BatchModelDrafter)
     offsets: Any = drafter.lane.caches[0].offset.tolist()
     known = {row.uid: len(row.tokens) for row in batch._together.rows}
     assert offsets == [known[row.uid] - 2 for row in drafter._rows] != []
@@ -224,10 +224,10 @@ def test_a_drafter_of_ones_own_that_raises_is_disabled() -> None:
         def begin(self, sequence: Sequence) -> None:
             pass
 
-        def propose(self, sequence: Sequence, limit: int, choose: Any) -> Draft:
+        def propose(self, sequence: Sequence, limit: int, choose: Any) -> Proposal:
             if len(sequence.tokens) > 8:
                 raise OSError("gone")
-            return Draft(mx.array([1] * limit))
+            return Proposal(mx.array([1] * limit))
 
         def settle(self, accepted: int) -> None:
             pass

@@ -22,12 +22,12 @@ import pytest
 from mlx_speculation import (
     BatchGenerator,
     DrafterFaultWarning,
-    LookupDrafter,
+    LookupDraft,
     PrefixCache,
     Sampling,
     SpeculativeGenerator,
 )
-from mlx_speculation.engine import Cascade, EagleDraft, MtpDrafter
+from mlx_speculation.engine import CascadeDraft, EagleDraft, MtpDrafter
 from mlx_speculation.engine.batch import mtp
 from mlx_speculation.engine.batch.mtp import BatchMtpDrafter
 from mlx_speculation.engine.batch.outcome import BatchStep
@@ -542,7 +542,7 @@ def test_what_drafts_otherwise_still_runs_alone() -> None:
     head = made.generator("random")._setup.draft
     assert isinstance(head, EagleDraft)
     target, chained = mtp_on("step3p5")
-    drafts = [(made.model, Cascade(LookupDrafter(), head)), (target, chained)]
+    drafts = [(made.model, CascadeDraft(LookupDraft(), head)), (target, chained)]
     for model, draft in drafts:
         generator = generator_of(model, draft)
         with BatchGenerator(generator) as batch:

@@ -11,9 +11,9 @@ import pytest
 
 from mlx_speculation import (
     BatchGenerator,
-    Cascade,
+    CascadeDraft,
     DrafterFaultWarning,
-    LookupDrafter,
+    LookupDraft,
     PrefixCache,
     Sampling,
 )
@@ -154,8 +154,8 @@ def test_drafters_of_one_row_read_one_chunk_at_most(alone: bool, draft: str) -> 
     made = bench("llama")
     options: dict[str, Any] = {"draft": made.draft, "draft_confidence": 0.05}
     if draft == "cascade":
-        lookup = LookupDrafter(minimum_match=30)
-        options = {"draft": Cascade(lookup, made.draft)}
+        lookup = LookupDraft(minimum_match=30)
+        options = {"draft": CascadeDraft(lookup, made.draft)}
     with BatchGenerator(made.generator("none", draft_length=4, **options)) as batch:
         rows = started(made, batch)
         case = Case(LONG, SAMPLINGS[0], 20, prefill_step=STEP)

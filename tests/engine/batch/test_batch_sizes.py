@@ -12,7 +12,7 @@ import pytest
 
 from mlx_speculation import BatchGenerator, NonFiniteLogitsError, Sampling, pure
 from mlx_speculation.caches import RaggedKVCache
-from mlx_speculation.engine.batch.draft_model import BatchDraftModel
+from mlx_speculation.engine.batch.draft_model import BatchModelDrafter
 from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
 from mlx_speculation.engine.draft_length.adaptive import AdaptiveDraftLength, Credit
 from mlx_speculation.engine.draft_length.base import Feedback, FixedDraftLength, Plan
@@ -248,7 +248,7 @@ def test_a_draft_that_has_missed_tokens_reads_them_in_few_widths() -> None:
                 batch.next()
                 batch.next()
                 found[sizes] |= {width for rows, width in shapes if rows > 1}
-            assert isinstance(drafts, BatchDraftModel)
+            assert isinstance(drafts, BatchModelDrafter)
             assert uids
             (first, *_) = drafts.lane.extract(2)
             held.append(read(first.keys_and_values()))

@@ -14,18 +14,18 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_speculation import Cascade, LookupDrafter, SpeculativeGenerator
+from mlx_speculation import CascadeDraft, LookupDraft, SpeculativeGenerator
 from mlx_speculation.engine.draft_length import calibration
 from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
 from mlx_speculation.engine.draft_length.adaptive import AdaptiveDraftLength, Credit
 from mlx_speculation.engine.draft_length.base import Feedback, Plan
 from mlx_speculation.engine.draft_length.cascade import CascadeDraftLength
 from mlx_speculation.engine.draft_length.costs import RoundCosts
-from mlx_speculation.engine.drafters.base import Choose, Draft
+from mlx_speculation.engine.drafters.base import Choose, Proposal
 from mlx_speculation.engine.drafters.cascade import CascadeDrafter, Turns
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import DrafterFaultWarning
-from mlx_speculation.samplers import Proposal, Rows
+from mlx_speculation.samplers import Rows, Sample
 from support.drafters.scripted_draft_lengths import Planned
 from support.drafters.scripted_drafter import ScriptedDrafter
 from support.identity import SAMPLED
@@ -49,10 +49,10 @@ class Asked:
     def begin(self, sequence: Sequence) -> None:
         """Do nothing."""
 
-    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         """Propose zeros."""
         self.limits.append(limit)
-        return Draft(mx.zeros((limit if self.speaks else 0,), mx.uint32))
+        return Proposal(mx.zeros((limit if self.speaks else 0,), mx.uint32))
 
     def settle(self, accepted: int) -> None:
         """Do nothing."""
@@ -84,7 +84,7 @@ def proposed(cascade: CascadeDrafter, limit: int) -> int:
     return cascade.propose(Sequence([0]), limit, _no_choice).length
 
 
-def _no_choice(logits: mx.array, rows: Rows, ids: mx.array | None = None) -> Proposal:
+def _no_choice(logits: mx.array, rows: Rows, ids: mx.array | None = None) -> Sample:
     raise AssertionError("nobody chooses here")
 
 
@@ -242,7 +242,7 @@ def test_costs_are_kept_for_each_drafter_and_the_text_stays(
     plain = SpeculativeGenerator(model, byte_tokenizer())
     options: dict[str, Any] = {"max_tokens": 80, "sampling": SAMPLED}
     expected = plain.generate(PROMPT, **options).tokens
-    cascade = Cascade(LookupDrafter(minimum_match=1), small)
+    cascade = CascadeDraft(LookupDraft(minimum_match=1), small)
     generator = SpeculativeGenerator(model, byte_tokenizer(), draft=cascade)
     table = generator.calibrate(contexts=[8])
     stream = generator.stream(PROMPT, explain=True, **options)
@@ -265,12 +265,12 @@ def test_a_drafter_of_a_cascade_that_fails_is_passed_over() -> None:
     expected = plain.generate(PROMPT, max_tokens=60).tokens
 
     class Failing(Asked):
-        def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+        def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
             raise RuntimeError("broken")
 
     right = ScriptedDrafter(PROMPT + expected, right=1.0)
     generator = SpeculativeGenerator(
-        model, byte_tokenizer(), draft=Cascade(Failing(), right), draft_length=None
+        model, byte_tokenizer(), draft=CascadeDraft(Failing(), right), draft_length=None
     )
     lengths = CascadeDraftLength([policy_of(CHEAP), policy_of(CHEAP)])
     stream = generator.stream(PROMPT, max_tokens=60, draft_length=lengths)

@@ -25,7 +25,7 @@ from bench.replays.replay import (
     replay,
     texts_of,
 )
-from mlx_speculation import LookupDrafter, Sampling, SpeculativeGenerator
+from mlx_speculation import LookupDraft, Sampling, SpeculativeGenerator
 from mlx_speculation.engine.draft_length.base import FixedDraftLength
 from support.draft_length import TRACES
 from support.models.chat_folders import chat_folder
@@ -65,7 +65,7 @@ def test_a_replay_has_the_rounds_of_a_generation(kind: str, temperature: float) 
         plain = SpeculativeGenerator(build("llama"), byte_tokenizer())
         text = plain.generate(PROMPT, max_tokens=TOKENS, sampling=sampling).tokens
         noisy = [t if i % 7 else (t + 1) % 256 for i, t in enumerate(text)]
-        draft = LookupDrafter(
+        draft = LookupDraft(
             corpus=[PROMPT + noisy], minimum_match=2, tokens_per_match=3
         )
     model, arrays = recorded(draft, sampling)

@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_speculation import (
-    Cascade,
+    CascadeDraft,
     InvalidRequestError,
-    LookupDrafter,
+    LookupDraft,
     PrefixCache,
     SpeculativeGenerator,
 )
 from mlx_speculation.engine import Stream
 from mlx_speculation.engine.draft_length import calibration
-from mlx_speculation.engine.drafters.source import HeadSource
+from mlx_speculation.engine.drafters.source import HeadDraft
 from mlx_speculation.engine.round.decoder import Decoder
 from mlx_speculation.engine.stream_factory import StreamFactory
 from mlx_speculation.errors import SpeculationError
@@ -58,7 +58,7 @@ def drafted(kind: str, name: str, sampled: bool) -> SpeculativeGenerator:
     rights = {"right": 1.0, "random": 0.6}
     if kind == "lookup":
         noisy = [t if i % 7 else (t + 1) % 256 for i, t in enumerate(text)]
-        draft: object = LookupDrafter(
+        draft: object = LookupDraft(
             corpus=[PROMPT + noisy], minimum_match=1, tokens_per_match=3
         )
     elif kind == "model":
@@ -314,11 +314,11 @@ def test_contexts_are_numbers_of_tokens(contexts: list[int]) -> None:
 @pytest.mark.usefixtures("one_pass")
 def test_calibration_leaves_nothing_to_later_requests() -> None:
     """What it generates is of no use, and would push out what is."""
-    prefixes, lookup = PrefixCache(max_bytes=1 << 20), LookupDrafter(earlier_tokens=999)
+    prefixes, lookup = PrefixCache(max_bytes=1 << 20), LookupDraft(earlier_tokens=999)
     generator = SpeculativeGenerator(
         build("llama"),
         byte_tokenizer(),
-        draft=Cascade(lookup, build("llama")),
+        draft=CascadeDraft(lookup, build("llama")),
         prefix_cache=prefixes,
     )
     generator.calibrate(contexts=[40])
@@ -330,7 +330,7 @@ def test_calibration_leaves_nothing_to_later_requests() -> None:
 def test_a_head_of_the_users_own_kind_needs_no_name() -> None:
     """Its costs are measured, and kept for this process alone."""
 
-    class Own(HeadSource):
+    class Own(HeadDraft):
         def __init__(self, model: nn.Module) -> None:
             self.model = model
 

@@ -7,16 +7,16 @@ import mlx.nn as nn
 import pytest
 
 from mlx_speculation import (
-    Cascade,
+    CascadeDraft,
     InvalidRequestError,
-    LookupDrafter,
+    LookupDraft,
     ModelFolderError,
     SpeculativeGenerator,
 )
 from mlx_speculation.engine.draft_length.base import FixedDraftLength
-from mlx_speculation.engine.drafters.base import Choose, Draft
+from mlx_speculation.engine.drafters.base import Choose, Proposal
 from mlx_speculation.engine.drafters.cascade import CascadeDrafter
-from mlx_speculation.engine.drafters.draft_model import DraftModel
+from mlx_speculation.engine.drafters.draft_model import ModelDrafter
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.engine.round.decoder import Decoder
 from mlx_speculation.engine.round.outcome import RoundOutcome
@@ -41,7 +41,7 @@ class SometimesDrafter(ScriptedDrafter):
         super().__init__(text, right=1.0)
         self._turns = iter(turns)
 
-    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         """Propose everything or nothing."""
         speaks = next(self._turns, False)
         return super().propose(sequence, limit if speaks else 0, choose)
@@ -92,7 +92,7 @@ def test_the_models_caches_stay_right_between_turns(name: str, fails: bool) -> N
     text = plain_text(model)
     turns = [True, False, True, True, False, True, False, False, True, True]
     sequence = Sequence(list(PROMPT))
-    drafter = DraftModel(lambda: Lane(small))
+    drafter = ModelDrafter(lambda: Lane(small))
     decoder = Decoder(
         Request(
             target=Lane(model),
@@ -143,12 +143,12 @@ def test_streams_of_a_cascade_are_independent_unless_a_drafter_is_yours() -> Non
     model = build("llama")
     expected = plain_text(model)
     options: dict[str, Any] = {"max_tokens": TOKENS, "sampling": SAMPLED}
-    cascade = Cascade("lookup", build("llama", seed=1))
+    cascade = CascadeDraft("lookup", build("llama", seed=1))
     generator = SpeculativeGenerator(model, byte_tokenizer(), draft=cascade)
     streams = [generator.stream(PROMPT, **options) for _ in range(2)]
     for token in expected:
         assert [next(stream).token for stream in streams] == [token, token]
-    yours = Cascade(LookupDrafter(), ScriptedDrafter(PROMPT + expected, right=0.9))
+    yours = CascadeDraft(LookupDraft(), ScriptedDrafter(PROMPT + expected, right=0.9))
     generator = SpeculativeGenerator(model, byte_tokenizer(), draft=yours)
     stream = generator.stream(PROMPT, **options)
     next(stream)
@@ -161,7 +161,7 @@ def test_streams_of_a_cascade_are_independent_unless_a_drafter_is_yours() -> Non
 def test_what_is_no_cascade_is_refused() -> None:
     model = build("llama")
     with pytest.raises(InvalidRequestError, match=r"cascade of 1 drafters.*at least 2"):
-        Cascade(LookupDrafter())
+        CascadeDraft(LookupDraft())
     for member, words in (
         (None, "member of the cascade is None"),
         ("path/of/draft", "no folder 'path/of/draft'"),
@@ -169,15 +169,15 @@ def test_what_is_no_cascade_is_refused() -> None:
     ):
         with pytest.raises((InvalidRequestError, ModelFolderError), match=words):
             SpeculativeGenerator(
-                model, byte_tokenizer(), draft=Cascade(LookupDrafter(), member)
+                model, byte_tokenizer(), draft=CascadeDraft(LookupDraft(), member)
             )
     with pytest.raises(InvalidRequestError, match=r"100 token ids.* 255"):
         SpeculativeGenerator(
             model,
             byte_tokenizer(),
-            draft=Cascade(LookupDrafter(), build("llama", vocab=100)),
+            draft=CascadeDraft(LookupDraft(), build("llama", vocab=100)),
         )
-    generator = SpeculativeGenerator(model, byte_tokenizer(), draft=LookupDrafter())
+    generator = SpeculativeGenerator(model, byte_tokenizer(), draft=LookupDraft())
     with pytest.raises(InvalidRequestError, match="0 models instead of 1"):
         generator.stream(PROMPT, draft_cache=[])
 

@@ -17,14 +17,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_speculation import (
-    Cascade,
+    CascadeDraft,
     InvalidRequestError,
-    LookupDrafter,
+    LookupDraft,
     SpeculativeGenerator,
     reduced_vocabulary,
 )
 from mlx_speculation.engine import EagleDraft, MtpDraft
-from mlx_speculation.engine.drafters.base import CheckedChoose, CheckedDraft, Draft
+from mlx_speculation.engine.drafters.base import (
+    CheckedChoose,
+    CheckedProposal,
+    Proposal,
+)
 from mlx_speculation.models import (
     LaneRound,
     MtpConvention,
@@ -130,7 +134,7 @@ def drafted_ids(generator: SpeculativeGenerator, **options: Any) -> set[int]:
     drafted: list[int] = []
     inner = CheckedChoose.checked
 
-    def noting(self: CheckedChoose, draft: Draft, limit: int) -> CheckedDraft:
+    def noting(self: CheckedChoose, draft: Proposal, limit: int) -> CheckedProposal:
         checked = inner(self, draft, limit)
         found = checked.draft
         drafted.extend(int(token) for token in found.tokens)
@@ -209,7 +213,7 @@ def test_with_every_id_nothing_changes() -> None:
 
 def test_a_cascade_is_reduced_where_it_can_be() -> None:
     model = build("llama")
-    cascade = Cascade(LookupDrafter(), build("llama", seed=1))
+    cascade = CascadeDraft(LookupDraft(), build("llama", seed=1))
     generator = SpeculativeGenerator(
         model, byte_tokenizer(), draft=cascade, draft_vocabulary=IDS
     )

@@ -21,11 +21,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from mlx_speculation import LookupDrafter
+from mlx_speculation import LookupDraft
 from mlx_speculation.engine import AssistantDraft, Drafter, PEagleDraft
 from mlx_speculation.engine.drafters.base import Choose
 from mlx_speculation.engine.drafters.cascade import CascadeDrafter
-from mlx_speculation.engine.drafters.draft_model import ModelSource
+from mlx_speculation.engine.drafters.draft_model import ModelDraft
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.models import Lane, ModelHooks
 from mlx_speculation.samplers import Chooser, Verifier
@@ -49,7 +49,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*lists no layers of its target"
 PROMPT = 21  # more than a window of 16
 
 CORPUS = [*prompt_of(PROMPT), 1, 2, 3, *prompt_of(PROMPT)[5:]]
-LOOKUP = LookupDrafter(minimum_match=1, tokens_per_match=4, corpus=[CORPUS])
+LOOKUP = LookupDraft(minimum_match=1, tokens_per_match=4, corpus=[CORPUS])
 SAMPLINGS = {"greedy": GREEDY, "sampled": SAMPLED}
 # Of each round: the most tokens that are asked for, and how many are kept of those that
 # are proposed. Or what becomes of it: it fails before it is settled, or after that; or
@@ -108,7 +108,7 @@ def start_over(kind: Callable[[], Kind]) -> FromNothing:
 @cache
 def of_model(name: str) -> Kind:
     target, draft = build("llama"), build(name, seed=1)
-    source = ModelSource(draft)
+    source = ModelDraft(draft)
     return Kind(target, source.open, from_nothing.of_model(draft), (draft,))
 
 

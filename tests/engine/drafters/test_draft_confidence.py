@@ -8,7 +8,7 @@ import pytest
 
 from mlx_speculation import InvalidRequestError, SpeculativeGenerator
 from mlx_speculation.engine.draft_length.base import FixedDraftLength
-from mlx_speculation.engine.drafters.draft_model import DraftModel
+from mlx_speculation.engine.drafters.draft_model import ModelDrafter
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.engine.round.decoder import Decoder
 from mlx_speculation.engine.round.outcome import RoundOutcome
@@ -43,9 +43,9 @@ def all_of(outcome: RoundOutcome) -> RoundOutcome:
 
 def decoder_of(
     model: nn.Module, draft: nn.Module, sampling: Sampling, confidence: float
-) -> tuple[Decoder, DraftModel, Sequence]:
+) -> tuple[Decoder, ModelDrafter, Sequence]:
     sequence = Sequence(list(PROMPT))
-    drafter = DraftModel(lambda: Lane(draft), confidence=confidence)
+    drafter = ModelDrafter(lambda: Lane(draft), confidence=confidence)
     decoder = Decoder(
         Request(
             target=Lane(model),

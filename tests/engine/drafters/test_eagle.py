@@ -16,7 +16,7 @@ import pytest
 
 from mlx_speculation import SpeculativeGenerator, demo_models, load
 from mlx_speculation.demo import demo_prompts
-from mlx_speculation.engine import Cascade, Draft, EagleDraft, MtpDrafter
+from mlx_speculation.engine import CascadeDraft, EagleDraft, MtpDrafter, Proposal
 from mlx_speculation.engine.drafters import mtp as mtp_module
 from mlx_speculation.errors import (
     DraftNotice,
@@ -188,7 +188,7 @@ def test_a_reduced_vocabulary_is_all_that_is_drafted() -> None:
     drafted: list[int] = []
     inner = MtpDrafter.propose
 
-    def noting(self: Any, *args: Any) -> Draft:
+    def noting(self: Any, *args: Any) -> Proposal:
         found = inner(self, *args)
         drafted.extend(int(token) for token in found.tokens)
         return found
@@ -276,7 +276,7 @@ def test_heads_of_other_models_and_ids_are_refused() -> None:
     with pytest.raises(InvalidRequestError, match="on another model"):
         SpeculativeGenerator(build("qwen3"), byte_tokenizer(), draft=draft)
     with pytest.raises(InvalidRequestError, match="2 heads"):
-        generator("llama", Cascade(draft, draft_of("specforge", "llama")))
+        generator("llama", CascadeDraft(draft, draft_of("specforge", "llama")))
     with pytest.raises(InvalidRequestError, match="256 embeddings"):
         draft.check_ids(256)
     highest = max(draft_ids())

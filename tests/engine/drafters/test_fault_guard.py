@@ -22,17 +22,17 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_speculation import (
-    Cascade,
+    CascadeDraft,
     DrafterFaultWarning,
-    LookupDrafter,
+    LookupDraft,
     PrefixCache,
     Sampling,
     SpeculativeGenerator,
     pure,
 )
 from mlx_speculation.engine import MtpDraft, MtpDrafter, Result
-from mlx_speculation.engine.drafters.base import CheckedChoose, Choose, Draft
-from mlx_speculation.engine.drafters.draft_model import DraftModel
+from mlx_speculation.engine.drafters.base import CheckedChoose, Choose, Proposal
+from mlx_speculation.engine.drafters.draft_model import ModelDrafter
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.models import Lane
 from mlx_speculation.models.mtp import MtpHead
@@ -58,9 +58,9 @@ TOKENS = 20
 PROMPT = [(37 * i * i + 11 * i) % 256 for i in range(12)] * 2
 EXAMPLES = settings.get_profile("default").max_examples
 KINDS = {
-    "model": DraftModel,
+    "model": ModelDrafter,
     "mtp": MtpDrafter,
-    "lookup": LookupDrafter,
+    "lookup": LookupDraft,
     "custom": ScriptedDrafter,
 }
 Faults = Callable[[nn.Module | None], AbstractContextManager[Happened]]
@@ -103,7 +103,7 @@ def draft_of(kind: str, sampling: Sampling) -> Any:
     if kind == "mtp":
         return MtpDraft(*mtp_target())
     if kind == "lookup":
-        return LookupDrafter(minimum_match=1)
+        return LookupDraft(minimum_match=1)
     return ScriptedDrafter(PROMPT + plain_text(kind, sampling), 0.8, ragged=True)
 
 
@@ -190,7 +190,7 @@ def test_what_a_failed_drafter_did_is_undone(how: str) -> None:
     generator = SpeculativeGenerator(
         target_of("model"), byte_tokenizer(), draft=small()
     )
-    fault = broken(DraftModel, "propose", 2, how)
+    fault = broken(ModelDrafter, "propose", 2, how)
     result, _, _ = generated(generator, fault, draft_cache=caches)
     held = result.cached_tokens[: caches[0].offset]
     twin = Lane(small())
@@ -214,14 +214,14 @@ def test_of_a_cascade_only_the_member_that_fails_is_disabled(
     knowing = ScriptedDrafter(PROMPT + expected, 0.9, ragged=True, least=0)
     call = data.draw(st.sampled_from(["begin", "propose", "settle"]))
     hows = (*RAISES, *WRONG) if call == "propose" else RAISES
-    owner = (ScriptedDrafter, DraftModel)[failing]
+    owner = (ScriptedDrafter, ModelDrafter)[failing]
     fault = broken(
         owner, call, 1 if call == "begin" else nth, data.draw(st.sampled_from(hows))
     )
     generator = SpeculativeGenerator(
         target_of("custom"),
         byte_tokenizer(),
-        draft=Cascade(knowing, small()),
+        draft=CascadeDraft(knowing, small()),
         draft_length=3,
     )
     result, happened, warned = generated(generator, fault, sampling=SAMPLED)
@@ -238,16 +238,16 @@ def test_both_members_may_fail_and_it_is_said_once() -> None:
     expected = plain_text("custom", SAMPLED)
     knowing = ScriptedDrafter(PROMPT + expected, 0.9)
     generator = SpeculativeGenerator(
-        target_of("custom"), byte_tokenizer(), draft=Cascade(knowing, small())
+        target_of("custom"), byte_tokenizer(), draft=CascadeDraft(knowing, small())
     )
     with broken(ScriptedDrafter, "propose", 3, "huge"):
         result, _, warned = generated(
-            generator, broken(DraftModel, "propose", 2, "before"), sampling=SAMPLED
+            generator, broken(ModelDrafter, "propose", 2, "before"), sampling=SAMPLED
         )
     assert result.tokens == expected
     assert [f.drafter for f in result.stats.drafter_faults] == [
         "ScriptedDrafter",
-        "DraftModel",
+        "ModelDrafter",
     ]
     assert len(warned) == 1
     assert "BrokenError" in result.stats.drafter_faults[1].details
@@ -280,7 +280,7 @@ def test_interrupts_and_a_want_of_memory_go_up(
 class SwallowingDrafter(ScriptedDrafter):
     """Chooses with the request's options, and hides what that raises."""
 
-    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         """Propose the known text."""
         try:
             choose(mx.zeros((1, 256)), sequence.rows())
@@ -321,10 +321,10 @@ class BadChoiceDrafter(ScriptedDrafter):
         super().__init__([], 0.0)
         self._passed = (logits, ids)
 
-    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         """Choose from it."""
         logits, ids = self._passed
-        return Draft.of([choose(logits, sequence.rows(), ids)])
+        return Proposal.of([choose(logits, sequence.rows(), ids)])
 
 
 @pytest.mark.parametrize(
@@ -357,8 +357,8 @@ def test_what_a_drafter_says_is_ahead_is_its_own_fault(
     """The place of a token, as a number, ended the text with an AttributeError."""
 
     class Misplacing(ScriptedDrafter):
-        def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
-            return Draft.of([choose(mx.zeros((1, 256)), sequence.rows(ahead))])
+        def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
+            return Proposal.of([choose(mx.zeros((1, 256)), sequence.rows(ahead))])
 
     generator = SpeculativeGenerator(
         target_of("custom"), byte_tokenizer(), draft=Misplacing([], 0), draft_length=2
@@ -377,7 +377,7 @@ def test_a_drafters_nan_leaves_proper_probabilities(acceptance: Any) -> None:
     assert chosen.probs is not None
     assert mx.isfinite(chosen.probs).all()
     assert abs(chosen.probs.sum().item() - 1) < 1e-5
-    checked = choices.checked(Draft.of([chosen]), 1)
+    checked = choices.checked(Proposal.of([chosen]), 1)
     assert checked.faults() == (1, 0)
 
 
@@ -411,7 +411,7 @@ def test_what_a_failed_model_holds_is_not_kept_for_later_requests() -> None:
     )
     for call, kept in (("propose", False), ("discard", True)):
         result, _, _ = generated(
-            generator, broken(DraftModel, call, 2, "after"), sampling=GREEDY
+            generator, broken(ModelDrafter, call, 2, "after"), sampling=GREEDY
         )
         assert result.tokens == plain_text("model", GREEDY)
         assert prefixes.lookup(0, result.cached_tokens) is not None
@@ -465,16 +465,16 @@ def test_an_empty_draft_is_an_answer_and_is_counted() -> None:
 def test_empty_drafts_of_a_cascade_count_while_a_member_is_asked() -> None:
     drafter = ScriptedDrafter([], 1.0, ragged=True, least=0)
     generator = SpeculativeGenerator(
-        target_of("custom"), byte_tokenizer(), draft=Cascade(drafter, small())
+        target_of("custom"), byte_tokenizer(), draft=CascadeDraft(drafter, small())
     )
     options: dict[str, Any] = {"draft_length": 1}
     result, _, _ = generated(
-        generator, broken(DraftModel, "begin", 1, "before"), **options
+        generator, broken(ModelDrafter, "begin", 1, "before"), **options
     )
     assert result.stats.empty_drafts > 0
     with broken(ScriptedDrafter, "begin", 1, "before"):
         result, _, _ = generated(
-            generator, broken(DraftModel, "begin", 1, "before"), **options
+            generator, broken(ModelDrafter, "begin", 1, "before"), **options
         )
     assert result.stats.empty_drafts == result.stats.drafts == 0
 
@@ -483,7 +483,7 @@ def test_a_disabled_drafter_leaves_pipelined_plain_steps() -> None:
     generator = SpeculativeGenerator(
         target_of("model"), byte_tokenizer(), draft=small(), draft_length=3
     )
-    result, _, _ = generated(generator, broken(DraftModel, "begin", 1, "before"))
+    result, _, _ = generated(generator, broken(ModelDrafter, "begin", 1, "before"))
     stats = result.stats
     assert (stats.rounds, stats.drafts, stats.empty_drafts) == (TOKENS, 0, 0)
 
@@ -491,15 +491,17 @@ def test_a_disabled_drafter_leaves_pipelined_plain_steps() -> None:
 class UndecidedDrafter(ScriptedDrafter):
     """Chooses from logits that cannot be used, and proposes nothing."""
 
-    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         """Choose, and forget it."""
         choose(mx.full((1, 256), mx.nan), sequence.rows())
-        return Draft(mx.array([], mx.uint32))
+        return Proposal(mx.array([], mx.uint32))
 
 
 def test_what_one_of_a_cascade_has_chosen_from_is_no_fault_of_the_next() -> None:
     text = plain_text("custom", GREEDY)
-    cascade = Cascade(UndecidedDrafter([], 0.0), ScriptedDrafter(PROMPT + text, 1.0))
+    cascade = CascadeDraft(
+        UndecidedDrafter([], 0.0), ScriptedDrafter(PROMPT + text, 1.0)
+    )
     generator = SpeculativeGenerator(
         target_of("custom"), byte_tokenizer(), draft=cascade, draft_length=4
     )

@@ -20,9 +20,9 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from mlx_speculation import (
-    Cascade,
+    CascadeDraft,
     InvalidRequestError,
-    LookupDrafter,
+    LookupDraft,
     PrefixCache,
     Sampling,
     SpeculativeGenerator,
@@ -30,7 +30,7 @@ from mlx_speculation import (
     allowed_tokens,
 )
 from mlx_speculation.engine.drafters.common_tokens import CommonTokens, TokenTexts
-from mlx_speculation.engine.drafters.foreign_model import ForeignModel
+from mlx_speculation.engine.drafters.foreign_model import ForeignModelDraft
 from support.identity import prompt_of
 from support.models.mtp_checkpoints import write_tiny
 from support.models.tiny_models import build
@@ -95,7 +95,7 @@ def test_the_text_is_that_of_plain_decoding_for_any_two_vocabularies(
     generator = SpeculativeGenerator(
         model(name),
         tokenizer,
-        draft=ForeignModel(model("llama", 1), common),
+        draft=ForeignModelDraft(model("llama", 1), common),
         draft_length=length,
         draft_confidence=confidence,
     )
@@ -126,7 +126,7 @@ def test_the_target_under_other_ids_is_always_right(
     generator = SpeculativeGenerator(
         target,
         TARGET,
-        draft=ForeignModel(draft, CommonTokens(TARGET, own)),
+        draft=ForeignModelDraft(draft, CommonTokens(TARGET, own)),
         draft_length=4,
         acceptance=acceptance,
     )
@@ -213,7 +213,7 @@ def test_a_folder_is_loaded_and_says_what_it_shares(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "draft", ["lookup", "auto", None, Cascade(LookupDrafter(), LookupDrafter())]
+    "draft", ["lookup", "auto", None, CascadeDraft(LookupDraft(), LookupDraft())]
 )
 def test_what_is_no_folder_of_a_model_is_refused(draft: Any) -> None:
     with pytest.raises(InvalidRequestError, match="not the folder of a draft model"):
@@ -231,7 +231,7 @@ def test_what_is_no_folder_of_a_model_is_refused(draft: Any) -> None:
 
 def test_a_draft_without_rows_for_its_tokens_is_refused() -> None:
     common = CommonTokens(TARGET, merging_tokenizer(2, 0))
-    draft = ForeignModel(model("llama", vocab=200), common)
+    draft = ForeignModelDraft(model("llama", vocab=200), common)
     with pytest.raises(InvalidRequestError, match="200 token ids"):
         SpeculativeGenerator(model("llama"), TARGET, draft=draft)
 
@@ -243,7 +243,7 @@ def test_a_prefix_cache_keeps_the_target_alone() -> None:
     generator = SpeculativeGenerator(
         model("llama"),
         TARGET,
-        draft=ForeignModel(model("llama", 1), common),
+        draft=ForeignModelDraft(model("llama", 1), common),
         draft_length=3,
         prefix_cache=PrefixCache(1 << 24),
     )

@@ -30,9 +30,9 @@ from mlx_speculation import (
     demo_models,
 )
 from mlx_speculation.demo import demo_prompts
-from mlx_speculation.engine import AssistantDraft, Cascade, Draft
+from mlx_speculation.engine import AssistantDraft, CascadeDraft, Proposal
 from mlx_speculation.engine.drafters.base import Choose
-from mlx_speculation.engine.drafters.source import HeadSource
+from mlx_speculation.engine.drafters.source import HeadDraft
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import (
     DrafterFaultWarning,
@@ -322,7 +322,7 @@ def test_a_step_that_is_on_its_way_is_not_read(
 ) -> None:
     """After a round without a draft the caches hold the newest token's row already."""
 
-    class Seldom(HeadSource):
+    class Seldom(HeadDraft):
         """Leaves out two rounds of three."""
 
         def __init__(self, draft: AssistantDraft) -> None:
@@ -338,10 +338,10 @@ def test_a_step_that_is_on_its_way_is_not_read(
         def begin(self, sequence: Sequence) -> None:
             self._drafter.begin(sequence)
 
-        def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+        def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
             self.rounds += 1
             if self.rounds % 3:
-                return Draft(mx.array([], mx.uint32))
+                return Proposal(mx.array([], mx.uint32))
             return self._drafter.propose(sequence, limit, choose)
 
         def settle(self, accepted: int) -> None:
@@ -454,7 +454,7 @@ def test_an_assistant_of_another_model_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="on another model"):
         generator("gemma3", draft_of("shared"))
     with pytest.raises(InvalidRequestError, match="2 heads"):
-        generator("shared", Cascade(draft_of("shared"), draft_of("shared")))
+        generator("shared", CascadeDraft(draft_of("shared"), draft_of("shared")))
 
 
 @cache

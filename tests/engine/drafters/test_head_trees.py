@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from mlx_speculation import SpeculativeGenerator, demo_models, load
 from mlx_speculation.caches.types.tree_view import TreeView
-from mlx_speculation.engine import Cascade, EagleDraft, LookupDrafter
+from mlx_speculation.engine import CascadeDraft, EagleDraft, LookupDraft
 from mlx_speculation.engine.drafters.base import CheckedChoose
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import HiddenStates, TreeHooks
@@ -331,7 +331,7 @@ def test_the_bundled_head_drafts_better_with_trees() -> None:
 
 def test_in_a_cascade_the_lookup_drafts_chains() -> None:
     text = TARGETED.text("llama", 0.0)
-    draft = Cascade(LookupDrafter(), draft_of("specforge", "llama"))
+    draft = CascadeDraft(LookupDraft(), draft_of("specforge", "llama"))
     again = text[:PROMPT] + text[PROMPT - 20 : PROMPT]
     plain = TARGETED.generator("llama", None).generate(again, max_tokens=TOKENS)
     result = with_tree("llama", draft).generate(again, max_tokens=TOKENS)

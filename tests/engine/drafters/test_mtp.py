@@ -18,7 +18,7 @@ import mlx.nn as nn
 import pytest
 
 from mlx_speculation import PrefixCache, Sampling, SpeculativeGenerator
-from mlx_speculation.engine import Cascade, Draft, MtpDraft
+from mlx_speculation.engine import CascadeDraft, MtpDraft, Proposal
 from mlx_speculation.engine.drafters import mtp as mtp_module
 from mlx_speculation.engine.drafters.base import Choose
 from mlx_speculation.engine.prompt import Sequence
@@ -226,11 +226,11 @@ def test_rounds_of_others_are_caught_up_with(name: str) -> None:
         def begin(self, sequence: Sequence) -> None:
             self.rounds = 0
 
-        def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+        def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
             self.rounds += 1
             start = len(sequence.tokens)
             count = min(limit, (0, 2, 3)[self.rounds % 3])
-            return Draft(mx.array(text[start : start + count], mx.uint32))
+            return Proposal(mx.array(text[start : start + count], mx.uint32))
 
         def settle(self, accepted: int) -> None: ...
 
@@ -238,7 +238,7 @@ def test_rounds_of_others_are_caught_up_with(name: str) -> None:
 
     text = text_of(name, 0.8)
     draft, knowing = oracle(name, text)
-    result = generator(name, Cascade(Sometimes(), draft)).generate(
+    result = generator(name, CascadeDraft(Sometimes(), draft)).generate(
         text[:PROMPT], max_tokens=TOKENS, sampling=SAMPLED
     )
     assert result.tokens == text[PROMPT : PROMPT + TOKENS]
@@ -360,4 +360,4 @@ def test_a_head_of_another_model_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="on another model"):
         SpeculativeGenerator(build("llama"), byte_tokenizer(), draft=draft)
     with pytest.raises(InvalidRequestError, match="2 heads"):
-        generator("mimo", Cascade(draft, MtpDraft(target, head)))
+        generator("mimo", CascadeDraft(draft, MtpDraft(target, head)))

@@ -23,8 +23,8 @@ from mlx_speculation import (
     Sampling,
     SpeculativeGenerator,
 )
-from mlx_speculation.engine import LookupDrafter, MtpDraft
-from mlx_speculation.engine.drafters.draft_model import ModelSource
+from mlx_speculation.engine import LookupDraft, MtpDraft
+from mlx_speculation.engine.drafters.draft_model import ModelDraft
 from mlx_speculation.engine.drafters.registry import SOURCES, source_of_config
 from mlx_speculation.models import MtpConvention
 from support.identity import plain_text, prompt_of
@@ -91,7 +91,7 @@ def test_without_a_head_a_lookup_is_taken_and_said_once(tmp_path: Path) -> None:
     assert notices[0] == (
         "draft='auto' takes a lookup: there is no MTP head, and no speculation.json."
     )
-    assert isinstance(made._setup.draft, LookupDrafter)
+    assert isinstance(made._setup.draft, LookupDraft)
     assert result.tokens == plain_text(model, prompt_of(20), 12)
     assert made.draft_length is None
 
@@ -108,7 +108,7 @@ def test_a_head_that_the_probe_refuses_is_said_with_its_scores(tmp_path: Path) -
     made = write(tmp_path / "mimo", "mimo")
     with said() as notices:
         generator = SpeculativeGenerator.from_pretrained(made.folder, **AUTO)
-    assert isinstance(generator._setup.draft, LookupDrafter)
+    assert isinstance(generator._setup.draft, LookupDraft)
     assert len(notices) == 1
     assert notices[0].count("agrees") >= 4
     with pytest.raises(ConventionError, match="by no convention"):
@@ -124,7 +124,7 @@ def test_the_model_that_a_folder_names_drafts(where: str, tmp_path: Path) -> Non
     with said() as notices:
         made = SpeculativeGenerator.from_pretrained(tmp_path / "target", **AUTO)
     assert notices == []
-    assert isinstance(made._setup.draft, ModelSource)
+    assert isinstance(made._setup.draft, ModelDraft)
     sampling = Sampling(temperature=0.8, seed=3)
     plain = SpeculativeGenerator(target, made.tokenizer)
     expected = plain.generate(prompt_of(20), max_tokens=20, sampling=sampling)
@@ -143,7 +143,7 @@ def test_a_lookup_that_is_named_is_no_fall_back(tmp_path: Path) -> None:
     with said() as notices:
         made = SpeculativeGenerator.from_pretrained(tmp_path, **AUTO)
     assert notices == list(made.notices) == []
-    assert isinstance(made._setup.draft, LookupDrafter)
+    assert isinstance(made._setup.draft, LookupDraft)
     assert made.draft_length == 3
 
 
@@ -169,7 +169,7 @@ def test_a_named_head_that_the_probe_refuses_falls_back(tmp_path: Path) -> None:
     with said() as notices:
         generator = SpeculativeGenerator.from_pretrained(made.folder, **AUTO)
     assert "by no convention" in notices[0]
-    assert isinstance(generator._setup.draft, LookupDrafter)
+    assert isinstance(generator._setup.draft, LookupDraft)
     assert generator.draft_length == 1
 
 
@@ -200,7 +200,7 @@ def test_the_file_counts_where_it_is_asked_for_alone(tmp_path: Path) -> None:
     pair(tmp_path, draft="nonsense")
     assert SpeculativeGenerator.from_pretrained(tmp_path)._setup.draft is None
     made = SpeculativeGenerator.from_pretrained(tmp_path, draft="lookup")
-    assert isinstance(made._setup.draft, LookupDrafter)
+    assert isinstance(made._setup.draft, LookupDraft)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_the_file_may_name_a_head_of_any_kind(
     assert draft is not None
     if name in ("prism", "aws"):  # what their lists count is asked of the target
         assert "no better than by chance" in notices[0]
-        assert isinstance(draft, LookupDrafter)
+        assert isinstance(draft, LookupDraft)
     else:
         assert notices == []
         assert draft.kind == kind

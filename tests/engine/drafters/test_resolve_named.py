@@ -16,7 +16,7 @@ import pytest
 from mlx_speculation import (
     DraftNotice,
     InvalidRequestError,
-    LookupDrafter,
+    LookupDraft,
     MtpDraft,
     TokenizerMismatchError,
     demo_models,
@@ -25,7 +25,7 @@ from mlx_speculation import (
 )
 from mlx_speculation.engine.drafters import resolve as resolve_module
 from mlx_speculation.engine.drafters.resolve import resolve
-from mlx_speculation.engine.drafters.source import DraftSource, TargetInfo
+from mlx_speculation.engine.drafters.source import Draft, TargetInfo
 from mlx_speculation.models import MtpConvention
 from support.models.demo_folders import probed
 from support.models.eagle_checkpoints import write_eagle
@@ -56,7 +56,7 @@ class Unfinished:
     ("draft", "words"),
     [
         (Unfinished(), "class Unfinished, which lacks settle, discard"),
-        (LookupDrafter, r"the class LookupDrafter.*Pass LookupDrafter\(\.\.\.\)"),
+        (LookupDraft, r"the class LookupDraft.*Pass LookupDraft\(\.\.\.\)"),
         (3, "draft is a int"),
     ],
 )
@@ -65,7 +65,7 @@ def test_what_is_no_drafter_is_told_why(draft: Any, words: str) -> None:
         resolve(draft, TargetInfo(build("llama"), byte_tokenizer(), None, 255))
 
 
-def source(name: Any, model: Any, tokenizer: Any) -> DraftSource:
+def source(name: Any, model: Any, tokenizer: Any) -> Draft:
     """Return what a name becomes."""
     found = resolve(name, TargetInfo(model, tokenizer, None, 255)).source
     assert found is not None

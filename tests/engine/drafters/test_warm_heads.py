@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mlx_speculation import Cascade, LookupDrafter, PrefixCache, SpeculativeGenerator
+from mlx_speculation import CascadeDraft, LookupDraft, PrefixCache, SpeculativeGenerator
 from mlx_speculation.engine import AssistantDraft, PEagleDraft
 from mlx_speculation.engine.drafters.gemma_assistant import AssistantDrafter
 from mlx_speculation.engine.drafters.mtp import MtpDrafter
@@ -56,7 +56,7 @@ def assistant(target: str) -> Made:
 
 
 def cascade(made: Made) -> Made:
-    return made[0], Cascade(LookupDrafter(minimum_match=2), made[1])
+    return made[0], CascadeDraft(LookupDraft(minimum_match=2), made[1])
 
 
 # Targets of rows alone, of windows, of recurrent layers.

@@ -11,35 +11,35 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.utils import save_config, save_model
 
-from mlx_speculation import InvalidRequestError, LookupDrafter, SpeculativeGenerator
-from mlx_speculation.engine import Draft, Drafter
+from mlx_speculation import InvalidRequestError, LookupDraft, SpeculativeGenerator
+from mlx_speculation.engine import Drafter, Proposal
 from mlx_speculation.engine.lookup.suffix_automaton import SuffixAutomaton
 from mlx_speculation.engine.prompt import Sequence
-from mlx_speculation.samplers import Proposal, Rows
+from mlx_speculation.samplers import Rows, Sample
 from support.models.tiny_models import TINY_MODELS, build
 from support.models.tiny_tokenizer import byte_tokenizer
 
 TWIN = [1, 2, 3, 4, 5, 6, 7, 8]
 
 
-def no_choice(logits: mx.array, rows: Rows, ids: mx.array | None = None) -> Proposal:
+def no_choice(logits: mx.array, rows: Rows, ids: mx.array | None = None) -> Sample:
     raise AssertionError("a lookup chooses nothing")
 
 
 def proposed(drafter: Drafter, tokens: SequenceOf[int], limit: int = 8) -> list[int]:
     draft = drafter.propose(Sequence(list(tokens)), limit, no_choice)
-    assert isinstance(draft, Draft)
+    assert isinstance(draft, Proposal)
     assert draft.tokens.dtype == mx.uint32
     assert draft.source == "lookup"
     assert draft.reads == 0
     return [int(token) for token in np.array(draft.tokens)]
 
 
-def looking_up(**options: Any) -> LookupDrafter:
-    return LookupDrafter(**{"minimum_match": 3, **options})
+def looking_up(**options: Any) -> LookupDraft:
+    return LookupDraft(**{"minimum_match": 3, **options})
 
 
-def begun(tokens: SequenceOf[int], **options: Any) -> LookupDrafter:
+def begun(tokens: SequenceOf[int], **options: Any) -> LookupDraft:
     drafter = looking_up(**options)
     drafter.begin(Sequence(list(tokens)))
     return drafter
@@ -226,7 +226,7 @@ def test_streams_share_the_corpus_and_not_the_text() -> None:
 )
 def test_bad_options_are_refused(options: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        LookupDrafter(**options)
+        LookupDraft(**options)
     for word in words:
         assert word in str(caught.value)
 

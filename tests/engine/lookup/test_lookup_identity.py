@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_speculation import (
-    Cascade,
-    LookupDrafter,
+    CascadeDraft,
+    LookupDraft,
     PrefixCache,
     Sampling,
     SpeculativeGenerator,
@@ -47,24 +47,24 @@ def nearly(text: list[int], seed: int, wrong: float = 0.1) -> list[int]:
     return [draw.randrange(256) if draw.random() < wrong else t for t in text]
 
 
-def drafts_of(kind: str, text: list[int]) -> LookupDrafter | Cascade:
+def drafts_of(kind: str, text: list[int]) -> LookupDraft | CascadeDraft:
     """Return a draft that finds parts of the text.
 
     Its corpus lacks the prompt: the first round finds nothing, whatever repeats later.
     """
     corpus = [nearly(text, seed) for seed in range(2)]
     if kind == "text":
-        return LookupDrafter(minimum_match=1, tokens_per_match=4)
+        return LookupDraft(minimum_match=1, tokens_per_match=4)
     if kind == "corpus":
-        return LookupDrafter(corpus=corpus, minimum_match=2, tokens_per_match=2)
-    lookup = LookupDrafter(corpus=corpus, minimum_match=4, tokens_per_match=2)
-    return Cascade(lookup, build("llama", seed=int(kind == "sure cascade")))
+        return LookupDraft(corpus=corpus, minimum_match=2, tokens_per_match=2)
+    lookup = LookupDraft(corpus=corpus, minimum_match=4, tokens_per_match=2)
+    return CascadeDraft(lookup, build("llama", seed=int(kind == "sure cascade")))
 
 
 def check(
     name: str,
     sampled: bool,
-    draft: LookupDrafter | Cascade,
+    draft: LookupDraft | CascadeDraft,
     length: int,
     confidence: float = 0.0,
 ) -> tuple[Result, Parting | None]:
@@ -147,7 +147,7 @@ def test_any_lookup_leaves_the_text_as_it_is(
     index: str,
 ) -> None:
     text = known(name, sampled)[1]
-    drafter = LookupDrafter(
+    drafter = LookupDraft(
         index="ngram" if index == "ngram" else "automaton",
         corpus=[nearly(PROMPT + text, seed, wrong)],
         minimum_match=minimum,
@@ -162,8 +162,8 @@ def test_a_model_that_was_passed_over_is_as_good_as_ever(name: str) -> None:
     text = known(name, True)[1]
     # The lookup is right, and finds nothing in half of the text.
     corpus = [text[:25], text[40:55]]
-    lookup = LookupDrafter(corpus=corpus, minimum_match=3, tokens_per_match=4)
-    result, parting = check(name, True, Cascade(lookup, build(name)), 6)
+    lookup = LookupDraft(corpus=corpus, minimum_match=3, tokens_per_match=4)
+    result, parting = check(name, True, CascadeDraft(lookup, build(name)), 6)
     found = result.stats.sources
     assert found["lookup"].accepted > 15
     assert found["model"].drafted > 15
@@ -176,7 +176,7 @@ def test_a_model_that_was_passed_over_is_as_good_as_ever(name: str) -> None:
 def test_a_cascade_works_with_prompt_and_prefix_caches() -> None:
     model, text = known("qwen3_5", True)
     small = build("llama")
-    draft = Cascade(LookupDrafter(corpus=[nearly(text, 1)]), small)
+    draft = CascadeDraft(LookupDraft(corpus=[nearly(text, 1)]), small)
     generator = SpeculativeGenerator(
         model, byte_tokenizer(), draft=draft, prefix_cache=PrefixCache(1 << 24)
     )

@@ -22,7 +22,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_speculation import NonFiniteLogitsError, SpeculativeGenerator
 from mlx_speculation.caches import Speculation
 from mlx_speculation.engine.draft_length.base import FixedDraftLength
-from mlx_speculation.engine.drafters.base import Choose, Draft
+from mlx_speculation.engine.drafters.base import Choose, Proposal
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.engine.round import round as rounds
 from mlx_speculation.engine.round import settle_caches
@@ -59,7 +59,7 @@ class PlannedDrafter(ScriptedDrafter):
         self._plan = cycle(plan)
         self.limits: list[int] = []
 
-    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         """Propose what is planned, or the whole limit."""
         self.limits.append(limit)
         return super().propose(sequence, min(limit, next(self._plan)), choose)

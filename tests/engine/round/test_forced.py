@@ -24,14 +24,14 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_speculation import (
-    Cascade,
-    LookupDrafter,
+    CascadeDraft,
+    LookupDraft,
     Sampling,
     SpeculativeGenerator,
     demo_models,
     load,
 )
-from mlx_speculation.engine.drafters.base import Choose, Draft
+from mlx_speculation.engine.drafters.base import Choose, Proposal
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.engine.stats import SourceCounts
 from mlx_speculation.errors import ConstraintError
@@ -72,9 +72,9 @@ class Silent:
     def begin(self, sequence: Sequence) -> None:
         """Nothing to begin."""
 
-    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         """Propose nothing."""
-        return Draft(mx.array([], mx.uint32))
+        return Proposal(mx.array([], mx.uint32))
 
     def settle(self, accepted: int) -> None:
         """Never called, as nothing was proposed."""
@@ -156,10 +156,10 @@ def test_the_text_is_that_without_forced_tokens(
     known = PROMPT + (expected.tokens if expected else [])
     drafts: dict[str, Any] = {
         "model": model("llama", 1),
-        "lookup": LookupDrafter(minimum_match=1),
+        "lookup": LookupDraft(minimum_match=1),
         "script": ScriptedDrafter(known, 0.7, ragged=True, least=0),
         "silent": Silent(),
-        "cascade": Cascade(LookupDrafter(minimum_match=1), model("llama", 1)),
+        "cascade": CascadeDraft(LookupDraft(minimum_match=1), model("llama", 1)),
     }
     if expected is None:
         with pytest.raises(ConstraintError) as raised:

@@ -16,7 +16,7 @@ from mlx_lm.models.cache import KVCache
 from mlx_speculation.caches import Speculation
 from mlx_speculation.engine import SpeculativeGenerator
 from mlx_speculation.engine.draft_length.base import FixedDraftLength
-from mlx_speculation.engine.drafters.draft_model import DraftModel
+from mlx_speculation.engine.drafters.draft_model import ModelDrafter
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.engine.round import round as rounds
 from mlx_speculation.engine.round.decoder import Decoder
@@ -45,7 +45,7 @@ class Run:
     def __init__(self, model: nn.Module, draft: nn.Module | None, length: int) -> None:
         self.sequence = Sequence(list(PROMPT))
         self.target = Lane(model)
-        self.drafter = None if draft is None else DraftModel(lambda: Lane(draft))
+        self.drafter = None if draft is None else ModelDrafter(lambda: Lane(draft))
         self.cut: Callable[[RoundOutcome], RoundOutcome] = lambda outcome: outcome
         self.decoder = Decoder(
             Request(

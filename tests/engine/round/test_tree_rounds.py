@@ -20,7 +20,7 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from mlx_speculation import Sampling, SpeculativeGenerator
 from mlx_speculation.caches import KVQuantization, Speculation
-from mlx_speculation.engine.drafters.base import Branches, Draft
+from mlx_speculation.engine.drafters.base import Branches, Proposal
 from mlx_speculation.engine.round import round as rounds
 from mlx_speculation.engine.round import tree_round
 from mlx_speculation.errors import (
@@ -204,7 +204,7 @@ def test_behind_a_step_in_flight_a_chain_is_drafted() -> None:
         nonlocal asked
         asked += 1
         if asked % 3 == 1:
-            return Draft(mx.array([], mx.uint32))
+            return Proposal(mx.array([], mx.uint32))
         return propose(sequence, limit, choose)
 
     drafter.propose = every_other
@@ -264,7 +264,7 @@ def test_a_tree_that_is_none_disables_its_drafter(branches: str) -> None:
         "levels": Branches(mx.array([-1, 0]), LEVELS + 1),
     }[branches]
     tokens = mx.array([1, 2], mx.uint32)
-    drafter.propose = lambda *_: Draft(tokens, branches=wrong)
+    drafter.propose = lambda *_: Proposal(tokens, branches=wrong)
     with pytest.warns(DrafterFaultWarning):
         result = with_trees("llama", drafter).generate(PROMPT, max_tokens=6)
     assert PROMPT + result.tokens == text[: len(PROMPT) + 6]
@@ -277,9 +277,9 @@ def test_parents_that_come_later_are_taken_for_the_token_before() -> None:
     drafter: Any = TreeDrafter(text, 1.0)
     parents = mx.array([7, -9, 2, 99])
 
-    def propose(sequence: Any, limit: int, choose: Any) -> Draft:
+    def propose(sequence: Any, limit: int, choose: Any) -> Proposal:
         tokens = mx.array(text[len(sequence.tokens) :][:4], mx.uint32)
-        return Draft(tokens, branches=Branches(parents, min(4, limit)))
+        return Proposal(tokens, branches=Branches(parents, min(4, limit)))
 
     drafter.propose = propose
     result = with_trees("llama", drafter).generate(PROMPT, max_tokens=TOKENS)

@@ -11,7 +11,7 @@ from mlx.utils import tree_map
 
 from mlx_speculation import (
     BatchGenerator,
-    LookupDrafter,
+    LookupDraft,
     Sampling,
     SpeculativeGenerator,
 )
@@ -82,7 +82,7 @@ class Bench:
         """Return a generator with a draft of a kind: "model", "lookup" or "none"."""
         draft: Any = {"model": self.draft, "lookup": None, "none": None}[kind]
         if kind == "lookup":
-            draft = LookupDrafter(minimum_match=2, corpus=self.corpus())
+            draft = LookupDraft(minimum_match=2, corpus=self.corpus())
         made: dict[str, Any] = {"draft": draft, "draft_length": 4}
         return SpeculativeGenerator(self.model, byte_tokenizer(), **(made | options))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_speculation.engine.drafters.base import Draft
+from mlx_speculation.engine.drafters.base import Proposal
 from mlx_speculation.engine.drafters.draft_model import LONGEST_LAG
 from mlx_speculation.models import LaneRound
 from mlx_speculation.models.checkpoints import HeadOutput
@@ -16,15 +16,15 @@ from mlx_speculation.models.mtp import Mtp
 CALLS = ("begin", "propose", "settle", "discard")
 RAISES = ("before", "after")
 # What propose() returns in place of its draft.
-WRONG: dict[str, Callable[[Draft, int], Any]] = {
-    "too many": lambda draft, limit: Draft(mx.zeros((limit + 1,), mx.uint32)),
+WRONG: dict[str, Callable[[Proposal, int], Any]] = {
+    "too many": lambda draft, limit: Proposal(mx.zeros((limit + 1,), mx.uint32)),
     "negative": lambda draft, limit: _said(draft, limit, -3),
     "huge": lambda draft, limit: _said(draft, limit, 10**6),
     "first past the end": lambda draft, limit: _said(draft, limit, 256),
     "nothing": lambda draft, limit: None,
-    "floats": lambda draft, limit: Draft(mx.zeros((limit,))),
-    "a matrix": lambda draft, limit: Draft(mx.zeros((1, limit), mx.uint32)),
-    "a list": lambda draft, limit: Draft([1, 2]),  # type: ignore[arg-type]
+    "floats": lambda draft, limit: Proposal(mx.zeros((limit,))),
+    "a matrix": lambda draft, limit: Proposal(mx.zeros((1, limit), mx.uint32)),
+    "a list": lambda draft, limit: Proposal([1, 2]),  # type: ignore[arg-type]
 }
 
 
@@ -45,7 +45,7 @@ class Happened:
     later: int = 0
 
 
-def _said(draft: Draft, limit: int, token: int) -> Draft:
+def _said(draft: Proposal, limit: int, token: int) -> Proposal:
     """Lengthen a draft to the limit, with an id in the last place.
 
     A draft of one token that comes behind a step on its way is not looked at.

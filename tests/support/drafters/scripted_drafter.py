@@ -4,7 +4,7 @@ import random
 
 import mlx.core as mx
 
-from mlx_speculation.engine.drafters.base import Choose, Draft
+from mlx_speculation.engine.drafters.base import Choose, Proposal
 from mlx_speculation.engine.prompt import Sequence
 
 
@@ -41,13 +41,15 @@ class ScriptedDrafter:
         """Forget the calls."""
         self.calls = ["begin"]
 
-    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         """Propose what follows the sequence in the known text."""
         self.calls.append("propose")
         length = self._random.randint(self._least, limit) if self._ragged else limit
         start = len(sequence.tokens)
         known = (self._text[start : start + length] + [0] * length)[:length]
-        return Draft(mx.array([self._said(token) for token in known], dtype=mx.int32))
+        return Proposal(
+            mx.array([self._said(token) for token in known], dtype=mx.int32)
+        )
 
     def settle(self, accepted: int) -> None:
         """Note the call."""
@@ -81,7 +83,7 @@ class TurningDrafter(ScriptedDrafter):
         self.settled: list[tuple[int, int]] = []  # of each draft: accepted, right
         self.empty = 0
 
-    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         """Propose a draft of a drawn kind."""
         self.calls.append("propose")
         draw = self._random
@@ -97,7 +99,7 @@ class TurningDrafter(ScriptedDrafter):
                 said[place] = (said[place] + other) % self._vocab
         self._right_ones = min(first, length)
         self.empty += not length
-        return Draft(mx.array(said, dtype=mx.int32))
+        return Proposal(mx.array(said, dtype=mx.int32))
 
     def settle(self, accepted: int) -> None:
         """Note what was accepted, and what should have been."""

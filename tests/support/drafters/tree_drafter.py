@@ -5,7 +5,7 @@ from collections.abc import Sequence as SequenceOf
 
 import mlx.core as mx
 
-from mlx_speculation.engine.drafters.base import Branches, Choose, Draft
+from mlx_speculation.engine.drafters.base import Branches, Choose, Proposal
 from mlx_speculation.engine.prompt import Sequence
 
 
@@ -49,7 +49,7 @@ class TreeDrafter:
     def begin(self, sequence: Sequence) -> None:
         """Do nothing."""
 
-    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         """Propose a tree of at most `limit` levels, or the text as a chain."""
         start, draw = len(sequence.tokens), self._random
         known = [*self._text[start : start + limit], *[0] * limit]
@@ -57,7 +57,7 @@ class TreeDrafter:
         if not nodes:
             self.chains += 1
             self._deepest = limit
-            return Draft(mx.array(known[:limit], mx.uint32))
+            return Proposal(mx.array(known[:limit], mx.uint32))
         self.proposed += 1
         nodes = draw.randint(2, nodes)
         parents = random_parents(draw, nodes)
@@ -75,7 +75,7 @@ class TreeDrafter:
                 tokens[node] = draw.choice([*({*range(256)} - said)])
         self._deepest = len(right)
         branches = Branches(mx.array(parents, mx.int32), limit)
-        return Draft(mx.array(tokens, mx.uint32), branches=branches)
+        return Proposal(mx.array(tokens, mx.uint32), branches=branches)
 
     def settle(self, accepted: int) -> None:
         """Note what was accepted, and what is right."""

@@ -17,7 +17,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_speculation import (
-    LookupDrafter,
+    LookupDraft,
     MtpDraft,
     RankLostError,
     Sampling,
@@ -25,7 +25,7 @@ from mlx_speculation import (
     SpeculativeGenerator,
 )
 from mlx_speculation.demo import demo_models
-from mlx_speculation.engine.drafters.base import Choose, Draft
+from mlx_speculation.engine.drafters.base import Choose, Proposal
 from mlx_speculation.engine.equivalence import texts as identity
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.engine.result import Result
@@ -182,7 +182,7 @@ def _draft(kind: str, expected: Expected, sampling: Sampling) -> tuple[Any, int 
         "measured": lambda: expected.whole,
         "other": lambda: build("llama", seed=3),
         "mtp": lambda: head_of(expected.name, expected.model),
-        "lookup": lambda: LookupDrafter(corpus=[text]),
+        "lookup": lambda: LookupDraft(corpus=[text]),
         "mixed": lambda: ScriptedDrafter(text, 0.7, seed=5, ragged=True, least=0),
     }
     return drafts[kind](), None if kind == "measured" else 4
@@ -286,12 +286,12 @@ class Broken:
     def begin(self, sequence: Sequence) -> None:
         """Do nothing."""
 
-    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Draft:
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         """Propose, twice."""
         self._rounds += 1
         if self._rounds == 3:
             raise OSError("the drafter has failed")
-        return Draft(mx.zeros((limit,), mx.uint32))
+        return Proposal(mx.zeros((limit,), mx.uint32))
 
     def settle(self, accepted: int) -> None:
         """Do nothing."""
