@@ -15,7 +15,7 @@
 It knows arrays. It does not know models, caches or text.
 """
 
-from mlx_speculation.samplers.acceptance import LogProbs, Sample, Verified, peaks
+from mlx_speculation.samplers.acceptance import LogProbs, Choice, Verified, peaks
 from mlx_speculation.samplers.batch_verifier import (
     BatchVerified,
     VerifyRequest,
@@ -57,7 +57,7 @@ __all__ = [
     "LogProbs",
     "LogitsProcessor",
     "Rows",
-    "Sample",
+    "Choice",
     "Sampler",
     "Sampling",
     "SeededSampler",

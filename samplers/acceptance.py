@@ -16,7 +16,7 @@ import mlx.core as mx
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sample:
+class Choice:
     """Proposed tokens, and the distribution that each was drawn from.
 
     Attributes:

@@ -22,7 +22,7 @@ import mlx.core as mx
 
 from mlx_speculation.samplers.acceptance import (
     LogProbs,
-    Sample,
+    Choice,
     Verified,
     count_accepted,
     normalizers,
@@ -108,7 +108,7 @@ class Verifier:
 
     def propose(
         self, logits: mx.array, rows: Rows, ids: mx.array | None = None
-    ) -> Sample:
+    ) -> Choice:
         """Choose the next token of a draft, one for each row.
 
         Args:
@@ -122,11 +122,11 @@ class Verifier:
             logits = spread(logits, ids, chooser.width)
         processed = chooser.processed(logits, rows, for_draft=True)
         if self._rule is None or chooser.sampling.greedy:
-            return Sample(chooser.pick(processed, rows))
+            return Choice(chooser.pick(processed, rows))
         probs = self._probs(chooser, processed, rows)
         start, places = mx.array([rows.round_start]), mx.array(list(rows.positions))
         keys = round_keys(self._stream(DRAFT), start, places)
-        return Sample(draw(probs, gumbel_rows(keys, probs.shape[-1])), probs)
+        return Choice(draw(probs, gumbel_rows(keys, probs.shape[-1])), probs)
 
     def verify(
         self,

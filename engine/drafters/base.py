@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import Lane
-from mlx_speculation.samplers import Rows, Sample, Verifier, best_children, peaks
+from mlx_speculation.samplers import Rows, Choice, Verifier, best_children, peaks
 from mlx_speculation.samplers.constraints.masks import Masks
 
 
@@ -20,7 +20,7 @@ class Choose(Protocol):
 
     def __call__(
         self, logits: mx.array, rows: Rows, ids: mx.array | None = None
-    ) -> Sample:
+    ) -> Choice:
         """Choose one token per row of logits [rows, vocab], or [rows, n] of `ids`.
 
         `rows` is `sequence.rows(ahead)`: what precedes the row. `ahead` holds the
@@ -65,7 +65,7 @@ class Proposal:
 
     @classmethod
     def of(
-        cls, chosen: SequenceOf[Sample], *, source: str = "drafter", reads: int = 0
+        cls, chosen: SequenceOf[Choice], *, source: str = "drafter", reads: int = 0
     ) -> "Proposal":
         """Return the draft of these choices, at least one, in order."""
         tokens = mx.concatenate([one.tokens for one in chosen])
@@ -227,7 +227,7 @@ class CheckedChoose:
 
     def __call__(
         self, logits: mx.array, rows: Rows, ids: mx.array | None = None
-    ) -> Sample:
+    ) -> Choice:
         """Choose; see `Choose`.
 
         Raises:
@@ -306,7 +306,7 @@ class DraftChain:
 
     def __init__(self, choose: Choose, sequence: Sequence) -> None:
         self._choose, self._sequence = choose, sequence
-        self.chosen: list[Sample] = []
+        self.chosen: list[Choice] = []
 
     def add(self, logits: mx.array, ids: mx.array | None = None) -> mx.array:
         """Choose from logits [1, vocab], or [1, n] of some ids.

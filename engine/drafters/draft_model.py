@@ -28,7 +28,7 @@ from mlx_speculation.models import (
     logit_width,
     position_table,
 )
-from mlx_speculation.samplers import Sample
+from mlx_speculation.samplers import Choice
 
 # After a round the lane lags one or two tokens behind. A longer lag is a prompt, or
 # rounds without a draft: it is committed text, fed before the round and kept.
@@ -220,7 +220,7 @@ class ModelDrafter:
         self._lag, self._fed = len(lag), 0
         self._round = self._lane.begin()
         inputs = mx.array(lag)
-        chosen: list[Sample] = []
+        chosen: list[Choice] = []
         certainty = mx.array(1.0)
         reads = 0
         for _ in range(limit):

@@ -30,7 +30,7 @@ from mlx_speculation.engine.drafters.source import (
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import Lane, load, logit_width
-from mlx_speculation.samplers import Rows, Sample
+from mlx_speculation.samplers import Rows, Choice
 
 
 class ForeignModelDraft(FolderDraft):
@@ -147,11 +147,11 @@ class ForeignDrafter:
         for token in sequence.tokens[self._read :]:
             self._text.tokens += self._common.each(token)
         self._read = len(sequence.tokens)
-        chosen: list[Sample] = []
+        chosen: list[Choice] = []
 
         def choose_common(
             logits: mx.array, rows: Rows, ids: mx.array | None = None
-        ) -> Sample:
+        ) -> Choice:
             ahead = Proposal.of(chosen).tokens if chosen else None
             common = logits[:, self._own]
             chosen.append(choose(common, sequence.rows(ahead), self._theirs))

@@ -53,7 +53,7 @@ from mlx_speculation.models.mtp import (
     load_mtp_head,
 )
 from mlx_speculation.models.mtp.tree_growth import Level, grow
-from mlx_speculation.samplers import Sample
+from mlx_speculation.samplers import Choice
 
 # More positions are fed by themselves, and not in a batch with a first draft.
 LONGEST_LAG = 64
@@ -325,7 +325,7 @@ class MtpDrafter:
         tokens, parents = grow(children, run, choose.tree, levels)
         return Proposal(tokens, source=self.source, branches=Branches(parents, levels))
 
-    def _ended(self, chosen: SequenceOf[Sample], sure: mx.array) -> Proposal:
+    def _ended(self, chosen: SequenceOf[Choice], sure: mx.array) -> Proposal:
         """Return the draft up to where it is unsure, which may be all of it.
 
         How sure it is of a token follows from the tokens before: none is dropped for
@@ -346,7 +346,7 @@ class MtpDrafter:
         self._cache.rollback()
 
     def _pairs(
-        self, layer: int, first: int, count: int, chosen: SequenceOf[Sample]
+        self, layer: int, first: int, count: int, chosen: SequenceOf[Choice]
     ) -> mx.array:
         """Return the tokens that a layer pairs with positions, drafts at the end."""
         start = first + layer + 1

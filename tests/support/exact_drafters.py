@@ -26,7 +26,7 @@ from mlx_speculation.caches import FixedShape
 from mlx_speculation.engine import AssistantDraft, PEagleDraft
 from mlx_speculation.engine.drafters.base import CheckedChoose
 from mlx_speculation.engine.result import Result
-from mlx_speculation.samplers import Rows, Sample
+from mlx_speculation.samplers import Rows, Choice
 from support.drafters.batch_heads import eagle_on, mtp_on
 from support.drafters.block_oracle import load_block
 from support.fixed_shape import with_openblas_in_front
@@ -73,7 +73,7 @@ def pushed_towards(text: Sequence[int], right: float, seed: int) -> Iterator[Non
 
     def push(
         self: CheckedChoose, logits: mx.array, rows: Rows, ids: mx.array | None = None
-    ) -> Sample:
+    ) -> Choice:
         first = rows.start + len(rows.known) + rows.lead - rows.count + 1
         places = mx.arange(logits.shape[-1]) if ids is None else ids
         wanted = [

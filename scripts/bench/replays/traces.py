@@ -46,7 +46,7 @@ from mlx_speculation.engine.drafters.source import Draft
 from mlx_speculation.engine.lookup.measured_draft import measured_draft
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.models import Lane
-from mlx_speculation.samplers import Rows, Sample, Sampling
+from mlx_speculation.samplers import Rows, Choice, Sampling
 
 DRAFTED = 15  # tokens, at each position
 SURE = 8  # of them whose probability is kept
@@ -87,7 +87,7 @@ class Recorder:
         """Keep what it proposes, and propose nothing."""
         probs: list[mx.array] = []
 
-        def watched(logits: mx.array, rows: Rows, ids: Any = None) -> Sample:
+        def watched(logits: mx.array, rows: Rows, ids: Any = None) -> Choice:
             probs.append(mx.softmax(logits.astype(mx.float32)[-1]).max())
             return choose(logits, rows, ids)
 

@@ -25,7 +25,7 @@ from mlx_speculation.engine.drafters.base import Choose, Proposal
 from mlx_speculation.engine.drafters.cascade import CascadeDrafter, Turns
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import DrafterFaultWarning
-from mlx_speculation.samplers import Rows, Sample
+from mlx_speculation.samplers import Rows, Choice
 from support.drafters.scripted_draft_lengths import Planned
 from support.drafters.scripted_drafter import ScriptedDrafter
 from support.identity import SAMPLED
@@ -84,7 +84,7 @@ def proposed(cascade: CascadeDrafter, limit: int) -> int:
     return cascade.propose(Sequence([0]), limit, _no_choice).length
 
 
-def _no_choice(logits: mx.array, rows: Rows, ids: mx.array | None = None) -> Sample:
+def _no_choice(logits: mx.array, rows: Rows, ids: mx.array | None = None) -> Choice:
     raise AssertionError("nobody chooses here")
 
 

@@ -15,14 +15,14 @@ from mlx_speculation import InvalidRequestError, LookupDraft, SpeculativeGenerat
 from mlx_speculation.engine import Drafter, Proposal
 from mlx_speculation.engine.lookup.suffix_automaton import SuffixAutomaton
 from mlx_speculation.engine.prompt import Sequence
-from mlx_speculation.samplers import Rows, Sample
+from mlx_speculation.samplers import Rows, Choice
 from support.models.tiny_models import TINY_MODELS, build
 from support.models.tiny_tokenizer import byte_tokenizer
 
 TWIN = [1, 2, 3, 4, 5, 6, 7, 8]
 
 
-def no_choice(logits: mx.array, rows: Rows, ids: mx.array | None = None) -> Sample:
+def no_choice(logits: mx.array, rows: Rows, ids: mx.array | None = None) -> Choice:
     raise AssertionError("a lookup chooses nothing")
 
 
