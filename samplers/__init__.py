@@ -15,7 +15,7 @@
 It knows arrays. It does not know models, caches or text.
 """
 
-from mlx_speculation.samplers.acceptance import LogProbs, Choice, Verified, peaks
+from mlx_speculation.samplers.acceptance import Choice, LogProbs, Verified, peaks
 from mlx_speculation.samplers.batch_verifier import (
     BatchVerified,
     VerifyRequest,
@@ -49,6 +49,7 @@ from mlx_speculation.samplers.verifier import Acceptance, Verifier
 __all__ = [
     "Acceptance",
     "BatchVerified",
+    "Choice",
     "Chooser",
     "Constrained",
     "Constraint",
@@ -57,7 +58,6 @@ __all__ = [
     "LogProbs",
     "LogitsProcessor",
     "Rows",
-    "Choice",
     "Sampler",
     "Sampling",
     "SeededSampler",

@@ -21,8 +21,8 @@ from typing import Literal
 import mlx.core as mx
 
 from mlx_speculation.samplers.acceptance import (
-    LogProbs,
     Choice,
+    LogProbs,
     Verified,
     count_accepted,
     normalizers,

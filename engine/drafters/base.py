@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import Lane
-from mlx_speculation.samplers import Rows, Choice, Verifier, best_children, peaks
+from mlx_speculation.samplers import Choice, Rows, Verifier, best_children, peaks
 from mlx_speculation.samplers.constraints.masks import Masks
 
 

@@ -30,7 +30,7 @@ from mlx_speculation.engine.drafters.source import (
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import Lane, load, logit_width
-from mlx_speculation.samplers import Rows, Choice
+from mlx_speculation.samplers import Choice, Rows
 
 
 class ForeignModelDraft(FolderDraft):

@@ -26,7 +26,7 @@ from mlx_speculation.caches import FixedShape
 from mlx_speculation.engine import AssistantDraft, PEagleDraft
 from mlx_speculation.engine.drafters.base import CheckedChoose
 from mlx_speculation.engine.result import Result
-from mlx_speculation.samplers import Rows, Choice
+from mlx_speculation.samplers import Choice, Rows
 from support.drafters.batch_heads import eagle_on, mtp_on
 from support.drafters.block_oracle import load_block
 from support.fixed_shape import with_openblas_in_front

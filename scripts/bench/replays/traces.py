@@ -46,7 +46,7 @@ from mlx_speculation.engine.drafters.source import Draft
 from mlx_speculation.engine.lookup.measured_draft import measured_draft
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.models import Lane
-from mlx_speculation.samplers import Rows, Choice, Sampling
+from mlx_speculation.samplers import Choice, Rows, Sampling
 
 DRAFTED = 15  # tokens, at each position
 SURE = 8  # of them whose probability is kept

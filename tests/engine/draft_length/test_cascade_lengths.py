@@ -25,7 +25,7 @@ from mlx_speculation.engine.drafters.base import Choose, Proposal
 from mlx_speculation.engine.drafters.cascade import CascadeDrafter, Turns
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import DrafterFaultWarning
-from mlx_speculation.samplers import Rows, Choice
+from mlx_speculation.samplers import Choice, Rows
 from support.drafters.scripted_draft_lengths import Planned
 from support.drafters.scripted_drafter import ScriptedDrafter
 from support.identity import SAMPLED

@@ -15,7 +15,7 @@ from mlx_speculation import InvalidRequestError, LookupDraft, SpeculativeGenerat
 from mlx_speculation.engine import Drafter, Proposal
 from mlx_speculation.engine.lookup.suffix_automaton import SuffixAutomaton
 from mlx_speculation.engine.prompt import Sequence
-from mlx_speculation.samplers import Rows, Choice
+from mlx_speculation.samplers import Choice, Rows
 from support.models.tiny_models import TINY_MODELS, build
 from support.models.tiny_tokenizer import byte_tokenizer
 
