@@ -7,7 +7,7 @@
     journals      one journal for each class
     snapshots     copy-on-write snapshots: take, restore, merge, split
     prefix        snapshots of earlier requests, by their tokens
-    files         prompt-cache files, ours and mlx-lm's
+    files         prompt-cache files in mlx-lm's layout
 
 It knows mlx-lm's caches. It does not know models, tokens, samplers or text.
 """

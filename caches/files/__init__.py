@@ -1,7 +1,8 @@
-"""Saving caches to files and loading them: our own format and mlx-lm's.
+"""Saving caches to files and loading them: mlx-lm's layout, with more metadata.
 
     save, load     the entry points; `fit` says whether a file fits live caches
-    format         our own format; `mlx_lm_format` reads those of mlx-lm 0.31 and 0.32
+    mlx_lm_format  the layouts of mlx-lm 0.32 and 0.31
+    extension      metadata for what these cannot say: tokens, the drafter, a digest
     fields, tree   a cache as plain fields, and lists of caches as trees of them
     codecs         which cache classes a file can hold; `field_checks` checks each
     safetensors_*  the file itself

@@ -7,8 +7,8 @@ import mlx.core as mx
 from mlx_lm.models.cache import CacheList
 
 from mlx_speculation.caches.files.codecs import KINDS, read_leaf
+from mlx_speculation.caches.files.extension import Content
 from mlx_speculation.caches.files.fields import INTEGERS, Leaf, need
-from mlx_speculation.caches.files.format import Content
 from mlx_speculation.caches.files.safetensors_reader import FlawError
 from mlx_speculation.caches.files.tree import Node
 

@@ -1,11 +1,11 @@
-"""Loading files of caches, our own and mlx-lm's, or refusing them as a whole.
+"""Loading files of caches, or refusing them as a whole.
 
     saved = load_caches("chat.safetensors", like=make_prompt_cache(model))
     load_into("chat.safetensors", caches, draft_caches)    # the same objects, refilled
 
 Everything in the file is checked, against itself, against its tokens and against the
-caches that it is for, before the first cache is made or changed. Our own files carry
-a digest; in mlx-lm's a changed number inside a key or a value cannot be seen.
+caches that it is for, before the first cache is made or changed. Files of `save_caches`
+carry a digest; in those of mlx-lm a changed number inside a key or a value is unseen.
 """
 
 import os
@@ -16,13 +16,17 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_speculation.caches.files import format as own_files
-from mlx_speculation.caches.files import mlx_lm_format, safetensors_reader, tree
+from mlx_speculation.caches.files import (
+    extension,
+    mlx_lm_format,
+    safetensors_reader,
+    tree,
+)
 from mlx_speculation.caches.files.codecs import KNOWN_KINDS, attributes_for, is_known
+from mlx_speculation.caches.files.extension import Content, Description
 from mlx_speculation.caches.files.fields import need
 from mlx_speculation.caches.files.fit import cast_to, check_like, pairs_of
-from mlx_speculation.caches.files.format import VERSION, Content
-from mlx_speculation.caches.files.safetensors_reader import FlawError, Header, shown
+from mlx_speculation.caches.files.safetensors_reader import FlawError, Header
 from mlx_speculation.caches.files.tree import Rows
 from mlx_speculation.caches.types.leaves import checked_leaves
 from mlx_speculation.errors import CacheFileError, InvalidRequestError
@@ -34,11 +38,11 @@ class LoadedCaches:
 
     caches: list[Any]  # the target's caches
     draft_caches: list[Any] | None  # the drafter's; None if there were none
-    rows: Rows | None  # the tokens of each row of the batch; None in mlx-lm's files
+    rows: Rows | None  # the tokens of each row of the batch; None if mlx-lm saved it
     # How many of them the drafter's caches hold, for each row
     draft_seen: tuple[int, ...] | None
     metadata: dict[str, str]  # the texts that were saved with it
-    layout: str  # "mlx-speculation 1", "mlx-lm 0.32" or "mlx-lm 0.31"
+    layout: str  # "mlx-lm 0.32", that of `save_caches` too, or "mlx-lm 0.31"
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -137,13 +141,13 @@ def _content(
         with safetensors_reader.opened(path) as (file, size):
             header = safetensors_reader.read_header(file, size)
             layout = _layout(header.metadata)
-            digest = header.digest() if layout == "ours" else None
+            user = mlx_lm_format.user_metadata(layout, header.metadata)
+            said = extension.described(user)
+            digest = None if said is None else header.digest()
             arrays = safetensors_reader.read_arrays(file, header, digest)
         if digest is not None:
-            own_files.check_digest(digest.hexdigest(), header.metadata.get("digest"))
-            content = own_files.read_own(header.metadata, arrays)
-        else:
-            content = _native(layout, header, arrays, like, draft_like)
+            extension.check_digest(digest.hexdigest(), user)
+        content = _checked(layout, header, arrays, said, like, draft_like)
         if cast and like is not None:
             cast_to(like, content.target)
         check_like(content, like, draft_like)
@@ -158,34 +162,33 @@ def _content(
 
 
 def _layout(metadata: dict[str, str]) -> str:
-    if metadata.get("mlx_speculation") == "caches":
-        version = metadata.get("version")
-        need(
-            version == VERSION,
-            f"its layout has version {shown(version)} and this package reads "
-            f"version {VERSION!r}",
-        )
-        return "ours"
     layout = mlx_lm_format.layout_of(metadata)
     need(
         layout is not None,
-        "it holds no caches: its metadata are neither those of mlx-speculation nor "
-        "those of mlx-lm's save_prompt_cache",
+        "it holds no caches: its metadata are not those of save_caches or of mlx-lm's "
+        "save_prompt_cache",
     )
     assert layout is not None
     return layout
 
 
-def _native(
+def _checked(
     layout: str,
     header: Header,
     arrays: dict[str, mx.array],
+    said: Description | None,
     like: Sequence[Any] | None,
     draft_like: Sequence[Any] | None,
 ) -> Content:
     live = [*(like or ()), *(draft_like or ())]
-    nodes, metadata = mlx_lm_format.read_native(layout, header.metadata, arrays, live)
+    sizes = {} if said is None else said.window_sizes
+    nodes = mlx_lm_format.read_native(layout, header.metadata, arrays, live, sizes)
+    user = mlx_lm_format.user_metadata(layout, header.metadata)
+    name = f"mlx-lm {layout}"
+    if said is not None:
+        own = {k: v for k, v in user.items() if not k.startswith(extension.PREFIX)}
+        return said.content(nodes, own, name)
     first = len(like) if like is not None and draft_like is not None else len(nodes)
     target = tree.check(nodes[:first])
     drafter = None if draft_like is None else tree.check(nodes[first:])
-    return Content(target, drafter, None, None, metadata, f"mlx-lm {layout}")
+    return Content(target, drafter, None, None, user, name)

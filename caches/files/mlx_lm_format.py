@@ -1,4 +1,4 @@
-"""mlx-lm's own prompt-cache files, in the layouts of 0.32 and of 0.31.
+"""mlx-lm's prompt-cache files: the layout of 0.32, written and read; 0.31's, read.
 
     0.32   tensors: every item of `state`, numbers and None as arrays too
            metadata: 0.KEY the user's, 1.I class names, 2.K.0 and 2.K.1 which tensors
@@ -6,8 +6,9 @@
     0.31   tensors: the arrays of `state`; metadata: 0.I... `meta_state` as texts,
            1.KEY the user's, 2.I class names
 
-Files hold no tokens. A `LayerCache` whose window is not full does not hold its size,
-which `like` then gives. In the 0.31 layout offsets are worked out from the keys; a
+The layout has no place for tokens; `extension` puts them into the user's metadata. A
+`LayerCache` whose window is not full does not hold its size, which the extension or
+`like` then gives. In the 0.31 layout offsets are worked out from the keys; a
 `ChunkedKVCache` past its first chunk does not hold its own and is refused. An
 `ArraysCache` has lost its lengths and left_padding there.
 """
@@ -17,7 +18,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.models.deepseek_v41 import LayerCache
 
+from mlx_speculation.caches.files import tree
 from mlx_speculation.caches.files.codecs import KINDS, MAX_DEPTH, MEMBERS
 from mlx_speculation.caches.files.fields import INTEGERS, Leaf, need
 from mlx_speculation.caches.files.safetensors_reader import shown
@@ -36,6 +40,7 @@ NUMBERS_031: dict[str, tuple[str, ...]] = {
     "ChunkedKVCache": ("chunk_size", "start_position"),
     "BatchRotatingKVCache": ("max_size", "_offset", "_idx", "rotated"),
 }
+_USER = {"0.32": "0.", "0.31": "1."}  # the prefix of the user's metadata
 OLDER = "so mlx-lm before 0.31 wrote the file; files of 0.31 and 0.32 can be loaded"
 
 
@@ -50,15 +55,49 @@ def layout_of(metadata: dict[str, str]) -> str | None:
     return None
 
 
+def user_metadata(layout: str, metadata: dict[str, str]) -> dict[str, str]:
+    """Return the user's part of a file's metadata."""
+    prefix = _USER[layout]
+    return {
+        k.removeprefix(prefix): v for k, v in metadata.items() if k.startswith(prefix)
+    }
+
+
+def native_parts(
+    nodes: Sequence[Node], user: dict[str, str]
+) -> tuple[dict[str, mx.array], dict[str, str]]:
+    """Return tensors and metadata of a file of 0.32; the digest is the writer's."""
+    arrays: dict[str, mx.array] = {}
+    kinds: list[Any] = [""]
+    caches = tree.build_all(nodes)
+    states: Any = tree_flatten([cache.state for cache in caches])
+    for place, value in states:
+        if isinstance(value, mx.array):
+            arrays[place] = value
+            continue
+        if value is None:
+            kind, array = "none", mx.array([])
+        elif isinstance(value, str):
+            kind, array = "string", mx.array([*map(ord, value)])
+        else:
+            kind, array = "scalar", mx.array(value)
+        kinds.append((place, kind))
+        arrays[place] = array
+    classes = [type(cache).__name__ for cache in caches]
+    metadata: Any = tree_flatten([user, classes, kinds])
+    return arrays, dict(metadata)
+
+
 def read_native(
     layout: str,
     metadata: dict[str, str],
     arrays: dict[str, mx.array],
     like: Sequence[Any],
-) -> tuple[list[Node], dict[str, str]]:
-    """Return unchecked nodes and the user's metadata of a file of this layout."""
-    mine, user, classes = ("1", "0", "1") if layout == "0.32" else ("0", "1", "2")
-    texts = {k: v for k, v in metadata.items() if not k.startswith(f"{user}.")}
+    window_sizes: dict[str, int],
+) -> list[Node]:
+    """Return the unchecked nodes of a file of this layout."""
+    mine, classes = ("1", "1") if layout == "0.32" else ("0", "2")
+    texts = {k: v for k, v in metadata.items() if not k.startswith(_USER[layout])}
     said = _grouped({_path_of(key): text for key, text in texts.items()})
     names = _items(said.get(int(classes), {}), "class names")
     values: Values = {_path_of(name): array for name, array in arrays.items()}
@@ -68,21 +107,26 @@ def read_native(
     infos = _grouped(said.get(int(mine), {}))
     for index in each:
         need(index < len(names), f"it has arrays of cache {index} of {len(names)}")
-    nodes = []
-    for i, name in enumerate(names):
-        live = _member(like, i)
-        node = (
-            _leaf32(name, each.get(i, {}), f"{i}", live, 0)
-            if layout == "0.32"
-            else _leaf31(name, each.get(i, {}), infos.get(i, {}), f"{i}", 0)
-        )
-        nodes.append(node)
-    start = len(user) + 1
-    return nodes, {k[start:]: v for k, v in metadata.items() if k not in texts}
+    if layout == "0.31":
+        return [
+            _leaf31(name, each.get(i, {}), infos.get(i, {}), f"{i}", 0)
+            for i, name in enumerate(names)
+        ]
+    sizes = window_sizes_of(like) | window_sizes
+    return [
+        _leaf32(name, each.get(i, {}), f"{i}", sizes, 0) for i, name in enumerate(names)
+    ]
 
 
-def _member(caches: Sequence[Any], index: int) -> Any:
-    return caches[index] if index < len(caches) else None
+def window_sizes_of(caches: Sequence[Any], prefix: str = "") -> dict[str, int]:
+    """Return the window sizes of live `LayerCache`s by their place."""
+    sizes: dict[str, int] = {}
+    for i, cache in enumerate(caches):
+        place = f"{prefix}{i}"
+        if isinstance(cache, LayerCache):
+            sizes[place] = cache.window_size
+        sizes |= window_sizes_of(getattr(cache, "caches", ()), f"{place}.")
+    return sizes
 
 
 def _with_scalars(values: Values, kinds: Values) -> Values:
@@ -116,7 +160,9 @@ def _scalar(array: Any, kind: str, name: str) -> Any:
     return None
 
 
-def _leaf32(name: Any, values: Values, place: str, live: Any, depth: int) -> Node:
+def _leaf32(
+    name: Any, values: Values, place: str, sizes: dict[str, int], depth: int
+) -> Node:
     if name == MEMBERS:
         need(depth < MAX_DEPTH, f"cache {place} is nested more than {MAX_DEPTH} deep")
         groups = _grouped(values)
@@ -128,13 +174,7 @@ def _leaf32(name: Any, values: Values, place: str, live: Any, depth: int) -> Nod
                 pair.keys() == {0, 1} and () in pair[1], f"cache {place}.{i} is no pair"
             )
             members.append(
-                _leaf32(
-                    pair[1][()],
-                    pair[0],
-                    f"{place}.{i}",
-                    _member(getattr(live, "caches", ()), i),
-                    depth + 1,
-                )
+                _leaf32(pair[1][()], pair[0], f"{place}.{i}", sizes, depth + 1)
             )
         return tuple(members)
     need_known(name, place)
@@ -153,7 +193,7 @@ def _leaf32(name: Any, values: Values, place: str, live: Any, depth: int) -> Nod
     elif name == "ConcatenateKVCache":
         leaf.numbers["offset"] = _rows_of_keys(leaf)
     elif name == "LayerCache":
-        _complete_layer(leaf, place, live)
+        _complete_layer(leaf, place, sizes.get(place, 0))
     return leaf
 
 
@@ -164,7 +204,7 @@ def _put(leaf: Leaf, field: str, value: Any) -> None:
         leaf.numbers[field] = value
 
 
-def _complete_layer(leaf: Leaf, place: str, live: Any) -> None:
+def _complete_layer(leaf: Leaf, place: str, size: int) -> None:
     """The offset is an array there, and the window's size is left out."""
     offset, window = leaf.arrays.pop("offset", None), leaf.arrays.get("window")
     need(
@@ -178,13 +218,12 @@ def _complete_layer(leaf: Leaf, place: str, live: Any) -> None:
     if held < leaf.numbers["offset"]:
         leaf.numbers["window_size"] = held
     else:
-        size = getattr(live, "window_size", 0)
         need(
             size > 0,
             f"cache {place}, a LayerCache, does not tell its window_size: pass like=, "
             "the model's own empty caches",
         )
-        leaf.numbers["window_size"] = int(size)
+        leaf.numbers["window_size"] = size
 
 
 def _leaf31(name: Any, values: Values, info: Values, place: str, depth: int) -> Node:

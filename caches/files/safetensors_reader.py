@@ -26,6 +26,7 @@ import numpy as np
 
 from mlx_speculation import json_files
 
+DIGEST = "0.mlx_speculation.digest"  # its place in the metadata, where there is one
 MAX_HEADER = 2**24
 MAX_DIM = 2**31 - 1
 MAX_DIMS = 8
@@ -69,8 +70,8 @@ class Header:
     metadata: dict[str, str]
 
     def digest(self) -> Any:
-        """Return a SHA-256 that has seen the header, less metadata["digest"]."""
-        metadata = {k: v for k, v in self.metadata.items() if k != "digest"}
+        """Return a SHA-256 that has seen the header, less the digest in it."""
+        metadata = {k: v for k, v in self.metadata.items() if k != DIGEST}
         tensors = {
             name: [t.dtype, t.shape, t.start, t.stop]
             for name, t in self.tensors.items()

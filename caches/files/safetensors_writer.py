@@ -13,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_speculation.caches.files.safetensors_reader import (
+    DIGEST,
     DTYPES,
     MAX_HEADER,
     FlawError,
@@ -27,7 +28,7 @@ _UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 def write(
     path: str | os.PathLike[str], arrays: dict[str, mx.array], metadata: dict[str, str]
 ) -> None:
-    """Write a file as a whole or not at all, with metadata["digest"] set.
+    """Write a file as a whole or not at all, with metadata[DIGEST] set.
 
     It is written beside `path` and then takes its name. A link at `path` is replaced,
     not followed. An existing file's permissions stay.
@@ -70,7 +71,7 @@ def _write(file: BinaryIO, header: Header, arrays: dict[str, mx.array]) -> None:
 
 
 def _header_bytes(header: Header, digest: str) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": {**header.metadata, "digest": digest}}
+    entries: dict[str, Any] = {"__metadata__": {**header.metadata, DIGEST: digest}}
     for name, tensor in header.tensors.items():
         entries[name] = {
             "dtype": tensor.dtype,

@@ -1,25 +1,30 @@
-"""Saving any list of caches to one versioned safetensors file.
+"""Saving any list of caches to one file, which `mlx_lm.load_prompt_cache` reads too.
 
     save_caches("chat.safetensors", target_caches, tokens, draft_caches=draft_caches)
     saved = load_caches("chat.safetensors")        # saved.caches, saved.tokens, ...
 
-The file holds target and drafter together, with the tokens whose states they are.
+The file is in mlx-lm's layout, target and drafter in one list, with the tokens whose
+states they are in its metadata.
 Everything is checked before the file is made, with the checks that loading makes, and
 the file is there as a whole or not at all.
 
 The price is one read of every array by the host, and of its SHA-256.
 """
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
 
-from mlx_speculation.caches.files import safetensors_writer, tree
+from mlx_speculation.caches.files import mlx_lm_format, safetensors_writer, tree
 from mlx_speculation.caches.files.codecs import KNOWN_KINDS, is_known
-from mlx_speculation.caches.files.format import MAX_TOKEN, VERSION, check_seen
+from mlx_speculation.caches.files.extension import (
+    MAX_TOKEN,
+    PREFIX,
+    Description,
+    check_seen,
+)
 from mlx_speculation.caches.files.safetensors_reader import FlawError
 from mlx_speculation.caches.files.tree import Node, Rows
 from mlx_speculation.caches.types.leaves import checked_leaves
@@ -57,21 +62,23 @@ def save_caches(
     """
     target = _nodes(caches, "target")
     drafter = None if draft_caches is None else _nodes(draft_caches, "drafter")
-    rows = _rows(tokens)
+    nodes, rows = (*target, *(drafter or ())), _rows(tokens)
     try:
         counts = [len(row) for row in rows]
         tree.check_tokens(target, counts, "target")
         seen = None
         if drafter is not None:
             seen = _draft_seen(drafter, draft_seen, counts)
-            tree.check_tokens(drafter, seen, "drafter")
+            tree.check_tokens(drafter, list(seen), "drafter")
     except FlawError as error:
         raise InvalidRequestError(
             f"The tokens do not fit the caches: {error}. Pass the tokens that the "
             "caches hold, no more and no less."
         ) from error
-    arrays, text = _described(target, drafter, rows, seen, dict(metadata or {}))
-    _write(path, arrays, text)
+    sizes = mlx_lm_format.window_sizes_of([*caches, *(draft_caches or ())])
+    description = Description(rows, len(target), seen, sizes)
+    user = _texts(metadata or {}) | description.texts()
+    _write(path, *mlx_lm_format.native_parts(nodes, user))
 
 
 def _nodes(caches: Sequence[Any], whose: str) -> tuple[Node, ...]:
@@ -103,7 +110,7 @@ def _rows(tokens: Tokens) -> Rows:
 
 def _draft_seen(
     nodes: tuple[Node, ...], given: int | Sequence[int] | None, counts: list[int]
-) -> list[int]:
+) -> tuple[int, ...]:
     """Return how many tokens of each row the drafter holds, at most all."""
     if given is not None:
         seen = [given] if isinstance(given, int) else list(given)
@@ -111,47 +118,26 @@ def _draft_seen(
         said = map(tree.positions, tree.leaves(nodes))
         seen = next((held for held in said if held is not None), counts)
     check_seen(seen, counts)
-    return seen
+    return tuple(seen)
 
 
-def _described(
-    target: tuple[Node, ...],
-    drafter: tuple[Node, ...] | None,
-    rows: Rows,
-    seen: list[int] | None,
-    metadata: dict[str, str],
-) -> tuple[dict[str, mx.array], str]:
-    """Return the tensors of the file and its description."""
+def _texts(metadata: Mapping[str, str]) -> dict[str, str]:
+    """Return the user's metadata, once they are seen to be texts under free keys."""
     if not all(isinstance(v, str) for pair in metadata.items() for v in pair):
         raise InvalidRequestError("metadata has a key or value that is no text.")
-    arrays = {
-        f"tokens.{i}": mx.array(row, dtype=mx.int32) for i, row in enumerate(rows)
-    }
-    description = {
-        "rows": len(rows),
-        "draft_seen": seen,
-        "metadata": metadata,
-        "caches": _descriptions(target, "target", arrays),
-        "draft_caches": drafter and _descriptions(drafter, "drafter", arrays),
-    }
-    return arrays, json.dumps(description, separators=(",", ":"))
-
-
-def _descriptions(
-    nodes: tuple[Node, ...], group: str, arrays: dict[str, mx.array]
-) -> list[dict[str, Any]]:
-    return [tree.describe(node, f"{group}.{i}", arrays) for i, node in enumerate(nodes)]
+    reserved = PREFIX.removesuffix(".")
+    if taken := [key for key in metadata if key.partition(".")[0] == reserved]:
+        raise InvalidRequestError(
+            f"metadata has the key {taken[0]!r}. Keys of {reserved!r} are taken: "
+            "choose another."
+        )
+    return dict(metadata)
 
 
 def _write(
-    path: str | os.PathLike[str], arrays: dict[str, mx.array], description: str
+    path: str | os.PathLike[str], arrays: dict[str, mx.array], metadata: dict[str, str]
 ) -> None:
     mx.eval(list(arrays.values()))
-    metadata = {
-        "mlx_speculation": "caches",
-        "version": VERSION,
-        "description": description,
-    }
     try:
         safetensors_writer.write(path, arrays, metadata)
     except (OSError, ValueError, FlawError) as error:

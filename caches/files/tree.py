@@ -1,23 +1,16 @@
-"""Lists of caches as fields: live, described in JSON, and built again.
+"""Lists of caches as fields: read from live caches, checked, and built again.
 
-A node is a `Leaf`, or a tuple of nodes for a `CacheList`. Its description is what the
-header of a file says of it, and its arrays are tensors named by group and place:
-
-    {"class": "KVCache", "offset": 5}           target.0.keys, target.0.values
-    {"class": "CacheList", "members": [...]}    target.1.0.cache.0, target.1.1.keys
+A node is a `Leaf`, or a tuple of nodes for a `CacheList`.
 """
 
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import mlx.core as mx
 from mlx_lm.models.cache import CacheList
 
 from mlx_speculation.caches.files.codecs import (
     KINDS,
     KNOWN_KINDS,
-    MAX_DEPTH,
     MEMBERS,
     build,
     check_at_rest,
@@ -29,9 +22,6 @@ from mlx_speculation.caches.files.safetensors_reader import FlawError, shown
 
 Node = Leaf | tuple["Node", ...]
 Rows = tuple[tuple[int, ...], ...]
-Fields = dict[str, dict[str, mx.array]]
-
-_NAME = re.compile(r"([a-z]+(?:\.[0-9]{1,6})+)\.([a-z_]+(?:\.[0-9]{1,4})?)")
 
 
 def read(cache: Any) -> Node:
@@ -40,43 +30,6 @@ def read(cache: Any) -> Node:
         return tuple(read(member) for member in cache.caches)
     check_at_rest(cache)
     return checked(read_leaf(cache))
-
-
-def describe(node: Node, place: str, arrays: dict[str, mx.array]) -> dict[str, Any]:
-    """Return the description of a node, and add its arrays to `arrays`."""
-    if isinstance(node, tuple):
-        members = [describe(m, f"{place}.{i}", arrays) for i, m in enumerate(node)]
-        return {"class": MEMBERS, "members": members}
-    arrays |= {f"{place}.{name}": array for name, array in node.arrays.items()}
-    return {"class": node.name, **node.numbers}
-
-
-def by_place(arrays: dict[str, mx.array]) -> Fields:
-    """Return the arrays of a file by the place of their cache and by their field."""
-    found: Fields = {}
-    for name, array in arrays.items():
-        match = _NAME.fullmatch(name)
-        if match is None:
-            raise FlawError(f"it has the tensor {shown(name)}, which belongs nowhere")
-        found.setdefault(match[1], {})[match[2]] = array
-    return found
-
-
-def undescribe(description: Any, place: str, fields: Fields, depth: int = 0) -> Node:
-    """Return the unchecked node of a description, taking its arrays out of `fields`."""
-    need(isinstance(description, dict), f"cache {place} is {shown(description)}")
-    numbers = {**description}
-    name = numbers.pop("class", None)
-    if name == MEMBERS:
-        need(depth < MAX_DEPTH, f"cache {place} is nested more than {MAX_DEPTH} deep")
-        members = numbers.pop("members", None)
-        need(isinstance(members, list) and not numbers, f"cache {place} is no list")
-        return tuple(
-            undescribe(member, f"{place}.{i}", fields, depth + 1)
-            for i, member in enumerate(members)
-        )
-    need_known(name, place)
-    return Leaf(name, numbers, fields.pop(place, {}))
 
 
 def need_known(name: Any, place: str) -> None:

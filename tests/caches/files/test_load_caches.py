@@ -24,8 +24,8 @@ from mlx_speculation.caches import (
     save_caches,
     snapshot,
 )
-from mlx_speculation.caches.files import load
-from mlx_speculation.caches.files.safetensors_reader import Header, Tensor
+from mlx_speculation.caches.files import load, safetensors_writer, tree
+from mlx_speculation.caches.files.mlx_lm_format import native_parts
 from mlx_speculation.errors import (
     CacheFileError,
     InvalidRequestError,
@@ -290,7 +290,7 @@ def _bits_flipped(path: Path) -> None:
 
 def _other_version(path: Path) -> None:
     header, data = parts(path)
-    header["__metadata__"]["version"] = "2"
+    header["__metadata__"]["0.mlx_speculation.version"] = "2"
     assemble(path, json.dumps(header).encode(), data)
 
 
@@ -390,16 +390,64 @@ def test_a_damaged_file_is_one_clear_error_and_changes_nothing(
     assert content(caches) == before
 
 
-def _hostile(description: dict[str, Any], empty: list[str]) -> bytes:
-    """Return a file of ours with these tensors without data, rightly signed."""
-    parts: dict[str, Any] = {"rows": len(empty), "draft_seen": None, "metadata": {}}
-    text = json.dumps({**parts, "draft_caches": None, **description})
-    metadata = {"mlx_speculation": "caches", "version": "1", "description": text}
-    tensors = {name: Tensor("I32", (0,), 0, 0) for name in empty}
-    metadata["digest"] = Header(tensors, metadata).digest().hexdigest()
-    entry = {"dtype": "I32", "shape": [0], "data_offsets": [0, 0]}
-    header = {"__metadata__": metadata, **dict.fromkeys(empty, entry)}
-    return json.dumps(header).encode()
+SOUND: dict[str, Any] = {
+    "rows": [[5, 6, 7]],
+    "target_caches": 1,
+    "draft_seen": [3],
+    "window_sizes": {},
+}
+
+
+def _described(path: Path, description: str) -> None:
+    """Write a file of two caches with this description, rightly signed."""
+    metadata = {
+        "mlx_speculation.version": "1",
+        "mlx_speculation.description": description,
+    }
+    nodes = [tree.read(kv()), tree.read(kv())]
+    safetensors_writer.write(path, *native_parts(nodes, metadata))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"rows": []}, "no lists of token ids"),
+        ({"rows": [5, 6, 7]}, "no lists of token ids"),
+        ({"rows": [[5, 6, True]]}, "no lists of token ids"),
+        ({"rows": [[5, 6, -1]]}, "no lists of token ids"),
+        ({"rows": [[5, 6, 2**31]]}, "a token is above"),
+        ({"rows": [[5, 6]], "draft_seen": [2]}, "holds 3 tokens in row 0 and 2"),
+        ({"rows": [[5, 6, 7]] * 2, "draft_seen": [3, 3]}, "tokens for one of 2"),
+        ({"target_caches": 0}, "has 0 caches of the target"),
+        ({"target_caches": 1.0}, "has 1.0 caches of the target"),
+        ({"target_caches": 2}, "has 2 caches, 2 of the target, and draft_seen"),
+        ({"target_caches": 3}, "has 2 caches, 3 of the target"),
+        ({"draft_seen": None}, "has 2 caches, 1 of the target"),
+        ({"draft_seen": 3}, "no list of whole numbers"),
+        ({"draft_seen": [4]}, "the drafter holds"),
+        ({"draft_seen": [2]}, "of the drafter holds 3 tokens in row 0 and 2"),
+        ({"window_sizes": [3]}, "its window sizes are"),
+        ({"window_sizes": {"0": "3"}}, "its window sizes are"),
+        ({"more": 1}, "its description is not"),
+    ],
+)
+def test_a_description_that_no_save_makes_is_refused(
+    change: dict[str, Any], says: str, path: Path
+) -> None:
+    _described(path, json.dumps(SOUND))
+    assert load_caches(path).draft_seen == (3,)
+    _described(path, json.dumps(SOUND | change))
+    with pytest.raises(CacheFileError, match=says):
+        load_caches(path)
+
+
+def test_a_digest_cannot_be_left_out(path: Path) -> None:
+    save_caches(path, [kv()], range(3))
+    header, data = parts(path)
+    del header["__metadata__"]["0.mlx_speculation.digest"]
+    assemble(path, json.dumps(header).encode(), data)
+    with pytest.raises(CacheFileError, match="its metadata are"):
+        load_caches(path)
 
 
 def test_tensors_may_not_overlap(path: Path) -> None:
@@ -411,19 +459,10 @@ def test_tensors_may_not_overlap(path: Path) -> None:
 
 
 def test_very_many_small_parts_cost_no_more_than_their_bytes(path: Path) -> None:
-    leaf = {"class": "ArraysCache", "slots": 64}
-    tokens = [f"tokens.{i}" for i in range(4_000)]
-    assemble(path, _hostile({"caches": [leaf] * 4_000}, tokens))
-    assert len(load_caches(path).caches) == 4_000
-    nested: dict[str, Any] = leaf
-    for _ in range(8):
-        nested = {"class": "CacheList", "members": [nested]}
-    assemble(path, _hostile({"caches": [nested]}, tokens[:1]))
-    assert len(load_caches(path).caches) == 1
-    nested = {"class": "CacheList", "members": [nested]}
-    assemble(path, _hostile({"caches": [nested]}, tokens[:1]))
-    with pytest.raises(CacheFileError, match="nested more than 8 deep"):
-        load_caches(path)
+    caches = [ArraysCache(64) for _ in range(400)]
+    save_caches(path, caches, [[] for _ in range(4_000)])
+    loaded = load_caches(path)
+    assert (len(loaded.caches), len(loaded.rows or ())) == (400, 4_000)
 
 
 def test_a_native_file_may_not_nest_without_end(path: Path) -> None:

@@ -20,6 +20,7 @@ from mlx_lm.models.cache import (
     ConcatenateKVCache,
     KVCache,
     RotatingKVCache,
+    load_prompt_cache,
 )
 
 from mlx_speculation.caches import load_caches, load_into, save_caches
@@ -84,7 +85,7 @@ def test_caches_of_any_kinds_continue_as_the_saved_ones(
     assert saved.tokens == tuple(tokens)
     assert saved.metadata == {"model": "a \N{SNOWMAN}"}
     assert saved.draft_seen == ((len(tokens),) if split else None)
-    assert saved.layout == "mlx-speculation 1"
+    assert saved.layout == "mlx-lm 0.32"
     found = [*(saved.draft_caches or []), *saved.caches]
     assert [type(cache) for cache in found] == [type(cache) for cache in caches]
     for case, cache, loaded in zip(cases, caches, found, strict=True):
@@ -177,8 +178,36 @@ def test_the_file_is_a_safetensors_file_for_others(tmp_path: Path) -> None:
     cache: Any = kv(5, mx.float16)
     save_caches(tmp_path / "file", [cache], range(5))
     with safetensors.safe_open(tmp_path / "file", "numpy") as file:
-        keys = file.get_tensor("target.0.keys")
+        keys = file.get_tensor("0.0")
     np.testing.assert_array_equal(keys, np.array(cache.keys[..., :5, :]))
+
+
+@settings(max_examples=25)
+@given(seed=st.integers(0, 2**32 - 1), widths=WIDTHS.filter(bool))
+def test_mlx_lm_loads_the_file_and_continues_as_the_saved_caches(
+    folder: Path, seed: int, widths: list[int]
+) -> None:
+    rng = np.random.default_rng(seed)
+    # mlx-lm looks for no `LayerCache`, and makes batch rings without `_lengths`.
+    lost = ("LayerCache", "BatchRotatingKVCache")
+    cases = [case for case in single_cases(rng) if case.name not in lost]
+    caches = [filled(case, widths, rng) for case in cases]
+    draft = [filled(cases[0], widths, rng)]
+    save_caches(path_in(folder), caches, tokens_of(widths), draft_caches=draft)
+    found, texts = load_prompt_cache(str(path_in(folder)), return_metadata=True)
+    assert texts["mlx_speculation"]["version"] == "1"
+    assert len(found) == len(cases) + 1  # the drafter's come last, as mlx-lm has them
+    for case, cache, loaded in zip(cases, caches, found, strict=False):
+        assert continued(case, loaded, seed) == continued(case, cache, seed)
+
+
+def test_a_user_may_not_take_the_keys_of_the_extension(tmp_path: Path) -> None:
+    for key in ("mlx_speculation", "mlx_speculation.digest"):
+        with pytest.raises(InvalidRequestError, match="are taken"):
+            save_caches(path_in(tmp_path), [kv(1)], [1], metadata={key: "a"})
+    metadata = {"mlx_speculations": "a", "b.c": "", "": "d"}
+    save_caches(path_in(tmp_path), [kv(1)], [1], metadata=metadata)
+    assert load_caches(path_in(tmp_path)).metadata == metadata
 
 
 def test_a_drafter_may_hold_fewer_tokens(tmp_path: Path) -> None:

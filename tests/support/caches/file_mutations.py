@@ -15,9 +15,15 @@ from typing import Any
 import numpy as np
 
 from mlx_speculation.caches.files.codecs import KINDS
-from mlx_speculation.caches.files.safetensors_reader import DTYPES, Header, Tensor
+from mlx_speculation.caches.files.safetensors_reader import (
+    DIGEST,
+    DTYPES,
+    Header,
+    Tensor,
+)
 
 Random = np.random.Generator
+_DESCRIPTION = "0.mlx_speculation.description"
 ODD: list[Any] = [0, 1, 2, -1, 3, 7, 8, 16, 255, 256, 2**30, 2**31, 2**63, 2**70]
 ODD += [True, False, None, 1.0, 1e300, "", "1", "a", "True", "-1", [], {}, [[]]]
 CLASSES = [*KINDS, "CacheList", "MambaCache", "_BaseCache", "TokenBuffer", "os.system"]
@@ -63,14 +69,14 @@ def header_of(draft: Draft) -> tuple[dict[str, Any], bytes]:
 def put_together(draft: Draft, rng: Random) -> tuple[dict[str, Any], bytes]:
     """Return header and data; our own files are signed, nine times of ten."""
     entries, data = header_of(draft)
-    if "digest" in draft.metadata and rng.random() < 0.9:
+    if DIGEST in draft.metadata and rng.random() < 0.9:
         tensors = {
             name: Tensor(e["dtype"], e["shape"], *e["data_offsets"])
             for name, e in entries.items()
         }
         digest = Header(tensors, draft.metadata).digest()
         digest.update(data)
-        draft.metadata["digest"] = digest.hexdigest()
+        draft.metadata[DIGEST] = digest.hexdigest()
     return {"__metadata__": draft.metadata, **entries}, data
 
 
@@ -175,15 +181,15 @@ def flip(draft: Draft, rng: Random) -> None:
 
 
 def restate(draft: Draft, rng: Random) -> None:
-    """Change the description of our own file, or a text of mlx-lm's metadata."""
-    if "description" not in draft.metadata:
+    """Change the description of our own file, or a text of the metadata."""
+    if _DESCRIPTION not in draft.metadata or rng.random() < 0.5:
         _restate_native(draft.metadata, rng)
         return
     if rng.random() < 0.05:
         draft.metadata[pick(rng, draft.metadata)] = pick(rng, ["", "2", "caches", "[]"])
         return
     try:
-        described = json.loads(draft.metadata["description"])
+        described = json.loads(draft.metadata[_DESCRIPTION])
     except (ValueError, RecursionError):
         described = None  # an earlier change broke it
     if not isinstance(described, (dict, list)):
@@ -192,7 +198,7 @@ def restate(draft: Draft, rng: Random) -> None:
     text = json.dumps(described)
     if rng.random() < 0.05:
         text = pick(rng, [text[:-1], "[" * 5000, text.replace("1", "NaN"), "null"])
-    draft.metadata["description"] = text
+    draft.metadata[_DESCRIPTION] = text
 
 
 def _restate_native(metadata: dict[str, Any], rng: Random) -> None:

@@ -1,0 +1,142 @@
+"""Metadata of our files beyond mlx-lm's layout: tokens, the drafter, a digest.
+
+mlx-lm reads these entries as a user's own texts, and ignores them:
+
+| user metadata | |
+|---|---|
+| mlx_speculation.version | the version of this extension, "1" |
+| mlx_speculation.description | JSON: rows of tokens, how many of the caches are the |
+| | target's, draft_seen, window sizes of `LayerCache`s by place |
+| mlx_speculation.digest | SHA-256 of the header without itself, and of the data |
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_speculation.caches.files import tree
+from mlx_speculation.caches.files.fields import need
+from mlx_speculation.caches.files.safetensors_reader import parse_json, shown
+from mlx_speculation.caches.files.tree import Node, Rows
+
+VERSION = "1"
+MAX_TOKEN = 2**31 - 1
+PREFIX = "mlx_speculation."
+_KEYS = {f"{PREFIX}{key}" for key in ("version", "description", "digest")}
+_DESCRIPTION = {"rows", "target_caches", "draft_seen", "window_sizes"}
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """A checked file; nothing is built yet."""
+
+    target: tuple[Node, ...]
+    drafter: tuple[Node, ...] | None
+    rows: Rows | None
+    draft_seen: tuple[int, ...] | None
+    metadata: dict[str, str]
+    layout: str
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """The checked description of a file."""
+
+    rows: Rows
+    target_caches: int  # the caches after these are the drafter's
+    draft_seen: tuple[int, ...] | None
+    window_sizes: dict[str, int]
+
+    def content(
+        self, nodes: Sequence[Node], metadata: dict[str, str], layout: str
+    ) -> Content:
+        """Return the content with these nodes, which have to hold the tokens."""
+        counts, first = [len(row) for row in self.rows], self.target_caches
+        target = tree.check(nodes[:first], "target cache ")
+        tree.check_tokens(target, counts, "target")
+        drafter, seen = None, self.draft_seen
+        need(
+            (seen is None) == (first == len(nodes)) and first <= len(nodes),
+            f"it has {len(nodes)} caches, {first} of the target, and draft_seen is "
+            f"{shown(seen)}",
+        )
+        if seen is not None:
+            drafter = tree.check(nodes[first:], "drafter cache ")
+            tree.check_tokens(drafter, list(seen), "drafter")
+        return Content(target, drafter, self.rows, seen, metadata, layout)
+
+    def texts(self) -> dict[str, str]:
+        """Return the metadata of this description, without the digest."""
+        said = {key: getattr(self, key) for key in sorted(_DESCRIPTION)}
+        return {
+            f"{PREFIX}version": VERSION,
+            f"{PREFIX}description": json.dumps(said, separators=(",", ":")),
+        }
+
+
+def described(user: Mapping[str, str]) -> Description | None:
+    """Return the description in a user's metadata; None in a file of mlx-lm's own."""
+    ours = {key for key in user if key.startswith(PREFIX)}
+    if not ours:
+        return None
+    need(ours == _KEYS, f"its metadata are {shown(', '.join(sorted(ours)))}")
+    version = user[f"{PREFIX}version"]
+    need(
+        version == VERSION,
+        f"its layout has version {shown(version)} and this package reads "
+        f"version {VERSION!r}",
+    )
+    text = user[f"{PREFIX}description"].encode("utf-8", "replace")
+    said = parse_json(text, "its description")
+    need(
+        isinstance(said, dict) and said.keys() == _DESCRIPTION,
+        f"its description is not {', '.join(sorted(_DESCRIPTION))}",
+    )
+    rows, seen = _rows(said["rows"]), said["draft_seen"]
+    if seen is not None:
+        need(_counts(seen), f"draft_seen is {shown(seen)} and no list of whole numbers")
+        check_seen(seen, [len(row) for row in rows])
+        seen = tuple(seen)
+    first, sizes = said["target_caches"], said["window_sizes"]
+    need(_counts([first]) and first > 0, f"it has {shown(first)} caches of the target")
+    need(
+        isinstance(sizes, dict) and _counts([*sizes.values()]),
+        f"its window sizes are {shown(sizes)}",
+    )
+    return Description(rows, first, seen, sizes)
+
+
+def _counts(values: Any) -> bool:
+    return isinstance(values, list) and all(
+        type(value) is int and value >= 0 for value in values
+    )
+
+
+def _rows(rows: Any) -> Rows:
+    need(
+        isinstance(rows, list) and bool(rows) and all(_counts(row) for row in rows),
+        "its rows of tokens are no lists of token ids",
+    )
+    largest = max((max(row, default=0) for row in rows), default=0)
+    need(largest <= MAX_TOKEN, f"a token is above {MAX_TOKEN}")
+    return tuple(tuple(row) for row in rows)
+
+
+def check_digest(found: str, user: Mapping[str, str]) -> None:
+    """Refuse a file that has changed since it was saved."""
+    said = user.get(f"{PREFIX}digest")
+    need(
+        found == said,
+        f"its content has the digest {found[:12]} and was saved with "
+        f"{shown(said and said[:12])}: it has changed since",
+    )
+
+
+def check_seen(seen: Sequence[int], counts: Sequence[int]) -> None:
+    """Require one number for each row of tokens, at most their count."""
+    need(
+        len(seen) == len(counts)
+        and all(0 <= have <= count for have, count in zip(seen, counts, strict=True)),
+        f"the drafter holds {list(seen)} of {list(counts)} tokens",
+    )
