@@ -11,7 +11,9 @@ keyed function of a counter (Salmon et al., "Parallel Random Numbers: As Easy as
 
 So any of them can be computed alone. That takes some 150 small operations, which is
 more than a full draw of 16,384 numbers takes on a CPU, and more than one of any length
-on a GPU.
+on a GPU. `mx.random` has no as cheap a way: 50 ids in each of 8 rows of 49,152 take 1.0
+ms of a CPU here and 4.5 with a key for each row; with a key for each id they would take
+0.2, and rows in which every id is drawn 12.
 """
 
 import mlx.core as mx
