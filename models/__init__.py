@@ -43,7 +43,7 @@ from mlx_speculation.models.lanes import (
     tree_rows,
     usual_prefill_step,
 )
-from mlx_speculation.models.load_model import check_target, load
+from mlx_speculation.models.load_model import check_target, load, mlx_lm_speed, wired
 from mlx_speculation.models.model_folder import (
     check_model_folder,
     is_there,
@@ -72,7 +72,6 @@ from mlx_speculation.models.token_ids import (
     logit_width,
     wrapped,
 )
-from mlx_speculation.models.wired_limit import mlx_lm_speed, wired
 
 __all__ = [
     "PREFILL_STEP",

@@ -1,7 +1,8 @@
-"""Whether a class or function of mlx-lm is the one that was read.
+"""Every part of mlx-lm that is relied on beyond its API, and checks of its sources.
 
-`caches/mlx_lm_touches.toml` holds the digest of each source that replaying relies on.
-A source with another digest, or none at all (a bundle without .py files), counts as
+`mlx_lm_touches.toml`, beside this file, is the list for caches/, models/ and samplers/,
+with the digest of each source. Replaying trusts a mixer only while that is the same. A
+source with another digest, or none at all (a bundle without .py files), counts as
 unknown, and so does a class with a method that was put there by somebody else. What
 is unknown is not replayed; the model runs again instead, which is always right.
 """
@@ -11,10 +12,36 @@ import functools
 import hashlib
 import inspect
 import sys
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
 from types import FunctionType
 
-from mlx_speculation.caches.mlx_lm_touches import TOUCHES
 
+@dataclass(frozen=True, slots=True)
+class Touch:
+    """One object of mlx-lm."""
+
+    module: str  # where it is defined
+    name: str  # its name there, with dots inside classes
+    used_by: str  # the file here that relies on it
+    reason: str  # what has to stay true
+    sha256: str  # the digest of its source text, without decorators
+
+
+def _read() -> tuple[str, tuple[Touch, ...]]:
+    """Return the version of mlx-lm that was read, and what is relied on."""
+    text = Path(__file__).with_name("mlx_lm_touches.toml").read_text(encoding="utf-8")
+    table = tomllib.loads(text)  # refuses a name that stands in it twice
+    version = table.pop("mlx_lm_version")
+    return version, tuple(
+        Touch(module, name, **fields)
+        for module, names in table.items()
+        for name, fields in names.items()
+    )
+
+
+MLX_LM_VERSION, TOUCHES = _read()
 DIGESTS = {(touch.module, touch.name): touch.sha256 for touch in TOUCHES}
 
 

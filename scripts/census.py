@@ -30,10 +30,10 @@ import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from mlx_speculation.caches import leaves
-from mlx_speculation.caches.mlx_lm_touches import MLX_LM_VERSION
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import check_causal
 from mlx_speculation.models.mtp.families import family_of
+from mlx_speculation.models.source_digests import MLX_LM_VERSION
 from support.identity import Compared, check_identity, plain_text, prompt_of
 from support.models import census
 

@@ -40,7 +40,6 @@ ORDER: dict[str, list[set[str]]] = {
         {
             "caches/journal",
             "caches/keep_counts",
-            "caches/mlx_lm_touches",
             "caches/nbytes",
         },
         {"caches/types"},

@@ -4,11 +4,11 @@ The assistant as a drafter is in the engine; other kinds of heads are not known 
 """
 
 from mlx_speculation.models.gemma_assistant.config import is_assistant
-from mlx_speculation.models.gemma_assistant.load import load_assistant
 from mlx_speculation.models.gemma_assistant.network import (
     Assistant,
     AssistantOutput,
     Read,
+    load_assistant,
 )
 from mlx_speculation.models.gemma_assistant.probe import (
     Anchor,

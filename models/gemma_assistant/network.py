@@ -9,13 +9,21 @@ Tensors are named as on disk, without "model." in front.
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import gemma4_text
 
-from mlx_speculation.models.gemma_assistant.config import AssistantSettings, Centroids
+from mlx_speculation.models.checkpoints.draft_checkpoint import load_into, read_tensors
+from mlx_speculation.models.config_json import read_config
+from mlx_speculation.models.gemma_assistant.config import (
+    NAME,
+    AssistantSettings,
+    Centroids,
+    read_assistant_settings,
+)
 
 # kind of layer -> keys and values [1, heads, rows, dim]
 Read = Mapping[str, tuple[mx.array, mx.array]]
@@ -107,3 +115,25 @@ class Assistant(nn.Module):
         ids = self.masked_embedding.candidates(hidden)
         rows: Any = self.embed_tokens(ids)
         return hidden @ rows.T, ids
+
+
+# The output layer is the embedding, which some files hold twice.
+_COPIES = ("lm_head.weight",)
+
+
+def load_assistant(folder: str | Path) -> Assistant:
+    """Load the assistant in a folder of its own.
+
+    Returns:
+        The assistant; on a Linux CPU in float32, dequantized where it was quantized.
+
+    Raises:
+        ModelFolderError: it is none, or not complete.
+    """
+    folder = Path(folder).expanduser()
+    assistant = Assistant(read_assistant_settings(read_config(folder)))
+    weights = read_tensors(folder, NAME)
+    for copy in _COPIES:
+        weights.pop(copy, None)
+    load_into(assistant, weights, NAME)
+    return assistant

@@ -24,8 +24,8 @@ from mlx_speculation import (
 from mlx_speculation.engine.batch.generator import BatchGenerator
 from mlx_speculation.server import Server, Settings, mlx_lm_server
 from mlx_speculation.server import job as jobs
+from mlx_speculation.server.access import check_permission
 from mlx_speculation.server.api_errors import ApiError
-from mlx_speculation.server.auth import check_permission
 from mlx_speculation.server.engine_thread import Worker
 from support.models.position_tables import TABLES, with_table
 from support.models.tiny_tokenizer import letter_tokenizer

@@ -24,7 +24,7 @@ from mlx_speculation.training.acceptance_check import (
 from mlx_speculation.training.data.answers import write_answers
 from mlx_speculation.training.data.dialogues import Dialogue
 from mlx_speculation.training.kinds.small_model import SmallModelTrainee
-from mlx_speculation.training.output.pair_file import pair_with
+from mlx_speculation.training.output.summary import pair_with
 from mlx_speculation.training.teacher import TargetModel
 from support.models.chat_folders import chat_folder
 

@@ -1,7 +1,7 @@
 """The command line `mlx-speculation`: options in, text, tables and JSON out.
 
-Each command has a file in `commands/`. `options` and `option_groups` say what several
-commands take, `load_pair` loads models, `console` shows results, and `run_app` turns
+Each command has a file in `commands/`. `app` lists them, `options` says what several
+take, `load_pair` loads models, `console` shows results, and `run_app` turns
 errors and Ctrl-C into exit codes. mlx is imported inside the commands only, after the
 BLAS is chosen. This file imports next to nothing: the second in which Python reads the
 others is one in which Ctrl-C may come too.

@@ -1,7 +1,14 @@
-"""The application of all commands, each in a file of its own."""
+"""The application of all commands, each in a file of its own.
 
+A command says `pair: PairOptions`, a dataclass with one option a field, and shares
+these options with other commands; typer takes flat functions only, which are made here.
+A field or a parameter is an `option`, or is annotated as typer wants it.
+"""
+
+import inspect
 from collections.abc import Callable
-from typing import Annotated
+from dataclasses import MISSING, Field, fields, is_dataclass
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -15,8 +22,9 @@ from mlx_speculation.cli.commands.generate import generate
 from mlx_speculation.cli.commands.pair import pair
 from mlx_speculation.cli.commands.serve import serve
 from mlx_speculation.cli.commands.train import train
-from mlx_speculation.cli.option_groups import flattened
 from mlx_speculation.cli.run_app import guarded
+
+Parameter = inspect.Parameter
 
 
 def _version(wanted: bool) -> None:
@@ -62,6 +70,65 @@ def _help(command: Callable[..., None]) -> str:
     """Return a docstring with a line for each paragraph, for a terminal to wrap."""
     paragraphs = (command.__doc__ or "").split("\n\n")
     return "\n\n".join(" ".join(each.split()) for each in paragraphs)
+
+
+def flattened(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command for typer, whose groups' fields are options."""
+    given = inspect.signature(command, eval_str=True).parameters.values()
+    groups: dict[str, Any] = {}
+    flat: list[Parameter] = []
+    for parameter in given:
+        if is_dataclass(parameter.annotation):
+            group = groups[parameter.name] = parameter.annotation
+            hints = get_type_hints(group, include_extras=True)
+            flat += [_parameter(x.name, hints[x.name], x, group) for x in fields(group)]
+        elif isinstance(parameter.default, Field):
+            name, hint = parameter.name, parameter.annotation
+            flat.append(_parameter(name, hint, parameter.default, None, name=name))
+        else:
+            flat.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
+
+    def run(**values: Any) -> None:
+        for name, group in groups.items():
+            own = {x.name: values.pop(_flat_name(x.name, x)) for x in fields(group)}
+            values[name] = group(**own)
+        command(**values)
+
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__module__ = command.__module__
+    run.__signature__ = inspect.Signature(flat)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in flat}
+    return run
+
+
+def _parameter(
+    own: str, hint: Any, field: "Field[Any]", group: Any, *, name: str | None = None
+) -> Parameter:
+    """Return a field as a parameter; one of a group has its option's name."""
+    option = {**field.metadata.get("option", {})}
+    if option:
+        del option["names"]
+        panel = option.pop("panel") or getattr(group, "panel", None)
+        made = typer.Option(*_names(own, field), rich_help_panel=panel, **option)
+        hint = Annotated[hint, made]
+    return Parameter(
+        name or _flat_name(own, field),
+        Parameter.KEYWORD_ONLY,
+        default=Parameter.empty if field.default is MISSING else field.default,
+        annotation=hint,
+    )
+
+
+def _names(own: str, field: "Field[Any]") -> tuple[str, ...]:
+    """Return the names of an option; by default that of its field or parameter."""
+    return field.metadata.get("option", {}).get("names") or (
+        f"--{own.replace('_', '-')}",
+    )
+
+
+def _flat_name(own: str, field: "Field[Any]") -> str:
+    """Return a name that no field of another group has: that of the option."""
+    return _names(own, field)[0].removeprefix("--").replace("-", "_")
 
 
 for command in COMMANDS:

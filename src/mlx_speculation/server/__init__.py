@@ -2,6 +2,7 @@
 
     server          starts and stops it: sockets in front, one engine thread behind
     handler         one connection: request in, answer out
+    access          paths, allowed origins, the API key
     request/        from the bytes of a request to a checked request
     job             a request on its way between its connection and the engine
     engine_thread   takes jobs, and runs rounds

@@ -12,8 +12,14 @@ from urllib.parse import unquote
 
 from mlx_speculation import __version__
 from mlx_speculation.server import response as replies
+from mlx_speculation.server.access import (
+    CHATS,
+    MODELS,
+    TEXTS,
+    check_permission,
+    no_such_path,
+)
 from mlx_speculation.server.api_errors import ApiError, as_api_error, invalid, late
-from mlx_speculation.server.auth import check_permission
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.engine_thread import Worker
 from mlx_speculation.server.job import ClientLeftError, Job, Piece, Read, Token
@@ -23,7 +29,6 @@ from mlx_speculation.server.mlx_lm_server import (
     CompletionRequest,
     Refused,
 )
-from mlx_speculation.server.paths import CHATS, MODELS, TEXTS, no_such_path
 from mlx_speculation.server.request import (
     CheckedRequest,
     check_framing,

@@ -3,7 +3,7 @@
     record       training.json and README.md
     curves       the plot of loss and acceptance
     speeds       tokens per second with the draft and without, measured here
-    pair_file    speculation.json of the target, if the draft pays
+    summary      what the record says, and speculation.json of the target if it pays
 
 How drafts are trained is not known here.
 """

@@ -1,4 +1,4 @@
-"""The data that a record describes, and the speeds that it names."""
+"""The data and speeds that a record describes, and the pairing of a draft that pays."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,9 +7,10 @@ from typing import Any
 import mlx.nn as nn
 
 from mlx_speculation.errors import ConventionError, SpeculationError
+from mlx_speculation.json_files import write_json
+from mlx_speculation.models.checkpoints.speculation_json import NAME
 from mlx_speculation.training.data.dialogues import Dialogue, Dialogues
 from mlx_speculation.training.kinds.trainee import Trainee
-from mlx_speculation.training.output.pair_file import pair_with
 from mlx_speculation.training.output.speeds import Speeds, measure_speeds
 
 
@@ -67,3 +68,32 @@ def measured(
         return speeds, "It does not pay here, so speculation.json does not name it."
     kind = "model" if trainee.kind == "draft" else trainee.kind
     return speeds, pair_with(folder, out, kind)
+
+
+def pair_with(target: Path, draft: Path, kind: str) -> str:
+    """Name a draft in the target's speculation.json, so that `draft="auto"` takes it.
+
+    A file that is there stays. Returns what was done, in a line.
+
+    Args:
+        target: the target's folder.
+        draft: the draft's; only one inside of the target's, or beside it, can be named.
+        kind: "eagle", "mtp" or "model".
+    """
+    file, target, draft = target / NAME, target.resolve(), draft.resolve()
+    if draft.is_relative_to(target):
+        name = draft.relative_to(target).as_posix()
+    elif draft.is_relative_to(target.parent):
+        name = f"../{draft.relative_to(target.parent).as_posix()}"
+    else:
+        return (
+            f"draft='auto' finds drafts in {str(target)!r} or beside it: move the "
+            f"folder there, and write {NAME}, or pass draft={str(draft)!r}."
+        )
+    if file.exists():
+        return f"{str(file)!r} is there already, and was left as it is."
+    try:
+        write_json(file, {"draft": name, "kind": kind})
+    except OSError as error:
+        return f"{str(file)!r} could not be written: {error.strerror}."
+    return f"{str(file)!r} names it: draft='auto' takes it from now on."

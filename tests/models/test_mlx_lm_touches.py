@@ -14,8 +14,8 @@ from typing import Any
 
 import mlx_lm
 
-from mlx_speculation.caches.mlx_lm_touches import MLX_LM_VERSION, TOUCHES, Touch
 from mlx_speculation.models.recurrent.mixers import COMPRESSORS, MIXERS
+from mlx_speculation.models.source_digests import MLX_LM_VERSION, TOUCHES, Touch
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("caches", "models")

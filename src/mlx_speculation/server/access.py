@@ -1,10 +1,15 @@
-"""Access: the API key of clients, and the allowed origins of web pages."""
+"""Access: paths, the allowed origins of web pages, and the API key of clients."""
 
 import hmac
 from email.message import Message
 
 from mlx_speculation.server.api_errors import ApiError
 from mlx_speculation.server.config import Settings
+
+CHATS = ("/v1/chat/completions", "/chat/completions")
+TEXTS = ("/v1/completions",)
+MODELS = "/v1/models"
+GET = ("/", MODELS, "/health", "/metrics")
 
 
 def check_permission(headers: Message, settings: Settings) -> None:
@@ -34,3 +39,21 @@ def check_permission(headers: Message, settings: Settings) -> None:
             "The API key is missing or wrong. Send Authorization: Bearer KEY.",
             code="invalid_api_key",
         )
+
+
+def no_such_path(method: str, path: str) -> ApiError:
+    """Return the error of a path that is not there, or takes another method."""
+    takes = {**dict.fromkeys((*CHATS, *TEXTS), "POST"), **dict.fromkeys(GET, "GET")}
+    other = takes.get(path.partition("?")[0])
+    if other is not None and other != method:
+        json = " with a JSON object" if other == "POST" else ""
+        return ApiError(
+            405,
+            f"{path[:200]!r} takes no {method}. Send a {other}{json}.",
+            code="no_method",
+        )
+    return ApiError(
+        404,
+        f"There is no {method} {path[:200]!r} here. GET / lists the paths.",
+        code="no_path",
+    )
