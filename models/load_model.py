@@ -96,37 +96,17 @@ def load(
     spreads = group is not None and group.size() > 1
     check_target(path_or_repo)
     check_model_folder(path_or_repo)
-    if vision or (vision is None and _needs_vision(path_or_repo)):
-        if adapter_path is not None or spreads:
-            raise InvalidRequestError(
-                "vision was asked for with an adapter or a group of several ranks, and "
-                "a vision model takes neither. Fuse the adapter, and leave group out."
-            )
+    reads_images = bool(vision or (vision is None and _needs_vision(path_or_repo)))
+    _check_combination(reads_images, adapter_path is not None, spreads)
+    if reads_images:
         return load_vision(path_or_repo, trust_remote_code=trust_remote_code)
     if adapter_path is not None:
-        if spreads:
-            raise InvalidRequestError(
-                "adapter_path and a group of several ranks were passed, and mlx-lm "
-                "cannot spread an adapter's layers. Fuse it first with mlx_lm.fuse."
-            )
         _check_adapter(Path(adapter_path).expanduser())
     folder = model_folder(path_or_repo)
     if not Path(path_or_repo).expanduser().is_dir():  # it was fetched
         check_target(folder)
     _check_config(folder, trust_remote_code)
-    more = {"trust_remote_code": trust_remote_code}
-    try:
-        model, config = _load_trunk(folder, trust_remote_code, lazy=spreads)
-        ends = config.get("eos_token_id")
-        tokenizer = load_tokenizer(folder, more, eos_token_ids=ends)
-    except ModelFolderError:
-        raise
-    except Exception as error:
-        raise ModelFolderError(
-            f"mlx-lm {mlx_lm.__version__} could not load {str(path_or_repo)!r}: "
-            f"{type(error).__name__}: {shortened(error)}. Check the folder with "
-            "mlx_lm.generate."
-        ) from error
+    model, tokenizer = _loaded(folder, path_or_repo, trust_remote_code, lazy=spreads)
     _check_ends(tokenizer.eos_token_ids, path_or_repo)
     if adapter_path is not None:
         model = _adapted(model, Path(adapter_path).expanduser())
@@ -136,6 +116,38 @@ def load(
         spread(model, group, parallel)
         mx.eval(model.parameters())
     return model, tokenizer
+
+
+def _check_combination(reads_images: bool, adapted: bool, spreads: bool) -> None:
+    if reads_images and (adapted or spreads):
+        raise InvalidRequestError(
+            "vision was asked for with an adapter or a group of several ranks, and a "
+            "vision model takes neither. Fuse the adapter, and leave group out."
+        )
+    if adapted and spreads:
+        raise InvalidRequestError(
+            "adapter_path and a group of several ranks were passed, and mlx-lm cannot "
+            "spread an adapter's layers. Fuse it first with mlx_lm.fuse."
+        )
+
+
+def _loaded(
+    folder: Path, name: str | Path, trust_remote_code: bool, *, lazy: bool
+) -> tuple[nn.Module, Any]:
+    """Return the model and the tokenizer in a folder; errors call it by its name."""
+    more = {"trust_remote_code": trust_remote_code}
+    try:
+        model, config = _load_trunk(folder, trust_remote_code, lazy=lazy)
+        ends = config.get("eos_token_id")
+        return model, load_tokenizer(folder, more, eos_token_ids=ends)
+    except ModelFolderError:
+        raise
+    except Exception as error:
+        raise ModelFolderError(
+            f"mlx-lm {mlx_lm.__version__} could not load {str(name)!r}: "
+            f"{type(error).__name__}: {shortened(error)}. Check the folder with "
+            "mlx_lm.generate."
+        ) from error
 
 
 def check_target(path_or_repo: str | Path) -> None:

@@ -124,14 +124,13 @@ def attention(
     """
     batch, heads, rows, dim = queries.shape
     key_heads, columns = keys.shape[1:3]
-    given, mode = [queries, keys, values, _scale(scale)], "none"
+    given = [queries, keys, values, _scale(scale)]
+    mode = "none" if mask is None else "causal"
     if isinstance(mask, mx.array):
         mode = "bools"
         batches = mask.shape[0] if mask.ndim > 3 else 1
         shape = (batches if contiguous else batch, 1, rows, columns)
         given.append(mx.broadcast_to(mask, shape))
-    elif mask is not None:
-        mode = "causal"
     tiles = -(-(heads // key_heads) * rows // ROWS)
     parts = max(1, min(columns // KEYS, BLOCKS // (tiles * key_heads * batch)))
     shapes, dtype = [queries.shape], queries.dtype
@@ -157,16 +156,21 @@ def attention(
             output_shapes=shapes,
             output_dtypes=[dtype] * len(shapes),
         )
-    if parts > 1:
-        outputs = _together(queries.dtype, dim)(
-            inputs=outputs,
-            scalars=[parts],
-            blocks=(batch * heads * rows, 1, 1),
-            threads=dim,
-            output_shapes=[queries.shape],
-            output_dtype=queries.dtype,
-        )
-    return outputs[0]
+    return _joined(outputs, parts, queries) if parts > 1 else outputs[0]
+
+
+def _joined(outputs: list[mx.array], parts: int, queries: mx.array) -> mx.array:
+    """Return the sums of all columns from those of their parts."""
+    batch, heads, rows, dim = queries.shape
+    (whole,) = _together(queries.dtype, dim)(
+        inputs=outputs,
+        scalars=[parts],
+        blocks=(batch * heads * rows, 1, 1),
+        threads=dim,
+        output_shapes=[queries.shape],
+        output_dtype=queries.dtype,
+    )
+    return whole
 
 
 def shows_whole_buffer(keys: mx.array, cache: Any) -> bool:

@@ -216,13 +216,7 @@ def check_tree_model(model: nn.Module, highest: int) -> None:
         UnsupportedModelError: the rows differ by more than rounding.
     """
     check_trees(with_slack(make_prompt_cache(model)))
-    for each in model.modules():
-        if plain_class(each).__module__ in _SCALED:
-            raise UnsupportedModelError(
-                f"draft_tree was passed, and {plain_class(each).__module__} scales its "
-                "attention by the position, which a tree's rows do not stand at. Leave "
-                "draft_tree out for this model."
-            )
+    _check_unscaled(model)
     ids = [(7 + 31 * i * i + 17 * i) % (highest + 1) for i in range(_PROMPT + 12)]
     known, nodes = ids[:_PROMPT], ids[_PROMPT:]
     tree = tree_rows(mx.array(_PARENTS), levels=5)
@@ -263,6 +257,16 @@ def check_tree_model(model: nn.Module, highest: int) -> None:
             f"logits, where rounding makes {rounding:.2g}. Leave draft_tree out for "
             "this model."
         )
+
+
+def _check_unscaled(model: nn.Module) -> None:
+    for each in model.modules():
+        if plain_class(each).__module__ in _SCALED:
+            raise UnsupportedModelError(
+                f"draft_tree was passed, and {plain_class(each).__module__} scales its "
+                "attention by the position, which a tree's rows do not stand at. Leave "
+                "draft_tree out for this model."
+            )
 
 
 def _difference(rows: mx.array, others: mx.array) -> float:

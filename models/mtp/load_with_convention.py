@@ -88,6 +88,17 @@ def load_mtp_head(
     if convention is not None:
         head, _ = build_mtp_head(found, model, decided(convention, found))
         return _ready(head)
+    head, result = _probed(found, model, pack, tokenizer)
+    _say_mixture(found, result.convention)
+    first, second = _scores(result.first), _scores(result.second)
+    saved.save(result.convention, {"first draft": first, "second draft": second})
+    return head
+
+
+def _probed(
+    found: FoundHead, model: nn.Module, pack: MtpConvention | None, tokenizer: Any
+) -> tuple[MtpHead, Probed]:
+    """Return the head with the convention that it agrees with the target by."""
     norms = found.norms
     usual = replace(pack or found.family.convention, norms=norms or "stored")
     usual = decided(usual, found)
@@ -105,10 +116,7 @@ def load_mtp_head(
         source=found.files.source,
         passage=encode(PASSAGE) if found.family.plus_one else None,
     )
-    _say_mixture(found, result.convention)
-    first, second = _scores(result.first), _scores(result.second)
-    saved.save(result.convention, {"first draft": first, "second draft": second})
-    return head
+    return head, result
 
 
 def usual_convention(model: nn.Module) -> MtpConvention:

@@ -69,18 +69,7 @@ def load_vision(
         UnsupportedCacheError: it has caches of an unknown kind.
     """
     check_model_folder(path_or_repo)
-    if find_spec("mlx_vlm") is None:
-        here = Path(path_or_repo).expanduser()
-        if here.is_dir() and "vision_config" not in read_config(here):
-            raise UnsupportedModelError(
-                f"{str(path_or_repo)!r} was asked for with vision, and its config.json "
-                "has no vision_config: it reads text only. Name a vision model, or "
-                "leave images out."
-            )
-        raise MissingLibraryError(
-            f"{str(path_or_repo)!r} was asked for with vision, which needs mlx-vlm. "
-            'Install it with: pip install "mlx-speculation[vision]"'
-        )
+    _check_library(path_or_repo)
     folder = model_folder(path_or_repo)
     _check_files(folder)
     config = read_config(folder)
@@ -113,6 +102,23 @@ def load_vision(
     if runs_on_linux_cpu():
         vlm = to_float32(vlm)
     return VisionTarget(vlm, Processor(processor, vlm.config)), tokenizer
+
+
+def _check_library(path_or_repo: str | Path) -> None:
+    """Refuse without mlx-vlm, with another reason for a model that reads text only."""
+    if find_spec("mlx_vlm") is not None:
+        return
+    here = Path(path_or_repo).expanduser()
+    if here.is_dir() and "vision_config" not in read_config(here):
+        raise UnsupportedModelError(
+            f"{str(path_or_repo)!r} was asked for with vision, and its config.json has "
+            "no vision_config: it reads text only. Name a vision model, or leave "
+            "images out."
+        )
+    raise MissingLibraryError(
+        f"{str(path_or_repo)!r} was asked for with vision, which needs mlx-vlm. "
+        'Install it with: pip install "mlx-speculation[vision]"'
+    )
 
 
 def _check_files(folder: Path) -> None:

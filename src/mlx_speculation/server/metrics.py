@@ -17,6 +17,17 @@ _SECONDS = (
 )
 
 
+def _prometheus() -> Any:
+    try:
+        import prometheus_client
+    except ImportError as error:
+        raise MissingLibraryError(
+            "The server counts with prometheus-client, which is not installed. "
+            "Install it with: pip install 'mlx-speculation[serve]'"
+        ) from error
+    return prometheus_client
+
+
 class Metrics:
     """The counts of one server, in a registry of their own.
 
@@ -25,13 +36,7 @@ class Metrics:
     """
 
     def __init__(self, model: str) -> None:
-        try:
-            import prometheus_client as prometheus
-        except ImportError as error:
-            raise MissingLibraryError(
-                "The server counts with prometheus-client, which is not installed. "
-                "Install it with: pip install 'mlx-speculation[serve]'"
-            ) from error
+        prometheus = _prometheus()
         self._library, self._registry = prometheus, prometheus.CollectorRegistry()
         self._model = model
 

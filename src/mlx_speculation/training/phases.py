@@ -120,16 +120,7 @@ class Run:
             steps = self._planned(stepper, batches)
             ids = [] if trainee.ids is None else np.array(trainee.ids).tolist()
             progress = Progress(steps, len(learned), ids, sized=self.sized)
-        optimizer = new_optimizer(
-            learning_rate(self.options, self._number("hidden_size", 1024)),
-            progress.steps,
-            self.options.warmup,
-            self.options.weight_decay,
-        )
-        if fresh:
-            optimizer.init(trainee.module.trainable_parameters())
-        else:
-            load_state(self.out / RUN, trainee.module, optimizer)
+        optimizer = self._optimizer(trainee, progress, fresh)
         loop = self._loop(
             trainee, stepper, target, optimizer, batches, progress, fixed, held
         )
@@ -146,6 +137,20 @@ class Run:
                 "command with more --minutes goes on from there."
             )
         return self._finished(trainee, dialogues, learned, progress, fixed, ended)
+
+    def _optimizer(self, trainee: Trainee, progress: Progress, fresh: bool) -> Any:
+        """Return the optimizer, new or as an earlier run left it, with its weights."""
+        optimizer = new_optimizer(
+            learning_rate(self.options, self._number("hidden_size", 1024)),
+            progress.steps,
+            self.options.warmup,
+            self.options.weight_decay,
+        )
+        if fresh:
+            optimizer.init(trainee.module.trainable_parameters())
+        else:
+            load_state(self.out / RUN, trainee.module, optimizer)
+        return optimizer
 
     def _made(self, learned: list[Any], ids: list[int]) -> Trainee:
         return make_trainee(

@@ -54,11 +54,6 @@ def write_record(
     return record
 
 
-def best_evaluation(progress: Progress) -> dict[str, Any]:
-    """Return the evaluation of the draft that was kept."""
-    return next(each for each in progress.history if each["step"] == progress.best[1])
-
-
 def _card(record: dict[str, Any]) -> str:
     options, data = record["options"], record["data"]
     kept = next(
