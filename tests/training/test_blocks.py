@@ -35,6 +35,7 @@ from mlx_speculation.training.kinds.block_drafter import (
     mask_id,
     usual_layers,
 )
+from mlx_speculation.training.kinds.trainee import Recorded
 from mlx_speculation.training.step import HARD, TrainingStep
 from mlx_speculation.training.teacher import TargetModel
 from support.identity import prompt_of
@@ -140,7 +141,8 @@ def test_each_slot_drafts_as_a_round_does(
     scale = np.abs(wanted).max()
 
     def logits(**options: Any) -> NDArray[np.float64]:
-        found = made.run(inputs, tokens, depths, lambda _, each: each, **options)
+        recorded = Recorded(inputs, tokens, depths, **options)
+        found = made.run(recorded, lambda _, each: each)
         return np.array(mx.stack(found, axis=2), np.float64)
 
     assert np.abs(logits() - wanted).max() < 1e-4 * scale

@@ -28,6 +28,7 @@ from mlx_speculation.models.mtp import load_mtp_head
 from mlx_speculation.training.kinds.eagle_head import EagleTrainee, usual_layers
 from mlx_speculation.training.kinds.mtp_head import MtpTrainee
 from mlx_speculation.training.kinds.small_model import SmallModelTrainee
+from mlx_speculation.training.kinds.trainee import Recorded
 from mlx_speculation.training.teacher import TargetModel
 from mlx_speculation.training.training_run import train
 from support.models import mtp_checkpoints
@@ -212,8 +213,8 @@ def test_no_row_is_longer_than_a_table_of_positions(tmp_path: Path) -> None:
     made = SmallModelTrainee(model, tokenizer, folder, small, seed=3)
     tokens = mx.zeros((2, 10), mx.int32)
     with pytest.raises(InvalidRequestError, match=r"9 tokens.* 8 positions"):
-        made.run([], tokens, 3, lambda _, logits: logits)
-    assert len(made.run([], tokens[:, :9], 3, lambda _, logits: logits)) == 3
+        made.run(Recorded([], tokens, 3), lambda _, logits: logits)
+    assert len(made.run(Recorded([], tokens[:, :9], 3), lambda _, logits: logits)) == 3
     teacher = TargetModel(made.module, made)
     with pytest.raises(InvalidRequestError, match=r"10 tokens.* 8 positions"):
         teacher.lesson(tokens)

@@ -20,7 +20,12 @@ from mlx_speculation.engine import LookupDraft
 from mlx_speculation.engine import Sequence as Known
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.training.data.dialogues import Dialogue
-from mlx_speculation.training.kinds.trainee import Trainee, depths_of, slots_of
+from mlx_speculation.training.kinds.trainee import (
+    Recorded,
+    Trainee,
+    depths_of,
+    slots_of,
+)
 from mlx_speculation.training.teacher import TargetModel
 
 ROUND = 4  # drafts of a round, for mean lengths
@@ -166,7 +171,7 @@ def _shares(
         return _evaluated(mx.minimum(probs, own).sum(axis=-1))
 
     read: Callable[[int, mx.array], mx.array] = overlap if temperature else right
-    made = trainee.run(lesson.inputs, tokens, depths, read)
+    made = trainee.run(Recorded(lesson.inputs, tokens, depths), read)
     return np.stack([np.array(each).astype(np.float64) for each in made], axis=-1)
 
 

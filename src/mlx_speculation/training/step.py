@@ -13,7 +13,7 @@ import mlx.optimizers as optim
 from mlx.utils import tree_map
 
 from mlx_speculation.training.data.row_batches import RowBatch, RowBatches
-from mlx_speculation.training.kinds.trainee import Trainee, slots_of
+from mlx_speculation.training.kinds.trainee import Recorded, Trainee, slots_of
 from mlx_speculation.training.loss import Teacher, at_slots, distance
 from mlx_speculation.training.teacher import TargetModel
 
@@ -146,14 +146,8 @@ class TrainingStep:
         trainee.module.update(
             tree_map(lambda weight: weight.astype(self._dtype), parameters)
         )
-        made = trainee.run(
-            inputs,
-            tokens,
-            self._depths,
-            read,
-            slots=slots,
-            checkpoint=self._checkpoint,
-        )
+        text = Recorded(inputs, tokens, self._depths, slots, self._checkpoint)
+        made = trainee.run(text, read)
         faded = [trainee.fading**depth * loss for depth, loss in enumerate(made)]
         total: mx.array = sum(faded[1:], start=faded[0])
         return total

@@ -8,7 +8,6 @@ A drafter of some ids has an output layer of its own, which is trained; one of a
 uses the target's. The embedding is the target's.
 """
 
-import json
 from collections.abc import Sequence
 from math import exp
 from pathlib import Path
@@ -28,7 +27,8 @@ from mlx_speculation.models.dflash.config import read_settings as read_dflash
 from mlx_speculation.models.dspark import DSparkHead
 from mlx_speculation.models.dspark.config import read_settings as read_dspark
 from mlx_speculation.training.kinds.new_head import SPREAD, begin_head, layer_sizes
-from mlx_speculation.training.kinds.packing import id_tensors, packed, write_tensors
+from mlx_speculation.training.kinds.packing import id_tensors, packed, write_draft
+from mlx_speculation.training.kinds.trainee import Recorded
 from mlx_speculation.training.many_blocks import BlocksCache, run_many_blocks
 from mlx_speculation.training.unroll import Made, Read
 
@@ -127,23 +127,15 @@ class BlockTrainee:
         """Return the outputs of the layers."""
         return self.dflash.outputs(states)
 
-    def run(
-        self,
-        inputs: list[mx.array],
-        tokens: mx.array,
-        depths: int,
-        read: Read[Made],
-        *,
-        slots: mx.array | None = None,
-        checkpoint: bool = False,
-    ) -> list[Made]:
+    def run(self, text: Recorded, read: Read[Made]) -> list[Made]:
         """Draft from slots; see `Trainee.run`.
 
         What the token before adds is that of the recorded one.
         """
-        head, n = self.module, tokens.shape[1] - depths - 1
-        context = head.joined([each[:, :n] for each in inputs])
-        if slots is None:
+        head, tokens, depths = self.module, text.tokens, text.depths
+        n, checkpoint = tokens.shape[1] - depths - 1, text.checkpoint
+        context = head.joined([each[:, :n] for each in text.inputs])
+        if text.slots is None:
             every = mx.broadcast_to(mx.arange(n), (len(tokens), n))
             parts = []
             for begin in range(0, n, _AT_ONCE):
@@ -152,6 +144,7 @@ class BlockTrainee:
                 mx.eval(parts[-1])
             states, slots = mx.concatenate(parts, axis=1), every
         else:
+            slots = text.slots
             states = self._states(context, tokens, slots, depths, checkpoint)
         parameters = head.trainable_parameters()
         found = []
@@ -201,9 +194,8 @@ class BlockTrainee:
         tensors, quantization = packed(self.module, bits)
         if self._ids is not None:
             tensors |= id_tensors(self._ids, self._width)
-        write_tensors(folder, tensors, "mlx" if bits else "pt")
-        text = json.dumps(self._config | quantization, indent=2) + "\n"
-        (folder / "config.json").write_text(text, encoding="utf-8")
+        config = self._config | quantization
+        write_draft(folder, tensors, config, "mlx" if bits else "pt")
 
     def source(self, folder: Path) -> Any:
         """Return the folder: a generator loads it."""

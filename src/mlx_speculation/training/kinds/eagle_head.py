@@ -5,7 +5,6 @@ before the last norm is recycled, and each tapped layer has a norm of its own be
 `fc` (EAGLE-3.1).
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,8 @@ from mlx_speculation.models.config_json import text_config
 from mlx_speculation.models.eagle import Eagle, EagleHead
 from mlx_speculation.models.eagle.config import read_settings
 from mlx_speculation.training.kinds.new_head import begin_head, layer_sizes
-from mlx_speculation.training.kinds.packing import id_tensors, packed, write_tensors
-from mlx_speculation.training.kinds.trainee import FADING
+from mlx_speculation.training.kinds.packing import id_tensors, packed, write_draft
+from mlx_speculation.training.kinds.trainee import FADING, Recorded
 from mlx_speculation.training.unroll import Made, Read, attend_split, unroll
 
 
@@ -84,21 +83,13 @@ class EagleTrainee:
         """Return the outputs of the layers."""
         return [states.layer(index) for index in self.layers]
 
-    def run(
-        self,
-        inputs: list[mx.array],
-        tokens: mx.array,
-        depths: int,
-        read: Read[Made],
-        *,
-        slots: mx.array | None = None,
-        checkpoint: bool = False,
-    ) -> list[Made]:
+    def run(self, text: Recorded, read: Read[Made]) -> list[Made]:
         """Draft from all slots; see `Trainee.run`."""
-        n = tokens.shape[1] - depths - 1
-        hidden = self.module.joined([each[:, :n] for each in inputs])
+        n = text.tokens.shape[1] - text.depths - 1
+        hidden = self.module.joined([each[:, :n] for each in text.inputs])
+        tokens, checkpoint = text.tokens[:, 1:], text.checkpoint
         return unroll(
-            self.eagle, hidden, tokens[:, 1:], depths, read, checkpoint=checkpoint
+            self.eagle, hidden, tokens, text.depths, read, checkpoint=checkpoint
         )
 
     def save(self, folder: Path, bits: int | None) -> None:
@@ -106,9 +97,7 @@ class EagleTrainee:
         tensors, quantization = packed(self.module, bits)
         tensors |= id_tensors(self._ids, self._config["vocab_size"])
         config = self._config | quantization
-        write_tensors(folder, tensors, "mlx" if bits else "pt")
-        text = json.dumps(config, indent=2) + "\n"
-        (folder / "config.json").write_text(text, encoding="utf-8")
+        write_draft(folder, tensors, config, "mlx" if bits else "pt")
 
     def source(self, folder: Path) -> Any:
         """Return the folder: a generator loads it."""

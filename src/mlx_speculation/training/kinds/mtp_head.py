@@ -4,7 +4,6 @@ It is written as a head in a folder of its own, in the form in which it runs, so
 are stored as they are applied, and experts together.
 """
 
-import json
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -20,8 +19,8 @@ from mlx_speculation.models import HiddenStates, MtpConvention, States, read_con
 from mlx_speculation.models.mtp import Mtp, find_mtp_head, load_mtp_head
 from mlx_speculation.models.mtp.families import module_of
 from mlx_speculation.models.mtp.files import SPLIT
-from mlx_speculation.training.kinds.packing import packed, write_tensors
-from mlx_speculation.training.kinds.trainee import FADING
+from mlx_speculation.training.kinds.packing import packed, write_draft
+from mlx_speculation.training.kinds.trainee import FADING, Recorded
 from mlx_speculation.training.unroll import Made, Read, unroll
 
 # Copies of the target's ends, and what decides which expert runs, are left alone.
@@ -82,25 +81,12 @@ class MtpTrainee:
         """Return the target's state before its final norm, or after it."""
         return [self._states(states)]
 
-    def run(
-        self,
-        inputs: list[mx.array],
-        tokens: mx.array,
-        depths: int,
-        read: Read[Made],
-        *,
-        slots: mx.array | None = None,
-        checkpoint: bool = False,
-    ) -> list[Made]:
+    def run(self, text: Recorded, read: Read[Made]) -> list[Made]:
         """Draft from all slots; see `Trainee.run`."""
-        n = tokens.shape[1] - depths - 1
+        hidden = text.inputs[0][:, : text.tokens.shape[1] - text.depths - 1]
+        tokens, checkpoint = text.tokens[:, 1:], text.checkpoint
         return unroll(
-            self._mtp,
-            inputs[0][:, :n],
-            tokens[:, 1:],
-            depths,
-            read,
-            checkpoint=checkpoint,
+            self._mtp, hidden, tokens, text.depths, read, checkpoint=checkpoint
         )
 
     def save(self, folder: Path, bits: int | None) -> None:
@@ -113,14 +99,12 @@ class MtpTrainee:
             family.file_name(name, self._trunk): value
             for name, value in tensors.items()
         }
-        write_tensors(folder, named, "mlx")
         config = {
             **{k: v for k, v in self._target.items() if k != "quantization"},
             "model_type": self._module.rpartition(".")[2] + SPLIT,
             **quantization,
         }
-        text = json.dumps(config, indent=2) + "\n"
-        (folder / "config.json").write_text(text, encoding="utf-8")
+        write_draft(folder, named, config)
 
     def source(self, folder: Path) -> Any:
         """Return the folder: a generator loads it."""

@@ -1,5 +1,6 @@
 """Trained weights as they are stored: 16-bit numbers, or packed in 4 or 8 bits."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -55,17 +56,22 @@ def id_tensors(ids: NDArray[np.int64], width: int) -> Tensors:
     return {"d2t": mx.array(ids - np.arange(len(ids))), "t2d": mx.array(known)}
 
 
-def write_tensors(folder: Path, tensors: Tensors, made_by: str) -> None:
-    """Write model.safetensors as a whole or not at all.
+def write_draft(
+    folder: Path, tensors: Tensors, config: dict[str, Any], made_by: str = "mlx"
+) -> None:
+    """Write config.json and model.safetensors, which is there as a whole or not at all.
 
     Args:
         folder: exists.
         tensors: by name.
-        made_by: whose form they are in, "mlx" or "pt".
+        config: what config.json holds.
+        made_by: whose form the tensors are in, "mlx" or "pt".
     """
     partial = folder / "model.partial.safetensors"
     mx.save_safetensors(str(partial), tensors, {"format": made_by})
     partial.replace(folder / "model.safetensors")
+    text = json.dumps(config, indent=2) + "\n"
+    (folder / "config.json").write_text(text, encoding="utf-8")
 
 
 def _can_be_packed(part: Any) -> bool:

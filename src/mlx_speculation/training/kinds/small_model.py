@@ -1,6 +1,5 @@
 """A small model of the target's family, taught to write what the target writes."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ from mlx_speculation.models import (
     position_table,
     read_config,
 )
-from mlx_speculation.training.kinds.packing import packed, write_tensors
-from mlx_speculation.training.kinds.trainee import FADING
+from mlx_speculation.training.kinds.packing import packed, write_draft
+from mlx_speculation.training.kinds.trainee import FADING, Recorded
 from mlx_speculation.training.unroll import Made, Read
 
 _TOKENIZER = ("*token*", "vocab*", "merges.txt", "chat_template*", "generation_config*")
@@ -80,20 +79,12 @@ class SmallModelTrainee:
         """Return nothing: it reads tokens alone."""
         return []
 
-    def run(
-        self,
-        inputs: list[mx.array],
-        tokens: mx.array,
-        depths: int,
-        read: Read[Made],
-        *,
-        slots: mx.array | None = None,
-        checkpoint: bool = False,
-    ) -> list[Made]:
+    def run(self, text: Recorded, read: Read[Made]) -> list[Made]:
         """Draft from all slots: the tokens before are the recorded ones at any depth.
 
-        `checkpoint` changes nothing.
+        `text.checkpoint` changes nothing.
         """
+        tokens, depths = text.tokens, text.depths
         n = tokens.shape[1] - depths
         check_positions(tokens.shape[1] - 1, 0, self._positions)
         module: Any = self.module
@@ -103,9 +94,7 @@ class SmallModelTrainee:
     def save(self, folder: Path, bits: int | None) -> None:
         """Write a model folder, as mlx-lm loads it, with the target's tokenizer."""
         tensors, quantization = packed(self.module, bits)
-        write_tensors(folder, tensors, "mlx")
-        text = json.dumps(self._config | quantization, indent=2) + "\n"
-        (folder / "config.json").write_text(text, encoding="utf-8")
+        write_draft(folder, tensors, self._config | quantization)
         for pattern in _TOKENIZER:
             for file in self._target.glob(pattern):
                 shutil.copy(file, folder / file.name)

@@ -1,5 +1,6 @@
 """What the training needs to know of a drafter."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,6 +11,18 @@ from mlx_speculation.models import HiddenStates, States
 from mlx_speculation.training.unroll import Made, Read
 
 FADING = 0.8  # as in EAGLE-3
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recorded:
+    """Recorded text to draft from."""
+
+    inputs: list[mx.array]  # what `Trainee.read` returned, for at least the slots
+    tokens: mx.array  # ids [rows, slots + depths + first - 1]
+    depths: int  # how many tokens are drafted
+    # To draft from, int32 [rows, n]; None: all. Drafters of blocks alone get some.
+    slots: mx.array | None = None
+    checkpoint: bool = False  # gradients compute each depth again
 
 
 class Trainee(Protocol):
@@ -46,26 +59,12 @@ class Trainee(Protocol):
         """Return what it reads of a forward, each [rows, positions, dim]."""
         ...
 
-    def run(
-        self,
-        inputs: list[mx.array],
-        tokens: mx.array,
-        depths: int,
-        read: Read[Made],
-        *,
-        slots: mx.array | None = None,
-        checkpoint: bool = False,
-    ) -> list[Made]:
+    def run(self, text: Recorded, read: Read[Made]) -> list[Made]:
         """Draft from slots of recorded text; see `unroll` and `many_blocks`.
 
         Args:
-            inputs: what `read` returned, for at least the slots.
-            tokens: ids [rows, slots + depths + first - 1].
-            depths: how many tokens are drafted.
+            text: the text, with what is read of it.
             read: called with each depth and its logits [rows, slots, ids].
-            slots: those to draft from, int32 [rows, n]; None: all. Drafters of blocks
-                alone get some.
-            checkpoint: whether gradients compute each depth again.
         """
         ...
 
