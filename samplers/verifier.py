@@ -14,7 +14,7 @@ Greedy requests choose without noise under each of them. What a round decides is
 computed on the device: nothing here is evaluated or read.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
 
@@ -39,18 +39,17 @@ from mlx_speculation.samplers.noise.round_keys import (
     round_keys,
 )
 from mlx_speculation.samplers.row_context import Rows
-from mlx_speculation.samplers.rules import block, rejection
-from mlx_speculation.samplers.rules.probs import RuleOutcome, draw
+from mlx_speculation.samplers.rules.probs import Rule, draw
+from mlx_speculation.samplers.rules.verification import BLOCK, REJECTION
 from mlx_speculation.samplers.sampling import Sampling
 from mlx_speculation.samplers.user_sampler import within
 
 Acceptance = Literal["keyed", "rejection", "block"]
-Rule = Callable[[mx.array, mx.array | None, mx.array, mx.array], RuleOutcome]
 
 RULES: dict[str, Rule | None] = {
     "keyed": None,
-    "rejection": rejection.verify,
-    "block": block.verify,
+    "rejection": REJECTION,
+    "block": BLOCK,
 }
 
 
@@ -222,7 +221,7 @@ class Verifier:
         assert self._rule is not None
         positions = mx.array(list(rows.positions))
         thrown = coins(round_keys(self._stream(COIN), first, positions[:-1]))
-        outcome = self._rule(probs, draft_probs, drafted, thrown)
+        outcome = self._rule.verify(probs, draft_probs, drafted, thrown)
         place = positions[:1] + outcome.accepted
         last = self._draw(outcome.next_probs[None], first, place)
         drafted = mx.concatenate([drafted, last.astype(drafted.dtype)])

@@ -46,29 +46,34 @@ class Odds:
     shares: mx.array
 
 
-def judged(
-    # Of the rule, from target, draft (see `draft_distributions`) and drafted
-    odds: Callable[[mx.array, mx.array, mx.array], Odds],
-    # Of the rule: how many are accepted, integer [...], by which coins have passed,
-    # bool [..., k]
-    count: Callable[[mx.array], mx.array],
-    target_probs: mx.array,  # [..., k + 1, vocab]
-    # [..., k, vocab], or None for tokens chosen without chance
-    draft_probs: mx.array | None,
-    drafted: mx.array,  # integer [..., k]
-    coins: mx.array,  # [..., k], uniform in [0, 1), independent of the drafted tokens
-) -> RuleOutcome:
-    """Decide by a rule how many drafted tokens are accepted, and what follows them.
+@dataclass(frozen=True, slots=True, eq=False)
+class Rule:
+    """How many drafted tokens are accepted, from probabilities and coins."""
 
-    Raises:
-        InvalidRequestError: the shapes do not fit.
-    """
-    draft = draft_distributions(target_probs, draft_probs, drafted)
-    own = odds(target_probs, draft, drafted)
-    check_shape("coins", coins, drafted.shape)
-    accepted = count(passes(coins, own.part, own.whole)).astype(mx.int32)
-    following = probs_after(target_probs, draft, own.shares, accepted)
-    return RuleOutcome(accepted, following, quotient(own.part, own.whole))
+    # From target, draft (see `draft_distributions`) and drafted
+    odds: Callable[[mx.array, mx.array, mx.array], Odds]
+    # How many are accepted, integer [...], by which coins have passed, bool [..., k]
+    count: Callable[[mx.array], mx.array]
+
+    def verify(
+        self,
+        target_probs: mx.array,  # [..., k + 1, vocab]
+        # [..., k, vocab], or None for tokens chosen without chance
+        draft_probs: mx.array | None,
+        drafted: mx.array,  # integer [..., k]
+        coins: mx.array,  # [..., k], uniform in [0, 1), independent of the drafted
+    ) -> RuleOutcome:
+        """Decide how many drafted tokens are accepted, and what follows them.
+
+        Raises:
+            InvalidRequestError: the shapes do not fit.
+        """
+        draft = draft_distributions(target_probs, draft_probs, drafted)
+        own = self.odds(target_probs, draft, drafted)
+        check_shape("coins", coins, drafted.shape)
+        accepted = self.count(passes(coins, own.part, own.whole)).astype(mx.int32)
+        following = probs_after(target_probs, draft, own.shares, accepted)
+        return RuleOutcome(accepted, following, quotient(own.part, own.whole))
 
 
 def draft_distributions(
@@ -76,7 +81,7 @@ def draft_distributions(
 ) -> mx.array:
     """Return the draft's distributions, one-hot for tokens chosen without chance.
 
-    Shapes are those of `judged`; those that do not fit are refused.
+    Shapes are those of `Rule.verify`; those that do not fit are refused.
     """
     batch, k = drafted.shape[:-1], drafted.shape[-1]
     vocab = target_probs.shape[-1]

@@ -15,8 +15,8 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_speculation.samplers import Acceptance, Verifier
-from mlx_speculation.samplers.rules import block
 from mlx_speculation.samplers.rules.probs import draft_distributions
+from mlx_speculation.samplers.rules.verification import BLOCK
 
 
 @dataclass(slots=True)
@@ -149,4 +149,4 @@ def block_accepted(
         [...].
     """
     draft = draft_distributions(target_probs, draft_probs, drafted)
-    return block.odds(target_probs, draft, drafted).shares[..., 1:].sum(axis=-1)
+    return BLOCK.odds(target_probs, draft, drafted).shares[..., 1:].sum(axis=-1)

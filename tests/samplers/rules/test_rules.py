@@ -4,7 +4,6 @@ import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import mlx.core as mx
 import numpy as np
@@ -14,8 +13,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from mlx_speculation.errors import InvalidRequestError
-from mlx_speculation.samplers.rules import block, rejection
-from mlx_speculation.samplers.rules.probs import RuleOutcome, draw, residual
+from mlx_speculation.samplers.rules.probs import Rule, RuleOutcome, draw, residual
+from mlx_speculation.samplers.rules.verification import BLOCK, REJECTION
 from support.each import each
 from support.sampling.distribution_pairs import KINDS
 from support.sampling.enumeration import acceptance_probs, next_probs
@@ -30,7 +29,7 @@ keyed_agreement = closed_form.keyed_agreement
 tokenwise_acceptance = closed_form.tokenwise_acceptance
 
 Array = NDArray[np.float64]
-RULES = pytest.mark.parametrize("rule", [rejection, block], ids=["token-wise", "block"])
+RULES = pytest.mark.parametrize("rule", [REJECTION, BLOCK], ids=["token-wise", "block"])
 BELOW_1 = {mx.float32: 1 - 2.0**-24, mx.float64: 1 - 2.0**-53}
 DTYPES = pytest.mark.parametrize("dtype", BELOW_1, ids=str)
 
@@ -56,19 +55,19 @@ def arrays(dtype: mx.Dtype, *values: Array) -> list[mx.array]:
     return [mx.array(value, dtype=dtype) for value in values]
 
 
-def count(rule: ModuleType, passed: NDArray[np.bool_]) -> NDArray[np.int64]:
+def count(rule: Rule, passed: NDArray[np.bool_]) -> NDArray[np.int64]:
     """The rules' two ways from coins to a count, one row at a time."""
     rows = passed.reshape(-1, passed.shape[-1])
-    if rule is rejection:
+    if rule is REJECTION:
         counts = [[*row, False].index(False) for row in rows]
     else:
         counts = [int(max(np.flatnonzero(row) + 1, default=0)) for row in rows]
     return np.array(counts).reshape(passed.shape[:-1])
 
 
-@each(k=[1, 2, 3], kind=KINDS, dtype=BELOW_1, rule=[rejection, block])
+@each(k=[1, 2, 3], kind=KINDS, dtype=BELOW_1, rule=[REJECTION, BLOCK])
 def test_coins_pass_below_the_acceptance_probability(
-    rule: ModuleType, dtype: mx.Dtype, kind: str, k: int
+    rule: Rule, dtype: mx.Dtype, kind: str, k: int
 ) -> None:
     """All coins from 0 to just below 1, and on either side of every threshold."""
     target, draft, drafted = distributions(kind, (6,), k, 4)
@@ -82,24 +81,22 @@ def test_coins_pass_below_the_acceptance_probability(
     coins = np.broadcast_to(grid[:, None], (len(grid), 6, k))
     near = [exact * (1 - epsilon), np.minimum(exact * (1 + epsilon), BELOW_1[dtype])]
     coins = np.concatenate([coins, *(n[None] for n in near)])
-    rows = [mx.broadcast_to(a, (len(coins), *a.shape)) for a in (t, d, x)]
+    p, q, ids = (mx.broadcast_to(a, (len(coins), *a.shape)) for a in (t, d, x))
     thrown = mx.array(coins, dtype=dtype)
-    verdict = rule.verify(*rows, thrown)
+    verdict = rule.verify(p, q, ids, thrown)
     told = np.array(thrown).astype(np.float64)
     expected = count(rule, (told < exact) | (exact == 1))
     assert np.array_equal(np.array(verdict.accepted), expected)
     assert len({verdict, rule.verify(t, d, x, thrown[0])}) == 2  # hashed by identity
-    following = next_probs(rule, rows[0], rows[1], rows[2], verdict.accepted)
+    following = next_probs(rule, p, q, ids, verdict.accepted)
     assert mx.array_equal(verdict.next_probs, following).item()
     assert (verdict.acceptance == acceptance).all().item()
     assert verdict.accepted.dtype == mx.int32
     assert verdict.next_probs.dtype == verdict.acceptance.dtype == dtype
 
 
-@each(dtype=BELOW_1, rule=[rejection, block])
-def test_every_coin_passes_where_the_quotient_is_1(
-    rule: ModuleType, dtype: mx.Dtype
-) -> None:
+@each(dtype=BELOW_1, rule=[REJECTION, BLOCK])
+def test_every_coin_passes_where_the_quotient_is_1(rule: Rule, dtype: mx.Dtype) -> None:
     """The largest coin times q does not round up to q."""
     target, _, drafted = distributions("equal", (500,), 3, 4)
     t = mx.array(target, dtype=dtype)
@@ -112,7 +109,7 @@ def test_every_coin_passes_where_the_quotient_is_1(
 
 
 @RULES
-def test_a_token_without_probability_is_never_accepted(rule: ModuleType) -> None:
+def test_a_token_without_probability_is_never_accepted(rule: Rule) -> None:
     """Not with a coin of 0, and not one that the draft cannot have drawn."""
     coins = mx.zeros((1,))
     half = mx.array([0.5, 0.5, 0])
@@ -130,7 +127,7 @@ def test_a_token_without_probability_is_never_accepted(rule: ModuleType) -> None
 
 @RULES
 def test_nothing_after_a_token_that_was_never_drawn_is_accepted(
-    rule: ModuleType,
+    rule: Rule,
 ) -> None:
     t = mx.full((4, 2), 0.5)
     d = mx.array([[0.5, 0.5], [0, 1], [0.5, 0.5]])
@@ -139,9 +136,9 @@ def test_nothing_after_a_token_that_was_never_drawn_is_accepted(
     assert verdict.next_probs.tolist() == [1, 0]
 
 
-@each(token=[4, 5, 1000, -1], rule=[rejection, block])
+@each(token=[4, 5, 1000, -1], rule=[REJECTION, BLOCK])
 def test_an_id_that_no_distribution_has_is_never_accepted(
-    rule: ModuleType, token: int
+    rule: Rule, token: int
 ) -> None:
     target, draft, _ = distributions("spread", (), 2, 4)
     t, d = arrays(mx.float32, target, draft)
@@ -153,7 +150,7 @@ def test_an_id_that_no_distribution_has_is_never_accepted(
 
 
 @RULES
-def test_distributions_that_are_not_numbers_accept_nothing(rule: ModuleType) -> None:
+def test_distributions_that_are_not_numbers_accept_nothing(rule: Rule) -> None:
     target, draft, drafted = distributions("spread", (), 3, 4)
     t, d = arrays(mx.float32, target, draft)
     x, coins = mx.array(drafted), mx.zeros((3,))
@@ -171,9 +168,9 @@ def test_where_no_residual_is_left_the_targets_distribution_follows() -> None:
     assert mx.array_equal(nothing, distribution).item()
 
 
-@each(batch=[(), (3,)], rule=[rejection, block])
+@each(batch=[(), (3,)], rule=[REJECTION, BLOCK])
 def test_without_drafted_tokens_the_targets_distribution_follows(
-    rule: ModuleType, batch: tuple[int, ...]
+    rule: Rule, batch: tuple[int, ...]
 ) -> None:
     target, _, _ = distributions("spread", batch, 0, 5)
     (t,) = arrays(mx.float32, target)
@@ -186,9 +183,9 @@ def test_without_drafted_tokens_the_targets_distribution_follows(
         assert verdict.accepted.dtype == mx.int32
 
 
-@each(kind=KINDS, rule=[rejection, block])
+@each(kind=KINDS, rule=[REJECTION, BLOCK])
 def test_no_distributions_are_the_same_as_one_hot_distributions(
-    rule: ModuleType, kind: str
+    rule: Rule, kind: str
 ) -> None:
     target, _, drafted = distributions(kind, (20,), 3, 4)
     t, one_hot = arrays(mx.float32, target, np.eye(4)[drafted])
@@ -203,10 +200,8 @@ def check_same(ours: RuleOutcome, theirs: RuleOutcome) -> None:
     assert mx.array_equal(ours.acceptance, theirs.acceptance).item()
 
 
-@each(told=[True, False], rule=[rejection, block])
-def test_a_draft_that_has_ended_is_a_shorter_draft(
-    rule: ModuleType, told: bool
-) -> None:
+@each(told=[True, False], rule=[REJECTION, BLOCK])
+def test_a_draft_that_has_ended_is_a_shorter_draft(rule: Rule, told: bool) -> None:
     """In a batch it ends with rows of zeros, or with the id -1."""
     target, draft, drafted = distributions("spread", (40,), 4, 3)
     t, d = arrays(mx.float32, target, draft)
@@ -244,7 +239,7 @@ def test_a_draft_that_has_ended_is_a_shorter_draft(
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(
-    rule: ModuleType, target: tuple[int, ...], draft: tuple[int, ...], match: str
+    rule: Rule, target: tuple[int, ...], draft: tuple[int, ...], match: str
 ) -> None:
     t, d, x = mx.zeros(target), mx.zeros(draft), mx.zeros((3,), dtype=mx.uint32)
     with pytest.raises(InvalidRequestError, match=match):
@@ -255,17 +250,15 @@ def test_shapes_that_do_not_fit_are_refused(
         next_probs(rule, t, d, x, mx.array(0))
 
 
-@each(coins=[(2,), (4,), (1,), (3, 1)], rule=[rejection, block])
-def test_coins_of_another_shape_are_refused(
-    rule: ModuleType, coins: tuple[int, ...]
-) -> None:
+@each(coins=[(2,), (4,), (1,), (3, 1)], rule=[REJECTION, BLOCK])
+def test_coins_of_another_shape_are_refused(rule: Rule, coins: tuple[int, ...]) -> None:
     t, x = mx.zeros((4, 5)), mx.zeros((3,), dtype=mx.uint32)
     with pytest.raises(InvalidRequestError, match="coins has the shape"):
         rule.verify(t, None, x, mx.zeros(coins))
 
 
-@each(dtype=[mx.bfloat16, mx.float16, mx.float32, mx.float64], rule=[rejection, block])
-def test_distributions_keep_their_dtype(rule: ModuleType, dtype: mx.Dtype) -> None:
+@each(dtype=[mx.bfloat16, mx.float16, mx.float32, mx.float64], rule=[REJECTION, BLOCK])
+def test_distributions_keep_their_dtype(rule: Rule, dtype: mx.Dtype) -> None:
     target, draft, drafted = distributions("spread", (2,), 3, 4)
     t, d = arrays(dtype, target, draft)
     x = mx.array(drafted)
@@ -283,14 +276,14 @@ def test_a_ratio_that_overflows_after_an_impossible_token_is_no_chance() -> None
             [1e-39, 1],
         ]
     )
-    verdict = block.verify(t, d, mx.array([0, 0]), mx.zeros((2,)))
+    verdict = BLOCK.verify(t, d, mx.array([0, 0]), mx.zeros((2,)))
     assert verdict.accepted.item() == 0
     assert verdict.acceptance.tolist() == [0, 0]
     assert verdict.next_probs.tolist() == [0, 1]
 
 
-@each(kind=["spread", "zeros", "mixed", "tiny parts"], rule=[rejection, block])
-def test_batch_rows_are_judged_as_if_alone(rule: ModuleType, kind: str) -> None:
+@each(kind=["spread", "zeros", "mixed", "tiny parts"], rule=[REJECTION, BLOCK])
+def test_batch_rows_are_judged_as_if_alone(rule: Rule, kind: str) -> None:
     target, draft, drafted = distributions(kind, (2, 3), 3, 4)
     t, d = arrays(mx.float32, target, draft)
     x = mx.array(drafted)
@@ -309,7 +302,7 @@ def test_batch_rows_are_judged_as_if_alone(rule: ModuleType, kind: str) -> None:
 
 
 @RULES
-def test_nothing_is_read_on_the_host(rule: ModuleType) -> None:
+def test_nothing_is_read_on_the_host(rule: Rule) -> None:
     """Tracing refuses any evaluation, so a rule that can be traced has none."""
     target, draft, drafted = distributions("spread", (5,), 3, 4)
     t, d = arrays(mx.float32, target, draft)
@@ -333,8 +326,8 @@ def test_nothing_is_read_on_the_host(rule: ModuleType) -> None:
         mx.vmap(read)(t, d, x, coins)
 
 
-@each(kind=KINDS, rule=[rejection, block])
-def test_float32_is_near_float64(rule: ModuleType, kind: str) -> None:
+@each(kind=KINDS, rule=[REJECTION, BLOCK])
+def test_float32_is_near_float64(rule: Rule, kind: str) -> None:
     """Both get the same float32 numbers, so the difference is the rule's own.
 
     Bounds in units of the last place of 1, 2**-23: 8 for token-wise acceptance, as a
@@ -350,7 +343,7 @@ def test_float32_is_near_float64(rule: ModuleType, kind: str) -> None:
         np.array(acceptance_probs(rule, *pair, x)).astype(np.float64)
         for pair in ((t, d), fine)
     )
-    if rule is rejection:
+    if rule is REJECTION:
         assert (np.abs(short - long) <= 8 * unit * long).all()
     for n in range(5):
         accepted = mx.full((200,), n, dtype=mx.int32)
@@ -360,8 +353,8 @@ def test_float32_is_near_float64(rule: ModuleType, kind: str) -> None:
         mass = np.ones(200)
         if n < 4:
             share = np.ones(200)
-            if rule is block:
-                share = np.array(block.odds(*fine, x).shares)[:, n]
+            if rule is BLOCK:
+                share = np.array(BLOCK.odds(*fine, x).shares)[:, n]
             left = share[:, None] * np.array(fine[0][:, n]) - np.array(fine[1][:, n])
             mass = np.maximum(left, 0).sum(-1)
         assert (off * mass <= 8 * unit).all()
@@ -472,7 +465,7 @@ def emitted_counts(judge: Judge, size: int) -> tuple[Array, Array]:
 
 @RULES
 def test_rounds_drawn_with_coins_follow_the_joint_distribution(
-    rule: ModuleType,
+    rule: Rule,
 ) -> None:
     """Chi-square over 100,000 rounds, 26 degrees of freedom; odds of 1e-6 at 75."""
     observed, expected = emitted_counts(rule.verify, 100_000)
@@ -481,7 +474,7 @@ def test_rounds_drawn_with_coins_follow_the_joint_distribution(
 
 def test_coins_compared_the_wrong_way_round_are_seen() -> None:
     def wrong(t: mx.array, d: mx.array, x: mx.array, coins: mx.array) -> RuleOutcome:
-        return rejection.verify(t, d, x, 1 - mx.sqrt(coins))
+        return REJECTION.verify(t, d, x, 1 - mx.sqrt(coins))
 
     observed, expected = emitted_counts(wrong, 100_000)
     assert ((observed - expected) ** 2 / expected).sum() > 1000

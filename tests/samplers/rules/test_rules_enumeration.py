@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_speculation.samplers.rules import block
+from mlx_speculation.samplers.rules import verification
 from mlx_speculation.samplers.rules.probs import row, token_probs
 from support.sampling.distribution_pairs import KINDS, normalized, tables
 from support.sampling.enumeration import (
@@ -290,7 +290,7 @@ def test_what_a_benchmark_expects_of_block_verification_is_its_mean() -> None:
 
     def expected(target: mx.array, draft: mx.array, drafted: mx.array) -> mx.array:
         accepted = block_accepted(target, draft, drafted)
-        reach = block.odds(target, draft, drafted).shares
+        reach = verification.BLOCK.odds(target, draft, drafted).shares
         assert accepted.shape == reach.shape[:-1]
         return accepted[..., None]
 

@@ -13,14 +13,13 @@ continued with the target's distribution, because a round may emit fewer.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from types import ModuleType
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
 from mlx_speculation.samplers.acceptance import count_accepted
-from mlx_speculation.samplers.rules import block, rejection
+from mlx_speculation.samplers.rules import probs, verification
 from mlx_speculation.samplers.rules.probs import (
     draft_distributions,
     probs_after,
@@ -91,7 +90,7 @@ def last_success(acceptance: Array) -> Array:
 
 
 def acceptance_probs(
-    rule: ModuleType, target: mx.array, draft: mx.array | None, drafted: mx.array
+    rule: probs.Rule, target: mx.array, draft: mx.array | None, drafted: mx.array
 ) -> mx.array:
     """With what a rule compares its coins, [..., k]."""
     odds = rule.odds(target, draft_distributions(target, draft, drafted), drafted)
@@ -99,7 +98,7 @@ def acceptance_probs(
 
 
 def next_probs(
-    rule: ModuleType,
+    rule: probs.Rule,
     target: mx.array,
     draft: mx.array | None,
     drafted: mx.array,
@@ -110,12 +109,12 @@ def next_probs(
     return probs_after(target, rows, rule.odds(target, rows, drafted).shares, accepted)
 
 
-def rule_of(module: ModuleType, counts: Counts) -> Rule:
-    return Rule(partial(acceptance_probs, module), partial(next_probs, module), counts)
+def rule_of(rule: probs.Rule, counts: Counts) -> Rule:
+    return Rule(partial(acceptance_probs, rule), partial(next_probs, rule), counts)
 
 
-TOKENWISE = rule_of(rejection, first_failure)
-BLOCK = rule_of(block, last_success)
+TOKENWISE = rule_of(verification.REJECTION, first_failure)
+BLOCK = rule_of(verification.BLOCK, last_success)
 
 
 def sequences(vocab: int, length: int) -> Ids:
