@@ -51,7 +51,7 @@ from mlx_speculation.models.model_folder import (
 )
 from mlx_speculation.models.ops import compiled_steps, stream_resources
 from mlx_speculation.models.quantize import check_bits, quantize_weights
-from mlx_speculation.models.round_context import cuda_serves, on_cpu
+from mlx_speculation.models.round_context import cuda_serves
 from mlx_speculation.models.shape_buckets import RowSizes, row_size
 from mlx_speculation.models.sharding import (
     Group,
@@ -125,7 +125,6 @@ __all__ = [
     "mark_of",
     "mlx_lm_speed",
     "model_folder",
-    "on_cpu",
     "plans_by_keys",
     "position_table",
     "quantize_weights",

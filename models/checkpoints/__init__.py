@@ -4,7 +4,7 @@ Reading and checking files, and finding by a short text which convention a draft
 trained with. No single kind of head is known here.
 """
 
-from mlx_speculation.models.checkpoints.convention import MtpConvention, convention_of
+from mlx_speculation.models.checkpoints.convention import convention_of
 from mlx_speculation.models.checkpoints.draft_head import (
     HeadCache,
     HeadOnTarget,
@@ -13,7 +13,6 @@ from mlx_speculation.models.checkpoints.draft_head import (
 from mlx_speculation.models.checkpoints.layer_readings import LayerIds
 from mlx_speculation.models.checkpoints.parallel_cache import (
     ParallelCache,
-    ParallelHead,
 )
 from mlx_speculation.models.checkpoints.speculation_json import PairFile, read_pair
 from mlx_speculation.models.checkpoints.told_by_tensors import (
@@ -26,10 +25,8 @@ __all__ = [
     "HeadOnTarget",
     "HeadOutput",
     "LayerIds",
-    "MtpConvention",
     "PairFile",
     "ParallelCache",
-    "ParallelHead",
     "convention_of",
     "kind_by_tensors",
     "read_pair",

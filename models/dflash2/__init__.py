@@ -4,7 +4,7 @@ The parts that they share are in `models.dflash`.
 """
 
 from mlx_speculation.models.dflash2.config import is_dflash2
-from mlx_speculation.models.dflash2.head import DFlash2, DFlash2Head
+from mlx_speculation.models.dflash2.head import DFlash2
 from mlx_speculation.models.dflash2.load import load_dflash2
 
-__all__ = ["DFlash2", "DFlash2Head", "is_dflash2", "load_dflash2"]
+__all__ = ["DFlash2", "is_dflash2", "load_dflash2"]

@@ -7,7 +7,6 @@ that a forward shows, and output layers of some ids. It knows no drafter and no 
 from mlx_speculation.models.introspect.find_parts import find_parts
 from mlx_speculation.models.introspect.hidden_states import HiddenStates
 from mlx_speculation.models.introspect.lazy_arrays import evaluate_held
-from mlx_speculation.models.introspect.parts import Parts
 from mlx_speculation.models.introspect.position_table import (
     check_positions,
     position_table,
@@ -17,7 +16,6 @@ from mlx_speculation.models.introspect.taps import States
 
 __all__ = [
     "HiddenStates",
-    "Parts",
     "ReducedEnds",
     "ReducedOutput",
     "States",

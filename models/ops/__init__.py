@@ -7,8 +7,7 @@ which rooms there are.
 
 from mlx_speculation.models.ops.dispatch import (
     compiled_steps,
-    register,
     stream_resources,
 )
 
-__all__ = ["compiled_steps", "register", "stream_resources"]
+__all__ = ["compiled_steps", "stream_resources"]

@@ -3,13 +3,3 @@
 `mixers` is the table of the mixers that can be replayed, `recorder` notes what they are
 fed, `replay` computes the state after the accepted tokens. Who accepts is not known.
 """
-
-from mlx_speculation.models.recurrent.mixers import COMPRESSORS, MIXERS
-from mlx_speculation.models.recurrent.recorder import mixer_hooks, noting_reruns
-
-__all__ = [
-    "COMPRESSORS",
-    "MIXERS",
-    "mixer_hooks",
-    "noting_reruns",
-]
