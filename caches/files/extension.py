@@ -1,13 +1,14 @@
 """Metadata of our files beyond mlx-lm's layout: tokens, the drafter, a digest.
 
-mlx-lm reads these entries as a user's own texts, and ignores them:
+mlx-lm reads these entries as a user's own texts, and ignores them. Their keys begin
+with `PREFIX`:
 
-| user metadata | |
+| key | |
 |---|---|
-| mlx_speculation.version | the version of this extension, "1" |
-| mlx_speculation.description | JSON: rows of tokens, how many of the caches are the |
-| | target's, draft_seen, window sizes of `LayerCache`s by place |
-| mlx_speculation.digest | SHA-256 of the header without itself, and of the data |
+| version | the version of this extension, "1" |
+| description | JSON: rows of tokens, how many of the caches are the target's, |
+| | draft_seen, window sizes of `LayerCache`s by place |
+| digest | SHA-256 of the header without itself, and of the data |
 """
 
 import json

@@ -416,8 +416,11 @@ def _described(path: Path, description: str) -> None:
         ({"rows": [[5, 6, True]]}, "no lists of token ids"),
         ({"rows": [[5, 6, -1]]}, "no lists of token ids"),
         ({"rows": [[5, 6, 2**31]]}, "a token is above"),
-        ({"rows": [[5, 6]], "draft_seen": [2]}, "holds 3 tokens in row 0 and 2"),
-        ({"rows": [[5, 6, 7]] * 2, "draft_seen": [3, 3]}, "tokens for one of 2"),
+        ({"rows": [[5, 6]], "draft_seen": [2]}, "of the target holds 3 tokens"),
+        (
+            {"rows": [[5, 6, 7]] * 2, "draft_seen": [3, 3]},
+            "the target caches are for a batch",
+        ),
         ({"target_caches": 0}, "has 0 caches of the target"),
         ({"target_caches": 1.0}, "has 1.0 caches of the target"),
         ({"target_caches": 2}, "has 2 caches, 2 of the target, and draft_seen"),
