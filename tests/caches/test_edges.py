@@ -197,7 +197,7 @@ def test_a_text_of_one_letter_is_a_text() -> None:
 
 def test_a_layer_without_an_offset_is_said() -> None:
     with pytest.raises(FlawError, match="has no offset"):
-        mlx_lm_format._complete_layer(Leaf("LayerCache", {}, {}), "0", None)
+        mlx_lm_format._complete_layer(Leaf("LayerCache", {}, {}), "0", 0)
 
 
 def test_numbers_that_do_not_belong_there_are_said() -> None:
