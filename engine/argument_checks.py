@@ -2,7 +2,6 @@
 
 from typing import Any, get_args
 
-from mlx_speculation.caches import FixedShape
 from mlx_speculation.errors import InvalidRequestError
 
 
@@ -17,17 +16,6 @@ def checked_count(name: str, value: Any, least: int, hint: str = "") -> int:
     raise InvalidRequestError(
         f"{name} is {value!r}, and a whole number of at least {least} is needed{hint}."
     )
-
-
-def checked_exact(exact: Any) -> FixedShape | None:
-    """Return the shape of every forward, for a number of rows or True; None for False.
-
-    Raises:
-        InvalidRequestError: it is neither, or no number of rows that can be.
-    """
-    if isinstance(exact, bool):
-        return FixedShape() if exact else None
-    return FixedShape(rows=exact)
 
 
 def checked_choice(name: str, value: Any, choices: Any) -> None:

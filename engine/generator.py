@@ -1,30 +1,31 @@
 """The front door: a target, perhaps a draft, and streams of text from them."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import mlx.nn as nn
 
-from mlx_speculation.caches import KVQuantization, PrefixCache
 from mlx_speculation.engine.batch.calibration import calibrate_batches
 from mlx_speculation.engine.batch.prompt_list import generate_batch
-from mlx_speculation.engine.config import checked_setup
-from mlx_speculation.engine.draft_length.base import DraftLengthPolicy
+from mlx_speculation.engine.config import make_config
 from mlx_speculation.engine.draft_length.calibration import PartsTable, Progress, follow
 from mlx_speculation.engine.draft_length.costs import CostTable
 from mlx_speculation.engine.draft_length.policy_factory import PolicyFactory
-from mlx_speculation.engine.drafters.reduced_vocabulary import DraftVocabulary
-from mlx_speculation.engine.drafters.resolve import DraftArgument, find_draft
+from mlx_speculation.engine.drafters.resolve import find_draft
 from mlx_speculation.engine.drafters.source import Draft
-from mlx_speculation.engine.options import GenerateOptions
+from mlx_speculation.engine.options import (
+    GeneratorKeywords,
+    GeneratorOptions,
+    StreamKeywords,
+    StreamOptions,
+)
 from mlx_speculation.engine.prompt import Prompt
 from mlx_speculation.engine.result import Result
 from mlx_speculation.engine.stream import Stream
 from mlx_speculation.engine.stream_factory import StreamFactory
-from mlx_speculation.models import Group, MtpConvention, Parallel, Sliding, load
-from mlx_speculation.samplers import Acceptance, Constraint, Sampling
+from mlx_speculation.models import MtpConvention, Parallel, load
 
 
 class SpeculativeGenerator:
@@ -45,37 +46,7 @@ class SpeculativeGenerator:
     Args:
         model: an mlx-lm model.
         tokenizer: its tokenizer, mlx-lm's wrapper or a Hugging Face one.
-        draft: an mlx-lm model with the same token ids; the path or repository of one,
-            or of a head; "mtp" for the head in the target's folder, "lookup", "auto";
-            a source such as `MtpDraft`, `LookupDraft` or `CascadeDraft`; a `Drafter` of
-            your own; or None for plain decoding. The target keeps what is loaded.
-        draft_length: tokens drafted in a round; 0 is plain decoding. None: as many as
-            pay, by what rounds cost here and what is accepted, see `calibrate`. With
-            other rules than "keyed" the timing of rounds then changes a seed's text.
-        draft_tree: an EAGLE-3 head drafts a tree of so many tokens, 2 to 64, with
-            `draft_length` levels; 15 may pay on a large GPU. None: a chain.
-        draft_confidence: a draft model stops before a token where the product of its
-            largest probabilities falls below this, and a head with a confidence of
-            its own where that of its estimates does; 0: never. See `ModelDrafter`.
-        acceptance: "keyed", the rule under which the draft cannot change the text of
-            a seed; "rejection" and "block" keep the distribution of the text, but not
-            the text, and accept more where tokens are drawn by chance.
-        sliding: what stands for sliding windows in the caches made here: "slack", the
-            faster `SlidingKVCache`, or "native", mlx-lm's `RotatingKVCache`. A passed
-            `prompt_cache` stays as it is; see `with_slack` and `as_native` of caches.
-        prefix_cache: a `PrefixCache` of this target and draft only, for requests that
-            begin alike. Those with a `prompt_cache` of their own pass it by.
-        draft_vocabulary: token ids that a draft model or an MTP head drafts from, see
-            `reduced_vocabulary`; the text may hold every other one. None: all.
-            "intersection": `draft` is the folder of a model with another tokenizer,
-            and drafts the tokens that both have; `notices` says how many.
-        compile_draft: compile the steps of a draft model, which takes 16 seconds once
-            on a machine; see `models/cpu/compiled_draft.py`.
-        group: the ranks of `mx.distributed` that the target is spread over; every
-            rank makes the generator and the streams, with the same options, and gets
-            the same chunks. Rank 0 alone drafts. None: the target is whole.
-        exact: the rows of every forward, 8 for True, so that no draft changes a bit
-            of a text. What it costs, and what is refused: docs/exactness.md.
+        options: the fields of `GeneratorOptions`.
 
     Raises:
         InvalidRequestError: an argument is out of range or of the wrong kind.
@@ -86,81 +57,41 @@ class SpeculativeGenerator:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        tokenizer: Any,
-        *,
-        draft: DraftArgument | None = None,
-        draft_length: int | None = None,
-        draft_tree: int | None = None,
-        draft_confidence: float = 0.0,
-        acceptance: Acceptance = "keyed",
-        sliding: Sliding = "slack",
-        prefix_cache: PrefixCache | None = None,
-        draft_vocabulary: DraftVocabulary | None = None,
-        compile_draft: bool = False,
-        group: Group | None = None,
-        exact: bool | int = False,
+        self, model: nn.Module, tokenizer: Any, **options: Unpack[GeneratorKeywords]
     ) -> None:
-        self._setup = checked_setup(
-            model,
-            tokenizer,
-            draft=draft,
-            draft_length=draft_length,
-            draft_tree=draft_tree,
-            draft_confidence=draft_confidence,
-            acceptance=acceptance,
-            sliding=sliding,
-            prefix_cache=prefix_cache,
-            draft_vocabulary=draft_vocabulary,
-            compile_draft=compile_draft,
-            group=group,
-            exact=exact,
-        )
+        self._setup = make_config(model, tokenizer, GeneratorOptions(**options))
         self._streams = StreamFactory(self._setup)
 
     @classmethod
-    def from_pretrained(  # noqa: D417  the others are the constructor's
+    def from_pretrained(
         cls,
         path_or_repo: str | Path,
         *,
-        draft: DraftArgument | None = None,
-        draft_length: int | None = None,
-        draft_tree: int | None = None,
-        draft_confidence: float = 0.0,
-        acceptance: Acceptance = "keyed",
-        sliding: Sliding = "slack",
-        prefix_cache: PrefixCache | None = None,
         convention: MtpConvention | None = None,
         quantize_draft: int | None = None,
-        draft_vocabulary: DraftVocabulary | None = None,
-        compile_draft: bool = False,
         adapter_path: str | Path | None = None,
         trust_remote_code: bool = False,
-        group: Group | None = None,
         parallel: Parallel = "tensor",
-        exact: bool | int = False,
         vision: bool | None = None,
+        **options: Unpack[GeneratorKeywords],
     ) -> "SpeculativeGenerator":
         """Load a target, and a draft model where `draft` names one.
 
-        What is not described here is as in the constructor.
-
         Args:
             path_or_repo: a folder in mlx-lm's layout, or the name of a repository.
-            draft: "auto" takes what speculation.json in the folder
-                names, else the head in it, else a lookup, and `notices` says why.
-            convention: what the head was trained with; a probe finds it when omitted.
+            convention: of an MTP head's training; probed when omitted.
             quantize_draft: bits in which to hold the weights of the draft or head that
                 is loaded, 2, 3, 4, 5, 6 or 8; those of the target stay as they are.
             adapter_path: a folder of adapter weights for the target, as mlx_lm.lora
                 writes them.
             trust_remote_code: let code in the folders of target and draft model run.
-            group: spread the target over its ranks, see the constructor. A draft
+            parallel: how `group` spreads the target: "tensor" or "pipeline". A draft
                 model is read on rank 0 alone.
-            parallel: how it is spread: "tensor" or "pipeline".
             vision: load a target that reads images, with mlx-vlm; None: where the
                 folder has a vision part and mlx-lm does not know the architecture.
+            options: the fields of `GeneratorOptions`. `draft="auto"` takes what
+                speculation.json in the folder names, else the head in it, else a
+                lookup, and `notices` says why.
 
         Raises:
             ModelFolderError: a folder is not a model, or has no whole head, or its
@@ -169,8 +100,8 @@ class SpeculativeGenerator:
             UnsupportedModelError: the target is of no family whose heads are known.
             TokenizerMismatchError: target and draft do not share their token ids.
         """
-        found = find_draft(
-            draft,
+        options["draft"] = find_draft(
+            options.get("draft"),
             convention=convention,
             quantize_draft=quantize_draft,
             target=path_or_repo,
@@ -180,25 +111,11 @@ class SpeculativeGenerator:
             path_or_repo,
             adapter_path=adapter_path,
             trust_remote_code=trust_remote_code,
-            group=group,
+            group=options.get("group"),
             parallel=parallel,
             vision=vision,
         )
-        return cls(
-            model,
-            tokenizer,
-            draft=found,
-            draft_length=draft_length,
-            draft_tree=draft_tree,
-            draft_confidence=draft_confidence,
-            acceptance=acceptance,
-            sliding=sliding,
-            prefix_cache=prefix_cache,
-            draft_vocabulary=draft_vocabulary,
-            compile_draft=compile_draft,
-            group=group,
-            exact=exact,
-        )
+        return cls(model, tokenizer, **options)
 
     @property
     def notices(self) -> tuple[str, ...]:
@@ -316,7 +233,7 @@ class SpeculativeGenerator:
         calibration = self._streams.start_calibration()
         return calibrate_batches(self, calibration, rows, contexts, progress)
 
-    def generate(self, prompt: Prompt, **options: Any) -> Result:
+    def generate(self, prompt: Prompt, **options: Unpack[StreamKeywords]) -> Result:
         """Generate to the end; takes what `stream` takes."""
         stream = self.stream(prompt, **options)
         for _ in stream:
@@ -343,58 +260,16 @@ class SpeculativeGenerator:
         """
         return generate_batch(self, prompts, max_rows, options)
 
-    def stream(
-        self,
-        prompt: Prompt,
-        *,
-        max_tokens: int = 256,
-        sampling: Sampling | None = None,
-        stop: str | SequenceOf[str] = (),
-        stop_tokens: Collection[int] | None = None,
-        draft_length: int | DraftLengthPolicy | None = None,
-        max_draft: int | None = None,
-        prompt_cache: list[Any] | None = None,
-        cached_tokens: Iterable[int] | None = None,
-        draft_cache: list[Any] | None = None,
-        logprobs: int | None = None,
-        constraint: Constraint | None = None,
-        explain: bool = False,
-        prefill_step_size: int | None = None,
-        prompt_progress: Callable[[int], None] | None = None,
-        kv_quantization: KVQuantization | None = None,
-        logprob_rows: bool = False,
-        yielded_only: bool = False,
-        level_draft: bool = False,
-        images: SequenceOf[Any] = (),
-    ) -> Stream:
+    def stream(self, prompt: Prompt, **options: Unpack[StreamKeywords]) -> Stream:
         """Start a generation; nothing runs before the first chunk is asked for.
 
-        `GenerateOptions` describes the options. The prompt is text, token ids, or the
-        messages of a chat, which go through the tokenizer's chat template.
+        Args:
+            prompt: text, token ids, or the messages of a chat, which go through the
+                tokenizer's chat template.
+            options: the fields of `StreamOptions`.
 
         Raises:
             InvalidRequestError: names the two values that do not fit.
             ConstraintError: the constraint fails before the first token.
         """
-        options = GenerateOptions(
-            max_tokens=max_tokens,
-            sampling=sampling,
-            stop=stop,
-            stop_tokens=stop_tokens,
-            draft_length=draft_length,
-            max_draft=max_draft,
-            prompt_cache=prompt_cache,
-            cached_tokens=cached_tokens,
-            draft_cache=draft_cache,
-            logprobs=logprobs,
-            constraint=constraint,
-            explain=explain,
-            prefill_step_size=prefill_step_size,
-            prompt_progress=prompt_progress,
-            kv_quantization=kv_quantization,
-            logprob_rows=logprob_rows,
-            yielded_only=yielded_only,
-            level_draft=level_draft,
-            images=images,
-        )
-        return self._streams.make(prompt, options)
+        return self._streams.make(prompt, StreamOptions(**options))

@@ -4,7 +4,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_speculation.engine.options import GenerateOptions
+from mlx_speculation.engine.options import StreamOptions
 from mlx_speculation.engine.prompt import Prompt, Sequence
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import Lane
@@ -43,7 +43,7 @@ class ImageInput:
 
 
 def image_input(
-    model: Any, prompt: Prompt, options: GenerateOptions
+    model: Any, prompt: Prompt, options: StreamOptions
 ) -> ImageInput | None:
     """Return what a request with images asks for; None: it has none.
 
@@ -79,9 +79,7 @@ def _prompt(
     return prompt
 
 
-def _check_options(
-    model: VisionTarget, options: GenerateOptions, *, asked: bool
-) -> None:
+def _check_options(model: VisionTarget, options: StreamOptions, *, asked: bool) -> None:
     """Refuse what was not tried, or would lose where images have moved positions to."""
     name = model.family.name
     if options.kv_quantization is not None and (

@@ -1,7 +1,7 @@
 """Making a stream: its options checked, its lanes, its drafter and its decoder."""
 
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import fields, replace
 from functools import partial
@@ -12,6 +12,7 @@ import mlx.nn as nn
 from mlx_speculation.engine.config import GeneratorConfig
 from mlx_speculation.engine.detokenizer import TextDetokenizer
 from mlx_speculation.engine.distributed import (
+    RankSession,
     digest_of,
     never_called,
     on_ranks,
@@ -26,15 +27,8 @@ from mlx_speculation.engine.drafters.source import Draft, members_of
 from mlx_speculation.engine.image_input import ImageInput, image_input
 from mlx_speculation.engine.lookup.measured_draft import measured_draft
 from mlx_speculation.engine.memory import Weights, held_memory
-from mlx_speculation.engine.options import (
-    GenerateOptions,
-    check_constraint,
-    check_counts,
-    check_own_choice,
-    check_rule,
-    check_sampling,
-    checked_stops,
-)
+from mlx_speculation.engine.options import StreamOptions
+from mlx_speculation.engine.options.stream import check_own_choice, check_rule
 from mlx_speculation.engine.prefix_reuse import PrefixReuse
 from mlx_speculation.engine.prompt import Prompt, Sequence
 from mlx_speculation.engine.round.decoder import Decoder
@@ -55,6 +49,15 @@ from mlx_speculation.models import (
 from mlx_speculation.samplers import Chooser, Constrained, Sampling, Verifier
 from mlx_speculation.samplers.constraints.masks import Masks
 
+# Options of a stream that have to be the same on all ranks, as they are.
+_ON_ALL_RANKS = (
+    "max_tokens",
+    "max_draft",
+    "constraint",
+    "kv_quantization",
+    "yielded_only",
+)
+
 
 class StreamFactory:
     """Makes the streams of one generator."""
@@ -72,34 +75,51 @@ class StreamFactory:
         maker._busy = self._busy
 
         def start(prompt: list[int], lengths: DraftLengthPolicy) -> Stream:
-            options = GenerateOptions(
+            options = StreamOptions(
                 max_tokens=1 << 20, stop_tokens=(), draft_length=lengths
             )
             return maker.make(prompt, options)
 
         return start
 
-    def make(self, prompt: Prompt, options: GenerateOptions) -> Stream:
+    def make(self, prompt: Prompt, options: StreamOptions) -> Stream:
         """Return a stream that has not begun; see `SpeculativeGenerator.stream`.
 
         Raises:
             InvalidRequestError: names the two values that do not fit.
             ConstraintError: the constraint fails before the first token.
         """
-        check_sampling(options.sampling)
         setup, ranked = self._setup, self._setup.ranked
         session = None if ranked is None else ranked.next_stream(setup.draft)
         sampling = options.sampling or Sampling()
         if session is not None:
             sampling = session.with_seed(sampling)
-        sampling = sampling.with_seed()
-        check_counts(options.max_tokens, options.logprobs)
+        options = replace(options, sampling=sampling.with_seed())
         images = image_input(setup.model, prompt, options)
         sequence, seen = setup.prompts.sequence(
             prompt if images is None else images.ids(setup.prompts.highest_id),
             options.prompt_cache,
             options.cached_tokens,
         )
+        target = self._lane(options, sequence, seen)
+        if images is not None:
+            images.enter(sequence, target)
+        elif setup.tree:
+            target.run = TreeForward(setup.model)
+        request = self._request(options, sequence, target, images)
+        running: AbstractContextManager[None] = wired(setup.model)
+        if ranked is not None and session is not None:
+            session.expect(self._fields(options, sequence, seen))
+            request = on_ranks(request, session)
+            running = ranked.running(session, target, running)
+        stream = self._stream(options, request, running, session, images)
+        if setup.draft is not None and not setup.draft.reusable:
+            self._busy = weakref.ref(stream)
+        return stream
+
+    def _lane(self, options: StreamOptions, sequence: Sequence, seen: int) -> Lane:
+        """Return the target's lane."""
+        setup = self._setup
         target = Lane(
             setup.model,
             options.prompt_cache,
@@ -107,7 +127,6 @@ class StreamFactory:
             sliding=setup.sliding,
             shape=setup.shape,
         )
-        max_tokens = setup.prompts.fitting(sequence, options.max_tokens)
         target.prefill_step = options.prefill_step
         target.prefill_progress = options.prompt_progress
         target.quantization = checked_quantization(
@@ -116,34 +135,31 @@ class StreamFactory:
             target.caches,
             sequence.start + len(sequence.tokens) + options.max_tokens,
         )
-        if images is not None:
-            images.enter(sequence, target)
-        elif setup.tree:
-            target.run = TreeForward(setup.model)
-        statistics = Statistics()
+        return target
+
+    def _request(
+        self,
+        options: StreamOptions,
+        sequence: Sequence,
+        target: Lane,
+        images: ImageInput | None,
+    ) -> Request:
+        """Return the request that the rounds are run with."""
+        setup, statistics = self._setup, Statistics()
         drafter = self._drafter(target, options.draft_cache, sequence, statistics)
-        chooser = self._chooser(sampling)
-        stops = checked_stops(options.stop)
-        ends = self._end_ids(options.stop_tokens)
-        masks = self._masks(options.constraint, ends)
+        verifier = self._verifier(options)
         lengths = setup.lengths.for_stream(options.draft_length, options.max_draft)
         if isinstance(lengths, CascadeDraftLength) and isinstance(
             drafter, CascadeDrafter
         ):
             drafter.turns = lengths.turns
-        verifier = Verifier(
-            chooser,
-            setup.acceptance,
-            whole_rows=options.logprob_rows,
-            rows=None if setup.shape is None else setup.shape.rows,
-        )
         request = Request(
             target=target,
             sequence=sequence,
             verifier=verifier,
             drafter=drafter,
             policy=lengths,
-            masks=masks,
+            masks=self._masks(options),
             top=options.logprobs,
             explain=options.explain,
             statistics=statistics,
@@ -151,32 +167,40 @@ class StreamFactory:
         )
         if setup.tree and images is None:
             request = replace(request, tree=nodes_for(request, setup.tree))
-        running: AbstractContextManager[None] = wired(setup.model)
-        if ranked is not None and session is not None:
-            session.expect(self._fields(options, sequence, seen, sampling, stops, ends))
-            request = on_ranks(request, session)
-            running = ranked.running(session, target, running)
-        assert sampling.seed is not None
-        stream = Stream(
+        return request
+
+    def _stream(
+        self,
+        options: StreamOptions,
+        request: Request,
+        running: AbstractContextManager[None],
+        session: RankSession | None,
+        images: ImageInput | None,
+    ) -> Stream:
+        """Return the stream of a request."""
+        setup, drafter = self._setup, request.drafter
+        max_tokens = setup.prompts.fitting(request.sequence, options.max_tokens)
+        assert options.sampling is not None
+        assert options.sampling.seed is not None
+        return Stream(
             decoder=Decoder(request),
-            text=TextDetokenizer(setup.tokenizer, ends, stops),
+            text=TextDetokenizer(
+                setup.tokenizer, self._end_ids(options), options.stops
+            ),
             max_tokens=max_tokens,
             out_of_positions=max_tokens < options.max_tokens,
-            seed=sampling.seed,
+            seed=options.sampling.seed,
             hold_all=options.prompt_cache is not None,
             running=self._running(running),
             memory=partial(
-                held_memory, self._weights, target, drafter, setup.prefix_cache
+                held_memory, self._weights, request.target, drafter, setup.prefix_cache
             ),
-            prefixes=self._prefixes(options, target, drafter, lengths, images),
+            prefixes=self._prefixes(options, request, images),
             remember=partial(remember, drafter),
             yielded_only=options.yielded_only,
             level_draft=options.level_draft,
             session=session,
         )
-        if setup.draft is not None and not setup.draft.reusable:
-            self._busy = weakref.ref(stream)
-        return stream
 
     @contextmanager
     def _running(self, ranks: AbstractContextManager[None]) -> Iterator[None]:
@@ -197,9 +221,9 @@ class StreamFactory:
             return None
         return Warmup(target, lengths.longest, statistics, self._rehearsed)
 
-    def _chooser(self, sampling: Sampling) -> Chooser:
-        """Return what chooses for the target; on a follower it is not asked."""
-        setup = self._setup
+    def _verifier(self, options: StreamOptions) -> Verifier:
+        """Return what decides on the target's rows; on a follower it is not asked."""
+        setup, sampling = self._setup, options.sampling or Sampling()
 
         def make(options: Sampling) -> Chooser:
             ids, limit = setup.ids, setup.target_width
@@ -209,63 +233,63 @@ class StreamFactory:
         check_rule(setup.acceptance, chooser)
         if setup.shape is not None:
             check_own_choice(sampling)
-        return chooser if setup.decides else make(never_called(chooser))
+        return Verifier(
+            chooser if setup.decides else make(never_called(chooser)),
+            setup.acceptance,
+            whole_rows=options.logprob_rows,
+            rows=None if setup.shape is None else setup.shape.rows,
+        )
 
-    def _end_ids(self, stop_tokens: Collection[int] | None) -> frozenset[int]:
+    def _end_ids(self, options: StreamOptions) -> frozenset[int]:
         """Return the ids that end the text."""
-        own = self._setup.tokenizer.eos_token_ids
-        ends = own if stop_tokens is None else stop_tokens
+        ends = options.stop_tokens
+        if ends is None:
+            ends = self._setup.tokenizer.eos_token_ids
         return frozenset(int(token) for token in ends if token is not None)
 
-    def _masks(self, constraint: Any, ends: Collection[int]) -> Masks | None:
-        if constraint is None:
+    def _masks(self, options: StreamOptions) -> Masks | None:
+        """Return the masks of the constraint, if there is one."""
+        if options.constraint is None:
             return None
-        check_constraint(constraint)
         usable = self._setup.ids.usable(self._setup.target_width)
-        return Masks(Constrained(constraint, usable=usable, ends=ends))
+        ends = self._end_ids(options)
+        return Masks(Constrained(options.constraint, usable=usable, ends=ends))
 
     def _fields(
-        self,
-        options: GenerateOptions,
-        sequence: Sequence,
-        seen: int,
-        sampling: Sampling,
-        stops: tuple[str, ...],
-        ends: frozenset[int],
+        self, options: StreamOptions, sequence: Sequence, seen: int
     ) -> dict[str, Any]:
-        """Return what has to be the same on all ranks, by the name of the option.
+        """Return the values that have to agree on all ranks, by the name of the option.
 
         A difference would let ranks run other rounds, and wait for each other for ever.
         What is rank 0's alone, such as its draft, is not among it.
         """
         setup, length = self._setup, options.draft_length
-        found = {
+        values = {
             "the prompt": digest_of(sequence.tokens),
             "what the caches hold": f"{sequence.start + seen} tokens",
-            "max_tokens": options.max_tokens,
-            "stop": stops,
-            "stop_tokens": sorted(ends),
+            "stop": options.stops,
+            "stop_tokens": sorted(self._end_ids(options)),
             "draft_length": setup.lengths.usual if length is None else length,
-            "max_draft": options.max_draft,
             "acceptance": setup.acceptance,
-            "constraint": options.constraint,
             "prefill_step_size": options.prefill_step,
-            "kv_quantization": options.kv_quantization,
-            "yielded_only": options.yielded_only,
         }
-        found |= {one.name: getattr(sampling, one.name) for one in fields(Sampling)}
-        return {name: shown(value) for name, value in found.items()}
+        values |= {name: getattr(options, name) for name in _ON_ALL_RANKS}
+        for one in fields(Sampling):
+            values[one.name] = getattr(options.sampling, one.name)
+        return {name: shown(value) for name, value in values.items()}
 
     def _prefixes(
         self,
-        options: GenerateOptions,
-        target: Lane,
-        drafter: Drafter | None,
-        lengths: DraftLengthPolicy,
+        options: StreamOptions,
+        request: Request,
         images: ImageInput | None,
     ) -> PrefixReuse | None:
         """Return a stream's view of the prefix cache, where it may use one."""
-        cache = self._setup.prefix_cache
+        cache, target, drafter = (
+            self._setup.prefix_cache,
+            request.target,
+            request.drafter,
+        )
         if cache is None or options.own_caches:
             return None
         if target.quantization is not None:  # it holds rows as they were made
@@ -283,7 +307,7 @@ class StreamFactory:
         return PrefixReuse(
             cache,
             lanes,
-            reach=lengths.longest + 2,
+            reach=request.policy.longest + 2,
             keys=keys,
             head=partial(head_of, drafter),
             kept_head=self._setup.kept_head,

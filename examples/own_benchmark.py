@@ -25,8 +25,9 @@ for _ in range(REPEATS):
     for prompt in PROMPTS:
         for length in LENGTHS:
             sampling = Sampling(temperature=0.7, seed=1)
-            options = {"max_tokens": TOKENS, "sampling": sampling}
-            result = generator.generate(prompt, draft_length=length, **options)
+            result = generator.generate(
+                prompt, draft_length=length, max_tokens=TOKENS, sampling=sampling
+            )
             seconds[length].append(result.stats.decode_seconds / TOKENS)
             texts[length, prompt] = result.text
 

@@ -8,15 +8,14 @@ from mlx_speculation.engine.round.outcome import Cut, RoundOutcome
 from mlx_speculation.engine.round.prefill import Prefill
 from mlx_speculation.engine.round.request import Request
 from mlx_speculation.engine.round.round import Before, Rounds
+from mlx_speculation.engine.timing import RoundSeconds
 
 
 class Decoder:
     """Runs rounds on a target lane until a cut ends them.
 
-    Args:
-        request: what they are run with.
-
     Attributes:
+        request: what they are run with.
         prefill: has target and drafter read the prompt.
         rounds: what runs them.
         decisions: with `explain`, each round's plan and what became of it; else None.
@@ -95,20 +94,32 @@ class Decoder:
         counts.spend(seconds)
         if not begun:
             return outcome.reason
-        became = Feedback(
-            counts.drafted - drafted,
-            counts.accepted - accepted,
+        fresh = (counts.drafted - drafted, counts.accepted - accepted)
+        self._learn(context, plan, fresh, seconds, behind)
+        return outcome.reason
+
+    def _learn(
+        self,
+        context: int,
+        plan: Plan,
+        fresh: tuple[int, int],
+        seconds: RoundSeconds,
+        behind: bool,
+    ) -> None:
+        """Let the policy learn from a round's drafted and accepted tokens and time."""
+        prefill, ahead = self.prefill, self.rounds.in_flight is not None
+        reading, prefill.drafter_seconds = prefill.drafter_seconds, 0.0
+        feedback = Feedback(
+            *fresh,
             seconds.total,
             behind=behind,
-            ahead=rounds.in_flight is not None,
+            ahead=ahead,
             parts=seconds,
-            reading=prefill.drafter_seconds,
+            reading=reading,
         )
-        prefill.drafter_seconds = 0.0
-        request.policy.note(context, plan, became)
+        self.request.policy.note(context, plan, feedback)
         if self.decisions is not None:
-            self.decisions.append((plan, became))
-        return outcome.reason
+            self.decisions.append((plan, feedback))
 
     def _forced(self, before: Before, limit: int, cut: Cut) -> RoundOutcome | None:
         """Run a round with what the constraint forces, if it does; no plan is used."""

@@ -1,10 +1,8 @@
 """What a round brought: for one request, and for each row of a batch.
 
-With k = 4 drafts of which 2 are accepted a round emits three tokens:
-
-    accepted, place 0    accepted, place 1    correction
-
-and with all 4 accepted five, the last a bonus. A round without drafts emits a step.
+With k = 4 drafts of which 2 are accepted a round emits three tokens, accepted at place
+0, accepted at place 1 and the correction, and with all 4 accepted five, the last a
+bonus. A round without drafts emits a step.
 """
 
 import math
@@ -85,8 +83,7 @@ class RoundOutcome:
             statistics.reads += draft.reads
 
 
-# Cuts what a round emits at a stop or the budget, before anything is committed. Called
-# once in a round, or for one token after the other.
+# Cuts the emitted tokens at a stop or the budget, before anything is committed.
 Cut = Callable[[RoundOutcome], RoundOutcome]
 
 

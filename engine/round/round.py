@@ -14,8 +14,6 @@ submitted behind it:
     fed       c_1  d_2  d_3
     choices   c_2  c_3  c_4             accepted = 1 when c_2 = d_2
     emitted   c_1  c_2  c_3             the lane keeps c_1 d_2
-
-It knows nothing about text: a `Cut` says where the emitted tokens end.
 """
 
 from typing import Any, NamedTuple
@@ -47,11 +45,8 @@ class Before(NamedTuple):
 class Rounds:
     """Runs rounds of a given length, and keeps what one leaves for the next.
 
-    Args:
-        request: what they are run with.
-
     Attributes:
-        request: as passed.
+        request: what they are run with.
         in_turn: whether rows are decided one after the other, see
             `engine.round.sequential`.
         in_flight: a step that was submitted, and is not read yet.
@@ -96,12 +91,7 @@ class Rounds:
             self.in_flight = None
 
     def plain(self, cut: Cut, *, submit_next: bool = True) -> RoundOutcome:
-        """Run a step and, unless a draft is to follow, submit the next one.
-
-        Args:
-            cut: gets the emitted token before anything of it is committed.
-            submit_next: whether to pipeline.
-        """
+        """Run a step and, with `submit_next`, submit the next one; see `drafted`."""
         if self.in_turn:
             return self._in_turn(None, NOTHING, cut)
         request = self.request

@@ -1,10 +1,7 @@
 """The target's forwards of one request, and the choices from their rows.
 
-    step       its tokens all stay: committed when it is submitted, one row chosen from
-    verify     a draft's rows and one more, decided on the device together
-
-What becomes of a forward is not known here: `engine.round.round` reads it, and commits
-what was accepted or rolls it back.
+step       its tokens all stay: committed when it is submitted, one row chosen from
+verify     a draft's rows and one more, decided on the device together
 """
 
 import mlx.core as mx
@@ -17,12 +14,7 @@ from mlx_speculation.samplers import Rows
 
 
 def submit_step(request: Request, behind: Pending | None = None) -> Pending:
-    """Submit a forward whose tokens all stay.
-
-    Args:
-        request: whose rows they are.
-        behind: the step that has chosen the next token, and is not read.
-    """
+    """Submit a forward whose tokens all stay, behind a step that is not read."""
     clock = request.clock
     fed = unseen(request) if behind is None else behind.verified.tokens
     with request.target.begin(whole=True) as lane_round:

@@ -94,7 +94,7 @@ def test_ids_that_the_tokenizer_lacks_are_never_proposed_nor_chosen() -> None:
     )
     plain = SpeculativeGenerator(target, byte_tokenizer())
     for seed in range(3):
-        options = {
+        options: dict[str, Any] = {
             "max_tokens": 40,
             "sampling": Sampling(temperature=2.0, seed=seed),
         }

@@ -24,8 +24,12 @@ def test_chunks_are_those_of_the_device_or_as_asked(
 
     def chunks(size: int | None) -> list[int]:
         read: list[int] = []
-        options = {"max_tokens": 1, "prompt_progress": read.append}
-        generator.generate(prompt_of(600), prefill_step_size=size, **options)
+        generator.generate(
+            prompt_of(600),
+            prefill_step_size=size,
+            max_tokens=1,
+            prompt_progress=read.append,
+        )
         assert sum(read) == 599  # the first round reads the last
         return read
 

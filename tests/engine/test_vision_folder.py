@@ -65,7 +65,7 @@ def test_messages_with_images_write_what_mlx_vlm_writes(
         model.vlm, processor, text, opened or None, max_tokens=16, temperature=0.0
     )
     expected = [answer.token for answer in theirs][:16]
-    more = {"max_tokens": 16, "stop_tokens": (), "prefill_step_size": 7}
+    more: dict[str, Any] = {"max_tokens": 16, "stop_tokens": (), "prefill_step_size": 7}
     assert generator.generate(ASKED, images=images, **more).tokens == expected
     assert generator.generate(text, images=images, **more).tokens == expected
 

@@ -221,6 +221,7 @@ def test_text_and_pictures_write_what_mlx_vlm_writes(name: str) -> None:
             vlm, processor, text, opened, max_tokens=12, temperature=0.0
         )
         expected = [answer.token for answer in answers][:12]
-        asked = {"images": images, "max_tokens": 12, "stop_tokens": ()}
-        got = made.generate(text, **asked, prefill_step_size=7)
+        got = made.generate(
+            text, images=images, max_tokens=12, stop_tokens=(), prefill_step_size=7
+        )
         assert got.tokens[: len(expected)] == expected, count

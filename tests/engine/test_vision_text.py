@@ -262,5 +262,7 @@ def test_text_may_follow_caches_that_hold_text() -> None:
     made.generate(
         ids[:8], **options(max_tokens=0), prompt_cache=caches, cached_tokens=[]
     )
-    more = {"prompt_cache": caches, "cached_tokens": ids[:8]}
-    assert made.generate(ids[8:], **options(), **more).tokens == expected
+    result = made.generate(
+        ids[8:], **options(), prompt_cache=caches, cached_tokens=ids[:8]
+    )
+    assert result.tokens == expected

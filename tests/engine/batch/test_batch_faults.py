@@ -270,7 +270,7 @@ def test_reports_stops_and_origins_are_those_of_a_row_alone() -> None:
         {"stop": generator.tokenizer.decode(text[3:6])},
         {},
     ]
-    options = {"max_tokens": 16, "sampling": SAMPLINGS[1]}
+    options: dict[str, Any] = {"max_tokens": 16, "sampling": SAMPLINGS[1]}
     with BatchGenerator(generator) as batch:
         uids = [batch.insert(prompt_of(17), **options, **row) for row in rows]
         run(batch)

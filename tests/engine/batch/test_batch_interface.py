@@ -37,7 +37,9 @@ def run(batch: BatchGenerator) -> list[BatchResponse]:
 
 def test_rows_are_what_the_prompts_are_alone() -> None:
     made = generator()
-    rows = [(prompt_of(n), {"max_tokens": 5 + n, "sampling": SAMPLED}) for n in (3, 9)]
+    rows: list[tuple[list[int], dict[str, Any]]] = [
+        (prompt_of(n), {"max_tokens": 5 + n, "sampling": SAMPLED}) for n in (3, 9)
+    ]
     with BatchGenerator(made) as batch:
         uids = [batch.insert(prompt, **options) for prompt, options in rows]
         responses = run(batch)

@@ -59,7 +59,11 @@ def same_text(folder: Path, **options: Any) -> SpeculativeGenerator:
     plain = SpeculativeGenerator.from_pretrained(folder)
     generator = SpeculativeGenerator.from_pretrained(folder, **options)
     for sampling in (GREEDY, SAMPLED):
-        asked = {"max_tokens": TOKENS, "sampling": sampling, "stop_tokens": ()}
+        asked: dict[str, Any] = {
+            "max_tokens": TOKENS,
+            "sampling": sampling,
+            "stop_tokens": (),
+        }
         expected = plain.generate(PROMPT, **asked)
         result = generator.generate(PROMPT, **asked)
         assert result.tokens == expected.tokens

@@ -1,8 +1,8 @@
-"""What a caller asks of one stream, and what is refused before anything is touched."""
+"""The options of a stream, and what is refused before anything is touched."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from mlx_speculation.caches import KVQuantization
 from mlx_speculation.engine.argument_checks import checked_count
@@ -13,8 +13,8 @@ from mlx_speculation.samplers import Acceptance, Chooser, Constraint, Sampling
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class GenerateOptions:
-    """The options of a stream, as they were passed; not checked yet.
+class StreamOptions:
+    """The options of a stream, checked as far as one value goes.
 
     Attributes:
         max_tokens: how many tokens to generate at most, 0 or more.
@@ -53,6 +53,9 @@ class GenerateOptions:
             target's do.
         images: what the prompt's image parts show, in their order: paths, bytes,
             data URLs or pictures of Pillow; for a target that reads images.
+
+    Raises:
+        InvalidRequestError: a value is out of range or of the wrong kind.
     """
 
     max_tokens: int = 256
@@ -75,6 +78,22 @@ class GenerateOptions:
     level_draft: bool = False
     images: Sequence[Any] = ()
 
+    def __post_init__(self) -> None:
+        _check_sampling(self.sampling)
+        checked_count("max_tokens", self.max_tokens, 0)
+        if self.logprobs is not None:
+            hint = ", or None: how many of the most probable tokens to report"
+            checked_count("logprobs", self.logprobs, 0, hint)
+        if "" in self.stops:
+            raise InvalidRequestError("A stop string is empty. Leave it out.")
+        if self.constraint is not None:
+            _check_constraint(self.constraint)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
     @property
     def prefill_step(self) -> int:
         """How many tokens of a prompt are fed at once here."""
@@ -86,21 +105,28 @@ class GenerateOptions:
         return self.prompt_cache is not None or self.draft_cache is not None
 
 
-def check_counts(max_tokens: Any, logprobs: Any) -> None:
-    """Refuse what is no number of tokens, and no number of ids to report."""
-    checked_count("max_tokens", max_tokens, 0)
-    if logprobs is not None:
-        hint = ", or None: how many of the most probable tokens to report"
-        checked_count("logprobs", logprobs, 0, hint)
+class StreamKeywords(TypedDict, total=False):
+    """The fields of `StreamOptions` as keywords, for type checkers."""
 
-
-def check_sampling(sampling: Any) -> None:
-    """Refuse options that are not in a `Sampling`."""
-    if sampling is not None and not isinstance(sampling, Sampling):
-        raise InvalidRequestError(
-            f"sampling is {sampling!r}, and a Sampling is needed, such as "
-            "Sampling(temperature=0.8, seed=1)."
-        )
+    max_tokens: int
+    sampling: Sampling | None
+    stop: str | Sequence[str]
+    stop_tokens: Collection[int] | None
+    draft_length: int | DraftLengthPolicy | None
+    max_draft: int | None
+    prompt_cache: list[Any] | None
+    cached_tokens: Iterable[int] | None
+    draft_cache: list[Any] | None
+    logprobs: int | None
+    constraint: Constraint | None
+    explain: bool
+    prefill_step_size: int | None
+    prompt_progress: Callable[[int], None] | None
+    kv_quantization: KVQuantization | None
+    logprob_rows: bool
+    yielded_only: bool
+    level_draft: bool
+    images: Sequence[Any]
 
 
 def check_rule(acceptance: Acceptance, chooser: Chooser) -> None:
@@ -129,18 +155,19 @@ def check_own_choice(sampling: Sampling) -> None:
         )
 
 
-def checked_stops(stop: str | Sequence[str]) -> tuple[str, ...]:
-    """Return the stop strings; none is empty."""
-    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if "" in stops:
-        raise InvalidRequestError("A stop string is empty. Leave it out.")
-    return stops
-
-
-def check_constraint(constraint: Any) -> None:
+def _check_constraint(constraint: Any) -> None:
     """Refuse what is no constraint."""
     if not isinstance(constraint, Constraint):
         raise InvalidRequestError(
             f"constraint is a {type(constraint).__name__}, and a Constraint is "
             "needed. Make one with mlx_speculation.json_schema(...)."
+        )
+
+
+def _check_sampling(sampling: Any) -> None:
+    """Refuse options that are not in a `Sampling`."""
+    if sampling is not None and not isinstance(sampling, Sampling):
+        raise InvalidRequestError(
+            f"sampling is {sampling!r}, and a Sampling is needed, such as "
+            "Sampling(temperature=0.8, seed=1)."
         )

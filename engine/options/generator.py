@@ -1,0 +1,216 @@
+"""The options of a generator, and the combinations that are refused."""
+
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+import mlx.nn as nn
+
+from mlx_speculation.caches import FixedShape, PrefixCache
+from mlx_speculation.engine.argument_checks import checked_choice, checked_count
+from mlx_speculation.engine.drafters.reduced_vocabulary import DraftVocabulary
+from mlx_speculation.engine.drafters.resolve import DraftArgument
+from mlx_speculation.engine.drafters.source import Draft
+from mlx_speculation.engine.exact_verdict import check_verdict
+from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.models import Group, Sliding, check_fixed_shape
+from mlx_speculation.samplers import Acceptance
+
+MOST_NODES = 64  # of a tree
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class GeneratorOptions:
+    """The options of a `SpeculativeGenerator`, checked as far as one value goes.
+
+    Attributes:
+        draft: an mlx-lm model with the same token ids; the path or repository of one,
+            or of a head; "mtp" for the head in the target's folder, "lookup", "auto";
+            a draft such as `MtpDraft`, `LookupDraft` or `CascadeDraft`; a `Drafter` of
+            your own; or None for plain decoding. The target keeps what is loaded.
+        draft_length: tokens drafted in a round; 0 is plain decoding. None: as many as
+            pay, by what rounds cost here and what is accepted, see `calibrate`. With
+            other rules than "keyed" the timing of rounds then changes a seed's text.
+        draft_tree: an EAGLE-3 head drafts a tree of so many tokens, 2 to 64, with
+            `draft_length` levels; 15 may pay on a large GPU. None: a chain.
+        draft_confidence: a draft model stops before a token where the product of its
+            largest probabilities falls below this, and a head with a confidence of
+            its own where that of its estimates does; 0: never. See `ModelDrafter`.
+        acceptance: "keyed", the rule under which the draft cannot change the text of
+            a seed; "rejection" and "block" keep the distribution of the text, but not
+            the text, and accept more where tokens are drawn by chance.
+        sliding: the caches of sliding windows that are made here: "slack", the faster
+            `SlidingKVCache`, or "native", mlx-lm's `RotatingKVCache`. A passed
+            `prompt_cache` stays as it is; see `with_slack` and `as_native` of caches.
+        prefix_cache: a `PrefixCache` of this target and draft only, for requests that
+            begin alike. Those with a `prompt_cache` of their own pass it by.
+        draft_vocabulary: token ids that a draft model or an MTP head drafts from, see
+            `reduced_vocabulary`; the text may hold every other one. None: all.
+            "intersection": `draft` is the folder of a model with another tokenizer,
+            and drafts the tokens that both have; `notices` says how many.
+        compile_draft: compile the steps of a draft model, which takes 16 seconds once
+            on a machine; see `models/cpu/compiled_draft.py`.
+        group: the ranks of `mx.distributed` that the target is spread over; every
+            rank makes the generator and the streams, with the same options, and gets
+            the same chunks. Rank 0 alone drafts. None: the target is whole.
+        exact: the rows of every forward, 8 for True, so that no draft changes a bit
+            of a text. The costs and what is refused: docs/exactness.md.
+
+    Raises:
+        InvalidRequestError: a value is out of range or of the wrong kind.
+    """
+
+    draft: DraftArgument | None = None
+    draft_length: int | None = None
+    draft_tree: int | None = None
+    draft_confidence: float = 0.0
+    acceptance: Acceptance = "keyed"
+    sliding: Sliding = "slack"
+    prefix_cache: PrefixCache | None = None
+    draft_vocabulary: DraftVocabulary | None = None
+    compile_draft: bool = False
+    group: Group | None = None
+    exact: bool | int = False
+
+    def __post_init__(self) -> None:
+        checked_choice("acceptance", self.acceptance, Acceptance)
+        checked_choice("sliding", self.sliding, Sliding)
+        _check_compile(self.compile_draft)
+        _check_confidence(self.draft_confidence)
+        _check_vocabulary(self.draft_vocabulary)
+        _ = self.shape
+        if self.draft_tree is not None:
+            self._check_tree(self.draft_tree)
+
+    @property
+    def shape(self) -> FixedShape | None:
+        """The shape of every forward of the target in exact mode; None: not exact."""
+        if isinstance(self.exact, bool):
+            return FixedShape() if self.exact else None
+        return FixedShape(rows=self.exact)
+
+    @property
+    def intersection(self) -> bool:
+        """Whether to draft the tokens that a draft of another tokenizer shares."""
+        return isinstance(self.draft_vocabulary, str)
+
+    @property
+    def tree(self) -> int:
+        """Nodes of a draft that is a tree; 0: drafts are chains."""
+        return self.draft_tree or 0
+
+    def _check_tree(self, nodes: int) -> None:
+        """Refuse a number of nodes out of range, and what allows chains alone."""
+        checked = checked_count("draft_tree", nodes, 2, ", or None for chains")
+        if checked > MOST_NODES:
+            raise InvalidRequestError(
+                f"draft_tree is {nodes}, and {MOST_NODES} nodes are the most. Pass 15: "
+                "rows of the target cost more than the last nodes bring."
+            )
+        for name, value in (("exact", self.shape), ("group", self.group)):
+            if value is not None:
+                raise InvalidRequestError(
+                    f"draft_tree is {nodes}, and {name} was passed, with which drafts "
+                    "are chains. Leave one of them out."
+                )
+
+    def check_exact(self, model: nn.Module, *, ranked: bool) -> None:
+        """Refuse what cannot keep the promise of exact mode.
+
+        Args:
+            model: the target.
+            ranked: whether it is spread over ranks.
+
+        Raises:
+            InvalidRequestError: of two options that do not go together, or rows were
+                seen to differ here.
+            UnsupportedModelError: the model was not tried in a fixed shape.
+        """
+        shape = self.shape
+        if shape is None:
+            return
+        refused = {
+            f"acceptance={self.acceptance!r}, under which a draft changes the text of "
+            "a seed": self.acceptance != "keyed",
+            "sliding='native', whose rings are not read in order": self.sliding
+            == "native",
+            "a target that is spread over ranks, whose sums depend on them": ranked,
+        }
+        for reason, applies in refused.items():
+            if applies:
+                raise InvalidRequestError(
+                    f"exact={shape.rows} was passed, and {reason}. Leave one of them "
+                    "out."
+                )
+        check_fixed_shape(model)
+        check_verdict(model, shape)
+
+    def check_draft(self, draft: Draft | None, *, vocabulary: bool) -> None:
+        """Refuse options that the draft cannot follow.
+
+        Args:
+            draft: the draft that was resolved; None: none, or another rank's.
+            vocabulary: whether a reduced vocabulary applies on this rank.
+        """
+        kind = "None" if draft is None else f"of kind {draft.kind!r}"
+        if self.compile_draft and (draft is None or not draft.models):
+            raise InvalidRequestError(
+                "compile_draft is True, and there is no draft model. Leave it out."
+            )
+        if self.compile_draft and vocabulary:
+            raise InvalidRequestError(
+                "compile_draft and draft_vocabulary were passed, and a compiled draft "
+                "has all token ids. Leave one of them out."
+            )
+        if self.draft_confidence and draft is not None and not draft.confident:
+            raise InvalidRequestError(
+                f"draft_confidence is {self.draft_confidence!r}, and no draft model is "
+                f"there to be asked for it: the draft is {kind}. Leave it out."
+            )
+        if self.tree and (draft is None or not draft.trees):
+            raise InvalidRequestError(
+                f"draft_tree is {self.tree}, and the draft is {kind}, which drafts "
+                "chains. Pass an EAGLE-3 head without a window, or leave draft_tree "
+                "out."
+            )
+
+
+class GeneratorKeywords(TypedDict, total=False):
+    """The fields of `GeneratorOptions` as keywords, for type checkers."""
+
+    draft: DraftArgument | None
+    draft_length: int | None
+    draft_tree: int | None
+    draft_confidence: float
+    acceptance: Acceptance
+    sliding: Sliding
+    prefix_cache: PrefixCache | None
+    draft_vocabulary: DraftVocabulary | None
+    compile_draft: bool
+    group: Group | None
+    exact: bool | int
+
+
+def _check_compile(compile_draft: Any) -> None:
+    """Refuse anything but True and False."""
+    if not isinstance(compile_draft, bool):
+        raise InvalidRequestError(
+            f"compile_draft is {compile_draft!r}, and True or False is needed."
+        )
+
+
+def _check_confidence(confidence: Any) -> None:
+    """Refuse anything but a probability below 1."""
+    if not isinstance(confidence, int | float) or not 0 <= confidence < 1:
+        raise InvalidRequestError(
+            f"draft_confidence is {confidence!r}, and a probability of at least 0 and "
+            "less than 1 is needed."
+        )
+
+
+def _check_vocabulary(vocabulary: Any) -> None:
+    """Refuse texts other than "intersection"; ids are checked with the target."""
+    if isinstance(vocabulary, str) and vocabulary != "intersection":
+        raise InvalidRequestError(
+            f"draft_vocabulary is {vocabulary!r}, and 'intersection', token ids or "
+            "None are needed."
+        )
