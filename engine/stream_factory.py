@@ -1,7 +1,7 @@
 """Making a stream: its options checked, its lanes, its drafter and its decoder."""
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import fields, replace
 from functools import partial
@@ -19,7 +19,7 @@ from mlx_speculation.engine.distributed import (
     shown,
 )
 from mlx_speculation.engine.draft_length.base import DraftLengthPolicy, FixedDraftLength
-from mlx_speculation.engine.draft_length.calibration import Calibration, Start
+from mlx_speculation.engine.draft_length.calibration import Calibration
 from mlx_speculation.engine.draft_length.cascade import CascadeDraftLength
 from mlx_speculation.engine.drafters.base import Drafter, head_of, lanes_of, remember
 from mlx_speculation.engine.drafters.cascade import CascadeDrafter, open_guarded
@@ -68,7 +68,9 @@ class StreamFactory:
         self._busy: weakref.ref[Stream] | None = None
         self._rehearsed: set[Shape] = set()
 
-    def start_calibration(self) -> Start:
+    def start_calibration(
+        self,
+    ) -> Callable[[list[int], DraftLengthPolicy], Stream]:
         """Return what starts streams that measure: their texts are of no later use."""
         draft = measured_draft(self._setup.draft)
         maker = StreamFactory(replace(self._setup, draft=draft, prefix_cache=None))

@@ -7,8 +7,8 @@
 
 A room is a folder of modules. A module at the top of a folder (`engine/stream.py`) is
 placed in a layer by its name: small value types lie at the bottom, what is composed of
-the rooms at the top. Imports count wherever they stand, but for those that only a type
-checker reads; a name that a folder's `__init__` exports counts as where it is from.
+the rooms at the top. Imports count wherever they stand, also under `TYPE_CHECKING`; a
+name that a folder's `__init__` exports counts as where it is from.
 """
 
 import ast
@@ -67,6 +67,7 @@ ORDER: dict[str, list[set[str]]] = {
             "engine/argument_checks",
             "engine/detokenizer",
             "engine/memory",
+            "engine/prefix_reuse",
             "engine/prompt",
             "engine/result",
             "engine/stats",
@@ -75,8 +76,10 @@ ORDER: dict[str, list[set[str]]] = {
         },
         {"engine/drafters", "engine/lookup"},
         {"engine/draft_length"},
-        {"engine/round"},
-        {"engine/batch", "engine/distributed"},
+        {"engine/round", "engine/exact_verdict"},
+        {"engine/distributed"},
+        {"engine/options", "engine/stream"},
+        {"engine/batch"},
         {"engine"},
         {"engine/mlx_lm_compat", "engine/equivalence"},
     ],
@@ -128,6 +131,7 @@ NAMED_ALIKE = {
     "registration": "what a sealed room serves",
     "request": "one request",
     "options": "what a caller asks for",
+    "stream": "one running generation, and its options",
     "registry": "the table of the kinds that are known",
     "families": "which families are known, and what of them",
     "fields": "a JSON object or a file as checked fields",
@@ -184,15 +188,10 @@ def source(module: str) -> str:
 
 
 def nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield what runs: not what stands under `if TYPE_CHECKING`."""
+    """Yield the statements of a module, those that only type checkers read too."""
     for child in ast.iter_child_nodes(tree):
         if isinstance(child, ast.expr):
             continue  # without imports
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-            for other in child.orelse:
-                yield other
-                yield from nodes(other)
-            continue
         yield child
         yield from nodes(child)
 
@@ -397,6 +396,11 @@ def test_each_room_says_what_lives_there_and_what_it_does_not_know(room: str) ->
 def test_a_circle_is_found() -> None:
     assert cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
     assert cycle({"a": {"b", "c"}, "b": {"c"}}) == []
+
+
+def test_imports_that_only_type_checkers_read_count() -> None:
+    tree = ast.parse("if TYPE_CHECKING:\n    from mlx_speculation.engine import Stream")
+    assert any(isinstance(node, ast.ImportFrom) for node in nodes(tree))
 
 
 def test_names_are_followed_to_where_they_are_from() -> None:

@@ -4,34 +4,37 @@ Rows of one prompt are run together until every draft length was measured. What 
 write does not matter: a round costs by its rows, its width and its context.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import mlx.nn as nn
 
 from mlx_speculation.engine.batch.decoder import BatchDecoder
 from mlx_speculation.engine.batch.draft_length import BatchDraftLength
 from mlx_speculation.engine.batch.prefill_budget import PrefillBudget
-from mlx_speculation.engine.batch.request import BatchRequest, reason_alone
+from mlx_speculation.engine.batch.request import (
+    BatchRequest,
+    StreamSource,
+    reason_alone,
+)
 from mlx_speculation.engine.batch.results import BatchStatistics
+from mlx_speculation.engine.draft_length.base import DraftLengthPolicy
 from mlx_speculation.engine.draft_length.calibration import (
     Calibration,
     Progress,
-    Start,
     calibration_prompt,
     part_of,
 )
 from mlx_speculation.engine.draft_length.costs import CostTable
+from mlx_speculation.engine.stream import Stream
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import RowSizes
 
-if TYPE_CHECKING:
-    from mlx_speculation.engine.generator import SpeculativeGenerator
+StartStream = Callable[[list[int], DraftLengthPolicy], Stream]
 
 
 def calibrate_batches(
-    generator: "SpeculativeGenerator",
-    start: Start,
+    generator: StreamSource,
+    start: StartStream,
     rows: Sequence[int],
     contexts: Sequence[int],
     progress: Progress | None = None,
@@ -61,7 +64,7 @@ def calibrate_batches(
 
 def _measure(
     model: nn.Module,
-    start: Start,
+    start: StartStream,
     policy: Calibration,
     what: tuple[int, int],
     report: Progress,

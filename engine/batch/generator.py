@@ -15,15 +15,20 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Unpack
 
 from mlx_speculation.caches import array_bytes
 from mlx_speculation.engine.argument_checks import checked_count
 from mlx_speculation.engine.batch.decoder import BatchDecoder
 from mlx_speculation.engine.batch.draft_length import BatchDraftLength
 from mlx_speculation.engine.batch.prefill_budget import PrefillBudget
-from mlx_speculation.engine.batch.request import BatchRequest, reason_alone
+from mlx_speculation.engine.batch.request import (
+    BatchRequest,
+    StreamSource,
+    reason_alone,
+)
 from mlx_speculation.engine.batch.results import BatchResponse, BatchStatistics
+from mlx_speculation.engine.options import StreamKeywords
 from mlx_speculation.engine.prompt import Prompt
 from mlx_speculation.engine.result import Result
 from mlx_speculation.errors import InvalidRequestError, SpeculationError
@@ -34,9 +39,6 @@ from mlx_speculation.interrupts import (
     raised_by_signal,
 )
 from mlx_speculation.models import RowSizes, wired
-
-if TYPE_CHECKING:
-    from mlx_speculation.engine.generator import SpeculativeGenerator
 
 
 class BatchGenerator:
@@ -49,7 +51,7 @@ class BatchGenerator:
     what the interrupted call has not returned, the next one does.
 
     Args:
-        generator: the target and its draft, whose options are those of the rows.
+        generator: a `SpeculativeGenerator`, whose options are those of the rows.
         max_rows: how many rows run at once; others wait, in their order.
         row_sizes: show the models few numbers of rows, see `models/shape_buckets.py`;
             the texts are the same. None: where each new number is dear.
@@ -62,7 +64,7 @@ class BatchGenerator:
 
     def __init__(
         self,
-        generator: "SpeculativeGenerator",
+        generator: StreamSource,
         *,
         max_rows: int = 32,
         row_sizes: bool | None = None,
@@ -100,7 +102,7 @@ class BatchGenerator:
         """The rows that are generating, in the order of their responses."""
         return tuple(self._running)
 
-    def insert(self, prompt: Prompt, **options: Any) -> int:
+    def insert(self, prompt: Prompt, **options: Unpack[StreamKeywords]) -> int:
         """Add a row, and return its name; nothing runs before the next round.
 
         Args:

@@ -2,20 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mlx_speculation.engine.batch.generator import BatchGenerator
+from mlx_speculation.engine.batch.request import StreamSource
 from mlx_speculation.engine.prompt import Prompt
 from mlx_speculation.engine.result import Result
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.samplers import Sampling, derived_seed
 
-if TYPE_CHECKING:
-    from mlx_speculation.engine.generator import SpeculativeGenerator
-
 
 def generate_batch(
-    generator: "SpeculativeGenerator",
+    generator: StreamSource,
     prompts: Sequence[Prompt],
     max_rows: int,
     options: Mapping[str, Any],

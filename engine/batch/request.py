@@ -2,25 +2,50 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, Unpack
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from mlx_speculation.caches import has_states
 from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
 from mlx_speculation.engine.draft_length.base import Plan
+from mlx_speculation.engine.draft_length.policy_factory import PolicyFactory
 from mlx_speculation.engine.drafters.base import Proposal, lanes_of
 from mlx_speculation.engine.drafters.mtp import MtpDrafter
+from mlx_speculation.engine.options import StreamKeywords
+from mlx_speculation.engine.prompt import Prompt
 from mlx_speculation.engine.result import Chunk
 from mlx_speculation.engine.round.outcome import RoundOutcome
 from mlx_speculation.engine.round.request import Request
+from mlx_speculation.engine.stream import Stream
 from mlx_speculation.engine.timing import RoundSeconds
 from mlx_speculation.interrupts import raised_by_signal
 from mlx_speculation.models import Lane, why_alone
 from mlx_speculation.samplers import VerifyRequest
 
-if TYPE_CHECKING:
-    from mlx_speculation.engine.stream import Stream
+
+class StreamSource(Protocol):
+    """The members of a `SpeculativeGenerator` that a batch uses."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The target."""
+        ...
+
+    @property
+    def lengths(self) -> PolicyFactory:
+        """Decides draft lengths."""
+        ...
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks that the target is spread over."""
+        ...
+
+    def stream(self, prompt: Prompt, **options: Unpack[StreamKeywords]) -> Stream:
+        """Make a stream; see `SpeculativeGenerator.stream`."""
+        ...
 
 
 @dataclass(eq=False, slots=True)
@@ -28,7 +53,7 @@ class BatchRequest:
     """One request among others."""
 
     uid: int  # its name
-    stream: "Stream"  # turns its tokens into text, and ends it
+    stream: Stream  # turns its tokens into text, and ends it
     alone: str | None = None  # why it cannot run with others; None: it can
     # Its own length for the next round; the batch decides where None
     planned: Plan | None = None
@@ -160,9 +185,7 @@ class BatchRequest:
             self.stream.end("error", hold_all=False)
 
 
-def reason_alone(
-    stream: "Stream", model: Any, options: Mapping[str, Any]
-) -> str | None:
+def reason_alone(stream: Stream, model: Any, options: Mapping[str, Any]) -> str | None:
     """Return why a request cannot run with others; None: it can."""
     request = stream.request
     processors = request.verifier.chooser.processors

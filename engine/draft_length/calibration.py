@@ -1,11 +1,11 @@
 """Calibration: a policy that plans every length in turn, and keeps what rounds took."""
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import astuple
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from mlx_speculation.engine.draft_length.adaptive import few_lengths
 from mlx_speculation.engine.draft_length.base import (
@@ -16,21 +16,30 @@ from mlx_speculation.engine.draft_length.base import (
 from mlx_speculation.engine.draft_length.costs import SAMPLES, RoundCosts, bucket_of
 from mlx_speculation.engine.timing import RoundSeconds
 
-if TYPE_CHECKING:
-    from mlx_speculation.engine.stream import Stream
-
 # Medians of each part by itself, by context bucket and draft length; 0 is a plain step.
 PartsTable = dict[int, dict[int, RoundSeconds]]
 # Called with how much is done, and of how much.
 Progress = Callable[[int, int], None]
-# Starts a stream on a prompt with a policy of its own.
-Start = Callable[[list[int], DraftLengthPolicy], "Stream"]
 
 # All lengths take turns so often: none of them meets a busy machine alone.
 PASSES = 3
 # Rounds of a pass: plain steps, of which the first and the last tell nothing, and
 # drafts of each length. The first draft after plain steps reads what it has missed.
 PLAIN_STEPS, DRAFTS = 7, 2
+
+
+class MeasuredStream(Protocol):
+    """A stream whose rounds are measured; see `Stream`."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def __enter__(self) -> "MeasuredStream": ...
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None: ...
+
+
+# Starts a stream on a prompt with a policy of its own.
+Start = Callable[[list[int], DraftLengthPolicy], MeasuredStream]
 
 
 class Calibration:

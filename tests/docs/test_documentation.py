@@ -5,7 +5,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack, get_args, get_origin
 
 import typer
 
@@ -162,6 +162,17 @@ def calls(page: Path) -> Iterator[tuple[str, ast.Call]]:
                 yield ast.unparse(node.func).rpartition(".")[2], node
 
 
+def keywords_of(call: Any) -> dict[str, inspect.Parameter]:
+    """Return the parameters of a call, those of an unpacked TypedDict by name."""
+    taken = dict(inspect.signature(call).parameters)
+    typed = getattr(taken.get("options"), "annotation", None)
+    for keywords in get_args(typed) if get_origin(typed) is Unpack else ():
+        del taken["options"]
+        for name in keywords.__annotations__:
+            taken[name] = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY)
+    return taken
+
+
 def test_calls_that_are_shown_have_keywords_that_there_are() -> None:
     """Also in blocks that tests/docs/test_snippets.py cannot run."""
     generator = mlx_speculation.SpeculativeGenerator
@@ -176,8 +187,8 @@ def test_calls_that_are_shown_have_keywords_that_there_are() -> None:
                 continue
             if _is_warning_or_error(name):
                 continue  # they take a message
-            taken = inspect.signature(made[name]).parameters
+            taken = keywords_of(made[name])
             if any(p.kind is p.VAR_KEYWORD for p in taken.values()):
-                taken = inspect.signature(made["stream_generate"]).parameters
+                taken = keywords_of(made["stream_generate"])
             given = {keyword.arg for keyword in call.keywords if keyword.arg}
             assert given <= set(taken), f"{name_of(page)}: {ast.unparse(call)}"

@@ -242,8 +242,8 @@ def test_a_draft_of_a_row_by_itself_reads_no_prompt_past_its_table() -> None:
     generator = SpeculativeGenerator(target, TOKENIZER, draft=source, draft_length=4)
     plain = SpeculativeGenerator(target, TOKENIZER)
     with BatchGenerator(generator) as batch:
-        for options in ({}, {"explain": True}):
-            uid = batch.insert(prompt_of(40), max_tokens=6, **options)
+        for explain in (False, True):
+            uid = batch.insert(prompt_of(40), max_tokens=6, explain=explain)
             while batch.running or batch.waiting:
                 batch.next()
             result = batch.remove(uid)

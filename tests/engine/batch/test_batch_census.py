@@ -4,6 +4,8 @@ Those of `TOGETHER` are decoded in a batch with ragged drafts here: a few in the
 tests, all of them in the slow ones.
 """
 
+from typing import Any
+
 import pytest
 
 from mlx_speculation import (
@@ -57,7 +59,7 @@ def test_rows_of_an_architecture_write_what_they_do_alone(name: str) -> None:
         model, byte_tokenizer(), draft=draft, draft_length=4
     )
     with BatchGenerator(generator) as batch:
-        options = {"max_tokens": TOKENS, "stop_tokens": ()}
+        options: dict[str, Any] = {"max_tokens": TOKENS, "stop_tokens": ()}
         uids = [batch.insert(prompt, **options) for prompt in prompts[:2]]
         batch.next()
         uids.append(batch.insert(prompts[2], **options))
