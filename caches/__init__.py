@@ -37,7 +37,6 @@ from mlx_speculation.caches.types import RaggedKVCache, SlidingKVCache
 from mlx_speculation.caches.types.convert import (
     as_native,
     columns_shown,
-    drop_last,
     extend_all,
     has_states,
     meets_plans,
@@ -85,7 +84,6 @@ __all__ = [
     "check_supported",
     "check_trees",
     "columns_shown",
-    "drop_last",
     "extend_all",
     "has_states",
     "holds_trees",

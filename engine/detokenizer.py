@@ -18,34 +18,38 @@ _CLEANED = re.compile(r".*[^\s']{2}", re.DOTALL)
 
 
 class StopStrings:
-    """Holds text back until it is certain that no stop string begins in it."""
+    """Holds text back until it is certain that no stop string begins in it.
+
+    Attributes:
+        held: that text.
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
-        self._held = ""
+        self.held = ""
 
     def add(self, text: str) -> tuple[str, bool]:
         """Take new text; return what may be shown, and whether a stop was found."""
-        self._held += text
-        found = [i for stop in self._stops if (i := self._held.find(stop)) >= 0]
+        self.held += text
+        found = [i for stop in self._stops if (i := self.held.find(stop)) >= 0]
         if found:
-            shown, self._held = self._held[: min(found)], ""
+            shown, self.held = self.held[: min(found)], ""
             return shown, True
         keep = self._possible_start()
-        split = len(self._held) - keep
-        shown, self._held = self._held[:split], self._held[split:]
+        split = len(self.held) - keep
+        shown, self.held = self.held[:split], self.held[split:]
         return shown, False
 
     def flush(self) -> str:
         """Return what is still held back, at the end."""
-        shown, self._held = self._held, ""
+        shown, self.held = self.held, ""
         return shown
 
     def _possible_start(self) -> int:
         """Return the length of the longest end of the text that begins a stop."""
         longest = max((len(stop) - 1 for stop in self._stops), default=0)
-        for length in range(min(longest, len(self._held)), 0, -1):
-            if any(stop.startswith(self._held[-length:]) for stop in self._stops):
+        for length in range(min(longest, len(self.held)), 0, -1):
+            if any(stop.startswith(self.held[-length:]) for stop in self._stops):
                 return length
         return 0
 
@@ -72,6 +76,17 @@ class TextDetokenizer:
         self._shown = ""  # text of the window that was given out
         self._whole = 0  # tokens of the window up to its last complete character
         self._cut = 0  # tokens of the window that may be dropped next
+
+    def fork(self) -> tuple[Any, ...]:
+        """Return what `restore` goes back to, after tokens that did not stay."""
+        held = None if self._strings is None else self._strings.held
+        return [*self._window], self._shown, self._whole, self._cut, held
+
+    def restore(self, fork: tuple[Any, ...]) -> None:
+        """Go back to a fork; once only."""
+        self._window, self._shown, self._whole, self._cut, held = fork
+        if self._strings is not None:
+            self._strings.held = held
 
     def add(self, token: int) -> tuple[str, bool]:
         """Take one token; return the text it makes certain, and whether it ends it."""

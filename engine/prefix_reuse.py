@@ -16,6 +16,7 @@ So drafts after a beginning that is known are those after one that was read.
 import sys
 import threading
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from mlx_speculation.caches import PrefixCache, Snapshot, split
@@ -84,11 +85,20 @@ class PrefixReuse:
         if rows is not None and rows.stop == first:
             head.resume(rows)
 
-    def between_rounds(self) -> None:
-        """Take the restore points that are due."""
-        for _, lane in self._each():
-            if lane.points is not None:
-                lane.points.between_rounds(lane, self._reach)
+    def between_rounds(
+        self, caches: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
+        """Take the restore points that are due.
+
+        Args:
+            caches: lets the target's lane hold its caches meanwhile, where those of a
+                batch have them.
+        """
+        for which, lane in self._each():
+            points = lane.points
+            if points is not None and points.due(lane.seen, self._reach):
+                with nullcontext() if which else caches():
+                    points.take(lane)
 
     def store(self, tokens: Sequence[int], *, ended: bool = True) -> None:
         """Keep what the lanes hold of the known `tokens`.

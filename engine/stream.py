@@ -53,9 +53,10 @@ class Stream:
         session: the stream on all ranks; None: there is one.
 
     Attributes:
+        text: as passed.
         ready: chunks of the last round that were not yielded yet.
         reason: why the text ends with the last of them; None: it goes on.
-        prefixes: as passed; None once nothing more is to be left.
+        prefixes: as passed.
     """
 
     _ending = staticmethod(sys.is_finalizing)  # globals are None when it is needed
@@ -80,7 +81,7 @@ class Stream:
         self._decoder = decoder
         self._statistics = decoder.request.statistics
         self._sequence = decoder.request.sequence
-        self._text = text
+        self.text = text
         self._max_tokens = max_tokens
         self._out_of_positions = out_of_positions
         self._seed = seed
@@ -382,13 +383,13 @@ class Stream:
         reason: str | None = None
         before = self._statistics.emitted
         for index, token in enumerate(outcome.tokens):
-            text, stopped = self._text.add(token)
+            text, stopped = self.text.add(token)
             complete = outcome.complete and index + 1 == len(outcome.tokens)
             spent = before + len(self.ready) + 1 == self._max_tokens
             if stopped:
                 reason = "stop"
             elif complete or spent:
-                rest, stopped = self._text.finish()
+                rest, stopped = self.text.finish()
                 reason = "stop" if complete or stopped else "length"
                 text += rest
             logprob = outcome.log_probs[index] if outcome.log_probs else None

@@ -122,17 +122,3 @@ def others_are_longer(caches: Sequence[Any], rows: Sequence[int]) -> bool:
     """Whether a batch holds more columns than these of its rows need, by a step."""
     found = [leaf for leaf in flat(caches) if isinstance(leaf, RaggedKVCache)]
     return any(leaf.needed() > leaf.needed(rows) for leaf in found)
-
-
-def drop_last(caches: Sequence[Any], count: int) -> bool:
-    """Take the last tokens out of a sequence's caches, if all of them can be cut.
-
-    Returns:
-        Whether they are out; otherwise the caches are as before.
-    """
-    found = flat(caches)
-    if count and not all(type(leaf) is KVCache for leaf in found):
-        return False
-    for leaf in found if count else ():
-        leaf.trim(count)
-    return True

@@ -10,22 +10,33 @@ and each keeps its own prefix:
               t d1 .  .         row 1, 1 draft, accepted: keeps 2
               t .  .  .         row 2, none: keeps 1
 
-A row that fails keeps nothing, and leaves with the rows that have ended. What fails for
-all, such as running out of memory, is rolled back and raised; the round can be run
-again. What fails for one row after the commit ends that row.
+Every row is cut at its stops and its budget before the commit, as a stream is: it
+keeps what stays of its text. A row that fails, in its cut too, keeps nothing, and
+leaves with the rows that have ended. What fails for all, such as running out of memory,
+is rolled back and raised; the round can be run again. What fails for one row after the
+commit ends that row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_speculation.caches import SlidingKVCache, drop_last, leaves, with_slack
 from mlx_speculation.engine.batch.base import BatchDrafter
 from mlx_speculation.engine.batch.draft_length import BatchDraftLength
 from mlx_speculation.engine.batch.draft_model import BatchModelDrafter
 from mlx_speculation.engine.batch.mtp import BatchMtpDrafter
-from mlx_speculation.engine.batch.outcome import BatchStep, Read, behind, read_batch
+from mlx_speculation.engine.batch.outcome import (
+    BatchStep,
+    Read,
+    behind,
+    kept,
+    read_batch,
+    settled,
+)
 from mlx_speculation.engine.batch.per_request import PerRequestDrafters
 from mlx_speculation.engine.batch.request import BatchRequest
 from mlx_speculation.engine.batch.results import BatchStatistics
@@ -60,8 +71,8 @@ class BatchDecoder:
         self._drafts: BatchDrafter = PerRequestDrafters()
         self._drafts_chosen = False
         self._in_flight: BatchStep | None = None
-        self._slack = False
         self._clock = RoundClock()
+        self._raised: BaseException | None = None  # of one row, for after the round
 
     @property
     def nbytes(self) -> int:
@@ -78,13 +89,10 @@ class BatchDecoder:
         assert self._in_flight is None
         if not rows:
             return
-        lanes = [row.request.target for row in rows]
-        kinds = [type(leaf) for lane in lanes for _, leaf in leaves(lane.caches)]
-        self._slack = SlidingKVCache in kinds
         if not self._drafts_chosen:
             self._drafts_chosen = True
             self._drafts = self._drafts_for(rows[0])
-        self._lane.join(lanes)
+        self._lane.join([row.request.target for row in rows])
         self.rows += rows
         for row in rows:
             self._lengths.join(row)
@@ -98,8 +106,7 @@ class BatchDecoder:
     def give_back(self, row: BatchRequest) -> None:
         """Let a row that is to be closed have its caches again, if it keeps them."""
         if row.keeps_caches:
-            place = next(i for i, own in enumerate(self.rows) if own is row)
-            self._extract(place, row, len(row.tokens) - 1 + self.in_flight)
+            row.request.target.caches = self._extract(row)
 
     def leave(self, gone: Sequence[BatchRequest]) -> None:
         """Let rows leave, at any time between two rounds."""
@@ -120,7 +127,7 @@ class BatchDecoder:
         With `drain` nothing is submitted ahead, so that rows can join afterwards.
         """
         self.leave([row for row in self.rows if row.ended])  # after an error
-        rows = self.rows
+        rows, self._raised = self.rows, None
         self._drafts.follow(rows)
         ahead = int(self._in_flight is not None)
         context = max(len(row.tokens) for row in rows)
@@ -177,7 +184,7 @@ class BatchDecoder:
             if submit_next:
                 following = self._submit_step(step.tokens[:, None], behind=step)
             self._clock.wait("verify", step.tokens)
-            found = step.read()
+            found = self._cut(step.read())
         except BaseException:
             for one in (following, fresh):
                 if one is not None:
@@ -185,6 +192,8 @@ class BatchDecoder:
             raise
         self._in_flight = following
         self._know(found)
+        for row in self.rows:
+            row.request.target.seen = len(row.tokens) - 1 + self.in_flight
         return found
 
     def _submit_step(self, fed: mx.array, behind: BatchStep | None) -> BatchStep:
@@ -207,7 +216,6 @@ class BatchDecoder:
     def _drafted_round(self, drafts: list[Proposal], ahead: int) -> list[Read]:
         """Verify the drafts of all rows, behind a step if one is in flight."""
         step = self._in_flight
-        known = [len(row.tokens) for row in self.rows]
         committed = False
         try:
             ours = [draft.behind(ahead) if ahead else draft for draft in drafts]
@@ -233,27 +241,42 @@ class BatchDecoder:
                 self._clock.wait("sampler", *verified.arrays)
                 first = None if step is None else step.read()
                 read = read_batch(verified, [draft.length for draft in ours])
-                found = [
+                found = self._cut(
                     behind(None if first is None else first[i], read[i])
                     for i in range(len(self.rows))
-                ]
-                keep = [_kept(one) for one in found]
+                )
+                keep = [kept(one) for one in found]
                 lane_round.prepare(keep)
                 pairs = zip(found, drafts, strict=True)
-                self._drafts.settle([_settled(one, draft) for one, draft in pairs])
+                self._drafts.settle([settled(one, draft) for one, draft in pairs])
                 self._know(found)
                 self._in_flight = None
                 lane_round.commit(keep)
                 committed = True
+            for row, count in zip(self.rows, keep, strict=True):
+                row.request.target.seen += count
             self._drafts.done()
         except BaseException:
             if not committed:
                 self._drafts.discard()
                 self._in_flight = step
-                for row, count in zip(self.rows, known, strict=True):
-                    del row.tokens[count:]
+                for row in self.rows:
+                    row.take_back()
             raise
         return found
+
+    def _cut(self, found: Iterable[Read]) -> list[Read]:
+        """Let each row cut what it has got."""
+        cut: list[Read] = []
+        for row, one in zip(self.rows, found, strict=True):
+            try:
+                cut.append(row.cut(one))
+            except Exception as error:
+                cut.append(error)
+            except BaseException as error:  # not of a signal: these wait
+                self._raised = error
+                cut.append(_interrupted(error))
+        return cut
 
     def _know(self, found: Sequence[Read]) -> None:
         """Let the tokens that rows have got be known."""
@@ -279,16 +302,15 @@ class BatchDecoder:
         """Let each row take its tokens, count, learn, and let go of those that end."""
         seconds = self._clock.stop()
         drafted, accepted = [], []
-        raised: BaseException | None = None
         for index, (row, one) in enumerate(zip(self.rows, found, strict=True)):
             draft = None
             if drafts is not None and drafts[index].length > ahead:
                 draft = drafts[index].behind(ahead) if ahead else drafts[index]
             drafted.append(0 if draft is None else draft.length)
             try:
-                accepted.append(self._emit(index, row, one, draft, seconds))
-            except BaseException as error:  # not of a signal: these wait
-                raised = error
+                accepted.append(self._emit(row, one, draft, seconds))
+            except BaseException as error:  # as in a cut
+                self._raised = error
                 accepted.append(0)
                 row.chunks = []
                 row.fail(_interrupted(error))
@@ -306,12 +328,11 @@ class BatchDecoder:
         )
         self._lengths.note(self.rows, context, drafted, accepted, feedback)
         self.leave([row for row in self.rows if row.ended])
-        if raised is not None:
-            raise raised
+        if self._raised is not None:
+            raise self._raised
 
     def _emit(
         self,
-        index: int,
         row: BatchRequest,
         found: Read,
         draft: Proposal | None,
@@ -319,37 +340,39 @@ class BatchDecoder:
     ) -> int:
         """Turn what a row has got into chunks; return how many drafts it accepted."""
         row.chunks = []
-        held = len(row.tokens) - 1 + self.in_flight  # after the round
         try:
             if isinstance(found, Exception):
                 row.fail(found)
                 return 0
-            if row.error is not None:
-                row.fail(row.error)
-                return 0
             row.emit(found, draft, seconds)
-            row.request.target.seen = min(held, len(row.tokens))
-            if row.keeps_caches and row.stream.reason is not None:
-                self._extract(index, row, held)
-            row.take_chunks()
+            if found.reason is None:
+                row.between_rounds(partial(self._lent, row))
+                row.take_chunks()
+            else:
+                with self._lent(row):
+                    row.take_chunks()
         except Exception as error:
             row.chunks = []
             row.fail(error)
             return 0
-        finally:
-            row.request.target.caches = []
         self._statistics.emitted += len(row.chunks)
         return found.accepted if draft is not None else 0
 
-    def _extract(self, place: int, row: BatchRequest, held: int) -> None:
-        """Give a row's lane what the batch holds of it, for the prefix cache."""
+    @contextmanager
+    def _lent(self, row: BatchRequest) -> Iterator[None]:
+        """Let a row's lane hold its caches, if it leaves them to later requests."""
         target = row.request.target
-        target.seen = min(held, len(row.tokens))
-        caches = self._lane.extract(place)
-        if drop_last(caches, held - target.seen):
-            target.caches = with_slack(caches) if self._slack else caches
-        else:
-            row.keep_nothing()
+        try:
+            if row.keeps_caches:
+                target.caches = self._extract(row)
+            yield
+        finally:
+            target.caches = []
+
+    def _extract(self, row: BatchRequest) -> list[Any]:
+        """Return a copy of what the batch holds of a row."""
+        place = next(i for i, own in enumerate(self.rows) if own is row)
+        return self._lane.extract(place)
 
 
 def _interrupted(error: BaseException) -> SpeculationError:
@@ -368,15 +391,3 @@ def _head(draft: Proposal, count: int) -> Proposal:
         return NOTHING
     probs = None if draft.probs is None else draft.probs[:count]
     return Proposal(draft.tokens[:count], probs, draft.source, draft.reads)
-
-
-def _kept(found: Read) -> int:
-    """Return how many of the fed tokens a row keeps."""
-    return 0 if isinstance(found, Exception) else 1 + found.accepted
-
-
-def _settled(found: Read, draft: Proposal) -> int | None:
-    """Return how many tokens of its draft a drafter may keep; None: the row failed."""
-    if isinstance(found, Exception):
-        return None
-    return found.settled(draft, found.accepted)

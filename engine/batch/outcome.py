@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
+from mlx_speculation.engine.drafters.base import Proposal
 from mlx_speculation.engine.round.outcome import RoundOutcome, outcomes
 from mlx_speculation.models import BatchRound
 from mlx_speculation.samplers import BatchVerified
@@ -52,3 +53,20 @@ def behind(step: Read | None, found: Read) -> Read:
     if step is None or isinstance(found, Exception):
         return found if not isinstance(step, Exception) else step
     return step if isinstance(step, Exception) else found.behind(step)
+
+
+def kept(found: Read) -> int:
+    """Return how many of the fed tokens a row keeps, after its cut."""
+    return 0 if isinstance(found, Exception) else 1 + _accepted(found)
+
+
+def settled(found: Read, draft: Proposal) -> int | None:
+    """Return how many tokens of its draft a drafter may keep; None: the row failed."""
+    if isinstance(found, Exception):
+        return None
+    return found.settled(draft, _accepted(found))
+
+
+def _accepted(found: RoundOutcome) -> int:
+    """Return how many accepted tokens stay after a cut."""
+    return min(found.accepted, len(found.tokens) - found.first)

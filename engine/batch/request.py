@@ -1,6 +1,7 @@
 """One row of a batch: a stream whose rounds the batch runs, and why some run alone."""
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Unpack
 
@@ -64,6 +65,8 @@ class BatchRequest:
     error: Exception | None = None  # what it has failed with
     # Of its last round, to be given out
     chunks: list[Chunk] = field(default_factory=list)
+    # Known tokens and text before the cut of its round
+    _before: tuple[int, Any] | None = None
 
     @property
     def request(self) -> Request:
@@ -143,18 +146,29 @@ class BatchRequest:
                 self.stream.end("error", hold_all=False)
             raise
 
+    def cut(self, found: RoundOutcome | Exception) -> RoundOutcome | Exception:
+        """Return what stays of a round's tokens, not known yet, or its error."""
+        self._before = len(self.tokens), self.stream.text.fork()
+        self.stream.ready.clear()
+        if self.error is not None or isinstance(found, Exception):
+            return self.error or found
+        return self.stream.cut(found)
+
+    def take_back(self) -> None:
+        """Go back to the state before the cut, if the round had come to one."""
+        if self._before is not None:
+            (known, text), self._before = self._before, None
+            del self.tokens[known:]
+            self.stream.ready.clear()
+            self.stream.text.restore(text)
+
     def emit(
         self, outcome: RoundOutcome, draft: Proposal | None, seconds: RoundSeconds
     ) -> None:
-        """Take what a round has brought, and let it end where that says so.
-
-        Its tokens are known already, all of them.
-        """
-        self.stream.ready.clear()
-        cut = self.stream.cut(outcome)
-        self.stream.reason = cut.reason
-        del self.tokens[len(self.tokens) - len(outcome.tokens) + len(cut.tokens) :]
-        cut.count(self.request.statistics, draft)
+        """Count what a round has brought, and let it end where that says so."""
+        self._before = None
+        self.stream.reason = outcome.reason
+        outcome.count(self.request.statistics, draft)
         self.request.statistics.spend(seconds)
 
     def take_chunks(self) -> None:
@@ -172,11 +186,12 @@ class BatchRequest:
         if self.stream.prefixes is not None:
             self.stream.prefixes.store(self.tokens, ended=False)
 
-    def keep_nothing(self) -> None:
-        """Leave nothing more to later requests."""
+    def between_rounds(
+        self, caches: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        """Take the restore points that are due, of the caches that it is lent."""
         if self.stream.prefixes is not None:
-            self.stream.prefixes.forget()
-            self.stream.prefixes = None
+            self.stream.prefixes.between_rounds(caches)
 
     def fail(self, error: Exception | None = None) -> None:
         """End with an error; the others go on. None: one that was raised elsewhere."""

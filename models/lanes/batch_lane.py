@@ -35,14 +35,17 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_speculation.caches import (
+    SlidingKVCache,
     Speculation,
     array_bytes,
     columns_shown,
     extend_all,
+    leaves,
     meets_plans,
     merged,
     others_are_longer,
     states,
+    with_slack,
 )
 from mlx_speculation.models.exclusions import takes_key_steps
 from mlx_speculation.models.lanes.batch_states import BatchStates, Unread
@@ -76,6 +79,7 @@ class BatchLane:
         self._fresh = False
         self._sizes = sizes or RowSizes()
         self._in_sizes = False
+        self._slack = False  # whether the rows' own sliding caches have slack
         self._wide = False  # whether the last round was of several positions
 
     @property
@@ -102,12 +106,14 @@ class BatchLane:
         The lanes are left without caches: what they held is copied. If it fails, the
         batch and the lanes are as before.
         """
+        kinds = [type(leaf) for lane in lanes for _, leaf in leaves(lane.caches)]
         joining = merged([lane.caches for lane in lanes], in_steps=self.key_steps)
         if self.rows:
             self._arrange(self.stand, self.rows)
             extend_all(self.caches, joining)
         else:
             self.caches = joining
+        self._slack = SlidingKVCache in kinds
         self.rows += len(lanes)
         self.places = self.rows
         self.stand = list(range(self.rows))
@@ -128,8 +134,9 @@ class BatchLane:
             self._arrange(self.stand, size or self.rows)
 
     def extract(self, row: int) -> list[Any]:
-        """Return caches that hold what one row does, of mlx-lm's kinds for one."""
-        return [cache.extract(self.stand[row]) for cache in self.caches]
+        """Return a copy of what one row holds, in caches as its own lane had."""
+        caches = [cache.extract(self.stand[row]) for cache in self.caches]
+        return with_slack(caches) if self._slack else caches
 
     def begin(self, count: int, *, whole: bool = False) -> "BatchRound":
         """Open a round of which a prefix of each row, or with `whole` all, is kept.

@@ -46,13 +46,12 @@ class RestorePoints:
         self._cache.take(self.running, Point(lane.seen, held, self.hidden()))
         self._last = lane.seen
 
-    def between_rounds(self, lane: HasCaches, reach: int) -> None:
-        """Take one if the next round, of at most `reach` tokens, could pass its place.
+    def due(self, seen: int, reach: int) -> bool:
+        """Return whether a round of at most `reach` tokens could pass a place for one.
 
-        One that was passed all the same, by a prompt for instance, is taken now.
+        One that was passed all the same, by a prompt for instance, is due now.
         """
-        if lane.seen + reach - self._last > self._every and lane.seen > self._last:
-            self.take(lane)
+        return seen + reach - self._last > self._every and seen > self._last
 
     def resumed(self, seen: int) -> None:
         """Count from a restore point that was there before."""
