@@ -18,7 +18,7 @@ from mlx_speculation.caches.files import (
     load_into,
     save_caches,
 )
-from mlx_speculation.caches.journal import Journal
+from mlx_speculation.caches.journal import Journal, Keep
 from mlx_speculation.caches.journals.arrays import RecordingArraysCache
 from mlx_speculation.caches.journals.deepseek_v41 import RecordingLayerCache
 from mlx_speculation.caches.kv_quantization import KVQuantization
@@ -63,6 +63,7 @@ __all__ = [
     "FixedShape",
     "Journal",
     "KVQuantization",
+    "Keep",
     "LoadedCaches",
     "Point",
     "PrefixCache",

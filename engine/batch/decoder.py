@@ -223,12 +223,8 @@ class BatchDecoder:
             matrix = self._drafts.rectangle(ours, width)
             fed = self._last_tokens() if step is None else step.tokens[:, None]
             self._clock.note("draft")
-            shown = self._lane.positions(1 + width)
-            with self._lane.begin(shown) as lane_round:
-                fed = mx.concatenate([fed, matrix], axis=1)
-                if shown > 1 + width:  # any tokens: no row keeps what they write
-                    fed = mx.pad(fed, [(0, 0), (0, shown - 1 - width)])
-                logits = lane_round.forward(fed)[:, : 1 + width]
+            with self._lane.begin(1 + width) as lane_round:
+                logits = lane_round.forward(mx.concatenate([fed, matrix], axis=1))
                 self._clock.submit("verify", logits)
                 asked = [
                     row.asked(one, None if step is None else step.tokens[i : i + 1])

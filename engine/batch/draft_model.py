@@ -174,7 +174,7 @@ class BatchModelDrafter(SharedDrafter):
         """Draft the longest chain for all rows of the lane; cut it to `most`."""
         lag = self._lag()
         inputs = mx.array([row.tokens[-lag:] for row in self._rows], mx.uint32)
-        self._round = self.lane.begin(lag)
+        self._round = self.lane.begin(lag + max(most) - 1)
         chain = self._chain = BatchChain(self._rows)
         for _ in range(max(most)):
             chosen = chain.choose(self._round.forward(inputs)[:, -1])

@@ -74,10 +74,11 @@ class States:
         """Add what one forward showed."""
         self._forwards.append(forward)
 
-    def cut(self, positions: int) -> None:
-        """Let the last forward have shown its first positions alone."""
-        last = self._forwards[-1]
-        self._forwards[-1] = {key: x[:, :positions] for key, x in last.items()}
+    def cut(self, positions: int, rows: Sequence[int] | None = None) -> None:
+        """Let the last forward have shown its first positions alone, of some rows."""
+        index = slice(None) if rows is None else mx.array([*rows])
+        last = self._forwards[-1].items()
+        self._forwards[-1] = {key: x[index, :positions] for key, x in last}
 
     def take(self, rows: Sequence[int]) -> None:
         """Let the only forward have shown these positions, in this order."""

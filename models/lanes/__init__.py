@@ -1,10 +1,12 @@
 """A lane: a model, its caches, and the tokens that they hold.
 
-`lane` for one sequence, `batch_lane` for many; a round on a lane is fed, then committed
-or rolled back as a whole. How tokens are drafted or accepted is not known here.
+`base` is the contract, `single` a lane of one request, `batch` of many; a round on a
+lane is fed, then committed or rolled back as a whole. How tokens are drafted or
+accepted is not known here.
 """
 
-from mlx_speculation.models.lanes.batch_lane import BatchLane, BatchRound
+from mlx_speculation.models.lanes.base import RequestLane, RequestRound
+from mlx_speculation.models.lanes.batch import BatchLane, BatchRound
 from mlx_speculation.models.lanes.batch_states import BatchStates, Unread
 from mlx_speculation.models.lanes.committed_states import CommittedStates
 from mlx_speculation.models.lanes.draft_tree import (
@@ -17,7 +19,6 @@ from mlx_speculation.models.lanes.draft_tree import (
 )
 from mlx_speculation.models.lanes.fixed_shape import check_fixed_shape
 from mlx_speculation.models.lanes.install_hooks import ModelHooks
-from mlx_speculation.models.lanes.lane import Lane, LaneRound, Sliding
 from mlx_speculation.models.lanes.prefill_step import PREFILL_STEP, usual_prefill_step
 from mlx_speculation.models.lanes.quantizable import checked_quantization
 from mlx_speculation.models.lanes.rehearsal import (
@@ -26,6 +27,7 @@ from mlx_speculation.models.lanes.rehearsal import (
     shape_of_round,
 )
 from mlx_speculation.models.lanes.restore_points import RestorePoints
+from mlx_speculation.models.lanes.single import Lane, LaneRound, Sliding
 
 __all__ = [
     "PREFILL_STEP",
@@ -36,6 +38,8 @@ __all__ = [
     "Lane",
     "LaneRound",
     "ModelHooks",
+    "RequestLane",
+    "RequestRound",
     "RestorePoints",
     "Sliding",
     "TreeForward",

@@ -22,6 +22,7 @@ from functools import cached_property
 
 import mlx.core as mx
 
+from mlx_speculation.caches import Keep
 from mlx_speculation.models.introspect.hidden_states import HiddenStates
 from mlx_speculation.models.introspect.taps import States
 
@@ -161,7 +162,7 @@ class BatchStates:
 
     Attributes:
         held: the states of the rows that are followed, not read yet.
-        rows: which rows of the batch these are, set before a round begins.
+        rows: which requests of the batch these are, set before a round begins.
     """
 
     def __init__(
@@ -172,19 +173,15 @@ class BatchStates:
         self.held = Unread()
         self.rows: Sequence[int] = ()
 
-    def added(
-        self, states: States, keep: int | Sequence[int], stand: Sequence[int]
-    ) -> Unread:
+    def added(self, states: States, keep: Keep) -> Unread:
         """Return what will be held once a round is committed.
 
         Args:
-            states: of the round, of all places of the batch.
-            keep: how many positions the rows keep, or each of them.
-            stand: the place of each row.
+            states: of the round, of all requests of the batch.
+            keep: how many positions they keep, or each of them.
         """
         array, rows = self._select(states), self.rows
-        places = [stand[row] for row in rows]
-        if places != list(range(array.shape[0])):
-            array = array[mx.array(places)]
+        if [*rows] != [*range(array.shape[0])]:
+            array = array[mx.array([*rows])]
         each = [keep if isinstance(keep, int) else keep[row] for row in rows]
         return self.held.more(array, each)

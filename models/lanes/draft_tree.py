@@ -35,7 +35,7 @@ from mlx_speculation.caches import (
 )
 from mlx_speculation.errors import UnsupportedModelError
 from mlx_speculation.models.instance_hooks import Hook, Hooked, derived, plain_class
-from mlx_speculation.models.lanes.lane import LaneRound
+from mlx_speculation.models.lanes.single import LaneRound
 from mlx_speculation.models.round_context import rows_of_a_round
 
 _ROPES = (

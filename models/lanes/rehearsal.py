@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_speculation.caches import asks_cudnn, leaves, whole_steps
-from mlx_speculation.models.lanes.lane import Lane
+from mlx_speculation.models.lanes.single import Lane
 from mlx_speculation.models.ops.dispatch import attention_dims
 from mlx_speculation.models.shape_buckets import row_size
 

@@ -122,7 +122,7 @@ def test_rows_compute_what_they_do_in_a_batch_of_their_own_size(
             assert lanes[1].places == wanted
     hooks.remove()
     for lane in lanes:
-        assert lane.rows == len(seeds)
+        assert lane.requests == len(seeds)
         lane.leave([])
         assert lane.nbytes == lane.places == 0
 
@@ -139,7 +139,7 @@ def test_nothing_is_left_of_rows_that_have_gone(name: str) -> None:
         lane.join([fed(model, 20, seed) for seed in seeds])
         play(lane, tokens_of(seeds, 1, 3), [1, 2, 3, 2, 1, 3, 2])
         lane.leave([0, 1, 3, 4, 6])
-        assert (lane.rows, lane.places) == (5, 6)
+        assert (lane.requests, lane.places) == (5, 6)
         seeds = [1, 2, 3, 4, 5]
         arrays = [read([array])[0] for array in arrays_in(lane.caches).values()]
         found.append(play(lane, tokens_of(seeds, 2, 3), [1, 3, 2, 2, 1]))

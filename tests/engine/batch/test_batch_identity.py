@@ -5,7 +5,7 @@ windows, read at once or in parts, options and budgets of their own. Texts may p
 near-tie where a family is not bit for bit the same in wide forwards, as in
 tests/engine/test_text_is_unchanged.py.
 
-Faults that were made by hand in engine/batch/*.py and models/lanes/batch_lane.py, and
+Faults that were made by hand in engine/batch/*.py and models/lanes/batch.py, and
 found in the default tests of batches:
     a row keeps no fed token where nothing was accepted
     a step in flight keeps the order of rows that have left

@@ -13,7 +13,7 @@ import pytest
 
 from mlx_speculation.models import Lane, ModelHooks
 from mlx_speculation.models.cpu.submit_layers import MOST_POSITIONS
-from mlx_speculation.models.lanes.batch_lane import BatchLane
+from mlx_speculation.models.lanes.batch import BatchLane
 from mlx_speculation.models.round_context import plain_step
 from mlx_speculation.models.shape_buckets import RowSizes
 from support.identity import prompt_of

@@ -79,10 +79,14 @@ def test_a_commit_adds_what_each_row_keeps_from_where_it_stands() -> None:
     follower = BatchStates(taps, lambda states: states.after_norm)
     follower.held, follower.rows = Unread(2), [2, 0]
     states = taps.states()
-    states.add({"after_norm": tagged(4, 0, 3)})  # three rows, and a place of none
-    assert listed(follower.added(states, [3, 1, 2], [0, 1, 3])) == [
+    states.add({"after_norm": tagged(4, 0, 4)})  # three rows, and a place of none
+    states.cut(3, [0, 1, 3])
+    assert listed(follower.added(states, [3, 1, 2])) == [
         [[3, 0], [3, 1]],
         [[0, 0], [0, 1], [0, 2]],
     ]
-    assert listed(follower.added(states, 1, [1, 0, 2])) == [[[2, 0]], [[1, 0]]]
+    states = taps.states()
+    states.add({"after_norm": tagged(3, 0, 3)})
+    states.cut(3, [1, 0, 2])
+    assert listed(follower.added(states, 1)) == [[[2, 0]], [[1, 0]]]
     assert follower.held.counts == (0, 0)

@@ -35,9 +35,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_speculation.caches import (
+    Keep,
     SlidingKVCache,
     Speculation,
-    array_bytes,
     columns_shown,
     extend_all,
     leaves,
@@ -48,30 +48,30 @@ from mlx_speculation.caches import (
     with_slack,
 )
 from mlx_speculation.models.exclusions import takes_key_steps
+from mlx_speculation.models.introspect.taps import States
+from mlx_speculation.models.lanes.base import RequestLane, collected
 from mlx_speculation.models.lanes.batch_states import BatchStates, Unread
-from mlx_speculation.models.lanes.lane import Lane
 from mlx_speculation.models.round_context import plain_step, rows_of_a_round
 from mlx_speculation.models.shape_buckets import RowSizes, row_size
 
 
-class BatchLane:
-    """One model with the caches of a batch.
+class BatchLane(RequestLane):
+    """One model with the caches of many requests.
 
     Args:
         model: an mlx-lm model that `models.exclusions` lets rows share.
         sizes: which numbers of rows it is shown.
 
     Attributes:
-        rows: sequences in the batch.
-        places: rows of the caches: those, and others that nobody reads.
-        stand: the place of each row.
+        places: rows of the caches: those of requests, and others that nobody reads.
+        stand: the place of each request.
         follower: gets the hidden states of what rounds commit, where a head reads them.
     """
 
     def __init__(self, model: nn.Module, sizes: RowSizes | None = None) -> None:
         self.model = model
         self.caches: list[Any] = []
-        self.rows = self.places = 0
+        self.requests = self.places = 0
         self.stand: list[int] = []
         self.follower: BatchStates | None = None
         self.key_steps = takes_key_steps(model)
@@ -83,74 +83,56 @@ class BatchLane:
         self._wide = False  # whether the last round was of several positions
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the caches, as allocated."""
-        return array_bytes(self.caches)
-
-    @property
     def size(self) -> int | None:
         """How many rows a round of several positions shows; None: those there are."""
-        return self._sizes.of(self.rows) if self._in_sizes else None
+        return self._sizes.of(self.requests) if self._in_sizes else None
 
-    def positions(self, count: int) -> int:
-        """Return how many positions a forward over so many of each row should have.
-
-        More of them where each new number is dear: one, and a draft of a few lengths.
-        """
-        drafted = count - 1
-        return 1 + row_size(drafted) if self._in_sizes and drafted else count
-
-    def join(self, lanes: Sequence[Lane]) -> None:
-        """Let rows join behind those that are there.
-
-        The lanes are left without caches: what they held is copied. If it fails, the
-        batch and the lanes are as before.
-        """
+    def join(self, lanes: Sequence[RequestLane]) -> "BatchLane":
+        """Let requests join that were fed alone; return the batch."""
         kinds = [type(leaf) for lane in lanes for _, leaf in leaves(lane.caches)]
         joining = merged([lane.caches for lane in lanes], in_steps=self.key_steps)
-        if self.rows:
-            self._arrange(self.stand, self.rows)
+        if self.requests:
+            self._arrange(self.stand, self.requests)
             extend_all(self.caches, joining)
         else:
             self.caches = joining
         self._slack = SlidingKVCache in kinds
-        self.rows += len(lanes)
-        self.places = self.rows
-        self.stand = list(range(self.rows))
+        self.requests += len(lanes)
+        self.places = self.requests
+        self.stand = list(range(self.requests))
         used = self._sizes.used
         pays = self.key_steps and meets_plans(self.caches)
         self._in_sizes = pays if used is None else used
         for lane in lanes:
             lane.caches = []
+        return self
 
     def leave(self, stay: Sequence[int]) -> None:
-        """Keep these rows, in this order, and let go of the others."""
-        self.rows = len(stay)
+        """Keep these requests, in this order, and let go of the others."""
+        self.requests = len(stay)
         self.stand = [self.stand[index] for index in stay]
         size = self.size if self._wide else None
         if not stay:
             self.caches, self.places = [], 0
         elif size != self.places or others_are_longer(self.caches, self.stand):
-            self._arrange(self.stand, size or self.rows)
+            self._arrange(self.stand, size or self.requests)
 
-    def extract(self, row: int) -> list[Any]:
-        """Return a copy of what one row holds, in caches as its own lane had."""
-        caches = [cache.extract(self.stand[row]) for cache in self.caches]
+    def extract(self, place: int) -> list[Any]:
+        """Return a copy of what one request holds, in caches as its own lane had."""
+        caches = [cache.extract(self.stand[place]) for cache in self.caches]
         return with_slack(caches) if self._slack else caches
 
     def begin(self, count: int, *, whole: bool = False) -> "BatchRound":
-        """Open a round of which a prefix of each row, or with `whole` all, is kept.
+        """Open a round, see `RequestLane`.
 
-        Args:
-            count: how many positions of each row its first forward has. Of one, the
-                model is shown as many rows as before: no plan is made for them.
-            whole: promise that all or nothing will be kept.
+        Of one position, the model is shown as many rows as before: no plan is made for
+        them.
         """
         self._wide = count > 1
         size = self.size if self._wide else None
         if size is not None and size != self.places:
             self._arrange(self.stand, size)
-        return BatchRound(self, whole=whole)
+        return BatchRound(self, count, whole=whole)
 
     def note_shape(self, count: int) -> None:
         """Remember that so many positions of each row were fed."""
@@ -159,11 +141,16 @@ class BatchLane:
             self._fresh = self._fresh or shape not in self._met
             self._met.add(shape)
 
-    def met_new_shapes(self) -> bool:
-        """Return whether a shape was fed for the first time since the last call.
+    def padding(self, count: int) -> int:
+        """Return by how many positions a forward over so many is filled up.
 
-        Only where the model is shown sizes: a plan may have been made for it.
+        Where each new number is dear, there are those of one and of a few drafts.
         """
+        drafted = count - 1
+        return row_size(drafted) - drafted if self._in_sizes and drafted else 0
+
+    def met_new_shapes(self) -> bool:
+        """Return whether a plan may have been made for a shape since the last call."""
         fresh, self._fresh = self._fresh, False
         return fresh
 
@@ -177,8 +164,8 @@ class BatchLane:
 
     def live(self, logits: mx.array) -> mx.array:
         """Return the rows of an array of all places, [places, ...]."""
-        if self.stand == list(range(self.rows)):
-            return logits if self.rows == self.places else logits[: self.rows]
+        if self.stand == list(range(self.requests)):
+            return logits if self.requests == self.places else logits[: self.requests]
         return logits[mx.array(self.stand)]
 
     def _arrange(self, live: Sequence[int], places: int) -> None:
@@ -202,59 +189,65 @@ class BatchLane:
 
 
 class BatchRound:
-    """One speculation on a batch; leaving it without a commit rolls back.
+    """A round of many requests, see `RequestRound`."""
 
-    Attributes:
-        committed: whether it was committed, and not rolled back.
-    """
-
-    def __init__(self, lane: BatchLane, *, whole: bool = False) -> None:
-        self._lane, self._whole = lane, whole
-        # Which row each place is fed as; None: every place is a row.
-        self._fed_as = lane.fed_as if lane.places > lane.rows else None
+    def __init__(self, lane: BatchLane, count: int, *, whole: bool = False) -> None:
+        self._lane, self._count, self._whole = lane, count, whole
+        # Which request each place is fed as; None: each as the one of its number.
+        in_order = lane.stand == list(range(lane.places))
+        self._fed_as = None if in_order else lane.fed_as
         self._speculation = Speculation(lane.caches, whole=whole)
         self._follower = lane.follower
         self._hidden = None if lane.follower is None else lane.follower.taps.states()
         self._before: Unread | None = None  # what the follower held before the commit
-        self.committed = False
+
+    @property
+    def hidden(self) -> States:
+        """The hidden states of all forwards, [requests, positions, dim] each."""
+        return collected(self._hidden)
 
     def forward(self, tokens: mx.array) -> mx.array:
-        """Feed tokens [rows, n]; return logits [rows, n, vocab], not evaluated."""
+        """Feed tokens [requests, n]; return logits [requests, n, vocab]."""
+        lane, width, stand = self._lane, tokens.shape[1], None
         if self._fed_as is not None:
-            tokens = tokens[mx.array(self._fed_as)]
+            tokens, stand = tokens[mx.array(self._fed_as)], lane.stand
+        more = lane.padding(width) if width == self._count and not self._whole else 0
+        if more:  # any tokens: no request keeps what they write
+            tokens = mx.pad(tokens, [(0, 0), (0, more)])
         with ExitStack() as stack:
             if self._follower is not None:
                 stack.enter_context(self._follower.taps.collect(self._hidden))
             stack.enter_context(rows_of_a_round(tokens.size))
             if self._whole:
                 stack.enter_context(plain_step(tokens.size))
-            logits: mx.array = self._lane.model(tokens, cache=self._speculation.caches)
-        self._lane.note_shape(tokens.shape[1])
-        return logits if self._fed_as is None else self._lane.live(logits)
+            logits: mx.array = lane.model(tokens, cache=self._speculation.caches)
+        lane.note_shape(width + more)
+        if self._hidden is not None and (more or stand is not None):
+            self._hidden.cut(width, stand)
+        logits = logits[:, :width] if more else logits
+        return logits if stand is None else lane.live(logits)
 
-    def prepare(self, keep: int | list[int]) -> None:
+    def prepare(self, keep: Keep) -> None:
         """Do what of `commit(keep)` can fail."""
         self._speculation.prepare(self._each(keep))
 
-    def commit(self, keep: int | list[int]) -> None:
-        """Keep the first `keep` tokens of all rows, or so many of each."""
+    def commit(self, keep: Keep) -> None:
+        """Keep the first `keep` tokens of all requests, or so many of each."""
         follower, hidden = self._follower, self._hidden
         if follower is None or hidden is None:
             self._speculation.commit(self._each(keep))
         else:
-            added = follower.added(hidden, keep, self._lane.stand)  # what may fail
+            added = follower.added(hidden, keep)  # what may fail
             self._speculation.commit(self._each(keep))
             self._before, follower.held = follower.held, added
-        self.committed = True
 
     def rollback(self) -> None:
         """Undo it, also after a commit while nothing else has written."""
         self._speculation.rollback()
         if self._follower is not None and self._before is not None:
             self._follower.held, self._before = self._before, None
-        self.committed = False
 
-    def _each(self, keep: int | list[int]) -> int | list[int]:
+    def _each(self, keep: Keep) -> Keep:
         """Let the other places keep as many as the first row does."""
         if isinstance(keep, int) or self._fed_as is None:
             return keep

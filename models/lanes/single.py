@@ -1,4 +1,4 @@
-"""A model, its caches, and how many tokens they hold.
+"""The lane of one request: a model, its caches, and how many tokens they hold.
 
 The target and a draft model are both lanes. A lane is fed `tokens[seen:]`, so it
 does not matter how far one lags behind the other. It knows no text and no sampler.
@@ -16,6 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_speculation.caches import (
     FixedShape,
+    Keep,
     KVQuantization,
     Snapshot,
     Speculation,
@@ -38,6 +39,8 @@ from mlx_speculation.models.introspect.position_table import (
     position_table,
 )
 from mlx_speculation.models.introspect.taps import States
+from mlx_speculation.models.lanes.base import RequestLane, collected
+from mlx_speculation.models.lanes.batch import BatchLane
 from mlx_speculation.models.lanes.committed_states import CommittedStates
 from mlx_speculation.models.lanes.prefill_step import PREFILL_STEP
 from mlx_speculation.models.lanes.restore_points import RestorePoints
@@ -47,6 +50,7 @@ from mlx_speculation.models.round_context import (
     plain_step,
     rows_of_a_round,
 )
+from mlx_speculation.models.shape_buckets import RowSizes
 
 COUNTED_EVERY = 64  # rounds; to look at one takes some ten microseconds a layer
 
@@ -55,12 +59,11 @@ NO_TAPS = nullcontext()
 Sliding = Literal["slack", "native"]
 
 
-class Lane:
-    """One model with its caches.
+class Lane(RequestLane):
+    """One model with its caches, for one request.
 
     Args:
-        model: an mlx-lm model; `model(ids, cache=caches)` returns
-            logits [batch, positions, vocab].
+        model: an mlx-lm model.
         caches: mlx-lm caches of this model; new ones are made when omitted.
         seen: how many tokens of the sequence they hold.
         sliding: "slack" puts sliding caches in place of the new rings; "native"
@@ -73,8 +76,7 @@ class Lane:
         prefill_step: how many tokens of a prompt are fed at once.
         shows: evaluate the hidden states of every chunk of a prompt. Ranks that share
             a target have to do so where one of them reads the states.
-        prefill_progress: called with the number of tokens of every chunk of a prompt,
-            once it is kept.
+        prefill_progress: called with the length of every chunk of a prompt, once kept.
         quantization: when the caches are quantized; the list then holds new ones.
         compiled: computes the forwards of rounds where it serves; of a draft's lane.
         positions: how many the model has; see `introspect.position_table`. A forward
@@ -83,6 +85,7 @@ class Lane:
             round too, see `models.round_context`: faster, and other than mlx's by
             rounding.
         run: what is called for a forward: the model, or a request's `ImageForward`.
+        sizes: which numbers of rows a batch shows that others make of it.
 
     Raises:
         UnsupportedCacheError: a cache is of an unknown kind, or holds a batch.
@@ -104,6 +107,8 @@ class Lane:
         self.model = model
         self.run: Callable[..., mx.array] = model
         self.caches = caches
+        self.requests = 1
+        self.sizes: RowSizes | None = None
         self.shape = shape
         self.seen = seen
         self.reruns = 0
@@ -145,8 +150,8 @@ class Lane:
         room = min(self.positions - end, sys.maxsize if room is None else room)
         return room if self.shape is None else min(room, self.shape.room(end))
 
-    def begin(self, *, whole: bool = False) -> "LaneRound":
-        """Open a round of forwards of which a prefix, or with `whole` all, is kept.
+    def begin(self, count: int = 1, *, whole: bool = False) -> "LaneRound":
+        """Open a round, see `RequestLane`; no forward is filled up.
 
         Raises:
             InvalidRequestError: the caches do not hold what this lane left in them.
@@ -159,6 +164,10 @@ class Lane:
                 "left in them: something else has written. Use caches in one stream."
             )
         return lane_round
+
+    def join(self, lanes: Sequence[RequestLane]) -> BatchLane:
+        """Return a batch of its request and those of others."""
+        return BatchLane(self.model, self.sizes).join([self, *lanes])
 
     def count_bytes(self, speculation: Speculation, width: int, whole: bool) -> None:
         """Note what an open round holds, if it is the first so wide, or their turn.
@@ -239,9 +248,7 @@ class Lane:
 
 
 class LaneRound:
-    """One speculation on a lane: forwards, then a prefix of them is kept.
-
-    Use it as a context manager: leaving without a commit rolls back.
+    """A round of one request, see `RequestRound`.
 
     Attributes:
         start: how many positions the caches held when it began; None: they do not know.
@@ -286,22 +293,16 @@ class LaneRound:
         """The hidden states of all forwards of this round, [1, positions, dim] each.
 
         Those of committed tokens stay valid when the model runs again for the caches.
-
-        Raises:
-            InvalidRequestError: the lane had no taps when the round began.
         """
-        if self._hidden is None:
-            raise InvalidRequestError(
-                "This round collects no hidden states. Before it begins: "
-                "lane.taps = HiddenStates(lane.model, after_norm=True)"
-            )
-        return self._hidden
+        return collected(self._hidden)
 
     def forward(self, tokens: mx.array) -> mx.array:
-        """Feed `tokens` [n] and return their logits [n, vocab], not yet evaluated.
+        """Feed tokens [n] or [1, n]; return logits [n, vocab] or [1, n, vocab].
 
         With `taps` or a follower on the lane, their states are added to `hidden`.
         """
+        if tokens.ndim == 2:
+            return self.forward(tokens[0])[None]
         lane = self._lane
         self._width += tokens.shape[0]
         if self._width > lane.positions - lane._unknown - lane.seen:
@@ -333,8 +334,9 @@ class LaneRound:
             self._hidden.cut(count)
         return logits[0, :count]
 
-    def prepare(self, keep: int) -> None:
+    def prepare(self, keep: Keep) -> None:
         """Do what of `commit(keep)` can fail; see `Speculation.prepare`."""
+        keep = keep if isinstance(keep, int) else keep[0]
         if self._whole or self.speculation.only_kv:  # nothing is run again
             self.speculation.prepare(keep)
         else:
@@ -349,8 +351,9 @@ class LaneRound:
                 )
         self._prepared = keep
 
-    def commit(self, keep: int) -> None:
+    def commit(self, keep: Keep) -> None:
         """Keep the first `keep` tokens fed; see `Speculation.commit`."""
+        keep = keep if isinstance(keep, int) else keep[0]
         if self._prepared != keep and not self._whole:  # else `Speculation` does
             self.prepare(keep)
         lane, speculation = self._lane, self.speculation
