@@ -37,6 +37,7 @@ from mlx_speculation.caches.types.fixed_view import FIXED, FixedShape
 from mlx_speculation.caches.types.leaves import checked_leaves, flat
 from mlx_speculation.caches.types.padded_kv import KeySteps
 from mlx_speculation.caches.types.ragged_kv import RaggedKVCache
+from mlx_speculation.caches.types.ragged_quantized_kv import RaggedQuantizedKVCache
 from mlx_speculation.caches.types.shared_rows import WATCHED_TYPES, native_type
 from mlx_speculation.caches.types.sliding_kv import SlidingKVCache
 
@@ -54,6 +55,7 @@ JOURNALS: dict[type, OpenJournal] = {
     BatchRotatingKVCache: BatchRotatingJournal,
     SlidingKVCache: SlidingJournal,
     RaggedKVCache: RaggedJournal,
+    RaggedQuantizedKVCache: RaggedJournal,
 }
 KNOWN = (*JOURNALS, CacheList)
 _FIXED: dict[type, Any] = {

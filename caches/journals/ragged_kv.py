@@ -1,4 +1,4 @@
-"""Journal of `RaggedKVCache`: a round is undone and kept by the rows' lengths.
+"""Journal of ragged batches, plain and quantized: rows are kept by their lengths.
 
 Nothing is copied; what was written past a row's length is overwritten later.
 """
@@ -9,7 +9,7 @@ from mlx_speculation.caches.types.ragged_kv import RaggedKVCache
 
 
 class RaggedJournal(LiveJournal):
-    """Journal of one `RaggedKVCache`; the live cache itself is what the model sees."""
+    """Journal of one ragged cache; the live cache itself is what the model sees."""
 
     def __init__(self, cache: RaggedKVCache, whole: bool = False) -> None:
         self.presented = self._cache = cache

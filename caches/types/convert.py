@@ -109,7 +109,7 @@ def has_states(caches: Sequence[Any]) -> bool:
 def meets_plans(caches: Sequence[Any]) -> bool:
     """Whether cuDNN plans attention over a batch, anew for each number of its rows."""
     held = [leaf.keys for leaf in flat(caches) if is_batch(leaf)]
-    return any(keys is not None and asks_cudnn(keys.dtype) for keys in held)
+    return any(isinstance(keys, mx.array) and asks_cudnn(keys.dtype) for keys in held)
 
 
 def columns_shown(caches: Sequence[Any]) -> tuple[int, ...]:

@@ -16,10 +16,13 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_speculation.caches.types.ragged_kv import RaggedKVCache
+from mlx_speculation.caches.types.ragged_quantized_kv import RaggedQuantizedKVCache
 from mlx_speculation.caches.types.shared_rows import native_type
 from mlx_speculation.errors import InvalidRequestError, UnsupportedCacheError
 
-BATCHES = frozenset({BatchKVCache, BatchRotatingKVCache, RaggedKVCache})
+BATCHES = frozenset(
+    {BatchKVCache, BatchRotatingKVCache, RaggedKVCache, RaggedQuantizedKVCache}
+)
 
 
 def is_batch(leaf: Any) -> bool:

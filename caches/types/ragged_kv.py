@@ -104,7 +104,7 @@ class RaggedKVCache(BatchKVCache):
             self.keys[..., start : start + width, :] = keys
             self.values[..., start : start + width, :] = values
         else:
-            places = _places(tuple(self.lengths), width)
+            places = places_of(tuple(self.lengths), width)
             self.keys = mx.put_along_axis(self.keys, places, keys, axis=2)
             self.values = mx.put_along_axis(self.values, places, values, axis=2)
         self.lengths = [length + width for length in self.lengths]
@@ -146,8 +146,8 @@ class RaggedKVCache(BatchKVCache):
         self.lengths = [self.lengths[index] for index in order]
         if self.keys is not None:
             stop = self._whole(self.shown)
-            self.keys = _taken(self.keys, places)[..., :stop, :]
-            self.values = _taken(self.values, places)[..., :stop, :]
+            self.keys = taken(self.keys, places)[..., :stop, :]
+            self.values = taken(self.values, places)[..., :stop, :]
 
     def extend(self, other: Any) -> None:
         """Let the rows of another batch stand behind these."""
@@ -228,7 +228,7 @@ class RaggedKVCache(BatchKVCache):
         return padded
 
 
-def _taken(array: mx.array, places: mx.array) -> mx.array:
+def taken(array: mx.array, places: mx.array) -> mx.array:
     """Return rows of an array.
 
     On CUDA mlx moves one element at a time, so it is shown eight bytes as one.
@@ -244,7 +244,7 @@ def _offset(lengths: tuple[int, ...]) -> mx.array:
 
 
 @lru_cache(maxsize=4)
-def _places(lengths: tuple[int, ...], width: int) -> mx.array:
+def places_of(lengths: tuple[int, ...], width: int) -> mx.array:
     """Return the columns behind each row's last, int32 [rows, 1, width, 1]."""
     return mx.array([[[[n + i] for i in range(width)]] for n in lengths], mx.int32)
 

@@ -16,10 +16,12 @@ from mlx_lm.models.cache import (
     BatchKVCache,
     BatchRotatingKVCache,
     KVCache,
+    QuantizedKVCache,
     RotatingKVCache,
 )
 
 from mlx_speculation.caches import RaggedKVCache, Speculation
+from mlx_speculation.caches.types.ragged_quantized_kv import RaggedQuantizedKVCache
 from support.caches.cache_twins import Mixers, Rows, Visible, detached, tagged
 
 _EMBEDDINGS = mx.random.normal((97, 64), key=mx.random.key(5))
@@ -30,7 +32,7 @@ def batch_copy(cache: Any) -> Any:
     """Copy a batch cache, with arrays that no later write to the original reaches."""
     twin = object.__new__(type(cache))
     twin.__dict__ = {
-        name: detached(value) if isinstance(value, mx.array) else value
+        name: detached(value) if isinstance(value, mx.array | tuple) else value
         for name, value in vars(cache).items()
     }
     if isinstance(cache, ArraysCache):
@@ -120,7 +122,8 @@ class AttentionKind:
         width = rows[0].width
         options = {"return_array": False, "window_size": self.narrow}
         mask = cache.make_mask(width, **options)
-        keys, values = (detached(x) for x in cache.update_and_fetch(*together(rows)))
+        shown = cache.update_and_fetch(*self.arrays(rows))
+        keys, values = (detached(self.read(cache, x)) for x in shown)
 
         def masked(row: int) -> Any:
             if not isinstance(mask, mx.array):
@@ -131,6 +134,15 @@ class AttentionKind:
             Visible(keys[row, 0], values[row, 0], masked(row), width)
             for row in range(len(rows))
         ]
+
+    def arrays(self, rows: Sequence[Rows]) -> tuple[mx.array, mx.array]:
+        """Return what is written."""
+        return together(rows)
+
+    def read(self, cache: Any, shown: Any) -> mx.array:
+        """Return the keys or values that were shown as numbers."""
+        found: mx.array = shown
+        return found
 
     def fields(self, cache: Any) -> list[Any]:
         rest = [cache.offset[...], cache.left_padding[...], cache._idx]
@@ -162,6 +174,38 @@ class RaggedKind(AttentionKind):
                     cache.values[row, :, :length],
                 )
                 rows += [detached(keys), detached(values)]
+        return [cache.offset[...], list(cache.lengths), cache.empty(), *rows]
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedQuantizedKind(RaggedKind):
+    """`RaggedQuantizedKVCache`, of rows that were quantized alone."""
+
+    bits: int = 8
+
+    def single(self) -> Any:
+        return QuantizedKVCache(group_size=32, bits=self.bits)
+
+    def merge(self, caches: list[Any]) -> Any:
+        cache = RaggedQuantizedKVCache.merge(caches)
+        cache.step = self.step
+        return cache
+
+    def arrays(self, rows: Sequence[Rows]) -> tuple[mx.array, mx.array]:
+        """Return keys of 32 numbers and values of 64; a group has but two of them."""
+        pairs, _ = together(rows)
+        return mx.tile(pairs, (1, 1, 1, 16)), -mx.tile(pairs, (1, 1, 1, 32))
+
+    def read(self, cache: Any, shown: Any) -> mx.array:
+        codes, scales, biases = shown
+        form = {"group_size": cache.group_size, "bits": cache.bits}
+        return mx.dequantize(codes, scales, biases, **form)[..., :2]
+
+    def fields(self, cache: Any) -> list[Any]:
+        rows = []
+        for row, length in enumerate(cache.lengths):
+            for part in () if cache.keys is None else (*cache.keys, *cache.values):
+                rows.append(detached(part[row, :, :length]))
         return [cache.offset[...], list(cache.lengths), cache.empty(), *rows]
 
 
