@@ -1,1 +1,0 @@
-"""Training of the bundled demo models, from text to checkpoint."""

@@ -1,1 +1,0 @@
-"""The corpus, its vocabulary and the batches of the bundled models."""

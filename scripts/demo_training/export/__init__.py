@@ -1,1 +1,0 @@
-"""From trained networks to checkpoints that mlx-lm loads, with their cards."""

@@ -1,1 +1,0 @@
-"""The networks of the bundled models, in torch, and their shapes."""

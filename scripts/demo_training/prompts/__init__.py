@@ -1,1 +1,0 @@
-"""Prompts for a training, made of texts that are on this machine."""
