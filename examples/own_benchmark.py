@@ -1,7 +1,7 @@
 """Whether a draft pays with your pair, on your prompts, on this machine.
 
 Plain and drafted generation take turns, so that a busy machine slows both. For
-mlx-lm's own loop beside them: `mlx-speculation benchmark` and scripts/speed.py.
+mlx-lm's own loop beside them: `mlx-speculation benchmark` and scripts/spec_bench.py.
 """
 
 from statistics import median

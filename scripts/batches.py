@@ -19,18 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bench.options import (
-    Blas,
-    DraftModel,
-    Drafts,
-    Groups,
-    Json,
-    Lengths,
-    Repeats,
-    Target,
-    Temperature,
-    Tokens,
-)
+from bench import options as opt
 from bench.prompts import bundled
 from bench.report import reported
 from bench.turns import Spread, in_turns
@@ -70,20 +59,20 @@ class Run:
 @app.command()
 def batches(
     context: typer.Context,
-    target: Target = "dense",
-    draft_model: DraftModel = "draft",
-    draft: Drafts = None,
-    draft_length: Lengths = None,
+    target: opt.Target = "dense",
+    draft_model: opt.DraftModel = "draft",
+    draft: opt.Drafts = None,
+    draft_length: opt.Lengths = None,
     batch: Annotated[
         list[int] | None, typer.Option(min=1, help="Rows; by default 1, 2, 4 and 8.")
     ] = None,
-    group: Groups = None,
-    temperature: Temperature = 0.0,
-    tokens: Tokens = 96,
+    group: opt.Groups = None,
+    temperature: opt.Temperature = 0.0,
+    tokens: opt.Tokens = 96,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="At most.")] = 512,
-    repeats: Repeats = 5,
-    blas: Blas = "auto",
-    json_file: Json = None,
+    repeats: opt.Repeats = 5,
+    blas: opt.Blas = "auto",
+    json_file: opt.Json = None,
 ) -> None:
     """Measure batches of several sizes, after checking texts."""
     with reported(context) as report:

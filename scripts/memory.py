@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bench.options import Blas, DraftModel, Json, Targets
+from bench import options as opt
 from bench.prompts import bundled
 from bench.report import reported
 from mlx_speculation.cli import run
@@ -31,13 +31,13 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def memory(
     context: typer.Context,
-    target: Targets = None,
-    draft_model: DraftModel = "draft",
+    target: opt.Targets = None,
+    draft_model: opt.DraftModel = "draft",
     held: Annotated[int, typer.Option(min=600, help="Prompt tokens.")] = 4096,
     rounds: Annotated[int, typer.Option(min=1)] = 200,
     draft_length: Annotated[int, typer.Option(min=1)] = 4,
-    blas: Blas = "auto",
-    json_file: Json = None,
+    blas: opt.Blas = "auto",
+    json_file: opt.Json = None,
 ) -> None:
     """Compare the peaks, and fail where one is above its bound."""
     with reported(context) as report:

@@ -21,16 +21,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bench.options import (
-    Blas,
-    DraftModel,
-    Json,
-    Repeats,
-    Target,
-    Temperature,
-    Tokens,
-    folder_of,
-)
+from bench import options as opt
+from bench.options import folder_of
 from bench.prompts import bundled
 from bench.report import reported
 from bench.turns import in_turns
@@ -45,20 +37,20 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def server(
     context: typer.Context,
-    target: Target = "dense",
-    draft_model: DraftModel = "draft",
+    target: opt.Target = "dense",
+    draft_model: opt.DraftModel = "draft",
     clients: Annotated[
         list[int] | None, typer.Option(min=1, help="By default 1, 4 and 8.")
     ] = None,
     requests: Annotated[int, typer.Option(min=1, help="Of each pass.")] = 16,
-    tokens: Tokens = 64,
-    repeats: Repeats = 4,
-    temperature: Temperature = 0.0,
+    tokens: opt.Tokens = 64,
+    repeats: opt.Repeats = 4,
+    temperature: opt.Temperature = 0.0,
     mlx_lm_length: Annotated[
         int, typer.Option(min=1, help="Tokens that mlx-lm's server drafts.")
     ] = 3,
-    blas: Blas = "auto",
-    json_file: Json = None,
+    blas: opt.Blas = "auto",
+    json_file: opt.Json = None,
 ) -> None:
     """Measure latencies of four servers."""
     with reported(context) as report:

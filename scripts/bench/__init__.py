@@ -8,10 +8,7 @@
     arms        ways to decode one prompt, token by token
     series      what each arm did with all prompts: speed, acceptance, texts compared
     forwards    steady-state times of forwards, and how many there are
-    expected    acceptance in closed form, by the probabilities of draft and target
     servers     servers of ours and mlx-lm's, and their clients
-    random_models   models with random weights, and a head for each
-    exact_texts a program: how many texts a draft changes, with `exact` and without
     traces      a program: records what is right of drafts, for replays of draft lengths
 
 `options`, `report`, `turns` and `prompts` import no mlx, so that a script can choose

@@ -121,30 +121,8 @@ def head_step_of(mtp: Mtp, model: nn.Module, context: int) -> Step:
 
 
 def steady_seconds(step: Step, width: int, count: int, clock: Clock) -> float:
-    """Return the time of one of `count` forwards over `width` tokens."""
-    return _one_ahead(step, mx.full((1, width), 5, mx.uint32), count, clock)
-
-
-def bare_round_seconds(
-    draft: Step | None, verify: Step, length: int, count: int, clock: Clock
-) -> float:
-    """Return the time of a bare round: drafts in a chain, and a forward over them.
-
-    The two models take turns, so that each finds the caches of the processor full of
-    the other's weights. Without a draft step the tokens are there.
-    """
-
-    def bare_round(token: mx.array) -> mx.array:
-        tokens = [token]
-        for _ in range(length):
-            tokens.append(token if draft is None else draft(tokens[-1]))
-        return verify(mx.concatenate(tokens, axis=1))[:, :1]
-
-    return _one_ahead(bare_round, mx.full((1, 1), 5, mx.uint32), count, clock)
-
-
-def _one_ahead(step: Step, tokens: mx.array, count: int, clock: Clock) -> float:
-    """Return the time of one of `count` steps, each handed over one ahead."""
+    """Return the time of one of `count` forwards, each handed over one ahead."""
+    tokens = mx.full((1, width), 5, mx.uint32)
     mx.synchronize()
     started = 0.0
     for index in range(count + WARM_UP):

@@ -139,35 +139,19 @@ def compare(
         AssertionError: a text of ours is not that of our plain decoding.
     """
     found = [Series(arm) for arm in arms]
-    for _ in compare_each(bench, found, jobs, say):
-        pass
-    return found
-
-
-def compare_each(
-    bench: Bench,
-    series: list[Series],
-    jobs: Iterable[Job],
-    say: Callable[[str], None] = lambda line: None,
-) -> Iterator[dict[str, Run]]:
-    """Run `compare` and yield the runs of each job behind the warm-up.
-
-    Raises:
-        AssertionError: a text of ours is not that of our plain decoding.
-    """
     for number, job in enumerate(jobs):
         if number == 0:
             short = replace(job, tokens=min(job.tokens, WARM_UP_TOKENS))
-            _run(bench, series, short)
-        runs = _run(bench, series, job)
+            _run(bench, found, short)
+        runs = _run(bench, found, job)
         say(f"{bench.name}: text {number + 1} of {len(job.prompt)} prompt tokens")
-        expected = runs[series[0].arm.name]
-        for each in series:
+        expected = runs[found[0].arm.name]
+        for each in found:
             if each.failure is None:
                 run = runs[each.arm.name]
                 each.runs.append(run)
                 _check(bench, each, job, expected.tokens, run.tokens)
-        yield runs
+    return found
 
 
 def _run(bench: Bench, series: list[Series], job: Job) -> dict[str, Run]:

@@ -1,10 +1,4 @@
-"""The runner of the benchmarks: turns, runs, texts, reports, prompts, models.
-
-Faults that were made by hand, and found here: tokens of the first round are timed; a
-text is not taken to its end, or goes on behind it; all turns have one order; a wrong
-text passes; the slower plain decoding is plain; later turns lack the answers before
-them; a bare copy is none, or its arrays are copied; a quiet report prints.
-"""
+"""The runner of the benchmarks: turns, runs, texts, reports, prompts, models."""
 
 import json
 from collections.abc import Iterator
@@ -16,7 +10,6 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-import train
 import typer
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
@@ -385,31 +378,10 @@ def test_forwards_and_calls_are_counted(bench: Bench) -> None:
     stream.close()
 
 
-@pytest.mark.parametrize(
-    "command",
-    ["demo target", "demo other", "assistant", "assistant --steps 1 --seconds 2", "x"],
-)
-def test_what_cannot_be_trained_is_refused(
-    command: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.argv", ["train.py", *command.split()])
-    with pytest.raises(SystemExit) as ended:
-        train.arguments()
-    assert ended.value.code == 2
-
-
-@pytest.mark.parametrize(
-    "command", ["demo target --name dense", "assistant --seconds 9"]
-)
-def test_a_training_is_asked_for(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["train.py", *command.split()])
-    assert train.arguments().seed == 20261121
-
-
 def test_an_unknown_group_is_refused() -> None:
-    import speed
+    import spec_bench
 
-    with pytest.raises(typer.BadParameter, match="there is no 'other'"):
-        typer.main.get_command(speed.app).main(
+    with pytest.raises(typer.BadParameter, match="there is no group 'other'"):
+        typer.main.get_command(spec_bench.app).main(
             ["--group", "other"], standalone_mode=False
         )

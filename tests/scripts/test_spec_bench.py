@@ -1,8 +1,4 @@
-"""Speeds by turns, of bundled prompts and of a question file, on a tiny model.
-
-Faults that were made by hand, and found here: a length is not passed on; the ratio is
-upside down; groups are not summed.
-"""
+"""Speeds by turns, of bundled prompts and of a question file, on a tiny model."""
 
 import json
 from pathlib import Path
@@ -21,7 +17,7 @@ def _folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_arm_has_a_row_with_its_speed_and_its_text(folder: Path) -> None:
     sizes = "--group code --prompts 2 --tokens 24 --mlx-lm-length 2"
-    report = run_script("speed", folder, f"{sizes} --draft model --draft-length 2")
+    report = run_script("spec_bench", folder, f"{sizes} --draft model --draft-length 2")
     assert report["arguments"]["target"] == ["tiny"]
     rows = {row["arm"]: row for row in report["results"]}
     drafted = ["model k=2", "model adaptive", "mlx-lm k=2"]
@@ -50,8 +46,8 @@ def test_questions_are_asked_turn_by_turn_and_summed_over_groups(
         {"question_id": 3, "category": "qa", "turns": ["Not asked."]},
     ]
     file.write_text("\n".join(map(json.dumps, lines)), "utf-8")
-    sizes = "--questions 1 --tokens 12 --draft lookup --draft lookup+model"
-    report = run_script("spec_bench", folder, sizes, str(file))
+    sizes = "--prompts 1 --tokens 12 --draft lookup --draft lookup+model"
+    report = run_script("spec_bench", folder, f"{sizes} --mlx-lm-length 4", str(file))
     rows = {(row["group"], row["arm"]): row for row in report["results"]}
     assert {group for group, _ in rows} == {"mt_bench", "qa", "all"}
     arms = [arm for group, arm in rows if group == "all"]

@@ -8,11 +8,10 @@ commit, no roll-back, no host. So with the acceptance that was observed
     ideal tokens/s = tokens a round / (k * draft step + forward of k + 1 rows)
     efficiency     = achieved tokens/s / ideal tokens/s
 
-`of bare` is over bare rounds: drafts and a forward over them in turn, dependent and
-pipelined too, since two models take the caches of a processor from each other. A lookup
-drafts in no time here, and rounds in which it finds nothing are plain steps. `beside`
-is what stands beside the forwards in a round that is taken apart (profile_round.py):
-sampler, commit, replay and the host's own work. It may not grow with the context.
+A lookup drafts in no time here, and rounds in which it finds nothing are plain steps.
+The milliseconds of draft, verify, sampler and host are the parts of `engine.timing` in
+as many rounds of another stream, with `explain=True`; medians. The host's may not grow
+with the context.
 
 Counts are the same in every run: forwards of the target and of the draft model, waits
 of the host for the device, and calls of Python functions of this package, each for a
@@ -22,14 +21,14 @@ Rounds and forwards take turns. The rounds of each repeat are those of a new str
 that they stand at the context of the forwards. --processor-time with one thread of
 OpenBLAS says how much work is no forward's on a machine that does other things too.
 
-    python scripts/efficiency.py
-    python scripts/efficiency.py --draft-length 4 --context 512 --context 8192
+    python scripts/rounds.py
+    python scripts/rounds.py --draft-length 4 --context 512 --context 8192
 """
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 from statistics import median
@@ -37,7 +36,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bench.options import Blas, DraftModel, Json, Lengths, Repeats, Targets
+from bench import options as opt
 from bench.prompts import bundled
 from bench.report import reported
 from bench.turns import Clock, Spread, in_turns
@@ -49,34 +48,34 @@ if TYPE_CHECKING:
     from mlx_speculation.engine import Stream
 
 WARM_UP = 2  # rounds of each stream that are not timed
-BESIDE = ("sampler", "commit", "replay", "host")
+PARTS = ("draft", "verify", "sampler", "host")
 ENOUGH = 1 << 20  # tokens; no stream here comes to its end
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-@app.command()
-def efficiency(
+@app.command("rounds")
+def rounds_(
     context: typer.Context,
-    target: Targets = None,
-    draft_model: DraftModel = "draft",
+    target: opt.Targets = None,
+    draft_model: opt.DraftModel = "draft",
     draft: Annotated[
         list[str] | None, typer.Option(help="model, mtp, lookup; by default the first.")
     ] = None,
-    draft_length: Lengths = None,
+    draft_length: opt.Lengths = None,
     held: Annotated[
         list[int] | None,
         typer.Option("--context", min=16, help="Tokens; by default 256."),
     ] = None,
-    repeats: Repeats = 9,
+    repeats: opt.Repeats = 9,
     rounds: Annotated[int, typer.Option(min=1, help="In each repeat.")] = 10,
     forwards: Annotated[int, typer.Option(min=2, help="In each repeat.")] = 12,
     processor_time: Annotated[
         bool,
         typer.Option(help="Count it, and not the wall's; for OPENBLAS_NUM_THREADS=1."),
     ] = False,
-    blas: Blas = "auto",
-    json_file: Json = None,
+    blas: opt.Blas = "auto",
+    json_file: opt.Json = None,
 ) -> None:
     """Compare rounds with the forwards in them."""
     clock = time.process_time if processor_time else time.perf_counter
@@ -100,15 +99,14 @@ def efficiency(
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What one repeat has taken, in seconds; `beside` of each round taken apart."""
+    """Seconds of one repeat; `parts` are those of each explained round."""
 
     achieved: float
     ideal: float
-    bare: float
     emitted: int
     wide: float  # a forward over the draft and the token before it
     plain: float  # a forward over one token
-    beside: list[float]
+    parts: list[dict[str, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +122,7 @@ class Case:
 
     draft: str
     length: int
-    open: "Callable[[], Stream]"
+    open: "Callable[..., Stream]"
     verify: "Step"
     step: "Step | None"
     models: dict[str, Any]
@@ -132,9 +130,8 @@ class Case:
     def repeat(self, rounds: int, count: int, clock: Clock, _: int) -> Taken:
         """Run some rounds, then as many forwards as give their ideal time."""
         import mlx.core as mx
-        from profile_round import pieces_of_round
 
-        from bench.forwards import bare_round_seconds, steady_seconds
+        from bench.forwards import steady_seconds
 
         stream, k = self.open(), self.length
         stats = stream.stats
@@ -150,23 +147,21 @@ class Case:
         done, drafts = stats.rounds - before.rounds, stats.drafts - before.drafts
         drafted = stats.drafted - before.drafted
         emitted = stats.emitted - before.emitted
-        pieces = [pieces_of_round(stream) for _ in range(done if k else 0)]
         stream.close()
+        parts = parts_of(self.open(explain=True), rounds)
         step, plain = 0.0, steady_seconds(self.verify, 1, count, clock)
-        wide = bare = plain
+        wide = plain
         if k:
             wide = steady_seconds(self.verify, k + 1, count, clock)
-            bare = bare_round_seconds(self.step, self.verify, k, count, clock)
         if self.step is not None:
             step = steady_seconds(self.step, 1, count * k, clock)
         return Taken(
             seconds,
             (done - drafts) * plain + drafts * wide + drafted * step,
-            (done - drafts) * plain + drafts * bare,
             emitted,
             wide,
             plain,
-            [sum(each[name] for name in BESIDE) for each in pieces],
+            parts,
         )
 
     def counts(self) -> dict[str, int]:
@@ -187,14 +182,21 @@ class Case:
         return {**found, "reads": reads, "python_calls": calls}
 
 
+def parts_of(stream: "Stream", count: int) -> list[dict[str, float]]:
+    """Return the seconds of the parts of some rounds, and close the stream."""
+    with stream:
+        while len(stream.decisions) < WARM_UP + count:
+            next(stream)
+        return [asdict(outcome.parts) for _, outcome in stream.decisions[WARM_UP:]]
+
+
 def row_of(taken: list[Taken]) -> dict[str, Any]:
     """Return the figures of all repeats."""
-    beside = [1e3 * each for one in taken for each in one.beside]
+    parts = [each for one in taken for each in one.parts]
     return {
         "tokens_per_second": median(each.emitted / each.achieved for each in taken),
         "efficiency": Spread.of([each.ideal / each.achieved for each in taken]),
-        "of_bare": median(each.bare / each.achieved for each in taken),
-        "beside_ms": Spread.of(beside) if beside else None,
+        **{f"{name}_ms": 1e3 * median(one[name] for one in parts) for name in PARTS},
         "forward_x": median(each.wide / each.plain for each in taken),
         "plain_ms": 1e3 * median(each.plain for each in taken),
     }
@@ -249,12 +251,14 @@ def cases_of(
             generator: SpeculativeGenerator = generator,
             draft: Any = draft,
             own: Any = own,
+            explain: bool = False,
         ) -> "Stream":
             return generator.stream(
                 prompt[-1:],
                 max_tokens=ENOUGH,
                 stop_tokens=(),
                 draft_length=length,
+                explain=explain,
                 prompt_cache=holding(bench.model, kept),
                 cached_tokens=prompt,
                 draft_cache=None if own is None else holding(draft, own),
