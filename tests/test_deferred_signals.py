@@ -2,10 +2,6 @@
 
 A signal is raised at each opcode of the module in turn; what comes before the first
 instruction of a finalizer no code can catch.
-
-Faults that were made by hand, and found here: the body is called without `finalize`;
-it is not called again where entering its block has raised; what a handler has raised
-is raised in the finalizer; a signal comes again while a finalizer runs.
 """
 
 import signal

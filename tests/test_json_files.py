@@ -1,9 +1,4 @@
-"""JSON that others wrote is read, or refused with one error, whatever it is.
-
-Faults that were made by hand, and found here: nesting is left to Python's stack; of a
-key that stands twice the last one is taken; brackets in strings are counted; a file is
-read without an end, or a pipe is waited for.
-"""
+"""JSON that others wrote is read, or refused with one error, whatever it is."""
 
 import json
 import os

@@ -1,10 +1,6 @@
 """Caches under a tree: what its rows see, and the rows of a path that stay.
 
 Rows hold their serial number, so that a wrong one reads as a number.
-
-Faults that were made by hand, and found here: one row too few is moved; rows are taken
-from where the cache begins; values are not moved; the window follows from the rows and
-not from the depths; siblings are seen; a ring's first columns are counted from 0.
 """
 
 import random

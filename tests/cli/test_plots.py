@@ -1,8 +1,4 @@
-"""What is drawn is what was given: points, bars, levels and predicted lines.
-
-Faults that were made by hand, and found here: a bar's ends swapped; acceptance as a
-share; one colour for all; the plain level at another height.
-"""
+"""What is drawn is what was given: points, bars, levels and predicted lines."""
 
 import subprocess
 import sys

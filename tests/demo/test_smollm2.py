@@ -1,8 +1,4 @@
-"""A published model for the demo: fetched, checked, and converted from a GGUF file.
-
-Faults that were made by hand, and found here: rows of queries not put in order; a
-folder left half written; a file of another sha256 taken.
-"""
+"""A published model for the demo: fetched, checked, and converted from a GGUF file."""
 
 import hashlib
 import json

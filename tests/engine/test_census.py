@@ -1,11 +1,6 @@
 """Every architecture of mlx-lm is as the table of them says.
 
 What drafts do to their texts is in test_text_is_unchanged.py.
-
-Faults that were made by hand, and found here:
-    phi3small is given drafts
-    a module is in no table, or under another name
-    the error of what cannot be built is another one
 """
 
 import contextlib

@@ -1,8 +1,4 @@
-"""A model that is copied while a generator is open: the copy is of the plain model.
-
-Faults that were made by hand, and found here: copies keep hooked classes, or what was
-noted on modules; pickle refuses a hooked module; a copy's hooks are another's too.
-"""
+"""A model that is copied while a generator is open: the copy is of the plain model."""
 
 import copy
 import functools

@@ -1,10 +1,4 @@
-"""Bytes of what a generation holds, against sums worked out by hand.
-
-The tests fail for each of these faults, made by hand: rows in use counted in place of
-those that are allocated; weights that target and draft share counted twice; the state
-before a round left out, or that after it; draft caches forgotten; bytes of prompts
-counted as a round's.
-"""
+"""Bytes of what a generation holds, against sums worked out by hand."""
 
 from typing import Any
 

@@ -1,9 +1,6 @@
 """A generator that is made in one thread serves in another, with the same text.
 
-mlx computes an array in the thread that made it, and refuses to in another one. Faults
-that were made by hand, and found here: what a model holds is not evaluated when the
-generator is made, or only its parameters; what a traced forward left in the place of
-weights is not evaluated.
+mlx computes an array in the thread that made it, and refuses to in another one.
 """
 
 from collections.abc import Callable, Collection, Iterator

@@ -2,11 +2,6 @@
 
 Memory behind the tables of these models holds NaN, which a NonFiniteLogitsError shows,
 and they note every position that is looked up.
-
-Faults that were made by hand, and found:
-    a draft is not cut to the table
-    padded rows of exact mode look up what is behind it
-    a draft model goes on behind its table
 """
 
 import warnings

@@ -1,18 +1,4 @@
-"""A prefix cache changes what is read again, and never the text.
-
-The tests of this file fail for each of these faults, made by hand (killed by hand):
-
-    engine: the last prompt token is taken from it too
-    engine: a failed request is stored
-    engine: the draft's rows get the target's tokens
-    engine: a resumed lane has seen nothing
-    engine: a prompt has no restore points on the way
-    engine: rounds have no restore points
-    engine: own caches are not passed by
-    engine: a dropped stream is not stored, or one that was never started is
-    engine: a stream that is dropped in another thread is stored
-    engine: restore points of a failed request stay
-"""
+"""A prefix cache changes what is read again, and never the text."""
 
 import threading
 from dataclasses import dataclass, replace

@@ -3,15 +3,6 @@
 Hypothesis draws the options, the drafter and the length of its drafts. What plain
 decoding emits is what must come, with the same calls of the user's processors, the same
 state left in them and, up to rounding, the same log-probabilities.
-
-The tests of this file fail for each of these faults, made by hand (killed by hand):
-
-    rows processed as if no token were ahead
-    a processor's state is not put back after a rejection, or after a failed round
-    a serial processor is called for all rows at once, after a stop, or to hold a token
-    a draft's choice changes the state of a processor
-    a cut of one token gets the round's tokens again
-    log-probabilities of another row
 """
 
 from collections.abc import Callable

@@ -9,11 +9,6 @@ Sizes are from the table for 64 outcomes at alpha 1e-4 and power .99: 10,009 fin
 total variation of 0.05, 1,112 one of 0.15, 626 one of 0.2 and 278 one of 0.3 (the size
 goes with its square). Texts expected less than five times count as one outcome. The
 controls are off by more.
-
-Faults that were made by hand, and found by the default cases:
-    the residual is the whole distribution of the target; a coin ignores the draft's
-    distribution; a bonus is drawn from the row before; the last prefix has the reach
-    of the one before
 """
 
 import warnings

@@ -5,14 +5,6 @@ One grid for the tiny models, which have every kind of cache that mlx-lm's model
 that are compressed, several caches in a layer), and for every other architecture of
 mlx-lm. A scripted drafter proposes in turn what is right, right in part, wrong or
 empty; each draft has to be accepted as far as it is right.
-
-Faults that were made by hand, and found by the default cases:
-    a cache of keys, or a sliding one, keeps one row too many
-    a part of a round's rows is kept one row short, in KVCache
-    noise is keyed by row in place of position
-    a convolution is replayed one row late, or a scan from an empty state
-    a round's rows see one row more than a ring holds (plamo3)
-    a prompt's rows see one row less than the model asks for (plamo3)
 """
 
 from collections.abc import Callable

@@ -5,10 +5,6 @@ and all of it has to be found in its part; what the device is slow in is judged 
 lower quartile of the rounds, since others only add to a part. By their median a part
 that is slow for milliseconds was once in 25 runs, beside two busy loops, behind one
 that was kept waiting for as long.
-
-The tests fail for each of these faults, made by hand: parts that change places; the
-time of proposing left out; waiting while a graph is handed over taken for the host's
-work; a round's rest forgotten; a failed round counted; two parts that overlap.
 """
 
 import time

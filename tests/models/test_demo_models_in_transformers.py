@@ -1,8 +1,4 @@
-"""The bundled models have the logits of transformers' classes with the same weights.
-
-Faults that were made by hand, and found here: an activation that one of the two does
-not read; a bias that the checkpoint lacks.
-"""
+"""The bundled models have the logits of transformers' classes with the same weights."""
 
 import json
 from pathlib import Path

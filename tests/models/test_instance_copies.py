@@ -1,10 +1,4 @@
-"""Copies of single hooked modules, whatever their class does to be copied.
-
-Faults that were made by hand, and found here: a class's own way to copy or to be
-pickled is passed over, or gives a hooked copy; arguments of `__new__` get lost; so do
-slots; a module that refers to itself is copied without end; what is noted of hooks of
-rounds is copied between them.
-"""
+"""Copies of single hooked modules, whatever their class does to be copied."""
 
 import copy
 import copyreg

@@ -1,11 +1,4 @@
-"""Hooks of several owners on one module, in whatever order they come and leave.
-
-Faults that were made by hand, and found here: hooks of rounds stay on in plain steps;
-they are taken off while a round is built; of two rounds the first one ends both; an
-error in a round leaves it open; a hook that comes or leaves outside of rounds puts
-those of rounds on; a class that somebody derived is replaced; who leaves stays among
-those that are put on, or leaves in the middle of a change; who left then is forgotten.
-"""
+"""Hooks of several owners on one module, in whatever order they come and leave."""
 
 import functools
 import gc

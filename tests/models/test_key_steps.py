@@ -2,10 +2,6 @@
 
 Whole steps are for CUDA. Here they are switched on by hand, with short steps, so that
 buffers grow and steps are passed.
-
-Faults that were made by hand, and found here: the mask is one column short, or lets a
-row see the one after it; a window is left out of the mask; the buffer is not given more
-room; rows that were taken back are shown; a mask of one row counts as one in steps.
 """
 
 import mlx.core as mx

@@ -1,10 +1,4 @@
-"""Quantizing a draft: what changes, what does not, and what is refused.
-
-Faults that were made by hand, and found here or in
-tests/engine/drafters/test_cheaper_drafts.py:
-    the model's own predicate is not asked; a group size is taken that does not fit
-    nothing to quantize is passed over in silence
-"""
+"""Quantizing a draft: what changes, what does not, and what is refused."""
 
 import mlx.core as mx
 import mlx.nn as nn

@@ -1,9 +1,4 @@
-"""Which ways for a few rows there are here.
-
-Faults that were made by hand, and found here: half precision differs; every BLAS is
-taken for OpenBLAS; the device of a round is known outside of it; every processor is
-taken for x86-64.
-"""
+"""Which ways for a few rows there are here."""
 
 import platform
 from collections.abc import Iterator

@@ -1,10 +1,6 @@
 """A batch that is shown in few sizes computes what one of its own size does.
 
 Sizes are for CUDA. Here they are switched on.
-
-Faults that were made by hand, and found here: copies stay when rows join; a row that
-has left stays behind the others; the logits of copies are returned; sizes go on in
-plain rounds.
 """
 
 from typing import Any

@@ -1,10 +1,4 @@
-"""Decisions for many requests at once are those for each request alone, to the bit.
-
-Faults that were made by hand, and found here: the noise of another request, or of
-positions one off; coins of another request; drafts behind a request's own count as
-accepted; groups that forget a temperature, or the number of reported ids; first tokens
-out of order; a draft's temperature that is the text's.
-"""
+"""Decisions for many requests at once are those for each request alone, to the bit."""
 
 from typing import Any
 

@@ -1,9 +1,4 @@
-"""The path of a tree, by walking it row by row; and the children that a head proposes.
-
-Faults that were made by hand, and found here: the noise is that of the row; a node is
-taken whose parent is not; the deepest level is never taken; of equal siblings the last
-is taken; children are the worst; the first child is not what would be proposed.
-"""
+"""The path of a tree, walked row by row; and the children that a head proposes."""
 
 import random
 from typing import Any

@@ -1,17 +1,4 @@
-"""One request's decisions: the same in a verify, row after row, and for any draft.
-
-The tests of this file fail for each of these faults, made by hand (killed by hand):
-
-    a draft's draw keyed without the round
-    a correction drawn at the round's first position, or with the draft's noise
-    a coin with the correction's noise
-    a row in turn: keyed by itself, with no distribution, judged with no row after it
-    a distribution reported before filters
-    ids of a restricted vocabulary in the wrong order
-    the draft's own temperature forgotten
-    log-probabilities of filtered logits, or in the wrong order
-    the chosen token after its equals, or beyond them
-"""
+"""One request's decisions: the same in a verify, row after row, and for any draft."""
 
 from typing import Any, get_args
 

@@ -1,9 +1,4 @@
-"""What is accepted of recorded text, against rounds of the engine, and what is said.
-
-Faults that were made by hand, and found here:
-    a round begins at the answer's first token; slots count that draft past its end
-    a lookup is told the token that it is to draft
-"""
+"""What is accepted of recorded text, against rounds of the engine, and what is said."""
 
 import json
 from pathlib import Path

@@ -1,11 +1,4 @@
-"""Drafters of blocks on recorded text against drafting from one slot after the other.
-
-Faults that were made by hand, and found here:
-    an anchor is that of the slot before, or stands one position later
-    a block sees the position of its anchor, a later one, or one too few
-    a block sees another block, or is causal; the token before is one too early
-    slots of a row are those of another row
-"""
+"""Block drafters on recorded text against drafting from one slot after the other."""
 
 import json
 import time

@@ -1,11 +1,4 @@
-"""The loss of the unrolled head and its gradients against torch, drafted slot by slot.
-
-Faults that were made by hand, and found here:
-    a depth is weighed as the one before; the target of a slot is that of the next
-    a slot counts by the token it is paired with, not by the one it drafts
-    slots count whose likeliest token is none of the draft's ids
-    the gradient lacks the likeliest token's term
-"""
+"""Loss and gradients of the unrolled head against torch, drafted slot by slot."""
 
 from typing import Any
 

@@ -1,9 +1,4 @@
-"""What is trained, kind by kind: it begins as it should, and its files load again.
-
-Faults that were made by hand, and found here:
-    norms of a head are written with their one, and read as if they lacked it
-    a head is written under the names of another dialect; a frozen part is trained
-"""
+"""What is trained, kind by kind: it begins as it should, and its files load again."""
 
 import json
 from dataclasses import replace

@@ -1,9 +1,4 @@
-"""Trainings from beginning to end, on tiny targets, on a CPU.
-
-Faults that were made by hand, and found here:
-    the optimizer's state, the step or the order of rows is not taken up again
-    an interrupted step is half applied; the draft is kept of a worse evaluation
-"""
+"""Trainings from beginning to end, on tiny targets, on a CPU."""
 
 import json
 import os

@@ -1,10 +1,4 @@
-"""Unrolled heads against drafting step by step from every slot.
-
-Faults that were made by hand, and found here:
-    keys of other slots at the depths behind the first are seen
-    a depth is rotated as the one before; a depth's own keys are left out
-    tokens are shifted by one too many; the state after the norm is recycled or not
-"""
+"""Unrolled heads against drafting step by step from every slot."""
 
 from pathlib import Path
 from typing import Any

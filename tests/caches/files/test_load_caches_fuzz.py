@@ -5,38 +5,6 @@ the error is one of our tree, and the caches that were to be replaced are as bef
 Accepted: further writes work, with the rows and masks that the kind of cache promises
 (this looks at mlx-lm's caches alone, not at the checks of the loader), both ways of
 loading agree, and the caches can be saved and loaded again.
-
-The tests of `test_field_checks`, `test_load_caches`, `test_save_caches` and this one
-fail for each of these faults, made by hand (killed by hand):
-
-    field_checks: an offset past the rows is taken
-    fields: rows are cut one short
-    fields: values may have other rows than keys
-    field_checks: a ring is wrapped before it is full
-    field_checks: an ordered ring may have lost rows
-    field_checks: a ring may keep all its rows
-    field_checks: the slot of a kept row may be next
-    field_checks: a batch rotates before it is full
-    field_checks: offset and padding of a batch are not compared
-    field_checks: packed rows of other bits
-    field_checks: chunks may begin past their end
-    field_checks: the slots may have other batches
-    field_checks: a window may be short
-    field_checks: any number of pending rows
-    fields: a truth value is a number
-    fields: negative numbers are taken
-    fields: any dtype
-    saved_tree: tokens are not counted
-    saved_tree: batches of caches may differ
-    saved_fit: settings are not compared
-    saved_fit: dtypes are not compared
-    saved_fit: heads are not compared
-    saved_kinds: the pending prefill is not seen
-    saved_kinds: the pending field is not made
-    tensor_file: tensors may overlap
-    tensor_file: bytes and shape are not compared
-    tensor_file: duplicates are taken
-    tensor_file: bytes past the data are taken
 """
 
 import signal

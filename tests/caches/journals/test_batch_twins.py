@@ -5,43 +5,6 @@ different lengths (merged, padded on the left, or padded on the right), then com
 rounds that keep another prefix of every row, rounds that are undone, plain forwards,
 and changes of the rows by `filter` and `extend`. Compared are what the next tokens of
 each row would see, what `extract` returns, and what the rounds showed.
-
-The tests of batches in this folder fail for each of these faults, made by hand (killed
-by hand):
-
-    kv: rows are not moved
-    kv: values are not moved
-    kv: rows move one too far
-    kv: padding stays
-    kv: padding is changed in place
-    kv: every row gets the offset of the longest
-    kv: one position too many is dropped
-    kv: the padding of the first row is dropped
-    kv: common padding is never dropped
-    kv: a rollback leaves padding, offset or moved arrays
-    kv: an even commit leaves the offset
-    kv: an empty cache is not emptied
-    kv: arrays are replaced before they are noted
-    ring: the mask of a turned ring is mlx-lm's
-    ring: rotated or _offset is not restored
-    ring: padding is noted by reference
-    ring: an overwritten value is not restored
-    ring: saved slots are trusted for other arrays
-    ring: a saved slot is read one off
-    ring: a turned ring is appended to without being put in order
-    ring: one position fewer than the window is held, or more
-    ring: common padding is never dropped
-    ring: _offset or rotated stays at a commit
-    ring: padding below 0 stays
-    ring: only the last write is appended
-    ring: writes are undone in the wrong order
-    ring: a write to a cut or a growing ring saves no arrays
-    ring: a rollback after a commit keeps the state
-    arrays: every row takes the first state, or that of another row
-    arrays: a row that keeps nothing takes zeros
-    arrays: lengths are not chosen by row
-    keeps: the number of rows is not checked
-    keeps: only the first row is checked
 """
 
 from collections.abc import Callable
@@ -96,13 +59,7 @@ def test_rows_of_a_batch_kv_cache_equal_their_twins(
 def test_rows_of_a_ragged_cache_equal_their_twins(
     note_rounds: Callable[[int], None],
 ) -> None:
-    """Also below a window that the model alone knows of.
-
-    Faults made by hand and found: a row is written one column off; a rollback leaves
-    lengths or offsets; a ragged commit leaves offsets; the mask of a row is that of
-    another; rows of one length count as such for a wide write with a window; `filter`
-    keeps too few columns; `extract` takes another row's length.
-    """
+    """Also below a window that the model alone knows of."""
     kinds = st.builds(
         RaggedKind, step=st.sampled_from([4, 256]), narrow=st.sampled_from([None, 5])
     )

@@ -2,39 +2,6 @@
 
 The rounds of test_twins.py and the interruptions of test_interrupts.py hold for it
 too; here are whole models, refused writes, and what cannot be copied.
-
-The tests of this folder fail for each of these faults, made by hand (killed by hand):
-
-    isolated: the twin's arrays are the live ones
-    isolated: the twin's lists are the live ones
-    isolated: the twin shares the live `__dict__`
-    isolated: a tuple of arrays is not detached
-    isolated: the journal is opened on the live cache
-    isolated: a commit gives nothing
-    isolated: a commit gives what was there before
-    isolated: the inner journal does not commit
-    isolated: a rollback after a commit does nothing
-    isolated: unknown attributes are shared
-    isolated: a prepare commits already
-    isolated: the count of loose padding is not handed over
-    isolated: the rows of a batch are not told
-    writes: the batch is not compared
-    writes: the heads are not compared
-    writes: the dtype is not compared
-    writes: the rank is not compared
-    writes: the width of a row is not compared
-    writes: the rank of a first write is not checked
-    writes: the batch of a first write is not compared
-    writes: token ids have to keep their dtype
-    writes: nothing is checked
-    writes: keys and values are not compared
-    writes: values are compared with the keys held
-    writes: packed keys are compared by their first part
-    writes: a check comes after the write
-    writes: first writes are compared with no other layer
-    writes: only what was held before the round is compared
-    writes: layers of other kinds are compared
-    writes: layers are held for good
 """
 
 import weakref

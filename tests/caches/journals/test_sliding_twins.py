@@ -3,35 +3,6 @@
 Its twin is a `RotatingKVCache` that saw only the kept tokens. Rounds are those of
 test_twins.py. During a round, each forward is compared with a native copy that is
 written the same way: the rows that every query sees, and that ours are in order.
-
-These tests, those of test_sliding.py or of test_interrupts.py fail for each of these
-faults, made by hand (killed by hand):
-
-    the shown slice is one row too long, or too short
-    rows are written one slot too early
-    values are not written in place
-    a move keeps one row too few
-    a move forgets the open round
-    a move takes the oldest rows along
-    a long buffer never shrinks
-    the buffer grows for ever
-    one row gets a mask once the window is full
-    the mask of a narrow window is one off
-    masks count a row that is not shown
-    trim is allowed one row too far
-    trim leaves the offset
-    trimmed rows are still shown
-    what is shown after a trim starts where it did before
-    a ring is converted in the order of its slots
-    the offset is not converted
-    the native ring gets a row more
-    the native ring's index is 0
-    a copy shares its buffers
-    journal: a rollback keeps the new buffers
-    journal: a rollback leaves the indices
-    journal: the presented cache does not know the round
-    journal: a commit keeps one row more
-    journal: keeping nothing does not empty the cache
 """
 
 import copy

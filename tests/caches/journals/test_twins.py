@@ -4,67 +4,6 @@ The rounds are drawn by Hypothesis: one to four forwards of one to six rows, the
 commit of any prefix, a rollback, an exception, or any other way to end a round. The
 view that a model has during a round is compared with that of a native copy. In every
 third round nothing live may be written before the commit (`isolated=True`).
-
-The tests of this folder fail for each of these faults, made by hand (killed by hand):
-
-    kv: the offset is one too far after a commit
-    kv: an empty cache is not emptied
-    kv: a rollback leaves the offset
-    ring: _idx is not restored
-    ring: the offset is not restored
-    ring: the arrays are not restored
-    ring: an overwritten row returns to the next slot
-    ring: an overwritten value row is not restored
-    ring: writes are undone in the wrong order
-    ring: the tail is cut one row short
-    ring: the tail is cut and offset stays
-    ring: a slot of a small keep is wrapped to 0
-    ring: saved rows are trusted after other writes
-    ring: saved rows are trusted for other arrays
-    ring: saved rows that were undone are kept
-    ring: a saved row is read one off
-    ring: a write to a cut ring saves no arrays
-    arrays: replay with one position more
-    arrays: replay starts from the first forward's state
-    arrays: lengths are shared, not copied
-    arrays: padding is shared, not copied
-    arrays: the slot list is shared, not copied
-    arrays: only the first mixer of a forward is replayed
-    arrays: keep is not lowered by earlier forwards
-    arrays: a rollback keeps the committed state
-    arrays: a second forward is not told apart
-    list: the last member is not committed
-    list: the last member is not rolled back
-    list: the last layer is not rolled back
-    list: members of a list are presented in reverse
-    quantized: the offset is one too far after a commit
-    quantized: a rollback leaves the offset
-    concatenated: the rows stay and the offset moves
-    concatenated: values are cut one row short
-    concatenated: a rollback leaves the arrays
-    chunked: a front trim is not noted
-    chunked: start_position is not restored
-    chunked: the arrays are not restored
-    chunked: the values are not restored
-    chunked: a commit undoes no front trim
-    chunked: a commit undoes every front trim
-    chunked: only the last front trim is undone
-    chunked: a front trim at the end of the kept rows stays
-    chunked: an empty one is not emptied
-    layer: the window is that of the whole write
-    layer: replay with one position more
-    layer: nothing is replayed
-    layer: one group too many
-    layer: pending rows are not counted
-    layer: index keys stay
-    layer: groups are cut from the beginning of the text
-    layer: keep is not lowered by earlier writes
-    layer: a rollback keeps the written state
-    layer: the state after a write is that of the last one
-    layer: an unrecorded compressor counts as recorded
-    layer: compressed rows from elsewhere are not noticed
-    speculation: leaving does not roll back
-    speculation: a prepared number wins over the committed one
 """
 
 from collections.abc import Callable

@@ -4,28 +4,6 @@ Each row that is written here carries its position and a digest of all tokens up
 it, so a row of another text, or of another place, reads as a number. Hypothesis plays
 requests over three token ids, which share beginnings of any length, on rows alone and
 on rows beside a ring; what is found is compared with the requests themselves.
-
-The tests of this file fail for each of these faults, made by hand (killed by hand):
-
-    tree: a run that is matched in part is gone through
-    tree: a state past the common beginning is used
-    tree: the last edge is not cut to the common beginning
-    tree: the parts of a cut edge are swapped
-    tree: a cut edge shares its arrays
-    cache: rows are not copied
-    cache: nothing is removed
-    cache: the leaf used last goes first
-    cache: a look-up is no use
-    cache: states are not counted
-    cache: the end is no restore point
-    cache: points on the way are lost
-    cache: any models are taken
-    tree: rows that cannot be resumed stay
-    running: points are not counted, or stay after they are stored
-    running: points are not thinned out, or the newest or the largest gap goes first
-    running: points do not give way to the rows of the first ones
-    running: a stored point is counted twice
-    running: a second store in the middle of one is not noticed
 """
 
 import gc

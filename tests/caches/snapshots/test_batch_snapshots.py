@@ -3,21 +3,6 @@
 The machine of test_batch_twins.py plays on; on the way, snapshots are taken, cut,
 joined and restored. Each then equals twins that were fed the tokens of its rows only,
 and goes on as they do.
-
-The tests of this file fail for each of these faults, made by hand (killed by hand):
-
-    rows: writes to a batch are not watched
-    rows: shared padding is forgotten where a write is looked at
-    rows: shared padding counts as positions
-    rows: shared padding is restored as rows
-    fields: left padding, or the offset of a row, is that of the furthest row
-    fields: a pending finalize stays
-    lags are not compared, or are lost by a merge or by `states`
-    ring: slots are cut while it is turned, or unused ones kept
-    ring: rotated or left padding is left out
-    kinds: a watched batch counts as none
-    extent: layers are not compared, or unused ones are
-    extent: a pending finalize or rows inside their padding are not refused
 """
 
 from dataclasses import dataclass

@@ -1,11 +1,4 @@
-"""Reading another's cache: which rows, of every kind and state, and at what price.
-
-Faults that were made by hand, and found here:
-    one row too many or too few at either end; a wrapped ring is read as if in order
-    rows that were dropped from a sliding cache, or that lie behind offset, are shown
-    a ring that keeps its first rows is read
-    what was read is held while the cache is written
-"""
+"""Reading another's cache: which rows, of every kind and state, and at what price."""
 
 from typing import Any
 

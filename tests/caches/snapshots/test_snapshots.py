@@ -4,35 +4,6 @@ Hypothesis plays texts on one cache: native writes, rounds of a `Speculation`, t
 by mlx-lm's own method, going back to an older snapshot, dropping the cache. Every
 snapshot taken on the way, cut and joined at will, then equals a native twin that was
 fed its tokens only, and goes on as the twin does.
-
-The tests of this file fail for each of these faults, made by hand (killed by hand):
-
-    bytes: shared arrays count twice
-    merge: states are lost at an empty child
-    merge: the states are the parent's
-    quantized: halves are cut wrong
-    restore: nothing is checked
-    restore: rows before the start are dropped
-    restore: rows without a state are restored
-    rows: a cut forgets where its arrays begin
-    rows: a cut part is not watched
-    rows: a shallow copy shares the arrays
-    rows: a write into the range does not copy it first
-    rows: copied rows keep the old beginning
-    rows: grown buffers are not followed
-    rows: state hands out the arrays themselves
-    rows: the class does not go back
-    rows: the range is compared by its start
-    snapshot: a state is taken at another offset
-    split: a state is cut anywhere
-    split: states go to the wrong part
-    state: a cut ring keeps its index
-    state: a restored ring is the snapshot's
-    state: a ring is not copied when taken
-    state: a sliding window lacks its last row
-    state: padding is left out
-    state: start_position is left out
-    state: unused slots are kept with a wrong index
 """
 
 import copy

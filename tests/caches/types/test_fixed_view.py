@@ -1,10 +1,4 @@
-"""Views of a fixed size show what a native cache holds, and a mask that says which.
-
-Faults that were made by hand, and found here: a view follows from the end of the block;
-a buffer is longer than its view; the mask of a window
-is one off, or lets padding see nothing; a window begins a row late; a shared row is
-overwritten without a copy.
-"""
+"""Views of a fixed size show what a native cache holds, and a mask that says which."""
 
 from typing import Any
 

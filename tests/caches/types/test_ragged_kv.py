@@ -1,9 +1,4 @@
-"""What follows from the lengths of a ragged batch, made once for all of its layers.
-
-The tests fail for each of these faults, made by hand: an offset that is not looked up
-again after a write; places that begin at the longest row's end; offsets made for each
-layer.
-"""
+"""What follows from the lengths of a ragged batch, made once for all of its layers."""
 
 from typing import Any
 

@@ -1,8 +1,4 @@
-"""What rounds of a batch cost, measured before there are requests.
-
-Faults that were made by hand, and found here: costs of one number of rows kept under
-another; a length left out; rows that end early; a calibration that is not kept.
-"""
+"""What rounds of a batch cost, measured before there are requests."""
 
 from pathlib import Path
 from typing import Any

@@ -1,9 +1,4 @@
-"""Batches in which joining, taking tokens or closing fails half-way.
-
-Faults that were made by hand, and found here: layers that were extended before the one
-that failed stay longer; rows after one that failed to close stay open; a row whose
-tokens were dropped goes on without them.
-"""
+"""Batches in which joining, taking tokens or closing fails half-way."""
 
 from typing import Any
 

@@ -1,7 +1,4 @@
-"""What fails in a batch: a row alone, the draft for all, or a round that is run again.
-
-The faults that were made by hand are listed in test_batch_identity.py.
-"""
+"""What fails in a batch: a row alone, the draft for all, or a round that is repeated."""
 
 from typing import Any
 

@@ -1,17 +1,4 @@
-"""Heads that draft for all rows of a batch: what they are fed and what they propose.
-
-Faults that were made by hand in engine/batch/mtp.py, engine/drafters/mtp.py and other
-files of engine/batch of models, and found by the default tests of batches:
-    a row keeps a slot of a draft, or not the slot of its newest pair
-    rows keep the slots of the longest, or padding
-    states are off by one, of another row, or of rows that are not followed
-    states of rejected tokens are kept, or those that were read once more
-    a token is paired one slot early
-    a round that fails, or a step that is taken back, leaves slots or states
-    the first draft is made from the last state of the longest row
-    plain steps are never caught up with, or one slot too far
-    the ids of columns are not passed on
-"""
+"""Heads that draft for all rows of a batch: what they are fed and what they propose."""
 
 from dataclasses import replace
 from typing import Any

@@ -4,20 +4,6 @@ Rows join and leave between rounds as hypothesis draws them, with prompts around
 windows, read at once or in parts, options and budgets of their own. Texts may part at a
 near-tie where a family is not bit for bit the same in wide forwards, as in
 tests/engine/test_text_is_unchanged.py.
-
-Faults that were made by hand in engine/batch/*.py and models/lanes/batch.py, and
-found in the default tests of batches:
-    a row keeps no fed token where nothing was accepted
-    a step in flight keeps the order of rows that have left
-    a row that is removed stays in the batch
-    rows stay that were to leave, and others go
-    the draft model keeps one token too many, or what the shortest row keeps
-    after a failed round tokens stay known, or steps stay in the caches
-    unusable logits are not seen
-    tokens behind a stop stay known
-    prompt i is sampled with the seed of prompt i + 1
-Found by the slow ones, as faults of ours: prompts of one token beside states of others
-(recurrent_gemma), and states of another width (longcat_flash_ngram).
 """
 
 import pytest

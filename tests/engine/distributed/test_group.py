@@ -1,7 +1,4 @@
-"""What a rank makes of the lines of an exchange.
-
-A fault that was made by hand, and found here: a step is not compared.
-"""
+"""What a rank makes of the lines of an exchange."""
 
 import json
 from typing import Any

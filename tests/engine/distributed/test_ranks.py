@@ -5,21 +5,6 @@ A launch costs seconds, so one runs all that is not slow.
 Streams that were dropped ended older ones by `RankLostError: it runs another part of
 its program`, since the message of the drop came before those of the older stream, in
 every run.
-
-Faults that were made by hand, and found here:
-    another rank takes its own verdict, another draft, or its own length
-    a draft is not told; a verdict is told without the count of accepted tokens
-    the hidden states of a prompt are computed on rank 0 alone (it hangs, and is killed)
-    closing on rank 0 is not told
-    what rank 0 has raised is not told, or ends more than its stream
-    the seed, or the length, is not compared; each rank draws a seed of its own
-    a processor's error on rank 0 leaves the others in their round
-    a generator that one rank refuses is made on the other
-    a dropped stream ends itself on all ranks, from its finalizer
-    an exchange does not say of which stream it is; steps of streams are not counted
-    the places of ranks are not compared, or by some ranks only
-    a rank that leaves a stream does not say so
-    a round that was planned in the one before begins without an exchange
 """
 
 import os

@@ -1,10 +1,6 @@
 """The adaptive policy on simulated machines: what it learns, and what it may lose.
 
-How it fares on real texts is in `test_trace_replay`. Faults that were made by hand, and
-found here: drafts without a credit; a credit without a limit; a step that adds twice as
-much; options beyond twice the longest measured one; a pause that does not end; a review
-that is never due; a mean in place of a median; costs that a step in flight is part of;
-a catch-up that counts for a length.
+How it fares on real texts is in `test_trace_replay`.
 """
 
 from collections.abc import Sequence

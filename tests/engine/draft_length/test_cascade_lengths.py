@@ -1,10 +1,4 @@
-"""Every drafter of a cascade has lengths of its own.
-
-Faults that were made by hand, and found here: all are asked for the longest; a round is
-noted for all, or for the first; a drafter that may draft nothing is asked; one that was
-passed over is taken to know the text; a round behind a step is a token short; costs are
-kept under one name; a step that one policy waits for is another's draft.
-"""
+"""Every drafter of a cascade has lengths of its own."""
 
 from dataclasses import replace
 from pathlib import Path

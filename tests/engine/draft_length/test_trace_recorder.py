@@ -1,9 +1,4 @@
-"""What is recorded and replayed is what a generation with drafts does.
-
-Faults that were made by hand, and found here: a draft is kept one token too late; what
-is right is counted behind a wrong token; a replayed draft behind a step brings the
-step's token too; a second run replaces the texts of the first.
-"""
+"""What is recorded and replayed is what a generation with drafts does."""
 
 import json
 import re

@@ -2,10 +2,7 @@
 
 Each group of each pair is replayed as the requests of one generator that knows nothing,
 on measured and published costs, and compared with the best fixed length of that group.
-`pytest -s` prints what came of each. Faults that were made by hand, and found here:
-drafts without a credit; no trial after a pause; options that never grow; a rate that
-counts positions behind a wrong token; a drafter of a cascade that learns from the
-rounds of another.
+`pytest -s` prints what came of each.
 """
 
 import sys

@@ -2,9 +2,6 @@
 
 A plan of 0 that a draft follows submits nothing ahead; one that a plain step follows
 does. Hypothesis draws the plans, so every order of the two is met.
-
-Faults that were made by hand, and found here: every draft that agrees counts, behind a
-wrong one too; noise is keyed by row; the lane counts one token too few.
 """
 
 from functools import cache

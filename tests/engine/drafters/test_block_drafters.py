@@ -1,10 +1,4 @@
-"""Drafting blocks: context, positions, and the text as it was, whatever the kind.
-
-Faults that were made by hand, and found here:
-    a row of the block stays in the caches; the context does not
-    a discarded round is counted as held; the block begins with the token before
-    more drafts are made than a block has
-"""
+"""Drafting blocks: context, positions, and the text as it was, whatever the kind."""
 
 from collections.abc import Callable
 from functools import cache

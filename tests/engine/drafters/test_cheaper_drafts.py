@@ -1,10 +1,4 @@
-"""Cheaper drafts change the text by nothing, and the target by nothing.
-
-Faults that were made by hand, and found here:
-    the target is quantized with its head
-    a draft that is not loaded here is passed over
-    the target guesses too; the draft model does not
-"""
+"""Cheaper drafts change the text by nothing, and the target by nothing."""
 
 from collections import Counter
 from pathlib import Path

@@ -4,10 +4,6 @@ Whatever rounds came before: rounds that keep all, a part or nothing of a draft,
 that fail before or after they were settled, rounds without this drafter. Each draft is
 compared with a twin that is made from the tokens alone; see support/drafters. The
 commits are those of a target that has opinions of its own: the plan's.
-
-Faults that were made by hand, and found here:
-    a discarded round of an MTP head, of a head in parallel, or of a draft model with
-        a sliding window, is kept
 """
 
 from collections.abc import Callable

@@ -1,9 +1,6 @@
 """Drafting with an EAGLE-3 head: pairing, refresh, ids, and the text as it was.
 
 How slots come and go is tested with MTP heads, which use the same: test_mtp.py.
-
-Faults that were made by hand, and found here:
-    the ids of the columns are not passed on; slots of the refresh are left out
 """
 
 from functools import cache

@@ -1,12 +1,4 @@
-"""A text goes on without a drafter that fails, and is what it would have been.
-
-Faults that were made by hand, and found here:
-    settle() or discard() is not contained; a discarded drafter is asked again
-    an id past the end is not counted, or a NaN is not
-    an error out of choose() counts as the drafter's; a want of memory does
-    the follower of a head stays on the lane; the lane of a failed model is stored
-    a whole cascade is set aside for one member
-"""
+"""A text goes on without a drafter that fails, and is what it would have been."""
 
 import warnings
 from collections.abc import Callable

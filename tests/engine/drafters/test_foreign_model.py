@@ -1,9 +1,4 @@
-"""Draft models with a tokenizer of their own: the text is the target's all the same.
-
-Faults that were made by hand, and found:
-    what was chosen is fed under the target's id
-    nothing is fed for a token that the draft cannot write
-"""
+"""Draft models with a tokenizer of their own: the text is the target's all the same."""
 
 from functools import cache
 from pathlib import Path

@@ -1,14 +1,4 @@
-"""Drafting with a Gemma 4 assistant: what it is given, and the text as it was.
-
-Faults that were made by hand, and found here:
-    the state of another position, or the same one for all steps, is given
-    the first token is given to all steps; its embedding has no scale
-    rows of the step on its way are read; what was read is held during the write
-    steps of a round stand at positions of their own; the anchor is not heeded
-    states that nobody needs are kept, or the last one is dropped
-    logits of a few ids are taken for those of the first ones
-    caches that cannot be read, or an assistant of other ids, are let through
-"""
+"""Drafting with a Gemma 4 assistant: what it is given, and the text as it was."""
 
 from functools import cache, partial
 from typing import Any

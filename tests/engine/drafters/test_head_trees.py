@@ -1,9 +1,4 @@
-"""Trees of EAGLE-3 heads: how they grow, what the head sees, and the text as it was.
-
-Faults that were made by hand, and found here: levels stand one position too far; a node
-sees its siblings; states of the wrong parents are recycled; children are not sorted;
-the noise is that of the position before; the refresh reads the rows behind the root.
-"""
+"""Trees of EAGLE-3 heads: how they grow, what the head sees, and the text as it was."""
 
 import random
 from functools import cache

@@ -1,13 +1,4 @@
-"""Drafting with an MTP head: pairing, refresh, rollback, and the text as it was.
-
-Faults that were made by hand, and found here:
-    a slot of a draft stays after the round, or the last slot of the refresh does not
-    a token is paired one slot early; the state is of the other side of the norm
-    a chain reads one slot late, or its rows are left half done
-    a discarded round is counted as held
-    a first draft is made without its state; slots of before a gap are kept
-    more drafts are made than the head is good for
-"""
+"""Drafting with an MTP head: pairing, refresh, rollback, and the text as it was."""
 
 from functools import cache
 from pathlib import Path

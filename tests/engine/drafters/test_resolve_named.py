@@ -1,10 +1,4 @@
-"""`draft_model` by name: a path, "mtp", "lookup", "auto".
-
-The tests of this file fail for each of these faults, made by hand (killed by hand):
-
-    what was loaded is loaded again
-    another name gets the draft that is kept
-"""
+"""`draft_model` by name: a path, "mtp", "lookup", "auto"."""
 
 import gc
 import weakref

@@ -1,8 +1,4 @@
-"""What `check --exact` finds of models that keep the promise, and of one that does not.
-
-Faults that were made by hand, and found here: only rows of the first place are
-compared; the random rounds keep nothing; the file is read for another number of rows.
-"""
+"""Findings of `check --exact` for models that keep the promise, and for one that fails."""
 
 from collections.abc import Callable
 from pathlib import Path

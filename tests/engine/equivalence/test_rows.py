@@ -1,19 +1,4 @@
-"""Drafts verified at once and one by one: what differs is found, and nothing else.
-
-The tests of this folder fail for each of these faults, made by hand (killed by hand):
-
-    rows one by one are compared with themselves
-    rows at once are compared with themselves
-    the choice at once is taken from the row one by one
-    the margin is that of the row at once
-    the caches are written by a comparison
-    the draft holds no wrong token
-    the wrong token is where the seed does not say
-    the first token fed is not the last of the text
-    minus infinity in both ways counts as a difference
-    a row of NaN passes
-    the two choices change places
-"""
+"""Drafts verified at once and one by one: what differs is found, and nothing else."""
 
 from typing import Any
 

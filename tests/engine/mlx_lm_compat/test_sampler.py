@@ -1,20 +1,4 @@
-"""Samplers in mlx-lm's sense: recognised ones, and those that draw by themselves.
-
-The tests of this file fail for each of these faults, made by hand (killed by hand):
-
-    the seed is a constant
-    the seed is drawn for greedy text
-    a seed passed is ignored
-    a sampler gets all rows at once
-    drafts are drawn by the sampler
-    ids without a row are fed
-    the notice is said in every call
-    the notice is said without a draft
-    the notice is never said
-    a recognised sampler is called
-    log-probabilities are not normalized for a sampler
-    a rule takes a sampler
-"""
+"""Samplers in mlx-lm's sense: recognised ones, and those that draw by themselves."""
 
 import warnings
 from collections.abc import Iterator

@@ -1,31 +1,4 @@
-"""`stream_generate` says what mlx-lm's own says, for the same keywords.
-
-The tests of this file fail for each of these faults, made by hand (killed by hand):
-
-    a failed step leaves the quantized caches in the list
-    a round reaches across quantized_kv_start
-    a round reaches one row across it
-    a prompt is not quantized between its chunks
-    a close leaves the whole round in the caches
-    a close does not undo the round
-    the last token is held before it is yielded
-    the draft model's caches stay behind
-    quantized caches are not written back to one list
-    an end token is a part of the text
-    the text's end is not flushed
-    a bonus counts as drafted
-    log-probabilities are as wide as the tokenizer
-    the rows of all chunks are kept
-    the last progress is not told
-    prefill_step_size is not passed on
-    windows are not refused
-    kv_bits is not tried
-    quantization is refused though it is never reached
-    reach is one short
-    max_kv_size is dropped
-    unknown keywords pass
-    -1 is one token
-"""
+"""`stream_generate` says what mlx-lm's own says, for the same keywords."""
 
 import inspect
 from dataclasses import fields, replace

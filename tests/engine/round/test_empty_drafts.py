@@ -2,10 +2,6 @@
 
 While a step is on its way its token is not known. A draft that is found then is
 checked behind that step, without its first token, which stands for the step's.
-
-Faults that were made by hand, and found here: every draft that agrees counts, behind a
-wrong one too; one token more is emitted; a sliding cache keeps one row too many; a
-rollback leaves the offset.
 """
 
 from functools import cache

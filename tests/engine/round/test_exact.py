@@ -1,9 +1,4 @@
-"""In exact mode the text of a seed is the same bit for bit, and so is what is reported.
-
-Faults that were made by hand, and found here: a round is not limited by the view; the
-caches of a plain step keep padding; log-probabilities are of other rows; a prefix cache
-serves a generator of another shape; a prompt is read in the chunks that are asked for.
-"""
+"""In exact mode the text of a seed and its reported values are the same bit for bit."""
 
 from collections.abc import Sequence
 from dataclasses import replace

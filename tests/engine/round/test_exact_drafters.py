@@ -2,10 +2,6 @@
 
 Heads and assistants read what the target computes, so a round with one runs more than
 a round without.
-
-Faults that were made by hand, and found here: a prompt is read in one forward where a
-drafter follows; a row of padding is kept with a plain step; the view follows from the
-end of the block; a draft is not cut at the view's end.
 """
 
 from collections.abc import Sequence

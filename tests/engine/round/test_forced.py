@@ -2,12 +2,6 @@
 
 The text is that of plain decoding, which has no such drafts. Every forced token is
 accepted, under every rule, since the mask leaves it all of the probability.
-
-Faults that were made by hand, and found:
-    a place with two allowed ids counts as forced
-    the step in flight is left out of the draft
-    a drafter settles a forced draft
-    the draft is longer than the budget
 """
 
 from collections.abc import Iterator, Mapping

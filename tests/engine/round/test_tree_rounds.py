@@ -2,10 +2,6 @@
 
 A scripted drafter proposes random trees with the text on a random path of them, so the
 accepted path lies anywhere. How a head grows its trees is tested in test_head_trees.
-
-Faults that were made by hand, and found here: rows stand where they are fed; a row sees
-its siblings; the rows behind the root are kept in place of the path's; the noise is
-that of the row and not of its depth; the window follows from the rows.
 """
 
 from dataclasses import replace

@@ -2,10 +2,6 @@
 
 Most of these run with mlx's compiler switched off, which does the same operations one
 by one: to compile an architecture for the first time takes 16 seconds on a machine.
-
-Faults that were made by hand, and found here: the mask is one key short; rows are
-written one place late; buffers are cut where they grow; the offset is not moved; a
-snapshot's cache is written to; what gives other logits, or has other caches, is taken.
 """
 
 import shutil

@@ -1,11 +1,4 @@
-"""Attention by products against mlx's own, over shapes and masks.
-
-Faults that were made by hand, and found here: the causal mask is one key late; heads
-that share keys are folded in the wrong order; the scale is forgotten; a bool mask adds;
-the sum is another one; a mask of another shape is taken for the last one; threads
-share the last one; blocks of many rows take the mask of the first, or see a key more
-or less.
-"""
+"""Attention by products against mlx's own, over shapes and masks."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

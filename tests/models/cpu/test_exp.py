@@ -1,9 +1,4 @@
-"""Exponentials, and what is made of them, against float64.
-
-Faults that were made by hand, and found here: a coefficient of the polynomial is left
-out; n is rounded down; the bias is one less; nothing is cut off below 2^-126; the sign
-of a gate is ignored; the tanh of gelu is taken for a sigmoid of half the argument.
-"""
+"""Exponentials, and what is made of them, against float64."""
 
 import mlx.core as mx
 import mlx.nn as nn

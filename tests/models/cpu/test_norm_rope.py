@@ -1,10 +1,4 @@
-"""Fused norms and rotations are mlx's own, bit for bit on an x86-64 CPU.
-
-Faults that were made by hand, and found here: the mean is a sum; eps of the last norm
-is taken; the weight comes before the root; a prompt is compiled for its length; half
-precision is fused; rotations add the wrong product; nothing is compiled before the
-first text; it takes more operations than it says.
-"""
+"""Fused norms and rotations are mlx's own, bit for bit on an x86-64 CPU."""
 
 import platform
 import re

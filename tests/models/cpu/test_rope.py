@@ -1,9 +1,4 @@
-"""Rotary positions with shared tables are mlx's own, bit for bit on a CPU.
-
-Faults that were made by hand, and found here: sines with the wrong sign; what is not
-turned becomes zero; layers with other frequencies, another base or scale, or rows at
-another place, get the last table.
-"""
+"""Rotary positions with shared tables are mlx's own, bit for bit on a CPU."""
 
 from typing import Any
 

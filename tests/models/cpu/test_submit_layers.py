@@ -1,8 +1,4 @@
-"""A plain step is submitted layer by layer on a CPU, and nothing else is.
-
-Faults that were made by hand, and found here: a round is, too; so is a long chunk; the
-last layer is; a tuple is not looked into; nothing is.
-"""
+"""A plain step is submitted layer by layer on a CPU, and nothing else is."""
 
 from collections.abc import Iterator
 from typing import Any

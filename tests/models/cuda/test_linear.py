@@ -3,13 +3,6 @@
 CUDA is taken to be there, and stock operations stand in for the kernels, which have a
 test of their own on a GPU (test_cuda_kernels.py): what is shown here is which calls
 reach them, with what, and that a hooked model computes what it did.
-
-Faults that were made by hand, and found here: the bias is left out; prompts are asked
-so too; single rows are, or are submitted in parts; products are counted on from one
-forward to the next; an attention over latents is asked; a mask is not passed on; the
-hooks stay when their owner has left; a layer is given the product of what another one
-was fed; one that nobody calls is multiplied for ever; layers that are quantized in
-another way are multiplied together; parts of ranks are not added up, or with the bias.
 """
 
 from collections.abc import Sequence

@@ -2,11 +2,6 @@
 
 It is stock operations, so a CPU shows what it computes; what it saves is shown on a
 GPU (docs/log/cuda_kernels.md).
-
-Faults that were made by hand, and found here: keys that were added are seen; the causal
-mask is one key late; rows that were added stay in the result; a mask of one row serves
-as that of all rows; layers take the mask of the last one; only rows or only keys are
-filled up; many rows are left to mlx; sinks are ignored.
 """
 
 from typing import Any

@@ -1,14 +1,6 @@
 """Linear layers are given their weights transposed: the same numbers, fewer operations.
 
 CUDA is taken to be there: the layers compute the same on every device.
-
-Faults that were made by hand, and found here: the bias is left out, or added after the
-product is rounded; a weight that was replaced goes on being used; so does one that was
-changed in place, in streams that begin afterwards or after the stream; a method that
-somebody put in mlx's class is passed over, before or after; views stay when the stream
-has ended; one stream's end takes another one's; none are made, or none of a draft; a
-copy has views; a layer that is multiplied with others has none; a layer without a
-weight is asked for it.
 """
 
 import gc

@@ -1,11 +1,4 @@
-"""DFlash drafters against a numpy implementation that was written apart from them.
-
-Faults that were made by hand, and found here:
-    a row is for the position after its own; the context goes through the layers' norm
-    a window is one longer, or cut one short; it sees what is behind it, or not
-    queries stand where the context begins; the mask is another token
-    the last layer of the target is read before its norm; a bias is left out
-"""
+"""DFlash drafters against a numpy implementation that was written apart from them."""
 
 from pathlib import Path
 from typing import Any

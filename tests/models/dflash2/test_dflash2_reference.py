@@ -1,9 +1,4 @@
-"""DFlash2 drafters against a numpy implementation that was written apart from them.
-
-Faults that were made by hand, and found here: the selector reads the anchor for every
-draft. And in test_dflash2.py: the two sides of a convolution are exchanged; channels of
-a group are not neighbours.
-"""
+"""DFlash2 drafters against a numpy implementation that was written apart from them."""
 
 from pathlib import Path
 from typing import Any

@@ -1,12 +1,4 @@
-"""DSpark drafters against a numpy implementation that was written apart from them.
-
-Faults that were made by hand, and found here:
-    drafts begin at the anchor's row where it is given; queries stand where the context
-    begins; a window is one longer, or lets rows see what is behind them
-    the Markov head reads the anchor for every draft; its memory is kept the other way
-    round; Gemma's values have no norm, or its layer no scale; norms lack their one
-    levels of the anchor and of masks are exchanged
-"""
+"""DSpark drafters against a numpy implementation that was written apart from them."""
 
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,4 @@
-"""Dialects of EAGLE-3, and P-EAGLE, against numpy code that was written apart.
-
-Faults that were made by hand, and found here: parallel drafts begin one position too
-early; layers behind the first are left out.
-"""
+"""Dialects of EAGLE-3, and P-EAGLE, against numpy code that was written apart."""
 
 from pathlib import Path
 from typing import Any

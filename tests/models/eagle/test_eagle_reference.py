@@ -1,11 +1,4 @@
-"""EAGLE-3 heads against a numpy implementation that was written apart from them.
-
-Faults that were made by hand, and found here:
-    the normed state is added to, or the other way round; the state comes first
-    the state is recycled un-normed where the config says otherwise
-    norms before the projection are left out; keys are rotated from position 0
-    the head's own embedding is not used; the bias of a projection is left out
-"""
+"""EAGLE-3 heads against a numpy implementation that was written apart from them."""
 
 from pathlib import Path
 from typing import Any

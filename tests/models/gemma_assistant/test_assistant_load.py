@@ -1,11 +1,4 @@
-"""Gemma 4 assistants: numbers, loading, and what fits a target.
-
-Faults that were made by hand, and found here:
-    the state comes before the embedding; the scale of attention is that of a head
-    the layer scalar is left out; the recycled state is not projected
-    one group too many or too few is looked at; a group's tokens are taken by column
-    the window is read whole; the first layer of a kind is read instead of the last
-"""
+"""Gemma 4 assistants: numbers, loading, and what fits a target."""
 
 import json
 from pathlib import Path

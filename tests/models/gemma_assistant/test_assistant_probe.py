@@ -1,9 +1,4 @@
-"""Where an assistant stands: scores of both anchors, and who is refused.
-
-Faults that were made by hand, and found here:
-    a guess sees the key of the newest token; its state is one position late
-    "token" stands where "state" does; ids that were not looked at count as likely
-"""
+"""Where an assistant stands: scores of both anchors, and who is refused."""
 
 from functools import cache
 from pathlib import Path

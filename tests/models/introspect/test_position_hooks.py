@@ -1,10 +1,4 @@
-"""Tables of positions are found by what is looked up in them, and bounded by hooks.
-
-Faults that were made by hand, and found:
-    an embedding of token ids counts as one
-    the rows before that of position 0 count
-    rows behind the table are looked up
-"""
+"""Tables of positions are found by what is looked up in them, and bounded by hooks."""
 
 from typing import Any
 

@@ -1,9 +1,4 @@
-"""An output layer for some ids makes the logits of those ids, and no others.
-
-Faults that were made by hand, and found here:
-    the embedding of a tied model is reduced too; a bias stays whole
-    the columns are in another order than the ids; models are not checked
-"""
+"""An output layer for some ids makes the logits of those ids, and no others."""
 
 from typing import Any
 

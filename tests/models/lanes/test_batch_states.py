@@ -1,10 +1,4 @@
-"""States of a batch that a head has not read: each row's own, in order.
-
-Faults that were made by hand, and found here:
-    states of rejected positions are kept, or those of another row
-    what is read is not taken away, or one too many is
-    the last state is that of the longest row
-"""
+"""States of a batch that a head has not read: each row's own, in order."""
 
 from typing import Any
 

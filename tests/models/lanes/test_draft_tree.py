@@ -2,9 +2,6 @@
 
 The reference is the model itself, without hooks and by mlx-lm's own caches: every path
 from the root is fed row by row, past the window where there is one.
-
-Faults that were made by hand, and found here: rows stand where they are fed; a row sees
-its siblings; the window follows from the rows; a second level is one position too far.
 """
 
 from typing import Any

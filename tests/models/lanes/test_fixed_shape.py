@@ -3,11 +3,6 @@
 Whatever is drafted, and however much of it is right, the logits of every row that is
 kept are those of plain decoding, bit for bit: with OpenBLAS too, where rows of a round
 differ from single rows otherwise, which a control shows.
-
-Faults that were made by hand, and found here: padding is kept; the view follows from
-the end of the block in place of the row's position; a prompt is read in one forward; a
-scan runs over the whole block, or again over the kept rows; masked rows are shown; the
-room is that of the rows alone; prompts and rounds ask latents in two ways.
 """
 
 from collections.abc import Sequence

@@ -2,9 +2,6 @@
 
 The CPU room is taken to serve here, whatever this machine is; the CUDA room serves
 where there is CUDA. Which rooms run is seen from the code that is entered.
-
-A fault that was made by hand, and found here: hooks of all rooms are put on, whether
-they are listed or not.
 """
 
 import sys

@@ -1,9 +1,4 @@
-"""A lane: a model, its caches, and how many tokens they hold.
-
-Faults that were made by hand, and found here:
-    mixers that run again are not counted, or not in a commit without a prepare
-    they are counted for another number than the committed one
-"""
+"""A lane: a model, its caches, and how many tokens they hold."""
 
 from functools import cache
 from typing import Any

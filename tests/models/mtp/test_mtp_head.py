@@ -1,11 +1,4 @@
-"""Heads of every family: pairing, history rows, caches, own ends.
-
-Faults that were made by hand, and found here:
-    the order of the projection's halves, for one family or for all
-    rows of history are left out, or written twice
-    the other state is recycled; own embeddings or output layers are not used
-    a window of one more; experts in a dense block; recurrent blocks for Qwen
-"""
+"""Heads of every family: pairing, history rows, caches, own ends."""
 
 import io
 from collections.abc import Callable

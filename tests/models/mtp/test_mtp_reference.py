@@ -1,16 +1,4 @@
-"""MTP heads of every family against numpy, which was written from the facts alone.
-
-Faults that were made by hand in models/mtp/*.py, and found here:
-    the norms of token and state change places, in the head or in the table of names
-    the other comes first in the concatenation; what is recycled is always normed
-    a layer's own head is given states before the norm; history rows are left out
-    another base of the rotation; weights of experts do not sum to 1; closed groups
-    of experts are open; experts are stacked in another order; gate and up change
-    places; the two parts of kv_b_proj overlap
-    a window of one more; no window; another layer's kind; more keys for an indexer
-    LongCat's first norm is left out, or takes the place of its last
-    one is not added to q_norm; the convention of a family is the usual one
-"""
+"""MTP heads of every family against numpy, which was written from the facts alone."""
 
 import dataclasses
 from typing import Literal, cast

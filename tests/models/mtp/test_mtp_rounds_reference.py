@@ -87,12 +87,6 @@ class Rounds:
 def test_drafts_of_rounds_equal_those_of_all_slots_computed_anew(
     tmp_path: Path, name: str, fed: int, undone: bool
 ) -> None:
-    """Faults made by hand in models/mtp/cache.py, and found here.
-
-    A slot of a draft stays after a commit; a chain's slots of drafts count as held;
-    what they wait for is forgotten, in rounds or in feeding; a layer's rows but the
-    last are left out; a round is not undone, or its commit is not.
-    """
     rounds = Rounds(make_bench(tmp_path, FAMILIES[name]))
     depth = rounds.here.load().head.depth or 3
     if fed:

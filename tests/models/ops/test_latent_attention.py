@@ -1,9 +1,4 @@
-"""Attention over latents gives several rows what single rows get.
-
-Faults that were made by hand, and found here: values are not taken out of the latents;
-queries are not turned to them; the mask is left out; the latents before a round are
-forgotten; prompts are asked so too; the hook stays when its owner has left.
-"""
+"""Attention over latents gives several rows what single rows get."""
 
 import importlib
 from typing import Any

@@ -2,11 +2,6 @@
 
 It is taken to be so here, whatever this machine is; with OpenBLAS itself the last test
 runs, in a process of its own. The ops have tests of their own.
-
-Faults that were made by hand, and found here: prompts call it too; those of a draft
-model do not; a function that somebody else has put in the place is ignored; few
-elements and other dtypes are not left to mlx; sinks are ignored; mixers are hooked
-twice; nothing is compiled before the first text.
 """
 
 from collections.abc import Iterator

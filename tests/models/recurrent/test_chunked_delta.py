@@ -1,32 +1,4 @@
-"""Blocks of gated delta steps at once: the recurrence, written plainly, says so too.
-
-The tests of this file fail for each of these faults, made by hand (killed by hand):
-
-    decays: the row's own is left out
-    decays are those of the row before
-    a row does not see itself
-    the last level of the inverse is left out
-    the inverse adds where it subtracts
-    value heads take the wrong key heads
-    a mask is ignored
-    a masked row changes the state
-    a masked row is seen by later rows
-    a masked row has no decay of its own
-    a masked row's decay is passed on
-    the state after one row more
-    the state before the block is forgotten
-    beta stays below one
-    the lower bound is ignored
-    single rows run in chunks
-    half precision runs in chunks
-    decays by channel run in chunks
-    chunks with the reference BLAS
-    no chunk with OpenBLAS
-    the scan runs again in a replay
-    all rows are kept
-    the whole state is that after one row less
-    results are rounded to the wrong type
-"""
+"""Blocks of gated delta steps at once: the recurrence, written plainly, says so too."""
 
 import importlib
 import sys

@@ -1,30 +1,4 @@
-"""States that follow from notes: right, lazy, and without reading weights.
-
-The tests of this folder fail for each of these faults, made by hand (killed by hand):
-
-    conv: the state is cut one row late
-    conv: a length that ends inside the prefix is ignored
-    conv: lengths are honoured where the mixer ignores them
-    scan: one row more is scanned
-    scan: it starts from no state
-    scan: lengths are not cut to the prefix
-    lengths and paddings do not move on
-    RG-LRU: the state of the next row
-    keys: the row after the last kept one
-    ids: one id too many
-    the state is evaluated at once
-    notes are taken and never used
-    incomplete notes are used
-    a mixer that cannot run again does
-    another scan is noted as the known one
-    another scan is not called
-    a scan that is not known is trusted
-    a method that was replaced later is not called
-    a changed source counts as known
-    a strange method counts as known
-    what a mixer relies on is not checked
-    one set of notes for all calls of a mixer
-"""
+"""States that follow from notes: right, lazy, and without reading weights."""
 
 import copy
 import importlib

@@ -1,10 +1,4 @@
-"""Fetching an image: what is asked, what is taken, and what is refused before or after.
-
-Faults that were made by hand, and found here:
-    the name is resolved again for the connection; one public address is enough
-    the limit is checked at the end alone; the deadline is one of each read
-    redirects are followed
-"""
+"""Fetching an image: requests, accepted answers, and refusals before or after."""
 
 import gzip
 import ipaddress
