@@ -1,4 +1,4 @@
-"""What fails in a batch: a row alone, the draft for all, or a round that is repeated."""
+"""Failures in a batch: of a row alone, of the draft for all, of a repeated round."""
 
 from typing import Any
 

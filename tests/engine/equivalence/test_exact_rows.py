@@ -1,4 +1,4 @@
-"""Findings of `check --exact` for models that keep the promise, and for one that fails."""
+"""Findings of `check --exact` for models that keep the promise, and for others."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,9 +1,6 @@
 """Acceptance rules beside what they emit: coins, edges, shapes, batches, laziness."""
 
-import importlib
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -16,17 +13,14 @@ from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.samplers.rules.probs import Rule, RuleOutcome, draw, residual
 from mlx_speculation.samplers.rules.verification import BLOCK, REJECTION
 from support.each import each
+from support.sampling.closed_form import (
+    block_accepted,
+    keyed_acceptance,
+    keyed_agreement,
+    tokenwise_acceptance,
+)
 from support.sampling.distribution_pairs import KINDS
 from support.sampling.enumeration import acceptance_probs, next_probs
-
-SCRIPTS = str(Path(__file__).parents[3] / "scripts")
-sys.path.insert(0, SCRIPTS)
-closed_form = importlib.import_module("bench.expected")
-sys.path.remove(SCRIPTS)
-block_accepted: Callable[..., mx.array] = closed_form.block_accepted
-keyed_acceptance = closed_form.keyed_acceptance
-keyed_agreement = closed_form.keyed_agreement
-tokenwise_acceptance = closed_form.tokenwise_acceptance
 
 Array = NDArray[np.float64]
 RULES = pytest.mark.parametrize("rule", [REJECTION, BLOCK], ids=["token-wise", "block"])

@@ -5,10 +5,7 @@ prefix. The rule's own functions are asked; see support/sampling/enumeration.py.
 check is also put to wrong variants, which it must fail.
 """
 
-import importlib
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -16,6 +13,12 @@ import pytest
 
 from mlx_speculation.samplers.rules import verification
 from mlx_speculation.samplers.rules.probs import row, token_probs
+from support.sampling.closed_form import (
+    block_accepted,
+    keyed_acceptance,
+    keyed_agreement,
+    tokenwise_acceptance,
+)
 from support.sampling.distribution_pairs import KINDS, normalized, tables
 from support.sampling.enumeration import (
     BLOCK,
@@ -33,15 +36,6 @@ from support.sampling.enumeration import (
 )
 from support.sampling.reused_noise import enumerate_two_rounds
 from support.sampling.shared_noise import shared_noise_distribution
-
-SCRIPTS = str(Path(__file__).parents[3] / "scripts")
-sys.path.insert(0, SCRIPTS)
-closed_form = importlib.import_module("bench.expected")
-sys.path.remove(SCRIPTS)
-block_accepted: Callable[..., mx.array] = closed_form.block_accepted
-keyed_acceptance = closed_form.keyed_acceptance
-keyed_agreement = closed_form.keyed_agreement
-tokenwise_acceptance = closed_form.tokenwise_acceptance
 
 SIZES = [(vocab, k) for vocab in (2, 3, 4) for k in (1, 2, 3, 4)]
 RULES = {"token-wise": TOKENWISE, "block": BLOCK}
