@@ -5,7 +5,6 @@ machine drifts. So all arms take turns, in another order in each, and a ratio is
 the same turn.
 """
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
@@ -62,20 +61,3 @@ def in_turns(
             if number >= 0:
                 found[name].append(given)
     return found
-
-
-def seconds_in_turns(
-    acts: Mapping[str, Callable[[], object]], repeats: int, *, warm_up: int = 1
-) -> dict[str, list[float]]:
-    """Return the seconds of each arm, turn by turn; arms wait for what they compute."""
-    timed = {name: _timed(act) for name, act in acts.items()}
-    return in_turns(timed, repeats, warm_up=warm_up)
-
-
-def _timed(act: Callable[[], object]) -> Callable[[int], float]:
-    def timed(_: int) -> float:
-        started = time.perf_counter()
-        act()
-        return time.perf_counter() - started
-
-    return timed

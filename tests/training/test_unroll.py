@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
@@ -14,17 +13,15 @@ from mlx_speculation.models.mtp import Mtp
 from mlx_speculation.training.unroll import attend_split, unroll
 from support.identity import prompt_of
 from support.models import mtp_checkpoints
-from support.references import eagle3
-from support.references.reference_target import tables, target
+from support.references.tiny_blocks.on_disk import Known, target_of, write
+from support.references.tiny_blocks.tiny_eagles import tiny_eagle3
+from support.references.tiny_blocks.tiny_tensors import TARGET_LAYERS
+
+# Some have no list of layers.
+pytestmark = pytest.mark.filterwarnings("ignore:.*lists no layers of its target")
 
 SLOTS, DEPTHS = 9, 4
-HEADS: dict[str, dict[str, Any]] = {
-    "specforge": {"layer_ids": [0, 3, 6]},
-    "vllm": {"convention": "vllm", "layer_ids": [1, 2, 6], "own_embedding": True},
-    "normed residual": {"norm_before_residual": True},
-    "eagle 3.1": {"feature_norms": True, "norm_output": True},
-    "whole vocabulary": {"draft_vocab": None, "own_head": False},
-}
+HEADS = ("specforge", "vllm", "normed-residual", "eagle3.1", "full-vocabulary")
 
 
 def logits_of(
@@ -36,33 +33,37 @@ def logits_of(
     return unroll(model, hidden, tokens, DEPTHS, read, **options)
 
 
+def eagle_of(folder: Path, dialect: str) -> Any:
+    """Return a tiny head on its target."""
+    folder = write(folder, tiny_eagle3(dialect, seed=3))
+    return EagleDraft.from_folder(folder, target_of(TARGET_LAYERS)).eagle
+
+
 @pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("case", HEADS)
-def test_every_slot_drafts_as_the_reference_does(
-    case: str, split: bool, tmp_path: Path
+@pytest.mark.parametrize("dialect", HEADS)
+def test_an_eagle_head_is_unrolled_as_it_drafts(
+    dialect: str, split: bool, tmp_path: Path
 ) -> None:
-    tensors, config = eagle3.write_tiny(tmp_path, seed=3, **HEADS[case])
-    eagle = EagleDraft.from_folder(tmp_path, target()).eagle
+    """Steps of heads are compared with numpy in test_eagle_dialects_reference."""
+    eagle, known = eagle_of(tmp_path, dialect), Known.of(TARGET_LAYERS, SLOTS + 1)
+    taps = HiddenStates(known.model, layers=eagle.layers)
+    begun = eagle.states(known.states(taps))
+    tokens = mx.array([prompt_of(SLOTS + DEPTHS + 1)[1:]])
+    expected = []
+    for slot in range(SLOTS):
+        caches = eagle.head.new_caches()[0]
+        out = eagle.rows(begun[:, : slot + 1], tokens[:, : slot + 1], caches)
+        for depth in range(DEPTHS):
+            expected.append(out.logits[0, -1])
+            given = tokens[:, slot + depth + 1][None]
+            out = eagle.rows(out.recycled[:, -1:], given, caches)
     if split:
         attend_split(eagle.head.midlayer.self_attn)
-    tokens = prompt_of(SLOTS + DEPTHS + 1)
-    taps = HiddenStates(target(), layers=eagle.layers)
-    with taps.collect() as states:
-        target()(mx.array([tokens[:SLOTS]]))
-    features = np.concatenate(
-        [np.array(states.layer(i)[0], np.float64) for i in eagle.layers], axis=-1
-    )
-    begun = eagle3.project(tensors, config, features)
-    found = logits_of(eagle, eagle.states(states), mx.array([tokens[1:]]))
-    for slot in range(SLOTS):
-        history, paired = begun[: slot + 1], np.array(tokens[1 : slot + 2])
-        for depth in range(DEPTHS):
-            out = eagle3.rows(tensors, config, history, paired, **tables())
-            expected = out.logits[-1]
-            got = np.array(found[depth][0, slot], np.float64)
-            assert np.abs(got - expected).max() < 1e-4 * max(1, np.abs(expected).max())
-            history = np.concatenate([history, out.recycled[-1:]])
-            paired = np.append(paired, tokens[slot + 2 + depth])
+    found = logits_of(eagle, begun, tokens)
+    for index, wanted in enumerate(expected):
+        slot, depth = divmod(index, DEPTHS)
+        got = found[depth][0, slot]
+        assert mx.abs(got - wanted).max() < 1e-4 * mx.maximum(1, mx.abs(wanted).max())
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "mimo", "deepseek_v3", "step3p5"])
@@ -113,8 +114,7 @@ def test_a_window_of_the_head_is_kept() -> None:
 
 
 def test_checkpoints_change_no_gradient(tmp_path: Path) -> None:
-    eagle3.write_tiny(tmp_path, seed=3, layer_ids=[0, 3, 6])
-    eagle = EagleDraft.from_folder(tmp_path, target()).eagle
+    eagle = eagle_of(tmp_path, "specforge")
     hidden = mx.random.normal((2, SLOTS, 64), key=mx.random.key(5))
     tokens = mx.array([prompt_of(SLOTS + DEPTHS), prompt_of(SLOTS + DEPTHS)[::-1]])
 

@@ -1,4 +1,7 @@
-"""DFlash drafters against a numpy implementation that was written apart from them."""
+"""DFlash drafters against numpy that was written apart, and against transformers.
+
+transformers has a drafter of another family with the same layers under other names.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -6,6 +9,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+import torch
+from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
+from transformers.cache_utils import DFlashCache
 
 from mlx_speculation.engine import DFlashDraft
 from mlx_speculation.models import HiddenStates
@@ -13,6 +19,7 @@ from support.identity import prompt_of
 from support.references import dflash
 from support.references.reference_target import assert_close, tables, target
 from support.references.tiny_files import add_biases
+from support.references.torch_heads import fill, to_torch
 
 # Some have no list of layers.
 pytestmark = pytest.mark.filterwarnings("ignore:.*lists no layers of its target")
@@ -61,6 +68,71 @@ def test_blocks_are_those_of_the_reference(case: str, tmp_path: Path) -> None:
     assert_close(block(draft, context, tokens, 0), expected)
     # The same with most of the context in the caches, and the rest in two parts.
     assert_close(block(draft, context, tokens, 15), expected)
+
+
+@pytest.mark.parametrize("window", [None, 3, 5, 30])
+@pytest.mark.parametrize("held", [0, 15])
+def test_a_block_equals_that_of_transformers(
+    tmp_path: Path, window: int | None, held: int
+) -> None:
+    kinds = ["full_attention", "full_attention", "sliding_attention"]
+    if window is None:
+        kinds[2] = "full_attention"
+    tensors, config = dflash.write_tiny(
+        tmp_path,
+        3,
+        layers=3,
+        block_size=BLOCK,
+        layer_types=kinds,
+        # transformers sees `window` tokens to either side of a block row.
+        sliding_window=None if window is None else window + 1,
+        causal=False,
+    )
+    draft = DFlashDraft.from_folder(tmp_path, target())
+    taps = HiddenStates(target(), layers=draft.dflash.layers)
+    tokens = prompt_of(LENGTH)
+    with taps.collect() as states:
+        target()(mx.array([tokens[:-1]]))
+    found = block(draft, draft.dflash.states(states), tokens, held)
+    same = (
+        *("hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
+        *("num_attention_heads", "num_key_value_heads", "rms_norm_eps"),
+        *("layer_types", "block_size"),
+    )
+    theirs: Any = MuseGlimmerAssistantModel(
+        MuseGlimmerAssistantConfig(
+            **{name: config[name] for name in same},
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            sliding_window=window or 99,
+            target_layer_ids=config["dflash_config"]["target_layer_ids"],
+            mask_token_id=255,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=None,
+        )
+    ).eval()
+    names = {"fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc."}
+    renamed = {}
+    for name, tensor in tensors.items():
+        old = next((old for old in names if name.startswith(old)), "")
+        renamed[names.get(old, "") + name.removeprefix(old)] = tensor
+    fill(theirs, renamed)
+    layers = [np.array(states.layer(i)[0], np.float64) for i in draft.dflash.layers]
+    wide = to_torch(np.concatenate(layers, axis=-1))[None]
+    ids = [tokens[-1]] + [255] * (BLOCK - 1)
+    cache = DFlashCache(config=theirs.config)
+    cache.activate_past_recording()
+    count = LENGTH - 1
+    cache.set_previous_accepted_tokens(count)
+    with torch.no_grad():
+        out = theirs(
+            noise_embeds=to_torch(tables()["embedding"][ids])[None],
+            context_hidden_states=wide,
+            position_ids=torch.arange(count + BLOCK)[None],
+            cache=cache,
+        )
+    rows = out.last_hidden_state[0].numpy().astype(np.float64)[1:]
+    assert_close(found, rows @ tables()["head"].T)
 
 
 def block(

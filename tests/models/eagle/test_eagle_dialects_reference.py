@@ -1,4 +1,7 @@
-"""Dialects of EAGLE-3, and P-EAGLE, against numpy code that was written apart."""
+"""Dialects of EAGLE-3, and P-EAGLE, against numpy code that was written apart.
+
+The layer alone is compared with transformers' Llama, where the two are the same.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -6,12 +9,21 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
 
 from mlx_speculation.engine.drafters.registry import draft_folder
 from support.covering import covering
 from support.drafters.block_drafts import Greedy
 from support.references.blocks import eagle3_dialects, p_eagle
 from support.references.blocks.packagings import eagle_taps
+from support.references.numerics import below
 from support.references.tiny_blocks.on_disk import Known, assert_drafts, write
 from support.references.tiny_blocks.tiny_eagles import (
     EAGLE3,
@@ -19,6 +31,7 @@ from support.references.tiny_blocks.tiny_eagles import (
     tiny_eagle3,
     tiny_p_eagle,
 )
+from support.references.torch_heads import fill, to_torch
 
 # Some have no list of layers.
 pytestmark = pytest.mark.filterwarnings("ignore:.*lists no layers of its target")
@@ -107,3 +120,53 @@ def test_parallel_drafts_are_those_of_the_reference(
     )
     assert_drafts(choose.seen, ids, expected.logits)
     assert np.array_equal(choose.tokens, expected.tokens)
+
+
+@pytest.mark.parametrize("dialect", ["several-layers", "llama3"])
+def test_the_first_layer_is_made_of_parts_of_transformers_llama(
+    dialect: str, tmp_path: Path
+) -> None:
+    tiny = tiny_eagle3(dialect, seed=5)
+    tiny.config["num_hidden_layers"] = 1
+    for name in [name for name in tiny.weights if name[:8] in ("layers.1", "layers.2")]:
+        del tiny.weights[name]
+    known = Known.of(LAYERS, LENGTH)
+    folder, source = draft_folder(write(tmp_path, tiny))
+    draft: Any = source.from_folder(folder, known.model)  # type: ignore[attr-defined]
+    states = draft.eagle.states(known.states(draft.taps))
+    tokens = mx.array([known.tokens[1:]])
+    found = draft.eagle.rows(states, tokens, draft.eagle.head.new_caches()[0])
+
+    tensors, block = tiny.weights, below(tiny.weights, "layers.0.")
+    llama = LlamaConfig(**tiny.config, pad_token_id=None, bos_token_id=None)
+    llama.eos_token_id = None
+    llama._attn_implementation = "eager"
+
+    def norm(weight: Any, x: torch.Tensor) -> torch.Tensor:
+        module = LlamaRMSNorm(x.shape[-1], eps=tiny.config["rms_norm_eps"])
+        fill(module, {"weight": weight})
+        return module(x)
+
+    attention = LlamaAttention(llama, 0)
+    for name in ("q_proj", "k_proj", "v_proj"):  # they read token and state
+        own = block[f"self_attn.{name}.weight"]
+        setattr(attention, name, torch.nn.Linear(*own.shape[::-1], bias=False))
+    fill(attention, below(block, "self_attn."))
+    mlp = LlamaMLP(llama)
+    fill(mlp, below(block, "mlp."))
+    with torch.no_grad():
+        features = np.concatenate(known.hidden(layers_of(tiny.config)), axis=-1)
+        state = to_torch(features)[None] @ to_torch(tensors["fc.weight"]).T
+        token = to_torch(known.embeddings[known.tokens[1:]])[None]
+        count = token.shape[1]
+        both = [norm(block["input_layernorm.weight"], token)]
+        both.append(norm(block["hidden_norm.weight"], state))
+        mask = torch.full((count, count), torch.finfo(torch.float32).min).triu(1)
+        angles = LlamaRotaryEmbedding(llama)(state, torch.arange(count)[None])
+        mixed, _ = attention(torch.cat(both, dim=-1), angles, mask[None, None])
+        x = state + mixed
+        x = x + mlp(norm(block["post_attention_layernorm.weight"], x))
+        logits = norm(tensors["norm.weight"], x) @ to_torch(tensors["lm_head.weight"]).T
+    for ours, theirs in ((found.recycled, x), (found.logits, logits)):
+        error = np.abs(np.array(ours) - theirs.numpy()).max()
+        assert error <= 1e-4 * max(1.0, float(theirs.abs().max()))

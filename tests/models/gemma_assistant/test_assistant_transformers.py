@@ -35,6 +35,12 @@ LARGE: dict[str, Any] = {
     "attention_k_eq_v": True,
     "num_global_key_value_heads": 1,
 }
+SHAPES: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "centroids": {"centroids": 16, "top_centroids": 3},
+    "many heads": {"kv_heads": 2, "global_kv_heads": 4, "head_dim": 32},
+    "one layer": {"layers": 1},
+}
 
 
 def build_pair(changes: dict[str, Any]) -> tuple[nn.Module, Any]:
@@ -103,6 +109,52 @@ def test_drafts_on_the_target_equal_those_of_transformers(
         state = wanted.last_hidden_state
         hidden = mx.array(state.numpy())
         token = int(logits.argmax())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("position", [36, 37])
+def test_steps_equal_those_of_transformers(
+    tmp_path: Path, shape: str, position: int
+) -> None:
+    """Four steps, each on what transformers made before: errors do not add up."""
+    options = SHAPES[shape]
+    tensors, config = gemma4_assistant.write_tiny(tmp_path, 3, **options)
+    assistant = load_assistant(tmp_path)
+    theirs: Any = Gemma4AssistantForCausalLM(Gemma4AssistantConfig(**config)).eval()
+    fill(theirs, {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]})
+    random = np.random.default_rng(8)
+    kv, dim = options.get("kv_heads", 1), options.get("head_dim", 16)
+    wide = options.get("global_kv_heads", kv), 37, options.get("global_head_dim", 32)
+    sizes = {"sliding_attention": (kv, 16, dim), "full_attention": wide}
+    rows = {
+        kind: [random.standard_normal((1, *size)).astype(np.float32) for _ in "kv"]
+        for kind, size in sizes.items()
+    }
+    read = {k: (mx.array(keys), mx.array(values)) for k, (keys, values) in rows.items()}
+    shared = {k: tuple(map(torch.tensor, pair)) for k, pair in rows.items()}
+    hidden = random.standard_normal((1, 1, 64)).astype(np.float32)
+    for _ in range(4):
+        scaled = 0.8 * random.standard_normal((1, 1, 64)).astype(np.float32)
+        with torch.no_grad():
+            wanted = theirs(
+                inputs_embeds=torch.tensor(np.concatenate([scaled, hidden], axis=-1)),
+                position_ids=torch.tensor([[position]]),
+                shared_kv_states=shared,
+            )
+        found = assistant.step(mx.array(scaled), mx.array(hidden), read, position)
+        assert_close(found.state, wanted.last_hidden_state)
+        logits = wanted.logits[0]
+        assert (found.ids is None) == ("centroids" not in options)
+        if found.ids is None:
+            assert_close(found.logits, logits)
+        else:
+            ids = np.array(found.ids)
+            assert len(set(ids.tolist())) == 256 // 16 * options["top_centroids"]
+            assert_close(found.logits, logits[:, ids])
+            # All other ids have one value below these.
+            reached = np.flatnonzero(logits[0].numpy() > float(logits.min()))
+            assert sorted(ids) == reached.tolist()
+        hidden = wanted.last_hidden_state.numpy()
 
 
 def assert_close(ours: mx.array, theirs: Any) -> None:

@@ -4,7 +4,6 @@ It has no cache: every step of a draft stands at the same position and differs i
 token and in the state of the step before.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,72 +14,9 @@ from support.references.numerics import (
     Array,
     Ids,
     Tensors,
-    attend,
-    below,
-    gelu_tanh,
-    join_heads,
-    linear,
-    rms_norm,
-    split_heads,
     weight,
 )
-from support.references.rope import proportional_frequencies, rotate
 from support.references.tiny_files import Draws, write_folder
-
-Shared = dict[str, tuple[Array, Array]]
-
-
-@dataclass(frozen=True, slots=True)
-class AssistantStep:
-    """What one step gives.
-
-    Attributes:
-        logits: [V]. With centroids, ids outside the chosen ones have one value below
-            all others.
-        hidden: [B], what the next step takes as the target's hidden state.
-        candidates: the ids that have logits of their own, sorted.
-    """
-
-    logits: Array
-    hidden: Array
-    candidates: Ids
-
-
-def forward(
-    tensors: Tensors,
-    config: dict[str, Any],
-    embedding: Array,
-    hidden: Array,
-    shared: Shared,
-    *,
-    position: int,
-) -> AssistantStep:
-    """Run one step.
-
-    Args:
-        tensors: the assistant's, under their names on disk.
-        config: its config.json.
-        embedding: [B], the target's embedding of the newest token, without scale.
-        hidden: [B], the target's state after its final norm, or the last step's.
-        shared: "full_attention" and "sliding_attention": keys (normed and rotated)
-            and values of the target, [kv heads, entries, head size] each; all of
-            them are seen.
-        position: of the queries.
-    """
-    text = config["text_config"]
-    scaled = embedding * np.sqrt(config["backbone_hidden_size"])
-    x = linear(tensors, "pre_projection", np.concatenate([scaled, hidden])[None])
-    for index in range(text["num_hidden_layers"]):
-        layer = below(tensors, f"model.layers.{index}.")
-        kind = text["layer_types"][index]
-        x = _layer(layer, text, kind, x, shared[kind], position)
-    y = rms_norm(x, weight(tensors, "model.norm.weight"), text["rms_norm_eps"])
-    logits, candidates = _logits(tensors, config, y[0])
-    return AssistantStep(
-        logits=logits,
-        hidden=linear(tensors, "post_projection", y)[0],
-        candidates=candidates,
-    )
 
 
 def write_tiny(
@@ -209,51 +145,9 @@ def _block(
     }
 
 
-def _layer(
-    layer: Tensors,
-    text: dict[str, Any],
-    kind: str,
-    x: Array,
-    shared: tuple[Array, Array],
-    position: int,
-) -> Array:
-    eps = text["rms_norm_eps"]
-
-    def normed(name: str, y: Array) -> Array:
-        return rms_norm(y, weight(layer, f"{name}.weight"), eps)
-
-    rope = text["rope_parameters"][kind]
-    queries = split_heads(
-        linear(layer, "self_attn.q_proj", normed("input_layernorm", x)),
-        text["num_attention_heads"],
-    )
-    # Scores have no scale: the norms of queries and keys carry it.
-    mixed = attend(
-        rotate(
-            normed("self_attn.q_norm", queries),
-            np.array([position]),
-            proportional_frequencies(
-                queries.shape[-1],
-                rope["rope_theta"],
-                rope.get("partial_rotary_factor", 1.0),
-            ),
-            pairs=False,
-        ),
-        *shared,
-        scale=1.0,
-        mask=None,
-    )
-    mixed = linear(layer, "self_attn.o_proj", join_heads(mixed))
-    x = x + normed("post_attention_layernorm", mixed)
-    inner = normed("pre_feedforward_layernorm", x)
-    gate = gelu_tanh(linear(layer, "mlp.gate_proj", inner))
-    wide = gate * linear(layer, "mlp.up_proj", inner)
-    mapped = linear(layer, "mlp.down_proj", wide)
-    x = x + normed("post_feedforward_layernorm", mapped)
-    return x * weight(layer, "layer_scalar")
-
-
-def _logits(tensors: Tensors, config: dict[str, Any], y: Array) -> tuple[Array, Ids]:
+def centroid_logits(
+    tensors: Tensors, config: dict[str, Any], y: Array
+) -> tuple[Array, Ids]:
     """Return logits [V] for a state [h], and the ids looked at."""
     embedding = weight(tensors, "model.embed_tokens.weight")
     if not config["use_ordered_embeddings"]:

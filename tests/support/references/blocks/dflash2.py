@@ -5,7 +5,6 @@ Backbone and context rows are those of DSpark's parallel part; the anchor is giv
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,23 +23,6 @@ from support.references.blocks.vocabulary import (
     predecessor_choice,
     to_target,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Lattice:
-    """Candidates of every slot; edges depend on the candidate of the slot before only.
-
-    Attributes:
-        ids: [S, K] ids of the target, best first.
-        unary: [S, K], u_s of them.
-        edges: S arrays [parents, K]; parents is 1 (the anchor) in slot 0, else K.
-        states: [S, H], what the head reads.
-    """
-
-    ids: Array
-    unary: Array
-    edges: list[Array]
-    states: Array
 
 
 def convolve(
@@ -94,8 +76,7 @@ def forward(
 
     u_s = cap(output_multiplier lm_head h_s), C_s its top K ids; for c in C_s:
     z_s[c] = u_s[c] + sum_r A[p]_r (P h_s)_r B[c]_r, p = the id drafted before (the
-    anchor in front of slot 1); -inf elsewhere. `draft_probs(z)` is the distribution to
-    sample from.
+    anchor in front of slot 1); -inf elsewhere.
 
     Args:
         weights: Tensors under their published names.
@@ -141,37 +122,6 @@ def forward(
         logits.append(full)
         drafted.append(previous)
     return BlockDraft(np.stack(logits), np.array(drafted), states)
-
-
-def lattice(
-    weights: Weights,
-    config: Config,
-    states: Array,
-    lm_head: Array,
-    anchor: int,
-    *,
-    output_multiplier: float = 1.0,
-    final_softcap: float | None = None,
-) -> Lattice:
-    """All candidates of a block and the scores between neighbours.
-
-    Args:
-        weights: Tensors under their published names.
-        config: config.json.
-        states: [S, H] as `BlockDraft.states`.
-        lm_head: [V, H] of the target.
-        anchor: The newest committed id.
-        output_multiplier: The one in force, see `forward`.
-        final_softcap: The one in force.
-    """
-    tensors = canonical_weights(weights, config)
-    unary, ids = _candidates(states, lm_head, config, output_multiplier, final_softcap)
-    parents = [np.array([anchor]), *ids[:-1]]
-    edges = [
-        _edges(tensors, state, before, here)
-        for state, before, here in zip(states, parents, ids, strict=True)
-    ]
-    return Lattice(ids, unary, edges, states)
 
 
 def slot_states(

@@ -25,13 +25,6 @@ class BlockDraft:
     confidence: Array | None = None
 
 
-def draft_probs(logits: Array, temperature: float = 1.0) -> Array:
-    """`softmax(logits / temperature)` over the last axis; -inf has probability 0."""
-    scaled = logits / temperature
-    shares = np.exp(scaled - scaled.max(axis=-1, keepdims=True))
-    return np.asarray(shares / shares.sum(axis=-1, keepdims=True))
-
-
 def target_ids(weights: Weights, rows: int) -> Array:
     """Ids of the target that `rows` logits stand for: `i + d2t[i]`, else i."""
     d2t = weights.get("d2t")

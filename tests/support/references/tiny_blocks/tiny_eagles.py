@@ -22,6 +22,12 @@ EAGLE3 = (
     "deepspec",
     "deepspec-gemma4",
     "speculators-qwen3",
+    "speculators-plain-residual",
+    "specforge",
+    "vllm",
+    "normed-residual",
+    "joined-norm",
+    "llama3",
     "several-layers",
     "last-hidden",
     "last-hidden-without-fc",
@@ -106,6 +112,35 @@ _SIMPLE: dict[str, tuple[Config, dict[str, Any]]] = {
         {"architectures": ["LlamaForCausalLM"]},
         {"midlayer": True},
     ),
+    "specforge": (
+        {
+            "eagle_config": {
+                "use_aux_hidden_state": True,
+                "eagle_aux_hidden_state_layer_ids": [0, 3, 6],
+            }
+        },
+        {"midlayer": True},
+    ),
+    "vllm": (
+        {
+            "architectures": ["Eagle3LlamaForCausalLM"],
+            "eagle_aux_hidden_state_layer_ids": [2, 3, 7],
+        },
+        {"own_embedding": True},
+    ),
+    "normed-residual": ({"norm_before_residual": True}, {}),
+    "llama3": (
+        {
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+        {},
+    ),
     "several-layers": ({"num_hidden_layers": 3}, {"layers": 3}),
     "last-hidden": ({"eagle_config": {"use_aux_hidden_state": False}}, {"taps": 1}),
     "last-hidden-without-fc": (
@@ -185,6 +220,18 @@ def _deepspec_gemma4(tensors: Tensors, config: Config) -> TinyDrafter:
     return TinyDrafter({**config, **keys}, tensors.found)
 
 
+def _joined_norm(tensors: Tensors, config: Config) -> TinyDrafter:
+    """A norm over the joined taps."""
+    head_tensors(tensors, head_norms=False)
+    tensors.norm("input_norm", 3 * HIDDEN)
+    return TinyDrafter(config, tensors.found)
+
+
+def _speculators_plain_residual(tensors: Tensors, config: Config) -> TinyDrafter:
+    tiny = _speculators_qwen3(tensors, config)
+    return TinyDrafter({**tiny.config, "norm_before_residual": False}, tiny.weights)
+
+
 def _speculators_qwen3(tensors: Tensors, config: Config) -> TinyDrafter:
     """Sizes nested, q_norm and k_norm, residual from the normed state."""
     head_tensors(tensors, own_embedding=True)
@@ -246,6 +293,8 @@ _NAMED = {
     "deepspec": _deepspec,
     "deepspec-gemma4": _deepspec_gemma4,
     "speculators-qwen3": _speculators_qwen3,
+    "speculators-plain-residual": _speculators_plain_residual,
+    "joined-norm": _joined_norm,
     "mla": _mla,
     "minimax": _minimax,
 }
