@@ -12,17 +12,6 @@ def inverse_frequencies(dims: int, base: float) -> Array:
     return np.asarray(base ** (-np.arange(0, dims, 2, dtype=np.float64) / dims))
 
 
-def proportional_frequencies(head_dim: int, base: float, part: float) -> Array:
-    """Return the angles where only a part of the pairs turns, the others by 0.
-
-    The exponents are those of the whole head (Gemma 4's full attention).
-    """
-    turned = int(part * head_dim // 2)
-    angles = inverse_frequencies(head_dim, base)
-    angles[turned:] = 0
-    return angles
-
-
 def llama3_frequencies(dims: int, base: float, scaling: dict[str, Any]) -> Array:
     """Return Llama 3's angles: slow ones divided by a factor, a ramp between."""
     angles = inverse_frequencies(dims, base)
