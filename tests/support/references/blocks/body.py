@@ -80,14 +80,12 @@ def count_layers(weights: Weights) -> int:
     return max(numbers) + 1
 
 
-def body_of(weights: Weights, config: Config, *, rope_scaling: bool = True) -> Body:
+def body_of(weights: Weights, config: Config) -> Body:
     """The body of a drafter whose tensors have canonical names.
 
     Args:
         weights: Tensors; their presence decides before the config does.
         config: Of any packaging but GGUF (`packagings.config_from_gguf`).
-        rope_scaling: Apply the scaling of the config. A config copied from the target
-            may carry scaling that the drafter was not trained with.
     """
     inner = inner_config(config)
     gemma, offset = is_gemma(config), is_qwen3_5(config)
@@ -102,7 +100,6 @@ def body_of(weights: Weights, config: Config, *, rope_scaling: bool = True) -> B
         inner,
         head_dim,
         partial=gemma or offset,
-        scaling=rope_scaling,
         interleaved=option(config, "rope_is_neox_style", True) is False,
     )
     layers = count_layers(weights)

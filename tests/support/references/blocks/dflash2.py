@@ -63,14 +63,7 @@ def forward(
     lm_head: Array,
     tokens: Sequence[int],
     *,
-    positions: Array | None = None,
-    drafts: int | None = None,
     chosen: Sequence[int] | None = None,
-    window_from: str = "row",
-    rope_scaling: bool = True,
-    target_embedding_scale: float = 1.0,
-    target_softcap: float | None = None,
-    target_output_multiplier: float = 1.0,
 ) -> BlockDraft:
     """Draft one block.
 
@@ -86,31 +79,17 @@ def forward(
         embeddings: [V, H] of the target, unscaled.
         lm_head: [rows >= V, H] of the target; rows past `vocab_size` are cut off.
         tokens: Committed ids; only the last one, the anchor, is read.
-        positions: [n], default 0..n-1.
-        drafts: Masks in the block, default block_size - 1.
         chosen: See `dspark.forward`.
-        window_from: See `seen_by_block`.
-        rope_scaling: See `body_of`.
-        target_embedding_scale: Factor of the target's embedding rows; the drafter's
-            `input_embedding_scale` comes on top.
-        target_softcap: Taken when the drafter's config has none.
-        target_output_multiplier: Taken when the drafter's is 1.
     """
     tensors = canonical_weights(weights, config)
-    cap = option(config, "final_logit_softcapping") or target_softcap
+    cap = option(config, "final_logit_softcapping")
     multiplier = float(option(config, "output_multiplier", 1.0))
-    if multiplier == 1.0:
-        multiplier = target_output_multiplier
     states = slot_states(
         tensors,
         config,
         hidden,
-        embeddings * target_embedding_scale,
+        embeddings,
         int(tokens[-1]),
-        np.arange(len(hidden[0])) if positions is None else positions,
-        drafts,
-        window_from,
-        rope_scaling,
     )
     unary, ids = _candidates(states, lm_head, config, multiplier, cap)
     logits, drafted = [], []
@@ -130,14 +109,10 @@ def slot_states(
     hidden: Sequence[Array],
     table: Array,
     anchor: int,
-    positions: Array,
-    drafts: int | None,
-    window_from: str,
-    rope_scaling: bool,
 ) -> Array:
     """The normed rows of the masks: [S, H]."""
-    body = body_of(tensors, config, rope_scaling=rope_scaling)
-    slots = int(option(config, "block_size")) - 1 if drafts is None else drafts
+    body = body_of(tensors, config)
+    slots = int(option(config, "block_size")) - 1
     mask = int(option(config, "mask_token_id"))
     if not 0 <= mask < len(table):
         raise ValueError(f"mask_token_id {mask} outside {len(table)} embeddings")
@@ -151,7 +126,8 @@ def slot_states(
     context = linear(tensors, "fc", np.concatenate(hidden, axis=-1))
     context = norm(tensors, "hidden_norm", context, body)
     causal = causal_layers(config, body, non_causal_default=True)
-    x = run_block(tensors, body, context, block, positions, causal, window_from, around)
+    positions = np.arange(len(context))
+    x = run_block(tensors, body, context, block, positions, causal, around)
     return norm(tensors, "norm", x, body)[1:]
 
 

@@ -8,7 +8,6 @@ from support.references.blocks.body import (
     body_of,
     causal_layers,
     is_gemma,
-    is_speculators,
     option,
 )
 from support.references.blocks.layers import norm, run_block
@@ -41,16 +40,7 @@ def forward(
     lm_head: Array,
     tokens: Sequence[int],
     *,
-    positions: Array | None = None,
-    drafts: int | None = None,
     chosen: Sequence[int] | None = None,
-    absent_anchor: str = "samples",
-    window_from: str = "row",
-    rope_scaling: bool = True,
-    own_tables: bool = True,
-    embedding_scale: float | None = None,
-    final_softcap: float | None = None,
-    output_multiplier: float = 1.0,
 ) -> BlockDraft:
     """Draft one block.
 
@@ -66,56 +56,37 @@ def forward(
         embeddings: [V, H] of the target; unused when the drafter has its own.
         lm_head: [V, H] of the target; unused when the drafter has its own.
         tokens: Committed ids; only the last one, the anchor, is read.
-        positions: [n], default 0..n-1; the block goes on behind the last.
-        drafts: Number of drafted positions, default what `block_size` gives.
         chosen: Ids taken at the drafted positions, as far as they are given; the most
             likely one elsewhere.
-        absent_anchor: When neither `sample_from_anchor` nor the number of proposals
-            tells: "samples" (row j drafts the position behind its own; speculators'
-            class, SGLang) or "given" (row j drafts its own position; vLLM).
-        window_from: "row" or "anchor", see `seen_by_block`.
-        rope_scaling: See `body_of`.
-        own_tables: False: the target's embedding and head even if the file has them
-            (SGLang).
-        embedding_scale: Factor of embedding rows, default sqrt(H) for Gemma 4, else 1.
-        final_softcap: Default `final_logit_softcapping` of the config.
-        output_multiplier: Factor that the target applies before its head.
     """
     tensors = canonical_weights(weights, config)
     plain = canonical_config(config)
-    body = body_of(tensors, plain, rope_scaling=rope_scaling)
-    samples = anchor_samples(plain, absent_anchor)
-    count = _count(plain, samples, drafts)
-    places = np.arange(len(hidden[0])) if positions is None else positions
+    body = body_of(tensors, plain)
+    samples = anchor_samples(plain)
+    count = int(option(plain, "block_size")) - (not samples)
+    places = np.arange(len(hidden[0]))
 
-    table, head = embeddings, lm_head
-    if own_tables:
-        table = tensors.get("embed_tokens.weight", table)
-        head = tensors.get("lm_head.weight", head)
-    elif "d2t" in tensors:
-        head = tensors["lm_head.weight"]
+    table = tensors.get("embed_tokens.weight", embeddings)
+    head = tensors.get("lm_head.weight", lm_head)
     block = _block_rows(plain, table, int(tokens[-1]), count if samples else count + 1)
-    if embedding_scale is None:
-        embedding_scale = block.shape[1] ** 0.5 if is_gemma(plain) else 1.0
-    block = block * embedding_scale
+    block = block * (block.shape[1] ** 0.5 if is_gemma(plain) else 1.0)
     block = block + _log_snr_rows(tensors, plain, len(block))
 
     context = linear(tensors, "fc", np.concatenate(hidden, axis=-1))
     context = norm(tensors, "hidden_norm", context, body)
     causal = causal_layers(plain, body, non_causal_default=False)
-    x = run_block(tensors, body, context, block, places, causal, window_from)
+    x = run_block(tensors, body, context, block, places, causal)
     states = norm(tensors, "norm", x, body)[-count:]
 
-    cap = final_softcap or option(plain, "final_logit_softcapping")
-    base = softcap((states * output_multiplier) @ head.T, cap)
+    base = softcap(states @ head.T, option(plain, "final_logit_softcapping"))
     return _walk(tensors, plain, base, states, int(tokens[-1]), chosen, len(lm_head))
 
 
-def anchor_samples(config: Config, absent_anchor: str = "samples") -> bool:
+def anchor_samples(config: Config) -> bool:
     """Whether row 0, the anchor's, drafts the position behind it.
 
     `sample_from_anchor` decides; then the number of proposals (block_size: it does, one
-    less: it does not); then the reading.
+    less: it does not); else it does.
     """
     said = option(config, "sample_from_anchor")
     if said is not None:
@@ -125,14 +96,7 @@ def anchor_samples(config: Config, absent_anchor: str = "samples") -> bool:
     missing = None if proposals is None else option(config, "block_size") - proposals
     if missing in (0, 1):
         return bool(missing == 0)
-    return absent_anchor == "samples" or not is_speculators(config)
-
-
-def _count(config: Config, samples: bool, drafts: int | None) -> int:
-    most = int(option(config, "block_size")) - (not samples)
-    if drafts is not None and not 1 <= drafts <= most:
-        raise ValueError(f"{drafts} drafts asked of a block that gives 1 to {most}")
-    return most if drafts is None else drafts
+    return True
 
 
 def _block_rows(config: Config, table: Array, anchor: int, rows: int) -> Array:

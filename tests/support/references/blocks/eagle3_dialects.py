@@ -22,12 +22,7 @@ def forward(
     tokens: Sequence[int],
     *,
     drafts: int,
-    positions: Array | None = None,
     chosen: Sequence[int] | None = None,
-    absent_norm_before_residual: bool | None = None,
-    rope_scaling: bool = True,
-    embedding_scale: float | None = None,
-    mla_interleaved: bool = True,
 ) -> BlockDraft:
     """Draft `drafts` tokens, one after the other.
 
@@ -44,30 +39,19 @@ def forward(
         lm_head: [V, H] of the target; unused when the head has its own, or is tied.
         tokens: The n + 1 committed ids c_0..c_n.
         drafts: Number of drafted positions.
-        positions: [n] of the slots, default 0..n-1.
         chosen: See `dspark.forward`.
-        absent_norm_before_residual: The value when the config has no such key; by
-            default true for speculators' eagle3 (vLLM's reader), false for all others.
-        rope_scaling: See `body_of`.
-        embedding_scale: See `EagleHead`.
-        mla_interleaved: See `EagleHead`.
     """
-    if absent_norm_before_residual is None:
-        absent_norm_before_residual = default_norm_before_residual(config)
     head = EagleHead(
         weights,
         config,
         embeddings,
         lm_head,
-        rope_scaling=rope_scaling,
-        absent_norm_before_residual=absent_norm_before_residual,
-        embedding_scale=embedding_scale,
-        mla_interleaved=mla_interleaved,
+        absent_norm_before_residual=default_norm_before_residual(config),
     )
     known = len(hidden[0])
     if len(tokens) != known + 1:
         raise ValueError(f"{known} states go with {known + 1} ids, not {len(tokens)}")
-    places = np.arange(known) if positions is None else positions
+    places = np.arange(known)
     fused = head.fuse(np.concatenate(hidden, axis=-1))
     embedded = head.embed(np.asarray(tokens[1:]))
     logits, states, drafted = [], [], []

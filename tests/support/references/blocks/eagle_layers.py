@@ -54,11 +54,7 @@ class EagleHead:
         config: config.json.
         embeddings: [V, H] of the target; unused when the head has its own.
         lm_head: [V, Ht] of the target; unused when the head has its own, or is tied.
-        rope_scaling: See `body_of`.
         absent_norm_before_residual: The value when the config has no such key.
-        embedding_scale: Factor of embedding rows, default sqrt(H) for Gemma 4, else 1.
-        mla_interleaved: Pairing of rotated channels in MLA heads when the config has
-            no `rope_interleave`.
     """
 
     def __init__(
@@ -68,27 +64,23 @@ class EagleHead:
         embeddings: Array,
         lm_head: Array,
         *,
-        rope_scaling: bool = True,
         absent_norm_before_residual: bool = False,
-        embedding_scale: float | None = None,
-        mla_interleaved: bool = True,
     ):
         self.weights = canonical_weights(weights, config)
         self.config = config
-        self.body: Body = body_of(self.weights, config, rope_scaling=rope_scaling)
+        self.body: Body = body_of(self.weights, config)
         self.vocabulary = len(lm_head)
         table = self.weights.get("embed_tokens.weight", embeddings)
         self.head = self.weights.get("lm_head.weight")
         if self.head is None:
             tied = option(config, "tie_word_embeddings", False)
             self.head = table if tied else lm_head
-        if embedding_scale is None:
-            embedding_scale = table.shape[1] ** 0.5 if is_gemma(config) else 1.0
-        self._table = table.astype(np.float64) * embedding_scale
+        scale = table.shape[1] ** 0.5 if is_gemma(config) else 1.0
+        self._table = table.astype(np.float64) * scale
         said = option(config, "norm_before_residual")
         before = absent_norm_before_residual if said is None else said
         self._norm_before_residual = bool(before)
-        self._latent = _latent(config, rope_scaling, mla_interleaved)
+        self._latent = _latent(config)
 
     def embed(self, tokens: Array) -> Array:
         """[slots] to [slots, H]."""
@@ -181,7 +173,7 @@ def default_norm_before_residual(config: Config) -> bool:
     return is_speculators(config) and kind == "eagle3"
 
 
-def _latent(config: Config, rope_scaling: bool, interleaved: bool) -> Latent | None:
+def _latent(config: Config) -> Latent | None:
     inner = inner_config(config)
     if not inner.get("kv_lora_rank"):
         return None
@@ -190,12 +182,11 @@ def _latent(config: Config, rope_scaling: bool, interleaved: bool) -> Latent | N
         inner,
         rotated,
         partial=False,
-        scaling=rope_scaling,
-        interleaved=bool(inner.get("rope_interleave", interleaved)),
+        interleaved=bool(inner.get("rope_interleave", True)),
     )
     scale = (nope + rotated) ** -0.5
     found = rope_parameters(inner)
-    stretched = found.get("mscale_all_dim") if rope_scaling else None
+    stretched = found.get("mscale_all_dim")
     if stretched:
         scale *= mscale(float(found["factor"]), float(stretched)) ** 2
     return Latent(int(inner["kv_lora_rank"]), nope, rotated, rope, scale)

@@ -143,22 +143,18 @@ def add_feed_forward(
 
 
 def seen_by_block(
-    positions: Array, rows: int, window: int | None, causal: bool, window_from: str
+    positions: Array, rows: int, window: int | None, causal: bool
 ) -> NDArray[np.bool_]:
     """What each row of a block sees: [rows, context + rows].
 
     Row j stands at position start + j. With a window it sees context position p iff
-    start + j - p < window ("row", as inference code has it), or p >= start - window
-    for every row ("anchor", as in training). The block is seen in full, or up to the
-    row itself.
+    start + j - p < window. The block is seen in full, or up to the row itself.
     """
     start = int(positions[-1]) + 1
     own = start + np.arange(rows)[:, None]
     context = np.ones((rows, len(positions)), dtype=bool)
-    if window is not None and window_from == "row":
+    if window is not None:
         context = own - positions[None] < window
-    elif window is not None:
-        context = context & (positions[None] >= start - window)
     block = np.ones((rows, rows), dtype=bool)
     return np.concatenate([context, np.tril(block) if causal else block], axis=1)
 
@@ -170,7 +166,6 @@ def run_block(
     block: Array,
     positions: Array,
     causal: tuple[bool, ...],
-    window_from: str = "row",
     around: Around = unchanged,
 ) -> Array:
     """All layers over a block that reads context rows.
@@ -186,7 +181,6 @@ def run_block(
         block: [rows, H], embeddings of the anchor and the masks.
         positions: [n], ascending; the block goes on behind the last.
         causal: Per layer, see `causal_layers`.
-        window_from: See `seen_by_block`.
         around: Called with a name, the normed rows and attention or the MLP.
 
     Returns:
@@ -196,9 +190,7 @@ def run_block(
     x = block
     for i in range(body.layers):
         layer = f"layers.{i}"
-        seen = seen_by_block(
-            positions, len(block), body.windows[i], causal[i], window_from
-        )
+        seen = seen_by_block(positions, len(block), body.windows[i], causal[i])
         mix = partial(
             attend,
             weights,

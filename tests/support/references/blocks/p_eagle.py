@@ -35,10 +35,6 @@ def forward(
     tokens: Sequence[int],
     *,
     drafts: int,
-    positions: Array | None = None,
-    absent_norm_before_residual: bool = False,
-    rope_scaling: bool = True,
-    embedding_scale: float | None = None,
 ) -> BlockDraft:
     """Draft `drafts` tokens at once; no draft depends on another.
 
@@ -55,20 +51,8 @@ def forward(
         lm_head: [V, H] of the target; unused when the head has its own, or is tied.
         tokens: The n + 1 committed ids c_0..c_n.
         drafts: Number of drafted positions.
-        positions: [n] of the slots, default 0..n-1.
-        absent_norm_before_residual: The value when the config has no such key.
-        rope_scaling: See `body_of`.
-        embedding_scale: See `EagleHead`.
     """
-    head = EagleHead(
-        weights,
-        config,
-        embeddings,
-        lm_head,
-        rope_scaling=rope_scaling,
-        absent_norm_before_residual=absent_norm_before_residual,
-        embedding_scale=embedding_scale,
-    )
+    head = EagleHead(weights, config, embeddings, lm_head)
     known = len(hidden[0])
     if len(tokens) != known + 1:
         raise ValueError(f"{known} states go with {known + 1} ids, not {len(tokens)}")
@@ -80,8 +64,7 @@ def forward(
     masked = drafts - 1
     taps = np.concatenate([taps, np.tile(mask_hidden, (masked, 1))])
     ids = np.array([*tokens[1:], *[mask_token(config)] * masked])
-    places = np.arange(known) if positions is None else positions
-    places = np.concatenate([places, places[-1] + 1 + np.arange(masked)])
+    places = np.arange(known + masked)
     x = head.run(head.embed(ids), head.fuse(taps), places)[-drafts:]
     states = head.states(x)
     logits = head.logits(states)

@@ -161,20 +161,12 @@ def block_taps(
     return [int(i) - (counted == "tuple") for i in ids]
 
 
-def eagle_taps(
-    config: Mapping[str, Any], target_layers: int, *, eagle_config_ids: str = "layer"
-) -> list[int]:
+def eagle_taps(config: Mapping[str, Any], target_layers: int) -> list[int]:
     """Tapped layers of an EAGLE-3 or P-EAGLE head, as `block_taps` returns them.
 
     `target_layer_ids` (DeepSpec) are layer ids; `eagle_aux_hidden_state_layer_ids` at
     the top level are tuple ids; with `use_aux_hidden_state` false it is the last layer
     alone; the default is tuple ids {2, N // 2, N - 3}.
-
-    Args:
-        config: config.json.
-        target_layers: N.
-        eagle_config_ids: How ids in `eagle_config` count: "layer" (SGLang, SpecForge)
-            or "tuple" (vLLM).
     """
     inside = config.get("eagle_config") or {}
     if inside.get("use_aux_hidden_state") is False:
@@ -185,5 +177,5 @@ def eagle_taps(
     if config.get(name) is not None:
         return [int(i) - 1 for i in config[name]]
     if inside.get(name) is not None:
-        return [int(i) - (eagle_config_ids == "tuple") for i in inside[name]]
+        return [int(i) for i in inside[name]]
     return [1, target_layers // 2 - 1, target_layers - 4]

@@ -56,9 +56,7 @@ def rope_parameters(config: Config) -> dict[str, Any]:
     return found
 
 
-def rope_of(
-    config: Config, head_dim: int, *, partial: bool, scaling: bool, interleaved: bool
-) -> Rope:
+def rope_of(config: Config, head_dim: int, *, partial: bool, interleaved: bool) -> Rope:
     """The rotation that a config asks for.
 
     Args:
@@ -66,7 +64,6 @@ def rope_of(
             a text have three equal positions.
         head_dim: Channels of a head.
         partial: Whether `partial_rotary_factor` is meant for the drafter.
-        scaling: Whether linear, llama3 and YaRN scaling are meant for the drafter.
         interleaved: See `Rope`.
     """
     found = rope_parameters(config)
@@ -82,7 +79,7 @@ def rope_of(
         return Rope(np.concatenate([turning, still]), interleaved)
     dims = int(head_dim * share)
     plain = theta ** (-np.arange(0, dims, 2) / dims)
-    if not scaling or kind in ("default", "mrope"):
+    if kind in ("default", "mrope"):
         return Rope(plain, interleaved)
     if kind == "linear":
         return Rope(plain / float(found["factor"]), interleaved)
