@@ -13,12 +13,15 @@ import support.scheduling  # noqa: F401  for what it does
 import mlx.core as mx
 import pytest
 from hypothesis import HealthCheck, Phase, settings
+from mlx_lm.models import lfm2
+from mlx_lm.models.lfm2 import ShortConv
 
+from mlx_speculation.models import ModelHooks
 from mlx_speculation.models.checkpoints import probe_text
 from mlx_speculation.models.checkpoints.probe_text import OwnText
 from support import usual_length
 from support.caches.cache_twins import Mixers
-from support.models.hooked_mixers import hooked_mixers
+from support.models.tiny_models import TINY_MODELS, build
 from support.processes.reader import Reader
 
 # A shell lets what it runs in the background ignore Ctrl-C, and so would every program
@@ -115,8 +118,20 @@ def _note_rounds(record_property: Callable[[str, object], None]) -> Callable[...
 
 @pytest.fixture(name="hooked", scope="module")
 def _hooked() -> Iterator[dict[str, Mixers]]:
-    with hooked_mixers() as mixers:
-        yield mixers
+    """Hook the mixers of four families."""
+    models = {name: build(name) for name in ("qwen3_5", "mamba", "rwkv7")}
+    smaller = TINY_MODELS["lfm2"].args | {"hidden_size": 8}
+    conv = ShortConv(lfm2.ModelArgs.from_dict(smaller), 0)
+    owners = [ModelHooks(model) for model in (*models.values(), conv)]
+    rwkv7 = models["rwkv7"].model.layers[0]
+    yield {
+        "lfm2": Mixers("lfm2", [conv], 1, hidden=8),
+        "qwen3_5": Mixers("qwen3_5", [models["qwen3_5"].layers[0].linear_attn], 2),
+        "mamba": Mixers("mamba", [models["mamba"].backbone.layers[0].mixer], 2),
+        "rwkv7": Mixers("rwkv7", [rwkv7.attn, rwkv7.ffn], 3),
+    }
+    for owner in owners:
+        owner.remove()
 
 
 @pytest.fixture(name="exact_buffers")

@@ -70,3 +70,5 @@ def test_drafts_are_those_of_the_reference(
     assert (sure is None) == (expected.confidence is None)
     if expected.confidence is not None:
         np.testing.assert_allclose(np.array(sure), expected.confidence, atol=1e-4)
+    first = drafter.first_logits(context, newest[:, -1:])
+    assert_drafts([(first[:, 0], None)], ids, expected.logits[:1])

@@ -162,3 +162,10 @@ def test_penalties_take_leading_axes(kind: str) -> None:
     nested = penalize(logits.reshape(2, 3, VOCAB), shape, 1.7)
     assert mx.array_equal(nested.reshape(6, VOCAB), flat).item()
     assert not np.array_equal(np.array(flat), np.array(logits))
+
+
+def test_a_repetition_is_multiplied_below_0_and_divided_above() -> None:
+    logits = mx.array([[-0.5, 0.5, 3.0]])
+    rows = Rows([0, 1], None, 1, 0)
+    got = Penalties(Sampling(repetition_penalty=2.0)).apply(logits, rows)
+    assert got.tolist() == [[-1.0, 0.25, 3.0]]
