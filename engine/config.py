@@ -16,7 +16,6 @@ from mlx_speculation.engine.drafters.resolve import Resolved, resolve
 from mlx_speculation.engine.drafters.source import (
     Draft,
     DraftOptions,
-    HeadDraft,
     TargetInfo,
     members_of,
 )
@@ -256,7 +255,7 @@ def _bind(
     empty = [Lane(module, sliding=options.sliding).caches for module in models]
     cache.bind(models, empty, options.shape)
     for member in members_of(draft):
-        made = member.new_cache(0) if isinstance(member, HeadDraft) else None
+        made = member.new_cache(0)
         kept = None if made is None else made.kept()
         if kept is not None:
             return cache.bind_head(member.own_weights, kept[0])

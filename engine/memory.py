@@ -65,13 +65,17 @@ class Weights:
 
 
 def held_memory(
-    weights: Weights, target: Lane, drafter: Any, prefix_cache: PrefixCache | None
+    weights: Weights,
+    target: Lane,
+    draft_lanes: Sequence[Lane | None],
+    held: Sequence[Any],
+    prefix_cache: PrefixCache | None,
 ) -> Memory:
-    """Count what a stream's target and draft hold."""
+    """Count the bytes of what a stream's target and draft hold."""
     target_weights, draft_weights, names = weights.bytes
-    lanes = [target, *getattr(drafter, "lanes", ())]
+    lanes = [target, *draft_lanes]
     known = names | arrays_in(target.caches).keys()
-    found = arrays_in(getattr(drafter, "held", ())).items()
+    found = arrays_in(held).items()
     return Memory(
         target_weights=target_weights,
         draft_weights=draft_weights,

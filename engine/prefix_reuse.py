@@ -35,7 +35,7 @@ class PrefixReuse:
         lanes: Callable[[], Sequence[Lane | None]],
         reach: int,  # how many tokens a round adds to a lane at most
         keys: Sequence[int] = (),  # what stands for the tokens of a prompt with images
-        # Returns the head in the drafter, see `head_of`
+        # Returns the head in the drafter, see `OpenDrafter.prefix_head`
         head: Callable[[], Any] = lambda: None,
         kept_head: int | None = None,  # the index of its rows in `cache`, if it has any
     ) -> None:

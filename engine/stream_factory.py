@@ -4,7 +4,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import fields, replace
-from functools import partial
 from typing import Any
 
 import mlx.nn as nn
@@ -20,9 +19,8 @@ from mlx_speculation.engine.distributed import (
 )
 from mlx_speculation.engine.draft_length.base import DraftLengthPolicy, FixedDraftLength
 from mlx_speculation.engine.draft_length.calibration import Calibration
-from mlx_speculation.engine.draft_length.cascade import CascadeDraftLength
-from mlx_speculation.engine.drafters.base import Drafter, head_of, lanes_of, remember
-from mlx_speculation.engine.drafters.cascade import CascadeDrafter, open_guarded
+from mlx_speculation.engine.drafters.base import OpenDrafter
+from mlx_speculation.engine.drafters.cascade import Turns, open_guarded
 from mlx_speculation.engine.drafters.source import Draft, members_of
 from mlx_speculation.engine.image_input import ImageInput, image_input
 from mlx_speculation.engine.lookup.measured_draft import measured_draft
@@ -147,14 +145,14 @@ class StreamFactory:
         images: ImageInput | None,
     ) -> Request:
         """Return the request that the rounds are run with."""
-        setup, statistics = self._setup, Statistics()
-        drafter = self._drafter(target, options.draft_cache, sequence, statistics)
+        setup, statistics, turns = self._setup, Statistics(), Turns()
+        drafter = self._drafter(
+            target, options.draft_cache, sequence, statistics, turns
+        )
         verifier = self._verifier(options)
-        lengths = setup.lengths.for_stream(options.draft_length, options.max_draft)
-        if isinstance(lengths, CascadeDraftLength) and isinstance(
-            drafter, CascadeDrafter
-        ):
-            drafter.turns = lengths.turns
+        lengths = setup.lengths.for_stream(
+            options.draft_length, options.max_draft, turns
+        )
         request = Request(
             target=target,
             sequence=sequence,
@@ -180,7 +178,7 @@ class StreamFactory:
         images: ImageInput | None,
     ) -> Stream:
         """Return the stream of a request."""
-        setup, drafter = self._setup, request.drafter
+        setup, drafter = self._setup, request.open_drafter
         max_tokens = setup.prompts.fitting(request.sequence, options.max_tokens)
         assert options.sampling is not None
         assert options.sampling.seed is not None
@@ -194,11 +192,15 @@ class StreamFactory:
             seed=options.sampling.seed,
             hold_all=options.prompt_cache is not None,
             running=self._running(running),
-            memory=partial(
-                held_memory, self._weights, request.target, drafter, setup.prefix_cache
+            memory=lambda: held_memory(
+                self._weights,
+                request.target,
+                drafter.lanes,
+                drafter.held,
+                setup.prefix_cache,
             ),
             prefixes=self._prefixes(options, request, images),
-            remember=partial(remember, drafter),
+            remember=drafter.remember,
             yielded_only=options.yielded_only,
             level_draft=options.level_draft,
             session=session,
@@ -287,11 +289,8 @@ class StreamFactory:
         images: ImageInput | None,
     ) -> PrefixReuse | None:
         """Return a stream's view of the prefix cache, where it may use one."""
-        cache, target, drafter = (
-            self._setup.prefix_cache,
-            request.target,
-            request.drafter,
-        )
+        cache = self._setup.prefix_cache
+        target, drafter = request.target, request.open_drafter
         if cache is None or options.own_caches:
             return None
         if target.quantization is not None:  # it holds rows as they were made
@@ -300,7 +299,7 @@ class StreamFactory:
             return None
 
         def lanes() -> list[Lane | None]:
-            found: list[Lane | None] = [target, *lanes_of(drafter)]
+            found: list[Lane | None] = [target, *drafter.lanes]
             # A draft model's caches hold nothing of images.
             return found if images is None else [target, *[None] * (len(found) - 1)]
 
@@ -311,7 +310,7 @@ class StreamFactory:
             lanes,
             reach=request.policy.longest + 2,
             keys=keys,
-            head=partial(head_of, drafter),
+            head=lambda: drafter.prefix_head,
             kept_head=self._setup.kept_head,
         )
 
@@ -321,7 +320,8 @@ class StreamFactory:
         draft_cache: list[Any] | None,
         sequence: Sequence,
         statistics: Statistics,
-    ) -> Drafter | None:
+        turns: Turns,
+    ) -> OpenDrafter | None:
         """Return what drafts in one stream, as the draft is not used by another."""
         setup, source = self._setup, self._setup.draft
         if not setup.decides:
@@ -343,7 +343,7 @@ class StreamFactory:
         if source is None:
             return None
         note = statistics.drafter_faults.append
-        return open_guarded(source, target, sequence, draft_cache, note)
+        return open_guarded(source, target, sequence, draft_cache, note, turns)
 
 
 def _modules_of(draft: Draft | None) -> list[nn.Module]:

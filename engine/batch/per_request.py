@@ -7,12 +7,8 @@ import mlx.core as mx
 from mlx_speculation.engine.batch.base import BatchDrafter, rectangle
 from mlx_speculation.engine.batch.prefill_budget import PrefillBudget
 from mlx_speculation.engine.batch.request import BatchRequest
-from mlx_speculation.engine.drafters.base import (
-    NOTHING,
-    CheckedChoose,
-    Proposal,
-    ReadsAhead,
-)
+from mlx_speculation.engine.drafters.base import NOTHING, Proposal
+from mlx_speculation.engine.drafters.fault_guard import CheckedChoose
 
 
 class PerRequestDrafters(BatchDrafter):
@@ -45,8 +41,7 @@ class PerRequestDrafters(BatchDrafter):
             if drafter is None or limit <= 0 or row.uid in self._begun:
                 continue
             room = room or PrefillBudget(row.request.target.prefill_step)
-            if isinstance(drafter, ReadsAhead):
-                self._reading |= not drafter.read_ahead(sequence, room.fits)
+            self._reading |= not drafter.read_ahead(sequence, room.fits)
             if self._reading:
                 break
             drafter.begin(sequence)

@@ -12,7 +12,7 @@ from mlx_speculation.caches import has_states
 from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
 from mlx_speculation.engine.draft_length.base import Plan
 from mlx_speculation.engine.draft_length.policy_factory import PolicyFactory
-from mlx_speculation.engine.drafters.base import Proposal, lanes_of
+from mlx_speculation.engine.drafters.base import Proposal
 from mlx_speculation.engine.drafters.mtp import MtpDrafter
 from mlx_speculation.engine.options import StreamKeywords
 from mlx_speculation.engine.prompt import Prompt
@@ -86,33 +86,34 @@ class BatchRequest:
     @property
     def draft_lane(self) -> Lane | None:
         """The lane of its draft model, if rows can share that; see `ModelDrafter`."""
-        return getattr(self.request.drafter, "batch_lane", None)
+        return self.request.open_drafter.batch_lane
 
     @property
     def head(self) -> MtpDrafter | None:
         """Its head, if rows can share it; see `MtpDrafter`."""
-        return getattr(self.request.drafter, "batch_head", None)
+        head: MtpDrafter | None = self.request.open_drafter.batch_head
+        return head
 
     @property
     def drafter_disabled(self) -> bool:
         """Whether its drafter has failed, or there is none that could."""
-        return getattr(self.request.drafter, "disabled", True)
+        return self.request.drafter is None or self.request.drafter.disabled
 
     def fail_drafter(self, call: str, error: Exception) -> None:
         """Disable its drafter for a fault; the text goes on without."""
-        getattr(self.request.drafter, "fail", lambda *_: None)(call, error)
+        self.request.open_drafter.fail(call, error)
 
     @property
     def lanes(self) -> list[Lane]:
         """Its own lanes, of target and draft models; they are empty while shared."""
-        found = [self.request.target, *lanes_of(self.request.drafter)]
+        found = [self.request.target, *self.request.open_drafter.lanes]
         return [lane for lane in found if lane is not None]
 
     def let_go(self) -> None:
         """Let go of what its lanes and its head hold, once it has ended."""
         for lane in self.lanes:
             lane.caches = []
-        getattr(self.request.drafter, "let_go", lambda: None)()
+        self.request.open_drafter.let_go()
 
     def asked(
         self, draft: Proposal | None = None, ahead: mx.array | None = None
@@ -215,7 +216,7 @@ def reason_alone(stream: Stream, model: Any, options: Mapping[str, Any]) -> str 
         "its rounds are to be explained": bool(options.get("explain")),
         "its caches are quantized": options.get("kv_quantization") is not None,
         "its draft reads the target's states": target.follower is not None
-        and getattr(request.drafter, "batch_head", None) is None,
+        and request.open_drafter.batch_head is None,
         # mlx-lm puts zeros beside other rows' states, and not every model begins so.
         "its prompt of one token leaves recurrent layers without a state": first
         and has_states(target.caches),

@@ -13,21 +13,20 @@ So a draft is on rank 0 alone, and the others choose nothing.
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import mlx.core as mx
 
 from mlx_speculation.engine.distributed.session import LeaderFollower, RankSession
 from mlx_speculation.engine.draft_length.base import DraftLengthPolicy, Feedback, Plan
 from mlx_speculation.engine.drafters.base import (
-    NOTHING,
     Choose,
-    Drafter,
+    OpenDrafter,
     Proposal,
-    lanes_of,
+    WrappedDrafter,
 )
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.engine.round.request import Request
-from mlx_speculation.models import Lane
 from mlx_speculation.samplers import Chooser, Rows, Sampling, Verified, Verifier
 
 
@@ -141,40 +140,20 @@ class RankedPolicy:
             self._policy.end()
 
 
-class RankedDrafter:
-    """The drafter of the leader, on every rank; it contains its own faults."""
+class RankedDrafter(WrappedDrafter):
+    """The drafter of the leader, on every rank; it contains its own faults.
 
-    def __init__(self, role: LeaderFollower, inner: Drafter | None) -> None:
-        self._role, self._inner = role, inner
+    A follower has one that proposes nothing.
+    """
 
-    @property
-    def lanes(self) -> list[Lane | None]:
-        """The lanes of what drafts, see `lanes_of`."""
-        return lanes_of(self._inner)
-
-    def begin(self, sequence: Sequence) -> None:
-        """Let it begin."""
-        if self._inner is not None:
-            self._inner.begin(sequence)
+    def __init__(self, role: LeaderFollower, inner: OpenDrafter | None) -> None:
+        super().__init__(inner or OpenDrafter())
+        self._role = role
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         """Return the leader's draft."""
-        inner = self._inner
-
-        def own() -> Proposal:
-            return NOTHING if inner is None else inner.propose(sequence, limit, choose)
-
+        own = partial(self.inner.propose, sequence, limit, choose)
         return self._role.draft(own)
-
-    def settle(self, accepted: int) -> None:
-        """Let it settle."""
-        if self._inner is not None:
-            self._inner.settle(accepted)
-
-    def discard(self) -> None:
-        """Let it undo the round."""
-        if self._inner is not None:
-            self._inner.discard()
 
 
 class RankedDecisions:

@@ -22,9 +22,11 @@ class CascadeDraftLength:
 
     by_batch = True
 
-    def __init__(self, policies: Sequence[AdaptiveDraftLength]) -> None:
+    def __init__(
+        self, policies: Sequence[AdaptiveDraftLength], turns: Turns | None = None
+    ) -> None:
         self.policies = list(policies)
-        self.turns = Turns()
+        self.turns = turns or Turns()
 
     @property
     def longest(self) -> int:

@@ -29,6 +29,7 @@ from mlx_speculation.engine.draft_length.calibration import (
 from mlx_speculation.engine.draft_length.cascade import CascadeDraftLength
 from mlx_speculation.engine.draft_length.cost_store import Known
 from mlx_speculation.engine.draft_length.costs import CostTable, RoundCosts
+from mlx_speculation.engine.drafters.cascade import Turns
 from mlx_speculation.engine.drafters.source import Draft, members_of, shape_of
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import Sliding, position_table
@@ -69,13 +70,17 @@ class PolicyFactory:
         self._credit = Credit()
 
     def for_stream(
-        self, length: int | DraftLengthPolicy | None, most: int | None = None
+        self,
+        length: int | DraftLengthPolicy | None,
+        most: int | None = None,
+        turns: Turns | None = None,
     ) -> DraftLengthPolicy:
         """Return the policy of a stream.
 
         Args:
             length: None: the usual one.
             most: no draft is longer; None: than the policy says.
+            turns: of the stream's cascade, if it has one.
 
         Raises:
             InvalidRequestError: one is not a number of tokens, or the policy is the
@@ -106,7 +111,9 @@ class PolicyFactory:
             )
             for known in self.known
         ]
-        return policies[0] if len(policies) == 1 else CascadeDraftLength(policies)
+        if len(policies) == 1:
+            return policies[0]
+        return CascadeDraftLength(policies, turns)
 
     def for_batch(self, rates: AcceptanceRates) -> AdaptiveDraftLength:
         """Return the policy of a batch, whose costs are `batch_costs` of its rows."""

@@ -1,6 +1,7 @@
 """Drafters: what proposes tokens, one file for each.
 
-`base` has the protocols `Drafter` and what a draft is. `registry` tells the kind of a
-draft folder, `resolve` makes a drafter of a `draft=` argument. A drafter does not know
+`base` has the base class, `OpenDrafter`, and what is proposed, `source` what opens one,
+`Draft`. `registry` tells the kind of a draft folder, `resolve` makes a draft of a
+`draft=` argument, `user_drafter` adapts objects of a user's. A drafter does not know
 how its tokens are accepted, or how long its next draft will be.
 """

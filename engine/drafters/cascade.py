@@ -9,17 +9,17 @@ import mlx.nn as nn
 
 from mlx_speculation.engine.drafters.base import (
     NOTHING,
-    CheckedChoose,
     Choose,
-    Drafter,
+    OpenDrafter,
     Proposal,
-    ReadsAhead,
-    head_of,
-    lanes_of,
-    remember,
 )
-from mlx_speculation.engine.drafters.fault_guard import FaultGuard, NoteFault
+from mlx_speculation.engine.drafters.fault_guard import (
+    CheckedChoose,
+    FaultGuard,
+    NoteFault,
+)
 from mlx_speculation.engine.drafters.source import Draft, DraftOptions, TargetInfo
+from mlx_speculation.engine.drafters.user_drafter import adapted
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import Lane
@@ -91,6 +91,10 @@ class CascadeDraft(Draft):
         """The draft models of its members."""
         return [model for member in self.members() for model in member.models]
 
+    def resolved(self, resolve: Callable[[Any], Draft]) -> "CascadeDraft":
+        """Return the cascade of what was passed, each resolved."""
+        return CascadeDraft(*map(resolve, self.drafters))
+
     def members(self) -> list[Draft]:
         """Return its sources; a generator has made them of what was passed."""
         return [found for source in self.drafters for found in source.members()]
@@ -115,7 +119,7 @@ class CascadeDraft(Draft):
     ) -> "CascadeDrafter":
         """Return the drafter of one stream."""
         each = (member.open(lane, sequence, draft_cache) for member in self.members())
-        return CascadeDrafter(*each)
+        return CascadeDrafter(*map(adapted, each))
 
 
 def open_guarded(
@@ -124,56 +128,56 @@ def open_guarded(
     sequence: Sequence,
     draft_cache: list[Any] | None,
     note: NoteFault,
-) -> Drafter:
+    turns: Turns,
+) -> OpenDrafter:
     """Return the drafter of one stream; each member of a cascade fails by itself."""
     guarded = [
         FaultGuard(
-            member.open(lane, sequence, draft_cache),
+            adapted(member.open(lane, sequence, draft_cache)),
             note,
             lane if member.follows else None,
         )
         for member in source.members()
     ]
-    return guarded[0] if len(guarded) == 1 else CascadeDrafter(*guarded)
+    return guarded[0] if len(guarded) == 1 else CascadeDrafter(*guarded, turns=turns)
 
 
-class CascadeDrafter:
+class CascadeDrafter(OpenDrafter):
     """The drafter of one stream that asks others in turn.
 
     Attributes:
-        turns: what the draft lengths of the stream say; set by who makes the stream.
+        turns: what the draft lengths of the stream say.
     """
 
-    def __init__(self, *drafters: Drafter) -> None:
+    def __init__(self, *drafters: OpenDrafter, turns: Turns | None = None) -> None:
         self._drafters = drafters
-        self._asked: Drafter | None = None
-        self.turns = Turns()
+        self._asked: OpenDrafter | None = None
+        self.turns = turns or Turns()
 
     @property
     def lanes(self) -> list[Lane | None]:
-        """The lanes of its draft models, see `lanes_of`."""
-        return [lane for each in self._drafters for lane in lanes_of(each)]
+        """The lanes of its draft models."""
+        return [lane for each in self._drafters for lane in each.lanes]
 
     @property
     def prefix_head(self) -> Any:
         """The head among its drafters; None: there is none."""
-        heads = (head_of(each) for each in self._drafters)
+        heads = (each.prefix_head for each in self._drafters)
         return next((head for head in heads if head is not None), None)
 
     @property
     def held(self) -> list[Any]:
         """The arrays and caches that they hold, for a count of bytes."""
-        return [getattr(each, "held", ()) for each in self._drafters]
+        return [each.held for each in self._drafters]
 
     def remember(self, tokens: SequenceOf[int]) -> None:
         """Let lookups keep the tokens of the finished stream."""
         for each in self._drafters:
-            remember(each, tokens)
+            each.remember(tokens)
 
     def read_ahead(self, sequence: Sequence, fits: Callable[[int], bool]) -> bool:
-        """Let every drafter read ahead that can."""
-        drafters = [each for each in self._drafters if isinstance(each, ReadsAhead)]
-        return all(each.read_ahead(sequence, fits) for each in drafters)
+        """Let every drafter read ahead."""
+        return all(each.read_ahead(sequence, fits) for each in self._drafters)
 
     def begin(self, sequence: Sequence) -> None:
         """Let every drafter begin."""

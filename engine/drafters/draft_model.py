@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_speculation.caches import check_single, check_supported, leaves, position
-from mlx_speculation.engine.drafters.base import NOTHING, Choose, Proposal
+from mlx_speculation.engine.drafters.base import NOTHING, Choose, OpenDrafter, Proposal
 from mlx_speculation.engine.drafters.source import (
     DraftOptions,
     FolderDraft,
@@ -134,7 +134,7 @@ class ModelDraft(FolderDraft):
         )
 
 
-class ModelDrafter:
+class ModelDrafter(OpenDrafter):
     """Drafts a chain of tokens with a model of its own, one forward for each.
 
     Args:
@@ -173,7 +173,7 @@ class ModelDrafter:
 
     @property
     def lanes(self) -> list[Lane]:
-        """The same, see `lanes_of`."""
+        """The same."""
         return [self._lane]
 
     @property

@@ -15,45 +15,179 @@ What the request's own logits processors and constraint raise inside of `choose`
 fault of the drafter's and is raised, and so are Ctrl-C and MemoryError.
 """
 
+import math
 import traceback
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 
 from mlx_speculation.engine.drafters.base import (
     NOTHING,
-    CheckedChoose,
-    CheckedProposal,
+    Branches,
     Choose,
-    Drafter,
+    OpenDrafter,
     Proposal,
-    ReadsAhead,
-    head_of,
-    lanes_of,
-    remember,
+    WrappedDrafter,
 )
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.engine.stats import DrafterFault
+from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.interrupts import raised_by_signal
 from mlx_speculation.models import Lane
+from mlx_speculation.samplers import Choice, Rows, Verifier, best_children, peaks
+from mlx_speculation.samplers.constraints.masks import Masks
 
 NoteFault = Callable[[DrafterFault], None]
 
 
-class FaultGuard:
+@dataclass(frozen=True, slots=True, eq=False)
+class CheckedProposal:
+    """A draft that is safe to verify, and what shows only once it is evaluated.
+
+    Attributes:
+        draft: its tokens are ids that the target has a row for.
+        proposed: integers [k], the ids that the drafter proposed.
+        limit: the target has a row for ids below this.
+        peaks: [rows], not finite where logits that it chose from are unusable; None
+            where it asked for no choice.
+    """
+
+    draft: Proposal
+    proposed: mx.array
+    limit: int
+    peaks: mx.array | None = None
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """What is submitted before the target's forward."""
+        arrays = [self.draft.tokens, self.proposed]
+        return arrays if self.peaks is None else [*arrays, self.peaks]
+
+    def faults(self) -> tuple[int, int]:
+        """Count the unusable rows of logits, and the ids that the target lacks.
+
+        Legal when `arrays` have been evaluated; else it waits.
+        """
+        peaks: Any = [] if self.peaks is None else self.peaks.tolist()
+        proposed: Any = self.proposed.tolist()
+        rows = len(peaks) - sum(map(math.isfinite, peaks))
+        return rows, sum(not 0 <= token < self.limit for token in proposed)
+
+
+class CheckedChoose:
+    """A `Choose` for one draft, and the check of what the drafter made of it.
+
+    Args:
+        verifier: chooses for the request.
+        masks: what its constraint allows, if it has one.
+        tree: how many tokens a draft may have that is a tree; 0: it has to be a chain.
+
+    Attributes:
+        tree: as passed.
+        raised: what the request's own processors or constraint have raised in here.
+    """
+
+    def __init__(
+        self, verifier: Verifier, masks: Masks | None = None, tree: int = 0
+    ) -> None:
+        self._verifier = verifier
+        self._masks = masks
+        self.tree = tree
+        self._drew = False
+        self._seen: list[mx.array] = []  # logits, judged together at the end
+        self.raised: BaseException | None = None
+
+    def __call__(
+        self, logits: mx.array, rows: Rows, ids: mx.array | None = None
+    ) -> Choice:
+        """Choose; see `Choose`.
+
+        Raises:
+            InvalidRequestError: the arguments do not fit together.
+        """
+        _check_rows(logits, rows, ids)
+        self._seen.append(logits)
+        if not self._verifier.indifferent:
+            usable = mx.isfinite(peaks(logits))[:, None]
+            logits = mx.where(usable, logits, mx.array(0, logits.dtype))
+        try:
+            if self._masks is not None:
+                rows = self._masks.on_draft(logits, rows, ids)
+            chosen = self._verifier.propose(logits, rows, ids)
+        except BaseException as error:
+            self.raised = error
+            raise
+        self._drew = self._drew or chosen.probs is not None
+        return chosen
+
+    def children(
+        self, logits: mx.array, rows: Rows, count: int, ids: mx.array | None = None
+    ) -> tuple[mx.array, mx.array]:
+        """Return the likeliest next tokens of nodes of one level; see `best_children`.
+
+        Legal where `tree` is not 0.
+        """
+        self._seen.append(logits)
+        return best_children(self._verifier, logits, rows, count, ids)
+
+    def fresh(self) -> "CheckedChoose":
+        """Return one for another drafter's draft."""
+        return CheckedChoose(self._verifier, self._masks, self.tree)
+
+    def checked(self, draft: Proposal, limit: int) -> CheckedProposal:
+        """Return the draft with ids that the target has a row for.
+
+        Which ids a drafter proposes by no chance cannot change the text, but an id
+        without a row in the target's embedding would be read from outside of it.
+
+        Raises:
+            InvalidRequestError: the draft is none, or too long, or the probabilities
+                of its draws, which decide what is accepted, are not all there.
+        """
+        if not isinstance(draft, Proposal) or not _holds_ids(draft.tokens):
+            raise InvalidRequestError(
+                f"The drafter's propose() returned {_said(draft)}, and a Proposal of "
+                "whole numbers [k] is needed. Return Proposal(mx.array([...]))."
+            )
+        length, most, branches = draft.length, limit, draft.branches
+        if branches is not None:
+            draft = replace(draft, branches=_within_tree(branches, length, limit))
+            most = self.tree
+        if length > most:
+            raise InvalidRequestError(
+                f"The drafter proposed {length} tokens, and at most {most} were asked "
+                "for. Fix its propose()."
+            )
+        chooser, proposed = self._verifier.chooser, draft.tokens
+        if not draft.length:
+            return CheckedProposal(draft, proposed, chooser.limit)
+        shape = None if draft.probs is None else draft.probs.shape
+        if self._drew and shape != (draft.length, chooser.width):
+            raise InvalidRequestError(
+                f"The drafter drew tokens by chance, and their probabilities are of "
+                f"shape {shape} instead of {(draft.length, chooser.width)}. Return "
+                "Proposal.of(choices) with every choice, or choose none by chance."
+            )
+        draft = replace(draft, tokens=_within(proposed, chooser.limit))
+        largest = _peaks_of(self._seen) if self._seen else None
+        return CheckedProposal(draft, proposed, chooser.limit, largest)
+
+
+class FaultGuard(WrappedDrafter):
     """A drafter of one stream, asked until its first fault."""
 
     def __init__(
         self,
-        inner: Drafter,
+        inner: OpenDrafter,
         note: NoteFault,  # gets its fault
         # The lane whose follower the drafter is, if it is one: it is let go of with the
         # drafter
         target: Lane | None = None,
     ) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self._note = note
         self._target = target
         self._checked: CheckedProposal | None = None
@@ -68,46 +202,26 @@ class FaultGuard:
 
     @property
     def lanes(self) -> list[Lane | None]:
-        """The lanes of its draft model, see `lanes_of`."""
-        return [None if self._disabled else lane for lane in lanes_of(self.inner)]
+        """Those of the drafter; None each once it has failed."""
+        return [None if self._disabled else lane for lane in self.inner.lanes]
 
     @property
     def prefix_head(self) -> Any:
-        """The head whose rows a `PrefixCache` keeps; None: there is none."""
-        return None if self._disabled else head_of(self.inner)
-
-    @property
-    def held(self) -> SequenceOf[Any]:
-        """The arrays and caches that it holds, for a count of bytes."""
-        return list(getattr(self.inner, "held", ()))
-
-    @property
-    def batch_lane(self) -> Lane | None:
-        """Its lane, if rows of a batch can share it; see `ModelDrafter`."""
-        return getattr(self.inner, "batch_lane", None)
-
-    @property
-    def batch_head(self) -> Any:
-        """Its head, if rows of a batch can share it; see `MtpDrafter`."""
-        return getattr(self.inner, "batch_head", None)
-
-    def let_go(self) -> None:
-        """Let go of what a head holds, see `MtpDrafter`."""
-        getattr(self.inner, "let_go", lambda: None)()
+        """The head whose rows a `PrefixCache` keeps; None once it has failed."""
+        return None if self._disabled else self.inner.prefix_head
 
     def remember(self, tokens: SequenceOf[int]) -> None:
-        """Let it keep the tokens of the finished stream, if it is a lookup."""
+        """Let it keep the tokens of the finished stream."""
         try:
-            remember(self.inner, tokens)
+            self.inner.remember(tokens)
         except Exception as error:
             self.fail("remember", error)
 
     def read_ahead(self, sequence: Sequence, fits: Callable[[int], bool]) -> bool:
-        """Let it read ahead, if it can."""
-        inner = self.inner
-        if isinstance(inner, ReadsAhead) and not self._disabled:
+        """Let it read ahead."""
+        if not self._disabled:
             try:
-                return inner.read_ahead(sequence, fits)
+                return self.inner.read_ahead(sequence, fits)
             except Exception as error:
                 self._fail("begin", error)
         return True
@@ -191,7 +305,7 @@ class FaultGuard:
             error.add_note(f"Its discard() raised {type(second).__name__}: {second}")
         self._note(
             DrafterFault(
-                drafter=type(self.inner).__name__,
+                drafter=self.inner.name,
                 call=call,
                 reason=f"{type(error).__name__}: {error}",
                 details="".join(traceback.format_exception(error)),
@@ -210,3 +324,68 @@ def what_is_wrong(rows: int, ids: int) -> Exception:
         f"{ids} of the proposed tokens are ids that the target has no row for. Fix "
         "its propose(), or choose a draft with the target's token ids."
     )
+
+
+def _within_tree(branches: Branches, count: int, limit: int) -> Branches:
+    """Return branches whose parents come before their children."""
+    parents, levels = branches.parents, branches.levels
+    if not _holds_ids(parents) or len(parents) != count or not 1 <= levels <= limit:
+        raise InvalidRequestError(
+            f"The drafter proposed a tree of {count} tokens with {_said(parents)} as "
+            f"their parents and {levels} levels, and one parent for each token and 1 "
+            f"to {limit} levels are needed. Fix its propose()."
+        )
+    before = mx.arange(count, dtype=mx.int32) - 1
+    return Branches(mx.clip(parents.astype(mx.int32), -1, before), levels)
+
+
+def _within(tokens: mx.array, limit: int) -> mx.array:
+    """Return ids, uint32, of which those below `limit` are the same."""
+    if tokens.dtype == mx.uint32:
+        return mx.minimum(tokens, limit - 1)
+    return mx.clip(tokens.astype(mx.int64), 0, limit - 1).astype(mx.uint32)
+
+
+def _peaks_of(seen: SequenceOf[mx.array]) -> mx.array:
+    """Return the peaks of all rows: at once, where they are of one width."""
+    if len({logits.shape[1] for logits in seen}) == 1:
+        return peaks(mx.concatenate([*seen]))
+    return mx.concatenate([peaks(logits) for logits in seen])
+
+
+def _check_rows(logits: Any, rows: Any, ids: Any) -> None:
+    """Refuse what cannot be chosen from."""
+    shape = logits.shape if isinstance(logits, mx.array) else None
+    count = rows.count if isinstance(rows, Rows) else None
+    if shape is None or len(shape) != 2 or shape[0] != count:
+        raise InvalidRequestError(
+            f"choose was given logits of shape {shape} for {count} rows, and [rows, "
+            "vocab] is needed. Pass choose(logits[-1:], sequence.rows(ahead))."
+        )
+    if rows.ahead is not None and not _holds_ids(rows.ahead):
+        raise InvalidRequestError(
+            f"sequence.rows was given {_said(rows.ahead)}, and the tokens chosen so "
+            "far in this draft, whole numbers [m], or None are needed. Pass "
+            "sequence.rows(Proposal.of(choices).tokens if choices else None)."
+        )
+    if ids is not None and (not _holds_ids(ids) or len(ids) != shape[1]):
+        raise InvalidRequestError(
+            f"choose was given logits of {shape[1]} columns and {_said(ids)} as their "
+            "ids. Pass one id for each column."
+        )
+
+
+def _holds_ids(array: Any) -> bool:
+    return (
+        isinstance(array, mx.array)
+        and array.ndim == 1
+        and (array.dtype == mx.uint32 or mx.issubdtype(array.dtype, mx.integer))
+    )
+
+
+def _said(found: Any) -> str:
+    """Describe what stands where token ids should."""
+    array = found.tokens if isinstance(found, Proposal) else found
+    if isinstance(array, mx.array):
+        return f"an array {array.shape} of {array.dtype}"
+    return f"a {type(array).__name__}"

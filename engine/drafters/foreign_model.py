@@ -19,7 +19,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_speculation.engine.drafters.base import Choose, Proposal
+from mlx_speculation.engine.drafters.base import Choose, OpenDrafter, Proposal
 from mlx_speculation.engine.drafters.common_tokens import CommonTokens
 from mlx_speculation.engine.drafters.draft_model import ModelDraft, ModelDrafter
 from mlx_speculation.engine.drafters.source import (
@@ -45,6 +45,7 @@ class ForeignModelDraft(FolderDraft):
     """
 
     kind = "foreign model"
+    foreign = True
 
     def __init__(
         self,
@@ -98,7 +99,7 @@ class ForeignModelDraft(FolderDraft):
 
     def open(
         self, lane: Lane, sequence: Sequence, draft_cache: list[Any] | None = None
-    ) -> "ForeignDrafter":
+    ) -> "ForeignModelDrafter":
         """Return the drafter of one stream.
 
         Raises:
@@ -110,10 +111,10 @@ class ForeignModelDraft(FolderDraft):
                 "target. Leave draft_cache out."
             )
         inner = self._source.open(lane, Sequence([]))
-        return ForeignDrafter(inner, self.common)
+        return ForeignModelDrafter(inner, self.common)
 
 
-class ForeignDrafter:
+class ForeignModelDrafter(OpenDrafter):
     """Drafts with a `ModelDrafter` that reads the text in its own tokens."""
 
     def __init__(self, inner: ModelDrafter, common: CommonTokens) -> None:

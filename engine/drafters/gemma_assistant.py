@@ -21,7 +21,12 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_speculation.engine.argument_checks import checked_choice
-from mlx_speculation.engine.drafters.base import Choose, DraftChain, Proposal
+from mlx_speculation.engine.drafters.base import (
+    Choose,
+    DraftChain,
+    OpenDrafter,
+    Proposal,
+)
 from mlx_speculation.engine.drafters.source import HeadDraft
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
@@ -138,7 +143,7 @@ class AssistantDraft(HeadDraft):
         return self.taps.embed(tokens[None], scaled=True)
 
 
-class AssistantDrafter:
+class AssistantDrafter(OpenDrafter):
     """Drafts with an assistant in one stream, from the last committed state."""
 
     def __init__(
@@ -197,12 +202,6 @@ class AssistantDrafter:
         token = mx.array(self._tokens[newest:], mx.uint32)
         self._chain(token, committed.between(newest - 1, newest), limit, chain)
         return Proposal.of(chain.chosen, source=SOURCE)
-
-    def settle(self, accepted: int) -> None:
-        """Do nothing: no draft has left anything."""
-
-    def discard(self) -> None:
-        """Do nothing."""
 
     def _chain(
         self, token: mx.array, state: mx.array, count: int, chain: DraftChain

@@ -25,11 +25,12 @@ import mlx.nn as nn
 from mlx_speculation.caches import Snapshot
 from mlx_speculation.engine.drafters.base import (
     Branches,
-    CheckedChoose,
     Choose,
     DraftChain,
+    OpenDrafter,
     Proposal,
 )
+from mlx_speculation.engine.drafters.fault_guard import CheckedChoose
 from mlx_speculation.engine.drafters.source import (
     DraftOptions,
     HeadDraft,
@@ -167,7 +168,7 @@ class MtpDraft(HeadDraft):
         )
 
 
-class MtpDrafter:
+class MtpDrafter(OpenDrafter):
     """Drafts with a head in one stream.
 
     It reads the states of the positions that the target's lane commits. Those of

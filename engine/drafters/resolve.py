@@ -22,7 +22,6 @@ from typing import Any
 import mlx.nn as nn
 
 from mlx_speculation.engine.drafters.base import Drafter
-from mlx_speculation.engine.drafters.cascade import CascadeDraft
 from mlx_speculation.engine.drafters.draft_model import ModelDraft
 from mlx_speculation.engine.drafters.foreign_model import ForeignModelDraft
 from mlx_speculation.engine.drafters.mtp import MtpDraft
@@ -32,7 +31,7 @@ from mlx_speculation.engine.drafters.source import (
     FolderDraft,
     TargetInfo,
 )
-from mlx_speculation.engine.drafters.user_drafter import CustomDraft
+from mlx_speculation.engine.drafters.user_drafter import adapted_draft
 from mlx_speculation.engine.lookup.drafter import LookupDraft
 from mlx_speculation.errors import (
     ConventionError,
@@ -51,7 +50,6 @@ from mlx_speculation.models.mtp import usual_convention
 from mlx_speculation.warn import notice
 
 ATTRIBUTE = "_mlx_speculation_draft"
-_METHODS = ("begin", "propose", "settle", "discard")  # of a `Drafter`
 # Whatever a generator takes as its draft.
 DraftArgument = nn.Module | Drafter | Draft | str | Path
 
@@ -68,8 +66,8 @@ class Resolved:
 
 
 @dataclass(frozen=True, slots=True)
-class NamedDraft:
-    """A draft that was named, and is not loaded yet."""
+class DraftName:
+    """The name of a draft that is not loaded yet."""
 
     name: str  # "auto", "lookup", "mtp", a path or a repository
     # What loads it; None: a lookup, or it depends on the target's folder
@@ -87,7 +85,7 @@ class NamedDraft:
 class _Kept:
     """The draft that was loaded last for a model, and by which name."""
 
-    named: NamedDraft
+    named: DraftName
     resolved: Resolved
 
 
@@ -128,7 +126,7 @@ def find_draft(
             )
     if not isinstance(draft, str | Path):
         return draft
-    return NamedDraft(
+    return DraftName(
         name=str(draft),
         loader=loader,
         folder=folder,
@@ -160,13 +158,18 @@ def resolve(
     """
     if isinstance(draft, str | Path):
         draft = find_draft(draft)
-    if foreign and not isinstance(draft, ForeignModelDraft):
-        draft = _foreign(draft)
-    if isinstance(draft, NamedDraft):
+    if isinstance(draft, DraftName):
+        if foreign:
+            draft = _foreign(draft)
         if follower and draft.loader in (ModelDraft, ForeignModelDraft):
             return Resolved(None)
         return _loaded(draft, target)
-    return Resolved(None) if draft is None else _said(_source_of(draft, target))
+    found = None
+    if draft is not None:
+        found = adapted_draft(draft, lambda member: _member(member, target))
+    if foreign and (found is None or not found.foreign):
+        raise _not_foreign(type(draft).__name__)
+    return Resolved(None) if found is None else _said(found)
 
 
 def _said(source: Draft) -> Resolved:
@@ -175,43 +178,18 @@ def _said(source: Draft) -> Resolved:
     return Resolved(source, notices=tuple(notices))
 
 
-def _foreign(draft: Any) -> NamedDraft:
+def _foreign(named: DraftName) -> DraftName:
     """Return the folder of a draft model as one with a tokenizer of its own."""
-    if isinstance(draft, NamedDraft) and draft.loader is ModelDraft:
-        return replace(draft, loader=ForeignModelDraft)
-    named = repr(draft.name) if isinstance(draft, NamedDraft) else type(draft).__name__
-    raise InvalidRequestError(
-        f"draft_vocabulary is 'intersection', and draft is {named}, which is not the "
+    if named.loader is not ModelDraft:
+        raise _not_foreign(repr(named.name))
+    return replace(named, loader=ForeignModelDraft)
+
+
+def _not_foreign(draft: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"draft_vocabulary is 'intersection', and draft is {draft}, which is not the "
         "folder of a draft model with its tokenizer. Pass draft=FOLDER, or leave "
         "draft_vocabulary out."
-    )
-
-
-def _source_of(draft: Any, target: TargetInfo) -> Draft:
-    """Return the source of a draft that was passed as an object."""
-    if isinstance(draft, CascadeDraft):
-        return CascadeDraft(*(_member(each, target) for each in draft.drafters))
-    if isinstance(draft, type):
-        raise InvalidRequestError(
-            f"draft is the class {draft.__name__}, and an object is needed. Pass "
-            f"{draft.__name__}(...)."
-        )
-    if isinstance(draft, Draft):
-        return draft
-    if isinstance(draft, nn.Module):
-        return ModelDraft(draft)
-    if isinstance(draft, Drafter):
-        return CustomDraft(draft)
-    name = type(draft).__name__
-    missing = [each for each in _METHODS if not hasattr(draft, each)]
-    if len(missing) < len(_METHODS):
-        raise InvalidRequestError(
-            f"draft is of the class {name}, which lacks {', '.join(missing)} of a "
-            f"Drafter's methods {', '.join(_METHODS)}. Add what is missing."
-        )
-    raise InvalidRequestError(
-        f"draft is a {name}, and an mlx-lm model, a Drafter, an MtpDraft, a path, "
-        "'mtp', 'auto', 'lookup' or None is needed."
     )
 
 
@@ -225,7 +203,7 @@ def _member(draft: Any, target: TargetInfo) -> Draft:
     return source
 
 
-def _loaded(named: NamedDraft, target: TargetInfo) -> Resolved:
+def _loaded(named: DraftName, target: TargetInfo) -> Resolved:
     """Return a named draft: loaded, or as it was loaded for the last generator."""
     if named.name == "lookup":
         return Resolved(LookupDraft())
@@ -247,7 +225,7 @@ def _loaded(named: NamedDraft, target: TargetInfo) -> Resolved:
     return resolved
 
 
-def _placed(named: NamedDraft, target: TargetInfo) -> TargetInfo:
+def _placed(named: DraftName, target: TargetInfo) -> TargetInfo:
     """Return the target with its folder, which a draft in it needs."""
     own = Path(str(getattr(target.tokenizer, "name_or_path", "") or ""))
     if named.target is not None:

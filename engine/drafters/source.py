@@ -68,6 +68,7 @@ class Draft(Protocol):
             substitute, since how much it drafts depends on the text.
         reducible: whether it can draft from some token ids only.
         notice: what a generator's `notices` say of how it was loaded; "": nothing.
+        foreign: whether it reads the text in tokens of its own.
     """
 
     kind: str = "drafter"
@@ -76,6 +77,7 @@ class Draft(Protocol):
     measurable: bool = True
     reducible: bool = False
     notice: str = ""
+    foreign: bool = False
 
     @property
     def reusable(self) -> bool:
@@ -121,9 +123,20 @@ class Draft(Protocol):
         """Read this output layer from now on, where the target's is divided."""
         return
 
+    def resolved(self, resolve: "Callable[[Any], Draft]") -> "Draft":
+        """Return it with what it was passed resolved, see `CascadeDraft`."""
+        return self
+
     def members(self) -> "SequenceOf[Draft]":
         """Return the sources of a cascade; itself otherwise."""
         return [self]
+
+    def new_cache(self, first: int) -> HeadCache | None:
+        """Return caches of its head from a position on; None: it has none.
+
+        A `PrefixCache` keeps their rows for requests that begin alike.
+        """
+        return None
 
     def check(self, target: TargetInfo) -> None:
         """Refuse a target that it does not fit, before anything runs.
@@ -236,13 +249,6 @@ class HeadDraft(FolderDraft):
                 f"The head drafts token ids up to {drafted}, and the target's go up to "
                 f"{highest}. Choose the head of this target."
             )
-
-    def new_cache(self, first: int) -> HeadCache | None:
-        """Return caches of the head from a position on; None: it has none.
-
-        A `PrefixCache` keeps their rows for requests that begin alike.
-        """
-        return None
 
     def following(
         self, lane: Lane, select: Callable[[States], mx.array]

@@ -1,17 +1,29 @@
-"""The source of a drafter object of the user's."""
+"""The adapter: what a user passes as a draft or a drafter, as the engine sees it.
 
+    a `Draft`                  itself, with its members resolved
+    an mlx-lm model            a `ModelDraft`
+    the methods of `Drafter`   a `CustomDraft`, which opens a `CustomDrafter`
+
+No other module of the engine asks an object what it is or has.
+"""
+
+from collections.abc import Callable
 from typing import Any
 
 import mlx.nn as nn
 
-from mlx_speculation.engine.drafters.base import Drafter
+from mlx_speculation.engine.drafters.base import Drafter, OpenDrafter
+from mlx_speculation.engine.drafters.draft_model import ModelDraft
 from mlx_speculation.engine.drafters.source import Draft
 from mlx_speculation.engine.prompt import Sequence
+from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import Lane
+
+_METHODS = ("begin", "propose", "settle", "discard")  # of a `Drafter`
 
 
 class CustomDraft(Draft):
-    """A drafter of the user's own, which serves one open stream at a time."""
+    """A drafter of the user's own as a draft: it serves one open stream at a time."""
 
     reusable = False
 
@@ -34,3 +46,68 @@ class CustomDraft(Draft):
     ) -> Drafter:
         """Return the drafter, as it is."""
         return self.inner
+
+
+class CustomDrafter(OpenDrafter):
+    """A drafter of the user's own; the defaults stand for what it lacks."""
+
+    def __init__(self, inner: Drafter) -> None:
+        self.inner = inner
+
+    @property
+    def name(self) -> str:
+        """The name of the user's class."""
+        return type(self.inner).__name__
+
+
+def _of_inner(name: str) -> property:
+    """Return the member of the user's object, or the default."""
+
+    def member(drafter: CustomDrafter) -> Any:
+        default = getattr(super(CustomDrafter, drafter), name)
+        return getattr(drafter.inner, name, default)
+
+    return property(member)
+
+
+for _name in (*_METHODS, "held", "read_ahead", "remember"):
+    setattr(CustomDrafter, _name, _of_inner(_name))
+
+
+def adapted(drafter: Drafter) -> OpenDrafter:
+    """Return the drafter that a draft has opened, with all that a stream asks of it."""
+    return drafter if isinstance(drafter, OpenDrafter) else CustomDrafter(drafter)
+
+
+def adapted_draft(draft: Any, resolve: Callable[[Any], Draft]) -> Draft:
+    """Return the draft of an object that was passed as one.
+
+    Args:
+        draft: the object.
+        resolve: returns the draft of a member of it.
+
+    Raises:
+        InvalidRequestError: it is no draft.
+    """
+    name = type(draft).__name__
+    if isinstance(draft, type):
+        raise InvalidRequestError(
+            f"draft is the class {draft.__name__}, and an object is needed. Pass "
+            f"{draft.__name__}(...)."
+        )
+    if isinstance(draft, Draft):
+        return draft.resolved(resolve)
+    if isinstance(draft, nn.Module):
+        return ModelDraft(draft)
+    if isinstance(draft, Drafter):
+        return CustomDraft(draft)
+    missing = [each for each in _METHODS if not hasattr(draft, each)]
+    if len(missing) < len(_METHODS):
+        raise InvalidRequestError(
+            f"draft is of the class {name}, which lacks {', '.join(missing)} of a "
+            f"Drafter's methods {', '.join(_METHODS)}. Add what is missing."
+        )
+    raise InvalidRequestError(
+        f"draft is a {name}, and an mlx-lm model, a Drafter, an MtpDraft, a path, "
+        "'mtp', 'auto', 'lookup' or None is needed."
+    )

@@ -7,7 +7,6 @@ one has a longer match. In each of them it is the longest match, and of equally 
 ones the latest.
 """
 
-import copy
 import operator
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
@@ -18,7 +17,7 @@ from typing import Any, Literal
 import mlx.core as mx
 
 from mlx_speculation.engine.argument_checks import checked_choice, checked_count
-from mlx_speculation.engine.drafters.base import NOTHING, Choose, Proposal
+from mlx_speculation.engine.drafters.base import NOTHING, Choose, OpenDrafter, Proposal
 from mlx_speculation.engine.drafters.source import Draft
 from mlx_speculation.engine.lookup.index import (
     BREAK,
@@ -82,17 +81,16 @@ class LookupDraft(Draft):
         earlier_tokens: int = 0,
     ) -> None:
         checked_choice("index", index, IndexName)
-        self._minimum = checked_count("minimum_match", minimum_match, 1)
-        self._per_match = checked_count("tokens_per_match", tokens_per_match, 1)
-        self._make_index: Any = SuffixAutomaton
+        self.minimum = checked_count("minimum_match", minimum_match, 1)
+        self.per_match = checked_count("tokens_per_match", tokens_per_match, 1)
+        self.make_index: Any = SuffixAutomaton
         if index == "ngram":
-            self._make_index = partial(NgramIndex, minimum_match)
-        self._corpus: Index = self._make_index()
+            self.make_index = partial(NgramIndex, minimum_match)
+        self.corpus: Index = self.make_index()
         for number, document in enumerate(corpus):
-            append_all(self._corpus, [*_checked_ids(number, document), BREAK])
+            append_all(self.corpus, [*_checked_ids(number, document), BREAK])
         limit = checked_count("earlier_tokens", earlier_tokens, 0)
-        self._earlier = EarlierRequests(self._make_index, limit)
-        self._text: Index | None = None
+        self.earlier = EarlierRequests(self.make_index, limit)
 
     def cost_key(self) -> str:
         """Return the kind: every lookup costs next to nothing."""
@@ -100,22 +98,21 @@ class LookupDraft(Draft):
 
     def open(
         self, lane: Lane, sequence: Sequence, draft_cache: list[Any] | None = None
-    ) -> "LookupDraft":
-        """Return a drafter of the same options, corpus and earlier requests."""
-        return self.copied()
+    ) -> "LookupDrafter":
+        """Return a drafter with a text of its own."""
+        return LookupDrafter(self)
 
-    def copied(self) -> "LookupDraft":
-        """Return one that has no text yet, with the same corpus and requests."""
-        drafter = copy.copy(self)
-        drafter._text = None
-        return drafter
+
+class LookupDrafter(OpenDrafter):
+    """Looks up in one stream's text, and in what its draft has for all of them."""
+
+    def __init__(self, draft: LookupDraft) -> None:
+        self._draft = draft
+        self._text: Index | None = None
 
     def remember(self, tokens: SequenceOf[int]) -> None:
-        """Keep a finished request, prompt and output, for later ones.
-
-        A generator calls this at the end of each stream.
-        """
-        self._earlier.add(tokens)
+        """Keep a finished request, prompt and output, for later ones."""
+        self._draft.earlier.add(tokens)
 
     def begin(self, sequence: Sequence) -> None:
         """Index the prompt."""
@@ -125,30 +122,24 @@ class LookupDraft(Draft):
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         """Propose what followed the longest match; nothing where there is none."""
         for index, match in self._matches(sequence.tokens):
-            if match.length >= self._minimum:
-                count = min(limit, match.length * self._per_match)
+            if match.length >= self._draft.minimum:
+                count = min(limit, match.length * self._draft.per_match)
                 found = continuation(index.tokens, match.end, count)
                 return Proposal(mx.array(found, mx.uint32), source="lookup")
         return _NOTHING_FOUND
-
-    def settle(self, accepted: int) -> None:
-        """Do nothing: what is committed is found in the sequence."""
-
-    def discard(self) -> None:
-        """Do nothing."""
 
     def _matches(self, tokens: SequenceOf[int]) -> Iterator[tuple[Index, Match]]:
         """Yield each place to look in with its match, the preferred ones first."""
         text = self._indexed(tokens)
         yield text, text.match()
         tail = tokens[-LONGEST_MATCH:]
-        for index in (*self._earlier.indexes, self._corpus):
+        for index in (*self._draft.earlier.indexes, self._draft.corpus):
             if index.tokens:
                 yield index, index.match_of(tail)
 
     def _indexed(self, tokens: SequenceOf[int]) -> Index:
         """Index what of the text is new; 2 to 3 microseconds a token."""
-        text = self._make_index() if self._text is None else self._text
+        text = self._draft.make_index() if self._text is None else self._text
         self._text = None  # an interrupt leaves no half-made index
         append_all(text, tokens[len(text.tokens) :])
         self._text = text

@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_speculation.engine.drafters.base import Choose, Proposal
+from mlx_speculation.engine.drafters.base import Choose, OpenDrafter, Proposal
 from mlx_speculation.engine.drafters.cascade import CascadeDraft
 from mlx_speculation.engine.drafters.source import Draft, members_of
 from mlx_speculation.engine.prompt import Sequence
@@ -23,26 +23,21 @@ def measured_draft(draft: Draft | None) -> Draft:
 
 
 class ConstantDraft(Draft):
-    """Proposes the last token again, as often as it is asked to."""
+    """Stands for lookups: its drafters propose the last token again and again."""
 
     kind = "filler"
 
     def open(
         self, lane: Lane, sequence: Sequence, draft_cache: list[Any] | None = None
-    ) -> "ConstantDraft":
-        """Return itself, which has no state."""
-        return self
+    ) -> "ConstantDrafter":
+        """Return the drafter of one stream."""
+        return ConstantDrafter()
 
-    def begin(self, sequence: Sequence) -> None:
-        """Do nothing."""
+
+class ConstantDrafter(OpenDrafter):
+    """Proposes the last token again, as often as it is asked to."""
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         """Propose `limit` tokens."""
         tokens = mx.array(sequence.tokens[-1:] * limit, mx.uint32)
-        return Proposal(tokens, source=self.kind)
-
-    def settle(self, accepted: int) -> None:
-        """Do nothing."""
-
-    def discard(self) -> None:
-        """Do nothing."""
+        return Proposal(tokens, source=ConstantDraft.kind)

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from mlx_speculation.engine.drafters.base import CheckedChoose, ReadsAhead
+from mlx_speculation.engine.drafters.fault_guard import CheckedChoose
 from mlx_speculation.engine.round.request import Request
 
 
@@ -54,7 +54,7 @@ class Prefill:
             return True
         started = time.perf_counter()
         complete = True
-        if self.fits is not None and isinstance(drafter, ReadsAhead):
+        if self.fits is not None:
             complete = drafter.read_ahead(sequence, self.fits)
         if complete:
             drafter.begin(sequence)

@@ -7,7 +7,7 @@ from typing import Protocol
 import mlx.core as mx
 
 from mlx_speculation.engine.draft_length.base import DraftLengthPolicy
-from mlx_speculation.engine.drafters.base import Drafter
+from mlx_speculation.engine.drafters.base import OpenDrafter
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.engine.round.warmup import Warmup
 from mlx_speculation.engine.stats import Statistics
@@ -58,7 +58,7 @@ class Request:
     verifier: Verifier  # decides for the request
     # Proposes what can be verified as it is, see `engine.drafters.fault_guard`; None
     # for plain decoding
-    drafter: Drafter | None
+    drafter: OpenDrafter | None
     policy: DraftLengthPolicy  # decides how many tokens to propose in a round
     # How many nodes a draft may have that is a tree; 0: drafts are chains
     tree: int = 0
@@ -75,6 +75,11 @@ class Request:
     explain: bool = False
     statistics: Statistics = field(default_factory=Statistics)  # what is counted
     clock: RoundClock = field(default_factory=_clock)  # of the round that is running
+
+    @property
+    def open_drafter(self) -> OpenDrafter:
+        """The drafter; one that proposes nothing for plain decoding."""
+        return self.drafter or OpenDrafter()
 
     @property
     def text(self) -> Constrained | None:

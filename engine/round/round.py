@@ -18,12 +18,8 @@ submitted behind it:
 
 from typing import Any, NamedTuple
 
-from mlx_speculation.engine.drafters.base import (
-    NOTHING,
-    CheckedChoose,
-    Drafter,
-    Proposal,
-)
+from mlx_speculation.engine.drafters.base import NOTHING, OpenDrafter, Proposal
+from mlx_speculation.engine.drafters.fault_guard import CheckedChoose
 from mlx_speculation.engine.round.outcome import Cut, Pending, RoundOutcome, outcome_of
 from mlx_speculation.engine.round.request import Request
 from mlx_speculation.engine.round.sequential import run_in_turn
@@ -60,7 +56,8 @@ class Rounds:
         self._text = request.text
         # Asked once: most requests have no processors with a state.
         self._processors = processors if processors.has_state else None
-        self._drafting = False  # a draft is neither settled nor discarded
+        # Whose proposal is pending: neither settled nor discarded
+        self._asked: OpenDrafter | None = None
         self.in_turn = not processors.parallel
         self.in_flight: Pending | None = None
         self.next_token: int | None = None
@@ -79,9 +76,9 @@ class Rounds:
         request = self.request
         if self._processors is not None:
             self._processors.restore(before.processors)
-        if self._drafting and request.drafter is not None:
-            self._drafting = False
-            request.drafter.discard()
+        drafter, self._asked = self._asked, None
+        if drafter is not None:
+            drafter.discard()
         if request.target.seen != before.seen:  # the round had been committed
             return
         del request.sequence.tokens[before.known :]
@@ -93,7 +90,7 @@ class Rounds:
     def plain(self, cut: Cut, *, submit_next: bool = True) -> RoundOutcome:
         """Run a step and, with `submit_next`, submit the next one; see `drafted`."""
         if self.in_turn:
-            return self._in_turn(None, NOTHING, cut)
+            return self._in_turn(NOTHING, cut)
         request = self.request
         step, own = self.in_flight, []  # what this round has submitted
         try:
@@ -113,7 +110,7 @@ class Rounds:
             raise
         request.sequence.tokens += outcome.tokens
         self.in_flight = following
-        self._count(outcome, None)
+        self._count(outcome, None, 0)
         return outcome
 
     def drafted(self, length: int, cut: Cut) -> RoundOutcome:
@@ -126,20 +123,19 @@ class Rounds:
         # 2. The drafter proposes up to k tokens, checked and submitted by its guard and
         #    not read. Behind a step in flight the first one stands for its token.
         request, ahead = self.request, 0 if self.in_flight is None else 1
-        drafter = request.drafter
+        drafter = self._asked = request.drafter
         assert drafter is not None
         request.clock.note("host")
-        nodes = 0 if ahead else request.tree
-        choices = CheckedChoose(request.verifier, request.masks, nodes)
-        self._drafting = True
+        tree = 0 if ahead else request.tree
+        choices = CheckedChoose(request.verifier, request.masks, tree)
         draft = drafter.propose(request.sequence, ahead + length, choices)
         request.clock.note("draft")
         if draft.length > ahead and self.in_turn:
-            return self._in_turn(drafter, draft, cut)
+            return self._in_turn(draft, cut)
         if draft.length > ahead:
-            return self._verify(drafter, draft, cut)
+            return self._verify(draft, cut)
         drafter.discard()
-        self._drafting = False
+        self._asked = None
         request.statistics.reads += draft.reads
         outcome = self.plain(cut)
         request.statistics.empty_drafts += draft is not NOTHING
@@ -147,12 +143,9 @@ class Rounds:
 
     def forced(self, draft: Proposal, cut: Cut) -> RoundOutcome:
         """Run a round with what a constraint leaves no choice of; see `forced`."""
-        run = self._in_turn if self.in_turn else self._verify
-        return run(None, draft, cut)
+        return (self._in_turn if self.in_turn else self._verify)(draft, cut)
 
-    def _verify(
-        self, drafter: Drafter | None, draft: Proposal, cut: Cut
-    ) -> RoundOutcome:
+    def _verify(self, draft: Proposal, cut: Cut) -> RoundOutcome:
         """Let the target verify a draft, and commit what is accepted."""
         request, step = self.request, self.in_flight
         # 3. A journal of each of the target's caches lets a prefix of it stay.
@@ -170,32 +163,28 @@ class Rounds:
             accepted = min(found.accepted, keep - found.first)
             held = pending.fed + accepted
             lane_round.prepare(held)
-            if drafter is not None:
-                drafter.settle(found.settled(draft, accepted))
+            if self._asked is not None:
+                self._asked.settle(found.settled(draft, accepted))
             # Before the commit, so that what the caches hold always has its name.
             request.sequence.tokens += outcome.tokens
             self.in_flight = None
             lane_round.commit(held)
             self.last_round = lane_round
         # 8. Nothing above has failed: constraint, processors and counts follow.
-        self._drafting = False
+        self._asked = None
         all_held = found.first + accepted == keep
         self.next_token = found.tokens[keep] if all_held else None
         self._count(outcome, draft, keep - found.first)
         return outcome
 
-    def _in_turn(
-        self, drafter: Drafter | None, draft: Proposal, cut: Cut
-    ) -> RoundOutcome:
+    def _in_turn(self, draft: Proposal, cut: Cut) -> RoundOutcome:
         """Run a round, drafted or not, whose rows are decided one after the other."""
-        outcome, self.last_round = run_in_turn(self.request, draft, cut, drafter)
-        self._drafting, self.next_token = False, None
+        outcome, self.last_round = run_in_turn(self.request, draft, cut, self._asked)
+        self._asked = self.next_token = None
         self._count(outcome, draft, len(outcome.tokens))
         return outcome
 
-    def _count(
-        self, outcome: RoundOutcome, draft: Proposal | None, rows: int = 0
-    ) -> None:
+    def _count(self, outcome: RoundOutcome, draft: Proposal | None, rows: int) -> None:
         """Let constraint, processors (by the last forward's rows) and counts follow."""
         request = self.request
         counts, target = request.statistics, request.target

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from mlx_speculation.engine.drafters.base import Drafter, Proposal
+from mlx_speculation.engine.drafters.base import OpenDrafter, Proposal
 from mlx_speculation.engine.round.outcome import (
     Cut,
     RoundOutcome,
@@ -25,7 +25,7 @@ from mlx_speculation.samplers import Constrained, Verified
 
 
 def run_in_turn(
-    request: Request, draft: Proposal, cut: Cut, drafter: Drafter | None
+    request: Request, draft: Proposal, cut: Cut, drafter: OpenDrafter | None
 ) -> tuple[RoundOutcome, LaneRound]:
     """Run a round whose rows are decided one after the other, and commit it.
 

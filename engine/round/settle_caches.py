@@ -1,6 +1,5 @@
 """What the caches hold when a stream ends."""
 
-from mlx_speculation.engine.drafters.base import lanes_of
 from mlx_speculation.engine.round.outcome import outcome_of
 from mlx_speculation.engine.round.request import Request
 from mlx_speculation.engine.round.round import Rounds
@@ -31,8 +30,7 @@ def take_back(rounds: Rounds, count: int) -> None:
     request, lane_round = rounds.request, rounds.last_round
     target, tokens = request.target, request.sequence.tokens
     kept = len(tokens) - count
-    if request.drafter is not None:
-        request.drafter.discard()
+    request.open_drafter.discard()
     if target.seen > kept and lane_round is not None:
         lane_round.rollback()
     del tokens[kept:]
@@ -43,7 +41,7 @@ def take_back(rounds: Rounds, count: int) -> None:
 def level_draft(request: Request) -> None:
     """Let the draft model's caches hold what the target's hold."""
     tokens, seen = request.sequence.tokens, request.target.seen
-    for lane in lanes_of(request.drafter):
+    for lane in request.open_drafter.lanes:
         if lane is not None:
             lane.feed(tokens[lane.seen : min(seen, lane.seen + lane.room)])
 

@@ -18,7 +18,8 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from mlx_speculation.caches import whole_steps
-from mlx_speculation.engine.drafters.base import CheckedChoose, Drafter
+from mlx_speculation.engine.drafters.base import OpenDrafter
+from mlx_speculation.engine.drafters.fault_guard import CheckedChoose
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.engine.stats import Statistics
 from mlx_speculation.models import (
@@ -82,7 +83,7 @@ class Warmup:
         return most
 
     def draft(
-        self, drafter: Drafter, sequence: Sequence, choices: CheckedChoose
+        self, drafter: OpenDrafter, sequence: Sequence, choices: CheckedChoose
     ) -> None:
         """Have a drafter, which has read the prompt, draft once for nothing."""
         if _drafted() not in self._met:

@@ -24,7 +24,7 @@ import mlx.nn as nn
 from mlx_speculation import CascadeDraft, LookupDraft, Sampling, SpeculativeGenerator
 from mlx_speculation.caches import FixedShape
 from mlx_speculation.engine import AssistantDraft, PEagleDraft
-from mlx_speculation.engine.drafters.base import CheckedChoose
+from mlx_speculation.engine.drafters.fault_guard import CheckedChoose
 from mlx_speculation.engine.result import Result
 from mlx_speculation.samplers import Choice, Rows
 from support.drafters.batch_heads import eagle_on, mtp_on

@@ -16,8 +16,8 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_speculation.engine import LookupDraft
 from mlx_speculation.engine import Sequence as Known
+from mlx_speculation.engine.lookup.drafter import LookupDraft, LookupDrafter
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.training.data.dialogues import Dialogue
 from mlx_speculation.training.kinds.trainee import (
@@ -101,7 +101,7 @@ def lookup_acceptance(
     for dialogue in dialogues:
         tokens = dialogue.tokens.tolist()
         at = int(np.argmax(dialogue.counts)) + 1
-        drafter, known = LookupDraft(), Known(tokens[:at])
+        drafter, known = LookupDrafter(LookupDraft()), Known(tokens[:at])
         drafter.begin(known)
         own = found["sampled" if dialogue.temperature else "greedy"]
         while at < len(tokens):

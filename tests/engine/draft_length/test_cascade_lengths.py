@@ -15,7 +15,7 @@ from mlx_speculation.engine.draft_length.adaptive import AdaptiveDraftLength, Cr
 from mlx_speculation.engine.draft_length.base import Feedback, Plan
 from mlx_speculation.engine.draft_length.cascade import CascadeDraftLength
 from mlx_speculation.engine.draft_length.costs import RoundCosts
-from mlx_speculation.engine.drafters.base import Choose, Proposal
+from mlx_speculation.engine.drafters.base import Choose, OpenDrafter, Proposal
 from mlx_speculation.engine.drafters.cascade import CascadeDrafter, Turns
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import DrafterFaultWarning
@@ -32,7 +32,7 @@ CHEAP = [1.0, *(1.5 + 0.05 * n for n in range(1, LONGEST + 1))]
 DEAR = [1.0, *(1.5 + 0.5 * n for n in range(1, LONGEST + 1))]
 
 
-class Asked:
+class Asked(OpenDrafter):
     """Notes how many tokens it was asked for, and proposes so many, or nothing."""
 
     def __init__(self, *, speaks: bool = True) -> None:
@@ -40,16 +40,10 @@ class Asked:
         self.limits: list[int] = []
         self.discarded = 0
 
-    def begin(self, sequence: Sequence) -> None:
-        """Do nothing."""
-
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         """Propose zeros."""
         self.limits.append(limit)
         return Proposal(mx.zeros((limit if self.speaks else 0,), mx.uint32))
-
-    def settle(self, accepted: int) -> None:
-        """Do nothing."""
 
     def discard(self) -> None:
         """Count the calls."""

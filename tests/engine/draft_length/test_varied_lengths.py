@@ -320,7 +320,7 @@ def test_calibration_leaves_nothing_to_later_requests() -> None:
     )
     generator.calibrate(contexts=[40])
     assert prefixes.nbytes == 0
-    assert not any(index.tokens for index in lookup._earlier.indexes)
+    assert not any(index.tokens for index in lookup.earlier.indexes)
     assert set(generator.calibrate(contexts=[8])[0]) >= {0, 4, 8}
 
 

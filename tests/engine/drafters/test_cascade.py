@@ -17,6 +17,7 @@ from mlx_speculation.engine.draft_length.base import FixedDraftLength
 from mlx_speculation.engine.drafters.base import Choose, Proposal
 from mlx_speculation.engine.drafters.cascade import CascadeDrafter
 from mlx_speculation.engine.drafters.draft_model import ModelDrafter
+from mlx_speculation.engine.drafters.user_drafter import adapted
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.engine.round.decoder import Decoder
 from mlx_speculation.engine.round.outcome import RoundOutcome
@@ -60,7 +61,7 @@ def test_the_first_draft_is_taken_and_only_its_drafter_hears_of_it() -> None:
     text = list(range(9))
     first = SometimesDrafter(text, [True, False, False])
     second = SometimesDrafter(text, [True, False])
-    cascade = CascadeDrafter(first, second)
+    cascade = CascadeDrafter(adapted(first), adapted(second))
     sequence = Sequence([0])
     cascade.begin(sequence)
     assert first.calls == second.calls == ["begin"]
@@ -92,13 +93,14 @@ def test_the_models_caches_stay_right_between_turns(name: str, fails: bool) -> N
     text = plain_text(model)
     turns = [True, False, True, True, False, True, False, False, True, True]
     sequence = Sequence(list(PROMPT))
+    known = SometimesDrafter(PROMPT + text, turns * 2)
     drafter = ModelDrafter(lambda: Lane(small))
     decoder = Decoder(
         Request(
             target=Lane(model),
             sequence=sequence,
             verifier=Verifier(Chooser(SAMPLED, 256)),
-            drafter=CascadeDrafter(SometimesDrafter(PROMPT + text, turns * 2), drafter),
+            drafter=CascadeDrafter(adapted(known), drafter),
             policy=FixedDraftLength(5),
         )
     )

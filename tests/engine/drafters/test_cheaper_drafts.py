@@ -18,11 +18,8 @@ from mlx_speculation import (
     reduced_vocabulary,
 )
 from mlx_speculation.engine import EagleDraft, MtpDraft
-from mlx_speculation.engine.drafters.base import (
-    CheckedChoose,
-    CheckedProposal,
-    Proposal,
-)
+from mlx_speculation.engine.drafters.base import Proposal
+from mlx_speculation.engine.drafters.fault_guard import CheckedChoose, CheckedProposal
 from mlx_speculation.models import (
     LaneRound,
     MtpConvention,

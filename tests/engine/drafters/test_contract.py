@@ -22,6 +22,7 @@ from mlx_speculation.engine import AssistantDraft, Drafter, PEagleDraft
 from mlx_speculation.engine.drafters.base import Choose
 from mlx_speculation.engine.drafters.cascade import CascadeDrafter
 from mlx_speculation.engine.drafters.draft_model import ModelDraft
+from mlx_speculation.engine.drafters.user_drafter import adapted
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.models import Lane, ModelHooks
 from mlx_speculation.samplers import Chooser, Verifier
@@ -122,7 +123,8 @@ def of_cascade() -> Kind:
     lookup, model = of_lookup(), of_model("llama")
 
     def open_cascade(lane: Lane, sequence: Sequence) -> Drafter:
-        return CascadeDrafter(lookup.open(lane, sequence), model.open(lane, sequence))
+        each = (kind.open(lane, sequence) for kind in (lookup, model))
+        return CascadeDrafter(*map(adapted, each))
 
     def in_turn(sequence: Sequence, count: int, choose: Choose) -> list[int]:
         found = lookup.twin(sequence, count, choose)

@@ -23,8 +23,10 @@ from mlx_speculation import (
     pure,
 )
 from mlx_speculation.engine import MtpDraft, MtpDrafter, Result
-from mlx_speculation.engine.drafters.base import CheckedChoose, Choose, Proposal
+from mlx_speculation.engine.drafters.base import Choose, Proposal
 from mlx_speculation.engine.drafters.draft_model import ModelDrafter
+from mlx_speculation.engine.drafters.fault_guard import CheckedChoose
+from mlx_speculation.engine.lookup.drafter import LookupDrafter
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.models import Lane
 from mlx_speculation.models.mtp import MtpHead
@@ -52,7 +54,7 @@ EXAMPLES = settings.get_profile("default").max_examples
 KINDS = {
     "model": ModelDrafter,
     "mtp": MtpDrafter,
-    "lookup": LookupDraft,
+    "lookup": LookupDrafter,
     "custom": ScriptedDrafter,
 }
 Faults = Callable[[nn.Module | None], AbstractContextManager[Happened]]

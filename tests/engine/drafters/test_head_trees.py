@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mlx_speculation import SpeculativeGenerator, demo_models, load
 from mlx_speculation.caches.types.tree_view import TreeView
 from mlx_speculation.engine import CascadeDraft, EagleDraft, LookupDraft
-from mlx_speculation.engine.drafters.base import CheckedChoose
+from mlx_speculation.engine.drafters.fault_guard import CheckedChoose
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import HiddenStates, TreeHooks
 from mlx_speculation.models.checkpoints import HeadOutput

@@ -13,6 +13,7 @@ from mlx_lm.utils import save_config, save_model
 
 from mlx_speculation import InvalidRequestError, LookupDraft, SpeculativeGenerator
 from mlx_speculation.engine import Drafter, Proposal
+from mlx_speculation.engine.lookup.drafter import LookupDrafter
 from mlx_speculation.engine.lookup.suffix_automaton import SuffixAutomaton
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.samplers import Choice, Rows
@@ -39,8 +40,12 @@ def looking_up(**options: Any) -> LookupDraft:
     return LookupDraft(**{"minimum_match": 3, **options})
 
 
-def begun(tokens: SequenceOf[int], **options: Any) -> LookupDraft:
-    drafter = looking_up(**options)
+def opened(**options: Any) -> LookupDrafter:
+    return LookupDrafter(looking_up(**options))
+
+
+def begun(tokens: SequenceOf[int], **options: Any) -> LookupDrafter:
+    drafter = opened(**options)
     drafter.begin(Sequence(list(tokens)))
     return drafter
 
@@ -98,7 +103,7 @@ def test_proposals_are_what_a_search_finds(
 
 
 def test_the_text_comes_first_then_earlier_requests_then_the_corpus() -> None:
-    drafter = looking_up(corpus=[[1, 2, 3, 30]], earlier_tokens=100)
+    drafter = opened(corpus=[[1, 2, 3, 30]], earlier_tokens=100)
     assert proposed(drafter, [9, 1, 2, 3]) == [30]
     drafter.remember([1, 2, 3, 20])
     drafter.begin(Sequence([9, 1, 2, 3]))
@@ -110,12 +115,12 @@ def test_the_text_comes_first_then_earlier_requests_then_the_corpus() -> None:
 def test_the_latest_of_equally_long_matches_is_taken() -> None:
     text = [1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3]
     assert proposed(begun(text), text) == [5, 1, 2]
-    drafter = looking_up(corpus=[[1, 2, 3, 4], [1, 2, 3, 5]])
+    drafter = opened(corpus=[[1, 2, 3, 4], [1, 2, 3, 5]])
     assert proposed(drafter, [1, 2, 3]) == [5]
-    drafter = looking_up(earlier_tokens=20)
+    draft = looking_up(earlier_tokens=20)
     for last in (4, 5, 6):
-        drafter.remember([0, 1, 2, 3, last])
-        assert proposed(drafter.copied(), [1, 2, 3]) == [last]
+        LookupDrafter(draft).remember([0, 1, 2, 3, last])
+        assert proposed(LookupDrafter(draft), [1, 2, 3]) == [last]
 
 
 @pytest.mark.parametrize("index", ["automaton", "ngram"])
@@ -138,7 +143,7 @@ def test_a_repeating_text_is_drafted_beyond_its_end(index: Any) -> None:
 
 def test_drafts_end_with_the_document() -> None:
     documents: Any = [[1, 2, 3, 4], [5, 6, 7, 8], mx.array([9, 1, 2]), np.array([3, 4])]
-    drafter = looking_up(corpus=documents, minimum_match=2, tokens_per_match=9)
+    drafter = opened(corpus=documents, minimum_match=2, tokens_per_match=9)
     assert proposed(drafter, [5, 6]) == [7, 8]
     assert proposed(drafter, [7, 8]) == []  # followed by nothing
     assert proposed(drafter, [1, 2]) == [3, 4]  # followed by something once
@@ -146,10 +151,10 @@ def test_drafts_end_with_the_document() -> None:
 
 
 def test_old_requests_are_dropped_beyond_the_limit() -> None:
-    drafter = looking_up(earlier_tokens=40)
+    drafter = opened(earlier_tokens=40)
     for start in range(0, 200, 10):
         drafter.remember(range(start, start + 9))
-        known = drafter._earlier.indexes
+        known = drafter._draft.earlier.indexes
         assert sum(len(index.tokens) for index in known) <= 40
         assert proposed(drafter, range(start, start + 5)) == [
             *range(start + 5, start + 9)
@@ -163,12 +168,12 @@ def test_old_requests_are_dropped_beyond_the_limit() -> None:
 
 
 def test_the_next_turn_of_a_chat_is_not_indexed_twice() -> None:
-    drafter = looking_up(earlier_tokens=2000)
+    drafter = opened(earlier_tokens=2000)
     chat: list[int] = []
     for turn in range(10):
         chat += range(100 * turn, 100 * turn + 80)
         drafter.remember(chat)
-    known = sum(len(index.tokens) for index in drafter._earlier.indexes)
+    known = sum(len(index.tokens) for index in drafter._draft.earlier.indexes)
     assert known <= 10 * (80 + 1) + 9 * 64
     assert proposed(drafter, [178, 179]) == []
     assert proposed(drafter, [177, 178, 179]) == [200, 201, 202]
@@ -176,9 +181,9 @@ def test_the_next_turn_of_a_chat_is_not_indexed_twice() -> None:
 
 @pytest.mark.parametrize("limit", [0, 1, 2, 3])
 def test_small_limits_hold_nothing_that_could_follow(limit: int) -> None:
-    drafter = looking_up(earlier_tokens=limit, minimum_match=1)
+    drafter = opened(earlier_tokens=limit, minimum_match=1)
     drafter.remember([1, 2, 3, 4])
-    known = drafter._earlier.indexes
+    known = drafter._draft.earlier.indexes
     assert sum(len(index.tokens) for index in known) <= limit
 
 
@@ -201,8 +206,8 @@ def test_an_interrupt_while_indexing_does_no_harm(
 
 
 def test_streams_share_the_corpus_and_not_the_text() -> None:
-    drafter = looking_up(corpus=[[1, 2, 3, 4]])
-    one, other = drafter.copied(), drafter.copied()
+    draft = looking_up(corpus=[[1, 2, 3, 4]])
+    one, other = LookupDrafter(draft), LookupDrafter(draft)
     assert proposed(one, [5, 6, 7, 8, 5, 6, 7]) == [8, 5, 6]
     assert proposed(other, [5, 6, 7]) == []
     assert proposed(other, [1, 2, 3]) == [4]
@@ -281,11 +286,11 @@ def test_two_streams_of_one_generator_are_independent() -> None:
 
 def test_a_stream_that_failed_or_never_ran_is_not_remembered() -> None:
     model, tokenizer = build("llama"), byte_tokenizer()
-    drafter = looking_up(earlier_tokens=1000)
-    generator = SpeculativeGenerator(model, tokenizer, draft=drafter)
+    draft = looking_up(earlier_tokens=1000)
+    generator = SpeculativeGenerator(model, tokenizer, draft=draft)
     generator.stream([1, 2, 3, 4]).close()
-    assert proposed(drafter, [1, 2, 3]) == []
+    assert proposed(LookupDrafter(draft), [1, 2, 3]) == []
     stream = generator.stream([1, 2, 3, 4], max_tokens=9)
     next(stream)
     stream.close()
-    assert proposed(drafter, [1, 2, 3])[:1] == [4]
+    assert proposed(LookupDrafter(draft), [1, 2, 3])[:1] == [4]

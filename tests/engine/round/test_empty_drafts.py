@@ -19,6 +19,7 @@ from mlx_speculation import NonFiniteLogitsError, SpeculativeGenerator
 from mlx_speculation.caches import Speculation
 from mlx_speculation.engine.draft_length.base import FixedDraftLength
 from mlx_speculation.engine.drafters.base import Choose, Proposal
+from mlx_speculation.engine.drafters.user_drafter import adapted
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.engine.round import round as rounds
 from mlx_speculation.engine.round import settle_caches
@@ -76,7 +77,7 @@ class Run:
                 target=self.target,
                 sequence=self.sequence,
                 verifier=Verifier(Chooser(SAMPLED, 256)),
-                drafter=self.drafter,
+                drafter=adapted(self.drafter),
                 policy=FixedDraftLength(4),
             )
         )

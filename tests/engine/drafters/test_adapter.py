@@ -1,0 +1,119 @@
+"""One module asks objects what they are: the adapter of what a user passes.
+
+Everywhere else in the engine a drafter has all members of `OpenDrafter`, and a draft
+all of `Draft`.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+
+import mlx.core as mx
+import pytest
+
+from mlx_speculation.engine import Choose, Proposal, Sequence
+from mlx_speculation.engine.drafters.base import OpenDrafter, WrappedDrafter
+from mlx_speculation.engine.drafters.user_drafter import adapted
+from support.pages import ROOT
+
+ADAPTER = "engine/drafters/user_drafter.py"
+KINDS = re.compile(r"\b\w*(Draft|Drafter|Drafters)\b")
+OBJECTS = re.compile(r"draft|\b(inner|member|each|source|head)s?\b")
+# Attributes of other libraries' objects, which name a draft in passing.
+OTHERS = {"getattr(head, 'ids', None)", "getattr(choose, 'tree', 0)"}
+
+
+def asks(text: str) -> Iterator[str]:
+    """Yield the calls that ask a drafter or a draft what it is or has."""
+    for node in ast.walk(ast.parse(text)):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
+            continue
+        args = [ast.unparse(argument) for argument in node.args]
+        by_kind = node.func.id == "isinstance" and KINDS.search(args[1])
+        by_name = node.func.id == "hasattr" or (
+            node.func.id == "getattr" and len(args) == 3
+        )
+        if by_kind or (by_name and OBJECTS.search(args[0])):
+            yield ast.unparse(node)
+
+
+def test_nothing_but_the_adapter_asks_drafters_and_drafts_what_they_are() -> None:
+    found = {
+        f"{path.relative_to(ROOT)}: {call}"
+        for path in (ROOT / "engine").rglob("*.py")
+        if path.relative_to(ROOT).as_posix() != ADAPTER
+        for call in asks(path.read_text("utf-8"))
+        if call not in OTHERS
+    }
+    assert not found
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "isinstance(one, (CascadeDraft, MtpDraft))",
+        "isinstance(found, base.OpenDrafter)",
+        "getattr(self.request.drafter, 'lanes', ())",
+        "getattr(self.inner, 'held', None)",
+        "hasattr(member, 'trees')",
+    ],
+)
+def test_what_asks_is_found(call: str) -> None:
+    assert list(asks(f"x = [{call}]")) == [call]
+
+
+def test_the_wrapper_passes_on_every_member() -> None:
+    names = [name for name in vars(OpenDrafter) if not name.startswith("_")]
+    marks = {name: property(lambda self, name=name: f"its {name}") for name in names}
+    inner = type("Marked", (OpenDrafter,), marks)()
+    outer = WrappedDrafter(inner)
+    assert {name: getattr(outer, name) for name in names} == {
+        name: f"its {name}" for name in names
+    }
+
+
+class Bare:
+    """A drafter of a user's with the four methods alone."""
+
+    def begin(self, sequence: Sequence) -> None: ...
+
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
+        return Proposal(mx.array([7] * limit, mx.uint32))
+
+    def settle(self, accepted: int) -> None: ...
+
+    def discard(self) -> None: ...
+
+
+class Rich(Bare):
+    """The same with all that it may have beside them."""
+
+    held = [mx.zeros(3)]  # noqa: RUF012
+
+    def __init__(self) -> None:
+        self.known: list[int] = []
+
+    def read_ahead(self, sequence: Sequence, fits: object) -> bool:
+        return False
+
+    def remember(self, tokens: list[int]) -> None:
+        self.known += tokens
+
+
+def test_a_users_object_has_the_defaults_of_what_it_lacks() -> None:
+    bare, rich = Bare(), Rich()
+    for one, held, read in ((bare, 0, True), (rich, 1, False)):
+        drafter = adapted(one)
+        assert drafter.name == type(one).__name__
+        assert len(drafter.held) == held
+        assert drafter.read_ahead(Sequence([1]), lambda count: True) is read
+        drafter.remember([1, 2])
+        assert list(drafter.lanes) == []
+        assert drafter.prefix_head is drafter.batch_lane is drafter.batch_head is None
+        assert not drafter.disabled
+    assert rich.known == [1, 2]
+
+
+def test_a_drafter_of_the_engines_own_is_adapted_to_itself() -> None:
+    drafter = OpenDrafter()
+    assert adapted(drafter) is drafter
