@@ -1,7 +1,7 @@
 """`benchmark`: what drafts gain over plain decoding, for models of one's own."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,7 @@ from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.option_fields import option
 
 if TYPE_CHECKING:
+    from mlx_speculation import SpeculativeGenerator
     from mlx_speculation.cli.plots import Curve, Panel
     from mlx_speculation.engine import Statistics
 
@@ -41,10 +42,10 @@ LENGTHS = (1, 2, 4, 8)
 LEAST_GAIN = 1.02  # below it a draft is not recommended
 
 
-def benchmark(
-    drafts: DraftsOptions,
-    template: TemplateOptions,
-    sampling: SamplingOptions,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasureOptions:
+    """The arms, the prompts and the size of a measurement."""
+
     compare_length: list[int] | None = option(
         None,
         "Also measure this draft length. Repeatable. Without it and --draft-length: "
@@ -52,28 +53,42 @@ def benchmark(
         panel=DRAFT,
         min=1,
         max=64,
-    ),
+    )
     prompt: list[str] | None = option(
         None,
         "Prompt. Repeatable. Default: bundled ones, messages for a chat model.",
         "--prompt",
         "-p",
         panel=TEMPLATE,
-    ),
+    )
     prompts_file: Path | None = option(
         None,
         "JSON lines with prompts: a text under 'prompt', or 'turns' as in Spec-Bench, "
         "of which the first is taken.",
         panel=TEMPLATE,
-    ),
-    tokens: int = option(128, "Tokens per run.", "--max-tokens", "-m", min=2),
+    )
+    tokens: int = option(128, "Tokens per run.", "--max-tokens", "-m", min=2)
     passes: int | None = option(
         None,
         "Number of passes; each takes the next prompt. Default: each prompt once, 5 at "
         "least.",
         min=1,
-    ),
-    plot: Path | None = option(None, "Save a plot of the results to this file."),
+    )
+    plot: Path | None = option(None, "Save a plot of the results to this file.")
+
+    def texts(self) -> list[str]:
+        """Return the prompts that were given."""
+        texts = [sound_text("--prompt", text) for text in self.prompt or ()]
+        if self.prompts_file is not None:
+            texts += read_prompts("--prompts-file", self.prompts_file)
+        return texts
+
+
+def benchmark(
+    drafts: DraftsOptions,
+    template: TemplateOptions,
+    sampling: SamplingOptions,
+    run: MeasureOptions,
     json: Json = False,
 ) -> None:
     """Measure what drafts gain over plain decoding, for models of your own.
@@ -83,77 +98,95 @@ def benchmark(
     """
     screen = Screen(json=json)
     pairs = drafts.pairs()
-    _check(pairs, prompt, plot)
+    _check(pairs, run.prompt, run.plot)
     template.check()
-    given = [sound_text("--prompt", text) for text in prompt or ()]
-    if prompts_file is not None:
-        given += read_prompts("--prompts-file", prompts_file)
+    given = run.texts()
     blas = begin(drafts.blas, screen)
     sampling.check()
     names = [str(pair.draft) for pair in pairs]
-    lengths = _lengths(drafts.draft_length, compare_length or ())
-    generators = [open_pair(pairs[0], screen)]
-    generators += [beside(generators[0], pair) for pair in pairs[1:]]
-    for generator in generators if None in lengths else ():
-        with screen.progress("calibrating") as report:
-            generator.calibrate(progress=report)
+    lengths = _lengths(drafts.draft_length, run.compare_length or ())
+    generators = _generators(pairs, lengths, screen)
     tokenizer = generators[0].tokenizer
     chance = sampling.sampling(tokenizer).with_seed()
     chat = template.applies(tokenizer)
-    texts = given or _bundled(chat=chat)
-    prompts = [_encoded(tokenizer, template, text, chat=chat) for text in texts]
-    passes = passes or max(5, len(prompts))
+    prompts = [
+        _encoded(tokenizer, template, text, chat=chat)
+        for text in given or _bundled(chat=chat)
+    ]
+    passes = run.passes or max(5, len(prompts))
     arms = arms_of([_label(name) for name in names], lengths)
+    size: dict[str, Any] = {"tokens": run.tokens, "sampling": chance, "passes": passes}
     with screen.progress("measuring") as report:
-        done = measure(
-            generators,
-            arms,
-            prompts,
-            tokens=tokens,
-            sampling=chance,
-            passes=passes,
-            report=report,
-        )
+        done = measure(generators, arms, prompts, **size, report=report)
     if not done:
         raise KeyboardInterrupt
-    plain = _plain(arms)
-    same = all(arm.same for arm in arms)
-    kind = "chat messages" if chat else "texts"
-    count = "1 pass" if done == 1 else f"{done} passes"
-    used = min(done, len(prompts))
-    title = f"{count} over {used} {kind}, up to {tokens} tokens"
-    screen.table(_table(arms, plain, title))
-    screen.text(f"{_result(arms, same)}\n{_advice(arms, plain, names)}\n")
-    screen.object(
-        command="benchmark",
+    used = f"{min(done, len(prompts))} {'chat messages' if chat else 'texts'}"
+    _report(
+        screen,
+        arms,
+        names,
+        f"passes: {done}, over {used}, up to {run.tokens} tokens",
         model=drafts.model,
-        drafts=names,
         passes=done,
-        tokens=tokens,
+        tokens=run.tokens,
         chat=chat,
-        sampling={
-            "temperature": chance.temperature,
-            "seed": chance.seed,
-        },
-        plain=plain.name,
-        arms=[_object(arm, plain) for arm in arms],
-        advice=_advice(arms, plain, names),
-        same=same,
-        notices=[said for each in generators for said in each.notices],
-        machine=machine(),
+        sampling={"temperature": chance.temperature, "seed": chance.seed},
+        notices=[notice for each in generators for notice in each.notices],
         blas=blas,
-        versions=versions(),
     )
-    if plot is not None:  # last: a full disk must not cost the figures
-        from mlx_speculation.cli.plots import save_plot
-
-        with writing("--plot", plot) as file:
-            save_plot([_panel(drafts.model, names, arms, plain)], file)
-        screen.say(f"the plot is {plot}")
+    if run.plot is not None:  # last: a full disk must not cost the figures
+        _save_plot(run.plot, [_panel(drafts.model, names, arms, _plain(arms))], screen)
     if done < passes:
         raise typer.Exit(INTERRUPTED)
-    if not same:
+    if not _same(arms):
         raise typer.Exit(FAILED)
+
+
+def _generators(
+    pairs: Sequence[PairOptions], lengths: Sequence[int | None], screen: Screen
+) -> "list[SpeculativeGenerator]":
+    """Return a generator for each draft, calibrated if lengths are adaptive."""
+    first = open_pair(pairs[0], screen)
+    generators = [first, *(beside(first, pair) for pair in pairs[1:])]
+    for generator in generators if None in lengths else ():
+        with screen.progress("calibrating") as report:
+            generator.calibrate(progress=report)
+    return generators
+
+
+def _report(
+    screen: Screen, arms: Sequence[Arm], names: Sequence[str], title: str, **more: Any
+) -> None:
+    """Print the table and the advice, and the object with `more` fields."""
+    plain, same = _plain(arms), _same(arms)
+    advice = _advice(arms, plain, names)
+    screen.table(_table(arms, plain, title))
+    screen.text(f"{_result(arms, same)}\n{advice}\n")
+    screen.object(
+        command="benchmark",
+        drafts=names,
+        plain=plain.name,
+        arms=[_object(arm, plain) for arm in arms],
+        advice=advice,
+        same=same,
+        machine=machine(),
+        versions=versions(),
+        **more,
+    )
+
+
+def _same(arms: Sequence[Arm]) -> bool:
+    """Whether all texts are those of plain decoding."""
+    return all(arm.same for arm in arms)
+
+
+def _save_plot(plot: Path, panels: "list[Panel]", screen: Screen) -> None:
+    """Save the plot of the results, and say where."""
+    from mlx_speculation.cli.plots import save_plot
+
+    with writing("--plot", plot) as file:
+        save_plot(panels, file)
+    screen.say(f"the plot is {plot}")
 
 
 def _check(

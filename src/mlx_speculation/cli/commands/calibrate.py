@@ -1,5 +1,6 @@
 """`calibrate`: measures what rounds cost."""
 
+from collections.abc import Sequence
 from dataclasses import MISSING, asdict
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from mlx_speculation.environment import versions
 from mlx_speculation.option_fields import option
 
 if TYPE_CHECKING:
+    from mlx_speculation import SpeculativeGenerator
     from mlx_speculation.engine.draft_length.calibration import PartsTable
     from mlx_speculation.engine.draft_length.costs import CostTable
 
@@ -60,22 +62,11 @@ def calibrate(
         trust_remote_code=trust_remote_code,
     )
     generator = open_pair(pair, screen)
-    try:
-        with screen.progress("measuring lengths") as report:
-            costs = generator.calibrate(contexts=context or [64], progress=report)
-        batches = {}
-        if batch:
-            with screen.progress("measuring batches") as report:
-                batches = generator.calibrate_batches(
-                    batch, contexts=context or [64], progress=report
-                )
-    except KeyboardInterrupt:
-        screen.say("What was not measured to its end is not kept.")
-        raise
+    costs, batches = _measured(generator, context or [64], batch or [], screen)
     parts = generator.round_parts
     screen.table(_table("Milliseconds of a round by draft length", costs, parts))
-    for rows, own in batches.items():
-        screen.table(_table(f"Milliseconds of a round of {rows} rows", own, {}))
+    for rows, table in batches.items():
+        screen.table(_table(f"Milliseconds of a round of {rows} rows", table, {}))
     screen.object(
         command="calibrate",
         model=model,
@@ -90,6 +81,27 @@ def calibrate(
         blas=chosen,
         versions=versions(),
     )
+
+
+def _measured(
+    generator: "SpeculativeGenerator",
+    contexts: Sequence[int],
+    batch: Sequence[int],
+    screen: Screen,
+) -> tuple["CostTable", dict[int, "CostTable"]]:
+    """Return the costs of rounds of one request, and of batches by their rows."""
+    try:
+        with screen.progress("measuring lengths") as report:
+            costs = generator.calibrate(contexts=contexts, progress=report)
+        if not batch:
+            return costs, {}
+        with screen.progress("measuring batches") as report:
+            return costs, generator.calibrate_batches(
+                batch, contexts=contexts, progress=report
+            )
+    except KeyboardInterrupt:
+        screen.say("What was not measured to its end is not kept.")
+        raise
 
 
 def _by_context(costs: "CostTable") -> dict[int, dict[int, float]]:

@@ -1,7 +1,7 @@
 """`check`: whether a draft leaves the text of a model as it is, on this machine."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -27,27 +27,45 @@ if TYPE_CHECKING:
 USUAL_LENGTH = 4  # an adaptive one might be 0, and nothing be compared
 
 
-def check(
-    pair: PairOptions,
-    sampling: SamplingOptions,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompareOptions:
+    """The text and the places to compare."""
+
     prompt: str | None = option(
         None,
         "Prompt; '-' reads standard input. Default: a bundled one.",
         "--prompt",
         "-p",
-    ),
-    tokens: int = option(64, "Number of tokens to compare.", "--tokens", "-m", min=1),
-    rows: int = option(4, "Number of drafted tokens per verification.", min=1, max=64),
-    places: int = option(8, "Number of places in the text to verify at.", min=1),
+    )
+    tokens: int = option(64, "Number of tokens to compare.", "--tokens", "-m", min=1)
+    rows: int = option(4, "Number of drafted tokens per verification.", min=1, max=64)
+    places: int = option(8, "Number of places in the text to verify at.", min=1)
     tolerance: float | None = option(
         None,
         "Largest margin of a near-tie. Default: twice the median difference of rows on "
         "this machine.",
         min=0.0,
-    ),
+    )
     context: int = option(
         1024, "Positions up to which --exact is tried.", min=1, max=1 << 20
-    ),
+    )
+
+    def text(self) -> str:
+        """Return the prompt; a text shorter than a draft is refused."""
+        if self.tokens < self.rows:
+            raise InvalidRequestError(
+                f"--tokens is {self.tokens} and --rows {self.rows}, and a text has to "
+                f"be as long as a draft. Give --tokens {self.rows} or more."
+            )
+        if self.prompt is None:
+            return demo_prompts()[0].text
+        return read_prompt(self.prompt)
+
+
+def check(
+    pair: PairOptions,
+    sampling: SamplingOptions,
+    compare: CompareOptions,
     json: Json = False,
 ) -> None:
     """Check that drafts leave the text as it is, on this machine with this model.
@@ -62,40 +80,32 @@ def check(
     """
     screen = Screen(json=json)
     if pair.exact:
-        _check_exact(pair, context, screen)
+        _check_exact(pair, compare.context, screen)
         return
-    text = demo_prompts()[0].text if prompt is None else read_prompt(prompt)
-    if tokens < rows:
-        raise InvalidRequestError(
-            f"--tokens is {tokens} and --rows {rows}, and a text has to be as long as "
-            f"a draft. Give --tokens {rows} or more."
-        )
+    text = compare.text()
     blas = begin(pair.blas, screen)
     sampling.check()
     generator = open_pair(pair, screen)
     ids = encode(generator.tokenizer, text, rendered=False)
     found: list[Place] = []
-    compared = None
-    interrupted = False
+    compared, interrupted = None, False
     try:
-        _rows(generator, ids, tokens, rows, places, screen, found)
+        _rows(
+            generator, ids, compare.tokens, compare.rows, compare.places, screen, found
+        )
         if pair.draft is not None:
-            compared = _compare(pair, generator, ids, tokens, sampling, screen)
+            compared = _compare(pair, generator, ids, compare.tokens, sampling, screen)
     except KeyboardInterrupt:
         interrupted = True
     if not found:
         raise KeyboardInterrupt
-    judged = _judged(found, tolerance)
-    screen.table(_table(found))
+    judged = _judged(found, compare.tolerance)
     same = judged.verdict != "different" and (compared is None or compared.same)
-    lines = [f"first: {judged.first}"] if judged.first is not None else []
-    lines.append(f"rows: {judged}")
-    lines += [] if compared is None else [f"text: {_described(compared)}"]
-    result = "the output is the same" if same else "IT DIFFERS"
-    if interrupted:
-        result += f", as far as was looked before Ctrl-C: at {len(found)} places"
-        result += "" if pair.draft is None else ", and not at the texts"
-    screen.text("\n".join([*lines, f"result: {result}"]) + "\n")
+    screen.table(_table(found))
+    texts = "" if pair.draft is None else ", and not at the texts"
+    stopped = f", as far as was looked before Ctrl-C: at {len(found)} places{texts}"
+    verdict = _verdict(judged, compared, same=same)
+    screen.text(f"{verdict}{stopped if interrupted else ''}\n")
     screen.object(
         command="check",
         model=pair.model,
@@ -112,6 +122,15 @@ def check(
     )
     if interrupted or not same:
         raise typer.Exit(FAILED if not same else INTERRUPTED)
+
+
+def _verdict(judged: "RowVerdict", compared: Compared | None, *, same: bool) -> str:
+    """Return the verdict in lines; the last one is the result."""
+    lines = [f"first: {judged.first}"] if judged.first is not None else []
+    lines.append(f"rows: {judged}")
+    lines += [] if compared is None else [f"text: {_described(compared)}"]
+    result = "the output is the same" if same else "IT DIFFERS"
+    return "\n".join([*lines, f"result: {result}"])
 
 
 def _check_exact(pair: PairOptions, context: int, screen: Screen) -> None:

@@ -33,7 +33,7 @@ from mlx_speculation.option_fields import option
 
 if TYPE_CHECKING:
     from mlx_speculation import Constraint, SpeculativeGenerator
-    from mlx_speculation.engine import Chunk
+    from mlx_speculation.engine import Chunk, Result
     from mlx_speculation.engine.prompt import Prompt
 
 ALTERNATIVES = 5
@@ -65,6 +65,28 @@ class OutputOptions:
         return read_json_file("--json-schema", self.json_schema)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptOptions:
+    """The prompt, and the beginning of its answer."""
+
+    prompt: str | None = option(
+        None,
+        "Text to continue; '-' or none: standard input.",
+        "--prompt",
+        "-p",
+        panel=TEMPLATE,
+    )
+    image: list[Path] | None = option(
+        None,
+        "Image that the prompt is about; loads the target with mlx-vlm. Repeatable.",
+        panel=TEMPLATE,
+        show_default=False,
+    )
+    prefill_response: str | None = option(
+        None, "Beginning of the answer.", panel=TEMPLATE
+    )
+
+
 def generate(
     pair: PairOptions,
     template: TemplateOptions,
@@ -72,22 +94,7 @@ def generate(
     end: EndOptions,
     output: OutputOptions,
     kv: KvOptions,
-    prompt: str | None = option(
-        None,
-        "Text to continue; '-' or none: standard input.",
-        "--prompt",
-        "-p",
-        panel=TEMPLATE,
-    ),
-    image: list[Path] | None = option(
-        None,
-        "Image that the prompt is about; loads the target with mlx-vlm. Repeatable.",
-        panel=TEMPLATE,
-        show_default=False,
-    ),
-    prefill_response: str | None = option(
-        None, "Beginning of the answer.", panel=TEMPLATE
-    ),
+    asks: PromptOptions,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -97,11 +104,11 @@ def generate(
     template.check()
     kv.check()
     end.check()
-    said = read_prompt(prompt)
-    begun = sound_text("--prefill-response", prefill_response or "")
+    said = read_prompt(asks.prompt)
+    begun = sound_text("--prefill-response", asks.prefill_response or "")
     blas = begin(pair.blas, screen)
     sampling.check()
-    images = checked_images(image or (), begun)
+    images = checked_images(asks.image or (), begun)
     generator = open_pair(pair, screen, vision=True if images else None)
     before = kv.before(pair.model, generator)
     asked: Prompt
@@ -132,11 +139,31 @@ def generate(
         screen.table(summary(result, ended), result=False)
     else:
         screen.say(lines(result, ended, len(tokens), bar))
+    _print_object(screen, pair, generator, result, ended, len(tokens), blas)
+    if output.html is not None:  # last: a full disk must not cost the text
+        page = _page(pair, generator, result, chunks, ended, text)
+        with writing("--html", output.html) as file:
+            file.write_text(page, encoding="utf-8")
+        screen.say(f"the page is {output.html}")
+    if interrupted:
+        raise typer.Exit(INTERRUPTED)
+
+
+def _print_object(
+    screen: Screen,
+    pair: PairOptions,
+    generator: "SpeculativeGenerator",
+    result: "Result",
+    ended: str,
+    prompt_tokens: int,
+    blas: Any,
+) -> None:
+    """Print the JSON object of a text."""
     screen.object(
         command="generate",
         model=pair.model,
         draft=pair.draft,
-        prompt_tokens=len(tokens),
+        prompt_tokens=prompt_tokens,
         text=result.text,
         tokens=result.tokens,
         origins=[[origin.writer, origin.place] for origin in result.origins],
@@ -148,23 +175,28 @@ def generate(
         blas=blas,
         versions=versions(),
     )
-    if output.html is not None:  # last: a full disk must not cost the text
-        from mlx_speculation.cli.html_page import page_of
 
-        page = page_of(
-            result,
-            chunks,
-            generator.tokenizer,
-            model=Path(pair.model).name,
-            draft=None if pair.draft is None else Path(pair.draft).name,
-            finish_reason=ended,
-            prompt=text,
-        )
-        with writing("--html", output.html) as file:
-            file.write_text(page, encoding="utf-8")
-        screen.say(f"the page is {output.html}")
-    if interrupted:
-        raise typer.Exit(INTERRUPTED)
+
+def _page(
+    pair: PairOptions,
+    generator: "SpeculativeGenerator",
+    result: "Result",
+    chunks: "list[Chunk]",
+    ended: str,
+    prompt: str,
+) -> str:
+    """Return the HTML page that shows the origin of each token."""
+    from mlx_speculation.cli.html_page import page_of
+
+    return page_of(
+        result,
+        chunks,
+        generator.tokenizer,
+        model=Path(pair.model).name,
+        draft=None if pair.draft is None else Path(pair.draft).name,
+        finish_reason=ended,
+        prompt=prompt,
+    )
 
 
 def _prompt_text(
