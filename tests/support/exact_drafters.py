@@ -152,7 +152,7 @@ def written(
 ) -> Result:
     """Return a text, in exact mode with views of few rows, or without."""
     with patch(
-        "mlx_speculation.engine.argument_checks.FixedShape",
+        "mlx_speculation.engine.options.generator.FixedShape",
         lambda rows: FixedShape(rows, STEP),
     ):
         generator = SpeculativeGenerator(

@@ -42,7 +42,7 @@ TOKENS = 40
 def _short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let views be so short that every text passes several."""
     monkeypatch.setattr(
-        "mlx_speculation.engine.argument_checks.FixedShape",
+        "mlx_speculation.engine.options.generator.FixedShape",
         lambda rows=6: FixedShape(rows, 16),
     )
 
