@@ -16,7 +16,8 @@ from mlx_lm.generate import generate_step
 
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import load
-from mlx_speculation.training.data.answers import write_answers
+from mlx_speculation.training.acceptance_check import ROUND
+from mlx_speculation.training.data.answers import LEAST, write_answers
 from mlx_speculation.training.data.collect import Collector
 from mlx_speculation.training.data.dialogues import Dialogue, Dialogues
 from mlx_speculation.training.data.draft_ids import choose_ids, coverage
@@ -110,6 +111,21 @@ def test_sampled_answers_follow_from_the_seed(pair: tuple[Any, Any]) -> None:
     assert answers(1) != answers(2)
     greedy = write_answers(pair[0], [[1]], most=16, temperature=0, ends=[], seed=1)
     assert answers(3, min_p=1.0)[0] == greedy[0]
+
+
+def test_answers_that_are_cut_can_be_evaluated(pair: tuple[Any, Any]) -> None:
+    """On a busy machine the minutes ended answers that were shorter than a draft."""
+    cut = write_answers(
+        pair[0],
+        [[1], [2]],
+        most=64,
+        temperature=0,
+        ends=[],
+        seed=1,
+        stop=lambda: True,
+    )
+    assert list(map(len, cut)) == [LEAST, LEAST]
+    assert LEAST > ROUND + 2
 
 
 def test_own_prompts_stand_in_the_template(pair: tuple[Any, Any]) -> None:

@@ -8,6 +8,7 @@ import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator
 
 Report = Callable[[int, int], None]  # how much is done, of how much
+LEAST = 16  # tokens of a cut answer: less than a draft cannot be evaluated
 
 
 def write_answers(
@@ -21,7 +22,7 @@ def write_answers(
     # Drops tokens less likely than this share of the likeliest one's
     min_p: float = 0.0,
     report: Report | None = None,  # called with how many answers have ended
-    # Asked after each token: answers that have not ended then are cut
+    # Asked after each token from `LEAST` on: answers that have not ended are cut
     stop: Callable[[], bool] = lambda: False,
 ) -> list[list[int]]:
     """Return the target's continuation of each prompt."""
@@ -43,7 +44,7 @@ def write_answers(
                 ended += each.finish_reason is not None
             if report is not None:
                 report(ended, len(prompts))
-            if stop():
+            if max(map(len, found.values())) >= LEAST and stop():
                 break
     finally:
         generator.close()
