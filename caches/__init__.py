@@ -23,7 +23,7 @@ from mlx_speculation.caches.journals.arrays import RecordingArraysCache
 from mlx_speculation.caches.journals.deepseek_v41 import RecordingLayerCache
 from mlx_speculation.caches.kv_quantization import KVQuantization
 from mlx_speculation.caches.nbytes import array_bytes, arrays_in, bytes_beside
-from mlx_speculation.caches.prefix import Point, PrefixCache
+from mlx_speculation.caches.prefix import Left, Point, PrefixCache
 from mlx_speculation.caches.registry import check_fixed, check_supported
 from mlx_speculation.caches.snapshots.read_rows import check_readable, read_rows
 from mlx_speculation.caches.snapshots.snapshot import (
@@ -64,6 +64,7 @@ __all__ = [
     "Journal",
     "KVQuantization",
     "Keep",
+    "Left",
     "LoadedCaches",
     "Point",
     "PrefixCache",

@@ -256,7 +256,6 @@ def _bind(
     cache.bind(models, empty, options.shape)
     for member in members_of(draft):
         made = member.new_cache(0)
-        kept = None if made is None else made.kept()
-        if kept is not None:
-            return cache.bind_head(member.own_weights, kept[0])
+        if made is not None and (kept := made.kept()):
+            return cache.bind_head(member.own_weights, kept[0], made.again)
     return None

@@ -2,7 +2,7 @@
 
 A head that reads the target's states has rows of its own. Row m of its layer k pairs
 the state at m with token m + 1 + k, so with L layers rows [0, n) follow from the tokens
-[0, n + L), and are kept under windows of L + 1 tokens:
+[0, n + L). Behind them it goes on with the states of the last L:
 
     rows alone      the target resumes L tokens before the known ones end, and feeds
                     these again: their states are what the head reads next
@@ -15,11 +15,11 @@ So drafts after a beginning that is known are those after one that was read.
 
 import sys
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from mlx_speculation.caches import PrefixCache, Snapshot, split
+from mlx_speculation.caches import Left, PrefixCache
 from mlx_speculation.models import Lane, RestorePoints
 
 
@@ -49,41 +49,26 @@ class PrefixReuse:
             How many tokens the target's lane holds.
         """
         self._thread = threading.get_ident()
-        named, head = self._named(tokens)[:-1], self._head()
-        used, again = self._cache.stamp(), 0 if head is None else head.again
+        cache, named, head = self._cache, self._named(tokens)[:-1], self._head()
+        again = 0 if head is None else head.again
         for which, lane in self._each():
-            rows = self._cache.lookup(which, named, used)
-            stateful = self._cache.stateful(which)
-            if which == 0 and rows is not None and not stateful:
-                rows = _shorter(rows, again)
+            rows = cache.lookup(which, named, 0 if which else again)
             if rows is not None:
                 lane.resume(rows)
-            if stateful:
-                lane.points = RestorePoints(self._cache)
+            if cache.stateful(which):
+                lane.points = RestorePoints(cache)
                 lane.points.resumed(lane.seen)
                 if which == 0 and head is not None:
                     lane.points.hidden = lambda: head.committed.last(again)
-        target = self._target
-        if head is not None and target.seen:
-            self._resume_head(head, named, target.seen, used)
-        return target.seen
-
-    def _resume_head(
-        self, head: Any, named: Sequence[int], seen: int, used: int
-    ) -> None:
-        """Let a head hold the rows before the states that it reads next."""
-        first, again = seen, head.again
-        if self._cache.stateful(0):
-            hidden = self._cache.hidden(named[:seen])
-            if hidden is not None:
-                first = seen - hidden.shape[1]
-                head.committed.seed(hidden, seen)
-        if self._kept_head is None or first <= 0:
-            return
-        windows = _windows(named[: first + again], again)
-        rows = self._cache.lookup(self._kept_head, windows, used)
-        if rows is not None and rows.stop == first:
-            head.resume(rows)
+        seen = first = self._target.seen
+        if head is not None and (hidden := cache.hidden(named[:seen])) is not None:
+            first -= hidden.shape[1]
+            head.committed.seed(hidden, seen)
+        if head is not None and self._kept_head is not None:
+            rows = cache.lookup(self._kept_head, named[: first + again])
+            if rows is not None and rows.stop == first:
+                head.resume(rows)
+        return seen
 
     def between_rounds(
         self, caches: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -107,24 +92,18 @@ class PrefixReuse:
             tokens: the known ones.
             ended: whether no round follows.
         """
-        used, head = self._cache.stamp(), self._head()
+        head, left = self._head(), []
         for which, lane in self._each():
-            points = None if lane.points is None else lane.points.running
-            named = self._named(tokens)[: lane.seen]
-            hidden = None
-            if which == 0 and head is not None and lane.points is not None:
-                hidden = lane.points.hidden()
-            self._cache.store(
-                which, named, lane.caches, points, hidden=hidden, used=used
-            )
-        if head is not None and ended:
-            head.level()
-        index = self._kept_head
-        if index is not None and head is not None and (kept := head.kept()):
-            caches, rows = kept
-            windows = _windows(self._named(tokens)[: rows + head.again], head.again)
-            if len(windows) == rows:
-                self._cache.store(index, windows, caches, used=used)
+            own = lane.points
+            taken, hidden = (own.running.taken, own.hidden()) if own else ([], None)
+            left.append(Left(which, lane.caches, lane.seen, taken, hidden))
+        if head is not None and self._kept_head is not None:
+            if ended:
+                head.level()
+            if kept := head.kept():
+                caches, rows = kept
+                left.append(Left(self._kept_head, caches, rows + head.again, []))
+        self._cache.store(self._named(tokens)[: self._target.seen], left)
 
     @property
     def _target(self) -> Lane:
@@ -155,16 +134,3 @@ class PrefixReuse:
         """Return the lanes, each with its place in the order."""
         lanes = enumerate(self._lanes())
         return [(which, lane) for which, lane in lanes if lane is not None]
-
-
-def _shorter(held: Snapshot, count: int) -> Snapshot | None:
-    """Return a snapshot without the last `count` tokens; None: that is nothing."""
-    if not count:
-        return held
-    return split(held, held.stop - count)[0] if held.stop > count else None
-
-
-def _windows(tokens: Sequence[int], again: int) -> list[Hashable]:
-    """Return what each row of a head depends on beside the rows before it."""
-    count = len(tokens) - again
-    return [tuple(tokens[i : i + again + 1]) for i in range(count)]

@@ -1,11 +1,12 @@
 """The prefix cache: what earlier requests left, for requests that begin alike.
 
 `prefix_cache` is what a generator holds, `radix_tree` the compressed tree of token runs
-with the snapshots of each, `restore_points` the snapshots of requests still running. It
-knows tokens and snapshots; it does not know models, streams or text.
+with what the caches of target, draft model and heads held for each, `restore_points`
+the snapshots of requests still running. It knows tokens and snapshots; it does not know
+models, streams or text.
 """
 
-from mlx_speculation.caches.prefix.prefix_cache import PrefixCache
+from mlx_speculation.caches.prefix.prefix_cache import Left, PrefixCache
 from mlx_speculation.caches.prefix.restore_points import Point
 
-__all__ = ["Point", "PrefixCache"]
+__all__ = ["Left", "Point", "PrefixCache"]

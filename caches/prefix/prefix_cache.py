@@ -3,33 +3,47 @@
     prefixes = PrefixCache(max_bytes=4 << 30)
     generator = SpeculativeGenerator(model, tokenizer, prefix_cache=prefixes)
 
-It keeps one `PrefixTree` for the target and one for the draft model, inside one
-budget of bytes. Leaves that were used longest ago go first; the budget is kept at
-every time but inside a cut of an edge, which copies that edge, and while a state is
-taken. Restore points of running streams count, until they are stored or the stream is
-gone. Streams of several threads may use it together: nothing in it is lazy or changes,
-and a lock guards the rest. It belongs to one pair of models. Whoever changes their
-weights calls `clear`.
+It keeps one `PrefixTree` with the rows of the target, of the draft model and of heads,
+inside one budget of bytes. Leaves that were used longest ago go first, with all that
+they hold; the budget is kept at every time but inside a cut of an edge, which copies
+that edge, and while a state is taken. Restore points of running streams count, until
+they are stored or the stream is gone. Streams of several threads may use it together:
+nothing in it is lazy or changes, and a lock guards the rest. It belongs to one pair of
+models. Whoever changes their weights calls `clear`.
 
 It knows token ids and caches, and no text.
 """
 
 import itertools
+import math
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_speculation.caches.prefix.radix_tree import Node, PrefixTree, Tokens
+from mlx_speculation.caches.prefix.radix_tree import Node, PrefixTree, Role, Tokens
 from mlx_speculation.caches.prefix.restore_points import Point, RunningPoints
-from mlx_speculation.caches.snapshots.snapshot import Snapshot, merge, split
+from mlx_speculation.caches.snapshots.snapshot import Snapshot, merge
 from mlx_speculation.caches.snapshots.take import snapshot
 from mlx_speculation.caches.types.fixed_view import FixedShape
 from mlx_speculation.caches.types.leaves import check_single
 from mlx_speculation.errors import InvalidRequestError
+
+
+class Left(NamedTuple):
+    """What a request leaves of one role."""
+
+    which: int  # the index of the role: of the model in `bind`, or from `bind_head`
+    caches: Sequence[Any]  # its live caches
+    stop: int  # how many tokens its rows follow from
+    # Restore points taken on the way, which are the cache's once stored, or go for lack
+    # of room, the last ones first
+    points: list[Point]
+    hidden: mx.array | None = None  # the target's last states, if a head reads them
 
 
 class PrefixCache:
@@ -55,12 +69,11 @@ class PrefixCache:
         self._max_bytes, self._every = max_bytes, every
         self._lock = threading.RLock()
         self._clock = itertools.count(1)
-        self._owners: tuple[weakref.ref[Any], ...] | None = None
-        self._heads: list[weakref.ref[Any]] = []
+        self._models: int | None = None  # of the roles; those after them are heads
         self._shape: FixedShape | None = None
-        self._empty: list[Snapshot] = []
-        self._trees: list[PrefixTree] = []
-        self._stored = 0  # bytes in the trees
+        self._roles: list[Role] = []
+        self._tree = PrefixTree(self._roles)
+        self._stored = 0  # bytes in the tree
         self._changing = False
         self._running: weakref.WeakSet[RunningPoints] = weakref.WeakSet()
 
@@ -83,7 +96,7 @@ class PrefixCache:
     def clear(self) -> None:
         """Forget everything, as after a change of the models' weights."""
         with self._alone():
-            self._trees = [PrefixTree(each) for each in self._empty]
+            self._tree = PrefixTree(self._roles)
             self._stored = 0
 
     def bind(
@@ -107,17 +120,19 @@ class PrefixCache:
         """
         for each in caches:
             check_single(each)
-        empty = [snapshot(each, 0, 0) for each in caches]
+        asked = [
+            Role(weakref.ref(owner), snapshot(each, 0, 0))
+            for owner, each in zip(owners, caches, strict=True)
+        ]
         with self._lock:
-            if self._owners is None:
-                self._owners = tuple(weakref.ref(owner) for owner in owners)
-                self._shape = shape
-                self._empty = empty
-                self.clear()
-            mine = [ref() for ref in self._owners]
-            same = len(mine) == len(owners) and all(
-                one is other for one, other in zip(mine, owners, strict=True)
-            )
+            if self._models is None:
+                self._models, self._shape = len(asked), shape
+                self._roles += asked
+            roles = self._roles[: self._models]
+        mine = [role.owner() for role in roles]
+        same = len(mine) == len(owners) and all(
+            one is other for one, other in zip(mine, owners, strict=True)
+        )
         if not same:
             raise InvalidRequestError(
                 f"The prefix cache belongs to {_named(mine)}, and {_named(owners)} was "
@@ -129,30 +144,29 @@ class PrefixCache:
                 f"have computed, and exact={_rows(shape)} was asked for. Make a "
                 "PrefixCache for each."
             )
-        for own, other in zip(self._empty[: len(empty)], empty, strict=True):
-            merge(own, other)  # refuses caches of other kinds and settings
+        for own, other in zip(roles, asked, strict=True):
+            merge(own.empty, other.empty)  # refuses caches of other kinds and settings
 
-    def bind_head(self, owner: Any, caches: Sequence[Any]) -> int:
+    def bind_head(self, owner: Any, caches: Sequence[Any], lag: int) -> int:
         """Keep the rows of a head on the first model too, and return its index.
 
         Args:
             owner: the head, compared by identity.
             caches: new empty caches of it.
+            lag: how many tokens after its own position a row follows from.
         """
-        empty = snapshot(caches, 0, 0)
+        role = Role(weakref.ref(owner), snapshot(caches, 0, 0), lag)
         with self._lock:
-            assert self._owners is not None
-            known = [ref() for ref in self._heads]
-            if not any(one is owner for one in known):
-                self._heads.append(weakref.ref(owner))
-                self._empty.append(empty)
-                self._trees.append(PrefixTree(empty))
-                known.append(owner)
-            return len(self._owners) + [one is owner for one in known].index(True)
+            owners = [each.owner() for each in self._roles]
+            for index in range(self._models or 0, len(owners)):
+                if owners[index] is owner:
+                    return index
+            self._roles.append(role)
+            return len(owners)
 
     def stateful(self, which: int) -> bool:
         """Whether the model `which` needs restore points."""
-        return self._trees[which].stateful
+        return self._roles[which].stateful
 
     def running_points(self) -> RunningPoints:
         """Return the restore points of a new stream, none yet."""
@@ -161,20 +175,13 @@ class PrefixCache:
             self._running.add(points)
             return points
 
-    def stamp(self) -> int:
-        """Return a new time of use, for all that one request reads or leaves.
-
-        What has one time is removed together: the rows of a target and those of its
-        drafts are of no use without each other.
-        """
-        return next(self._clock)
-
     def hidden(self, tokens: Tokens) -> mx.array | None:
         """Return the hidden states that the target's restore point at the end has."""
         with self._alone():
-            nodes, matched = self._trees[0].path(tokens)
+            nodes, matched = self._tree.path(tokens)
             exact = matched == len(tokens) == nodes[-1].stop
-            return nodes[-1].hidden if exact else None
+            point = nodes[-1].points.get(0) if exact else None
+        return None if point is None else point.hidden
 
     def take(self, points: RunningPoints, point: Point) -> None:
         """Add a restore point to those of a stream.
@@ -186,141 +193,113 @@ class PrefixCache:
             while points.taken and not self._room(0):
                 points.thin_out()
 
-    def lookup(
-        self, which: int, tokens: Tokens, used: int | None = None
-    ) -> Snapshot | None:
+    def lookup(self, which: int, tokens: Tokens, back: int = 0) -> Snapshot | None:
         """Return what is held for the longest reusable beginning of `tokens`.
 
         Args:
-            which: the index of the model in `bind`.
-            tokens: what its caches are to hold, from the first token on.
-            used: the request's time, see `stamp`; None: a new one.
+            which: the index of the role.
+            tokens: what is known of the text, from the first token on.
+            back: so many tokens before the end of what is known, a role of rows alone
+                is resumed.
         """
         with self._alone():
-            held, nodes = self._trees[which].longest(tokens)
-            self._touch(nodes, used)
+            held, nodes = self._tree.longest(which, tokens, back)
+            self._touch(nodes, next(self._clock))
         return held
 
-    def store(
-        self,
-        which: int,
-        tokens: Tokens,
-        caches: Sequence[Any],
-        points: RunningPoints | None = None,
-        *,
-        hidden: mx.array | None = None,
-        used: int | None = None,
-    ) -> None:
-        """Keep what the caches of model `which` hold, as far as there is room.
+    def store(self, tokens: Tokens, left: Sequence[Left]) -> None:
+        """Keep what the caches of a request hold, as far as there is room.
 
         Args:
-            which: the index of the model in `bind`.
-            tokens: what the caches hold, from the first token on.
-            caches: its live caches.
-            points: restore points taken on the way. They are the cache's now, or go
-                for lack of room, the last ones first.
-            hidden: the last hidden states of the target, if a head reads them again.
-            used: the request's time, see `stamp`; None: a new one.
+            tokens: what the target's caches hold, from the first token on.
+            left: what there is of each role, the target among them.
         """
-        taken = [] if points is None else points.taken
         with self._alone() as again:
             if tokens and not again:
-                used = self.stamp() if used is None else used
-                self._store(self._trees[which], tokens, caches, taken, hidden, used)
-            taken.clear()
+                self._store(tokens, left)
+            for each in left:
+                each.points.clear()
 
-    def _store(
-        self,
-        tree: PrefixTree,
-        tokens: Tokens,
-        caches: Sequence[Any],
-        points: list[Point],
-        hidden: mx.array | None,
-        used: int,
-    ) -> None:
-        nodes, matched = tree.path(tokens)
-        self._touch(nodes, used)
-        points[:] = [point for point in points if 0 < point.stop < len(tokens)]
-        complete = matched == len(tokens) and nodes[-1].stop == matched
-        live = None
-        if not complete or (tree.stateful and not nodes[-1].states):
-            live = snapshot(caches, matched, len(tokens))
-        while points:
-            point = points[0]
-            if not self._reach(tree, tokens[: point.stop], live, points, used):
+    def _store(self, tokens: Tokens, left: Sequence[Left]) -> None:
+        self._touch(self._tree.reach(tokens), now := next(self._clock))
+        held: dict[int, Snapshot] = {}
+        ends: dict[int, int] = {}
+        places: set[int] = set()
+        for which, caches, stop, points, _ in left:
+            held[which] = snapshot(caches, 0, self._roles[which].rows(stop))
+            end = ends[which] = min(stop, len(tokens))
+            points[:] = [point for point in points if 0 < point.stop < end]
+            places |= {end, *(point.stop for point in points)}
+        for place in sorted(places - {0}):
+            there = {which: held[which] for which in held if place <= ends[which]}
+            node = self._reach(tokens[:place], there, [x.points for x in left], now)
+            if node is None:
                 return
-            del points[0]  # its bytes are free for its node
-            self._hang(tree, tree.at(tokens[: point.stop]), point)
-        if live is not None and self._reach(tree, tokens, live, points, used):
-            node = tree.at(tokens)
-            if tree.stateful:
-                self._hang(tree, node, Point(len(tokens), live.states, hidden))
+            for which, _, stop, points, hidden in left:
+                if points and points[0].stop == place:
+                    self._hang(node, which, points.pop(0))
+                elif stop == place and self.stateful(which):
+                    self._hang(node, which, Point(stop, held[which].states, hidden))
 
     def _reach(
         self,
-        tree: PrefixTree,
         tokens: Tokens,
-        live: Snapshot | None,
-        points: list[Point],
-        used: int,
-    ) -> bool:
-        """Add the rows that the tree lacks of `tokens`; return whether it has all.
+        held: Mapping[int, Snapshot],
+        taken: Sequence[list[Point]],
+        now: int,
+    ) -> Node | None:
+        """Let the nodes along `tokens` have the rows of the roles in `held`.
 
-        Points after the first give way to the rows.
+        Later points, among those `taken`, give way. None: there is no room.
         """
-        matched = tree.path(tokens)[1]
-        # Rows before the live ones may have had to go since, to make room.
-        if live is not None and live.start <= matched < len(tokens):
-            parent = tree.at(tokens[:matched])
-            rows = split(split(live.ranges, len(tokens))[0], matched)[1]
-            room = self._room(rows.size, keep=parent)
-            while len(points) > 1 and not room:
-                points.pop()
-                room = self._room(rows.size, keep=parent)
-            if room:
-                node = tree.add(parent, tokens[matched:], rows.copied())
-                self._stored += node.nbytes
-                self._touch([node], used)
-            else:
-                self._prune(tree, parent)
-        return tree.path(tokens)[1] == len(tokens)
+        nodes = self._tree.reach(tokens)
+        known = nodes[-1]
+        if known.stop < len(tokens):
+            nodes.append(Node(tokens[known.stop :], known))
+        self._touch(nodes, now)
+        lacking = [
+            (node, which, self._roles[which].part(rows.ranges, node.start, node.stop))
+            for node in nodes[1:]
+            for which, rows in held.items()
+            if which not in node.rows
+        ]
+        size = sum(rows.size for _, _, rows in lacking)
+        while not self._room(size, now):
+            later = [each for each in taken if each and each[-1].stop > len(tokens)]
+            if not later:
+                self._stored -= self._tree.shed(known)
+                return None
+            max(later, key=lambda points: points[-1].stop).pop()
+        for node, which, rows in [(n, w, rows.copied()) for n, w, rows in lacking]:
+            node.rows[which] = rows
+            self._stored += rows.nbytes
+        nodes[-1].hang()
+        return nodes[-1]
 
-    def _hang(self, tree: PrefixTree, node: Node, point: Point) -> None:
+    def _hang(self, node: Node, which: int, point: Point) -> None:
         """Make a node a restore point, if there is room for the states."""
-        if node.states is not None:
+        if which in node.points or which not in node.rows:
             return
-        if self._room(point.size, keep=node):
-            node.states, node.hidden = point.states, point.hidden
+        if self._room(point.size, node.used):
+            node.points[which] = point
             self._stored += point.nbytes
         else:
-            self._prune(tree, node)
+            self._stored -= self._tree.shed(node)
 
-    def _prune(self, tree: PrefixTree, node: Node) -> None:
-        """Remove rows that lead to no restore point, for lack of room."""
-        useless = tree.stateful and node.states is None and not node.children
-        if useless and node.parent is not None:
-            self._stored -= tree.remove(node)
-
-    def _room(self, size: int, keep: Node | None = None) -> bool:
-        """Remove leaves other than `keep` until `size` bytes fit in the budget."""
+    def _room(self, size: int, before: float = math.inf) -> bool:
+        """Remove leaves used before a time until `size` bytes fit in the budget."""
         while self.nbytes + size > self._max_bytes:
-            leaves = [
-                (node.used, number, tree, node)
-                for number, tree in enumerate(self._trees)
-                for node in tree.nodes()
-                if not node.children and node is not keep
-            ]
+            nodes = self._tree.nodes()
+            leaves = [x for x in nodes if not x.children and x.used < before]
             if not leaves:
                 return False
-            oldest = min(used for used, _, _, _ in leaves)
-            for used, _, tree, node in leaves:
-                if used == oldest:
-                    self._stored -= tree.remove(node, keep)
+            oldest = min(leaves, key=attrgetter("used"))
+            self._stored -= self._tree.remove(oldest, before)
         return True
 
     @contextmanager
     def _alone(self) -> Iterator[bool]:
-        """Change the trees; yield whether this very thread is about it already.
+        """Change the tree; yield whether this very thread is about it already.
 
         It may be: the collector drops a stream in the middle of anything.
         """
@@ -331,8 +310,7 @@ class PrefixCache:
             finally:
                 self._changing = again
 
-    def _touch(self, nodes: Sequence[Node], used: int | None) -> None:
-        now = self.stamp() if used is None else used
+    def _touch(self, nodes: Sequence[Node], now: int) -> None:
         for node in nodes:
             node.used = now
 

@@ -1,28 +1,55 @@
-"""A compressed tree of token runs, with the rows and states of each.
+"""A compressed tree of token runs, with what each role's caches held for them.
 
-    A [0, 40)  rows, state at 40
-    ├── B [40, 90)   rows                 requests parted at 90
-    │   ├── C [90, 120)  rows, state at 120
-    │   └── D [90, 97)   rows, state at 97
-    └── E [40, 64)   rows, state at 64
+    A [0, 40)   target: rows, state at 40     draft: rows     head: rows [0, 38)
+    ├── B [40, 90)   target: rows             draft: rows     head: rows [38, 88)
+    │   ├── C [90, 120)   ...                 requests parted at 90
+    │   └── D [90, 97)    ...
+    └── E [40, 64)   target: rows, state at 64
 
-A node holds the rows of the tokens on the edge above it, and perhaps the states at
-its end. Where every layer has rows, a request is resumed at any token. Where a layer
-has a state, it is resumed at the end of a node that holds it: a restore point.
+A node holds the rows of the tokens on the edge above it, and perhaps the states at its
+end, of the target and of what drafts for it: the roles. Row m of a role with lag L
+follows from the tokens [0, m + L], so of the edge [a, b) it holds rows [a - L, b - L).
+The target's rows are in every node, and go last; those of another role may be missing,
+and what it can use ends there.
+
+A role of rows alone is resumed at any token. Where a layer has a state, it is resumed
+at the end of a node that holds it: a restore point.
 
 No two nodes share an array, so the tree's bytes are the sum of its nodes'. Its price:
 an edge is copied once when it is stored, and once more when requests part inside it.
 It knows nothing of locks and of how many bytes are allowed.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+import math
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
-import mlx.core as mx
-
+from mlx_speculation.caches.prefix.restore_points import Point
 from mlx_speculation.caches.snapshots.snapshot import Snapshot, merge, split
 
-# Of a head, what its row of a position depends on, see `engine.prefix_reuse`.
-Tokens = Sequence[Hashable]
+Tokens = Sequence[int]
+
+
+class Role(NamedTuple):
+    """The target, a draft model or a head. The target's index is 0."""
+
+    owner: weakref.ref[Any]  # the model
+    empty: Snapshot  # of new caches
+    lag: int = 0  # how many tokens after its own position a row follows from
+
+    @property
+    def stateful(self) -> bool:
+        """Whether it is resumed at restore points only."""
+        return any(leaf.whole for leaf in self.empty.leaves)
+
+    def rows(self, stop: int) -> int:
+        """Return how many rows follow from so many tokens."""
+        return max(0, stop - self.lag)
+
+    def part(self, held: Snapshot, start: int, stop: int) -> Snapshot:
+        """Return the rows that belong to the tokens [start, stop)."""
+        return split(split(held, self.rows(stop))[0], self.rows(start))[1]
 
 
 class Node:
@@ -30,44 +57,46 @@ class Node:
 
     Attributes:
         tokens: the tokens of the edge above; empty at the root.
-        rows: what the caches' rows held for them, without states.
-        states: the states after them, if this is a restore point.
-        hidden: the last hidden states before it, where a head reads them again.
         parent: the node where the edge begins; None at the root.
+        stop: how many tokens lead here.
+        rows: by role, what the caches' rows held for the edge, without states.
+        points: by role, the states after them, if this is a restore point of it.
         children: by the first token of their edges.
         used: when it was used last; larger is later.
     """
 
-    __slots__ = ("children", "hidden", "parent", "rows", "states", "tokens", "used")
+    __slots__ = ("children", "parent", "points", "rows", "stop", "tokens", "used")
 
-    def __init__(self, tokens: Tokens, rows: Snapshot, parent: "Node | None") -> None:
-        self.tokens = tuple(tokens)
-        self.rows = rows
-        self.states: Snapshot | None = None
-        self.hidden: mx.array | None = None
-        self.parent = parent
-        self.children: dict[Hashable, Node] = {}
+    def __init__(self, tokens: Tokens, parent: "Node | None") -> None:
+        self.tokens, self.parent = tuple(tokens), parent
+        self.stop = len(tokens) + (0 if parent is None else parent.stop)
+        self.rows: dict[int, Snapshot] = {}
+        self.points: dict[int, Point] = {}
+        self.children: dict[int, Node] = {}
         self.used = 0
 
     @property
-    def stop(self) -> int:
-        """How many tokens lead here."""
-        return self.rows.stop
+    def start(self) -> int:
+        """The first token of the edge above."""
+        return self.stop - len(self.tokens)
 
     @property
     def nbytes(self) -> int:
         """Bytes of its rows and states."""
-        hidden = 0 if self.hidden is None else self.hidden.nbytes
-        return self.rows.nbytes + (self.states.nbytes if self.states else 0) + hidden
+        return sum(x.nbytes for x in (*self.rows.values(), *self.points.values()))
+
+    def hang(self) -> None:
+        """Take its place below its parent."""
+        assert self.parent is not None
+        self.parent.children[self.tokens[0]] = self
 
 
 class PrefixTree:
-    """The runs of one model."""
+    """The runs of a target; `roles` may grow."""
 
-    def __init__(self, empty: Snapshot) -> None:
-        self._root = Node((), empty.ranges, None)
-        # Whether requests are resumed at restore points only
-        self.stateful = any(leaf.whole for leaf in empty.leaves)
+    def __init__(self, roles: Sequence[Role]) -> None:
+        self._roles = roles
+        self._root = Node((), None)
 
     def nodes(self) -> Iterator[Node]:
         """Yield every node but the root."""
@@ -95,52 +124,88 @@ class PrefixTree:
                 break
         return found, matched
 
-    def longest(self, tokens: Tokens) -> tuple[Snapshot | None, list[Node]]:
-        """Return the longest reusable beginning of `tokens`, and the nodes it is of."""
-        nodes, matched = self.path(tokens)
-        if self.stateful:
-            while nodes and (nodes[-1].stop > matched or nodes[-1].states is None):
-                nodes.pop()
-        if matched == 0 or not nodes:
-            return None, []
-        held = nodes[0].rows
-        for node in nodes[1:]:
-            rows = node.rows
-            held = merge(held, split(rows, matched)[0] if rows.stop > matched else rows)
-        states = nodes[-1].states
-        return (merge(held, states) if states else held), nodes
+    def longest(
+        self, which: int, tokens: Tokens, back: int = 0
+    ) -> tuple[Snapshot | None, list[Node]]:
+        """Return what a role can use for `tokens`, and the nodes it is of.
 
-    def at(self, tokens: Tokens) -> Node:
-        """Return the node at the end of `tokens`, all of which the tree has.
-
-        Where it is inside an edge, the edge is cut in two.
+        Where it is resumed at any token, it is so `back` tokens before the known end.
         """
+        role = self._roles[which]
         nodes, matched = self.path(tokens)
-        assert matched == len(tokens)
-        node = nodes[-1]
-        return node if node.stop == matched else _cut(node, matched)
+        whole = [which in node.rows for node in nodes[1:]]
+        if False in whole:
+            del nodes[whole.index(False) + 1 :]
+            matched = nodes[-1].stop
+        if role.stateful:
+            while nodes and (nodes[-1].stop > matched or which not in nodes[-1].points):
+                nodes.pop()
+            matched, back = nodes[-1].stop if nodes else 0, 0
+        if matched - back <= role.lag:
+            return None, []
+        held = role.empty.ranges
+        for node in nodes[1:]:
+            held = merge(held, node.rows[which])
+        held = split(held, role.rows(matched - back))[0]
+        if role.stateful:
+            held = merge(held, nodes[-1].points[which].states)
+        return held, nodes
 
-    def add(self, parent: Node, tokens: Tokens, rows: Snapshot) -> Node:
-        """Hang an edge of `tokens` below a node, none of whose edges begins alike."""
-        node = Node(tokens, rows, parent)
-        parent.children[node.tokens[0]] = node
-        return node
+    def reach(self, tokens: Tokens) -> list[Node]:
+        """Return the nodes that `tokens` match; an edge is cut where they part."""
+        nodes, matched = self.path(tokens)
+        if nodes[-1].stop > matched:
+            nodes[-1] = self._cut(nodes[-1], matched)
+        return nodes
 
-    def remove(self, leaf: Node, keep: Node | None = None) -> int:
-        """Remove a leaf, and what above it can be resumed no more, but not `keep`.
+    def _cut(self, node: Node, at: int) -> Node:
+        """Put a node into the edge above `node`, and return it."""
+        middle = Node(node.tokens[: at - node.start], node.parent)
+        middle.used = node.used
+        rest = {}
+        for which, rows in node.rows.items():
+            parts = split(rows, self._roles[which].rows(at))
+            middle.rows[which], rest[which] = (part.copied() for part in parts)
+        middle.hang()
+        node.tokens = node.tokens[len(middle.tokens) :]
+        node.rows, node.parent = rest, middle
+        node.hang()
+        return middle
+
+    def remove(self, leaf: Node, before: float) -> int:
+        """Remove a leaf, and what can be resumed no more above it; see `shed`."""
+        return leaf.rows.pop(0).nbytes + self.shed(leaf, before)
+
+    def shed(self, node: Node, before: float = math.inf) -> int:
+        """Remove rows that lead to no restore point, from a node upwards.
+
+        Without rows of the target the node goes, and all roles with it.
+
+        Args:
+            node: where to begin.
+            before: nodes used then, or later, are left.
 
         Returns:
-            The bytes that the removed nodes held.
+            The bytes that this frees.
         """
-        freed, node = 0, leaf
-        while node.parent is not None:
-            parent = node.parent
-            del parent.children[node.tokens[0]]
-            freed += node.nbytes
-            useful = not self.stateful or parent.states is not None or parent.children
-            if useful or parent is keep:
+        freed = 0
+        while node.parent is not None and node.used < before:
+            below = node.children.values()
+            useless = [
+                which
+                for which in node.rows
+                if self._roles[which].stateful
+                and which not in node.points
+                and not any(which in child.rows for child in below)
+            ]
+            freed += sum(node.rows.pop(which).nbytes for which in useless)
+            if 0 not in node.rows:
+                freed += node.nbytes
+                node.rows, node.points = {}, {}
+                del node.parent.children[node.tokens[0]]
+            elif not useless:
                 break
-            node = parent
+            node = node.parent
         return freed
 
 
@@ -153,17 +218,3 @@ def _common(run: Tokens, other: Tokens) -> int:
         (i for i, (one, two) in enumerate(pairs) if one != two),
         min(len(run), len(other)),
     )
-
-
-def _cut(node: Node, at: int) -> Node:
-    """Put a node into the edge above `node`, and return it."""
-    parent = node.parent
-    assert parent is not None
-    head, tail = (part.copied() for part in split(node.rows, at))
-    length = at - parent.stop
-    middle = Node(node.tokens[:length], head, parent)
-    middle.used = node.used
-    parent.children[middle.tokens[0]] = middle
-    node.tokens, node.rows, node.parent = node.tokens[length:], tail, middle
-    middle.children[node.tokens[0]] = node
-    return middle

@@ -191,7 +191,7 @@ def test_what_a_closed_request_leaves_is_of_use(proposed: list[list[int]]) -> No
 def test_rows_of_a_head_go_with_those_of_its_target(
     proposed: list[list[int]],
 ) -> None:
-    """Each had a tree of its own, and one could go without the other."""
+    """They are in the same nodes, one of which goes as a whole."""
     target, draft = KINDS["eagle"]()
     unlimited = PrefixCache(1 << 30)
 
@@ -212,5 +212,4 @@ def test_rows_of_a_head_go_with_those_of_its_target(
             cold, prompt, proposed
         )
         assert prefixes.nbytes <= budget
-        counts = [{node.used for node in tree.nodes()} for tree in prefixes._trees]
-        assert counts[0] == counts[1]
+        assert all(node.rows.keys() == {0, 1} for node in prefixes._tree.nodes())
