@@ -267,7 +267,7 @@ class PrefixCache:
         while not self._room(size, now):
             later = [each for each in taken if each and each[-1].stop > len(tokens)]
             if not later:
-                self._stored -= self._tree.shed(known)
+                self._stored -= self._tree.prune(known)
                 return None
             max(later, key=lambda points: points[-1].stop).pop()
         for node, which, rows in [(n, w, rows.copied()) for n, w, rows in lacking]:
@@ -284,7 +284,7 @@ class PrefixCache:
             node.points[which] = point
             self._stored += point.nbytes
         else:
-            self._stored -= self._tree.shed(node)
+            self._stored -= self._tree.prune(node)
 
     def _room(self, size: int, before: float = math.inf) -> bool:
         """Remove leaves used before a time until `size` bytes fit in the budget."""

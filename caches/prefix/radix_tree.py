@@ -173,38 +173,22 @@ class PrefixTree:
         return middle
 
     def remove(self, leaf: Node, before: float) -> int:
-        """Remove a leaf, and what can be resumed no more above it; see `shed`."""
-        return leaf.rows.pop(0).nbytes + self.shed(leaf, before)
+        """Remove a leaf, all roles of it, and prune above; return the bytes."""
+        return leaf.rows.pop(0).nbytes + self.prune(leaf, before)
 
-    def shed(self, node: Node, before: float = math.inf) -> int:
-        """Remove rows that lead to no restore point, from a node upwards.
+    def prune(self, node: Node, before: float = math.inf) -> int:
+        """Remove what leads nowhere, from a node upwards; return the bytes.
 
-        Without rows of the target the node goes, and all roles with it.
-
-        Args:
-            node: where to begin.
-            before: nodes used then, or later, are left.
-
-        Returns:
-            The bytes that this frees.
+        That is what has no rows of the target, or none that it can be resumed behind.
+        Nodes used at `before` or later stay.
         """
-        freed = 0
-        while node.parent is not None and node.used < before:
-            below = node.children.values()
-            useless = [
-                which
-                for which in node.rows
-                if self._roles[which].stateful
-                and which not in node.points
-                and not any(which in child.rows for child in below)
-            ]
-            freed += sum(node.rows.pop(which).nbytes for which in useless)
-            if 0 not in node.rows:
-                freed += node.nbytes
-                node.rows, node.points = {}, {}
-                del node.parent.children[node.tokens[0]]
-            elif not useless:
+        freed, stateful = 0, self._roles[0].stateful
+        while node.parent is not None and not node.children and node.used < before:
+            if 0 in node.rows and (0 in node.points or not stateful):
                 break
+            freed += node.nbytes
+            node.rows, node.points = {}, {}
+            del node.parent.children[node.tokens[0]]
             node = node.parent
         return freed
 

@@ -172,12 +172,6 @@ class AssistantDrafter(OpenDrafter):
         """The states of the target that it reads."""
         return self._committed
 
-    def kept(self) -> None:
-        """Return nothing: it has no rows."""
-
-    def level(self) -> None:
-        """Do nothing, likewise."""
-
     @property
     def held(self) -> list[Any]:
         """States of the target to be read, for a count of bytes."""

@@ -1,0 +1,129 @@
+"""Caches of several roles whose rows say which text they are of, and requests on them.
+
+Row m of a role carries the position m + 1 and a digest of the tokens that it follows
+from, so a row of another text, of another place or of another role reads as a number.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache, RotatingKVCache
+
+from mlx_speculation.caches import Left, Point, PrefixCache, restore, snapshot
+from mlx_speculation.caches.snapshots.snapshot import Snapshot
+from support.caches.cache_twins import assert_same, read
+
+EVERY = 4
+ROW = 2 * 2 * 4  # bytes of a key and a value of two numbers
+
+
+class Owner:
+    """Stands for a model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """The kind of a role."""
+
+    stateful: bool = False  # whether there is a ring beside its rows
+    lag: int = 0  # so many tokens after its own position a row follows from
+
+    def empty(self) -> list[Any]:
+        """Return new caches."""
+        return [KVCache(), *([RotatingKVCache(max_size=3)] if self.stateful else [])]
+
+    def feed(self, caches: list[Any], tokens: Sequence[int], start: int) -> None:
+        """Write the rows that follow from the tokens, from row `start` on."""
+        for stop in range(start + 1, len(tokens) - self.lag + 1):
+            digest = hash((*tokens[: stop + self.lag], self.lag)) % 99991
+            rows = mx.array([[[[float(stop), float(digest)]]]])
+            for cache in caches:
+                cache.update_and_fetch(rows, -rows)
+
+    def fed(self, tokens: Sequence[int]) -> list[Any]:
+        """Return caches of a text."""
+        caches = self.empty()
+        self.feed(caches, tokens, 0)
+        return caches
+
+
+ROWS, RING = Kind(), Kind(stateful=True)
+
+
+def content(caches: list[Any]) -> Any:
+    """Return what caches hold, in the order of positions."""
+    views: list[Any] = []
+    for cache in caches:
+        views.append(cache.offset)
+        if not cache.empty():
+            keys, values = cache.keys_and_values()
+            order = mx.argsort(keys[0, 0, :, 0])
+            views += [keys[:, :, order], values[:, :, order]]
+    return read(views)
+
+
+def bound(max_bytes: int, *kinds: Kind) -> tuple[PrefixCache, list[Owner]]:
+    """Return a prefix cache for models of these kinds; those with a lag are heads."""
+    prefixes, owners = PrefixCache(max_bytes, every=EVERY), [Owner() for _ in kinds]
+    models = [kind.lag == 0 for kind in kinds].count(True)
+    prefixes.bind(owners[:models], [kind.empty() for kind in kinds[:models]])
+    for number, kind in enumerate(kinds[models:], models):
+        assert prefixes.bind_head(owners[number], kind.empty(), kind.lag) == number
+    return prefixes, owners
+
+
+def snapshots(prefixes: PrefixCache) -> list[Snapshot]:
+    """Return all that its nodes hold."""
+    nodes = list(prefixes._tree.nodes())
+    points = [point for node in nodes for point in node.points.values()]
+    rows = [rows for node in nodes for rows in node.rows.values()]
+    return [*rows, *(point.states for point in points)]
+
+
+def request(
+    prefixes: PrefixCache, tokens: list[int], roles: dict[int, tuple[Kind, int]]
+) -> dict[int, tuple[int, list[int]]]:
+    """Play one request.
+
+    Args:
+        prefixes: looked up, and filled.
+        tokens: the text; its last token is not known when it begins.
+        roles: by index, the kind and how many tokens its caches are behind at the end.
+
+    Returns:
+        By role, the tokens that it could use, and the places where it can be resumed
+        if there is room.
+    """
+    left: list[Left] = []
+    running: list[Any] = []
+    played: dict[int, tuple[int, list[int]]] = {}
+    for which, (kind, behind) in roles.items():
+        caches, first = kind.empty(), 0
+        held = prefixes.lookup(which, tokens[:-1])
+        if held is not None:
+            first = held.stop
+            restore(held, caches)
+            wanted = content(kind.fed(tokens[: first + kind.lag]))
+            assert_same(content(caches), wanted, f"what role {which} found")
+        stop = max(len(tokens) - behind, first + kind.lag)
+        points = prefixes.running_points()
+        for row in range(first, stop - kind.lag):
+            kind.feed(caches, tokens[: row + 1 + kind.lag], row)
+            if kind.stateful and (row + 1) % EVERY == 0 and row + 1 < stop:
+                point = Point(row + 1, snapshot(caches, row + 1, row + 1))
+                prefixes.take(points, point)
+                assert prefixes.nbytes <= prefixes.max_bytes
+        left.append(Left(which, caches, stop, points.taken))
+        places = [*(point.stop for point in points.taken), stop]
+        if not kind.stateful:
+            places = [*range(1, stop + 1)]
+        places = [place for place in places if 0 < place <= left[0].stop]
+        played[which] = (first + kind.lag if first else 0, places)
+        running.append(points)
+    waiting = sum(points.nbytes for points in running)
+    assert prefixes.nbytes == waiting + sum(x.nbytes for x in snapshots(prefixes))
+    prefixes.store(tokens[: left[0].stop], left)
+    assert not any(points.nbytes for points in running)
+    return played
