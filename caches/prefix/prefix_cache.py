@@ -216,7 +216,7 @@ class PrefixCache:
         """
         with self._alone() as again:
             if tokens and not again:
-                self._store(tokens, left)
+                self._store(tokens, [each for each in left if each.stop])
             for each in left:
                 each.points.clear()
 
@@ -230,7 +230,7 @@ class PrefixCache:
             end = ends[which] = min(stop, len(tokens))
             points[:] = [point for point in points if 0 < point.stop < end]
             places |= {end, *(point.stop for point in points)}
-        for place in sorted(places - {0}):
+        for place in sorted(places):
             there = {which: held[which] for which in held if place <= ends[which]}
             node = self._reach(tokens[:place], there, [x.points for x in left], now)
             if node is None:

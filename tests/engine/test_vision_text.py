@@ -204,6 +204,35 @@ def test_a_second_turn_resumes_the_first_behind_its_images(name: str) -> None:
     assert again.tokens == answer
 
 
+@pytest.mark.parametrize("name", others_slow([*SOME, "pixtral"], SOME))
+def test_a_head_behind_images_drafts_warm_as_it_does_cold(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of two images with the same ids are of two texts."""
+    monkeypatch.setattr(eagle_checkpoints, "VOCAB", VOCAB)
+    model, prompt = target(name), prompt_with(name, ONE)
+    folder = eagle_checkpoints.write_eagle(tmp_path / "head", "specforge")
+    head = EagleDraft.from_folder(folder, model)
+    prefixes = PrefixCache(1 << 28, every=8)
+    cold, warm = (
+        generator(model, draft=head, draft_length=3, prefix_cache=each)
+        for each in (None, prefixes)
+    )
+    answer = cold.generate(prompt, **options()).tokens
+    turn = [*prompt.tokens, *answer, *b" and then?"]
+    other = prompt_with(name, ONE, seed=5)
+    further = ImagePrompt(mx.array([turn]), prompt.inputs)
+    for each in (prompt, further, other, prompt, other):
+        wanted = cold.generate(each, **options())
+        found = warm.generate(each, **options())
+        assert found.tokens == wanted.tokens
+        assert not found.stats.drafter_faults
+        assert found.stats.rounds == wanted.stats.rounds
+        assert found.stats.reached == wanted.stats.reached
+    assert found.stats.reused
+    assert any(1 in node.rows for node in prefixes._tree.nodes())
+
+
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3", "pixtral"])
 def test_another_image_shares_no_more_than_the_text_before_it(name: str) -> None:
     model = target(name)

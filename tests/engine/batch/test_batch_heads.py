@@ -506,6 +506,74 @@ def test_rows_leave_and_find_prompts_in_the_prefix_cache() -> None:
         assert batch.remove(closed).finish_reason == "closed"
 
 
+@pytest.mark.parametrize("kind", ["model", "random", "none"])
+def test_a_text_of_a_batch_is_found_by_a_later_request(kind: str) -> None:
+    """It was lost where the caches of a draft model were shared by then."""
+    made = head_bench("llama")
+    generator = made.generator(kind, prefix_cache=PrefixCache(64 << 20))
+    cases = [Case(40, SAMPLINGS[0], 12), Case(23, SAMPLINGS[1], 12)]
+    with BatchGenerator(generator) as batch:
+        rows = {made.insert(batch, case): case for case in cases}
+        finish(made, batch, rows)
+        for uid, case in rows.items():
+            assert not batch.result(uid).stats.reused
+            text = [*prompt_of(case.prompt), *batch.result(uid).tokens]
+            later = generator.generate([*text, 7], max_tokens=1)
+            assert later.stats.reused >= len(text) - 2
+    assert batch.stats.failed == 0
+
+
+@pytest.mark.parametrize("kind", ["mtp", "eagle"])
+def test_rows_of_heads_in_a_prefix_cache_are_those_of_the_text(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests of a batch among others: what is kept is of its position and token.
+
+    In a batch a head may begin where its target does, and then has rows from there on.
+    """
+
+    def check(own: KnowingMtp, held: list[list[int]], text: int, position: int) -> None:
+        tokens = own.known.texts[text]
+        places = range(position + 1 - len(held), position + 1)
+        assert held == [[place, tokens[place + 1]] for place in places]
+
+    monkeypatch.setattr(KnowingMtp, "_check", check)
+    made = head_bench("llama")
+    cases = [Case(p, s, 12) for p in (40, 23) for s in SAMPLINGS[:2]]
+    for case in cases:
+        made.text(case.prompt, case.sampling)
+    prefixes = PrefixCache(64 << 20)
+    generator = made.generator(kind, prefix_cache=prefixes)
+    kept: list[int] = []
+    for tokens in (1, 9):
+        for case in cases[::2]:
+            prompt = prompt_of(case.prompt)
+            result = generator.generate(prompt, max_tokens=tokens, stop_tokens=())
+            assert not result.stats.drafter_faults
+        kept.append(len(_head_rows(prefixes)))
+        with BatchGenerator(generator) as batch:
+            rows = {made.insert(batch, case): case for case in cases}
+            finish(made, batch, rows)
+            assert not any(batch.result(uid).stats.drafter_faults for uid in rows)
+        kept.append(len(_head_rows(prefixes)))
+    assert min(kept) > 40
+
+
+def _head_rows(prefixes: PrefixCache) -> list[list[int]]:
+    """Return position and token of every row of a head, checked against its text."""
+    found = []
+    for node in prefixes._tree.nodes():
+        text, above = list(node.tokens), node.parent
+        while above is not None:
+            text, above = [*above.tokens, *text], above.parent
+        for part in node.rows[1].leaves[0].rows if 1 in node.rows else ():
+            rows = part.slices()[0][0, 0].astype(mx.int32).tolist()
+            places = range(part.start, part.stop)
+            assert rows == [[place, text[place + 1]] for place in places]
+            found += rows
+    return found
+
+
 def test_a_prompt_out_of_a_prefix_cache_is_not_in_the_slots() -> None:
     """The head begins where the target began to read, in each row elsewhere."""
     made = head_bench("llama")

@@ -5,6 +5,7 @@ proposed in each, how much of it is accepted, and the text.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,11 +17,13 @@ from mlx_speculation import CascadeDraft, LookupDraft, PrefixCache, SpeculativeG
 from mlx_speculation.engine import AssistantDraft, PEagleDraft
 from mlx_speculation.engine.drafters.gemma_assistant import AssistantDrafter
 from mlx_speculation.engine.drafters.mtp import MtpDrafter
+from support.covering import others_slow
 from support.drafters.batch_heads import eagle_on, mtp_on
 from support.drafters.block_oracle import load_block
 from support.identity import GREEDY, SAMPLED, prompt_of
 from support.models.assistant_checkpoints import make as make_assistant
 from support.models.eagle_checkpoints import write_eagle
+from support.models.mtp_checkpoints import EACH_KIND, LAYOUTS
 from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer
 
@@ -55,6 +58,19 @@ def assistant(target: str) -> Made:
     return made.target, AssistantDraft(made.target, made.assistant)
 
 
+@cache
+def chain(*window: str) -> Made:
+    """Return a chain of three layers of full attention; the target's are as said.
+
+    Its rows follow from three tokens more than their own positions.
+    """
+    full = ["full_attention"]
+    config = {**LAYOUTS["step3p5"].config, "layer_types": [*window, *full * 6][:7]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(LAYOUTS, "chain", replace(LAYOUTS["step3p5"], config=config))
+        return mtp_on.__wrapped__("chain")
+
+
 def cascade(made: Made) -> Made:
     return made[0], CascadeDraft(LookupDraft(minimum_match=2), made[1])
 
@@ -66,6 +82,8 @@ KINDS: dict[str, Callable[[], Made]] = {
     "mtp, two caches a layer": lambda: mtp_on("deepseek_v32"),
     "mtp, windows": lambda: mtp_on("exaone_moe"),
     "mtp, windows in several layers": lambda: mtp_on("mimo_v2_flash"),
+    "mtp, a chain of full attention": lambda: chain(*["full_attention"] * 4),
+    "mtp, a chain on windows": lambda: chain(*["sliding_attention"] * 2),
     "eagle": lambda: eagle("llama", 4),
     "eagle, recurrent target": lambda: eagle("qwen3_5", 8),
     "eagle, sliding target": lambda: eagle("gemma3_text", None),
@@ -85,6 +103,14 @@ MIXED: dict[str, Callable[[], Made]] = {
     "mtp, a chain of layers": lambda: mtp_on("step3p5"),
     "eagle of several layers": lambda: eagle("llama", 4, "several layers"),
 }
+
+
+# Every layout of MTP heads that is not among those above.
+LAYOUTS_LEFT = sorted(
+    LAYOUTS.keys()
+    - {"deepseek_v3", "qwen3_5", "deepseek_v32", "exaone_moe", "mimo_v2_flash"}
+    - {"step3p5"}
+)
 
 
 @pytest.fixture(name="proposed")
@@ -154,6 +180,25 @@ def test_warm_rounds_are_those_of_a_cold_request(
     assert last.stats.reused > 0
 
 
+@pytest.mark.parametrize(
+    "layout", others_slow(LAYOUTS_LEFT, [x for x in LAYOUTS_LEFT if x in EACH_KIND])
+)
+def test_warm_rounds_of_every_layout_of_heads(
+    layout: str, proposed: list[list[int]]
+) -> None:
+    target, draft = mtp_on(layout)
+    options: dict[str, Any] = {"draft": draft, "draft_length": 2}
+    cold = SpeculativeGenerator(target, byte_tokenizer(), **options)
+    options["prefix_cache"] = PrefixCache(1 << 30, every=EVERY)
+    warm = SpeculativeGenerator(target, byte_tokenizer(), **options)
+    prompt = prompt_of(29)
+    for tokens in (prompt, [*prompt, *prompt_of(5)], [*prompt[:19], *prompt_of(7)]):
+        wanted = rounds_of(cold, tokens, proposed)
+        assert wanted["proposed"][0]
+        assert rounds_of(warm, tokens, proposed) == wanted
+    assert warm.generate(prompt, max_tokens=1).stats.reused > 0
+
+
 @pytest.mark.parametrize("kind", MIXED)
 def test_heads_of_both_kinds_of_layers_begin_where_the_text_resumes(
     kind: str, proposed: list[list[int]]
@@ -188,11 +233,15 @@ def test_what_a_closed_request_leaves_is_of_use(proposed: list[list[int]]) -> No
         assert rounds_of(warm, prompt, proposed) == wanted
 
 
+@pytest.mark.parametrize(
+    "kind",
+    ["eagle", "eagle, recurrent target", "peagle", "mtp, a chain of full attention"],
+)
 def test_rows_of_a_head_go_with_those_of_its_target(
-    proposed: list[list[int]],
+    kind: str, proposed: list[list[int]]
 ) -> None:
     """They are in the same nodes, one of which goes as a whole."""
-    target, draft = KINDS["eagle"]()
+    target, draft = KINDS[kind]()
     unlimited = PrefixCache(1 << 30)
 
     def made(prefixes: PrefixCache | None) -> SpeculativeGenerator:
