@@ -69,7 +69,7 @@ class Node:
 
     def __init__(self, tokens: Tokens, parent: "Node | None") -> None:
         self.tokens, self.parent = tuple(tokens), parent
-        self.stop = len(tokens) + (0 if parent is None else parent.stop)
+        self.stop: int = len(tokens) + (0 if parent is None else parent.stop)
         self.rows: dict[int, Snapshot] = {}
         self.points: dict[int, Point] = {}
         self.children: dict[int, Node] = {}
@@ -83,7 +83,8 @@ class Node:
     @property
     def nbytes(self) -> int:
         """Bytes of its rows and states."""
-        return sum(x.nbytes for x in (*self.rows.values(), *self.points.values()))
+        held: list[Snapshot | Point] = [*self.rows.values(), *self.points.values()]
+        return sum(each.nbytes for each in held)
 
     def hang(self) -> None:
         """Take its place below its parent."""

@@ -561,13 +561,13 @@ def test_rows_of_heads_in_a_prefix_cache_are_those_of_the_text(
 
 def _head_rows(prefixes: PrefixCache) -> list[list[int]]:
     """Return position and token of every row of a head, checked against its text."""
-    found = []
+    found: list[list[int]] = []
     for node in prefixes._tree.nodes():
         text, above = list(node.tokens), node.parent
         while above is not None:
             text, above = [*above.tokens, *text], above.parent
         for part in node.rows[1].leaves[0].rows if 1 in node.rows else ():
-            rows = part.slices()[0][0, 0].astype(mx.int32).tolist()
+            rows: Any = part.slices()[0][0, 0].astype(mx.int32).tolist()
             places = range(part.start, part.stop)
             assert rows == [[place, text[place + 1]] for place in places]
             found += rows
