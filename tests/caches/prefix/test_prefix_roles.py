@@ -10,9 +10,10 @@ The tests of this file fail for each of these faults, made by hand (killed by ha
     tree: a role is used past a node that lacks it
     tree: a leaf that goes leaves the rows of heads
     tree: rows of a target that lead to no restore point of it stay
-    tree: a draft that was behind is not filled up later
+    cache: a draft that was behind is not filled up later
     cache: rows of other roles than the target's are not counted
     cache: a role's rows reach past the target's
+    cache: what a request has just used makes room for it
 """
 
 from collections.abc import Iterator
