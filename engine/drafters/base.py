@@ -151,7 +151,8 @@ class OpenDrafter:
     def prefix_head(self) -> Any:
         """The head that reads the target's states, see `MtpDrafter`; None: no head.
 
-        It has `again`, `kept`, `committed`, and `resume` if it keeps rows of its own.
+        It has `again` and `committed`, and `kept`, `level` and `resume` if rows of its
+        own are kept.
         """
         return None
 

@@ -3,17 +3,6 @@
 Hypothesis plays requests over three token ids, which share beginnings of any length,
 for a target, a draft model and heads whose rows follow from one to three tokens more.
 Each role may be missing from a request, or behind the target at its end.
-
-The tests of this file fail for each of these faults, made by hand (killed by hand):
-
-    tree: a role's edge is cut where the target's is
-    tree: a role is used past a node that lacks it
-    tree: a leaf that goes leaves the rows of heads
-    tree: rows of a target that lead to no restore point of it stay
-    cache: a draft that was behind is not filled up later
-    cache: rows of other roles than the target's are not counted
-    cache: a role's rows reach past the target's
-    cache: what a request has just used makes room for it
 """
 
 from collections.abc import Iterator
