@@ -103,7 +103,7 @@ def disabling(
         if not isinstance(error, Exception) or isinstance(error, MemoryError):
             raise
         for row in rows:
-            row.fail_drafter(call, error)
+            row.drafter.fail(call, error)
         drafter.leave(rows)
 
 
@@ -170,7 +170,7 @@ class BatchChain:
         unusable: Any = self.unusable.tolist()
         for row, failed in zip(self._rows, unusable, strict=True):
             if failed:
-                row.fail_drafter("propose", what_is_wrong(1, 0))
+                row.drafter.fail("propose", what_is_wrong(1, 0))
 
     def _asked(self) -> list[VerifyRequest]:
         """Return what each row asks of the next token, behind those drafted."""
@@ -242,5 +242,5 @@ class SharedDrafter(BatchDrafter):
         return [
             place
             for place, row in enumerate(self._rows)
-            if row.uid not in lost and not row.drafter_disabled
+            if row.uid not in lost and not row.drafter.disabled
         ]

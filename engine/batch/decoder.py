@@ -99,9 +99,10 @@ class BatchDecoder:
 
     def _drafts_for(self, row: BatchRequest) -> BatchDrafter:
         """Return what drafts for rows like this one."""
-        if row.draft_lane is not None:
-            return BatchModelDrafter(BatchLane(row.draft_lane.model, self._sizes))
-        return PerRequestDrafters() if row.head is None else BatchMtpDrafter(self._lane)
+        lane, head = row.drafter.batch_lane, row.drafter.batch_head
+        if lane is not None:
+            return BatchModelDrafter(BatchLane(lane.model, self._sizes))
+        return PerRequestDrafters() if head is None else BatchMtpDrafter(self._lane)
 
     def give_back(self, row: BatchRequest) -> None:
         """Let a row that is to be closed have its caches again, if it keeps them."""

@@ -118,14 +118,16 @@ class BatchModelDrafter(SharedDrafter):
         new = [
             row
             for row, limit in zip(rows, limits, strict=True)
-            if limit > 0 and row.uid not in inside and not row.drafter_disabled
+            if limit > 0 and row.uid not in inside and not row.drafter.disabled
         ]
         # Recurrent layers that were fed nothing have no state to put beside others.
         new = self._read([row for row in new if len(row.tokens) > LAG])
         if self._rows and (new or self._lag() > LONGEST_LAG):
             self._catch_up()
         if new and (not self._rows or self._lag() == LAG):
-            lanes = [lane for row in new if (lane := row.draft_lane) is not None]
+            lanes = [
+                lane for row in new if (lane := row.drafter.batch_lane) is not None
+            ]
             self.lane.join(lanes)
             for lane in lanes:
                 lane.seen, lane.points = 0, None
@@ -137,7 +139,7 @@ class BatchModelDrafter(SharedDrafter):
         found: list[BatchRequest] = []
         room: PrefillBudget | None = None
         for row in rows:
-            lane = row.draft_lane
+            lane = row.drafter.batch_lane
             assert lane is not None
             if lane.seen > len(row.tokens) - LAG:
                 continue  # an earlier request left one more: after this round it fits
@@ -185,5 +187,5 @@ class BatchModelDrafter(SharedDrafter):
 
 def _most(row: BatchRequest) -> int:
     """Return how many tokens of a row the model has positions to draft."""
-    lane = row.draft_lane
+    lane = row.drafter.batch_lane
     return 0 if lane is None else lane.positions - len(row.tokens) + 1

@@ -191,21 +191,21 @@ class BatchMtpDrafter(SharedDrafter):
 
 
 def _head(row: BatchRequest) -> MtpDrafter:
-    head = row.head
-    assert head is not None
+    head: MtpDrafter = row.drafter.batch_head
     return head
 
 
 def _handed(row: BatchRequest) -> Handed | None:
     """Return what a row's own drafter holds; None: it fails, or has failed."""
-    drafter, head = row.request.drafter, row.head
-    if row.drafter_disabled or head is None or drafter is None:
+    drafter, head = row.drafter, row.drafter.batch_head
+    if drafter.disabled or head is None:
         return None
     drafter.begin(row.request.sequence)
-    if row.drafter_disabled:
+    if drafter.disabled:
         return None
     try:
-        return head.hand_over()
+        handed: Handed = head.hand_over()
+        return handed
     except Exception as error:
-        row.fail_drafter("begin", error)  # which raises MemoryError
+        drafter.fail("begin", error)  # which raises MemoryError
         return None

@@ -7,7 +7,7 @@ import mlx.core as mx
 from mlx_speculation.engine.batch.base import BatchDrafter, rectangle
 from mlx_speculation.engine.batch.prefill_budget import PrefillBudget
 from mlx_speculation.engine.batch.request import BatchRequest
-from mlx_speculation.engine.drafters.base import NOTHING, Proposal
+from mlx_speculation.engine.drafters.base import NOTHING, OpenDrafter, Proposal
 from mlx_speculation.engine.drafters.fault_guard import CheckedChoose
 
 
@@ -19,8 +19,8 @@ class PerRequestDrafters(BatchDrafter):
     """
 
     def __init__(self) -> None:
-        self._rows: list[BatchRequest] = []  # those that were asked in this round
-        self._asked: list[bool] = []
+        # Of each row in this round, whose proposal is pending
+        self._asked: list[OpenDrafter | None] = []
         self._begun: set[int] = set()
         self._reading = False
 
@@ -51,7 +51,7 @@ class PerRequestDrafters(BatchDrafter):
         self, rows: Sequence[BatchRequest], limits: Sequence[int], ahead: int
     ) -> list[Proposal]:
         """Ask each row's drafter; see `BatchDrafter`."""
-        self._rows, self._asked = list(rows), [False] * len(rows)
+        self._asked = [None] * len(rows)
         found = []
         for index, (row, limit) in enumerate(zip(rows, limits, strict=True)):
             found.append(NOTHING)
@@ -59,12 +59,12 @@ class PerRequestDrafters(BatchDrafter):
             if drafter is None or limit <= 0 or row.uid not in self._begun:
                 continue
             choices = CheckedChoose(row.request.verifier)
-            self._asked[index] = True
+            self._asked[index] = drafter
             try:
                 draft = drafter.propose(row.request.sequence, ahead + limit, choices)
             except Exception as error:
                 drafter.discard()
-                self._asked[index] = False
+                self._asked[index] = None
                 row.error = error
                 continue
             except BaseException:
@@ -73,7 +73,7 @@ class PerRequestDrafters(BatchDrafter):
             found[index] = draft
             if draft.length <= ahead:
                 drafter.discard()
-                self._asked[index] = False
+                self._asked[index] = None
                 row.request.statistics.empty_drafts += draft is not NOTHING
                 row.request.statistics.reads += draft.reads
         return found
@@ -84,22 +84,21 @@ class PerRequestDrafters(BatchDrafter):
 
     def settle(self, accepted: Sequence[int | None]) -> None:
         """Let each drafter keep its own."""
-        for row, asked, count in zip(self._rows, self._asked, accepted, strict=True):
-            drafter = row.request.drafter
-            if drafter is not None and asked:
-                if count is None:
-                    drafter.discard()
-                else:
-                    drafter.settle(count)
+        for drafter, count in zip(self._asked, accepted, strict=True):
+            if drafter is None:
+                continue
+            if count is None:
+                drafter.discard()
+            else:
+                drafter.settle(count)
         self._asked = []
-        self._rows = []
 
     def discard(self) -> None:
         """Let each drafter undo its round."""
-        for row, asked in zip(self._rows, self._asked, strict=True):
-            if asked and row.request.drafter is not None:
-                row.request.drafter.discard()
-        self._rows, self._asked = [], []
+        for drafter in self._asked:
+            if drafter is not None:
+                drafter.discard()
+        self._asked = []
 
     def leave(self, gone: Sequence[BatchRequest]) -> None:
         """Forget them."""

@@ -12,8 +12,7 @@ from mlx_speculation.caches import has_states
 from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
 from mlx_speculation.engine.draft_length.base import Plan
 from mlx_speculation.engine.draft_length.policy_factory import PolicyFactory
-from mlx_speculation.engine.drafters.base import Proposal
-from mlx_speculation.engine.drafters.mtp import MtpDrafter
+from mlx_speculation.engine.drafters.base import OpenDrafter, Proposal
 from mlx_speculation.engine.options import StreamKeywords
 from mlx_speculation.engine.prompt import Prompt
 from mlx_speculation.engine.result import Chunk
@@ -84,36 +83,21 @@ class BatchRequest:
         return self.error is not None or self.stream.ended
 
     @property
-    def draft_lane(self) -> Lane | None:
-        """The lane of its draft model, if rows can share that; see `ModelDrafter`."""
-        return self.request.open_drafter.batch_lane
-
-    @property
-    def head(self) -> MtpDrafter | None:
-        """Its head, if rows can share it; see `MtpDrafter`."""
-        head: MtpDrafter | None = self.request.open_drafter.batch_head
-        return head
-
-    @property
-    def drafter_disabled(self) -> bool:
-        """Whether its drafter has failed, or there is none that could."""
-        return self.request.drafter is None or self.request.drafter.disabled
-
-    def fail_drafter(self, call: str, error: Exception) -> None:
-        """Disable its drafter for a fault; the text goes on without."""
-        self.request.open_drafter.fail(call, error)
+    def drafter(self) -> OpenDrafter:
+        """Its drafter; one that proposes nothing for plain decoding."""
+        return self.request.open_drafter
 
     @property
     def lanes(self) -> list[Lane]:
         """Its own lanes, of target and draft models; they are empty while shared."""
-        found = [self.request.target, *self.request.open_drafter.lanes]
+        found = [self.request.target, *self.drafter.lanes]
         return [lane for lane in found if lane is not None]
 
     def let_go(self) -> None:
         """Let go of what its lanes and its head hold, once it has ended."""
         for lane in self.lanes:
             lane.caches = []
-        self.request.open_drafter.let_go()
+        self.drafter.let_go()
 
     def asked(
         self, draft: Proposal | None = None, ahead: mx.array | None = None

@@ -97,7 +97,7 @@ class Drafter(Protocol):
 
     def begin(self, sequence: Sequence) -> None:
         """Start on a new sequence, and forget the last one. Called by prefill."""
-        ...
+        return
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         """Propose at most `limit` tokens that follow the sequence; none is an answer.
@@ -110,14 +110,14 @@ class Drafter(Protocol):
 
     def settle(self, accepted: int) -> None:
         """Keep the first `accepted` proposed tokens. If it fails, it has kept none."""
-        ...
+        return
 
     def discard(self) -> None:
         """Undo what the last `propose` and `settle` did. Never raises."""
-        ...
+        return
 
 
-class OpenDrafter:
+class OpenDrafter(Drafter):
     """The drafter of one stream, as the engine sees it: a `Drafter`, and more.
 
     The defaults are those of a drafter without a model or a head, with nothing to
@@ -178,18 +178,9 @@ class OpenDrafter:
         """
         return True
 
-    def begin(self, sequence: Sequence) -> None:
-        """See `Drafter`."""
-
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
-        """See `Drafter`."""
+        """Propose nothing; see `Drafter`."""
         return NOTHING
-
-    def settle(self, accepted: int) -> None:
-        """See `Drafter`."""
-
-    def discard(self) -> None:
-        """See `Drafter`."""
 
     def fail(self, call: str, error: Exception) -> None:
         """Disable it for a fault that was met elsewhere; see `FaultGuard`."""
@@ -208,7 +199,7 @@ class WrappedDrafter(OpenDrafter):
         self.inner = inner
 
 
-for _name in [name for name in vars(OpenDrafter) if not name.startswith("_")]:
+for _name in [name for name in dir(OpenDrafter) if not name.startswith("_")]:
     setattr(WrappedDrafter, _name, property(attrgetter(f"inner.{_name}")))
 
 

@@ -5,6 +5,7 @@ MTP head (see `engine/drafters/mtp.py`): the context that was committed since an
 block are one batch.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -57,6 +58,7 @@ class DFlashDraft(HeadDraft):
     kind = "dflash"
     head: DFlashHead
     fits = staticmethod(is_dflash)
+    _load: Callable[..., LoadedDFlash] = staticmethod(load_dflash)
 
     def __init__(
         self, model: nn.Module, head: DFlashHead, layers: tuple[int, ...]
@@ -86,8 +88,8 @@ class DFlashDraft(HeadDraft):
         layer_ids: LayerIds | None = None,
         anchor: Anchor | None = None,
         tokenizer: Any = None,
-    ) -> "DFlashDraft":
-        """Load a drafter; see `load_dflash`.
+    ) -> Self:
+        """Load a drafter; see `load_dflash` and `load_dspark`.
 
         Args:
             folder: the drafter's; of DSpark also a GGUF file.
@@ -107,7 +109,7 @@ class DFlashDraft(HeadDraft):
             ConventionError: the drafter guesses no better than by chance.
         """
         starts = None if tokenizer is None else starts_for(tokenizer)
-        loaded = load_dflash(
+        loaded = cls._load(
             folder, model, layer_ids=layer_ids, anchor=anchor, starts=starts
         )
         return cls._of(model, loaded)
@@ -152,7 +154,7 @@ class DFlash2Draft(DFlashDraft):
         *,
         layer_ids: LayerIds | None = None,
         tokenizer: Any = None,
-    ) -> "DFlash2Draft":
+    ) -> Self:
         """Load a drafter; see `load_dflash2` and `DFlashDraft`."""
         starts = None if tokenizer is None else starts_for(tokenizer)
         loaded = load_dflash2(folder, model, layer_ids=layer_ids, starts=starts)
@@ -170,26 +172,10 @@ class DSparkDraft(DFlashDraft):
     head: DSparkHead
     dflash: DSpark
     fits = staticmethod(is_dspark)
+    _load = staticmethod(load_dspark)
 
     def _on_target(self, layers: tuple[int, ...]) -> DFlash:
         return DSpark(self.head, self.taps, layers)
-
-    @classmethod
-    def from_folder(
-        cls,
-        folder: str | Path,
-        model: nn.Module,
-        *,
-        layer_ids: LayerIds | None = None,
-        anchor: Anchor | None = None,
-        tokenizer: Any = None,
-    ) -> "DSparkDraft":
-        """Load a drafter; see `load_dspark` and `DFlashDraft`."""
-        starts = None if tokenizer is None else starts_for(tokenizer)
-        loaded = load_dspark(
-            folder, model, layer_ids=layer_ids, anchor=anchor, starts=starts
-        )
-        return cls._of(model, loaded)
 
     @property
     def confident(self) -> bool:

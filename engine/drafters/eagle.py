@@ -5,6 +5,7 @@ that each position begins with, which is made of three layers of the target, and
 may know a part of the token ids only.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,9 @@ class EagleDraft(HeadDraft):
     kind = "eagle"
     head: EagleHead
     fits = staticmethod(is_eagle)
+    _load: Callable[..., tuple[EagleHead, tuple[int, ...]]] = staticmethod(
+        load_eagle_head
+    )
 
     def __init__(
         self, model: nn.Module, head: EagleHead, layers: tuple[int, ...]
@@ -65,12 +69,6 @@ class EagleDraft(HeadDraft):
 
     def _on_target(self, layers: tuple[int, ...]) -> Eagle:
         return Eagle(self.head, self.taps, layers)
-
-    @classmethod
-    def _read(
-        cls, folder: str | Path, model: nn.Module, layer_ids: LayerIds | None
-    ) -> tuple[EagleHead, tuple[int, ...]]:
-        return load_eagle_head(folder, model, layer_ids=layer_ids)
 
     @classmethod
     def from_folder(
@@ -98,7 +96,7 @@ class EagleDraft(HeadDraft):
             ModelFolderError: the folder holds no such head, or not all of one.
             ConventionError: the head guesses no better than by chance.
         """
-        head, layers = cls._read(folder, model, layer_ids)
+        head, layers = cls._load(folder, model, layer_ids=layer_ids)
         config, trunk = read_config(Path(folder).expanduser()), find_parts(model).layers
         readings = layer_readings(config, len(trunk), (len(layers),), layer_ids)
         score = None
@@ -143,15 +141,10 @@ class PEagleDraft(EagleDraft):
     head: PEagleHead
     eagle: PEagle
     fits = staticmethod(is_peagle)
+    _load = staticmethod(load_peagle_head)
 
     def _on_target(self, layers: tuple[int, ...]) -> Eagle:
         return PEagle(self.head, self.taps, layers)
-
-    @classmethod
-    def _read(
-        cls, folder: str | Path, model: nn.Module, layer_ids: LayerIds | None
-    ) -> tuple[EagleHead, tuple[int, ...]]:
-        return load_peagle_head(folder, model, layer_ids=layer_ids)
 
     @property
     def trees(self) -> bool:

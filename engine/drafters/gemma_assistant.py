@@ -146,6 +146,8 @@ class AssistantDraft(HeadDraft):
 class AssistantDrafter(OpenDrafter):
     """Drafts with an assistant in one stream, from the last committed state."""
 
+    again = 1  # the last token is fed again, for its state
+
     def __init__(
         self,
         draft: AssistantDraft,
@@ -154,7 +156,7 @@ class AssistantDrafter(OpenDrafter):
         committed: CommittedStates,
     ) -> None:
         self._draft, self._tokens = draft, sequence.tokens
-        self._target, self._committed = target, committed
+        self._target, self.committed = target, committed
         committed.after_chunk(self._forget)
 
     @property
@@ -163,24 +165,14 @@ class AssistantDrafter(OpenDrafter):
         return self
 
     @property
-    def again(self) -> int:
-        """The number of last tokens that are fed again: one, for its state."""
-        return 1
-
-    @property
-    def committed(self) -> CommittedStates:
-        """The states of the target that it reads."""
-        return self._committed
-
-    @property
     def held(self) -> list[Any]:
         """States of the target to be read, for a count of bytes."""
-        return self._committed.arrays
+        return self.committed.arrays
 
     def begin(self, sequence: Sequence) -> None:
         """Make the state after the prompt, which would hold rows of a cache if late."""
         self._forget()
-        mx.async_eval(*self._committed.arrays)
+        mx.async_eval(*self.committed.arrays)
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         """Draft behind the known tokens.
@@ -189,7 +181,7 @@ class AssistantDrafter(OpenDrafter):
         since it is out of a passed cache.
         """
         self._forget()
-        newest, committed = len(self._tokens) - 1, self._committed
+        newest, committed = len(self._tokens) - 1, self.committed
         if not committed.start < newest <= committed.stop:
             return Proposal(mx.array([], mx.uint32), source=SOURCE)
         chain = DraftChain(choose, sequence)
@@ -213,5 +205,5 @@ class AssistantDrafter(OpenDrafter):
 
     def _forget(self) -> None:
         """Drop the states that will not be read; of a prompt, all but the last."""
-        last = self._committed.stop - 1  # a restore point keeps it
-        self._committed.drop(min(len(self._tokens) - 2, last))
+        last = self.committed.stop - 1  # a restore point keeps it
+        self.committed.drop(min(len(self._tokens) - 2, last))

@@ -63,13 +63,11 @@ def test_what_asks_is_found(call: str) -> None:
 
 
 def test_the_wrapper_passes_on_every_member() -> None:
-    names = [name for name in vars(OpenDrafter) if not name.startswith("_")]
-    marks = {name: property(lambda self, name=name: f"its {name}") for name in names}
-    inner = type("Marked", (OpenDrafter,), marks)()
-    outer = WrappedDrafter(inner)
-    assert {name: getattr(outer, name) for name in names} == {
-        name: f"its {name}" for name in names
-    }
+    names = [name for name in dir(OpenDrafter) if not name.startswith("_")]
+    marks = {name: f"its {name}" for name in names}
+    outer = WrappedDrafter(type("Marked", (OpenDrafter,), marks)())
+    assert len(names) >= 14
+    assert {name: getattr(outer, name) for name in names} == marks
 
 
 class Bare:
