@@ -103,7 +103,7 @@ class ModelDraft(FolderDraft):
 
     def open(
         self, lane: Lane, sequence: Sequence, draft_cache: list[Any] | None = None
-    ) -> "ModelDrafter":
+    ) -> OpenDrafter:
         """Return the drafter of one stream.
 
         Raises:

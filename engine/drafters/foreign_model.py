@@ -21,10 +21,9 @@ import mlx.nn as nn
 
 from mlx_speculation.engine.drafters.base import Choose, OpenDrafter, Proposal
 from mlx_speculation.engine.drafters.common_tokens import CommonTokens
-from mlx_speculation.engine.drafters.draft_model import ModelDraft, ModelDrafter
+from mlx_speculation.engine.drafters.draft_model import ModelDraft
 from mlx_speculation.engine.drafters.source import (
     DraftOptions,
-    FolderDraft,
     TargetInfo,
 )
 from mlx_speculation.engine.prompt import Sequence
@@ -33,7 +32,7 @@ from mlx_speculation.models import Lane, load, logit_width
 from mlx_speculation.samplers import Choice, Rows
 
 
-class ForeignModelDraft(FolderDraft):
+class ForeignModelDraft(ModelDraft):
     """A draft model with another tokenizer than the target's, as a draft.
 
         draft = ForeignModelDraft.load(folder, target)
@@ -46,6 +45,7 @@ class ForeignModelDraft(FolderDraft):
 
     kind = "foreign model"
     foreign = True
+    reducible = False
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class ForeignModelDraft(FolderDraft):
         common: CommonTokens,
         options: DraftOptions | None = None,
     ) -> None:
-        self._source = ModelDraft(model, options)
+        super().__init__(model, options)
         self.common = common
         self.notice = (
             f"The draft has another tokenizer than the target: {common.share}."
@@ -74,19 +74,9 @@ class ForeignModelDraft(FolderDraft):
         model, tokenizer = load(folder, trust_remote_code=target.trust_remote_code)
         return cls(model, CommonTokens(target.tokenizer, tokenizer))
 
-    @property
-    def models(self) -> list[nn.Module]:
-        """The model."""
-        return self._source.models
-
-    @property
-    def own_weights(self) -> nn.Module:
-        """The model."""
-        return self._source.own_weights
-
     def check(self, target: TargetInfo) -> None:
         """Refuse a draft without a row for a token of its own."""
-        width, highest = logit_width(self._source.model), max(self.common.draft.bytes)
+        width, highest = logit_width(self.model), max(self.common.draft.bytes)
         if width <= max(self.common.pairs.values()):
             raise InvalidRequestError(
                 f"The draft has {width} token ids, and those of its tokenizer go up to "
@@ -95,7 +85,7 @@ class ForeignModelDraft(FolderDraft):
 
     def configured(self, options: DraftOptions) -> "ForeignModelDraft":
         """Return the model with these options."""
-        return ForeignModelDraft(self._source.model, self.common, options)
+        return ForeignModelDraft(self.model, self.common, options)
 
     def open(
         self, lane: Lane, sequence: Sequence, draft_cache: list[Any] | None = None
@@ -110,14 +100,13 @@ class ForeignModelDraft(FolderDraft):
                 "draft_cache was passed, and the draft has another tokenizer than the "
                 "target. Leave draft_cache out."
             )
-        inner = self._source.open(lane, Sequence([]))
-        return ForeignModelDrafter(inner, self.common)
+        return ForeignModelDrafter(super().open(lane, Sequence([])), self.common)
 
 
 class ForeignModelDrafter(OpenDrafter):
     """Drafts with a `ModelDrafter` that reads the text in its own tokens."""
 
-    def __init__(self, inner: ModelDrafter, common: CommonTokens) -> None:
+    def __init__(self, inner: OpenDrafter, common: CommonTokens) -> None:
         self._inner, self._common = inner, common
         pairs = common.pairs
         self._theirs = mx.array(list(pairs), mx.uint32)  # [n], of the target
