@@ -14,6 +14,7 @@ from mlx_speculation.engine.drafters.block_drafters import (
     DSparkDraft,
 )
 from mlx_speculation.engine.drafters.cascade import CascadeDraft
+from mlx_speculation.engine.drafters.draft import Draft
 from mlx_speculation.engine.drafters.eagle import EagleDraft, PEagleDraft
 from mlx_speculation.engine.drafters.gemma_assistant import (
     AssistantDraft,
@@ -21,7 +22,6 @@ from mlx_speculation.engine.drafters.gemma_assistant import (
 )
 from mlx_speculation.engine.drafters.mtp import MtpDraft, MtpDrafter
 from mlx_speculation.engine.drafters.reduced_vocabulary import reduced_vocabulary
-from mlx_speculation.engine.drafters.source import Draft
 from mlx_speculation.engine.generator import SpeculativeGenerator
 from mlx_speculation.engine.lookup.drafter import LookupDraft
 from mlx_speculation.engine.mlx_lm_compat.response import SpeculativeResponse

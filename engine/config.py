@@ -11,14 +11,14 @@ import mlx.nn as nn
 from mlx_speculation.caches import FixedShape, PrefixCache
 from mlx_speculation.engine.distributed import RankedTarget, all_or_none
 from mlx_speculation.engine.draft_length.policy_factory import PolicyFactory
-from mlx_speculation.engine.drafters.reduced_vocabulary import checked_vocabulary
-from mlx_speculation.engine.drafters.resolve import Resolved, resolve
-from mlx_speculation.engine.drafters.source import (
+from mlx_speculation.engine.drafters.draft import (
     Draft,
     DraftOptions,
     TargetInfo,
     members_of,
 )
+from mlx_speculation.engine.drafters.reduced_vocabulary import checked_vocabulary
+from mlx_speculation.engine.drafters.resolve import Resolved, resolve
 from mlx_speculation.engine.options import GeneratorOptions
 from mlx_speculation.engine.prompt import Prompts
 from mlx_speculation.errors import InvalidRequestError
@@ -99,7 +99,7 @@ def make_config(
         ids, width = TokenIds.of(tokenizer), logit_width(model)
         target = TargetInfo(model, wrapper, None, min(ids.width, width) - 1)
         resolved = _resolved(target, options, ranked)
-        draft = resolved.source
+        draft = resolved.draft
         models = [] if draft is None else draft.models
         shape, sliding = options.shape, options.sliding
         for module in (model, *models):  # refuses unknown caches, not in a stream
@@ -140,12 +140,12 @@ def _resolved(
         check_causal(target.model)
     options.check_exact(target.model, ranked=ranked is not None)
     if ranked is not None:
-        draft = ranked.own_draft(resolved.source, options.prefix_cache)
-        resolved = replace(resolved, source=draft)
+        draft = ranked.own_draft(resolved.draft, options.prefix_cache)
+        resolved = replace(resolved, draft=draft)
     reduced = leads and options.draft_vocabulary is not None
-    options.check_draft(resolved.source, vocabulary=reduced)
-    if resolved.source is not None:
-        resolved.source.check(target)
+    options.check_draft(resolved.draft, vocabulary=reduced)
+    if resolved.draft is not None:
+        resolved.draft.check(target)
     return resolved
 
 
@@ -156,7 +156,7 @@ def _lengths(
     length = options.draft_length
     return PolicyFactory(
         model,
-        resolved.source,
+        resolved.draft,
         options.sliding,
         resolved.length if length is None else length,
         compiled=options.compile_draft,

@@ -13,8 +13,8 @@ from mlx_speculation.engine.config import make_config
 from mlx_speculation.engine.draft_length.calibration import PartsTable, Progress, follow
 from mlx_speculation.engine.draft_length.costs import CostTable
 from mlx_speculation.engine.draft_length.policy_factory import PolicyFactory
+from mlx_speculation.engine.drafters.draft import Draft
 from mlx_speculation.engine.drafters.resolve import find_draft
-from mlx_speculation.engine.drafters.source import Draft
 from mlx_speculation.engine.options import (
     GeneratorKeywords,
     GeneratorOptions,

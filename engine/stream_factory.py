@@ -21,7 +21,7 @@ from mlx_speculation.engine.draft_length.base import DraftLengthPolicy, FixedDra
 from mlx_speculation.engine.draft_length.calibration import Calibration
 from mlx_speculation.engine.drafters.base import OpenDrafter
 from mlx_speculation.engine.drafters.cascade import Turns, open_guarded
-from mlx_speculation.engine.drafters.source import Draft, members_of
+from mlx_speculation.engine.drafters.draft import Draft, members_of
 from mlx_speculation.engine.image_input import ImageInput, image_input
 from mlx_speculation.engine.lookup.measured_draft import measured_draft
 from mlx_speculation.engine.memory import Weights, held_memory
@@ -323,12 +323,12 @@ class StreamFactory:
         turns: Turns,
     ) -> OpenDrafter | None:
         """Return what drafts in one stream, as the draft is not used by another."""
-        setup, source = self._setup, self._setup.draft
+        setup, draft = self._setup, self._setup.draft
         if not setup.decides:
             return None
         models = len(setup.draft_models)
         if draft_cache is not None and models != 1:
-            kind = "None" if source is None else f"of kind {source.kind!r}"
+            kind = "None" if draft is None else f"of kind {draft.kind!r}"
             raise InvalidRequestError(
                 f"draft_cache was passed, and draft is {kind}, with {models} models "
                 "instead of 1. Leave draft_cache out."
@@ -340,10 +340,10 @@ class StreamFactory:
                 "Close the first, or pass a Draft, which opens a drafter for "
                 "each stream."
             )
-        if source is None:
+        if draft is None:
             return None
         note = statistics.drafter_faults.append
-        return open_guarded(source, target, sequence, draft_cache, note, turns)
+        return open_guarded(draft, target, sequence, draft_cache, note, turns)
 
 
 def _modules_of(draft: Draft | None) -> list[nn.Module]:

@@ -37,7 +37,7 @@ from mlx_speculation.engine.batch.outcome import (
     read_batch,
     settled,
 )
-from mlx_speculation.engine.batch.per_request import PerRequestDrafters
+from mlx_speculation.engine.batch.per_request import PerRequestDrafter
 from mlx_speculation.engine.batch.request import BatchRequest
 from mlx_speculation.engine.batch.results import BatchStatistics
 from mlx_speculation.engine.draft_length.base import Feedback
@@ -68,7 +68,7 @@ class BatchDecoder:
         self._lane = BatchLane(model, sizes)
         self._lengths = lengths
         self._statistics = statistics
-        self._drafts: BatchDrafter = PerRequestDrafters()
+        self._drafts: BatchDrafter = PerRequestDrafter()
         self._drafts_chosen = False
         self._in_flight: BatchStep | None = None
         self._clock = RoundClock()
@@ -102,7 +102,7 @@ class BatchDecoder:
         lane, head = row.drafter.batch_lane, row.drafter.batch_head
         if lane is not None:
             return BatchModelDrafter(BatchLane(lane.model, self._sizes))
-        return PerRequestDrafters() if head is None else BatchMtpDrafter(self._lane)
+        return PerRequestDrafter() if head is None else BatchMtpDrafter(self._lane)
 
     def give_back(self, row: BatchRequest) -> None:
         """Let a row that is to be closed have its caches again, if it keeps them."""

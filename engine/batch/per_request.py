@@ -11,7 +11,7 @@ from mlx_speculation.engine.drafters.base import NOTHING, OpenDrafter, Proposal
 from mlx_speculation.engine.drafters.fault_guard import CheckedChoose
 
 
-class PerRequestDrafters(BatchDrafter):
+class PerRequestDrafter(BatchDrafter):
     """Every row asks the drafter that it would have alone.
 
     Lookups cost next to nothing. A draft model that is asked like this runs one row at

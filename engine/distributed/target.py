@@ -12,7 +12,7 @@ from mlx_speculation.engine.distributed.consistency import (
 )
 from mlx_speculation.engine.distributed.group import RankGroup
 from mlx_speculation.engine.distributed.session import RankSession
-from mlx_speculation.engine.drafters.source import Draft, members_of
+from mlx_speculation.engine.drafters.draft import Draft, members_of
 from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
 from mlx_speculation.models import (
     Group,

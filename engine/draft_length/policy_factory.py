@@ -30,7 +30,7 @@ from mlx_speculation.engine.draft_length.cascade import CascadeDraftLength
 from mlx_speculation.engine.draft_length.cost_store import Known
 from mlx_speculation.engine.draft_length.costs import CostTable, RoundCosts
 from mlx_speculation.engine.drafters.cascade import Turns
-from mlx_speculation.engine.drafters.source import Draft, members_of, shape_of
+from mlx_speculation.engine.drafters.draft import Draft, members_of, shape_of
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import Sliding, position_table
 
@@ -201,12 +201,12 @@ class PolicyFactory:
     def _calibrated(self) -> Known:
         """What is known of the drafter whose rounds a calibration measures."""
         each = zip(self._each, self.known, strict=True)
-        own = [known for source, known in each if source.measurable]
+        own = [known for draft, known in each if draft.measurable]
         return [*own, *self.known, Known()][0]
 
     def _key(self, drafts: SequenceOf[Draft], **more: int) -> dict[str, Any] | None:
         """Return what the costs belong to; None where they are not kept."""
-        names = [source.cost_key() for source in drafts]
+        names = [draft.cost_key() for draft in drafts]
         if not all(names):
             return None
         return {

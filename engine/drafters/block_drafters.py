@@ -11,12 +11,12 @@ from typing import Any, Self
 
 import mlx.nn as nn
 
-from mlx_speculation.engine.drafters.mtp import MtpDrafter
-from mlx_speculation.engine.drafters.source import (
+from mlx_speculation.engine.drafters.draft import (
     DraftOptions,
     HeadDraft,
     check_embedding,
 )
+from mlx_speculation.engine.drafters.mtp import MtpDrafter
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.models import HiddenStates, Lane
 from mlx_speculation.models.checkpoints import LayerIds, ParallelCache

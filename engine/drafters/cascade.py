@@ -1,4 +1,4 @@
-"""The drafter that asks several drafters in turn, and its source."""
+"""The drafter that asks several drafters in turn, and its draft."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
@@ -13,12 +13,12 @@ from mlx_speculation.engine.drafters.base import (
     OpenDrafter,
     Proposal,
 )
+from mlx_speculation.engine.drafters.draft import Draft, DraftOptions, TargetInfo
 from mlx_speculation.engine.drafters.fault_guard import (
     CheckedChoose,
     FaultGuard,
     NoteFault,
 )
-from mlx_speculation.engine.drafters.source import Draft, DraftOptions, TargetInfo
 from mlx_speculation.engine.drafters.user_drafter import adapted
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import InvalidRequestError
@@ -96,8 +96,8 @@ class CascadeDraft(Draft):
         return CascadeDraft(*map(resolve, self.drafters))
 
     def members(self) -> list[Draft]:
-        """Return its sources; a generator has made them of what was passed."""
-        return [found for source in self.drafters for found in source.members()]
+        """Return its drafts; a generator has made them of what was passed."""
+        return [found for draft in self.drafters for found in draft.members()]
 
     def check(self, target: TargetInfo) -> None:
         """Refuse what one of its members refuses, and more than one head."""
@@ -123,7 +123,7 @@ class CascadeDraft(Draft):
 
 
 def open_guarded(
-    source: Draft,
+    draft: Draft,
     lane: Lane,
     sequence: Sequence,
     draft_cache: list[Any] | None,
@@ -137,7 +137,7 @@ def open_guarded(
             note,
             lane if member.follows else None,
         )
-        for member in source.members()
+        for member in draft.members()
     ]
     return guarded[0] if len(guarded) == 1 else CascadeDrafter(*guarded, turns=turns)
 

@@ -11,7 +11,7 @@ import mlx.nn as nn
 
 from mlx_speculation.caches import check_single, check_supported, leaves, position
 from mlx_speculation.engine.drafters.base import NOTHING, Choose, OpenDrafter, Proposal
-from mlx_speculation.engine.drafters.source import (
+from mlx_speculation.engine.drafters.draft import (
     DraftOptions,
     FolderDraft,
     TargetInfo,

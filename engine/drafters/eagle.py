@@ -11,8 +11,8 @@ from typing import Any
 
 import mlx.nn as nn
 
+from mlx_speculation.engine.drafters.draft import HeadDraft
 from mlx_speculation.engine.drafters.mtp import MtpDrafter
-from mlx_speculation.engine.drafters.source import HeadDraft
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.models import HiddenStates, Lane, find_parts, read_config
 from mlx_speculation.models.checkpoints import HeadCache, LayerIds, ParallelCache

@@ -21,11 +21,11 @@ import mlx.nn as nn
 
 from mlx_speculation.engine.drafters.base import Choose, OpenDrafter, Proposal
 from mlx_speculation.engine.drafters.common_tokens import CommonTokens
-from mlx_speculation.engine.drafters.draft_model import ModelDraft
-from mlx_speculation.engine.drafters.source import (
+from mlx_speculation.engine.drafters.draft import (
     DraftOptions,
     TargetInfo,
 )
+from mlx_speculation.engine.drafters.draft_model import ModelDraft
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import Lane, load, logit_width

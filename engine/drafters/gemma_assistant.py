@@ -27,7 +27,7 @@ from mlx_speculation.engine.drafters.base import (
     OpenDrafter,
     Proposal,
 )
-from mlx_speculation.engine.drafters.source import HeadDraft
+from mlx_speculation.engine.drafters.draft import HeadDraft
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
 from mlx_speculation.models import CommittedStates, HiddenStates, Lane

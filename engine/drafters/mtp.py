@@ -30,13 +30,13 @@ from mlx_speculation.engine.drafters.base import (
     OpenDrafter,
     Proposal,
 )
-from mlx_speculation.engine.drafters.fault_guard import CheckedChoose
-from mlx_speculation.engine.drafters.source import (
+from mlx_speculation.engine.drafters.draft import (
     DraftOptions,
     HeadDraft,
     TargetInfo,
     check_embedding,
 )
+from mlx_speculation.engine.drafters.fault_guard import CheckedChoose
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.models import (
     CommittedStates,

@@ -1,8 +1,8 @@
-"""The sources that are loaded from a folder: one table.
+"""The drafts that are loaded from a folder: one table.
 
 A folder says by its config.json what it is, and by its tensors where these are of one
-kind alone. A new kind is one line in `SOURCES`, before `ModelDraft`, which fits what
-nobody else claims.
+kind alone. A new kind is one line in `FOLDER_DRAFTS`, before `ModelDraft`, which takes
+the others.
 """
 
 from pathlib import Path
@@ -13,11 +13,11 @@ from mlx_speculation.engine.drafters.block_drafters import (
     DFlashDraft,
     DSparkDraft,
 )
+from mlx_speculation.engine.drafters.draft import FolderDraft
 from mlx_speculation.engine.drafters.draft_model import ModelDraft
 from mlx_speculation.engine.drafters.eagle import EagleDraft, PEagleDraft
 from mlx_speculation.engine.drafters.gemma_assistant import AssistantDraft
 from mlx_speculation.engine.drafters.mtp import MtpDraft
-from mlx_speculation.engine.drafters.source import FolderDraft
 from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models import (
     check_model_folder,
@@ -28,7 +28,7 @@ from mlx_speculation.models import (
 from mlx_speculation.models.checkpoints import kind_by_tensors, tensor_names
 from mlx_speculation.models.dspark import gguf_file
 
-SOURCES: tuple[type[FolderDraft], ...] = (
+FOLDER_DRAFTS: tuple[type[FolderDraft], ...] = (
     MtpDraft,
     DSparkDraft,
     DFlash2Draft,
@@ -40,24 +40,24 @@ SOURCES: tuple[type[FolderDraft], ...] = (
 )
 
 
-def source_of_config(config: dict[str, Any]) -> type[FolderDraft]:
+def draft_of_config(config: dict[str, Any]) -> type[FolderDraft]:
     """Return what loads a folder with this config.json, going by that alone."""
-    return next(source for source in SOURCES if source.fits(config))
+    return next(draft for draft in FOLDER_DRAFTS if draft.fits(config))
 
 
-def source_of_folder(folder: Path) -> type[FolderDraft]:
+def draft_of_folder(folder: Path) -> type[FolderDraft]:
     """Return what loads a folder, by its config.json and the names of its tensors.
 
     Raises:
         ModelFolderError: config.json is missing, or not a JSON object.
     """
-    claimed = source_of_config(read_config(folder))
+    claimed = draft_of_config(read_config(folder))
     kind = kind_by_tensors(tensor_names(folder), claimed.kind)
-    return next(source for source in SOURCES if source.kind == kind)
+    return next(draft for draft in FOLDER_DRAFTS if draft.kind == kind)
 
 
 def draft_folder(path_or_repo: str | Path) -> tuple[Path, type[FolderDraft]]:
-    """Return the folder of a draft, fetched if a repository is named, and its source.
+    """Return the folder of a draft, fetched if a repository is named, and its draft.
 
     Raises:
         ModelFolderError: there is no such folder, or it is none of a draft.
@@ -73,7 +73,7 @@ def draft_folder(path_or_repo: str | Path) -> tuple[Path, type[FolderDraft]]:
             )
         check_model_folder(path_or_repo, "mtp", "lookup", "auto")
         folder = model_folder(path_or_repo)
-    source = source_of_folder(folder)
-    if source is ModelDraft:
+    draft = draft_of_folder(folder)
+    if draft is ModelDraft:
         check_model_folder(folder)
-    return folder, source
+    return folder, draft

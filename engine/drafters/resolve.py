@@ -1,7 +1,7 @@
-"""What a `draft=` argument becomes: a name, then a source.
+"""What a `draft=` argument becomes: a name, then a `Draft`.
 
     find_draft    text        what loads it, and from where; nothing is loaded yet
-    resolve       all else    a source: heads and lookups are, models and drafters of
+    resolve       all else    a `Draft`: heads and lookups are, models and drafters of
                               the user's get one
 
 `draft="auto"` is the draft that a target's folder offers:
@@ -22,15 +22,15 @@ from typing import Any
 import mlx.nn as nn
 
 from mlx_speculation.engine.drafters.base import Drafter
-from mlx_speculation.engine.drafters.draft_model import ModelDraft
-from mlx_speculation.engine.drafters.foreign_model import ForeignModelDraft
-from mlx_speculation.engine.drafters.mtp import MtpDraft
-from mlx_speculation.engine.drafters.registry import SOURCES, draft_folder
-from mlx_speculation.engine.drafters.source import (
+from mlx_speculation.engine.drafters.draft import (
     Draft,
     FolderDraft,
     TargetInfo,
 )
+from mlx_speculation.engine.drafters.draft_model import ModelDraft
+from mlx_speculation.engine.drafters.foreign_model import ForeignModelDraft
+from mlx_speculation.engine.drafters.mtp import MtpDraft
+from mlx_speculation.engine.drafters.registry import FOLDER_DRAFTS, draft_folder
 from mlx_speculation.engine.drafters.user_drafter import adapted_draft
 from mlx_speculation.engine.lookup.drafter import LookupDraft
 from mlx_speculation.errors import (
@@ -56,9 +56,9 @@ DraftArgument = nn.Module | Drafter | Draft | str | Path
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """The source that an argument has become."""
+    """The draft that an argument has become."""
 
-    source: Draft | None  # what drafts; None: nothing
+    draft: Draft | None  # what drafts; None: nothing
     # How many tokens to draft in a round, if the target's folder says so
     length: int | None = None
     # Why it is not another, and what was guessed of how it is read
@@ -140,7 +140,7 @@ def find_draft(
 def resolve(
     draft: Any, target: TargetInfo, *, follower: bool = False, foreign: bool = False
 ) -> Resolved:
-    """Return the source of a `draft=` argument.
+    """Return the `Draft` of a `draft=` argument.
 
     Args:
         draft: what a generator takes, or what `find_draft` has made of it.
@@ -172,10 +172,10 @@ def resolve(
     return Resolved(None) if found is None else _said(found)
 
 
-def _said(source: Draft) -> Resolved:
-    """Return a source with what is to be said of how its members were loaded."""
-    notices = (member.notice for member in source.members() if member.notice)
-    return Resolved(source, notices=tuple(notices))
+def _said(draft: Draft) -> Resolved:
+    """Return a draft with what is to be said of how its members were loaded."""
+    notices = (member.notice for member in draft.members() if member.notice)
+    return Resolved(draft, notices=tuple(notices))
 
 
 def _foreign(named: DraftName) -> DraftName:
@@ -194,13 +194,13 @@ def _not_foreign(draft: str) -> InvalidRequestError:
 
 
 def _member(draft: Any, target: TargetInfo) -> Draft:
-    source = resolve(draft, target).source
-    if source is None:
+    member = resolve(draft, target).draft
+    if member is None:
         raise InvalidRequestError(
             "A member of the cascade is None, and mlx-lm models and drafters are "
             "needed. Leave it out."
         )
-    return source
+    return member
 
 
 def _loaded(named: DraftName, target: TargetInfo) -> Resolved:
@@ -217,8 +217,8 @@ def _loaded(named: DraftName, target: TargetInfo) -> Resolved:
         folder, trusted = named.folder or target.folder, named.trust_remote_code
         target = replace(target, convention=named.convention, trust_remote_code=trusted)
         resolved = _said(named.loader.load(folder or Path(), target))
-    assert resolved.source is not None
-    weights = resolved.source.own_weights
+    assert resolved.draft is not None
+    weights = resolved.draft.own_weights
     if named.bits is not None and weights is not None:
         quantize_weights(weights, named.bits)
     setattr(target.model, ATTRIBUTE, _Kept(named, resolved))
@@ -248,7 +248,7 @@ def _offered(target: TargetInfo) -> Resolved:
     """
     folder = target.folder
     assert folder is not None
-    pair = read_pair(folder, [source.kind for source in SOURCES])
+    pair = read_pair(folder, [draft.kind for draft in FOLDER_DRAFTS])
     if pair is not None:
         return _of_pair(pair, folder, target)
     try:
@@ -262,7 +262,7 @@ def _offered(target: TargetInfo) -> Resolved:
 def _of_pair(pair: PairFile, folder: Path, target: TargetInfo) -> Resolved:
     if pair.draft == "lookup":
         return Resolved(LookupDraft(), pair.draft_length)
-    own, loader = folder, SOURCES[0]
+    own, loader = folder, FOLDER_DRAFTS[0]
     if pair.folder is not None:
         own, loader = draft_folder(pair.folder)
     _check_kind(pair, loader)

@@ -13,8 +13,8 @@ from typing import Any
 import mlx.nn as nn
 
 from mlx_speculation.engine.drafters.base import Drafter, OpenDrafter
+from mlx_speculation.engine.drafters.draft import Draft
 from mlx_speculation.engine.drafters.draft_model import ModelDraft
-from mlx_speculation.engine.drafters.source import Draft
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import Lane

@@ -18,7 +18,7 @@ import mlx.core as mx
 
 from mlx_speculation.engine.argument_checks import checked_choice, checked_count
 from mlx_speculation.engine.drafters.base import NOTHING, Choose, OpenDrafter, Proposal
-from mlx_speculation.engine.drafters.source import Draft
+from mlx_speculation.engine.drafters.draft import Draft
 from mlx_speculation.engine.lookup.index import (
     BREAK,
     Index,

@@ -9,14 +9,14 @@ import mlx.core as mx
 
 from mlx_speculation.engine.drafters.base import Choose, OpenDrafter, Proposal
 from mlx_speculation.engine.drafters.cascade import CascadeDraft
-from mlx_speculation.engine.drafters.source import Draft, members_of
+from mlx_speculation.engine.drafters.draft import Draft, members_of
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.models import Lane
 
 
 def measured_draft(draft: Draft | None) -> Draft:
     """Return a draft without its lookups; where nothing is left, one in their place."""
-    others = [source for source in members_of(draft) if source.measurable]
+    others = [each for each in members_of(draft) if each.measurable]
     if len(others) > 1:
         return CascadeDraft(*others)
     return others[0] if others else ConstantDraft()

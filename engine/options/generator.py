@@ -7,9 +7,9 @@ import mlx.nn as nn
 
 from mlx_speculation.caches import FixedShape, PrefixCache
 from mlx_speculation.engine.argument_checks import checked_choice, checked_count
+from mlx_speculation.engine.drafters.draft import Draft
 from mlx_speculation.engine.drafters.reduced_vocabulary import DraftVocabulary
 from mlx_speculation.engine.drafters.resolve import DraftArgument
-from mlx_speculation.engine.drafters.source import Draft
 from mlx_speculation.engine.exact_verdict import check_verdict
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import Group, Sliding, check_fixed_shape

@@ -13,7 +13,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_speculation import EagleDraft, SpeculativeGenerator
-from mlx_speculation.engine.drafters.registry import source_of_folder
+from mlx_speculation.engine.drafters.registry import draft_of_folder
 from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models import load
 from mlx_speculation.models.load_model import _load_trunk
@@ -290,7 +290,7 @@ def test_a_stray_file_does_not_make_a_drafter_another(tmp_path: Path) -> None:
     file = next(folder.glob("*.safetensors"))
     write_index(folder, dict.fromkeys(tensors(file), file.name))
     save(folder / "other.safetensors", {"markov_head.w1": mx.ones((2, 2))})
-    assert source_of_folder(folder) is EagleDraft
+    assert draft_of_folder(folder) is EagleDraft
 
 
 def test_two_files_of_a_head_without_an_index_are_refused(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from mlx_speculation.engine.draft_length.base import (
 )
 from mlx_speculation.engine.draft_length.cascade import CascadeDraftLength
 from mlx_speculation.engine.draft_length.policy_factory import PolicyFactory
-from mlx_speculation.engine.drafters.source import Draft
+from mlx_speculation.engine.drafters.draft import Draft
 
 # The fixed lengths that a policy is compared with.
 FIXED = (0, 1, 2, 3, 4, 6, 8, 12, 15)

@@ -23,7 +23,7 @@ from mlx_speculation import (
 )
 from mlx_speculation.engine import Stream
 from mlx_speculation.engine.draft_length import calibration
-from mlx_speculation.engine.drafters.source import HeadDraft
+from mlx_speculation.engine.drafters.draft import HeadDraft
 from mlx_speculation.engine.round.decoder import Decoder
 from mlx_speculation.engine.stream_factory import StreamFactory
 from mlx_speculation.errors import SpeculationError

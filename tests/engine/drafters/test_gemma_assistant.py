@@ -22,7 +22,7 @@ from mlx_speculation import (
 from mlx_speculation.demo import demo_prompts
 from mlx_speculation.engine import AssistantDraft, CascadeDraft, Proposal
 from mlx_speculation.engine.drafters.base import Choose
-from mlx_speculation.engine.drafters.source import HeadDraft
+from mlx_speculation.engine.drafters.draft import HeadDraft
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import (
     DrafterFaultWarning,

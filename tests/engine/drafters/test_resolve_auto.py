@@ -25,7 +25,7 @@ from mlx_speculation import (
 )
 from mlx_speculation.engine import LookupDraft, MtpDraft
 from mlx_speculation.engine.drafters.draft_model import ModelDraft
-from mlx_speculation.engine.drafters.registry import SOURCES, source_of_config
+from mlx_speculation.engine.drafters.registry import FOLDER_DRAFTS, draft_of_config
 from mlx_speculation.models import MtpConvention
 from support.identity import plain_text, prompt_of
 from support.models.block_checkpoints import write_block
@@ -238,9 +238,9 @@ def test_the_file_may_name_a_head_of_any_kind(
 
 
 def test_every_kind_has_a_name_and_the_last_one_fits_all() -> None:
-    names = [source.kind for source in SOURCES]
+    names = [draft.kind for draft in FOLDER_DRAFTS]
     assert len(set(names)) == len(names)
-    assert source_of_config({}).kind == names[-1] == "model"
+    assert draft_of_config({}).kind == names[-1] == "model"
 
 
 def test_a_draft_that_is_chosen_is_quantized_where_it_has_weights(

@@ -18,8 +18,8 @@ from mlx_speculation import (
     stream_generate,
 )
 from mlx_speculation.engine.drafters import resolve as resolve_module
+from mlx_speculation.engine.drafters.draft import Draft, TargetInfo
 from mlx_speculation.engine.drafters.resolve import resolve
-from mlx_speculation.engine.drafters.source import Draft, TargetInfo
 from mlx_speculation.models import MtpConvention
 from support.models.demo_folders import probed
 from support.models.eagle_checkpoints import write_eagle
@@ -61,7 +61,7 @@ def test_what_is_no_drafter_is_told_why(draft: Any, words: str) -> None:
 
 def source(name: Any, model: Any, tokenizer: Any) -> Draft:
     """Return what a name becomes."""
-    found = resolve(name, TargetInfo(model, tokenizer, None, 255)).source
+    found = resolve(name, TargetInfo(model, tokenizer, None, 255)).draft
     assert found is not None
     return found
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mlx_speculation.engine.drafters.registry import draft_folder, source_of_config
+from mlx_speculation.engine.drafters.registry import draft_folder, draft_of_config
 from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models.checkpoints import kind_by_tensors, tensor_names
 from mlx_speculation.models.dflash import load_dflash
@@ -34,7 +34,7 @@ def test_tensors_of_one_kind_alone_decide(
     folder = write_block(tmp_path, name)
     config = json.dumps(CLAIMS[claimed])
     (folder / "config.json").write_text(config, encoding="utf-8")
-    assert source_of_config(CLAIMS[claimed]).kind == claimed
+    assert draft_of_config(CLAIMS[claimed]).kind == claimed
     assert draft_folder(folder)[1].kind == PACKAGINGS[name].kind
 
 

@@ -13,7 +13,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_speculation import SpeculativeGenerator, demo_models
-from mlx_speculation.engine.drafters.registry import source_of_config
+from mlx_speculation.engine.drafters.registry import draft_of_config
 from mlx_speculation.errors import DraftNotice, ModelFolderError
 from mlx_speculation.models import MtpConvention, load
 from mlx_speculation.models.checkpoints.probe_text import STARTS
@@ -186,7 +186,7 @@ def test_a_head_in_a_folder_of_its_own_is_read(name: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("name", ["qwen3_5", "glm4_moe_lite"])
 def test_a_head_in_a_folder_of_its_own_drafts(name: str, tmp_path: Path) -> None:
     of_head, target, _ = split(tmp_path, name)
-    assert source_of_config({"model_type": SPLITS[name]}).kind == "mtp"
+    assert draft_of_config({"model_type": SPLITS[name]}).kind == "mtp"
     convention = family(LAYOUTS[name]).convention
     made = SpeculativeGenerator.from_pretrained(
         tmp_path / "target", draft=of_head, convention=convention

@@ -106,12 +106,12 @@ _LOOKUP = Offered(
 
 def _file(folder: Path) -> Offered:
     """Say what speculation.json names."""
-    from mlx_speculation.engine.drafters.registry import SOURCES
+    from mlx_speculation.engine.drafters.registry import FOLDER_DRAFTS
     from mlx_speculation.models.checkpoints import read_pair
 
     name = "speculation.json"
     try:
-        found = read_pair(folder, [source.kind for source in SOURCES])
+        found = read_pair(folder, [draft.kind for draft in FOLDER_DRAFTS])
     except SpeculationError as error:
         return Offered(name, False, str(error))
     if found is None:
@@ -152,7 +152,7 @@ def _folder(
         found = _resolved(draft, folder, target, tokenizer, trusted)
     except SpeculationError as error:
         return Offered(draft, False, str(error))
-    kind = None if found.source is None else found.source.kind
+    kind = None if found.draft is None else found.draft.kind
     said = [f"of kind {kind!r}, with the target's token ids", *found.notices]
     return Offered(draft, True, ". ".join(said))
 
@@ -160,9 +160,9 @@ def _folder(
 def _resolved(
     draft: str, folder: Path, target: "nn.Module", tokenizer: Any, trusted: bool = False
 ) -> "Resolved":
-    """Return the source of a draft."""
+    """Resolve a draft."""
+    from mlx_speculation.engine.drafters.draft import TargetInfo
     from mlx_speculation.engine.drafters.resolve import find_draft, resolve
-    from mlx_speculation.engine.drafters.source import TargetInfo
     from mlx_speculation.models import TokenIds, logit_width, wrapped
 
     named = find_draft(draft, target=folder, trust_remote_code=trusted)
@@ -179,9 +179,9 @@ def _auto(folder: Path, target: "nn.Module", tokenizer: Any) -> Offered:
         choice = _resolved("auto", folder, target, tokenizer)
     except SpeculationError as error:
         return Offered("auto", False, str(error))
-    taken = _named(choice.source)
+    taken = _named(choice.draft)
     length = "" if choice.length is None else f", {choice.length} tokens a round"
-    guessed = "" if choice.source is None else choice.source.notice
+    guessed = "" if choice.draft is None else choice.draft.notice
     if choice.notices and not guessed:
         return Offered("auto", True, " ".join(choice.notices))
     if (folder / "speculation.json").exists():
@@ -192,6 +192,6 @@ def _auto(folder: Path, target: "nn.Module", tokenizer: Any) -> Offered:
     return Offered("auto", True, f"{detail}. {guessed}" if guessed else detail)
 
 
-def _named(source: Any) -> str:
+def _named(draft: Any) -> str:
     """Return what a chosen draft is, in a word."""
-    return _KINDS.get(source.kind, f"a {type(source).__name__}")
+    return _KINDS.get(draft.kind, f"a {type(draft).__name__}")

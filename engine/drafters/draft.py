@@ -1,4 +1,4 @@
-"""What opens a drafter for each stream: one source for each generator."""
+"""What opens a drafter for each stream: one draft for each generator."""
 
 import hashlib
 from collections.abc import Callable
@@ -128,7 +128,7 @@ class Draft(Protocol):
         return self
 
     def members(self) -> "SequenceOf[Draft]":
-        """Return the sources of a cascade; itself otherwise."""
+        """Return the members of a cascade; itself otherwise."""
         return [self]
 
     def new_cache(self, first: int) -> HeadCache | None:
@@ -147,7 +147,7 @@ class Draft(Protocol):
         return
 
     def configured(self, options: DraftOptions) -> "Draft":
-        """Return the source of one generator, with its options.
+        """Return the draft of one generator, with its options.
 
         Raises:
             UnsupportedModelError: an option cannot be had with this model.
@@ -168,12 +168,12 @@ class Draft(Protocol):
 
 
 def members_of(draft: Draft | None) -> SequenceOf[Draft]:
-    """Return the sources of a cascade, or the only one, if there is any."""
+    """Return the members of a cascade, or the only one, if there is any."""
     return () if draft is None else draft.members()
 
 
 class FolderDraft(Draft, Protocol):
-    """A source that is loaded from a folder of its own, or out of the target's."""
+    """A draft that is loaded from a folder of its own, or out of the target's."""
 
     @staticmethod
     def fits(config: dict[str, Any]) -> bool:
