@@ -19,8 +19,8 @@ from support.pages import ROOT
 ADAPTER = "engine/drafters/user_drafter.py"
 KINDS = re.compile(r"\b\w*(Draft|Drafter|Drafters)\b")
 OBJECTS = re.compile(r"draft|\b(inner|member|each|source|head)s?\b")
-# Attributes of other libraries' objects, which name a draft in passing.
-OTHERS = {"getattr(head, 'ids', None)", "getattr(choose, 'tree', 0)"}
+# Of a head's module, which is no drafter.
+OTHERS = {"getattr(head, 'ids', None)"}
 
 
 def asks(text: str) -> Iterator[str]:
