@@ -4,7 +4,7 @@ Knows neither models nor tokens: a plan is made from counts and seconds alone.
 """
 
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from mlx_speculation.engine.timing import NO_TIME, RoundSeconds
 
@@ -23,6 +23,10 @@ class Option:
     def speed(self) -> float:
         """Expected tokens per second."""
         return self.tokens / self.seconds
+
+    def worth(self, rate: float) -> float:
+        """Return the tokens that it brings beyond those usual in its time."""
+        return self.tokens - rate * self.seconds
 
     def over(self, plain: "Option") -> float:
         """Return what it takes in plain steps."""
@@ -46,7 +50,8 @@ class Plan:
     reason: Reason
     # What was compared, by length; of a run of plain steps, before the first of them
     options: tuple[Option, ...] = ()
-    credit: float = 0.0  # what drafts may lose, in plain steps, see `adaptive`
+    credit: float = 0.0  # what drafts may lose, in plain steps, see `rule`
+    source: Any = None  # who drafts, of the sources that `rule` knows
     # Of a cascade, the plan of each drafter, of which this is the longest
     each: tuple["Plan", ...] = ()
 

@@ -1,0 +1,299 @@
+"""How much to draft, and by whom: the most expected tokens for their time.
+
+With survival s_i, the chance that tokens 1 to i are all accepted, n tokens bring
+
+    E(n) = 1 + s_1 + ... + s_n        in T(n) seconds
+
+of which the rule takes what is worth most over plain decoding: E(n) - rate x T(n), the
+rate being the tokens a second that are usual. So a token is drafted while its survival
+is at least the rate times the seconds of its row, and nothing where no token is.
+Sources that propose for free have the survival of the proposal in hand; costly ones
+forecast it. Several requests are fed the same width: the tokens of all of them count.
+
+Unknown costs and forecasts are tried short, out of a credit. It is filled by what
+drafts gain over plain steps, and pays for what they lose; without credit there are
+plain steps until a share of their time has filled it. So drafts cost no more than the
+first credit, that share and the round that uses the credit up, but for rounds that take
+longer than is usual.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate, zip_longest
+
+from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
+from mlx_speculation.engine.draft_length.base import Feedback, Option, Plan
+from mlx_speculation.engine.draft_length.costs import RoundCosts
+from mlx_speculation.models import row_size
+
+# In plain steps: the credit at first, the most of it, the least after rounds that took
+# longer than usual, and what a plain step adds. A round that took ten times as long, on
+# a busy machine, is made up for in 200 plain steps.
+FIRST_CREDIT, MOST_CREDIT, LEAST_CREDIT = 2.0, 24.0, -3.0
+SHARE = 0.015
+# What a draft gains over plain steps where all of it is right, if it is to be tried.
+LEAST_GAIN = 1.1
+# The first draft.
+FIRST_LENGTH = 2
+# A round counts for at most so many times what is usual.
+SLOWEST = 2.0
+# Plain steps between trials of a source; twice as many after each one in vain.
+PAUSE, MOST_DOUBLED = 8, 4
+# Drafted rounds until plain steps are measured again, and how many of them tell.
+REVIEW_ROUNDS, REVIEW_STEPS = 128, 4
+# Plain steps that the usual rate looks back on.
+MEMORY = 500.0
+
+
+@dataclass(slots=True)
+class Credit:
+    """What drafts may lose against plain decoding, in plain steps.
+
+    Attributes:
+        steps: what is left.
+        tokens: of each request, in the rounds so far, the older ones counting less.
+        spent: plain steps that those took.
+    """
+
+    steps: float = FIRST_CREDIT
+    tokens: float = MEMORY / 10
+    spent: float = MEMORY / 10
+
+    @property
+    def rate(self) -> float:
+        """Tokens in the time of a plain step, at least the one that it brings."""
+        return max(1.0, self.tokens / self.spent)
+
+    def count(self, tokens: float, steps: float) -> None:
+        """Count a round for the usual rate."""
+        keep = 1 - min(0.5, steps / MEMORY)
+        self.tokens = self.tokens * keep + tokens
+        self.spent = self.spent * keep + steps
+
+    def add(self, gain: float, usual: float = 0.0) -> None:
+        """Add what a round has gained or lost.
+
+        What it would have lost in its usual time counts whole; the rest does not lead
+        below `LEAST_CREDIT`.
+        """
+        least = min(LEAST_CREDIT, self.steps + usual)
+        self.steps = max(least, min(self.steps + gain, MOST_CREDIT))
+
+
+@dataclass(slots=True)
+class Source:
+    """What the rule knows of one source of drafts.
+
+    Attributes:
+        costs: seconds of rounds that it drafts in, by length.
+        rates: acceptance by position, which forecasts; None: its proposals are free.
+        pause: rounds until it may be tried again.
+        vain: trials in a row that were in vain.
+        right: whether its last draft was right to its end.
+        lag: tokens that it has not read.
+        reading: plain steps that it has read the prompt for.
+    """
+
+    costs: RoundCosts
+    rates: AcceptanceRates | None = None
+    pause: int = 0
+    vain: int = 0
+    right: bool = False
+    lag: float = 0.0
+    reading: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """The drafts that a source can make in a round.
+
+    Attributes:
+        source: whose.
+        survival: of each request, the chance by token that it and those before it are
+            accepted; of a free source as long as its proposal, empty without one.
+    """
+
+    source: Source
+    survival: Sequence[Sequence[float]]
+
+    def expected(self, longest: int, behind: int = 0) -> list[float]:
+        """Return the tokens that 0, 1, ... drafted ones bring, the mean over requests.
+
+        Behind a plain step its token counts, and the first drafted one stands for it.
+        """
+        each = [own[behind : behind + longest] for own in self.survival]
+        rows = [sum(column) / len(each) for column in zip_longest(*each, fillvalue=0.0)]
+        return [*accumulate(rows, initial=1.0 + behind)]
+
+
+class DraftRule:
+    """Chooses the source and the length of each round, of one request or of several.
+
+    Args:
+        sources: what is known of each; costs are shared by the streams of a generator.
+        credit: shared likewise.
+        longest: no draft is longer.
+        share: what a plain step adds to the credit.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        credit: Credit,
+        longest: int,
+        *,
+        share: float = SHARE,
+    ) -> None:
+        self.sources, self.credit, self.longest = list(sources), credit, longest
+        self._share = share
+        self._measure = 1  # plain steps that are decided already
+        self._since_plain = 0  # drafted rounds since a plain step was measured
+        self._gained = 0.0  # plain steps that drafts have gained
+        self._cold = 0.0  # seconds of a step that was not in flight, and submits one
+
+    def choose(
+        self, context: int, limit: int, offers: Sequence[Offer], *, behind: bool = False
+    ) -> Plan:
+        """Return the next round's plan.
+
+        Args:
+            context: how many tokens the target's caches hold.
+            limit: the most tokens that may be drafted.
+            offers: of the sources that can draft.
+            behind: whether a plain step is in flight.
+        """
+        longest = min(limit, self.longest)
+        if longest <= 0:
+            return Plan(0, "budget")
+        plain = self.plain(context)
+        if self._measure or plain is None or self._since_plain >= REVIEW_ROUNDS:
+            if self._since_plain >= REVIEW_ROUNDS:
+                self._since_plain, self._measure = 0, REVIEW_STEPS
+            self._measure = max(0, self._measure - 1)
+            return Plan(0, "measure")
+        rate, credit = self.credit.rate / plain, self.credit.steps
+        best, worth = Plan(0, "plain", credit=credit), 1.0 - rate * plain
+        trial: Plan | None = None
+        for offer in offers:
+            source = offer.source
+            options = self._options(context, longest, offer, plain, behind)
+            own = max(options, key=lambda o: o.worth(rate), default=None)
+            if own is not None and own.worth(rate) > worth and credit > 0:
+                best = Plan(own.length, "best", options, credit, source)
+                worth = own.worth(rate)
+            elif own is not None and source.rates is not None and trial is None:
+                trial = self._trial(context, options, source, plain)
+        if best.length or trial is None:
+            return best
+        return trial
+
+    def _options(
+        self, context: int, longest: int, offer: Offer, plain: float, behind: bool
+    ) -> tuple[Option, ...]:
+        """Return the lengths to choose from that the credit pays for."""
+        costs, credit = offer.source.costs, self.credit.steps
+        tokens = offer.expected(longest, behind)
+        measured = costs.longest(context)
+        reach = min(len(tokens) - 1, max(FIRST_LENGTH, 2 * measured))
+        seconds = costs.curve(context, reach)
+        left = self._left(plain) if behind else 0.0
+        return tuple(
+            Option(n, tokens[n], seconds[n] + left)
+            for n in sorted({*few_lengths(reach), reach} - {0})
+            if n <= measured or seconds[n] / plain - 1 <= credit
+        )
+
+    def _trial(
+        self, context: int, options: Sequence[Option], source: Source, plain: float
+    ) -> Plan | None:
+        """Return a draft that may not pay, but tells; None: it is not due."""
+        paying = [o for o in options if o.length + 1 >= LEAST_GAIN * o.seconds / plain]
+        draft = max(paying, key=lambda option: option.speed, default=None)
+        if draft is None:
+            return None
+        reading = 0.0 if source.reading else context * source.costs.reading
+        due = source.pause <= 0
+        due &= self.credit.steps >= (draft.seconds + reading) / plain - 1
+        if source.right or due:
+            return Plan(
+                draft.length, "trial", tuple(options), self.credit.steps, source
+            )
+        return None
+
+    def plain(self, context: int) -> float | None:
+        """Return the seconds of a plain step; None: not known yet."""
+        return self.sources[0].costs.plain(context)
+
+    def note(self, context: int, plan: Plan, feedback: Feedback) -> None:
+        """Learn from a round, which is committed by now. Must not raise."""
+        source = plan.source
+        if not feedback.drafted or source is None:
+            self._note_plain(context, feedback)
+            return
+        lag, source.lag = source.lag, 0.0
+        for other in self.sources:
+            if other is not source:
+                other.lag += feedback.accepted + 1
+                other.pause -= 1
+        self._since_plain += 1
+        source.right = feedback.drafted == feedback.accepted
+        if source.rates is not None:
+            source.rates.note(feedback.drafted, feedback.accepted)
+        if plan.reason == "trial":
+            source.vain = 0 if source.right else min(source.vain + 1, MOST_DOUBLED)
+            source.pause = (PAUSE << source.vain) + 1 if source.vain else 0
+        plain = self.plain(context)
+        if plain is None:
+            return
+        costs = source.costs
+        if feedback.reading:
+            costs.reading = feedback.reading / max(1, context)
+            source.reading = feedback.reading / plain
+        seconds = feedback.seconds - (self._left(plain) if feedback.behind else 0.0)
+        knows = costs.knows(context, feedback.drafted)
+        if not feedback.fresh and (lag <= 1 or not knows):
+            costs.note(context, feedback.drafted, max(seconds, 0.1 * plain))
+        # A machine that was busy for a moment tells nothing of drafts.
+        usual = costs.curve(context, feedback.drafted)[-1]
+        steps = min(seconds, SLOWEST * usual) / plain
+        gain = feedback.accepted + 1 - steps
+        self._gained += gain
+        self.credit.add(gain, feedback.accepted + 1 - usual / plain if knows else 0.0)
+        self.credit.count(feedback.accepted + 1, steps)
+
+    def _note_plain(self, context: int, feedback: Feedback) -> None:
+        for source in self.sources:
+            source.lag += 1
+            source.pause -= 1
+            source.right = False
+        if feedback.steady:
+            self._since_plain = 0
+            self.credit.add(self._share)
+            self.credit.count(1, 1)
+        if feedback.ahead and not feedback.fresh:
+            if feedback.behind:
+                for source in self.sources:
+                    source.costs.note(context, 0, feedback.seconds)
+            else:
+                self._cold = feedback.seconds
+
+    def _left(self, plain: float) -> float:
+        """Return the seconds that are left of a step in flight when a round begins.
+
+        Nearly all where a device computes while the host goes on; hardly any on a CPU,
+        where a step is computed while it is submitted, so that the first of a run of
+        plain steps takes the time of two.
+        """
+        return min(plain, max(0.0, 2 * plain - self._cold)) if self._cold else plain
+
+    def end(self) -> None:
+        """Pay for prompts that were read in vain."""
+        reading = sum(source.reading for source in self.sources)
+        self.credit.add(-max(0.0, reading - max(0.0, self._gained)))
+
+
+@cache
+def few_lengths(longest: int) -> tuple[int, ...]:
+    """Return 0, 1, 2, 3, 4, 6, 8, ... up to a length; see `models/shape_buckets.py`."""
+    return (0, *(n for n in range(1, longest + 1) if row_size(n) == n))

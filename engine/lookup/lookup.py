@@ -1,0 +1,177 @@
+"""The longest match over all places, and what followed it.
+
+The places are the text itself, a prediction of the answer, answers of earlier requests
+and documents. The longest match of them all is taken, of equally long ones the place
+named first, and in a place the latest. A proposal says how probable its tokens are,
+see `survival`; how many of them are worth a round is not decided here.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from operator import eq
+
+from mlx_speculation.engine.lookup.automaton import (
+    BREAK,
+    NO_MATCH,
+    Match,
+    SuffixAutomaton,
+)
+from mlx_speculation.engine.lookup.history import AnswerHistory, TextPool
+from mlx_speculation.engine.lookup.places import CHUNK, Cursor, GrowingIndex
+from mlx_speculation.engine.lookup.survival import (
+    AGREES,
+    ALONE,
+    DIFFERS,
+    PLACES,
+    SurvivalRates,
+    bucket,
+)
+
+TEXT, PREDICTION, HISTORY, DOCUMENT = range(len(PLACES))
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Looked-up tokens.
+
+    Attributes:
+        tokens: they follow the text, if they are right.
+        survival: of each, the chance that it and those before it are right.
+        place: one of `PLACES`; "" where nothing was found.
+        buckets: of each, what its chance was learnt under.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    survival: list[float] = field(default_factory=list)
+    place: str = ""
+    buckets: list[int] = field(default_factory=list)
+
+
+NOTHING_FOUND = Found()
+
+
+class SharedPlaces:
+    """What the lookups of all requests of a process share.
+
+    Args:
+        documents: whole, without ids out of range.
+        history: how many tokens of earlier answers are held at most.
+        texts: how many tokens of finished texts stay indexed at most.
+    """
+
+    def __init__(
+        self,
+        documents: Sequence[Sequence[int]] = (),
+        history: int = 0,
+        texts: int = 1 << 18,
+    ) -> None:
+        self.history, self.texts = AnswerHistory(history), TextPool(texts)
+        self.rates = SurvivalRates()
+        self.documents = SuffixAutomaton()
+        for document in documents:
+            for token in (*document, BREAK):
+                self.documents.append(token)
+
+
+class Lookup:
+    """The lookup of one request.
+
+    A draft call indexes what is new of the text, 2 chunks of tokens at most, walks at
+    most `LONGEST_FALL` states for each new token and place, and copies `limit` tokens
+    of each place.
+
+    Args:
+        shared: what it shares with other requests.
+        prediction: an expected answer.
+    """
+
+    def __init__(self, shared: SharedPlaces, prediction: Sequence[int] = ()) -> None:
+        self._shared = shared
+        self._text: GrowingIndex | None = None
+        self._prediction = [*prediction, BREAK] if prediction else []
+        self._predicted = GrowingIndex()
+        self._cursors = [Cursor() for _ in range(4)]
+        self._unjudged: tuple[int, Found] = 0, NOTHING_FOUND
+
+    def read_ahead(self, tokens: Sequence[int], limit: int = CHUNK) -> bool:
+        """Index at most `limit` tokens of each place that are new.
+
+        Returns:
+            Whether all are indexed; a proposal looks in what is so far.
+        """
+        if self._text is None:
+            self._text = self._shared.texts.take(tokens)
+        done = self._text.catch_up(tokens, limit)
+        done &= self._predicted.catch_up(self._prediction, limit)
+        for each in self._shared.history.generations:
+            done &= each.index.catch_up(each.tokens, limit)
+        return done
+
+    def propose(self, tokens: Sequence[int], limit: int) -> Found:
+        """Return at most `limit` tokens that followed the longest match."""
+        self._judge(tokens)
+        self.read_ahead(tokens)
+        matches = self._matches(tokens)
+        if not matches:
+            return NOTHING_FOUND
+        best = max(matches, key=lambda match: match[0].length)
+        (length, state), place, automaton = best
+        found = automaton.continuation(state, limit)
+        agreeing = [len(found)]
+        for (_, other), _, elsewhere in matches:
+            if elsewhere is not automaton:
+                ahead = elsewhere.continuation(other, limit)
+                agreeing.append(sum(takewhile(bool, map(eq, found, ahead))))
+        same = min(agreeing)
+        alone = len(agreeing) == 1
+        buckets = [
+            bucket(
+                length + index,
+                place,
+                share,
+                ALONE if alone else AGREES if index < same else DIFFERS,
+            )
+            for index, share in enumerate(automaton.shares(state, found))
+        ]
+        survival = self._shared.rates.survival(buckets)
+        proposal = Found(found, survival, PLACES[place], buckets)
+        self._unjudged = len(tokens), proposal
+        return proposal
+
+    def end(self, tokens: Sequence[int], answer: int) -> None:
+        """Leave a finished text to later requests; `tokens[answer:]` is its answer."""
+        self._judge(tokens)
+        self._shared.history.add(tokens, answer)
+        text, self._text = self._text, None
+        if text is not None:
+            self._shared.texts.give(text)
+
+    def _matches(
+        self, tokens: Sequence[int]
+    ) -> list[tuple[Match, int, SuffixAutomaton]]:
+        """Return the longest match of each place that has one."""
+        assert self._text is not None
+        young, old = self._shared.history.generations
+        own = self._text.automaton
+        places = [
+            (PREDICTION, self._predicted.automaton),
+            (HISTORY, young.index.automaton),
+            (HISTORY, old.index.automaton),
+            (DOCUMENT, self._shared.documents),
+        ]
+        found = []
+        if len(own.tokens) == len(tokens):  # else the end of the text is not in it yet
+            found.append((own.with_successor(own.match()), TEXT, own))
+        for cursor, (place, automaton) in zip(self._cursors, places, strict=True):
+            if automaton.tokens:
+                found.append((cursor.move(automaton, tokens), place, automaton))
+        return [each for each in found if each[0] is not NO_MATCH]
+
+    def _judge(self, tokens: Sequence[int]) -> None:
+        """Learn from the last proposal, as far as the text has grown since."""
+        at, found = self._unjudged
+        self._unjudged = 0, NOTHING_FOUND
+        following = tokens[at : at + len(found.tokens)]
+        right = sum(takewhile(bool, map(eq, found.tokens, following)))
+        self._shared.rates.note(found.buckets[: len(following)], right)

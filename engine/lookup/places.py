@@ -1,0 +1,71 @@
+"""Places to look in: growing indexes, and where the end of a text occurs in them."""
+
+from collections.abc import Sequence
+
+from mlx_speculation.engine.lookup.automaton import (
+    NO_MATCH,
+    Match,
+    SuffixAutomaton,
+)
+
+# Tokens that are indexed in one piece, some 8 ms: other requests wait for no more.
+CHUNK = 2048
+# Of a text that an index has not followed so far, so many tokens are searched.
+LONGEST_SEARCH = 64
+
+
+class GrowingIndex:
+    """An index of tokens that become more at their end.
+
+    The tokens are the truth: an index that an interrupt has left half-made is made
+    anew from them, so that it holds what it held before, or all.
+    """
+
+    def __init__(self) -> None:
+        self.automaton = SuffixAutomaton()
+        self._whole = True
+
+    def catch_up(self, tokens: Sequence[int], limit: int = CHUNK) -> bool:
+        """Index at most `limit` of the tokens that are new; 3 microseconds each.
+
+        Returns:
+            Whether all of them are indexed now.
+        """
+        if not self._whole:
+            self.automaton = SuffixAutomaton()
+        append, done = self.automaton.append, len(self.automaton.tokens)
+        if done == len(tokens):
+            return True
+        self._whole = False
+        for token in tokens[done : done + limit]:
+            append(token)
+        self._whole = True
+        return done + limit >= len(tokens)
+
+
+class Cursor:
+    """The longest match of the end of a text in an index that others may extend."""
+
+    def __init__(self) -> None:
+        # The index with its length, that of the text, and the match: changed as one
+        self._at: tuple[SuffixAutomaton | None, int, int, Match] = (
+            None,
+            0,
+            0,
+            NO_MATCH,
+        )
+
+    def move(self, automaton: SuffixAutomaton, tokens: Sequence[int]) -> Match:
+        """Follow a text to its end; return its longest match that goes on.
+
+        Where the index has changed, or the text was not followed for long, the last
+        `LONGEST_SEARCH` tokens are searched.
+        """
+        before, size, seen, match = self._at
+        begin = len(tokens) - LONGEST_SEARCH
+        if before is not automaton or size != len(automaton.tokens) or seen < begin:
+            match, seen = NO_MATCH, max(0, begin)
+        for token in tokens[seen:]:
+            match = automaton.follow(match, token)
+        self._at = automaton, len(automaton.tokens), len(tokens), match
+        return automaton.with_successor(match)

@@ -1,0 +1,275 @@
+"""Lookups that are compared on recorded answers: ours, and those of other engines.
+
+An arm proposes tokens and learns which follow; it sees nothing but tokens.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from bench.replays.sessions import Turn
+from mlx_speculation.engine.draft_length.base import Feedback
+from mlx_speculation.engine.draft_length.costs import RoundCosts
+from mlx_speculation.engine.draft_length.rule import Credit, DraftRule, Offer, Source
+from mlx_speculation.engine.lookup.lookup import Lookup, SharedPlaces
+
+LONGEST = 16  # tokens of a draft
+# Of suffix decoding: of a substring in its trees, and of a path that is drafted.
+DEPTH, LEAST_CHANCE = 64, 0.1
+
+
+class Arm:
+    """Proposes what may follow a text."""
+
+    def begin(self, tokens: Sequence[int], prediction: Sequence[int]) -> None:
+        """Begin with a prompt."""
+
+    def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
+        """Return at most `limit` tokens that may follow."""
+        return []
+
+    def note(self, drafted: int, accepted: int) -> None:
+        """Learn from a round."""
+
+    def end(self, tokens: Sequence[int], answer: int) -> None:
+        """End with `tokens[answer:]` as the answer."""
+
+
+@dataclass
+class Tally:
+    """Counts of a replay."""
+
+    tokens: int = 0
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    seconds: list[float] = field(default_factory=list)  # of each proposal
+
+    def speed(self, cost: float) -> float:
+        """Return tokens per plain step, a drafted row costing so much of one."""
+        return self.tokens / (self.rounds + cost * self.drafted)
+
+
+def replay(arm: Arm, turns: Sequence[Turn], tally: Tally) -> None:
+    """Generate the answers of a session's turns."""
+    for turn in turns:
+        known = list(turn.tokens[: turn.answer])
+        arm.begin(known, turn.prediction)
+        while (left := len(turn.tokens) - len(known)) > 0:
+            started = time.perf_counter()
+            found = arm.propose(known, min(LONGEST, left - 1))
+            tally.seconds.append(time.perf_counter() - started)
+            after = turn.tokens[len(known) :]
+            agree = [a == b for a, b in zip(found, after, strict=False)]
+            accepted = [*agree, False].index(False)
+            known += after[: accepted + 1]
+            arm.note(len(found), accepted)
+            tally.rounds += 1
+            tally.drafted += len(found)
+            tally.accepted += accepted
+            tally.tokens += accepted + 1
+        arm.end(known, turn.answer)
+
+
+class Ours(Arm):
+    """The lookup and the rule, which is given what a drafted row costs."""
+
+    def __init__(self, cost: float, history: int) -> None:
+        self._shared = SharedPlaces(history=history)
+        known = {0: 1.0, LONGEST: 1.0 + cost * LONGEST}
+        self._source, self._credit = Source(RoundCosts({0: known})), Credit()
+        self._cost = cost
+
+    def begin(self, tokens: Sequence[int], prediction: Sequence[int]) -> None:
+        """Index the prompt, where it is new."""
+        self._lookup = Lookup(self._shared, prediction)
+        while not self._lookup.read_ahead(tokens):
+            pass
+        self._rule = DraftRule([self._source], self._credit, LONGEST)
+        self._rule.choose(1, 1, ())  # the measured step, which a replay does not need
+
+    def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
+        """Return what the rule drafts of what was found."""
+        found = self._lookup.propose(tokens, LONGEST)
+        plan = self._rule.choose(1, limit, [Offer(self._source, [found.survival])])
+        self._last = plan, len(tokens)
+        return found.tokens[: plan.length]
+
+    def end(self, tokens: Sequence[int], answer: int) -> None:
+        """Leave the answer to later requests."""
+        self._lookup.end(tokens, answer)
+
+    def note(self, drafted: int, accepted: int) -> None:
+        """Tell the rule what became of the round."""
+        seconds = 1.0 + self._cost * drafted
+        feedback = Feedback(drafted, accepted, seconds, not drafted, not drafted)
+        self._rule.note(1, self._last[0], feedback)
+
+
+class PromptLookup(Arm):
+    """What followed the last tokens in the text: of n-grams, the longest that is there.
+
+    Args:
+        shortest: tokens of an n-gram at least.
+        longest: at most.
+        latest: whether its latest occurrence counts, as in vLLM, or the first, as in
+            transformers.
+    """
+
+    def __init__(self, shortest: int, longest: int, *, latest: bool) -> None:
+        self._lengths = range(longest, shortest - 1, -1)
+        self._latest = latest
+
+    def begin(self, tokens: Sequence[int], prediction: Sequence[int]) -> None:
+        """Forget the last text."""
+        self._ends: dict[tuple[int, ...], int] = {}
+        self._known = 0
+
+    def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
+        """Copy what followed; nothing is repeated where the text ends."""
+        for end in range(max(1, self._known), len(tokens)):
+            for length in self._lengths:
+                if length <= end:
+                    gram = tuple(tokens[end - length : end])
+                    if self._latest or gram not in self._ends:
+                        self._ends[gram] = end
+        self._known = len(tokens)
+        for length in self._lengths:
+            found = self._ends.get(tuple(tokens[-length:]))
+            if found is not None:
+                return list(tokens[found : found + limit])
+        return []
+
+
+class SuffixTree:
+    """Substrings of at most `DEPTH` tokens and how often each occurs, all counted.
+
+    A suffix automaton with a dictionary for each state, for the same counts as those of
+    a tree, in a fraction of its memory.
+    """
+
+    def __init__(self) -> None:
+        self._length, self._link, self._count = [0], [-1], [0]
+        self._next: list[dict[int, int]] = [{}]
+        self._last = 0
+        self.state, self.matched = 0, 0  # of the text that is followed
+
+    def append(self, token: int) -> None:
+        """Count one more token behind the last; a negative one ends a text."""
+        link, count = self._link, self._count
+        new, state = self._add(self._length[self._last] + 1, {}), self._last
+        while state >= 0 and token not in self._next[state]:
+            self._next[state][token] = new
+            state = link[state]
+        if state < 0:
+            link[new] = 0
+        elif self._length[other := self._next[state][token]] == self._length[state] + 1:
+            link[new] = other
+        else:
+            clone = self._add(self._length[state] + 1, dict(self._next[other]))
+            link[clone], count[clone] = link[other], count[other]
+            while state >= 0 and self._next[state].get(token) == other:
+                self._next[state][token] = clone
+                state = link[state]
+            link[other] = link[new] = clone
+        self._last = state = new
+        while state > 0:
+            count[state] += 1
+            state = link[state]
+
+    def _add(self, length: int, following: dict[int, int]) -> int:
+        self._length.append(length)
+        self._link.append(0)
+        self._count.append(0)
+        self._next.append(following)
+        return len(self._length) - 1
+
+    def follow_own(self) -> None:
+        """Let the text that is followed be the indexed one."""
+        self.state = self._link[self._last]
+        self.matched = self._length[self.state]
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        """Let it be another, of which these are the last tokens."""
+        state = matched = 0
+        for token in tokens:
+            while state and token not in self._next[state]:
+                state = self._link[state]
+                matched = self._length[state]
+            if token in self._next[state]:
+                state, matched = self._next[state][token], matched + 1
+        self.state, self.matched = state, matched
+
+    def propose(self, limit: int) -> tuple[float, list[int]]:
+        """Return the draft with the highest score of all matches, and its score."""
+        best: tuple[float, list[int]] = 0.0, []
+        state, matched = self.state, min(self.matched, DEPTH)
+        while state > 0:
+            shorter = self._length[self._link[state]]
+            path = self._path(state, limit)
+            # All matches of a state go on alike; the deeper, the less room is left.
+            for length in {matched, max(shorter + 1, min(matched, DEPTH - limit))}:
+                count = min(length, DEPTH - length)
+                score = sum(chance for _, chance in path[:count])
+                if length <= matched and score > best[0]:
+                    best = score, [token for token, _ in path[:count]]
+            state, matched = self._link[state], min(shorter, DEPTH)
+        return best
+
+    def _path(self, state: int, limit: int) -> list[tuple[int, float]]:
+        """Follow the most frequent token while the path is probable."""
+        found: list[tuple[int, float]] = []
+        chance = 1.0
+        while len(found) < limit:
+            children = (pair for pair in self._next[state].items() if pair[0] >= 0)
+            token, child = max(
+                children, key=lambda pair: self._count[pair[1]], default=(-1, 0)
+            )
+            chance *= self._count[child] / max(1, self._count[state])
+            if token < 0 or chance < LEAST_CHANCE:
+                break
+            found.append((token, chance))
+            state = child
+        return found
+
+
+class SuffixDecoding(Arm):
+    """Suffix decoding (Oliaro et al., 2024) by its published rule and defaults.
+
+    A tree of the request's own text and one of all answers; of each match the path of
+    the most frequent tokens, as long as the match and while it is probable. The path
+    with the highest sum of probabilities is drafted.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._answers = SuffixTree()
+        self._own, self._known = SuffixTree(), list[int]()
+
+    def begin(self, tokens: Sequence[int], prediction: Sequence[int]) -> None:
+        """Make the tree of the text, or go on with that of the turn before."""
+        if self._known != tokens[: len(self._known)]:
+            self._own, self._known = SuffixTree(), []
+        self._grow(self._own, tokens[len(self._known) :])
+        self._known = list(tokens)
+
+    def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
+        """Return the better one of what both trees propose."""
+        new = tokens[len(self._known) :]
+        self._grow(self._own, new)
+        self._grow(self._answers, new)
+        self._known += new
+        self._own.follow_own()
+        self._answers.follow(tokens[-DEPTH:])
+        own = self._own.propose(self._limit)
+        answers = self._answers.propose(self._limit)
+        return (own if own[0] >= answers[0] else answers)[1][:limit]
+
+    def end(self, tokens: Sequence[int], answer: int) -> None:
+        """Count the rest of the answer, and end it."""
+        self.propose(tokens, 0)
+        self._answers.append(-1)
+
+    def _grow(self, tree: SuffixTree, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            tree.append(token)
