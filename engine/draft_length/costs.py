@@ -42,13 +42,14 @@ class RoundCosts:
         self.reading = 0.0
         self.news = False  # whether a length was measured since this was set to False
         self._samples: dict[int, dict[int, deque[float]]] = {}
+        self._medians: CostTable = {}  # of the samples, kept with them
         self.take(known or {})
 
     def table(self) -> CostTable:
         """Return the medians, in seconds."""
         return {
-            bucket: {length: median(each) for length, each in sorted(own.items())}
-            for bucket, own in sorted(self._samples.items())
+            bucket: dict(sorted(own.items()))
+            for bucket, own in sorted(self._medians.items())
             if own
         }
 
@@ -60,12 +61,15 @@ class RoundCosts:
                 (length, deque([seconds] * KNOWN_SAMPLES, SAMPLES))
                 for length, seconds in costs.items()
             )
+            self._medians.setdefault(bucket, {}).update(costs)
 
     def note(self, context: int, length: int, seconds: float) -> None:
         """Learn from a round that took `seconds`."""
         samples = self._at(context)
         self.news |= length not in samples
-        samples.setdefault(length, deque(maxlen=SAMPLES)).append(seconds)
+        own = samples.setdefault(length, deque(maxlen=SAMPLES))
+        own.append(seconds)
+        self._medians[bucket_of(context)][length] = median(own)
 
     def knows(self, context: int, length: int) -> bool:
         """Whether rounds of a length were measured."""
@@ -78,14 +82,16 @@ class RoundCosts:
     def plain(self, context: int) -> float | None:
         """Return the seconds of a plain step; None: not known yet."""
         samples = self._at(context).get(0, ())
-        return median(samples) if len(samples) >= LEAST_PLAIN else None
+        known = len(samples) >= LEAST_PLAIN
+        return self._medians[bucket_of(context)][0] if known else None
 
     def curve(self, context: int, longest: int) -> list[float]:
         """Return the seconds of rounds with 0 to `longest` drafts.
 
         The plain step has to be known.
         """
-        known = sorted((n, median(each)) for n, each in self._at(context).items())
+        self._at(context)
+        known = sorted(self._medians[bucket_of(context)].items())
         found: list[float] = []
         for (start, low), (stop, high) in pairwise(known):
             slope = (high - low) / (stop - start)

@@ -17,6 +17,7 @@ occurrence, and count too few.
 """
 
 from array import array
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 BREAK = -1  # keeps documents apart: no match and no continuation reaches across it
@@ -122,22 +123,22 @@ class SuffixAutomaton:
             found += found[: count - len(found)]
         return found
 
-    def shares(self, state: int, tokens: list[int]) -> list[tuple[int, int]]:
-        """Return how often each token followed, and how often anything did there.
+    def shares(self, state: int, tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Yield how often each token followed, and how often anything did there.
 
         Each is counted behind those before it. Behind what never occurred it is 0 of 0.
         """
-        found, count = [], self._count
+        count = self._count
         total = count[state]
         for token in tokens:
-            state = self._next(state, token)
+            state = self._next(state, token) if state >= 0 else -1
             if state < 0:
-                break
+                yield 0, 0
+                continue
             # The occurrence at the very end of the index is not counted yet.
             own = max(1, count[state])
-            found.append((own, max(total, own)))
+            yield own, max(total, own)
             total = count[state]
-        return found + [(0, 0)] * (len(tokens) - len(found))
 
     def _note_end(self) -> None:
         """Let the last state and those above it end here, before a token follows."""

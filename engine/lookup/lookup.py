@@ -8,8 +8,6 @@ see `survival`; how many of them are worth a round is not decided here.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
-from operator import eq
 
 from mlx_speculation.engine.lookup.automaton import (
     BREAK,
@@ -19,14 +17,7 @@ from mlx_speculation.engine.lookup.automaton import (
 )
 from mlx_speculation.engine.lookup.history import AnswerHistory, TextPool
 from mlx_speculation.engine.lookup.places import CHUNK, Cursor, GrowingIndex
-from mlx_speculation.engine.lookup.survival import (
-    AGREES,
-    ALONE,
-    DIFFERS,
-    PLACES,
-    SurvivalRates,
-    bucket,
-)
+from mlx_speculation.engine.lookup.survival import PLACES, SurvivalRates
 
 TEXT, PREDICTION, HISTORY, DOCUMENT = range(len(PLACES))
 
@@ -115,27 +106,17 @@ class Lookup:
         matches = self._matches(tokens)
         if not matches:
             return NOTHING_FOUND
-        best = max(matches, key=lambda match: match[0].length)
-        (length, state), place, automaton = best
+        (length, state), place, automaton = max(matches, key=_length)
         found = automaton.continuation(state, limit)
-        agreeing = [len(found)]
+        same: int | None = None
         for (_, other), _, elsewhere in matches:
             if elsewhere is not automaton:
                 ahead = elsewhere.continuation(other, limit)
-                agreeing.append(sum(takewhile(bool, map(eq, found, ahead))))
-        same = min(agreeing)
-        alone = len(agreeing) == 1
-        buckets = [
-            bucket(
-                length + index,
-                place,
-                share,
-                ALONE if alone else AGREES if index < same else DIFFERS,
-            )
-            for index, share in enumerate(automaton.shares(state, found))
-        ]
-        survival = self._shared.rates.survival(buckets)
-        proposal = Found(found, survival, PLACES[place], buckets)
+                agreeing = _agreeing(found, ahead)
+                same = agreeing if same is None else min(same, agreeing)
+        shares = automaton.shares(state, found)
+        survival, buckets = self._shared.rates.survival(length, place, shares, same)
+        proposal = Found(found[: len(survival)], survival, PLACES[place], buckets)
         self._unjudged = len(tokens), proposal
         return proposal
 
@@ -173,5 +154,17 @@ class Lookup:
         at, found = self._unjudged
         self._unjudged = 0, NOTHING_FOUND
         following = tokens[at : at + len(found.tokens)]
-        right = sum(takewhile(bool, map(eq, found.tokens, following)))
+        right = _agreeing(found.tokens, following)
         self._shared.rates.note(found.buckets[: len(following)], right)
+
+
+def _length(match: tuple[Match, int, SuffixAutomaton]) -> int:
+    return match[0].length
+
+
+def _agreeing(tokens: Sequence[int], others: Sequence[int]) -> int:
+    """Return how many tokens two lists have in common at their beginning."""
+    for index, (token, other) in enumerate(zip(tokens, others, strict=False)):
+        if token != other:
+            return index
+    return min(len(tokens), len(others))

@@ -12,9 +12,7 @@ The chance that tokens 1 to i are all right is the product of their rates.
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Sequence
-from itertools import accumulate
-from operator import mul
+from collections.abc import Iterable, Sequence
 
 PLACES = ("text", "prediction", "history", "document")
 # The longest match of each bucket of lengths but the last.
@@ -22,21 +20,14 @@ _LENGTHS = (1, 2, 3, 4, 6, 9, 15, 31)
 _LENGTH_OF = [bisect_left(_LENGTHS, length) for length in range(_LENGTHS[-1] + 2)]
 # Shares: unknown, 1 of 1, all of up to 3, all of more; then by fifths.
 _SHARES = 9
-# Others: none has a match, they agree up to here, they do not.
-ALONE, AGREES, DIFFERS = range(3)
+# Others: 0: none has a match; they agree up to here, or they do not.
+AGREES, DIFFERS = 1, 2
 # A bucket begins with this rate, which counts for so many tokens, and forgets beyond.
 FIRST_RATE, FIRST_WEIGHT, MOST_TOKENS = 0.6, 4.0, 1024.0
 
 
-def bucket(length: int, place: int, share: tuple[int, int], others: int) -> int:
-    """Return the bucket of a token, given its match and how often it followed there."""
-    count, total = share
-    if count == total:
-        own = min(total, 2) if total < 4 else 3
-    else:
-        own = 4 + min(4, 5 * count // total)
-    by_length = _LENGTH_OF[min(length, len(_LENGTH_OF) - 1)]
-    return ((by_length * len(PLACES) + place) * _SHARES + own) * 3 + others
+# A proposal ends where it is less probable than this: no row is so cheap.
+LEAST_SURVIVAL = 1 / 64
 
 
 class SurvivalRates:
@@ -47,10 +38,41 @@ class SurvivalRates:
         self._hits = array("d", [FIRST_RATE * FIRST_WEIGHT]) * size
         self._tries = array("d", [FIRST_WEIGHT]) * size
 
-    def survival(self, buckets: Sequence[int]) -> list[float]:
-        """Return the chance, for each token, that it and those before are right."""
-        hits, tries = self._hits, self._tries
-        return [*accumulate([hits[each] / tries[each] for each in buckets], mul)]
+    def survival(
+        self,
+        length: int,
+        place: int,
+        shares: Iterable[tuple[int, int]],
+        same: int | None,
+    ) -> tuple[list[float], list[int]]:
+        """Return how probable it is that each token and those before it are right.
+
+        Args:
+            length: of the match.
+            place: where it is.
+            shares: of each token, how often it followed there, of how many that did.
+            same: so many follow in the other places too; None: there is no other.
+
+        Returns:
+            The chances, and the buckets of the tokens.
+        """
+        hits, tries, longest = self._hits, self._tries, len(_LENGTH_OF) - 1
+        chances, buckets, chance = [], [], 1.0
+        for index, (count, total) in enumerate(shares):
+            if count < total:
+                own = 4 + min(4, 5 * count // total)
+            else:
+                own = min(total, 2) if total < 4 else 3
+            by_length = _LENGTH_OF[min(length + index, longest)]
+            each = ((by_length * len(PLACES) + place) * _SHARES + own) * 3
+            if same is not None:
+                each += AGREES if index < same else DIFFERS
+            chance *= hits[each] / tries[each]
+            chances.append(chance)
+            buckets.append(each)
+            if chance < LEAST_SURVIVAL:
+                break
+        return chances, buckets
 
     def note(self, buckets: Sequence[int], right: int) -> None:
         """Learn from tokens that are all judged: of these so many were right.

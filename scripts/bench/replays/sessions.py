@@ -1,4 +1,4 @@
-"""Requests of recorded sessions and of edits, in tokens, for replays without a model."""
+"""Requests of recorded sessions and of edits, in tokens: replayed without a model."""
 
 import difflib
 import json
