@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, zip_longest
+from operator import mul
 
 from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
 from mlx_speculation.engine.draft_length.base import Feedback, Option, Plan
@@ -103,6 +104,11 @@ class Source:
     lag: float = 0.0
     reading: float = 0.0
 
+    def survival(self, longest: int) -> list[float]:
+        """Return what it forecasts for so many tokens."""
+        assert self.rates is not None
+        return [*accumulate(self.rates.rates(longest), mul)]
+
 
 @dataclass(frozen=True, slots=True)
 class Offer:
@@ -163,15 +169,35 @@ class DraftRule:
             offers: of the sources that can draft.
             behind: whether a plain step is in flight.
         """
-        longest = min(limit, self.longest)
+        longest, plain = min(limit, self.longest), self.plain(context)
         if longest <= 0:
             return Plan(0, "budget")
-        plain = self.plain(context)
-        if self._measure or plain is None or self._since_plain >= REVIEW_ROUNDS:
-            if self._since_plain >= REVIEW_ROUNDS:
-                self._since_plain, self._measure = 0, REVIEW_STEPS
+        if self._since_plain >= REVIEW_ROUNDS:
+            self._since_plain, self._measure = 0, REVIEW_STEPS
+        if self._measure or plain is None:
             self._measure = max(0, self._measure - 1)
             return Plan(0, "measure")
+        return self._decided(context, longest, offers, plain, behind)
+
+    def expects(self, context: int, limit: int, offers: Sequence[Offer]) -> bool:
+        """Return whether one of these offers is to be taken up next, as far as known.
+
+        Then a plain step submits no other.
+        """
+        longest, plain = min(limit, self.longest), self.plain(context)
+        if longest <= 0 or not offers or self._measure or plain is None:
+            return False
+        return self._decided(context, longest, offers, plain, False).length > 0
+
+    def _decided(
+        self,
+        context: int,
+        longest: int,
+        offers: Sequence[Offer],
+        plain: float,
+        behind: bool,
+    ) -> Plan:
+        """Return the plan that is worth most, or tells most."""
         rate, credit = self.credit.rate / plain, self.credit.steps
         best, worth = Plan(0, "plain", credit=credit), 1.0 - rate * plain
         trial: Plan | None = None
@@ -182,11 +208,9 @@ class DraftRule:
             if own is not None and own.worth(rate) > worth and credit > 0:
                 best = Plan(own.length, "best", options, credit, source)
                 worth = own.worth(rate)
-            elif own is not None and source.rates is not None and trial is None:
+            elif source.rates is not None and trial is None:
                 trial = self._trial(context, options, source, plain)
-        if best.length or trial is None:
-            return best
-        return trial
+        return best if best.length or trial is None else trial
 
     def _options(
         self, context: int, longest: int, offer: Offer, plain: float, behind: bool
