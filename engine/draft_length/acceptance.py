@@ -1,6 +1,8 @@
 """How probable it is that a drafted token is accepted, position by position."""
 
 from collections.abc import Iterable
+from itertools import accumulate
+from operator import mul
 
 # Rounds that an average looks back on.
 WINDOW = 40.0
@@ -49,6 +51,10 @@ class AcceptanceRates:
                 last = (hits + GUESSED * last) / (tries + GUESSED)
             found.append(last)
         return found
+
+    def survival(self, longest: int) -> list[float]:
+        """Return the chance, for each of so many tokens, that all up to it are right."""
+        return [*accumulate(self.rates(longest), mul)]
 
     def expected(self, longest: int) -> list[float]:
         """Return the tokens that drafts of 0 to `longest` are expected to commit.

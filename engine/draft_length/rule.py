@@ -21,9 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, zip_longest
-from operator import mul
 
-from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
 from mlx_speculation.engine.draft_length.base import Feedback, Option, Plan
 from mlx_speculation.engine.draft_length.costs import RoundCosts
 from mlx_speculation.models import row_size
@@ -31,10 +29,13 @@ from mlx_speculation.models import row_size
 # In plain steps: the credit at first, the most of it, the least after rounds that took
 # longer than usual, and what a plain step adds. A round that took ten times as long, on
 # a busy machine, is made up for in 200 plain steps.
-FIRST_CREDIT, MOST_CREDIT, LEAST_CREDIT = 2.0, 24.0, -3.0
+FIRST_CREDIT, MOST_CREDIT, LEAST_CREDIT = 4.0, 24.0, -3.0
 SHARE = 0.015
+# Of a batch: the credit at first, the most of it, and the share. What a round brings is
+# surer there, and a job that begins with a loss may be over before it is made up for.
+BATCH_CREDIT, BATCH_SHARE = (0.6, 1.0), 0.01
 # What a draft gains over plain steps where all of it is right, if it is to be tried.
-LEAST_GAIN = 1.1
+LEAST_GAIN = 1.2
 # The first draft.
 FIRST_LENGTH = 2
 # A round counts for at most so many times what is usual.
@@ -53,11 +54,13 @@ class Credit:
 
     Attributes:
         steps: what is left.
+        most: what it holds at most.
         tokens: of each request, in the rounds so far, the older ones counting less.
         spent: plain steps that those took.
     """
 
     steps: float = FIRST_CREDIT
+    most: float = MOST_CREDIT
     tokens: float = MEMORY / 10
     spent: float = MEMORY / 10
 
@@ -79,7 +82,7 @@ class Credit:
         below `LEAST_CREDIT`.
         """
         least = min(LEAST_CREDIT, self.steps + usual)
-        self.steps = max(least, min(self.steps + gain, MOST_CREDIT))
+        self.steps = max(least, min(self.steps + gain, self.most))
 
 
 @dataclass(slots=True)
@@ -88,7 +91,7 @@ class Source:
 
     Attributes:
         costs: seconds of rounds that it drafts in, by length.
-        rates: acceptance by position, which forecasts; None: its proposals are free.
+        free: whether its proposals cost nothing, and are made before the rule chooses.
         pause: rounds until it may be tried again.
         vain: trials in a row that were in vain.
         right: whether its last draft was right to its end.
@@ -97,17 +100,12 @@ class Source:
     """
 
     costs: RoundCosts
-    rates: AcceptanceRates | None = None
+    free: bool = False
     pause: int = 0
     vain: int = 0
     right: bool = False
     lag: float = 0.0
     reading: float = 0.0
-
-    def survival(self, longest: int) -> list[float]:
-        """Return what it forecasts for so many tokens."""
-        assert self.rates is not None
-        return [*accumulate(self.rates.rates(longest), mul)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,32 +206,43 @@ class DraftRule:
             if own is not None and own.worth(rate) > worth and credit > 0:
                 best = Plan(own.length, "best", options, credit, source)
                 worth = own.worth(rate)
-            elif source.rates is not None and trial is None:
+            elif not source.free and trial is None:
                 trial = self._trial(context, options, source, plain)
         return best if best.length or trial is None else trial
 
     def _options(
         self, context: int, longest: int, offer: Offer, plain: float, behind: bool
     ) -> tuple[Option, ...]:
-        """Return the lengths to choose from that the credit pays for."""
-        costs, credit = offer.source.costs, self.credit.steps
+        """Return the lengths that may pay, and that the credit pays for if they do not.
+
+        No more than twice the longest measured one; a free draft costs at most what a
+        costly one of its length does.
+        """
         tokens = offer.expected(longest, behind)
-        measured = costs.longest(context)
+        known = [offer.source.costs]
+        if offer.source.free:
+            known += [each.costs for each in self.sources]
+        measured = max(costs.longest(context) for costs in known)
         reach = min(len(tokens) - 1, max(FIRST_LENGTH, 2 * measured))
-        seconds = costs.curve(context, reach)
+        curves = [
+            costs.curve(context, reach)
+            for costs in known
+            if costs is known[0] or costs.longest(context) > known[0].longest(context)
+        ]
         left = self._left(plain) if behind else 0.0
-        return tuple(
-            Option(n, tokens[n], seconds[n] + left)
-            for n in sorted({*few_lengths(reach), reach} - {0})
-            if n <= measured or seconds[n] / plain - 1 <= credit
-        )
+        found = []
+        for n in sorted({*few_lengths(reach), reach} - {0}):
+            seconds = min(curve[n] for curve in curves)
+            over = seconds / plain
+            if n + 1 >= LEAST_GAIN * over and over - 1 <= self.credit.steps:
+                found.append(Option(n, tokens[n], seconds + left))
+        return tuple(found)
 
     def _trial(
         self, context: int, options: Sequence[Option], source: Source, plain: float
     ) -> Plan | None:
         """Return a draft that may not pay, but tells; None: it is not due."""
-        paying = [o for o in options if o.length + 1 >= LEAST_GAIN * o.seconds / plain]
-        draft = max(paying, key=lambda option: option.speed, default=None)
+        draft = max(options, key=lambda option: option.speed, default=None)
         if draft is None:
             return None
         reading = 0.0 if source.reading else context * source.costs.reading
@@ -262,8 +271,6 @@ class DraftRule:
                 other.pause -= 1
         self._since_plain += 1
         source.right = feedback.drafted == feedback.accepted
-        if source.rates is not None:
-            source.rates.note(feedback.drafted, feedback.accepted)
         if plan.reason == "trial":
             source.vain = 0 if source.right else min(source.vain + 1, MOST_DOUBLED)
             source.pause = (PAUSE << source.vain) + 1 if source.vain else 0

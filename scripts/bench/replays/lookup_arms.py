@@ -77,7 +77,7 @@ class Ours(Arm):
     def __init__(self, cost: float, history: int) -> None:
         self._shared = SharedPlaces(history=history)
         known = {0: 1.0, LONGEST: 1.0 + cost * LONGEST}
-        self._source, self._credit = Source(RoundCosts({0: known})), Credit()
+        self._source, self._credit = Source(RoundCosts({0: known}), free=True), Credit()
         self._cost = cost
 
     def begin(self, tokens: Sequence[int], prediction: Sequence[int]) -> None:

@@ -15,6 +15,7 @@ from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
 from mlx_speculation.engine.draft_length.base import Feedback, FixedDraftLength
 from mlx_speculation.engine.draft_length.costs import RoundCosts
 from mlx_speculation.engine.draft_length.rule import (
+    BATCH_SHARE,
     Credit,
     DraftRule,
     Offer,
@@ -40,9 +41,9 @@ def replay_rule(
 ) -> None:
     """Generate a text, and add what came of it."""
     sources = [
-        Source(costs, None if own else rates.loosened())
-        for costs, rates, own in zip(known.costs, known.rates, free, strict=True)
+        Source(costs, free=own) for costs, own in zip(known.costs, free, strict=True)
     ]
+    rates = [each.loosened() for each in known.rates]
     rule = DraftRule(sources, known.credit, LONGEST)
     at, behind, rounds = 0, False, 0
     while at < len(text):
@@ -50,8 +51,8 @@ def replay_rule(
         limit = budget - 1 - behind
         offers, costly, buckets = [], [], {}
         for index, source in enumerate(sources):
-            if source.rates is not None:
-                costly.append(Offer(source, [source.survival(LONGEST + 1)]))
+            if not source.free:
+                costly.append(Offer(source, [rates[index].survival(LONGEST + 1)]))
             elif text.found[index][at]:
                 count = int(text.found[index][at])
                 survival, own = known.lookups.survival(count, 0, [(0, 0)] * count, None)
@@ -68,6 +69,7 @@ def replay_rule(
             accepted = min(max(0, right - behind), drafted)
             emitted, ahead = accepted + 1 + behind, False
             steps = machine.rounds[index][drafted] + machine.left * behind
+            rates[index].note(drafted, min(accepted, emitted))
         else:
             drafted, emitted = 0, 1
             ahead = limit + behind > 1 and not rule.expects(
@@ -88,9 +90,7 @@ def replay_rule(
         found.steps += steps
         found.tokens += emitted
     rule.end()
-    for index, source in enumerate(sources):
-        if source.rates is not None:
-            known.rates[index] = source.rates
+    known.rates = rates
 
 
 @dataclass(frozen=True)
@@ -142,3 +142,79 @@ def judged(
                 replay_rule(known, free, machine, request, own)
         best = min(fixed, key=lambda name: fixed[name])
         yield Judged(group, own, fixed["plain"], fixed[best], best)
+
+
+def replay_batch(
+    known: Known,
+    free: Sequence[bool],
+    machine: Machine,
+    texts: Sequence[Text],
+    found: Replayed,
+) -> None:
+    """Generate texts as one batch: all requests are fed the same width.
+
+    A round costs what `machine` says in plain steps of the requests that are left, and
+    these as many plain steps of the whole batch as is their share: the device is busy.
+    """
+    sources = [
+        Source(costs, free=own) for costs, own in zip(known.costs, free, strict=True)
+    ]
+    rule = DraftRule(sources, known.credit, LONGEST, share=BATCH_SHARE)
+    rates = [[each.loosened() for each in known.rates] for _ in texts]
+    at, behind = [0] * len(texts), False
+    while live := [r for r, text in enumerate(texts) if at[r] < len(text)]:
+        offers, proposed = [], []
+        for index, source in enumerate(sources):
+            survival = []
+            for r in live:
+                own: list[int] = []
+                if source.free:
+                    count = int(texts[r].found[index][at[r]])
+                    shares = [(0, 0)] * count
+                    chances, own = known.lookups.survival(count, 0, shares, None)
+                else:
+                    chances = rates[r][index].survival(LONGEST + 1)
+                survival.append(chances)
+                proposed.append((r, index, own))
+            offers.append(Offer(source, survival))
+        room = max(len(texts[r]) - at[r] for r in live) - 1 - behind
+        context = max(texts[r].context + at[r] for r in live)
+        plan = rule.choose(context, room, offers, behind=behind)
+        index = sources.index(plan.source) if plan.length else 0
+        emitted, widths, right = {}, [], []
+        for r in live:
+            left = len(texts[r]) - at[r]
+            drafted = accepted = 0
+            if plan.length:
+                most = min(
+                    int(texts[r].found[index][at[r]]) - behind, left - 1 - behind
+                )
+                drafted = max(0, min(plan.length, most))
+                accepted = min(
+                    max(0, int(texts[r].right[index][at[r]]) - behind), drafted
+                )
+                rates[r][index].note(drafted, accepted)
+            widths.append(drafted)
+            right.append(accepted)
+            emitted[r] = min(left, accepted + 1 + (behind and plan.length > 0))
+        width, mean = max(widths), sum(right) / len(live)
+        if width:
+            steps, ahead = machine.rounds[index][width] + machine.left * behind, False
+        else:
+            emitted = dict.fromkeys(live, 1)
+            costly = [offer for offer in offers if not offer.source.free]
+            ahead = room > 0 and not rule.expects(context + 1, room - 1, costly)
+            steps = machine.left if behind else machine.cold
+            steps += (1.0 - machine.left) * ahead
+        rule.note(context, plan, Feedback(width, mean, steps, behind, ahead))
+        for r, index, own in proposed:
+            hits = min(int(texts[r].right[index][at[r]]), emitted[r])
+            known.lookups.note(own[: emitted[r]], hits)
+        for r in live:
+            at[r] += emitted[r]
+        behind = ahead
+        found.steps += steps * len(live) / len(texts)
+        found.tokens += sum(emitted.values())
+    rule.end()
+    for index in range(len(sources)):
+        known.rates[index] = rates[0][index]

@@ -1,0 +1,132 @@
+"""Replays recorded agent sessions and edits of files: which lookup drafts best.
+
+No model runs, so that the figures are the same on every machine: each answer is known,
+and a draft is right where the answer goes on with it.
+
+    python scripts/agents.py SESSIONS.jsonl --tokenizer FOLDER
+
+SESSIONS has one session a line, {"messages": [{"role", "content", "tool_calls"?}]};
+every message of the assistant is a request. Edits are files of which 2 to 20 % of the
+lines changed between two releases of httpx, rich and attrs, which are fetched from the
+package index: the old file is in the prompt, and passed as the prediction.
+
+A draft has at most 16 tokens. Speed is tokens per plain step where a drafted row costs
+c of one. The last line is one JSON object with the figures of every arm at every c.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import mean
+
+from bench.replays.lookup_arms import (
+    Arm,
+    Ours,
+    PromptLookup,
+    SuffixDecoding,
+    Tally,
+    replay,
+)
+from bench.replays.sessions import Turn, by_turns, edits, read_sessions, unrelated
+from mlx_lm.tokenizer_utils import load as load_tokenizer
+
+COSTS = {"1/32": 1 / 32, "1/8": 1 / 8, "1/2": 1 / 2}
+HISTORY = 200_000  # tokens of answers
+
+Sessions = Sequence[Sequence[Turn]]
+
+
+def others() -> dict[str, Callable[[], Arm]]:
+    """Return the arms of other engines, whose drafts do not depend on costs."""
+    found: dict[str, Callable[[], Arm]] = {
+        "prompt lookup, 3 to 5 tokens, latest": lambda: PromptLookup(3, 5, latest=True),
+        "prompt lookup, 1 to 3 tokens, first": lambda: PromptLookup(1, 3, latest=False),
+    }
+    for longest in (4, 8, 16, 32):
+        found[f"suffix decoding, {longest}"] = lambda k=longest: SuffixDecoding(k)
+    return found
+
+
+def run(arm: Arm, sessions: Sessions) -> Tally:
+    """Replay all sessions, one after the other."""
+    tally = Tally()
+    for turns in sessions:
+        replay(arm, turns, tally)
+    return tally
+
+
+def figures(tally: Tally, cost: float) -> dict[str, float]:
+    """Return what an arm came to."""
+    return {
+        "tokens_a_round": round(tally.tokens / tally.rounds, 3),
+        "drafted": tally.drafted,
+        "accepted": tally.accepted,
+        "speed": round(tally.speed(cost), 3),
+        "draft_microseconds": round(1e6 * mean(tally.seconds), 1),
+    }
+
+
+def ours(sessions: Sessions, history: int) -> dict[str, dict[str, float]]:
+    """Return the figures of our lookup, whose rule is given each cost."""
+    return {
+        name: figures(run(Ours(cost, history), sessions), cost)
+        for name, cost in COSTS.items()
+    }
+
+
+def compare(arms: dict[str, Sessions], *, history: bool = True) -> dict[str, object]:
+    """Return the figures of ours for each set of sessions, of others for the first."""
+    found: dict[str, object] = {}
+    for name, sessions in arms.items():
+        found[name] = ours(sessions, HISTORY)
+        _say(name, found[name])
+    first = next(iter(arms.values()))
+    if history:
+        found["ours, no history"] = ours(first, 0)
+        _say("ours, no history", found["ours, no history"])
+    for name, make in others().items():
+        tally = run(make(), first)
+        found[name] = {each: figures(tally, cost) for each, cost in COSTS.items()}
+        _say(name, found[name])
+    return found
+
+
+def _say(name: str, found: object) -> None:
+    assert isinstance(found, dict)
+    columns = (
+        f"{c}: {one['tokens_a_round']:6.3f} a round, {one['accepted']} of "
+        f"{one['drafted']}, speed {one['speed']:.3f}"
+        for c, one in found.items()
+    )
+    sys.stdout.write(f"{name:38} {'   '.join(columns)}\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Replay what the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("sessions", type=Path, help="JSON lines, .gz or not")
+    parser.add_argument("--tokenizer", type=Path, required=True, help="its folder")
+    parser.add_argument("--wheels", type=Path, help="a folder to keep the releases in")
+    parser.add_argument("--no-edits", action="store_true", help="sessions alone")
+    options = parser.parse_args()
+    tokenizer = load_tokenizer(options.tokenizer)
+    sessions = read_sessions(options.sessions, tokenizer)
+    eight = list(by_turns(sessions, 8))
+    report = {"sessions": compare({"ours": sessions, "ours, eight by turns": eight})}
+    if not options.no_edits:
+        files = edits(tokenizer, options.wheels)
+        bare = [Turn(turn.tokens, turn.answer) for turn in files]
+        sets = {
+            "ours, predicted": [files],
+            "ours, not predicted": [bare],
+            "ours, another file predicted": [unrelated(files)],
+        }
+        report["edits"] = compare(sets, history=False)
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
