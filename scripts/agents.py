@@ -21,6 +21,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean
 
+from mlx_lm.tokenizer_utils import load as load_tokenizer
+
 from bench.replays.lookup_arms import (
     Arm,
     Ours,
@@ -30,7 +32,6 @@ from bench.replays.lookup_arms import (
     replay,
 )
 from bench.replays.sessions import Turn, by_turns, edits, read_sessions, unrelated
-from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 COSTS = {"1/32": 1 / 32, "1/8": 1 / 8, "1/2": 1 / 2}
 HISTORY = 200_000  # tokens of answers

@@ -53,7 +53,7 @@ class AcceptanceRates:
         return found
 
     def survival(self, longest: int) -> list[float]:
-        """Return the chance, for each of so many tokens, that all up to it are right."""
+        """Return the chance of each token that it and those before it are right."""
         return [*accumulate(self.rates(longest), mul)]
 
     def expected(self, longest: int) -> list[float]:

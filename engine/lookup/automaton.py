@@ -62,7 +62,7 @@ class SuffixAutomaton:
         self._length = array("i", [0])
         self._link = array("i", [-1])
         self._end = array("i", [0])  # 0: no occurrence has a successor
-        self._count = array("i", [0])  # occurrences that have one
+        self._count = array("i", [0])  # occurrences that have one, or a BREAK
         # Most states have one transition. It is held here, further ones in _more.
         self._token = array("i", [_NOTHING])
         self._target = array("i", [0])
@@ -70,8 +70,7 @@ class SuffixAutomaton:
 
     def append(self, token: int) -> None:
         """Index one more token, or `BREAK`. Amortized constant time."""
-        if token != BREAK:
-            self._note_end()
+        self._note_end(goes_on=token != BREAK)
         self.tokens.append(token)
         self._extend(token)
 
@@ -140,14 +139,15 @@ class SuffixAutomaton:
             yield own, max(total, own)
             total = count[state]
 
-    def _note_end(self) -> None:
+    def _note_end(self, *, goes_on: bool) -> None:
         """Let the last state and those above it end here, before a token follows."""
         here, state, link = len(self.tokens), self._last, self._link
         end, count = self._end, self._count
         for _ in range(self._walk):
             if state <= 0:
                 break
-            end[state] = here
+            if goes_on:
+                end[state] = here
             count[state] += 1
             state = link[state]
 

@@ -68,9 +68,9 @@ class SharedPlaces:
 class Lookup:
     """The lookup of one request.
 
-    A draft call indexes what is new of the text, 2 chunks of tokens at most, walks at
-    most `LONGEST_FALL` states for each new token and place, and copies `limit` tokens
-    of each place.
+    A draft call indexes what is new, one chunk of tokens at most, walks at most
+    `LONGEST_FALL` states for each new token and place, and copies `limit` tokens of
+    each place.
 
     Args:
         shared: what it shares with other requests.
@@ -84,20 +84,24 @@ class Lookup:
         self._predicted = GrowingIndex()
         self._cursors = [Cursor() for _ in range(4)]
         self._unjudged: tuple[int, Found] = 0, NOTHING_FOUND
+        self._ended = False
 
     def read_ahead(self, tokens: Sequence[int], limit: int = CHUNK) -> bool:
-        """Index at most `limit` tokens of each place that are new.
+        """Index at most `limit` tokens that are new.
 
         Returns:
             Whether all are indexed; a proposal looks in what is so far.
         """
         if self._text is None:
             self._text = self._shared.texts.take(tokens)
-        done = self._text.catch_up(tokens, limit)
-        done &= self._predicted.catch_up(self._prediction, limit)
-        for each in self._shared.history.generations:
-            done &= each.index.catch_up(each.tokens, limit)
-        return done
+        growing: list[tuple[GrowingIndex, Sequence[int]]] = [
+            (self._text, tokens),
+            (self._predicted, self._prediction),
+            *((each.index, each.tokens) for each in self._shared.history.generations),
+        ]
+        for index, own in growing:
+            limit -= index.catch_up(own, limit)
+        return all(index.complete(own) for index, own in growing)
 
     def propose(self, tokens: Sequence[int], limit: int) -> Found:
         """Return at most `limit` tokens that followed the longest match."""
@@ -122,6 +126,9 @@ class Lookup:
 
     def end(self, tokens: Sequence[int], answer: int) -> None:
         """Leave a finished text to later requests; `tokens[answer:]` is its answer."""
+        if self._ended:
+            return
+        self._ended = True
         self._judge(tokens)
         self._shared.history.add(tokens, answer)
         text, self._text = self._text, None
@@ -142,7 +149,7 @@ class Lookup:
             (DOCUMENT, self._shared.documents),
         ]
         found = []
-        if len(own.tokens) == len(tokens):  # else the end of the text is not in it yet
+        if self._text.complete(tokens):  # else the end of the text is not in it yet
             found.append((own.with_successor(own.match()), TEXT, own))
         for cursor, (place, automaton) in zip(self._cursors, places, strict=True):
             if automaton.tokens:

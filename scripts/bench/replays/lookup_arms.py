@@ -57,7 +57,7 @@ def replay(arm: Arm, turns: Sequence[Turn], tally: Tally) -> None:
         arm.begin(known, turn.prediction)
         while (left := len(turn.tokens) - len(known)) > 0:
             started = time.process_time()
-            found = arm.propose(known, min(LONGEST, left - 1))
+            found = arm.propose(known, left - 1)
             tally.seconds.append(time.process_time() - started)
             after = turn.tokens[len(known) :]
             agree = [a == b for a, b in zip(found, after, strict=False)]
@@ -137,7 +137,7 @@ class PromptLookup(Arm):
         for length in self._lengths:
             found = self._ends.get(tuple(tokens[-length:]))
             if found is not None:
-                return list(tokens[found : found + limit])
+                return list(tokens[found : found + min(limit, LONGEST)])
         return []
 
 

@@ -1,0 +1,248 @@
+"""Indexes that grow piece by piece, stay whole after an interrupt, and stay small.
+
+Faults that were made by hand, and found here: an index that goes on where an interrupt
+has left it; a cursor that goes on in an index that has grown; a pool without a limit.
+"""
+
+import random
+import sys
+from itertools import pairwise
+from types import FrameType
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_speculation.engine.lookup.automaton import BREAK, NO_MATCH, SuffixAutomaton
+from mlx_speculation.engine.lookup.history import BEFORE, AnswerHistory, TextPool
+from mlx_speculation.engine.lookup.lookup import Found, Lookup, SharedPlaces
+from mlx_speculation.engine.lookup.places import CHUNK, Cursor, GrowingIndex
+
+tokens_of = st.lists(st.integers(0, 3), max_size=40)
+
+
+def interrupt_at(opcode: int, call: Any) -> bool:
+    """Run a call, and raise at that opcode of the lookup room, if there are as many."""
+    left = [opcode]
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        if "lookup" not in frame.f_code.co_filename:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            left[0] -= 1
+            if left[0] == 0:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def proposals(shared: SharedPlaces, text: list[int]) -> list[int]:
+    """Return what a new request is proposed at the end of a text."""
+    lookup = Lookup(shared)
+    while not lookup.read_ahead(text):
+        pass
+    return lookup.propose(text, 8).tokens
+
+
+def test_a_history_holds_an_answer_whole_or_not_at_all_after_an_interrupt() -> None:
+    first, second = [5, 6, 7, 8, 9], [6, 7, 1, 2, 3]
+
+    def shared(count: int) -> SharedPlaces:
+        made = SharedPlaces(history=100)
+        for answer in (first, second)[:count]:
+            made.history.add(answer, 0)
+            assert proposals(made, [4]) == []  # and all is indexed
+        return made
+
+    asked = [[5, 6, 7], [6, 7], [7, 1]]
+    before, after = ([proposals(shared(n), text) for text in asked] for n in (1, 2))
+    seen = set()
+    for opcode in range(1, 10**6, 3):
+        made = shared(1)
+
+        def update(made: SharedPlaces = made) -> None:
+            made.history.add(second, 0)
+            proposals(made, [4])
+
+        if not interrupt_at(opcode, update):
+            break
+        found = [proposals(made, text) for text in asked]
+        assert found in (before, after)
+        seen.add(str(found))
+    assert len(seen) == 2
+
+
+def test_a_text_is_found_in_as_before_after_an_interrupt() -> None:
+    text = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
+    expected = Lookup(SharedPlaces()).propose(text, 4).tokens
+    for opcode in range(1, 10**6):
+        lookup = Lookup(SharedPlaces())
+        lookup.propose(text[:5], 4)
+        if not interrupt_at(opcode, lambda own=lookup: own.propose(text, 4)):
+            break
+        assert lookup.propose(text, 4).tokens == expected
+    assert opcode > 1000
+
+
+def test_a_text_that_ends_twice_is_remembered_once() -> None:
+    shared = SharedPlaces(history=100)
+    lookup = Lookup(shared)
+    lookup.end([1, 2, 3], 1)
+    lookup.end([1, 2, 3], 1)
+    assert shared.history.generations[0].tokens.tolist() == [1, 2, 3, BREAK]
+
+
+@given(tokens_of, tokens_of, st.integers(0, 40))
+def test_a_cursor_finds_what_a_new_search_finds(
+    indexed: list[int], text: list[int], split: int
+) -> None:
+    """While the index grows, and the text too."""
+    automaton, cursor = SuffixAutomaton(), Cursor()
+    for token in indexed[:split]:
+        automaton.append(token)
+    cursor.move(automaton, text[:split])
+    for token in indexed[split:]:
+        automaton.append(token)
+    match = NO_MATCH
+    for token in text:
+        match = automaton.follow(match, token)
+    assert cursor.move(automaton, text) == automaton.with_successor(match)
+
+
+def test_a_prompt_of_150_000_tokens_is_indexed_in_short_pieces() -> None:
+    tokens = random.Random(1).choices(range(5000), k=150_000)
+    lookup, pieces = Lookup(SharedPlaces()), 0
+    index = lookup.read_ahead([]) and lookup._text
+    assert isinstance(index, GrowingIndex)
+    done = [0]
+    while not lookup.read_ahead(tokens):
+        pieces += 1
+        done.append(len(index.automaton.tokens))
+        if pieces == 3:  # a proposal meanwhile is one piece too, of what is there
+            assert isinstance(lookup.propose(tokens, 8), Found)
+            done.append(len(index.automaton.tokens))
+    assert max(b - a for a, b in pairwise(done)) == CHUNK
+    assert len(index.automaton.tokens) == len(tokens)
+
+
+def test_turns_go_on_with_the_index_of_their_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No token is indexed twice, also where eight sessions take turns."""
+    counts = [0]
+    append = SuffixAutomaton.append
+
+    def counted(self: SuffixAutomaton, token: int) -> None:
+        counts[0] += 1
+        append(self, token)
+
+    monkeypatch.setattr(SuffixAutomaton, "append", counted)
+    shared = SharedPlaces()
+    texts: list[list[int]] = [[session] * 3 for session in range(8)]
+    for turn in range(4):
+        for session, text in enumerate(texts):
+            lookup = Lookup(shared)
+            text += [100 + turn, 9, session]
+            lookup.propose(text, 4)
+            answer = len(text)
+            text += [session, 7]
+            lookup.propose(text, 4)
+            lookup.end(text, answer)
+    assert counts[0] == sum(map(len, texts))
+
+
+def test_a_prompt_that_goes_on_otherwise_begins_anew() -> None:
+    pool = TextPool(100)
+    index = GrowingIndex()
+    index.catch_up([1, 2, 3])
+    pool.give(index)
+    assert pool.take([1, 2, 4, 5]) is not index
+    assert pool.take([1, 2]) is not index
+    assert pool.take([1, 2, 3, 4]) is index
+    assert pool.take([1, 2, 3, 4]) is not index
+
+
+def test_a_pool_and_a_history_forget_the_oldest_beyond_their_limit() -> None:
+    pool, history = TextPool(10), AnswerHistory(40)
+    indexes = []
+    for number in range(5):
+        indexes.append(GrowingIndex())
+        indexes[-1].catch_up([number] * 4)
+        pool.give(indexes[-1])
+    assert [pool.take([n] * 5) is indexes[n] for n in range(5)] == [False] * 3 + [
+        True
+    ] * 2
+    for number in range(50):
+        history.add([number] * 30, 28 - number % 20)
+        held = [each.tokens for each in history.generations]
+        assert sum(map(len, held)) <= 40
+        assert held[0][-2] == number
+    history.add([1] * 1000, 0)
+    assert len(history.generations[0].tokens) == 20
+
+
+def test_an_answer_is_held_with_a_few_tokens_before_it() -> None:
+    history = AnswerHistory(100)
+    history.add(list(range(30)), 20)
+    assert history.generations[0].tokens[0] == 20 - BEFORE
+    history.add([1, 2], 2)  # an empty answer is none
+    assert len(history.generations[0].tokens) == 10 + BEFORE + 1
+
+
+places = st.lists(tokens_of, min_size=4, max_size=4)
+
+
+@given(places, st.integers(0, 3))
+def test_the_longest_match_of_all_places_is_proposed(
+    each: list[list[int]], last: int
+) -> None:
+    """Against a search in text, prediction, history and documents."""
+    text, prediction, answer, document = each
+    text = [*text, last]
+    shared = SharedPlaces([document], history=200)
+    shared.history.add(answer, 0)
+    found = Lookup(shared, prediction).propose(text, 6)
+    best = (0, 0, [-1])
+    sources = [text, [*prediction, BREAK], [*answer, BREAK], [*document, BREAK]]
+    for order, source in enumerate(sources):
+        for end in range(1, len(source)):
+            own, length = source[:end], 0
+            while (
+                length < min(len(own), len(text))
+                and own[-1 - length :] == text[-1 - length :]
+            ):
+                length += 1
+            if source[end] != BREAK and (length, -order, end) > (*best[:2], best[2][0]):
+                best = (length, -order, [end, *source[end : end + 6]])
+    if not best[0]:
+        assert found.tokens == []
+        return
+    following = [token for token in best[2][1:] if token != BREAK]
+    size = min(len(found.tokens), len(following))
+    assert size
+    assert found.tokens[:size] == following[:size]
+    assert found.place == ("text", "prediction", "history", "document")[-best[1]]
+    assert len(found.survival) == len(found.tokens)
+
+
+def test_survival_is_learnt_from_proposals_that_were_not_drafted() -> None:
+    shared = SharedPlaces()
+    lookup, text = Lookup(shared), [1, 2, 3, 1, 2, 3]
+    first = lookup.propose(text, 3)
+    assert first.tokens[0] == 1
+    for number in range(40):  # the text goes on otherwise every time
+        text += [10 + number, 1, 2, 3]
+        last = lookup.propose(text, 3)
+    assert last.survival[0] < first.survival[0] / 2
+    assert last.survival == sorted(last.survival, reverse=True)
