@@ -17,7 +17,8 @@ c of one. The last line is one JSON object with the figures of every arm at ever
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import mean
 
@@ -42,11 +43,11 @@ Sessions = Sequence[Sequence[Turn]]
 def others() -> dict[str, Callable[[], Arm]]:
     """Return the arms of other engines, whose drafts do not depend on costs."""
     found: dict[str, Callable[[], Arm]] = {
-        "prompt lookup, 3 to 5 tokens, latest": lambda: PromptLookup(3, 5, latest=True),
-        "prompt lookup, 1 to 3 tokens, first": lambda: PromptLookup(1, 3, latest=False),
+        "prompt lookup as vLLM's": partial(PromptLookup, 3, 5, latest=True),
+        "prompt lookup as transformers'": partial(PromptLookup, 1, 3, latest=False),
     }
     for longest in (4, 8, 16, 32):
-        found[f"suffix decoding, {longest}"] = lambda k=longest: SuffixDecoding(k)
+        found[f"suffix decoding, {longest}"] = partial(SuffixDecoding, longest)
     return found
 
 
@@ -77,7 +78,7 @@ def ours(sessions: Sessions, history: int) -> dict[str, dict[str, float]]:
     }
 
 
-def compare(arms: dict[str, Sessions], *, history: bool = True) -> dict[str, object]:
+def compare(arms: Mapping[str, Sessions], *, history: bool = True) -> dict[str, object]:
     """Return the figures of ours for each set of sessions, of others for the first."""
     found: dict[str, object] = {}
     for name, sessions in arms.items():

@@ -7,6 +7,7 @@ unless a draft of a costly source is expected to follow it.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -128,8 +129,9 @@ def judged(
             ]
             alone = Machine([machine.rounds[index]], machine.left, machine.cold)
             for length in FIXED:
-                policy = FixedDraftLength(length)
-                steps = run(lambda p=policy: p, alone, single, tokens).steps
+                steps = run(
+                    partial(FixedDraftLength, length), alone, single, tokens
+                ).steps
                 fixed[f"{pair} {length}" if length else "plain"] = steps
         count = len(pairs)
         known = Known(
