@@ -71,8 +71,9 @@ def compare(
     ends = ends_of(tokens, tail)
     found = automaton.continuation(state, 5)
     latest = tokens[ends[-1] :]
-    latest = latest[: latest.index(BREAK)] if BREAK in latest else latest
-    assert found[: len(latest)] == latest[:5]
+    if BREAK in latest:
+        assert found == latest[: latest.index(BREAK)][:5]
+    assert found[: len(latest)] == latest[: len(found)]
     (own, total), *_ = automaton.shares(state, found)
     assert total == occurrences(tokens, tail)
     # One that ends the index has no successor, and is not counted yet.

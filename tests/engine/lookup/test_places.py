@@ -120,6 +120,16 @@ def test_a_cursor_finds_what_a_new_search_finds(
     assert cursor.move(automaton, text) == automaton.with_successor(match)
 
 
+def test_a_cursor_finds_what_another_request_has_added() -> None:
+    automaton, cursor = SuffixAutomaton(), Cursor()
+    for token in [3, 9]:
+        automaton.append(token)
+    assert cursor.move(automaton, [1, 2, 3]).length == 1
+    for token in [1, 2, 3, 8]:
+        automaton.append(token)
+    assert cursor.move(automaton, [1, 2, 3]).length == 3
+
+
 def test_a_prompt_of_150_000_tokens_is_indexed_in_short_pieces() -> None:
     tokens = random.Random(1).choices(range(5000), k=150_000)
     lookup, pieces = Lookup(SharedPlaces()), 0
