@@ -28,6 +28,7 @@ class Sequence:
     start: int = 0
     # Which of the prompt's stand for parts of images, [start, stop) of each run
     images: tuple[tuple[int, int], ...] = ()
+    prediction: SequenceOf[int] = ()  # an expected answer, which drafters may look in
 
     def rows(self, ahead: mx.array | None = None, count: int = 1) -> Rows:
         """Return what precedes `count` rows, the last of which follows `ahead`."""
@@ -133,6 +134,13 @@ class Prompts:
                 "The prompt has 0 tokens, and at least 1 is needed. Pass some text."
             )
         return tokens
+
+    def prediction(self, expected: str | Iterable[int]) -> list[int]:
+        """Encode an expected answer, which may be empty, and check its ids."""
+        ids: Any = expected
+        if isinstance(expected, str):
+            ids = self._tokenizer.encode(expected, add_special_tokens=False)
+        return self._checked_ids(ids)
 
     def _render(self, messages: SequenceOf[Any]) -> str:
         """Return a conversation as text, up to where the answer begins."""

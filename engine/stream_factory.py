@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import mlx.nn as nn
@@ -19,6 +20,7 @@ from mlx_speculation.engine.distributed import (
 )
 from mlx_speculation.engine.draft_length.base import DraftLengthPolicy, FixedDraftLength
 from mlx_speculation.engine.draft_length.calibration import Calibration
+from mlx_speculation.engine.draft_length.free import FreeDraftLength, TrimmedDrafter
 from mlx_speculation.engine.drafters.base import OpenDrafter
 from mlx_speculation.engine.drafters.cascade import Turns, open_guarded
 from mlx_speculation.engine.drafters.draft import Draft, members_of
@@ -101,6 +103,9 @@ class StreamFactory:
             options.prompt_cache,
             options.cached_tokens,
         )
+        if options.prediction is not None:
+            self._check_prediction()
+            sequence.prediction = setup.prompts.prediction(options.prediction)
         target = self._lane(options, sequence, seen)
         if images is not None:
             images.enter(sequence, target)
@@ -116,6 +121,16 @@ class StreamFactory:
         if setup.draft is not None and not setup.draft.reusable:
             self._busy = weakref.ref(stream)
         return stream
+
+    def _check_prediction(self) -> None:
+        """Refuse a prediction that no drafter looks in; followers have no draft."""
+        setup = self._setup
+        if setup.decides and not any(each.free for each in members_of(setup.draft)):
+            kind = "None" if setup.draft is None else f"of kind {setup.draft.kind!r}"
+            raise InvalidRequestError(
+                f"prediction was passed, and draft is {kind}, without a lookup that "
+                "looks in it. Pass draft='lookup', or CascadeDraft(LookupDraft(), ...)."
+            )
 
     def _lane(self, options: StreamOptions, sequence: Sequence, seen: int) -> Lane:
         """Return the target's lane."""
@@ -153,6 +168,8 @@ class StreamFactory:
         lengths = setup.lengths.for_stream(
             options.draft_length, options.max_draft, turns
         )
+        if drafter is not None and isinstance(lengths, FreeDraftLength):
+            drafter = TrimmedDrafter(drafter, lengths, target)
         request = Request(
             target=target,
             sequence=sequence,
@@ -200,7 +217,7 @@ class StreamFactory:
                 setup.prefix_cache,
             ),
             prefixes=self._prefixes(options, request, images),
-            remember=drafter.remember,
+            remember=partial(drafter.remember, answer=len(request.sequence.tokens)),
             yielded_only=options.yielded_only,
             level_draft=options.level_draft,
             session=session,

@@ -166,9 +166,11 @@ class BatchDecoder:
         counts = [max(0, draft.length - ahead) for draft in found]
         width = max(counts)
         if width and drafts.ahead:
-            width = self._lengths.width(self.rows, context, counts)
+            width = self._lengths.width(self.rows, context, found, ahead)
             keep = [min(count, width) + ahead for count in counts]
-            found = [_head(d, n) for d, n in zip(found, keep, strict=True)]
+            found = [
+                d.until(n) if n else NOTHING for d, n in zip(found, keep, strict=True)
+            ]
         if not width:
             drafts.discard()
             return None
@@ -378,13 +380,3 @@ def _interrupted(error: BaseException) -> SpeculationError:
         "by other code than a signal's handler. The row ends with what it had before; "
         "insert its request again."
     )
-
-
-def _head(draft: Proposal, count: int) -> Proposal:
-    """Return the first tokens of a draft."""
-    if count >= draft.length:
-        return draft
-    if not count:
-        return NOTHING
-    probs = None if draft.probs is None else draft.probs[:count]
-    return Proposal(draft.tokens[:count], probs, draft.source, draft.reads)

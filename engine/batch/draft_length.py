@@ -16,6 +16,7 @@ Rows that name a length of their own keep to it.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 from mlx_speculation.engine.batch.request import BatchRequest
 from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
@@ -26,6 +27,7 @@ from mlx_speculation.engine.draft_length.adaptive import (
 from mlx_speculation.engine.draft_length.base import Feedback, Plan
 from mlx_speculation.engine.draft_length.calibration import Calibration
 from mlx_speculation.engine.draft_length.costs import RoundCosts
+from mlx_speculation.engine.drafters.base import Proposal
 
 # Both have the costs of rounds of so many rows.
 BatchPolicy = AdaptiveDraftLength | Calibration
@@ -139,12 +141,18 @@ class BatchDraftLength:
         return any(plan.length > 0 for plan in plans)
 
     def width(
-        self, rows: Sequence[BatchRequest], context: int, drafts: list[int]
+        self,
+        rows: Sequence[BatchRequest],
+        context: int,
+        found: Sequence[Proposal],
+        ahead: int,
     ) -> int:
-        """Return the width that pays best for drafts of these lengths, found already.
+        """Return the width that pays best for drafts that were found already.
 
-        Rows that name a length of their own are not cut.
+        Rows that name a length of their own are not cut. Of each draft so many tokens
+        stand for those of a step that is not read.
         """
+        drafts = [max(0, draft.length - ahead) for draft in found]
         fixed = [n for n, row in zip(drafts, rows, strict=True) if not _measured(row)]
         least, longest = max(fixed, default=0), max(drafts, default=0)
         costs, plan = self._policy.costs, self._plan
@@ -152,7 +160,12 @@ class BatchDraftLength:
             return longest
         if least == longest or costs.plain(context) is None:
             return longest
-        each = [row.rates.expected(longest) for row in rows]
+        each = [
+            row.rates.expected(longest)
+            if draft.survival is None
+            else _expected(draft.survival[ahead:], longest)
+            for row, draft in zip(rows, found, strict=True)
+        ]
         seconds = costs.curve(context, longest)
 
         def speed(width: int) -> float:
@@ -197,6 +210,12 @@ class BatchDraftLength:
     def end(self) -> None:
         """Keep what was learnt."""
         self._policy.end()
+
+
+def _expected(survival: Sequence[float], longest: int) -> list[float]:
+    """Return the tokens that 0 to `longest` drafted ones are expected to bring."""
+    padded = [*survival, *[0.0] * longest][:longest]
+    return [*accumulate(padded, initial=1.0)]
 
 
 def _measured(row: BatchRequest) -> bool:

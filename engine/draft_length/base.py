@@ -8,7 +8,9 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from mlx_speculation.engine.timing import NO_TIME, RoundSeconds
 
-Reason = Literal["fixed", "best", "longer", "plain", "trial", "measure", "budget"]
+Reason = Literal[
+    "fixed", "best", "longer", "plain", "trial", "measure", "budget", "free"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,7 @@ class Plan:
     plain     no draft pays, or there is no credit for one
     measure   a plain step, which tells what drafts have to gain
     budget    no more than one token is wanted
+    free      at most: the proposal costs nothing, and is cut when it is there
     """
 
     length: int  # tokens to draft; 0 is a plain step

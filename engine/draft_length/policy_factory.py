@@ -29,6 +29,8 @@ from mlx_speculation.engine.draft_length.calibration import (
 from mlx_speculation.engine.draft_length.cascade import CascadeDraftLength
 from mlx_speculation.engine.draft_length.cost_store import Known
 from mlx_speculation.engine.draft_length.costs import CostTable, RoundCosts
+from mlx_speculation.engine.draft_length.free import FreeDraftLength
+from mlx_speculation.engine.draft_length.rule import Credit as RuleCredit
 from mlx_speculation.engine.drafters.cascade import Turns
 from mlx_speculation.engine.drafters.draft import Draft, members_of, shape_of
 from mlx_speculation.errors import InvalidRequestError
@@ -67,7 +69,7 @@ class PolicyFactory:
         self.longest = LONGEST if shape is None else min(LONGEST, shape.rows - 1)
         self._each = members_of(draft)
         self._batches: dict[int, Known] = {}
-        self._credit = Credit()
+        self._credit, self._rule_credit = Credit(), RuleCredit()
 
     def for_stream(
         self,
@@ -100,6 +102,8 @@ class PolicyFactory:
         if self._draft is None or length is not None or not longest:
             length = length or 0
             return FixedDraftLength(length if most is None else min(length, most))
+        if len(self._each) == 1 and self._each[0].free:
+            return FreeDraftLength(self.known[0], self._rule_credit, longest)
         policies = [
             AdaptiveDraftLength(
                 known.costs,
@@ -201,7 +205,7 @@ class PolicyFactory:
     def _calibrated(self) -> Known:
         """What is known of the drafter whose rounds a calibration measures."""
         each = zip(self._each, self.known, strict=True)
-        own = [known for draft, known in each if draft.measurable]
+        own = [known for draft, known in each if not draft.free]
         return [*own, *self.known, Known()][0]
 
     def _key(self, drafts: SequenceOf[Draft], **more: int) -> dict[str, Any] | None:

@@ -19,12 +19,11 @@ longer than is usual.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate, zip_longest
 
+from mlx_speculation.engine.draft_length.adaptive import few_lengths
 from mlx_speculation.engine.draft_length.base import Feedback, Option, Plan
 from mlx_speculation.engine.draft_length.costs import RoundCosts
-from mlx_speculation.models import row_size
 
 # In plain steps: the credit at first, the most of it, the least after rounds that took
 # longer than usual, and what a plain step adds. A round that took ten times as long, on
@@ -322,9 +321,3 @@ class DraftRule:
         """Pay for prompts that were read in vain."""
         reading = sum(source.reading for source in self.sources)
         self.credit.add(-max(0.0, reading - max(0.0, self._gained)))
-
-
-@cache
-def few_lengths(longest: int) -> tuple[int, ...]:
-    """Return 0, 1, 2, 3, 4, 6, 8, ... up to a length; see `models/shape_buckets.py`."""
-    return (0, *(n for n in range(1, longest + 1) if row_size(n) == n))

@@ -53,6 +53,8 @@ class Proposal:
         reads: how often the host waited for the device while drafting.
         branches: where it is a tree, which may be proposed if `choose.tree` is not 0.
             Those that come first should be the likeliest path. None: a chain.
+        survival: of each token, the chance that it and those before it are accepted;
+            shorter where the rest is improbable. None: not known.
     """
 
     tokens: mx.array
@@ -60,6 +62,7 @@ class Proposal:
     source: str = "drafter"
     reads: int = 0
     branches: Branches | None = None
+    survival: SequenceOf[float] | None = None
 
     @classmethod
     def of(
@@ -74,6 +77,15 @@ class Proposal:
         """Return the draft without its first tokens."""
         probs = None if self.probs is None else self.probs[count:]
         return replace(self, tokens=self.tokens[count:], probs=probs)
+
+    def until(self, count: int) -> "Proposal":
+        """Return its first tokens, of a chain."""
+        if count >= self.length:
+            return self
+        probs = None if self.probs is None else self.probs[:count]
+        survival = None if self.survival is None else self.survival[:count]
+        tokens = self.tokens[:count]
+        return replace(self, tokens=tokens, probs=probs, survival=survival)
 
     @property
     def length(self) -> int:
@@ -188,8 +200,13 @@ class OpenDrafter(Drafter):
     def let_go(self) -> None:
         """Let go of what a head holds; see `MtpDrafter`."""
 
-    def remember(self, tokens: SequenceOf[int]) -> None:
-        """Keep prompt and output of a finished stream, to look later ones up in."""
+    def remember(self, tokens: SequenceOf[int], answer: int) -> None:
+        """Keep a finished stream to look later ones up in.
+
+        Args:
+            tokens: prompt and output.
+            answer: where the output begins.
+        """
 
 
 class WrappedDrafter(OpenDrafter):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.nn as nn
@@ -49,7 +49,7 @@ class Turns:
 class CascadeDraft(Draft):
     """Takes the draft of the first drafter that proposes anything.
 
-        draft = CascadeDraft(LookupDraft(minimum_match=8), small_model)
+        draft = CascadeDraft(LookupDraft(), small_model)
         generator = SpeculativeGenerator(model, tokenizer, draft=draft)
 
     A model that was passed over lags behind, and is fed what it has missed when its
@@ -112,7 +112,11 @@ class CascadeDraft(Draft):
 
     def configured(self, options: DraftOptions) -> "CascadeDraft":
         """Return the cascade of its members with these options."""
-        return CascadeDraft(*(member.configured(options) for member in self.members()))
+        *first, last = self.members()
+        before = replace(options, before_others=True)
+        return CascadeDraft(
+            *(member.configured(before) for member in first), last.configured(options)
+        )
 
     def open(
         self, lane: Lane, sequence: Sequence, draft_cache: list[Any] | None = None
@@ -170,10 +174,10 @@ class CascadeDrafter(OpenDrafter):
         """The arrays and caches that they hold, for a count of bytes."""
         return [each.held for each in self._drafters]
 
-    def remember(self, tokens: SequenceOf[int]) -> None:
+    def remember(self, tokens: SequenceOf[int], answer: int) -> None:
         """Let lookups keep the tokens of the finished stream."""
         for each in self._drafters:
-            each.remember(tokens)
+            each.remember(tokens, answer)
 
     def read_ahead(self, sequence: Sequence, fits: Callable[[int], bool]) -> bool:
         """Let every drafter read ahead."""

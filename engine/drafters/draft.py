@@ -50,6 +50,7 @@ class DraftOptions:
     # Where drafts end that are unsure, see `ModelDrafter`; 0: nowhere
     confidence: float = 0.0
     vocabulary: SequenceOf[int] | None = None  # the token ids to draft from; None: all
+    before_others: bool = False  # whether a cascade asks another drafter after it
     # Returns the compiled forward of a draft model; None: they run as they are
     compiled: Callable[[nn.Module], CompiledForward] | None = None
 
@@ -64,8 +65,8 @@ class Draft(Protocol):
         kind: "model", "lookup", "mtp" and so on; what statistics count by.
         follows: whether its drafters read what the target computes.
         on_ranks: whether it can draft for a target that is spread over ranks.
-        measurable: whether calibration measures its rounds, and not those of a
-            substitute, since how much it drafts depends on the text.
+        free: whether it drafts at no cost, and as much as the text offers. Calibration
+            measures the rounds of a substitute then.
         reducible: whether it can draft from some token ids only.
         notice: what a generator's `notices` say of how it was loaded; "": nothing.
         foreign: whether it reads the text in tokens of its own.
@@ -74,7 +75,7 @@ class Draft(Protocol):
     kind: str = "drafter"
     follows: bool = False
     on_ranks: bool = True
-    measurable: bool = True
+    free: bool = False
     reducible: bool = False
     notice: str = ""
     foreign: bool = False

@@ -210,10 +210,10 @@ class FaultGuard(WrappedDrafter):
         """The head whose rows a `PrefixCache` keeps; None once it has failed."""
         return None if self._disabled else self.inner.prefix_head
 
-    def remember(self, tokens: SequenceOf[int]) -> None:
+    def remember(self, tokens: SequenceOf[int], answer: int) -> None:
         """Let it keep the tokens of the finished stream."""
         try:
-            self.inner.remember(tokens)
+            self.inner.remember(tokens, answer)
         except Exception as error:
             self.fail("remember", error)
 

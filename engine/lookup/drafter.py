@@ -1,41 +1,28 @@
-"""The drafter that looks up what followed the same tokens before.
-
-It runs no model: it proposes what came after an earlier occurrence of the end of the
-text. The text itself comes first, then earlier requests, the younger first, then the
-corpus; the first of them with a match that is long enough is taken, even where a later
-one has a longer match. In each of them it is the longest match, and of equally long
-ones the latest.
-"""
+"""The drafter that looks up what followed the same tokens before. It runs no model."""
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
-from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import mlx.core as mx
 
-from mlx_speculation.engine.argument_checks import checked_choice, checked_count
+from mlx_speculation.engine.argument_checks import checked_count
 from mlx_speculation.engine.drafters.base import NOTHING, Choose, OpenDrafter, Proposal
-from mlx_speculation.engine.drafters.draft import Draft
-from mlx_speculation.engine.lookup.index import (
-    BREAK,
-    Index,
-    Match,
-    append_all,
-    continuation,
-)
-from mlx_speculation.engine.lookup.ngram_index import LONGEST_MATCH, NgramIndex
-from mlx_speculation.engine.lookup.request_history import EarlierRequests
-from mlx_speculation.engine.lookup.suffix_automaton import SuffixAutomaton
+from mlx_speculation.engine.drafters.draft import Draft, DraftOptions
+from mlx_speculation.engine.lookup.lookup import Lookup, SharedPlaces
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import Lane
 
-IndexName = Literal["automaton", "ngram"]
 _LARGEST_ID = 2**31 - 1
 _NOTHING_FOUND = replace(NOTHING, source="lookup")
+# Tokens of earlier answers that are held; about 20 MB with their index.
+HISTORY = 200_000
+# The shortest match of a lookup that stands before another drafter, which is better
+# where no more than a few tokens agree.
+MATCH_BEFORE_OTHERS = 6
 
 
 class LookupDraft(Draft):
@@ -43,58 +30,44 @@ class LookupDraft(Draft):
 
         generator = SpeculativeGenerator(model, tokenizer, draft=LookupDraft())
 
-    A generator makes a drafter of its own for each stream, so streams are independent;
-    corpus and earlier requests are shared.
-
-    A match of m tokens drafts m tokens, because a longer match goes on for longer. On
-    code and prose that the bundled models sample at temperature 1, 43 % of the matches
-    of 2 tokens go on with the right one, 49 % of 3, 56 % of 4 and 87 % of 7 and more.
-    Matches from 4 tokens on lose at most 3 % on that prose where checking a row costs
-    half a step; shorter ones gain 1 to 3 % more where it costs an eighth, and lose more
-    where it is dear. Of several places the latest is as good as the most frequent
-    token, and better than the first place.
+    It looks in the text, in the stream's `prediction`, in the answers of earlier
+    requests and in documents, and takes the longest match of all. How probable its
+    tokens are is learnt while it runs; with the adaptive draft length only those are
+    drafted that pay for their rows, see `engine.draft_length.rule`. A generator makes a
+    drafter of its own for each stream; all else is shared by them. In a cascade it
+    proposes nothing behind a match of fewer than 6 tokens, unless it is the last.
 
     Args:
-        index: "automaton" finds the longest match; "ngram" the latest of at least
-            `minimum_match` tokens, in a fifth of the time.
-        minimum_match: the tokens that have to agree.
-        tokens_per_match: the draft's length over the match's.
         corpus: documents to look in as well, each a list of token ids of the target's
             tokenizer. A draft never runs past the end of one.
-        earlier_tokens: how many tokens of finished requests to look in as well, the
-            oldest dropped.
+        history: how many tokens of earlier answers to look in as well, the oldest
+            dropped; 0: none, and a text depends on its own request alone under the
+            acceptance rules "rejection" and "block" too.
 
     Raises:
         InvalidRequestError: an option is out of range, or a document holds no ids.
     """
 
     kind = "lookup"
-    measurable = False
+    free = True
 
     def __init__(
-        self,
-        *,
-        index: IndexName = "automaton",
-        minimum_match: int = 4,
-        tokens_per_match: int = 1,
-        corpus: Iterable[Iterable[int]] = (),
-        earlier_tokens: int = 0,
+        self, *, corpus: Iterable[Iterable[int]] = (), history: int = HISTORY
     ) -> None:
-        checked_choice("index", index, IndexName)
-        self.minimum = checked_count("minimum_match", minimum_match, 1)
-        self.per_match = checked_count("tokens_per_match", tokens_per_match, 1)
-        self.make_index: Any = SuffixAutomaton
-        if index == "ngram":
-            self.make_index = partial(NgramIndex, minimum_match)
-        self.corpus: Index = self.make_index()
-        for number, document in enumerate(corpus):
-            append_all(self.corpus, [*_checked_ids(number, document), BREAK])
-        limit = checked_count("earlier_tokens", earlier_tokens, 0)
-        self.earlier = EarlierRequests(self.make_index, limit)
+        documents = [_checked_ids(n, document) for n, document in enumerate(corpus)]
+        self.places = SharedPlaces(documents, checked_count("history", history, 0))
+        self.shortest = 1
 
     def cost_key(self) -> str:
         """Return the kind: every lookup costs next to nothing."""
         return self.kind
+
+    def configured(self, options: DraftOptions) -> "LookupDraft":
+        """Return one with the same places, and its shortest match."""
+        found = LookupDraft(history=0)
+        found.places = self.places
+        found.shortest = MATCH_BEFORE_OTHERS if options.before_others else 1
+        return found
 
     def open(
         self, lane: Lane, sequence: Sequence, draft_cache: list[Any] | None = None
@@ -108,42 +81,39 @@ class LookupDrafter(OpenDrafter):
 
     def __init__(self, draft: LookupDraft) -> None:
         self._draft = draft
-        self._text: Index | None = None
+        self._sequence: Sequence | None = None
+        self._lookup = Lookup(draft.places)
 
-    def remember(self, tokens: SequenceOf[int]) -> None:
-        """Keep a finished request, prompt and output, for later ones."""
-        self._draft.earlier.add(tokens)
+    def read_ahead(self, sequence: Sequence, fits: Callable[[int], bool]) -> bool:
+        """Index one chunk, some 8 ms, which is no chunk of the target's."""
+        return self._of(sequence).read_ahead(sequence.tokens)
 
     def begin(self, sequence: Sequence) -> None:
-        """Index the prompt."""
-        self._text = None
-        self._indexed(sequence.tokens)
+        """Index the prompt, as far as it is new."""
+        lookup = self._of(sequence)
+        while not lookup.read_ahead(sequence.tokens):
+            pass
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         """Propose what followed the longest match; nothing where there is none."""
-        for index, match in self._matches(sequence.tokens):
-            if match.length >= self._draft.minimum:
-                count = min(limit, match.length * self._draft.per_match)
-                found = continuation(index.tokens, match.end, count)
-                return Proposal(mx.array(found, mx.uint32), source="lookup")
-        return _NOTHING_FOUND
+        shortest = self._draft.shortest
+        found = self._of(sequence).propose(sequence.tokens, limit, shortest)
+        if not found.tokens:
+            return _NOTHING_FOUND
+        source = "prediction" if found.place == "prediction" else "lookup"
+        tokens = mx.array(found.tokens, mx.uint32)
+        return Proposal(tokens, source=source, survival=found.survival)
 
-    def _matches(self, tokens: SequenceOf[int]) -> Iterator[tuple[Index, Match]]:
-        """Yield each place to look in with its match, the preferred ones first."""
-        text = self._indexed(tokens)
-        yield text, text.match()
-        tail = tokens[-LONGEST_MATCH:]
-        for index in (*self._draft.earlier.indexes, self._draft.corpus):
-            if index.tokens:
-                yield index, index.match_of(tail)
+    def remember(self, tokens: SequenceOf[int], answer: int) -> None:
+        """Leave the finished text, of which `tokens[answer:]` is new, to later ones."""
+        self._lookup.end(tokens, answer)
 
-    def _indexed(self, tokens: SequenceOf[int]) -> Index:
-        """Index what of the text is new; 2 to 3 microseconds a token."""
-        text = self._draft.make_index() if self._text is None else self._text
-        self._text = None  # an interrupt leaves no half-made index
-        append_all(text, tokens[len(text.tokens) :])
-        self._text = text
-        return text
+    def _of(self, sequence: Sequence) -> Lookup:
+        """Return the lookup of this sequence; a new one for another sequence."""
+        if self._sequence is not sequence:
+            self._lookup = Lookup(self._draft.places, sequence.prediction)
+            self._sequence = sequence
+        return self._lookup
 
 
 def _checked_ids(number: int, document: Any) -> list[int]:

@@ -28,7 +28,8 @@ class Found:
 
     Attributes:
         tokens: they follow the text, if they are right.
-        survival: of each, the chance that it and those before it are right.
+        survival: of each, the chance that it and those before it are right; it ends
+            where they are improbable.
         place: one of `PLACES`; "" where nothing was found.
         buckets: of each, what its chance was learnt under.
     """
@@ -103,14 +104,19 @@ class Lookup:
             limit -= index.catch_up(own, limit)
         return all(index.complete(own) for index, own in growing)
 
-    def propose(self, tokens: Sequence[int], limit: int) -> Found:
-        """Return at most `limit` tokens that followed the longest match."""
+    def propose(self, tokens: Sequence[int], limit: int, shortest: int = 1) -> Found:
+        """Return at most `limit` tokens that followed the longest match.
+
+        Nothing, where that has fewer than `shortest` tokens.
+        """
         self._judge(tokens)
         self.read_ahead(tokens)
         matches = self._matches(tokens)
-        if not matches:
+        (length, state), place, automaton = max(
+            matches, key=_length, default=(NO_MATCH, TEXT, self._shared.documents)
+        )
+        if length < shortest:
             return NOTHING_FOUND
-        (length, state), place, automaton = max(matches, key=_length)
         found = automaton.continuation(state, limit)
         same: int | None = None
         for (_, other), _, elsewhere in matches:
@@ -120,7 +126,7 @@ class Lookup:
                 same = agreeing if same is None else min(same, agreeing)
         shares = automaton.shares(state, found)
         survival, buckets = self._shared.rates.survival(length, place, shares, same)
-        proposal = Found(found[: len(survival)], survival, PLACES[place], buckets)
+        proposal = Found(found, survival, PLACES[place], buckets)
         self._unjudged = len(tokens), proposal
         return proposal
 

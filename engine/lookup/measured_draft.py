@@ -16,7 +16,7 @@ from mlx_speculation.models import Lane
 
 def measured_draft(draft: Draft | None) -> Draft:
     """Return a draft without its lookups; where nothing is left, one in their place."""
-    others = [each for each in members_of(draft) if each.measurable]
+    others = [each for each in members_of(draft) if not each.free]
     if len(others) > 1:
         return CascadeDraft(*others)
     return others[0] if others else ConstantDraft()

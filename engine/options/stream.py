@@ -51,6 +51,8 @@ class StreamOptions:
             is some forwards, at most a draft's tokens, at such a close.
         level_draft: at the end, let the draft model's caches hold what the
             target's do.
+        prediction: a text, or its token ids, that the output may repeat in part, such
+            as the file that is to be edited. Lookups of the draft look in it.
         images: what the prompt's image parts show, in their order: paths, bytes,
             data URLs or pictures of Pillow; for a target that reads images.
 
@@ -76,6 +78,7 @@ class StreamOptions:
     logprob_rows: bool = False
     yielded_only: bool = False
     level_draft: bool = False
+    prediction: str | Sequence[int] | None = None
     images: Sequence[Any] = ()
 
     def __post_init__(self) -> None:
@@ -126,6 +129,7 @@ class StreamKeywords(TypedDict, total=False):
     logprob_rows: bool
     yielded_only: bool
     level_draft: bool
+    prediction: str | Sequence[int] | None
     images: Sequence[Any]
 
 

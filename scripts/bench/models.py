@@ -27,7 +27,6 @@ from mlx.utils import tree_flatten
 from bench.options import folder_of
 from mlx_speculation import (
     CascadeDraft,
-    LookupDraft,
     Sampling,
     SpeculativeGenerator,
     load,
@@ -41,7 +40,6 @@ from mlx_speculation.samplers import Chooser
 # Drafts of the bundled targets that exist for no other.
 OWN_DRAFTS = {"dense": ["eagle"], "sliding": ["assistant"], "hybrid": ["mtp"]}
 COUNTED = 1_000_000  # characters of source text
-LONG_MATCH = 6  # tokens that a lookup has to match before it goes first in a cascade
 
 
 @dataclass(eq=False)
@@ -132,12 +130,7 @@ class Bench:
 
     def _draft(self, name: str) -> Any:
         if "+" in name:
-            long = LookupDraft(minimum_match=LONG_MATCH)
-            members = (
-                long if part == "lookup" else self._draft(part)
-                for part in name.split("+")
-            )
-            return CascadeDraft(*members)
+            return CascadeDraft(*map(self._draft, name.split("+")))
         if name in ("model", "compiled", "wrong"):
             model = load(self.draft_folder)[0]
             return always_wrong(model) if name == "wrong" else model

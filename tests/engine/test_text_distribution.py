@@ -126,7 +126,7 @@ def generator_of(
     acceptance: Acceptance, drafting: str = "model"
 ) -> SpeculativeGenerator:
     target, draft = models()
-    lookup = LookupDraft(minimum_match=2, corpus=[[3, 3, 1, 2, 0, 3, 1, 1, 2, 2]])
+    lookup = LookupDraft(corpus=[[3, 3, 1, 2, 0, 3, 1, 1, 2, 2]])
     drafts: dict[str, DraftArgument] = {
         "model": draft,
         "early stops": draft,

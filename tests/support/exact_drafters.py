@@ -115,12 +115,12 @@ def with_eagle(name: str, *others: Any) -> Pair:
 
 
 def _cascade(name: str) -> Pair:
-    short = LookupDraft(minimum_match=1)
+    short = LookupDraft()
     return with_eagle(name, short)
 
 
 def _models(name: str) -> Pair:
-    return build(name), CascadeDraft(LookupDraft(minimum_match=2), build(name, seed=1))
+    return build(name), CascadeDraft(LookupDraft(), build(name, seed=1))
 
 
 # By the kind of drafter and of the target's layers.

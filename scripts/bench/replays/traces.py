@@ -195,7 +195,7 @@ def main() -> None:
     model.set_dtype(mx.float32)
     draft: Any = options.draft
     if draft == "lookup":
-        draft = LookupDraft()
+        draft = LookupDraft(history=0)  # each text by itself
     usual = SpeculativeGenerator(model, tokenizer, draft=draft)
     assert usual._setup.draft is not None
     source = Recorded(usual._setup.draft)

@@ -101,7 +101,7 @@ def lookup_acceptance(
     for dialogue in dialogues:
         tokens = dialogue.tokens.tolist()
         at = int(np.argmax(dialogue.counts)) + 1
-        drafter, known = LookupDrafter(LookupDraft()), Known(tokens[:at])
+        drafter, known = LookupDrafter(LookupDraft(history=0)), Known(tokens[:at])
         drafter.begin(known)
         own = found["sampled" if dialogue.temperature else "greedy"]
         while at < len(tokens):

@@ -54,7 +54,7 @@ def test_rows_of_an_architecture_write_what_they_do_alone(name: str) -> None:
         prompt + [(token + (i % 7 == 6)) % 256 for i, token in enumerate(text)]
         for prompt, text in zip(prompts, right, strict=True)
     ]
-    draft = LookupDraft(minimum_match=2, corpus=corpus)
+    draft = LookupDraft(corpus=corpus)
     generator = SpeculativeGenerator(
         model, byte_tokenizer(), draft=draft, draft_length=4
     )

@@ -55,7 +55,7 @@ def opened(
     prefixes = PrefixCache(64 << 20, every=EVERY)
     draft: Any = made.model
     if kind == "lookup":
-        draft = LookupDraft(minimum_match=2, corpus=made.corpus())  # wrong at times
+        draft = LookupDraft(corpus=made.corpus())  # wrong at times
     generator = SpeculativeGenerator(
         made.model,
         byte_tokenizer(),

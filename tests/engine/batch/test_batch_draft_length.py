@@ -4,6 +4,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from mlx_speculation import BatchGenerator
@@ -17,6 +18,7 @@ from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
 from mlx_speculation.engine.draft_length.adaptive import AdaptiveDraftLength, Credit
 from mlx_speculation.engine.draft_length.base import Feedback
 from mlx_speculation.engine.draft_length.costs import RoundCosts
+from mlx_speculation.engine.drafters.base import Proposal
 from mlx_speculation.models.shape_buckets import row_size
 from support.drafters.batch_heads import head_bench
 from support.drafters.batches import SAMPLINGS, Case, bench
@@ -158,10 +160,19 @@ def test_found_drafts_are_cut_to_the_width_that_pays() -> None:
             break
         steady = Feedback(0, 0, 1.0, behind=True, ahead=True)
         lengths.note(rows, 100, [0] * 4, [0] * 4, steady)
+
     # Four rows of 8 pay for a round of 8, and one of 8 beside three of 1 does not.
-    assert lengths.width(rows, 100, [8, 8, 8, 8]) == 8
-    assert lengths.width(rows, 100, [8, 1, 1, 1]) == 1
-    assert lengths.width(rows, 100, [8, 0, 0, 0]) == 0
+    def width(*each: int, survival: list[float] | None = None, ahead: int = 0) -> int:
+        found = [Proposal(mx.zeros(n, mx.uint32), survival=survival) for n in each]
+        return lengths.width(rows, 100, found, ahead)
+
+    assert width(8, 8, 8, 8) == 8
+    assert width(8, 1, 1, 1) == 1
+    assert width(8, 0, 0, 0) == 0
+    # By the proposals' own chances, where they have some.
+    assert width(8, 8, 8, 8, survival=[0.9, 0.8, 0.1]) == 2
+    assert width(9, 9, 9, 9, survival=[0.9, 0.8, 0.1], ahead=1) == 1
+    assert width(8, 8, 8, 8, survival=[0.4]) == 0
 
 
 @pytest.mark.usefixtures("measured")

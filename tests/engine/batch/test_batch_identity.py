@@ -190,5 +190,7 @@ def test_rows_share_forwards_and_keep_different_numbers(kind: str) -> None:
         assert stats.drafted == 0
         assert stats.forwards == 2 * 20
     else:
-        assert 0.3 < stats.acceptance_rate < 0.95
+        # Of a fixed length, behind any match: those of 1 token are seldom right.
+        least = 0.1 if kind == "lookup" else 0.3
+        assert least < stats.acceptance_rate < 0.95
         assert stats.forwards < 35

@@ -154,7 +154,7 @@ def test_drafters_of_one_row_read_one_chunk_at_most(alone: bool, draft: str) -> 
     made = bench("llama")
     options: dict[str, Any] = {"draft": made.draft, "draft_confidence": 0.05}
     if draft == "cascade":
-        lookup = LookupDraft(minimum_match=30)
+        lookup = LookupDraft()
         options = {"draft": CascadeDraft(lookup, made.draft)}
     with BatchGenerator(made.generator("none", draft_length=4, **options)) as batch:
         rows = started(made, batch)

@@ -230,7 +230,7 @@ def test_costs_are_kept_for_each_drafter_and_the_text_stays(
     plain = SpeculativeGenerator(model, byte_tokenizer())
     options: dict[str, Any] = {"max_tokens": 80, "sampling": SAMPLED}
     expected = plain.generate(PROMPT, **options).tokens
-    cascade = CascadeDraft(LookupDraft(minimum_match=1), small)
+    cascade = CascadeDraft(LookupDraft(), small)
     generator = SpeculativeGenerator(model, byte_tokenizer(), draft=cascade)
     table = generator.calibrate(contexts=[8])
     stream = generator.stream(PROMPT, explain=True, **options)

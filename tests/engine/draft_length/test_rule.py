@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlx_speculation.engine.draft_length.adaptive import few_lengths
 from mlx_speculation.engine.draft_length.base import Feedback, Plan
 from mlx_speculation.engine.draft_length.costs import RoundCosts
 from mlx_speculation.engine.draft_length.rule import (
@@ -18,7 +19,6 @@ from mlx_speculation.engine.draft_length.rule import (
     DraftRule,
     Offer,
     Source,
-    few_lengths,
 )
 
 CONTEXT = 100

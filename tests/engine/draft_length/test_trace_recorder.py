@@ -60,9 +60,7 @@ def test_a_replay_has_the_rounds_of_a_generation(kind: str, temperature: float) 
         plain = SpeculativeGenerator(build("llama"), byte_tokenizer())
         text = plain.generate(PROMPT, max_tokens=TOKENS, sampling=sampling).tokens
         noisy = [t if i % 7 else (t + 1) % 256 for i, t in enumerate(text)]
-        draft = LookupDraft(
-            corpus=[PROMPT + noisy], minimum_match=2, tokens_per_match=3
-        )
+        draft = LookupDraft(corpus=[PROMPT + noisy], history=0)
     model, arrays = recorded(draft, sampling)
     (trace,) = texts_of(arrays, ["tiny-pair"])["all"]
     assert len(trace) == TOKENS

@@ -55,9 +55,7 @@ def drafted(kind: str, name: str, sampled: bool) -> SpeculativeGenerator:
     rights = {"right": 1.0, "random": 0.6}
     if kind == "lookup":
         noisy = [t if i % 7 else (t + 1) % 256 for i, t in enumerate(text)]
-        draft: object = LookupDraft(
-            corpus=[PROMPT + noisy], minimum_match=1, tokens_per_match=3
-        )
+        draft: object = LookupDraft(corpus=[PROMPT + noisy])
     elif kind == "model":
         draft = build(name)
     else:
@@ -311,7 +309,7 @@ def test_contexts_are_numbers_of_tokens(contexts: list[int]) -> None:
 @pytest.mark.usefixtures("one_pass")
 def test_calibration_leaves_nothing_to_later_requests() -> None:
     """What it generates is of no use, and would push out what is."""
-    prefixes, lookup = PrefixCache(max_bytes=1 << 20), LookupDraft(earlier_tokens=999)
+    prefixes, lookup = PrefixCache(max_bytes=1 << 20), LookupDraft(history=999)
     generator = SpeculativeGenerator(
         build("llama"),
         byte_tokenizer(),
@@ -320,7 +318,7 @@ def test_calibration_leaves_nothing_to_later_requests() -> None:
     )
     generator.calibrate(contexts=[40])
     assert prefixes.nbytes == 0
-    assert not any(index.tokens for index in lookup.earlier.indexes)
+    assert not any(each.tokens for each in lookup.places.history.generations)
     assert set(generator.calibrate(contexts=[8])[0]) >= {0, 4, 8}
 
 

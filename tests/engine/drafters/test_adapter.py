@@ -94,8 +94,8 @@ class Rich(Bare):
     def read_ahead(self, sequence: Sequence, fits: object) -> bool:
         return False
 
-    def remember(self, tokens: list[int]) -> None:
-        self.known += tokens
+    def remember(self, tokens: list[int], answer: int) -> None:
+        self.known += tokens[answer:]
 
 
 def test_a_users_object_has_the_defaults_of_what_it_lacks() -> None:
@@ -105,7 +105,7 @@ def test_a_users_object_has_the_defaults_of_what_it_lacks() -> None:
         assert drafter.name == type(one).__name__
         assert len(drafter.held) == held
         assert drafter.read_ahead(Sequence([1]), lambda count: True) is read
-        drafter.remember([1, 2])
+        drafter.remember([0, 1, 2], 1)
         assert list(drafter.lanes) == []
         assert drafter.prefix_head is drafter.batch_lane is drafter.batch_head is None
         assert not drafter.disabled

@@ -46,7 +46,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*lists no layers of its target"
 PROMPT = 21  # more than a window of 16
 
 CORPUS = [*prompt_of(PROMPT), 1, 2, 3, *prompt_of(PROMPT)[5:]]
-LOOKUP = LookupDraft(minimum_match=1, tokens_per_match=4, corpus=[CORPUS])
+LOOKUP = LookupDraft(corpus=[CORPUS])
 SAMPLINGS = {"greedy": GREEDY, "sampled": SAMPLED}
 # Of each round: the most tokens that are asked for, and how many are kept of those that
 # are proposed. Or what becomes of it: it fails before it is settled, or after that; or

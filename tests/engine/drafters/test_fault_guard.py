@@ -97,7 +97,7 @@ def draft_of(kind: str, sampling: Sampling) -> Any:
     if kind == "mtp":
         return MtpDraft(*mtp_target())
     if kind == "lookup":
-        return LookupDraft(minimum_match=1)
+        return LookupDraft()
     return ScriptedDrafter(PROMPT + plain_text(kind, sampling), 0.8, ragged=True)
 
 

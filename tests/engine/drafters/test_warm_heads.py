@@ -72,7 +72,7 @@ def chain(*window: str) -> Made:
 
 
 def cascade(made: Made) -> Made:
-    return made[0], CascadeDraft(LookupDraft(minimum_match=2), made[1])
+    return made[0], CascadeDraft(LookupDraft(history=0), made[1])
 
 
 # Targets of rows alone, of windows, of recurrent layers.

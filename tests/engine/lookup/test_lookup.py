@@ -1,5 +1,6 @@
-"""What the lookup drafter proposes, and where it looks."""
+"""Proposals of the lookup drafter, and the places it looks in."""
 
+import math
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any
@@ -7,14 +8,13 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from mlx_lm.utils import save_config, save_model
 
 from mlx_speculation import InvalidRequestError, LookupDraft, SpeculativeGenerator
 from mlx_speculation.engine import Drafter, Proposal
+from mlx_speculation.engine.drafters.source import DraftOptions
 from mlx_speculation.engine.lookup.drafter import LookupDrafter
-from mlx_speculation.engine.lookup.suffix_automaton import SuffixAutomaton
+from mlx_speculation.engine.lookup.places import CHUNK
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.samplers import Choice, Rows
 from support.models.tiny_models import TINY_MODELS, build
@@ -36,12 +36,8 @@ def proposed(drafter: Drafter, tokens: SequenceOf[int], limit: int = 8) -> list[
     return [int(token) for token in np.array(draft.tokens)]
 
 
-def looking_up(**options: Any) -> LookupDraft:
-    return LookupDraft(**{"minimum_match": 3, **options})
-
-
 def opened(**options: Any) -> LookupDrafter:
-    return LookupDrafter(looking_up(**options))
+    return LookupDrafter(LookupDraft(**options))
 
 
 def begun(tokens: SequenceOf[int], **options: Any) -> LookupDrafter:
@@ -50,178 +46,86 @@ def begun(tokens: SequenceOf[int], **options: Any) -> LookupDrafter:
     return drafter
 
 
-def expected(
-    places: list[list[int]], tail: list[int], minimum: int, per: int, limit: int
-) -> list[int]:
-    """Search the places in turn; the first is the text itself and has no end."""
-    for number, place in enumerate(places):
-        best, found = 0, -1
-        for end in range(1, len(place)):
-            length = 0
-            while (
-                length < min(end, len(tail), 64 if number else len(tail))
-                and place[end - 1 - length] == tail[-1 - length]
-            ):
-                length += 1
-            if length >= max(best, 1):
-                best, found = length, end
-        if best >= minimum:
-            count = min(limit, best * per)
-            text = list(place)
-            for offset in range(count if number == 0 else 0):
-                text.append(text[found + offset])
-            return text[found : found + count]
-    return []
-
-
-tokens = st.lists(st.integers(0, 2), max_size=40)
-
-
-@given(
-    text=tokens.filter(len),
-    rounds=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), max_size=6),
-    corpus=tokens,
-    minimum=st.integers(1, 4),
-    per=st.integers(1, 3),
-    limit=st.integers(1, 9),
-)
-def test_proposals_are_what_a_search_finds(
-    text: list[int],
-    rounds: list[list[int]],
-    corpus: list[int],
-    minimum: int,
-    per: int,
-    limit: int,
-) -> None:
-    """Whatever was proposed between: the place is found in the sequence."""
-    drafter = begun(text, minimum_match=minimum, tokens_per_match=per, corpus=[corpus])
-    for emitted in [[], *rounds]:
-        text = text + emitted
-        assert proposed(drafter, text, limit) == expected(
-            [text, corpus], text, minimum, per, limit
-        )
-
-
-def test_the_text_comes_first_then_earlier_requests_then_the_corpus() -> None:
-    drafter = opened(corpus=[[1, 2, 3, 30]], earlier_tokens=100)
-    assert proposed(drafter, [9, 1, 2, 3]) == [30]
-    drafter.remember([1, 2, 3, 20])
-    drafter.begin(Sequence([9, 1, 2, 3]))
-    assert proposed(drafter, [9, 1, 2, 3]) == [20]
-    drafter.begin(Sequence([1]))
-    assert proposed(drafter, [1, 2, 3, 10, 1, 2, 3]) == [10, 1, 2]
-
-
-def test_the_latest_of_equally_long_matches_is_taken() -> None:
-    text = [1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3]
-    assert proposed(begun(text), text) == [5, 1, 2]
-    drafter = opened(corpus=[[1, 2, 3, 4], [1, 2, 3, 5]])
-    assert proposed(drafter, [1, 2, 3]) == [5]
-    draft = looking_up(earlier_tokens=20)
-    for last in (4, 5, 6):
-        LookupDrafter(draft).remember([0, 1, 2, 3, last])
-        assert proposed(LookupDrafter(draft), [1, 2, 3]) == [last]
-
-
-@pytest.mark.parametrize("index", ["automaton", "ngram"])
-def test_a_draft_is_as_long_as_its_match_allows(index: Any) -> None:
+def test_a_draft_goes_on_with_the_longest_match_and_is_as_long_as_asked() -> None:
     text = [*TWIN, 9, 3, 4, 5]
-    assert proposed(begun(text, index=index), text) == [6, 7, 8]
-    assert proposed(begun(text, index=index, tokens_per_match=2), text) == [
-        *[6, 7, 8, 9, 3, 4]
-    ]
-    assert proposed(begun(text, index=index), text, limit=2) == [6, 7]
-    assert proposed(begun(text, index=index, minimum_match=4), text) == []
+    assert proposed(begun(text), text, limit=3) == [6, 7, 8]
+    assert proposed(begun(text), text, limit=6) == [6, 7, 8, 9, 3, 4]
+    assert proposed(begun(text), [*text, 99]) == []
 
 
-@pytest.mark.parametrize("index", ["automaton", "ngram"])
-def test_a_repeating_text_is_drafted_beyond_its_end(index: Any) -> None:
+def test_the_place_with_the_longest_match_is_taken() -> None:
+    drafter = opened(corpus=[[1, 2, 3, 30]], history=100)
+    assert proposed(drafter, [9, 1, 2, 3])[:1] == [30]
+    drafter.remember([1, 2, 3, 20], 0)  # as long, and before documents
+    assert proposed(drafter, [9, 1, 2, 3])[:1] == [20]
+    assert proposed(drafter, [1, 2, 3, 10, 1, 2, 3])[:1] == [10]
+    assert proposed(drafter, [8, 3, 10, 1, 2, 3])[:1] == [20]
+
+
+def test_a_prediction_is_looked_in_and_counts_as_its_own_source() -> None:
+    sequence = Sequence([1, 2, 3], prediction=[2, 3, 4, 5])
+    draft = opened().propose(sequence, 2, no_choice)
+    assert draft.tokens.tolist() == [4, 5]
+    assert draft.source == "prediction"
+
+
+def test_every_token_has_its_survival_as_far_as_it_is_probable() -> None:
+    draft = begun(TWIN).propose(Sequence([*TWIN, *TWIN[:2]]), 4, no_choice)
+    assert draft.survival is not None
+    assert len(draft.survival) == draft.length == 4
+    assert draft.until(2).survival == draft.survival[:2]
+    long = begun(TWIN).propose(Sequence([1, 2, 1]), 40, no_choice)
+    assert long.survival is not None
+    assert len(long.survival) < long.length == 40
+
+
+def test_before_other_drafters_few_equal_tokens_are_no_match() -> None:
+    draft = LookupDraft(corpus=[TWIN])
+    before = draft.configured(DraftOptions(before_others=True))
+    assert before.places is draft.places
+    assert proposed(LookupDrafter(draft), [1, 2]) == TWIN[2:]
+    assert proposed(LookupDrafter(before), TWIN[:5]) == []
+    assert proposed(LookupDrafter(before), TWIN[:6]) == TWIN[6:]
+
+
+def test_a_repeating_text_is_drafted_beyond_its_end() -> None:
     text = [7, 1, 2, 1, 2, 1, 2]
-    drafter = begun(text, index=index, tokens_per_match=3)
-    assert proposed(drafter, text, limit=6) == [1, 2, 1, 2, 1, 2]
+    assert proposed(begun(text), text, limit=6) == [1, 2, 1, 2, 1, 2]
 
 
 def test_drafts_end_with_the_document() -> None:
     documents: Any = [[1, 2, 3, 4], [5, 6, 7, 8], mx.array([9, 1, 2]), np.array([3, 4])]
-    drafter = opened(corpus=documents, minimum_match=2, tokens_per_match=9)
+    drafter = opened(corpus=documents)
     assert proposed(drafter, [5, 6]) == [7, 8]
     assert proposed(drafter, [7, 8]) == []  # followed by nothing
     assert proposed(drafter, [1, 2]) == [3, 4]  # followed by something once
-    assert proposed(drafter, [4, 5]) == []  # only across a border
+    assert proposed(drafter, [8, 9]) == [1, 2]  # the border is no match
 
 
-def test_old_requests_are_dropped_beyond_the_limit() -> None:
-    drafter = opened(earlier_tokens=40)
-    for start in range(0, 200, 10):
-        drafter.remember(range(start, start + 9))
-        known = drafter._draft.earlier.indexes
-        assert sum(len(index.tokens) for index in known) <= 40
-        assert proposed(drafter, range(start, start + 5)) == [
-            *range(start + 5, start + 9)
-        ]
-        if start:  # at least half of the limit is known
-            assert proposed(drafter, range(start - 10, start - 5)) != []
-    assert proposed(drafter, range(100, 105)) == []
-    drafter.remember(range(1000, 2000))  # longer than all: its end
-    assert proposed(drafter, range(1990, 1995)) == [*range(1995, 2000)]
-    assert proposed(drafter, range(1970, 1975)) == []
+def test_a_long_prompt_is_read_ahead_in_pieces() -> None:
+    sequence = Sequence(list(range(5000)) * 2)
+    drafter, pieces = opened(), 1
+    while not drafter.read_ahead(sequence, lambda count: False):
+        pieces += 1
+    assert pieces == math.ceil(10_000 / CHUNK)
+    assert drafter.propose(sequence, 2, no_choice).tokens.tolist() == [0, 1]
 
 
-def test_the_next_turn_of_a_chat_is_not_indexed_twice() -> None:
-    drafter = opened(earlier_tokens=2000)
-    chat: list[int] = []
-    for turn in range(10):
-        chat += range(100 * turn, 100 * turn + 80)
-        drafter.remember(chat)
-    known = sum(len(index.tokens) for index in drafter._draft.earlier.indexes)
-    assert known <= 10 * (80 + 1) + 9 * 64
-    assert proposed(drafter, [178, 179]) == []
-    assert proposed(drafter, [177, 178, 179]) == [200, 201, 202]
-
-
-@pytest.mark.parametrize("limit", [0, 1, 2, 3])
-def test_small_limits_hold_nothing_that_could_follow(limit: int) -> None:
-    drafter = opened(earlier_tokens=limit, minimum_match=1)
-    drafter.remember([1, 2, 3, 4])
-    known = drafter._draft.earlier.indexes
-    assert sum(len(index.tokens) for index in known) <= limit
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
-def test_an_interrupt_while_indexing_does_no_harm(
-    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = [*TWIN, 9, 3, 4, 5]
-    drafter = begun(text[:3])
-    with monkeypatch.context() as patched:
-
-        def interrupted(self: SuffixAutomaton, token: int) -> None:
-            raise error  # the token is noted, and has no state yet
-
-        patched.setattr(SuffixAutomaton, "_extend", interrupted)
-        with pytest.raises(error):
-            drafter.propose(Sequence(text), 8, no_choice)
-    drafter.discard()
-    assert proposed(drafter, text) == [6, 7, 8]
-
-
-def test_streams_share_the_corpus_and_not_the_text() -> None:
-    draft = looking_up(corpus=[[1, 2, 3, 4]])
+def test_streams_share_history_and_corpus_and_not_the_text() -> None:
+    draft = LookupDraft(corpus=[[1, 2, 3, 4]])
     one, other = LookupDrafter(draft), LookupDrafter(draft)
-    assert proposed(one, [5, 6, 7, 8, 5, 6, 7]) == [8, 5, 6]
+    assert proposed(one, [5, 6, 7, 8, 5, 6, 7], 3) == [8, 5, 6]
     assert proposed(other, [5, 6, 7]) == []
     assert proposed(other, [1, 2, 3]) == [4]
-    assert proposed(one, [5, 6, 7, 8, 5, 6, 7, 8]) == [5, 6, 7, 8]
+    one.remember([5, 6, 7, 8], 2)
+    assert proposed(other, [5, 6, 7]) == [8]
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"index": "trie"}, ["'trie'", "'automaton' or 'ngram'"]),
-        ({"minimum_match": 0}, ["minimum_match is 0", "at least 1"]),
-        ({"minimum_match": 2.0}, ["minimum_match is 2.0", "whole number"]),
-        ({"tokens_per_match": True}, ["tokens_per_match is True", "at least 1"]),
-        ({"earlier_tokens": -1}, ["earlier_tokens is -1", "at least 0"]),
+        ({"history": -1}, ["history is -1", "at least 0"]),
+        ({"history": 2.0}, ["history is 2.0", "whole number"]),
         ({"corpus": [[1], "text"]}, ["Document 1", "str", "Encode"]),
         ({"corpus": [[1.5]]}, ["Document 0", "list", "Encode"]),
         ({"corpus": [3]}, ["Document 0", "int", "Encode"]),
@@ -244,9 +148,7 @@ def test_a_generator_looks_up_where_it_is_asked_to() -> None:
     lookup = SpeculativeGenerator(model, tokenizer, draft="lookup")
     result = lookup.generate(prompt + text + prompt, max_tokens=1)
     assert result.stats.drafts == 0
-    generator = SpeculativeGenerator(
-        model, tokenizer, draft=looking_up(earlier_tokens=1000)
-    )
+    generator = SpeculativeGenerator(model, tokenizer, draft=LookupDraft(history=1000))
     first = generator.generate(prompt, max_tokens=60)
     again = generator.generate(prompt, max_tokens=60)
     assert first.tokens == again.tokens == text
@@ -275,7 +177,7 @@ def test_two_streams_of_one_generator_are_independent() -> None:
     prompts = [[5, 6, 7, 8] * 5, [9, 8, 7] * 6]
     plain = SpeculativeGenerator(model, tokenizer)
     expected = [plain.generate(p, max_tokens=20).tokens for p in prompts]
-    generator = SpeculativeGenerator(model, tokenizer, draft=looking_up())
+    generator = SpeculativeGenerator(model, tokenizer, draft=LookupDraft())
     streams = [generator.stream(p, max_tokens=20) for p in prompts]
     got: list[list[int]] = [[], []]
     for _ in range(20):
@@ -286,7 +188,7 @@ def test_two_streams_of_one_generator_are_independent() -> None:
 
 def test_a_stream_that_failed_or_never_ran_is_not_remembered() -> None:
     model, tokenizer = build("llama"), byte_tokenizer()
-    draft = looking_up(earlier_tokens=1000)
+    draft = LookupDraft(history=1000)
     generator = SpeculativeGenerator(model, tokenizer, draft=draft)
     generator.stream([1, 2, 3, 4]).close()
     assert proposed(LookupDrafter(draft), [1, 2, 3]) == []

@@ -150,10 +150,10 @@ def test_the_text_is_that_without_forced_tokens(
     known = PROMPT + (expected.tokens if expected else [])
     drafts: dict[str, Any] = {
         "model": model("llama", 1),
-        "lookup": LookupDraft(minimum_match=1),
+        "lookup": LookupDraft(),
         "script": ScriptedDrafter(known, 0.7, ragged=True, least=0),
         "silent": Silent(),
-        "cascade": CascadeDraft(LookupDraft(minimum_match=1), model("llama", 1)),
+        "cascade": CascadeDraft(LookupDraft(), model("llama", 1)),
     }
     if expected is None:
         with pytest.raises(ConstraintError) as raised:

@@ -82,7 +82,7 @@ class Bench:
         """Return a generator with a draft of a kind: "model", "lookup" or "none"."""
         draft: Any = {"model": self.draft, "lookup": None, "none": None}[kind]
         if kind == "lookup":
-            draft = LookupDraft(minimum_match=2, corpus=self.corpus())
+            draft = LookupDraft(corpus=self.corpus())
         made: dict[str, Any] = {"draft": draft, "draft_length": 4}
         return SpeculativeGenerator(self.model, byte_tokenizer(), **(made | options))
 

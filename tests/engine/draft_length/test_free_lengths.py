@@ -1,0 +1,127 @@
+"""Lookups under the rule: cut by survival, in a stream and behind a step in flight."""
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_speculation import (
+    CascadeDraft,
+    InvalidRequestError,
+    LookupDraft,
+    SpeculativeGenerator,
+)
+from mlx_speculation.engine.draft_length.base import Feedback
+from mlx_speculation.engine.draft_length.cost_store import Known
+from mlx_speculation.engine.draft_length.costs import RoundCosts
+from mlx_speculation.engine.draft_length.free import FreeDraftLength, TrimmedDrafter
+from mlx_speculation.engine.draft_length.rule import Credit
+from mlx_speculation.engine.drafters.base import Choose, OpenDrafter, Proposal
+from mlx_speculation.engine.prompt import Sequence
+from mlx_speculation.models import Lane
+from support.identity import GREEDY, SAMPLED
+from support.models.tiny_models import build
+from support.models.tiny_tokenizer import byte_tokenizer
+
+PROMPT = [(5 * i * i + 3) % 256 for i in range(21)]
+TOKENS = 60
+LANE: Any = Lane(build("llama"))  # it has seen nothing, and so no step is in flight
+
+
+class Proposing(OpenDrafter):
+    def __init__(self, survival: list[float] | None, length: int = 8) -> None:
+        self.survival, self.length = survival, length
+
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
+        tokens = mx.zeros(min(limit, self.length), mx.uint32)
+        return Proposal(tokens, survival=self.survival)
+
+
+def lengths_at(cost: float) -> FreeDraftLength:
+    """Return lengths to which a drafted token costs so much of a plain step."""
+    costs = RoundCosts({0: {0: 1.0, 16: 1.0 + 16 * cost}})
+    lengths = FreeDraftLength(Known(costs), Credit(), 16)
+    lengths.cut(0, 8, [], behind=False)  # the step that is measured first
+    return lengths
+
+
+def drafted(drafter: OpenDrafter, tokens: int = 1) -> int:
+    choose: Any = None
+    return drafter.propose(Sequence([0] * tokens), 8, choose).length
+
+
+@pytest.mark.parametrize(("cost", "expected"), [(1 / 32, 6), (1 / 4, 2), (0.5, 1)])
+def test_a_proposal_is_cut_where_its_survival_no_longer_pays(
+    cost: float, expected: int
+) -> None:
+    survival = [0.9, 0.48, 0.2, 0.1, 0.06, 0.05, 0.01, 0.01]
+    lengths = lengths_at(cost)
+    drafter = TrimmedDrafter(Proposing(survival), lengths, LANE)
+    assert drafted(drafter) == 8  # of a batch, which plans by itself
+    assert lengths.plan(0, 8).length == 8
+    assert drafted(drafter) == expected
+
+
+def test_behind_a_step_the_first_token_stands_for_its_own() -> None:
+    lengths = lengths_at(1 / 4)
+    lengths.plan(0, 8)
+    drafter = TrimmedDrafter(Proposing([0.9, 0.8, 0.1, 0.1]), lengths, LANE)
+    assert drafted(drafter) == 2
+    assert drafted(drafter, tokens=0) in (0, 2, 3)  # never the step's token alone
+    surely = TrimmedDrafter(Proposing([1.0] * 8), lengths, LANE)
+    assert drafted(surely, tokens=0) == 8
+
+
+def test_proposals_without_survival_and_without_tokens_stay() -> None:
+    lengths = lengths_at(0.5)
+    lengths.plan(0, 8)
+    assert drafted(TrimmedDrafter(Proposing(None), lengths, LANE)) == 8
+    assert drafted(TrimmedDrafter(Proposing([], 0), lengths, LANE)) == 0
+
+
+def test_drafts_that_do_not_pay_end_with_the_credit() -> None:
+    """Survival that promises too much is paid for once; the rule has learnt."""
+    lengths = lengths_at(0.5)
+    drafter = TrimmedDrafter(Proposing([0.99] * 8), lengths, LANE)
+    rounds = 0
+    for _ in range(50):
+        plan = lengths.plan(0, 8)
+        length = drafted(drafter)
+        rounds += length > 0
+        seconds = 1 + 0.5 * length
+        lengths.note(0, plan, Feedback(length, 0, seconds, not length, not length))
+    assert 0 < rounds < 10
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_prediction_is_drafted_and_leaves_the_text_as_it_is(sampled: bool) -> None:
+    model, sampling = build("llama"), SAMPLED if sampled else GREEDY
+    options: dict[str, Any] = {"max_tokens": TOKENS, "sampling": sampling}
+    plain = SpeculativeGenerator(model, byte_tokenizer())
+    text = plain.generate(PROMPT, **options).tokens
+    nearly = [t if i % 15 else (t + 1) % 256 for i, t in enumerate(text)]
+    lookup = LookupDraft(history=0)
+    for draft in (lookup, CascadeDraft(lookup, build("llama", seed=1))):
+        generator = SpeculativeGenerator(model, byte_tokenizer(), draft=draft)
+        for length in (None, 6):
+            made = generator.generate(
+                PROMPT, prediction=nearly, draft_length=length, **options
+            )
+            assert made.tokens == text
+            if length is not None:
+                counts = made.stats.sources["prediction"]
+                assert counts.accepted > TOKENS / 3
+    unlike = generator.generate(PROMPT, prediction="another text", **options)
+    assert unlike.tokens == text
+
+
+def test_a_prediction_needs_a_lookup_and_ids_of_the_target() -> None:
+    model, tokenizer = build("llama"), byte_tokenizer()
+    for draft in (None, build("llama", seed=1)):
+        generator = SpeculativeGenerator(model, tokenizer, draft=draft)
+        with pytest.raises(InvalidRequestError, match="without a lookup"):
+            generator.stream(PROMPT, prediction="some text")
+    lookup = SpeculativeGenerator(model, tokenizer, draft="lookup")
+    with pytest.raises(InvalidRequestError, match="token id 300"):
+        lookup.stream(PROMPT, prediction=[1, 300])
+    assert lookup.generate(PROMPT, prediction="", max_tokens=3).stats.emitted == 3
