@@ -12,7 +12,7 @@ from mlx_lm.utils import save_config, save_model
 
 from mlx_speculation import InvalidRequestError, LookupDraft, SpeculativeGenerator
 from mlx_speculation.engine import Drafter, Proposal
-from mlx_speculation.engine.drafters.source import DraftOptions
+from mlx_speculation.engine.drafters.draft import DraftOptions
 from mlx_speculation.engine.lookup.drafter import LookupDrafter
 from mlx_speculation.engine.lookup.places import CHUNK
 from mlx_speculation.engine.prompt import Sequence
