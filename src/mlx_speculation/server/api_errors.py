@@ -1,9 +1,12 @@
-"""Errors as OpenAI's interface gives them: a status and a JSON object.
+"""Errors: a status and a JSON object, in OpenAI's form or in that of the Messages API.
 
 {"error": {"message": "...", "type": "invalid_request_error",
            "param": "temperature", "code": null}}
+{"type": "error", "error": {"type": "invalid_request_error", "message": "..."}}
 """
 
+import json
+from http import HTTPStatus
 from typing import Any
 
 from mlx_speculation.errors import (
@@ -13,6 +16,16 @@ from mlx_speculation.errors import (
 )
 
 INVALID, OVERLOADED = "invalid_request_error", "overloaded_error"
+MESSAGES = "/v1/messages"  # the paths of the Messages API begin so
+_MESSAGES_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: OVERLOADED,
+    504: "timeout_error",
+}
 RETRY_SECONDS = 1
 
 
@@ -47,6 +60,31 @@ class ApiError(Exception):
                 "code": self.code,
             }
         }
+
+    @property
+    def messages_body(self) -> dict[str, Any]:
+        """The object that the Messages API has."""
+        kind = _MESSAGES_TYPES.get(self.status) or (
+            INVALID if self.status < 500 else "api_error"
+        )
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+    def body_for(self, path: str) -> dict[str, Any]:
+        """Return the object in the form of the API that a path belongs to."""
+        return self.messages_body if path.startswith(MESSAGES) else self.body
+
+    def as_http(self) -> bytes:
+        """Return the error as it goes over the wire, where there is no response."""
+        body = json.dumps(self.body).encode()
+        lines = {
+            "Content-Type": "application/json",
+            "Content-Length": str(len(body)),
+            "Connection": "close",
+            **self.headers,
+        }
+        head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+        phrase = HTTPStatus(self.status).phrase
+        return f"HTTP/1.1 {self.status} {phrase}\r\n{head}\r\n".encode() + body
 
     @property
     def headers(self) -> dict[str, str]:

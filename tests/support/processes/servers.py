@@ -206,14 +206,16 @@ def packet(
 ) -> bytes:
     """Return a request as it goes over the wire; see `post`."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    lines = {"Host": "here", "Content-Length": str(len(raw)), **(headers or {})}
+    usual = {"Host": "here", "Connection": "close", "Content-Length": str(len(raw))}
+    lines = {**usual, **(headers or {})}
     head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
     return f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + raw
 
 
 def get(server: Listening, path: str, **headers: str) -> Answer:
     """Ask for a path."""
-    head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    lines = {"Host": "here", "Connection": "close", **headers}
+    head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
     return exchange(server, f"GET {path} HTTP/1.1\r\n{head}\r\n".encode())
 
 

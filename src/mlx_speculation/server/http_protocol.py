@@ -1,0 +1,136 @@
+"""HTTP connections: uvicorn's protocol on h11, with deadlines and a number of them.
+
+uvicorn waits for ever for the head and the body of a request, and for a client to read
+its answer. Here both have `Limits.read_seconds`. Paths and JSON are not known here.
+"""
+
+import asyncio
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from mlx_speculation.server.api_errors import ApiError, invalid
+from mlx_speculation.server.config import Limits
+
+# For a refused client to read its answer: a socket that is closed with unread bytes is
+# reset, and the answer is lost.
+DRAIN_SECONDS = 2.0
+
+
+class BoundedProtocol(H11Protocol):
+    """One connection."""
+
+    def __init__(
+        self,
+        *,
+        limits: Limits,
+        refused: Callable[[int], None],  # called with the status of each refusal
+        **of_uvicorn: Any,
+    ) -> None:
+        super().__init__(**of_uvicorn)
+        self._limits, self._refused = limits, refused
+        self._deadline: asyncio.TimerHandle | None = None  # of the request
+        self._stalled: asyncio.TimerHandle | None = None  # of what the client reads
+        self._refusing = False  # further bytes are dropped
+
+    def connection_made(self, transport: Any) -> None:
+        """Begin, unless there are too many connections."""
+        transport.set_write_buffer_limits(high=0)  # each piece has its deadline
+        if len(self.connections) < self._limits.connections:
+            super().connection_made(transport)
+            self._arm()
+            return
+        self.transport = transport
+        count = len(self.connections)
+        self._refuse(
+            ApiError(
+                503,
+                f"There are {count} connections, and no more may be. Try again later.",
+                code="too_many_connections",
+                retry=True,
+            )
+        )
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End all that waits for this client."""
+        for timer in (self._deadline, self._stalled):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes of a request."""
+        if self._refusing:
+            return
+        if self._deadline is None and not self._answering:
+            self._arm()
+        super().data_received(data)
+
+    def eof_received(self) -> None:
+        """Close; tell a client why that has announced more than it has sent."""
+        if self._refusing:
+            return
+        cut_head = not self._answering and bool(self.conn.trailing_data[0])
+        cut_body = self._answering and self.cycle.more_body
+        if cut_head or (cut_body and not self.cycle.response_started):
+            part = "The head" if cut_head else "The body"
+            self._refuse(invalid(f"{part} of the request ends before it is whole."))
+
+    def handle_events(self) -> None:
+        """Take what has come; a request that is whole has no deadline."""
+        super().handle_events()
+        if self._answering and not self.cycle.more_body and self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP; uvicorn calls this where it has caught why."""
+        error = sys.exc_info()[1]
+        status = 431 if getattr(error, "error_status_hint", 0) == 431 else 400
+        self._refuse(ApiError(status, f"{msg} {str(error)[:200]}"))
+
+    def pause_writing(self) -> None:
+        """Wait for the client to read, but not for ever."""
+        super().pause_writing()
+        if self._stalled is None:
+            seconds = self._limits.read_seconds
+            self._stalled = self.loop.call_later(seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """Go on."""
+        super().resume_writing()
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
+
+    @property
+    def _answering(self) -> bool:
+        """Whether a request is being received or answered."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _arm(self) -> None:
+        seconds = self._limits.read_seconds
+        self._deadline = self.loop.call_later(seconds, self._give_up)
+
+    def _give_up(self) -> None:
+        self._deadline = None
+        if self._answering and self.cycle.response_started:
+            self.transport.abort()
+            return
+        seconds = self._limits.read_seconds
+        text = f"The request did not arrive within {seconds:g} seconds."
+        self._refuse(ApiError(408, text, retry=False))
+
+    def _refuse(self, error: ApiError) -> None:
+        """Send an error in place of an answer, and close once it can be read."""
+        self._refusing = True
+        self._refused(error.status)
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.transport.write(error.as_http())
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.loop.call_later(DRAIN_SECONDS, self.transport.abort)

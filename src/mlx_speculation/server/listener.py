@@ -1,0 +1,98 @@
+"""The listening socket, and uvicorn behind it in a thread of its own."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.server.config import Limits
+from mlx_speculation.server.http_protocol import BoundedProtocol
+
+POLL_SECONDS = 0.02
+BACKLOG = 128
+
+
+class Listener:
+    """Serves an app at an address, until it is closed.
+
+    Raises:
+        InvalidRequestError: the address cannot be used.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        limits: Limits,
+        refused: Callable[[int], None],  # called with the status of each refusal
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,  # 0 takes a free one
+    ) -> None:
+        self.socket = _bound(host, port)
+        name = self.socket.getsockname()
+        shown = f"[{name[0]}]" if ":" in name[0] else name[0]
+        self.url = f"http://{shown}:{name[1]}"  # without a path
+        config = uvicorn.Config(
+            app,
+            # A callable that makes the protocol of a connection, as a class does.
+            http=cast(
+                "Any", partial(BoundedProtocol, limits=limits, refused=refused)
+            ),
+            loop="asyncio",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            backlog=BACKLOG,
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(
+            target=self._server.run, kwargs={"sockets": [self.socket]}, daemon=True
+        )
+
+    @property
+    def connections(self) -> int:
+        """How many are open."""
+        return len(self._server.server_state.connections)
+
+    def start(self) -> None:
+        """Take connections."""
+        self._thread.start()
+        while not self._server.started and self._thread.is_alive():
+            time.sleep(POLL_SECONDS)
+
+    def close(self, seconds: float) -> None:
+        """Take no more connections, and close those that are open.
+
+        Args:
+            seconds: for clients to read what they were answered.
+        """
+        self._server.should_exit = True
+        if self._thread.ident is not None:
+            self._thread.join(seconds)
+            self._server.force_exit = True
+            self._thread.join()
+        self.socket.close()
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    try:
+        found = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        family, _, _, _, address = found[0]
+        return socket.create_server(address[:2], family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise InvalidRequestError(
+            f"The server cannot listen at {host!r}, port {port}: {error.strerror}. "
+            "Choose others with --host and --port."
+        ) from error

@@ -1,0 +1,159 @@
+"""Access and framing: refusals before the body of a request is read.
+
+    framing   two lengths, a length and a coding, too many headers, no length
+    access    the API key of clients, and the allowed origins of web pages
+    size      the length that a body announces
+
+An ASGI middleware, which knows headers and paths, and no JSON.
+"""
+
+import asyncio
+import hmac
+import json
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mlx_speculation.server.api_errors import ApiError, invalid
+from mlx_speculation.server.config import Settings
+from mlx_speculation.server.http_protocol import DRAIN_SECONDS
+
+DRAIN_BYTES = 64 << 20
+MOST_HEADERS, LARGEST_HEAD = 100, 1 << 15
+# What anybody may see: that there is a server, and how it is used.
+OPEN = ("/", "/health", "/api/hello", "/docs", "/openapi.json")
+JSON = (b"content-type", b"application/json")
+
+
+class Gate:
+    """Refuses requests by their head."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: Settings,
+        refused: Callable[[int], None],  # called with the status of each refusal
+    ) -> None:
+        self._app, self._settings, self._refused = app, settings, refused
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or answer it with an error."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        try:
+            check_framing(scope)
+            check_permission(headers, scope["path"], self._settings)
+            if scope["method"] == "POST":
+                self._check_size(headers)
+                # A body is JSON, whatever its type is called.
+                kept = [each for each in scope["headers"] if each[0] != JSON[0]]
+                scope = {**scope, "headers": [*kept, JSON]}
+        except ApiError as error:
+            self._refused(error.status)
+            await refuse(error, scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _check_size(self, headers: Headers) -> None:
+        given = headers.get("content-length")
+        if given is None:
+            raise ApiError(411, "Content-Length is missing, and has to be sent.")
+        length, most = int(given), self._settings.limits.body_bytes
+        if length > most:
+            raise ApiError(
+                413,
+                f"The body has {length} bytes, and {most} may be. Send less, or start "
+                "the server with a larger --max-body-bytes.",
+                code="body_too_large",
+            )
+
+
+def check_framing(scope: Scope) -> None:
+    """Refuse a request that somebody else may see other bounds of.
+
+    A proxy that goes by another header than this server takes a part of one client's
+    body for the next client's request. h11 has refused what is no header, and lengths
+    that are no numbers or differ; it goes by the coding where there is a length too.
+
+    Raises:
+        ApiError: the headers do not agree on the body, or are too many.
+    """
+    names = [name for name, _ in scope["headers"]]
+    if b"transfer-encoding" in names and b"content-length" in names:
+        raise invalid(
+            "Transfer-Encoding and Content-Length are both given. Send Content-Length "
+            "alone."
+        )
+    size = len(scope["raw_path"]) + sum(len(n) + len(v) for n, v in scope["headers"])
+    if len(names) > MOST_HEADERS or size > LARGEST_HEAD:
+        raise ApiError(
+            431,
+            f"The head has {len(names)} headers and {size} bytes, and {MOST_HEADERS} "
+            f"headers and {LARGEST_HEAD} bytes may be.",
+        )
+    if scope["http_version"] not in ("1.0", "1.1"):
+        raise ApiError(505, "HTTP/1.1 is spoken here.")
+
+
+def check_permission(headers: Headers, path: str, settings: Settings) -> None:
+    """Refuse a client without permission.
+
+    Raises:
+        ApiError: a page of another origin asks, or the key is not shown.
+    """
+    origin, allowed = headers.get("origin"), settings.allowed_origins
+    if origin is not None and "*" not in allowed and origin not in allowed:
+        raise ApiError(
+            403,
+            f"Pages of {origin[:200]!r} may not use this server. Its option "
+            "--allowed-origins names those that may.",
+            code="origin_not_allowed",
+        )
+    if settings.api_key is None or path in OPEN:
+        return
+    kind, _, shown = headers.get("authorization", "").partition(" ")
+    keys = [headers.get("x-api-key", ""), shown if kind.lower() == "bearer" else ""]
+    # Headers are read as Latin-1. Both are compared, so that the time says nothing.
+    wanted = settings.api_key.strip().encode()
+    given = [key.strip().encode("latin-1", "replace") for key in keys]
+    if not sum(hmac.compare_digest(key, wanted) for key in given):
+        raise ApiError(
+            401,
+            "The API key is missing or wrong. Send Authorization: Bearer KEY, or "
+            "x-api-key: KEY.",
+            code="invalid_api_key",
+        )
+
+
+async def refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer with an error, and close once the client has sent what it wanted to."""
+    body = json.dumps(error.body_for(scope["path"])).encode()
+    headers = {
+        "content-type": "application/json",
+        "content-length": str(len(body)),
+        "connection": "close",
+        **error.headers,
+    }
+    raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    start = {"type": "http.response.start", "status": error.status, "headers": raw}
+    await send(start)
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+    with suppress(TimeoutError):
+        async with asyncio.timeout(DRAIN_SECONDS):
+            await _drain(receive)
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _drain(receive: Receive) -> None:
+    end, left = time.monotonic() + DRAIN_SECONDS, DRAIN_BYTES
+    while left > 0 and time.monotonic() < end:
+        message: Message = await receive()
+        if message["type"] == "http.disconnect" or not message.get("more_body"):
+            return
+        left -= len(message.get("body", b""))
+
