@@ -23,6 +23,7 @@ from mlx_speculation.engine.mlx_lm_compat.prompt_cache import limited
 from mlx_speculation.engine.result import Result
 from mlx_speculation.option_fields import KvLimits
 from mlx_speculation.server import Server
+from mlx_speculation.server.routes import POSTED
 from support.models.tiny_models import TINY_MODELS, build, build_tiny
 from support.models.tiny_tokenizer import byte_tokenizer, sentencepiece_tokenizer
 from support.processes.servers import (
@@ -54,7 +55,7 @@ def test_the_root_says_what_this_is(server: Server) -> None:
     page = get(server, "/").json
     assert page["server"].startswith("mlx-speculation-")
     for path in page["paths"]:
-        posted = path.endswith("completions")
+        posted = path in POSTED
         answer = post(server, {"model": 0}, path=path) if posted else get(server, path)
         assert answer.status == (400 if posted else 200), path
 

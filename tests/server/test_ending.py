@@ -44,7 +44,7 @@ def test_a_program_that_ends_ends_its_server() -> None:
         (["--grace-seconds", "60"], {"prompt": "x", "max_tokens": 8000}, "SIGTERM"),
         # One chunk, which no handler of Python's interrupts.
         (
-            ["--prefill-step-size", "40000", "--max-prompt-tokens", "40000"],
+            ["--prefill-step-size", "40000", "--max-model-len", "40000"],
             {"prompt": "def f(x): return x\n" * 2000, "max_tokens": 8},
             "SIGINT",
         ),

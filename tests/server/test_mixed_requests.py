@@ -67,7 +67,7 @@ WRONG: tuple[tuple[str, dict[str, Any], int], ...] = (
     (TEXTS, {"prompt": "x", "model": "other"}, 404),
     (TEXTS, {"prompt": "x", "n": ROWS + 1}, 400),
     (TEXTS, {"prompt": "x", "stream": "yes"}, 400),
-    (TEXTS, {"prompt": "x" * 300}, 400),
+    (TEXTS, {"prompt": "x" * 1300}, 400),
     (CHATS, {"messages": []}, 400),
     (CHATS, {"messages": [{"role": "user", "content": "x"}], "tool_choice": "x"}, 400),
     ("/v1/nothing", {}, 404),
@@ -244,7 +244,12 @@ def choices(answer: Answer, wanted: Wanted) -> list[dict[str, Any]]:
             own = texts.setdefault(choice["index"], {"text": "", "calls": []})
             part = choice[field] if wanted.chat else choice
             own["text"] += part.get("content" if wanted.chat else "text") or ""
-            own["calls"] += part.get("tool_calls", ())
+            for call in part.get("tool_calls", ()):
+                if "id" in call:
+                    own["calls"].append(call)
+                else:
+                    before = own["calls"][call["index"]]["function"]
+                    before["arguments"] += call["function"]["arguments"]
             own["end"] = choice["finish_reason"] or own.get("end")
             probabilities = choice.get("logprobs") or {}
             ids = probabilities.get("token_ids") or [
@@ -324,7 +329,8 @@ def test_mixed_requests_get_their_answers_and_leave_nothing(
     requests = Requests(seed)
     wanted = requests.all(REQUESTS)
     prefixes = PrefixCache(1 << 24, every=16)
-    with serving(make, prefixes=prefixes, max_rows=ROWS) as server:
+    limits = {"prompt_tokens": 1200}
+    with serving(make, prefixes=prefixes, max_rows=ROWS, limits=limits) as server:
         for speculative in ({}, {"draft": "lookup"}):
             warm = {"prompt": "ABC", "speculative": speculative}
             assert post(server, warm).status == 200

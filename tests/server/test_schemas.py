@@ -170,7 +170,7 @@ def test_ending_waits_for_no_schema_and_for_no_client_that_does_not_read(
         until(lambda: not held & processes().keys())
 
 
-def test_ending_does_not_wait_for_an_engine_that_hangs(tmp_path: Path) -> None:
+def test_ending_does_not_wait_for_a_template_that_hangs(tmp_path: Path) -> None:
     """A chat template may run for ever, and nothing stops it in a thread."""
     folder = tmp_path / "model"
     shutil.copytree(DRAFT, folder)
@@ -187,7 +187,7 @@ def test_ending_does_not_wait_for_an_engine_that_hangs(tmp_path: Path) -> None:
         until(lambda: any(one.answer is not None for one in asked))
         started = time.monotonic()
         server.popen.send_signal(signal.SIGTERM)
-        assert server.popen.wait(60) == 1
+        assert server.popen.wait(60) == 0
         assert time.monotonic() - started < 0.3 + 0.5 + SLACK
         assert sorted(one.result().status for one in asked) == [429, 503]
 

@@ -8,18 +8,19 @@ from typing import Any
 
 import openai
 import pytest
-from mlx_lm.generate import make_text_state_machine
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
 from tokenizers import pre_tokenizers
 
 from mlx_speculation import PrefixCache, SpeculativeGenerator
 from mlx_speculation.server.answer_parts import (
     AnswerParser,
-    Marks,
-    Parts,
+    Part,
+    Text,
+    ToolCall,
+    joined,
     read_calls,
 )
-from mlx_speculation.server.mlx_lm_server import _marks_of
+from mlx_speculation.server.prompts.rendering import _marks
 from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer
 from support.processes.servers import NAME, client_of, serving
@@ -118,17 +119,14 @@ def with_calls(wrapped: TokenizerWrapper, kind: str) -> TokenizerWrapper:
     )
 
 
-def divided(kind: str, pieces: list[str], **options: Any) -> Parts:
+def divided(kind: str, pieces: list[str], **options: Any) -> list[Part]:
     """Return the parts of an answer that comes in these pieces."""
     tokenizer = with_calls(byte_tokenizer(), kind)
-    marks = Marks(make_text_state_machine(tokenizer), _marks_of(tokenizer))
+    marks = _marks(tokenizer)
     read = partial(read_calls, parser=tokenizer.tool_parser, tools=TOOLS)
     parser = AnswerParser(marks, read=read, **options)
-    parts = Parts()
-    for piece in pieces:
-        parts += parser.feed(piece)
-    parts += parser.end()
-    return parts
+    parts = [part for piece in pieces for part in parser.feed(piece)]
+    return joined([*parts, *parser.end()])
 
 
 def cuts(text: str) -> Iterator[list[str]]:
@@ -139,8 +137,13 @@ def cuts(text: str) -> Iterator[list[str]]:
         yield from ([text[:i], text[i:]] for i in range(1, len(text)))
 
 
-def named(parts: Parts) -> list[tuple[str, Any]]:
-    return [(call.name, json.loads(call.arguments)) for call in parts.calls]
+def named(parts: list[Part]) -> list[tuple[str, Any]]:
+    calls = [part for part in parts if isinstance(part, ToolCall)]
+    return [(call.name, json.loads(call.arguments)) for call in calls]
+
+
+def content(parts: list[Part]) -> str:
+    return "".join(part.text for part in parts if isinstance(part, Text))
 
 
 @pytest.mark.parametrize(
@@ -155,7 +158,7 @@ def test_calls_are_read_however_they_come(
         whole = f"A {module.tool_call_start}{text}{module.tool_call_end}{after}"
         for pieces in cuts(whole):
             parts = divided(kind, pieces)
-            assert (parts.content, named(parts)) == (f"A {after}", calls), pieces
+            assert (content(parts), named(parts)) == (f"A {after}", calls), pieces
 
 
 @pytest.mark.parametrize(
@@ -166,16 +169,16 @@ def test_what_is_no_call_is_content_with_its_marks(kind: str, text: str) -> None
     begin, end = module.tool_call_start, module.tool_call_end
     for whole in (f"A {begin}{text}", f"A {begin}{text}{end} B"):
         for pieces in cuts(whole):
-            assert divided(kind, pieces) == Parts(whole), pieces
+            assert divided(kind, pieces) == [Text(whole)], pieces
 
 
 def test_a_call_that_cannot_be_read_costs_no_other_one() -> None:
     good, bad = '<tool_call>{"name": "now"}</tool_call>', "<tool_call>[1]</tool_call>"
     for pieces in cuts(f"A{good}B{bad}C{good}D"):
         parts = divided("json_tools", pieces)
-        assert (parts.content, named(parts)) == (f"AB{bad}CD", [NOW, NOW])
+        assert (content(parts), named(parts)) == (f"AB{bad}CD", [NOW, NOW])
         parts = divided("json_tools", pieces, most_calls=1)
-        assert (parts.content, named(parts)) == (f"AB{bad}CD", [NOW])
+        assert (content(parts), named(parts)) == (f"AB{bad}CD", [NOW])
 
 
 def test_a_name_that_a_parser_makes_up_calls_nothing() -> None:
@@ -213,7 +216,11 @@ def make(prefixes: PrefixCache | None) -> SpeculativeGenerator:
 @pytest.fixture(name="say", scope="module")
 def _say() -> Iterator[Callable[..., Any]]:
     texts = list(dict.fromkeys(SAID))
-    with serving(make, draft=None) as server, client_of(server) as client:
+    limits = {"prompt_tokens": 2000}
+    with (
+        serving(make, draft=None, limits=limits) as server,
+        client_of(server) as client,
+    ):
 
         def say(*said: str, chat: bool = True, **options: Any) -> Any:
             tokens = [FIRST + texts.index(text) for text in (*said, "<end>")]
@@ -254,9 +261,11 @@ def test_a_stream_gives_back_what_it_held_back(
     assert "".join(each.delta.content or "" for each in choices) == content
     calls = [call for each in choices for call in each.delta.tool_calls or ()]
     made = content == "A"
-    assert [(call.index, call.function.name) for call in calls] == [(0, "now")] * made
+    shown = [(call.index, call.function.name, bool(call.id)) for call in calls]
+    assert shown == [(0, "now", True), (0, None, False)] * made
+    assert "".join(call.function.arguments for call in calls) == "{}" * made
     assert choices[-1].finish_reason == ("tool_calls" if made else "stop")
-    assert choices[0].delta.content == "A"  # it did not wait for the rest
+    assert choices[1].delta.content == "A"  # it did not wait for the rest
 
 
 def test_one_call_at_most_where_none_may_be_parallel(say: Callable[..., Any]) -> None:
@@ -267,7 +276,7 @@ def test_one_call_at_most_where_none_may_be_parallel(say: Callable[..., Any]) ->
             choices = [each.choices[0] for each in (answer if stream else [answer])]
             messages = [each.delta if stream else each.message for each in choices]
             calls = [call for each in messages for call in each.tool_calls or ()]
-            assert len(calls) == count
+            assert len([call for call in calls if call.function.name]) == count
             assert "".join(each.content or "" for each in messages) == "OK"
-    with pytest.raises(openai.BadRequestError, match="true or false is needed"):
+    with pytest.raises(openai.BadRequestError, match="valid boolean"):
         say(SAID[5], tools=TOOLS, parallel_tool_calls="no")

@@ -1,7 +1,7 @@
-"""Answers as content, reasoning and tool calls: functions on text, for any API.
+"""Answers as text, reasoning and tool calls: functions on text, for any API.
 
     parser = AnswerParser(marks, read=partial(read_calls, parser=tokenizer.tool_parser))
-    parser.feed(text)       # what a piece of the text adds
+    parser.feed(text)       # the parts that a piece of the text adds, in order
     parser.end()            # what was held back, since a mark might have begun
 
 Text between the marks of a tool call that is none is content, marks included.
@@ -26,31 +26,24 @@ class ToolCall:
 
     name: str  # of the function
     arguments: str  # a JSON object
-    id: str = field(default_factory=lambda: str(uuid.uuid4()))
-
-    def as_object(self, index: int | None = None) -> dict[str, Any]:
-        """Return the call in OpenAI's form; a stream numbers its calls."""
-        function = {"name": self.name, "arguments": self.arguments}
-        made = {"function": function, "type": "function", "id": self.id}
-        return made if index is None else {**made, "index": index}
+    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
 
 
-@dataclass(slots=True)
-class Parts:
-    """Parts of an answer, or what a piece of text adds to them."""
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Content of an answer, or a piece of it."""
 
-    content: str = ""
-    reasoning: str = ""
-    calls: list[ToolCall] = field(default_factory=list)
+    text: str
 
-    def __bool__(self) -> bool:
-        return bool(self.content or self.reasoning or self.calls)
 
-    def __iadd__(self, more: "Parts") -> "Parts":
-        self.content += more.content
-        self.reasoning += more.reasoning
-        self.calls += more.calls
-        return self
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Thinking, or a piece of it."""
+
+    text: str
+
+
+Part = Text | Reasoning | ToolCall
 
 
 class Machine(Protocol):
@@ -100,39 +93,44 @@ class AnswerParser:
         self._tool = self._opened = ""  # of a call: its text, and that with its mark
         self._calls = 0
 
-    def feed(self, text: str) -> Parts:
+    @property
+    def thinking(self) -> bool:
+        """Whether the next text is reasoning, as far as is known."""
+        return self._name == REASONING
+
+    def feed(self, text: str) -> list[Part]:
         """Return what a piece of the text adds."""
         if self._marks is None:
-            return Parts(text)
+            return [Text(text)] if text else []
         self._left += text
         self._state, segments = self._marks.machine.split(self._state, text)
         return self._parts(segments)
 
-    def end(self) -> Parts:
+    def end(self) -> list[Part]:
         """Return what the end of the text adds."""
         if self._marks is None:
-            return Parts()
+            return []
         self._state, text, state = self._marks.machine.flush(self._state)
         parts = self._parts([(state, text)])
         if self._name == TOOL:
             self._close("", parts)
         return parts
 
-    def _parts(self, segments: Iterable[tuple[str, str]]) -> Parts:
-        parts = Parts()
+    def _parts(self, segments: Iterable[tuple[str, str]]) -> list[Part]:
+        parts: list[Part] = []
         for index, (name, text) in enumerate(segments):
             if index:
                 self._pass_mark(name, parts)
             self._left = self._left[len(text) :]
             if name == TOOL:
                 self._tool += text
-            elif name == REASONING:
-                parts.reasoning += text
-            elif name == NORMAL:
-                parts.content += text
+            elif text and name == REASONING:
+                parts.append(Reasoning(text))
+            elif text and name == NORMAL:
+                parts.append(Text(text))
         return parts
 
-    def _pass_mark(self, name: str, parts: Parts) -> None:
+    def _pass_mark(self, name: str, parts: list[Part]) -> None:
         assert self._marks is not None
         mark = self._marks.first(self._left)
         self._left = self._left[len(mark) :]
@@ -142,17 +140,31 @@ class AnswerParser:
             self._tool, self._opened = "", mark
         self._name = name
 
-    def _close(self, mark: str, parts: Parts) -> None:
+    def _close(self, mark: str, parts: list[Part]) -> None:
         """Add the call that ends here, or its text."""
         calls = self._read(self._tool)
         if calls is None:
-            parts.content += self._opened + self._tool + mark
+            parts.append(Text(self._opened + self._tool + mark))
             return
         room = len(calls) if self._most is None else max(0, self._most - self._calls)
         if len(calls) > room:
             LOG.warning("%d further tool calls are dropped", len(calls) - room)
-        parts.calls += calls[:room]
+        parts += calls[:room]
         self._calls += len(calls)
+
+
+def joined(parts: Iterable[Part]) -> list[Part]:
+    """Return parts in which neighbours of one kind are one."""
+    whole: list[Part] = []
+    for part in parts:
+        last = whole[-1] if whole else None
+        if isinstance(part, Text) and isinstance(last, Text):
+            whole[-1] = Text(last.text + part.text)
+        elif isinstance(part, Reasoning) and isinstance(last, Reasoning):
+            whole[-1] = Reasoning(last.text + part.text)
+        else:
+            whole.append(part)
+    return whole
 
 
 def read_calls(

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from mlx_speculation.engine.batch.results import BatchResponse
 
 LOG = logging.getLogger("mlx_speculation.server")
+# The option of a stream that takes a prediction of its text; None: there is none yet.
+PREDICTION: str | None = None
 
 
 class Rows:
@@ -67,11 +69,12 @@ class Rows:
             **options,
         )
         self._jobs[uid] = job
-        if job.checked.logprobs is not None:
+        if job.request.logprobs is not None:
             self._texts[uid] = TokenTexts(self.generator.tokenizer)
         job.prompt_tokens = length
-        if (reason := self._batch.why_alone(uid)) is not None:
-            self._metrics.alone(reason)
+        job.alone = self._batch.why_alone(uid)
+        if job.alone is not None:
+            self._metrics.alone(job.alone)
 
     def round(self) -> None:
         """Let go of what nobody waits for, and run a round of the rest.
@@ -109,22 +112,24 @@ class Rows:
 
     def _options(self, job: Job, room: int) -> dict[str, Any]:
         """Return what a stream takes beside the prompt, of at most `room` tokens."""
-        checked, tokenizer = job.checked, self.generator.tokenizer
-        sampling = dict(checked.sampling)
+        request, tokenizer = job.request, self.generator.tokenizer
+        sampling = dict(request.sampling)
         if sampling["xtc_probability"]:
             line = tokenizer.encode("\n", add_special_tokens=False)
             ends = [int(token) for token in (*line, *tokenizer.eos_token_ids)]
             sampling["xtc_special_tokens"] = ends
-        length, fixed = checked.draft_length, self.generator.draft_length
+        length, fixed = request.draft_length, self.generator.draft_length
         if length is not None and fixed is not None:
             length = min(length, fixed)
+        predicted = {} if PREDICTION is None else {PREDICTION: request.prediction}
         return {
-            "max_tokens": min(checked.max_tokens, room),
+            **predicted,
+            "max_tokens": min(request.max_tokens or room, room),
             "sampling": Sampling(**sampling),
-            "stop": checked.stop,
+            "stop": request.stop,
             "draft_length": length,
-            "max_draft": checked.max_draft,
-            "logprobs": checked.logprobs,
+            "max_draft": request.max_draft,
+            "logprobs": request.logprobs,
             "constraint": job.constraint,
             "prefill_step_size": self._settings.prefill_step,
             "prompt_progress": job.count_prefill,
@@ -137,14 +142,14 @@ class Rows:
             job.began = time.monotonic()
             self._metrics.began(job.began - job.arrived)
         chunks = [one.chunk for one in responses if one.chunk is not None]
-        text = "".join(chunk.text for chunk in chunks)
+        pieces = tuple(chunk.text for chunk in chunks)
         texts = self._texts.get(uid)
         tokens = () if texts is None else tuple(map(texts.token, chunks))
         result = None if last.finish_reason is None else self._let_go(uid)
         if last.error is not None:
             job.put(logged_api_error(last.error))
         else:
-            job.put(Piece(text, tokens, result))
+            job.put(Piece(pieces, tokens, result))
 
     def _let_go(self, uid: int) -> "Result":
         """Forget a row, and count it."""
@@ -154,6 +159,8 @@ class Rows:
         self._done()
         read = job.prompt_tokens if job.began is not None else 0
         self._metrics.ended(result, read, time.monotonic() - job.arrived)
+        if LOG.isEnabledFor(logging.INFO):
+            LOG.info("%s", _line(job, result))
         return result
 
     def _remove(self, uid: int) -> None:
@@ -187,6 +194,26 @@ class TokenTexts:
             for token, (_, text), value in zip(ids, places, values, strict=True)
         )
         return Token(chosen, tuple(top), start)
+
+
+def _line(job: Job, result: "Result") -> str:
+    """Return what one text has cost, for the log."""
+    stats, now = result.stats, time.monotonic()
+    began = job.began or now
+    queued = (job.reading or began) - job.arrived
+    sources = ", ".join(
+        f"{name} {counts.accepted}/{counts.drafted}"
+        for name, counts in stats.sources.items()
+    )
+    alone = "" if job.alone is None else f"; alone: {job.alone}"
+    return (
+        f"prompt {job.prompt_tokens}, reused {stats.reused}, "
+        f"read {max(0, job.prompt_tokens - stats.reused)}; "
+        f"text {len(result.tokens)} ({result.finish_reason}), drafted {stats.drafted}, "
+        f"accepted {stats.accepted} ({sources or 'no drafts'}); "
+        f"queued {queued:.2f} s, prefill {began - job.arrived - queued:.2f} s, "
+        f"decode {now - began:.2f} s{alone}"
+    )
 
 
 def logged_api_error(error: Exception) -> ApiError:

@@ -21,9 +21,12 @@ class Limits:
 
     panel: ClassVar[str] = "Limits"
 
-    body_bytes: int = _limit(1 << 20, "Maximum size of a request.", "body-bytes", 1)
+    body_bytes: int = _limit(32 << 20, "Maximum size of a request.", "body-bytes", 1)
     prompt_tokens: int = _limit(
-        32_768, "Maximum length of a prompt.", "prompt-tokens", 1
+        0,
+        "Maximum length of a prompt; 0: what the context has room for.",
+        "prompt-tokens",
+        0,
     )
     # 0: what the model's config says, if it does.
     model_len: int = _limit(
@@ -32,11 +35,16 @@ class Limits:
         "model-len",
         0,
     )
-    max_tokens: int = _limit(8_192, "Maximum length of a text.", "tokens-limit", 1)
+    max_tokens: int = _limit(
+        0,
+        "Maximum length of a text; 0: what the context has room for.",
+        "tokens-limit",
+        0,
+    )
     draft_tokens: int = _limit(64, "Maximum draft length of a request.", "draft", 0)
     queue: int = _limit(64, "Maximum number of waiting requests.", "queue", 0)
     # From the arrival of a request to the end of its answer.
-    seconds: float = _limit(600.0, "Maximum time for a request.", "seconds", 1e-3)
+    seconds: float = _limit(3600.0, "Maximum time for a request.", "seconds", 1e-3)
     # Also for each piece of an answer to be taken.
     read_seconds: float = _limit(
         30.0, "Maximum time to receive a request.", "read-seconds", 1e-3
@@ -84,12 +92,17 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Defaults:
-    """What holds where a request says nothing, as in mlx-lm's server."""
+    """What holds where a request says nothing."""
 
     panel: ClassVar[str] = "Defaults of request fields"
 
     max_tokens: int = option(
-        512, "Maximum number of tokens.", "--max-tokens", "-m", min=1
+        0,
+        "Maximum number of tokens; 0: what the context has room for in chats, and 512 "
+        "where a text is continued.",
+        "--max-tokens",
+        "-m",
+        min=0,
     )
     temperature: float = option(0.0, "0: greedy.", "--temperature", "--temp", min=0)
     top_p: float = option(1.0, "1: off.", min=0, max=1)
@@ -130,7 +143,7 @@ class Settings:
                 "The API key is empty. Leave out --api-key and "
                 "MLX_SPECULATION_API_KEY, or give one that nobody guesses."
             )
-        if self.defaults.max_tokens > self.limits.max_tokens:
+        if 0 < self.limits.max_tokens < self.defaults.max_tokens:
             raise InvalidRequestError(
                 f"Texts have {self.defaults.max_tokens} tokens by default and "
                 f"{self.limits.max_tokens} at most. Lower the one or raise the other."

@@ -4,42 +4,55 @@ Everything of mlx happens here, loading included: arrays that one thread has not
 computed yet cannot be computed by another.
 """
 
+import atexit
 import gc
+import logging
 import queue
+import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
 from mlx_speculation.engine import SpeculativeGenerator
 from mlx_speculation.errors import InvalidRequestError, SpeculationError
-from mlx_speculation.models.vision import ImagePrompt, VisionTarget
+from mlx_speculation.models.vision import VisionTarget
 from mlx_speculation.server.api_errors import ApiError, invalid, unavailable
 from mlx_speculation.server.batch_runner import Rows, logged_api_error
 from mlx_speculation.server.config import Settings
-from mlx_speculation.server.job import Job
+from mlx_speculation.server.job import Job, Started
 from mlx_speculation.server.metrics import Metrics
-from mlx_speculation.server.mlx_lm_server import (
-    EngineThread,
-    Provider,
-    options_of,
-)
-from mlx_speculation.server.request import CheckedRequest, opened
+from mlx_speculation.server.prompts.rendering import ChatTemplate, refused
 from mlx_speculation.server.schemas import SchemaCompilers
 
 if TYPE_CHECKING:
     from mlx_speculation import PrefixCache
 
-IDLE_SECONDS = 0.1
+LOG = logging.getLogger("mlx_speculation.server")
+IDLE_SECONDS, POLL_SECONDS = 0.1, 0.01
+EXIT_SECONDS = 5.0  # until the thread of a program that ends has gone
 
 MakeGenerator = Callable[["PrefixCache | None"], SpeculativeGenerator]
 
 
-class Worker(EngineThread):
-    """The engine of a server."""
+class Worker:
+    """The engine of a server.
+
+    Attributes:
+        taken: requests that have not ended.
+        loaded: done once the models are loaded; has what that has raised.
+        template: of the chats, once the models are loaded.
+        tokenizer: of the target.
+        token_ids: how many ids it has.
+    """
+
+    template: ChatTemplate
+    tokenizer: Any
+    token_ids: int
 
     def __init__(
         self,
@@ -48,21 +61,29 @@ class Worker(EngineThread):
         make_generator: MakeGenerator,
         prefixes: "PrefixCache | None",
     ) -> None:
+        group = mx.distributed.init()
+        if group.size() > 1:
+            raise InvalidRequestError(
+                f"The server runs in 1 process, and this is rank {group.rank()} of "
+                f"{group.size()}. Start it without mlx.launch."
+            )
         self._settings, self._metrics = settings, metrics
         self._make_generator, self._prefixes = make_generator, prefixes
         self._arrived: queue.SimpleQueue[Job] = queue.SimpleQueue()
-        self.taken = 0  # requests that have not ended
+        self.taken = 0
         self._lock = threading.Lock()
         self._closed: str | None = None
         self._left_behind = False  # it hangs, and nobody waits for it
         self._rows: dict[tuple[str | None, bool], Rows] = {}  # by draft and exact
+        self._generator: SpeculativeGenerator | None = None
+        self.reads_images = False
         self.schemas = SchemaCompilers(settings.limits)
         self.loaded: Future[None] = Future()
-        options = options_of(
-            allowed_origins=list(settings.allowed_origins),
-            chat_template_args=settings.chat_template_args,
-        )
-        super().__init__(Provider(options))
+        self._stop = self._failed = False
+        self._starter = threading.current_thread()
+        atexit.register(self.end, EXIT_SECONDS)
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
 
     @property
     def ready(self) -> bool:
@@ -70,9 +91,18 @@ class Worker(EngineThread):
         return self._closed is None and self.loaded.done() and self.alive
 
     @property
-    def reads_images(self) -> bool:
-        """Whether the target reads images."""
-        return isinstance(self.model_provider.model, VisionTarget)
+    def alive(self) -> bool:
+        """Whether the thread runs, and has not failed."""
+        return self._thread.is_alive() and not self._failed
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the thread is to end.
+
+        Also at the end of the program that has started it: Python waits for it there.
+        """
+        users = threading.main_thread(), self._starter
+        return self._stop or not any(each.is_alive() for each in users)
 
     def refuse(self, why: str) -> None:
         """Take no more requests."""
@@ -99,15 +129,11 @@ class Worker(EngineThread):
                 )
             self.taken += 1
 
-    def with_pictures(self, checked: CheckedRequest) -> CheckedRequest:
-        """Return a request whose images are opened; the caller's thread decodes them.
-
-        Raises:
-            ApiError: an image is none.
-        """
-        if not checked.images:
-            return checked
-        return replace(checked, images=opened(checked.images, self._settings))
+    def encode(self, prompt: str | list[int]) -> list[int]:
+        """Return the token ids of a prompt that is no chat."""
+        if self._generator is None:
+            raise unavailable(self._closed or "The engine is not there.")
+        return self._generator.encode(prompt)
 
     def submit(self, job: Job) -> None:
         """Let the engine answer a request that was taken."""
@@ -124,14 +150,44 @@ class Worker(EngineThread):
             why = self._closed or "The engine has failed."
             raise unavailable(why, retry=None)
 
-    def end(self, seconds: float) -> bool:
-        """Ask the thread to end, and return whether it has."""
-        self.schemas.close()  # the thread may wait for a mask
-        ended = super().end(seconds)
-        self._left_behind = not ended
-        return ended
+    def check_length(self, tokens: int, field: str) -> None:
+        """Raise where a prompt does not fit.
 
-    def work(self) -> None:
+        The words are those by which clients see that they have to shorten a history.
+        """
+        own = self._settings.limits.prompt_tokens or sys.maxsize
+        most = min(own, self._longest - 1)  # and a token of the answer
+        if tokens <= most:
+            return
+        option = "max-prompt-tokens" if most == own else "max-model-len"
+        more = f", or start the server with a larger --{option}"
+        if most == self._positions - 1:
+            more = f": the model has a table of {self._positions} positions"
+        raise invalid(
+            f"prompt is too long: {tokens} tokens > {most} maximum. Shorten it{more}.",
+            field,
+            code="context_length_exceeded",
+        )
+
+    def end(self, seconds: float) -> bool:
+        """Ask the thread to end, and return whether it has.
+
+        After Python's end of a thread mlx frees what it keeps for it, and asks for the
+        interpreter's lock: a process that ends meanwhile aborts. So on Linux the end is
+        that of the system's thread.
+        """
+        self.schemas.close()  # the thread may wait for a mask
+        self._stop = True
+        atexit.unregister(self.end)
+        thread, until = self._thread, time.monotonic() + seconds
+        thread.join(seconds)
+        left = Path(f"/proc/self/task/{thread.native_id}")
+        while not thread.is_alive() and left.exists() and time.monotonic() < until:
+            time.sleep(POLL_SECONDS)
+        self._left_behind = thread.is_alive()
+        return not self._left_behind
+
+    def _run(self) -> None:
         """Load the models, then serve until `stopping`."""
         try:
             self._load()
@@ -145,13 +201,23 @@ class Worker(EngineThread):
                 for rows in tuple(self._rows.values()):
                     rows.round()
                 self._note_levels()
+        except Exception:
+            self._failed = True
+            LOG.exception("the engine has failed")
         finally:
             self._leave()
 
     def _load(self) -> None:
         generator = self._make_generator(self._prefixes)
-        self.model_provider.hold(generator.model, generator.tokenizer)
-        self._rows[None, False] = self._rows_of(generator)
+        self.tokenizer = generator.tokenizer
+        args = self._settings.chat_template_args
+        self.template = ChatTemplate(generator.tokenizer, args)
+        self.reads_images = isinstance(generator.model, VisionTarget)
+        rows = self._rows[None, False] = self._rows_of(generator)
+        self._longest, self._positions = rows.longest, rows.positions
+        self._generator = generator
+        vocabulary = generator.tokenizer.get_vocab()
+        self.token_ids = 1 + max(vocabulary.values(), default=0)
         self._note_levels()
 
     def _rows_of(self, generator: SpeculativeGenerator) -> Rows:
@@ -174,8 +240,7 @@ class Worker(EngineThread):
     def _admit(self) -> None:
         """Give a row to the next request; wait for one if there is nothing else to do.
 
-        One for each round: chats are rendered here, and those that run do not wait for
-        many of them.
+        One for each round: those that run do not wait for many of them.
         """
         idle = not any(len(rows) for rows in self._rows.values())
         wait = IDLE_SECONDS if idle else 0.0
@@ -200,66 +265,21 @@ class Worker(EngineThread):
         return False
 
     def _insert(self, job: Job) -> None:
-        checked = job.checked
-        rows = self._serving(checked.draft, checked.exact)
-        prompt, state = self._prompt(job, rows.generator)
-        tokens = prompt.tokens if isinstance(prompt, ImagePrompt) else prompt
-        limits, longest = self._settings.limits, rows.longest
-        most = min(limits.prompt_tokens, longest - 1)  # and a token of the answer
-        if len(tokens) > most:
-            own = most == limits.prompt_tokens
-            option = "max-prompt-tokens" if own else "max-model-len"
-            more = f", or start the server with a larger --{option}"
-            if most == rows.positions - 1:
-                more = f": the model has a table of {rows.positions} positions"
-            raise invalid(
-                f"The prompt has {len(tokens)} tokens, and {most} may be. Shorten it"
-                f"{more}.",
-                "messages" if checked.chat else "prompt",
-                code="context_length_exceeded",
-            )
-        if job.constraint is not None and state != "normal":
-            field = "tool_choice" if checked.calls else "response_format"
-            raise invalid(
-                f"{field} was given, and the chat template lets the model think "
-                "first. Switch that off, for example with chat_template_kwargs "
-                '{"enable_thinking": false}.',
-                field,
-            )
-        rows.insert(job, prompt, len(tokens))
-        job.put(self.answer_parser(job.request, state, checked.most_calls))
-
-    def _prompt(
-        self, job: Job, generator: SpeculativeGenerator
-    ) -> tuple[list[int] | ImagePrompt, str]:
-        """Return token ids, and in what the answer begins."""
-        checked = job.checked
-        if checked.prompt is not None:
-            return generator.encode(checked.prompt), "normal"
-        try:
-            tokens, state = self.rendered(job.request, checked.template_args)
-            if not checked.images:
-                return tokens, state
-            return self._image_prompt(checked, generator.model), state
-        except InvalidRequestError as error:
-            raise invalid(str(error), "messages") from error
-        except Exception as error:  # a template raises what it likes
-            raise invalid(
-                f"The chat template refused the messages: {type(error).__name__}: "
-                f"{str(error)[:200]}",
-                "messages",
-            ) from error
-
-    def _image_prompt(self, checked: CheckedRequest, model: Any) -> ImagePrompt:
-        """Return what the processor makes of a chat with images."""
-        template = {
-            **self._settings.chat_template_args,
-            **(checked.template_args or {}),
-        }
-        if checked.body["tools"] is not None:
-            template["tools"] = checked.body["tools"]
-        made: ImagePrompt = model.image_prompt(checked.placed, checked.images, template)
-        return made
+        request = job.request
+        rows = self._serving(request.draft, request.exact)
+        chat = request.chat
+        if chat is None or not chat.images:
+            rows.insert(job, job.prompt, len(job.prompt))
+        else:
+            model: Any = rows.generator.model
+            messages, args = self.template.with_images(chat)
+            try:
+                prompt = model.image_prompt(messages, chat.images, args)
+            except Exception as error:  # a template raises what it likes
+                raise refused(error) from error
+            self.check_length(len(prompt.tokens), "messages")
+            rows.insert(job, prompt, len(prompt.tokens))
+        job.put(Started())
 
     def _leave(self) -> None:
         """End all rows, and let go of what this thread has made."""
@@ -271,6 +291,7 @@ class Worker(EngineThread):
             rows.end(end)
         self.taken = 0
         self._rows.clear()
+        self._generator = None
         gc.collect()
 
     def _note_levels(self) -> None:

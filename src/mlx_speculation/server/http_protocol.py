@@ -87,9 +87,8 @@ class BoundedProtocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP; uvicorn calls this where it has caught why."""
-        error = sys.exc_info()[1]
-        status = 431 if getattr(error, "error_status_hint", 0) == 431 else 400
-        self._refuse(ApiError(status, f"{msg} {str(error)[:200]}"))
+        hint = getattr(sys.exc_info()[1], "error_status_hint", 400)
+        self._refuse(ApiError(431 if hint == 431 else 400, msg))
 
     def pause_writing(self) -> None:
         """Wait for the client to read, but not for ever."""

@@ -1,26 +1,26 @@
-"""One request on its way between its connection and the engine's thread.
+"""One text on its way between its connection and the engine's thread.
 
 connection                     engine
-submit(job)          ->        takes it, and gives it a context
-job.wait()           <-        or what is wrong with it
-job.pieces           <-        a piece for each round, the last with the result
-job.cancel()         ->        removes the row before the next round
+submit(job)          ->        queues it
+job.next()           <-        `Started`, or what is wrong with it
+job.next()           <-        `Read` and `Piece`, the last one with the result
+job.cancel()         ->        removes the request before the next round
 """
 
-import queue
+import asyncio
 import time
-from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mlx_speculation.server.api_errors import ApiError
-from mlx_speculation.server.request import CheckedRequest
+from mlx_speculation.server.request import GenerationRequest
 
 if TYPE_CHECKING:
     from mlx_speculation.engine import Result
     from mlx_speculation.samplers import Constraint
+    from mlx_speculation.server.answer_parts import AnswerParser
 
-POLL_SECONDS = 0.1
 # The engine ends what is late between two rounds; after this long nobody waits for it.
 OVERDUE_SECONDS = 10.0
 
@@ -53,12 +53,8 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """What one round has added to a text."""
-
-    text: str  # may be empty
-    tokens: tuple[Token, ...] = ()  # all of them, if their probabilities were asked for
-    result: "Result | None" = None  # the text as a whole, in the last piece
+class Started:
+    """The request is valid, and queued."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,22 +64,41 @@ class Read:
     tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one round has added to a text."""
+
+    texts: tuple[str, ...]  # of each token, each may be empty
+    tokens: tuple[Token, ...] = ()  # all of them, if their probabilities were asked for
+    result: "Result | None" = None  # the text as a whole, in the last piece
+
+
+Event = Started | Read | Piece
+
+
 class Job:
-    """One request, to be answered within so many seconds.
+    """One text, to be answered within so many seconds.
 
     Attributes:
         cancelled: whether nobody waits for the answer.
+        parser: divides the answer, once the prompt is known.
     """
 
-    def __init__(self, checked: CheckedRequest, request: Any, seconds: float) -> None:
-        self.checked, self.request = checked, request
+    parser: "AnswerParser"
+
+    def __init__(self, request: GenerationRequest, seconds: float) -> None:
+        self.request = request
+        self.prompt: list[int] = []  # of a text; images are read by the engine
         self.constraint: Constraint | None = None
         self.arrived = time.monotonic()
         self.deadline = self.arrived + seconds
-        self.began: float | None = None
+        self.began: float | None = None  # the first token
+        self.reading: float | None = None  # the first of the prompt was read
         self.prompt_tokens = self._read = 0
-        self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.alone: str | None = None  # why it does not run together with others
         self.cancelled = False
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[Event | Exception] = asyncio.Queue()
 
     @property
     def has_begun(self) -> bool:
@@ -99,44 +114,45 @@ class Job:
         """Let the engine remove it before the next round."""
         self.cancelled = True
 
+    def leave(self) -> None:
+        """Cancel it, since its client has left; who waits for it learns of that."""
+        self.cancel()
+        self._events.put_nowait(ClientLeftError())
+
     def count_prefill(self, tokens: int) -> None:
         """Note that so many more tokens of the prompt were read."""
+        self.reading = self.reading or time.monotonic()
         self._read += tokens
         self.put(Read(self._read))
 
-    def put(self, event: Any) -> None:
-        """Hand over a context, a piece, or an `ApiError` that ends the request."""
-        self._events.put(event)
+    def put(self, event: Event | Exception) -> None:
+        """Hand over an event, or an error that ends the request, from any thread."""
+        with suppress(RuntimeError):  # the loop has ended, and nobody waits
+            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
-    def pieces(self, alive: Callable[[], None]) -> Iterator[Piece | Read]:
-        """Yield the answer; see `wait`."""
-        while True:
-            event = self.wait(alive)
-            yield event
-            if isinstance(event, Piece) and event.result is not None:
-                return
-
-    def wait(self, alive: Callable[[], None]) -> Any:
-        """Return what comes next: first what mlx-lm's server has to know of the prompt.
+    async def next(self, seconds: float, check: Any) -> Event | None:
+        """Return what comes next; None: nothing for so many seconds.
 
         Args:
-            alive: called now and then; raises when waiting is of no use.
+            seconds: to wait.
+            check: raises where waiting is of no use.
 
         Raises:
             ApiError: the request has ended, or the engine does not answer.
+            ClientLeftError: nobody waits for the answer.
         """
-        while True:
-            try:
-                alive()
-            except ApiError:
-                if self._events.empty():  # else its last event is read
-                    raise
-            if time.monotonic() > self.deadline + OVERDUE_SECONDS:
-                raise ApiError(504, "The engine does not answer.", code="timeout")
-            try:
-                event = self._events.get(timeout=POLL_SECONDS)
-            except queue.Empty:
-                continue
-            if isinstance(event, ApiError):
-                raise event
-            return event
+        try:
+            check()
+        except ApiError:
+            if self._events.empty():  # else its last event is read
+                raise
+        if time.monotonic() > self.deadline + OVERDUE_SECONDS:
+            raise ApiError(504, "The engine does not answer.", code="timeout")
+        try:
+            async with asyncio.timeout(seconds):
+                event = await self._events.get()
+        except TimeoutError:
+            return None
+        if isinstance(event, Exception):
+            raise event
+        return event

@@ -4,6 +4,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, cast
 
@@ -41,9 +42,7 @@ class Listener:
         config = uvicorn.Config(
             app,
             # A callable that makes the protocol of a connection, as a class does.
-            http=cast(
-                "Any", partial(BoundedProtocol, limits=limits, refused=refused)
-            ),
+            http=cast("Any", partial(BoundedProtocol, limits=limits, refused=refused)),
             loop="asyncio",
             ws="none",
             lifespan="off",
@@ -79,6 +78,10 @@ class Listener:
         self._server.should_exit = True
         if self._thread.ident is not None:
             self._thread.join(seconds)
+            for each in tuple(self._server.server_state.connections):
+                protocol = cast("Any", each)
+                with suppress(RuntimeError):  # the loop has ended
+                    protocol.loop.call_soon_threadsafe(protocol.transport.abort)
             self._server.force_exit = True
             self._thread.join()
         self.socket.close()

@@ -156,4 +156,3 @@ async def _drain(receive: Receive) -> None:
         if message["type"] == "http.disconnect" or not message.get("more_body"):
             return
         left -= len(message.get("body", b""))
-

@@ -30,6 +30,7 @@ TEMPLATE = (
     "A:{% if thinks %}<think>{% endif %}"
 )
 TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": {}}}
+MARKS = ("<tool_call>", "</tool_call>")
 USER: Any = [{"role": "user", "content": "HI"}]
 
 
@@ -112,7 +113,7 @@ def test_a_stream_tells_them_apart_too(chat: Callable[..., Any]) -> None:
     deltas = [piece.choices[0].delta for piece in pieces]
     assert "".join(delta.content or "" for delta in deltas) == "YES"
     calls = [call for delta in deltas for call in delta.tool_calls or ()]
-    assert [call.function.name for call in calls] == ["add"]
+    assert [call.function.name for call in calls] == ["add", None]
     assert pieces[-1].choices[0].finish_reason == "tool_calls"
 
 
@@ -192,13 +193,41 @@ def test_tools_that_cannot_be_used_are_named(chat: Callable[..., Any]) -> None:
     assert error.value.param == "tools"
 
 
-def test_a_schema_is_refused_where_the_model_thinks_first(
-    chat: Callable[..., Any],
+def thinking(budget: int | None = None) -> dict[str, Any]:
+    """Return options with which the template opens the thinking."""
+    body: dict[str, Any] = {"chat_template_kwargs": {"thinks": True}}
+    return {"extra_body": {**body, "thinking_budget": budget}}
+
+
+@pytest.mark.parametrize("budget", [None, 7])
+def test_a_text_fits_its_schema_from_the_end_of_thinking_on(
+    chat: Callable[..., Any], budget: int | None
 ) -> None:
-    thinks = {"chat_template_kwargs": {"thinks": True}}
-    assert chat(max_tokens=1, extra_body=thinks).usage.prompt_tokens > 10
-    with pytest.raises(openai.BadRequestError, match="lets the model think"):
-        chat(response_format=FORMAT, extra_body=thinks)
+    options = {"temperature": 1, "max_tokens": 160, **thinking(budget)}
+    for seed in range(3):
+        answer = chat(response_format=FORMAT, seed=seed, **options)
+        choice, usage = answer.choices[0], answer.usage.completion_tokens_details
+        assert choice.message.model_extra["reasoning_content"]
+        assert usage.reasoning_tokens <= (budget or 80) + 1
+        if choice.finish_reason == "stop":
+            assert json.loads(choice.message.content)["b"] in ("x", "y")
+            return
+    raise AssertionError("no text came to its end")
+
+
+def test_a_forced_call_comes_after_thinking(chat: Callable[..., Any]) -> None:
+    options = {"temperature": 1, "seed": 1, "max_tokens": 160, **thinking(5)}
+    choice = chat(tools=TOOLS, tool_choice=NAMED, **options).choices[0]
+    assert choice.message.model_extra["reasoning_content"]
+    (call,) = choice.message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("stop", "{}")
+
+
+def test_thinking_has_a_budget_without_a_schema_too(chat: Callable[..., Any]) -> None:
+    options = {"temperature": 1, "seed": 1, "max_tokens": 30, **thinking(5)}
+    answer = chat(**options)
+    assert answer.usage.completion_tokens_details.reasoning_tokens == 6
+    assert answer.choices[0].message.content
 
 
 NUMBER = {
@@ -258,14 +287,6 @@ def test_a_call_that_is_named_is_made(chat: Callable[..., Any]) -> None:
             {"tool_choice": NAMED, "tools": TOOLS, "response_format": FORMAT},
             "Leave one of them out",
         ),
-        (
-            {
-                "tool_choice": "required",
-                "tools": TOOLS,
-                "extra_body": {"chat_template_kwargs": {"thinks": True}},
-            },
-            "tool_choice was given, and the chat template lets the model think",
-        ),
     ],
 )
 def test_a_call_that_cannot_be_asked_for_is_refused(
@@ -279,28 +300,26 @@ def test_a_call_that_cannot_be_asked_for_is_refused(
 
 def test_calls_that_are_no_json_are_not_forced() -> None:
     tokenizer = chat_tokenizer()
-    tokenizer._tool_parser = pythonic.parse_tool_call
     with pytest.raises(ApiError, match="writes its calls as 'pythonic'"):
-        call_grammar([TOOL["function"]], tokenizer)
+        call_grammar([TOOL["function"]], tokenizer, pythonic.parse_tool_call, MARKS)
 
 
 def test_special_marks_are_special_in_the_grammar() -> None:
     tokenizer = chat_tokenizer()
     tokenizer._tokenizer.add_tokens([AddedToken("<tool_call>", special=True)])
-    grammar = call_grammar([TOOL["function"]], tokenizer)
+    grammar = call_grammar([TOOL["function"]], tokenizer, parse_tool_call, MARKS)
     assert grammar.startswith('lark:start: <tool_call> "\\n" call "\\n" "</tool_call>"')
 
 
-def test_hints_of_openais_are_passed_over_with_a_line(
-    chat: Callable[..., Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_hints_of_openais_leave_the_text(chat: Callable[..., Any]) -> None:
     expected = chat(max_tokens=4).choices[0].message.content
-    hints = {
+    hints: dict[str, Any] = {
         "verbosity": "low",
         "reasoning_effort": "high",
         "prediction": {"type": "content", "content": "x"},
+        "store": True,
+        "extra_body": {"cache_control": {"type": "ephemeral"}, "session_id": "x"},
     }
-    with caplog.at_level("WARNING", "mlx_speculation.server"):
-        assert chat(max_tokens=4, **hints).choices[0].message.content == expected
-    for name in hints:
-        assert f"{name} is given, and is not followed here" in caplog.text
+    for name, value in hints.items():
+        answer = chat(max_tokens=4, **{name: value})
+        assert answer.choices[0].message.content == expected

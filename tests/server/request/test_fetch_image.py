@@ -22,7 +22,7 @@ from mlx_speculation.server.request.fetch_image import (
     fetch_image,
     is_public,
 )
-from mlx_speculation.server.request.images import checked_image
+from mlx_speculation.server.request.images import image_part
 
 BODY = bytes(range(256)) * 8
 LOCAL = FetchLimits(bytes=4096, seconds=5.0, private=True)
@@ -308,8 +308,8 @@ def test_a_certificate_is_that_of_the_name(
     assert named == ["pictures.example"]
 
 
-def part(url: str) -> dict[str, Any]:
-    return {"type": "image_url", "image_url": {"url": url}}
+def taken(url: str, settings: Settings) -> Any:
+    return image_part(url, "here", settings, 0)["data"]
 
 
 def test_a_server_fetches_where_it_is_switched_on(place: str) -> None:
@@ -318,16 +318,16 @@ def test_a_server_fetches_where_it_is_switched_on(place: str) -> None:
     fetching_ones = replace(off, fetch_images=True)
     private = replace(fetching_ones, fetch_private=True)
     with pytest.raises(ApiError, match="which is not opened"):
-        checked_image(part(url), "here", off)
+        taken(url, off)
     with pytest.raises(ApiError, match=r"here: .* not public"):
-        checked_image(part(url), "here", fetching_ones)
-    assert checked_image(part(url), "here", private) == BODY
-    assert checked_image(part(url.replace("http", "HTTP")), "here", private) == BODY
+        taken(url, fetching_ones)
+    assert taken(url, private) == BODY
+    assert taken(url.replace("http", "HTTP"), private) == BODY
     small = replace(private, limits=Limits(image_bytes=len(BODY) - 1))
     with pytest.raises(ApiError, match="bytes or more") as caught:
-        checked_image(part(url), "here", small)
+        taken(url, small)
     assert caught.value.status == 400
     with pytest.raises(ApiError, match="http:// or https://"):
-        checked_image(part("ftp://example.org/a.png"), "here", private)
+        taken("ftp://example.org/a.png", private)
     with pytest.raises(ApiError, match="reads text only"):
-        checked_image(part(url), "here", replace(private, reads_images=False))
+        taken(url, replace(private, reads_images=False))

@@ -1,26 +1,33 @@
-"""From the bytes of an HTTP request to a checked request.
+"""What a request asks for, in one form for all APIs.
 
-    json_body       headers and bytes to a JSON object
-    fields          a JSON object as typed fields, each taken once
-    request         `read_request`: every field checked, unknown ones refused
-    options         sampling, ends, log-probabilities, schema and draft of a request
-    chat_messages   messages and tools of a chat
+    request         `GenerationRequest`: a chat or prompts, and how the text is wanted
+    models          pydantic models: what every body has in common, and its errors
+    options         sampling, ends, schema and draft, as pydantic fields
+    transcript      messages of a chat in one form, put in order
+    tools           tools and which of them have to be called
+    json_body       bytes to a JSON object, within limits
     images          data URLs and files to pictures, within limits
     fetch_image     the bytes behind a URL, where fetching is switched on
 
-What is wrong is an error object of OpenAI's interface. Connections, threads and models
-are not known here.
+Connections, threads, models and chat templates are not known here, and no API's events.
 """
 
 from mlx_speculation.server.request.images import opened
-from mlx_speculation.server.request.json_body import check_framing, parsed, read_body
-from mlx_speculation.server.request.request import CheckedRequest, read_request
+from mlx_speculation.server.request.json_body import parsed
+from mlx_speculation.server.request.models import RequestModel, as_invalid
+from mlx_speculation.server.request.request import Chat, GenerationRequest
+from mlx_speculation.server.request.tools import Tools, chosen_tools
+from mlx_speculation.server.request.transcript import Call, Conversation
 
 __all__ = [
-    "CheckedRequest",
-    "check_framing",
+    "Call",
+    "Chat",
+    "Conversation",
+    "GenerationRequest",
+    "RequestModel",
+    "Tools",
+    "as_invalid",
+    "chosen_tools",
     "opened",
     "parsed",
-    "read_body",
-    "read_request",
 ]

@@ -19,11 +19,16 @@ from mlx_speculation.server.config import Settings
 from mlx_speculation.server.request.fetch_image import FetchLimits, fetch_image
 
 
-def checked_image(part: dict[str, Any], where: str, settings: Settings) -> bytes:
-    """Return the bytes of an image part; they are not decoded yet.
+def image_part(
+    url: Any,
+    where: str,
+    settings: Settings,
+    count: int,  # of the images before it
+) -> dict[str, Any]:
+    """Return an image as a part of a content; its bytes are not decoded yet.
 
     Raises:
-        ApiError: the target reads text only, or the part names no image, or one that
+        ApiError: the target reads text only, or the URL names no image, or one that
             this server does not open.
     """
     if not settings.reads_images:
@@ -32,10 +37,18 @@ def checked_image(part: dict[str, Any], where: str, settings: Settings) -> bytes
             "images out, or serve a vision model.",
             where,
         )
-    given = part.get("image_url")
-    url = given.get("url") if isinstance(given, dict) else given
+    if count >= settings.limits.images:
+        raise invalid(
+            f"A request may have {settings.limits.images} images. Send fewer, or start "
+            "the server with a larger --max-images.",
+            "messages",
+        )
     if not isinstance(url, str):
         raise invalid(f"{where} has no image_url with a url.", where)
+    return {"type": "image", "data": _bytes_of(url, where, settings)}
+
+
+def _bytes_of(url: str, where: str, settings: Settings) -> bytes:
     try:
         if url.startswith("data:"):
             return data_of_url(url, limits_of(settings))

@@ -1,12 +1,16 @@
-"""How a request wants its text: sampling, ends, log-probabilities, a schema, drafts."""
+"""Options of a text: sampling, ends, a schema, drafts, and whether to think."""
 
 import json
-from typing import Any
+import logging
+from typing import Annotated, Any, ClassVar, Literal
 
-from mlx_speculation.server.api_errors import invalid
+from pydantic import Field
+
+from mlx_speculation.server.api_errors import ApiError, invalid
 from mlx_speculation.server.config import Settings
-from mlx_speculation.server.request.fields import Fields
+from mlx_speculation.server.request.models import RequestModel, StrictModel, short
 
+LOG = logging.getLogger("mlx_speculation.server")
 SEEDS = 2**64
 MOST_ALTERNATIVES = 20
 # Each token is compared with every beginning of a stop.
@@ -17,149 +21,223 @@ LARGEST_SCHEMA = 1 << 15
 SMALLEST_DIVISOR = 0.01
 PENALTIES = ("repetition", "presence", "frequency")
 
+Share = Annotated[float, Field(ge=0, le=1)]
+Whole = Annotated[int, Field(ge=0, le=2**31)]
+Count = Annotated[int, Field(ge=1)]
+Penalty = Annotated[float, Field(ge=-100, le=100)]
+Object = dict[str, Any]
 
-def sampling(fields: Fields, settings: Settings) -> dict[str, Any]:
+
+class Speculative(StrictModel):
+    """Drafts of one request; none of its fields changes the text."""
+
+    where: ClassVar[str] = "speculative."
+
+    draft: str | None = None  # what the server was started with, or "lookup"
+    max_draft: Annotated[int, Field(ge=0)] | None = None
+    off: bool = False  # plain decoding
+    exact: bool = False  # the same bits, whatever drafts
+
+
+class TextOptions(RequestModel):
+    """Options that the requests of all APIs may have."""
+
+    model: str | None = None
+    stream: bool = False
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Share | None = None
+    top_k: Whole | None = None
+    speculative: Speculative | None = None
+
+
+class SamplingOptions(TextOptions):
+    """Options of OpenAI's older interfaces, with those of mlx-lm's server."""
+
+    min_p: Share | None = None
+    xtc_probability: Share = 0.0
+    xtc_threshold: Annotated[float, Field(ge=0, le=0.5)] = 0.1
+    repetition_penalty: Annotated[float, Field(ge=0, le=100)] = 0.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_context_size: Whole = 20
+    presence_context_size: Whole = 20
+    frequency_context_size: Whole = 20
+    logit_bias: dict[str, Penalty] = Field(default_factory=dict)
+    seed: Annotated[int, Field(ge=-(2**63), lt=SEEDS)] | None = None
+    stop: str | list[str] = Field(default_factory=list)
+    num_draft_tokens: Annotated[int, Field(ge=0)] | None = None
+    draft_model: Literal["default_model"] | None = None
+
+
+def sampling(body: TextOptions, settings: Settings) -> dict[str, Any]:
     """Return the options of `Sampling`."""
+    given = {name: getattr(body, name) for name in type(body).model_fields}
     defaults = settings.defaults
-    options: dict[str, Any] = {
-        "temperature": fields.number("temperature", defaults.temperature, 0, 100),
-        "top_p": fields.number("top_p", defaults.top_p, 0, 1),
-        "min_p": fields.number("min_p", defaults.min_p, 0, 1),
-        "top_k": fields.whole("top_k", defaults.top_k, 0, 2**31),
-        "xtc_probability": fields.number("xtc_probability", 0, 0, 1),
-        "xtc_threshold": fields.number("xtc_threshold", 0.1, 0, 0.5),
-        "logit_bias": _logit_bias(fields),
-        "seed": _seed(fields),
-    }
+    for name in ("temperature", "top_p", "top_k", "min_p"):
+        if given.get(name) is None:
+            given[name] = getattr(defaults, name)
+    more = given if isinstance(body, SamplingOptions) else _PLAIN
+    seed, divisor = more["seed"], more["repetition_penalty"]
+    if 0 < divisor < SMALLEST_DIVISOR:
+        raise invalid(
+            f"repetition_penalty is {divisor}, and 0 or at least {SMALLEST_DIVISOR:g} "
+            "is needed.",
+            "repetition_penalty",
+        )
+    options = {name: given[name] for name in ("temperature", "top_p", "top_k", "min_p")}
+    options |= {name: more[name] for name in ("xtc_probability", "xtc_threshold")}
     for kind in PENALTIES:
-        low = 0 if kind == "repetition" else -100
-        name, size = f"{kind}_penalty", f"{kind}_context_size"
-        options[name] = value = fields.number(name, 0, low, 100)
-        if kind == "repetition" and 0 < value < SMALLEST_DIVISOR:
-            raise fields.wrong(name, value, f"0 or at least {SMALLEST_DIVISOR:g}")
-        options[size] = fields.whole(size, 20, 0, 2**31)
+        for name in (f"{kind}_penalty", f"{kind}_context_size"):
+            options[name] = more[name]
+    options["logit_bias"] = _logit_bias(more["logit_bias"])
+    # Negative seeds count from the top.
+    options["seed"] = None if seed is None else seed % SEEDS
     return options
 
 
-def _seed(fields: Fields) -> int | None:
-    """Return a seed of 64 bits; negative ones count from the top."""
-    seed = fields.whole("seed", None, -(2**63), SEEDS - 1)
-    return None if seed is None else seed % SEEDS
+_PLAIN = SamplingOptions().model_dump()
 
 
-def _logit_bias(fields: Fields) -> dict[int, float]:
-    bias = fields.object("logit_bias") or {}
-    inner = Fields(bias, "logit_bias.")
-    found = {}
-    for name in bias:
+def _logit_bias(given: dict[str, float]) -> dict[int, float]:
+    for name in given:
         if not (name.isascii() and name.isdigit() and len(name) < 10):
-            raise fields.wrong("logit_bias", name, "token ids as names")
-        found[int(name)] = inner.number(name, 0, -100, 100)
-    return found
+            raise invalid(
+                f"logit_bias is {short(name)}, and token ids as names are needed.",
+                "logit_bias",
+            )
+    return {int(name): value for name, value in given.items()}
 
 
-def stop(fields: Fields) -> tuple[str, ...]:
-    """Return the texts that end it."""
-    given = fields.take("stop", [])
-    stops = [given] if isinstance(given, str) else given
-    if not isinstance(stops, list) or not all(
-        isinstance(stop, str) and stop for stop in stops
-    ):
-        raise fields.wrong("stop", given, "a text, or a list of texts, none empty,")
-    longest = max(map(len, stops), default=0)
-    if len(stops) > MOST_STOPS or longest > LONGEST_STOP:
+def stops(given: str | list[str] | None, field: str = "stop") -> tuple[str, ...]:
+    """Return the texts that end a text."""
+    texts = [given] if isinstance(given, str) else given or []
+    longest = max(map(len, texts), default=0)
+    if not all(texts) or len(texts) > MOST_STOPS or longest > LONGEST_STOP:
         raise invalid(
-            f"stop holds {len(stops)} texts of up to {longest} characters, and "
-            f"{MOST_STOPS} of up to {LONGEST_STOP} may be.",
-            "stop",
+            f"{field} holds {len(texts)} texts of up to {longest} characters, and "
+            f"{MOST_STOPS} of up to {LONGEST_STOP} may be, none empty.",
+            field,
         )
-    return tuple(stops)
+    return tuple(texts)
 
 
-def chat_logprobs(fields: Fields) -> int | None:
-    """Return the number of alternatives that a chat wants; None: nothing."""
-    wanted = fields.flag("logprobs")
-    # -1 is mlx-lm's way of saying none.
-    top = fields.whole("top_logprobs", None, -1, MOST_ALTERNATIVES)
-    if top is not None and top > 0 and not wanted:
-        raise invalid("top_logprobs is given without logprobs: true.", "top_logprobs")
-    return max(top or 0, 0) if wanted else None
+def checked_model(name: str | None, settings: Settings) -> None:
+    """Raise where a model is asked for that is not served."""
+    if name not in (None, "default_model", *settings.names):
+        raise ApiError(
+            404,
+            f"The model {str(name)[:200]!r} is not served here. There is "
+            f"{settings.names[0]!r}.",
+            param="model",
+            code="model_not_found",
+        )
 
 
-def text_logprobs(fields: Fields) -> int | None:
-    """Return the number of alternatives, in OpenAI's way or in the chat's."""
-    given = fields.take("logprobs")
-    if given is None or isinstance(given, bool):
-        again = {"logprobs": given, "top_logprobs": fields.take("top_logprobs")}
-        return chat_logprobs(Fields(again))
-    return Fields({"logprobs": given}).whole("logprobs", None, 0, MOST_ALTERNATIVES)
-
-
-def schema(fields: Fields, *, calls: bool) -> dict[str, Any] | None:
-    """Return the JSON schema that the text has to fit, unless it is a tool call."""
-    given = fields.object("response_format")
-    if given is None:
-        return None
-    inner = Fields(given, "response_format.")
-    kind = inner.only("type", "text", "json_object", "json_schema")
-    if kind is None:
-        raise inner.wrong("type", None, "'text', 'json_object' or 'json_schema'")
-    described = inner.object("json_schema")
-    inner.end("A schema is given as response_format.json_schema.schema.")
-    if kind == "text":
-        return None
-    if calls:
+def at_most(value: int | None, most: int, field: str, option: str) -> int | None:
+    """Return a number that a limit of the server allows; a limit of 0 is none."""
+    if value is not None and most and value > most:
         raise invalid(
-            "response_format asks for JSON, and tool_choice for a call. Leave one of "
-            "them out.",
-            "tool_choice",
+            f"{field} is {short(value)}, and {most} may be. Ask for less, or start the "
+            f"server with a larger --{option}.",
+            field,
         )
-    if kind == "json_object":
-        return {"type": "object"}
-    if described is None:
-        raise inner.wrong("json_schema", None, "an object with a schema")
-    details = Fields(described, "response_format.json_schema.")
-    found = details.object("schema")
-    if found is None:
-        raise details.wrong("schema", None, "a JSON schema")
-    details.without_effect("name", "description", "strict")
-    details.end()
-    size = len(json.dumps(found))
-    if size > LARGEST_SCHEMA:
-        raise invalid(
-            f"The schema has {size} characters, and {LARGEST_SCHEMA} may be.",
-            "response_format",
-        )
-    return found
+    return value
 
 
-def speculative(
-    fields: Fields, settings: Settings
-) -> tuple[str | None, int | None, int | None, bool]:
+def drafts(body: TextOptions, settings: Settings) -> dict[str, Any]:
     """Return what drafts, how long, how long at most, and whether it is exact mode."""
-    given = fields.object("speculative")
-    most = settings.limits.draft_tokens
-    mlx_lm_length = fields.whole("num_draft_tokens", None, 0, most, "max-draft")
-    fields.only("draft_model", "default_model")
+    given, most = body.speculative, settings.limits.draft_tokens
+    length = getattr(body, "num_draft_tokens", None)
+    at_most(length, most or -1, "num_draft_tokens", "max-draft")
     if given is None:
-        return None, mlx_lm_length, None, False
-    inner = Fields(given, "speculative.")
-    name = inner.text("draft")
-    max_draft = inner.whole("max_draft", None, 0, most, "max-draft")
-    off, exact = inner.flag("off"), inner.flag("exact")
-    inner.end()
-    known = [one for one in (settings.draft, "lookup") if one is not None]
-    if name is not None and name not in known:
+        return {"draft_length": length}
+    at_most(given.max_draft, most or -1, "speculative.max_draft", "max-draft")
+    names = [one for one in (settings.draft, "lookup") if one is not None]
+    name = given.draft
+    if name is not None and name not in names:
         raise invalid(
             f"speculative.draft is {name[:200]!r}, and there is "
-            f"{' and '.join(repr(one) for one in dict.fromkeys(known))}.",
+            f"{' and '.join(repr(one) for one in dict.fromkeys(names))}.",
             "speculative.draft",
         )
-    if off and (mlx_lm_length or max_draft or name is not None):
+    if given.off and (length or given.max_draft or name is not None):
         raise invalid(
             "speculative.off is true, and draft, max_draft or num_draft_tokens asks "
             "for drafts. Leave one of them out.",
             "speculative.off",
         )
-    name = None if name == settings.draft else name
-    return name, 0 if off else mlx_lm_length, max_draft, exact
+    return {
+        "draft": None if name == settings.draft else name,
+        "draft_length": 0 if given.off else length,
+        "max_draft": given.max_draft,
+        "exact": given.exact,
+    }
+
+
+class NamedSchema(StrictModel):
+    """A JSON schema with its name."""
+
+    where: ClassVar[str] = "response_format.json_schema."
+    no_effect: ClassVar[frozenset[str]] = frozenset(
+        ("name", "description", "strict", "schema")
+    )
+
+    json_schema: Object = Field(alias="schema")
+
+    @classmethod
+    def check_names(cls, values: dict[str, Any]) -> None:
+        """Say where a schema belongs, then refuse unknown names."""
+        if "schema" not in values:
+            field = f"{cls.where}schema"
+            raise invalid(f"{field} is None, and a JSON schema is needed.", field)
+        super().check_names(values)
+
+
+class ResponseFormat(StrictModel):
+    """The form that the text has to have."""
+
+    where: ClassVar[str] = "response_format."
+    advice: ClassVar[str] = "A schema is given as response_format.json_schema.schema."
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+
+def schema_of(given: ResponseFormat | None) -> Object | None:
+    """Return the JSON schema that a text has to fit."""
+    if given is None or given.type == "text":
+        return None
+    if given.type == "json_object":
+        return {"type": "object"}
+    if given.json_schema is None:
+        field = "response_format.json_schema"
+        raise invalid(f"{field} is None, and a JSON schema is needed.", field)
+    return checked_schema(given.json_schema.json_schema, "response_format")
+
+
+def checked_schema(schema: Object, field: str) -> Object:
+    """Return a schema that is not too large."""
+    size = len(json.dumps(schema))
+    if size > LARGEST_SCHEMA:
+        raise invalid(
+            f"The schema has {size} characters, and {LARGEST_SCHEMA} may be.", field
+        )
+    return schema
+
+
+def without_both(schema: object, calls: object) -> None:
+    """Raise where a text has to fit a schema and to be a call."""
+    if schema is not None and calls is not None:
+        raise invalid(
+            "response_format asks for JSON, and tool_choice for a call. Leave one of "
+            "them out.",
+            "tool_choice",
+        )
+
+
+def thinking_args(on: bool | None, effort: str | None = None) -> Object:
+    """Return keywords for a chat template; of those it knows it takes its own."""
+    args: Object = {} if on is None else {"enable_thinking": on}
+    if effort is not None and effort != "none":
+        args["reasoning_effort"] = effort
+    return args

@@ -22,26 +22,27 @@ SPACING = {
 }
 
 
-def call_grammar(functions: Sequence[dict[str, Any]], tokenizer: Any) -> str:
+def call_grammar(
+    functions: Sequence[dict[str, Any]],
+    tokenizer: Any,
+    parser: Any,  # of the tokenizer's calls
+    marks: tuple[str, str],  # before and after a call
+) -> str:
     """Return the grammar of a call of one of these functions, for `SchemaCompilers`.
 
     Raises:
-        ApiError: the tokenizer's calls are of another kind.
+        ApiError: the calls are of another kind.
     """
-    parser = getattr(tokenizer.tool_parser, "__module__", "")
-    if not parser.endswith(".json_tools"):
-        kind = parser.rpartition(".")[2]
-        has = f"writes its calls as {kind!r}" if kind else "has no tool calls"
+    module = getattr(parser, "__module__", "")
+    if not module.endswith(".json_tools"):
         raise invalid(
-            f"tool_choice asks for a call, and the model's chat template {has}: only "
-            "calls in JSON can be forced. Leave tool_choice out.",
+            "tool_choice asks for a call, and the model's chat template writes its "
+            f"calls as {module.rpartition('.')[2]!r}: only calls in JSON can be "
+            "forced. Leave tool_choice out.",
             "tool_choice",
         )
     schema = {"x-guidance": SPACING, "anyOf": [_call(each) for each in functions]}
-    begin, end = (
-        _literal(text, tokenizer)
-        for text in (tokenizer.tool_call_start, tokenizer.tool_call_end)
-    )
+    begin, end = (_literal(text, tokenizer) for text in marks)
     grammar = f'start: {begin} "\\n" call "\\n" {end}\ncall: %json {json.dumps(schema)}'
     return LARK + grammar
 

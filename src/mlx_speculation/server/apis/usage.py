@@ -1,12 +1,13 @@
-"""What answers hold beside mlx-lm's: log-probabilities, and who drafted what.
+"""Costs and log-probabilities in OpenAI's forms.
 
-The forms are OpenAI's, with the ids that mlx-lm's server reports too;
-`usage.speculative` is ours.
+Log-probabilities carry ids, as those of mlx-lm's server do; `usage.speculative` is
+ours.
 """
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from mlx_speculation.server.apis.base import Ending
 from mlx_speculation.server.job import Alternative, Token
 
 if TYPE_CHECKING:
@@ -15,30 +16,37 @@ if TYPE_CHECKING:
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
-def usage(result: "Result", prompt_tokens: int, draft: str | None) -> dict[str, Any]:
+def usage(ending: Ending, draft: str | None) -> dict[str, Any]:
     """Return what a text has cost."""
-    stats, tokens = result.stats, len(result.tokens)
+    result, stats = ending.result, ending.result.stats
     return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": tokens,
-        "total_tokens": prompt_tokens + tokens,
+        "prompt_tokens": ending.prompt_tokens,
+        "completion_tokens": ending.tokens,
+        "total_tokens": ending.prompt_tokens + ending.tokens,
         "prompt_tokens_details": {"cached_tokens": stats.reused},
         "completion_tokens_details": {
+            "reasoning_tokens": ending.reasoning_tokens,
             "accepted_prediction_tokens": stats.accepted,
             "rejected_prediction_tokens": stats.drafted - stats.accepted,
         },
-        "speculative": {
-            "draft": draft,
-            "seed": result.seed,
-            "rounds": stats.rounds,
-            "drafts": stats.drafts,
-            "drafted": stats.drafted,
-            "accepted": stats.accepted,
-            "acceptance_rate": stats.acceptance_rate,
-            "mean_accepted_length": stats.mean_accepted_length,
-            "accepted_per_position": list(stats.accepted_per_position),
-            "drafter_faults": len(stats.drafter_faults),
-        },
+        "speculative": speculative(result, draft),
+    }
+
+
+def speculative(result: "Result", draft: str | None) -> dict[str, Any]:
+    """Return what was drafted of a text."""
+    stats = result.stats
+    return {
+        "draft": draft,
+        "seed": result.seed,
+        "rounds": stats.rounds,
+        "drafts": stats.drafts,
+        "drafted": stats.drafted,
+        "accepted": stats.accepted,
+        "acceptance_rate": stats.acceptance_rate,
+        "mean_accepted_length": stats.mean_accepted_length,
+        "accepted_per_position": list(stats.accepted_per_position),
+        "drafter_faults": len(stats.drafter_faults),
     }
 
 

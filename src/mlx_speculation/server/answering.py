@@ -1,0 +1,392 @@
+"""Answers: a face's request goes to the engine, and its events come back as the face's.
+
+prepare   a text's prompt, its parser and its constraint, in a thread of its own
+submit    to the engine, which says whether it takes it
+answer    as a whole, or as a stream; a client that leaves cancels all of it
+"""
+
+import asyncio
+import json
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack, aclosing
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from mlx_speculation.server.answer_parts import (
+    NORMAL,
+    REASONING,
+    AnswerParser,
+    Part,
+    ToolCall,
+    joined,
+    read_calls,
+)
+from mlx_speculation.server.api_errors import invalid, late
+from mlx_speculation.server.apis.base import Ending, Face, WholeText
+from mlx_speculation.server.batch_runner import logged_api_error
+from mlx_speculation.server.config import Settings
+from mlx_speculation.server.engine_thread import Worker
+from mlx_speculation.server.job import ClientLeftError, Event, Job, Piece, Read, Token
+from mlx_speculation.server.metrics import Metrics
+from mlx_speculation.server.request import Chat, GenerationRequest, opened
+from mlx_speculation.server.schemas import AfterThinking, call_grammar
+
+LOG = logging.getLogger("mlx_speculation.server")
+T = TypeVar("T")
+POLL_SECONDS = 0.1
+# Of silence, after which a stream says that it goes on.
+KEEP_ALIVE_SECONDS = 5.0
+# Of a text that has to fit a schema, the share that thinking may have at most.
+THINKING_SHARE = 0.5
+
+
+class Answering:
+    """Answers the requests of all APIs."""
+
+    def __init__(self, worker: Worker, settings: Settings, metrics: Metrics) -> None:
+        self._worker, self._metrics = worker, metrics
+        self._settings = replace(settings, reads_images=worker.reads_images)
+
+    async def answer(self, http: Request, make: Callable[[Settings], Face]) -> Response:
+        """Return the answer to a request whose body was read.
+
+        Args:
+            http: the request.
+            make: checks the body, and returns the face of the answer.
+
+        Raises:
+            ApiError: the request is wrong, or there is no answer.
+            ClientLeftError: nobody waits for the answer.
+        """
+        held = ExitStack()
+        exchange = _Exchange(http, held)
+        try:
+            face = await exchange.in_thread(partial(make, self._settings), self._alive)
+            jobs = [
+                await self._submitted(each, exchange) for each in face.request.texts()
+            ]
+            await self._next(jobs[0])
+            if face.request.stream:
+                return EventStream(self._stream(face, jobs), held)
+            texts = [await self._whole(job, face, i) for i, job in enumerate(jobs)]
+        except ClientLeftError:
+            held.close()
+            raise
+        except Exception as error:
+            held.close()
+            raise logged_api_error(error) from error
+        except BaseException:
+            held.close()
+            raise
+        held.close()
+        body = json.dumps(face.whole(texts)).encode()
+        return Response(body, media_type="application/json")
+
+    async def count(self, http: Request, make: Callable[[Settings], Any]) -> int:
+        """Return how many tokens the prompt of a chat has; the engine is not asked."""
+        with ExitStack() as held:
+            exchange = _Exchange(http, held)
+
+            def counted() -> int:
+                request: GenerationRequest = make(self._settings)
+                assert request.chat is not None
+                return len(self._worker.template.rendered(request.chat).tokens)
+
+            return await exchange.in_thread(counted, self._alive)
+
+    def _alive(self) -> None:
+        self._worker.check_alive()
+
+    async def _submitted(
+        self, request: GenerationRequest, exchange: "_Exchange"
+    ) -> Job:
+        """Let the engine begin with one text; `exchange` ends it."""
+        job = Job(request, self._settings.limits.seconds)
+        self._worker.take()
+        exchange.add(job)
+        try:
+            prepare = partial(self._prepare, job, exchange.held)
+            await exchange.in_thread(prepare, self._alive)
+        except BaseException as error:
+            if isinstance(error, ClientLeftError):
+                self._metrics.cancelled()
+            self._worker.done()
+            raise
+        self._worker.submit(job)
+        return job
+
+    def _prepare(self, job: Job, held: ExitStack) -> None:
+        """Render the prompt of a text, and compile what the text has to fit."""
+        request, worker = job.request, self._worker
+        state, tools = NORMAL, False
+        if request.chat is None:
+            assert request.prompt is not None
+            job.prompt = worker.encode(request.prompt)
+        elif request.chat.images:
+            images = opened(request.chat.images, self._settings)
+            chat = replace(request.chat, images=images)
+            job.request = request = replace(request, chat=chat)
+        if request.chat is not None:
+            tools = bool(request.chat.tools or request.chat.deferred)
+            rendered = worker.template.rendered(_without_images(request.chat))
+            state = rendered.state
+            if not request.chat.images:
+                job.prompt = rendered.tokens
+        worker.check_length(len(job.prompt), "messages" if request.chat else "prompt")
+        job.parser = self._parser(request, state, tools)
+        job.constraint = self._constraint(job, state, held)
+
+    def _parser(
+        self, request: GenerationRequest, state: str, tools: bool
+    ) -> AnswerParser:
+        template, chat = self._worker.template, request.chat
+        known = () if chat is None else (*chat.tools, *chat.deferred)
+        read = partial(read_calls, parser=template.tool_parser, tools=known)
+        if chat is None:
+            return AnswerParser(None, read=read)
+        most = request.most_calls
+        return AnswerParser(template.marks(tools), state, read=read, most_calls=most)
+
+    def _constraint(self, job: Job, state: str, held: ExitStack) -> Any:
+        """Return what the text has to fit, from the end of thinking on."""
+        request, worker = job.request, self._worker
+        tokenizer, template = worker.tokenizer, worker.template
+        wanted: Any = request.schema
+        if request.calls is not None:
+            parser, marks = template.tool_parser, template.call_marks
+            wanted = call_grammar(request.calls, tokenizer, parser, marks)
+        inner = None
+        if wanted is not None:
+
+            def check() -> None:
+                worker.check_alive()
+                if job.cancelled:
+                    raise ClientLeftError
+                if job.late:
+                    raise late(self._settings.limits.seconds, began=False)
+
+            inner = worker.schemas.compile(wanted, tokenizer, check)
+            held.callback(inner.close)
+        if state != REASONING:
+            return inner
+        budget = request.thinking_budget
+        if inner is not None and request.max_tokens is not None:
+            most = max(1, int(request.max_tokens * THINKING_SHARE))
+            budget = most if budget is None else min(budget, most)
+        if inner is None and budget is None:
+            return None
+        mark = tokenizer.think_end_tokens
+        if not mark:
+            raise invalid(
+                "The model thinks first, and has no mark of its end. Switch thinking "
+                "off.",
+                request.constrained or "thinking",
+            )
+        ids = worker.token_ids
+        return AfterThinking(mark, ids, inner=inner, budget=budget)
+
+    async def _next(self, job: Job) -> Event:
+        while True:
+            event = await job.next(POLL_SECONDS, self._alive)
+            if event is not None:
+                return event
+
+    async def _whole(self, job: Job, face: Face, choice: int) -> WholeText:
+        parts: list[Part] = []
+        tokens: list[Token] = []
+        async for event in self._events(job, face, choice):
+            if isinstance(event, Ending):
+                return WholeText(parts, tokens, event)
+            if isinstance(event, tuple):
+                parts += event[0]
+                tokens += event[1]
+        raise AssertionError("a text has no end")
+
+    async def _stream(self, face: Face, jobs: Sequence[Job]) -> AsyncIterator[bytes]:
+        """Yield the events of a stream: texts one after the other."""
+        sent, endings = time.monotonic(), []
+        try:
+            for data in face.open(jobs[0].prompt_tokens):
+                yield data
+            for choice, job in enumerate(jobs):
+                async for event in self._events(job, face, choice):
+                    if isinstance(event, Ending):
+                        endings.append(event)
+                        made = face.end_text(choice, event)
+                    elif isinstance(event, tuple):
+                        made = face.parts(choice, *event)
+                    elif isinstance(event, Read):
+                        made = face.reading(event.tokens, job.prompt_tokens)
+                    else:
+                        made = ()
+                    for data in made:
+                        yield data
+                        sent = time.monotonic()
+                    if time.monotonic() - sent > KEEP_ALIVE_SECONDS:
+                        for data in face.keep_alive():
+                            yield data
+                        sent = time.monotonic()
+            for data in face.close(endings):
+                yield data
+        except ClientLeftError:
+            LOG.info("a client went away")
+        except Exception as error:
+            answer = logged_api_error(error)
+            self._metrics.refused(answer.status)
+            for data in face.failed(answer):
+                yield data
+
+    async def _events(
+        self, job: Job, face: Face, choice: int
+    ) -> AsyncIterator[Ending | Read | tuple[list[Part], tuple[Token, ...]] | None]:
+        """Yield what a text grows by, how far its prompt is read, and its end."""
+        parser, reasoning, called = job.parser, 0, False
+        while True:
+            event = await job.next(POLL_SECONDS, self._alive)
+            if not isinstance(event, Piece):
+                yield event if isinstance(event, Read) else None
+                continue
+            parts: list[Part] = []
+            for text in event.texts:
+                reasoning += parser.thinking
+                parts += parser.feed(text)
+            if event.result is not None:
+                parts += parser.end()
+            parts = joined(parts)
+            called |= any(isinstance(part, ToolCall) for part in parts)
+            yield parts, event.tokens
+            if event.result is None:
+                continue
+            most, result = job.request.max_tokens, event.result
+            # A prompt of several texts is read once, or its caches are copied.
+            again = choice % face.request.count > 0
+            yield Ending(
+                result=result,
+                prompt_tokens=0 if again else job.prompt_tokens,
+                reasoning_tokens=reasoning,
+                called=called,
+                stop_text=self._stop_text(job, result.tokens),
+                out_of_room=most is None or len(result.tokens) < most,
+            )
+            return
+
+    def _stop_text(self, job: Job, tokens: list[int]) -> str | None:
+        """Return which of the stop texts has ended a text."""
+        stops, tokenizer = job.request.stop, self._worker.tokenizer
+        if not stops or not tokens or tokens[-1] in tokenizer.eos_token_ids:
+            return None
+        text = tokenizer.decode(tokens)
+        places = {stop: text.find(stop) for stop in stops if stop in text}
+        return min(places, key=lambda stop: places[stop], default=None)
+
+
+def _without_images(chat: Chat) -> Chat:
+    """Return a chat as a text model has it, to see in what its answer begins."""
+    if not chat.images:
+        return chat
+    messages = []
+    for message in chat.messages:
+        content = message["content"]
+        if isinstance(content, list):
+            content = "".join(part.get("text", "") for part in content)
+        messages.append({**message, "content": content})
+    return replace(chat, messages=tuple(messages), images=())
+
+
+class _Exchange:
+    """One request of a client: its texts, and whether the client is there.
+
+    Args:
+        http: the request, whose body was read.
+        held: ends all that was made for it.
+    """
+
+    def __init__(self, http: Request, held: ExitStack) -> None:
+        self.held = held
+        self._jobs: list[Job] = []
+        self._left = False
+        watch = asyncio.create_task(self._watch(http.receive))
+        held.callback(watch.cancel)
+
+    def add(self, job: Job) -> None:
+        """Cancel a text when the exchange ends, or the client leaves."""
+        self._jobs.append(job)
+        self.held.callback(job.cancel)
+        if self._left:
+            job.leave()
+
+    async def in_thread(self, act: Callable[[], T], check: Callable[[], None]) -> T:
+        """Do something that may take its time, in a thread that nobody waits for.
+
+        Args:
+            act: what to do.
+            check: called now and then; raises where waiting is of no use.
+
+        Raises:
+            ClientLeftError: the client has left.
+        """
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[T] = loop.create_future()
+        done.add_done_callback(_seen)
+        thread = threading.Thread(target=_run, args=(act, done, loop), daemon=True)
+        thread.start()
+        while True:
+            await asyncio.wait([done], timeout=POLL_SECONDS)
+            if done.done():
+                return done.result()
+            if self._left:
+                raise ClientLeftError
+            check()
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._left = True
+        for job in self._jobs:
+            job.leave()
+
+
+def _seen(done: "asyncio.Future[Any]") -> None:
+    """Look at an exception, which asyncio would log where nobody waits any more."""
+    if not done.cancelled():
+        done.exception()
+
+
+def _run(act: Callable[[], T], done: "asyncio.Future[T]", loop: Any) -> None:
+    try:
+        outcome, result = done.set_result, act()
+    except BaseException as error:
+        outcome, result = done.set_exception, error  # type: ignore[assignment]
+
+    def tell() -> None:
+        if not done.done():
+            outcome(result)
+
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(tell)
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events; whatever ends them, `held` is closed."""
+
+    def __init__(self, events: AsyncIterator[bytes], held: ExitStack) -> None:
+        super().__init__(
+            events,
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+        )
+        self._events, self._held = events, held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events; the exchange watches whether the client is there."""
+        with self._held:
+            async with aclosing(self._events):  # type: ignore[type-var]
+                await self.stream_response(send)

@@ -1,0 +1,101 @@
+"""A face: one API's form of a request and of the events of its answer."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from mlx_speculation.server.answer_parts import Part
+from mlx_speculation.server.api_errors import ApiError
+from mlx_speculation.server.job import Token
+from mlx_speculation.server.request import GenerationRequest
+
+if TYPE_CHECKING:
+    from mlx_speculation.engine import Result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """The end of one text, and its cost."""
+
+    result: "Result"
+    prompt_tokens: int  # 0 where the prompt of several texts was counted already
+    reasoning_tokens: int = 0
+    called: bool = False  # whether it has called a tool
+    # The stop text that has ended it; None: none has.
+    stop_text: str | None = None
+    # Whether the context had no room for as many tokens as were asked for.
+    out_of_room: bool = False
+
+    @property
+    def cut(self) -> bool:
+        """Whether it could have gone on."""
+        return self.result.finish_reason == "length"
+
+    @property
+    def tokens(self) -> int:
+        """How many were generated."""
+        return len(self.result.tokens)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that were not read again."""
+        return min(self.result.stats.reused, self.prompt_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class WholeText:
+    """One text from its beginning to its end."""
+
+    parts: list[Part]
+    tokens: list[Token]  # all, if their probabilities were asked for
+    ending: Ending
+
+
+class Face(Protocol):
+    """The form of one API; made of a body, for one answer.
+
+    The methods but `whole` return events of a stream, as bytes.
+    """
+
+    request: GenerationRequest
+
+    def open(self, prompt_tokens: int) -> Iterable[bytes]:
+        """Begin a stream: the request is valid, and waits for its turn."""
+        ...
+
+    def reading(self, tokens: int, of: int) -> Iterable[bytes]:
+        """Tell how much of the prompt was read."""
+        ...
+
+    def parts(
+        self, choice: int, parts: Sequence[Part], tokens: Sequence[Token]
+    ) -> Iterable[bytes]:
+        """Send what a text has grown by."""
+        ...
+
+    def end_text(self, choice: int, ending: Ending) -> Iterable[bytes]:
+        """End one text."""
+        ...
+
+    def close(self, endings: Sequence[Ending]) -> Iterable[bytes]:
+        """End a stream whose texts have ended."""
+        ...
+
+    def keep_alive(self) -> Iterable[bytes]:
+        """Tell that the stream goes on, after seconds of silence."""
+        ...
+
+    def failed(self, error: ApiError) -> Iterable[bytes]:
+        """End a stream with an error."""
+        ...
+
+    def whole(self, texts: Sequence[WholeText]) -> dict[str, Any]:
+        """Return an answer that is no stream."""
+        ...
+
+
+def event(data: dict[str, Any], name: str | None = None) -> bytes:
+    """Return a server-sent event."""
+    line = "" if name is None else f"event: {name}\n"
+    return f"{line}data: {json.dumps(data)}\n\n".encode()

@@ -1,0 +1,116 @@
+"""Legacy completions: a text, or a list of token ids, is continued."""
+
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any
+
+from pydantic import Field, StrictBool
+
+from mlx_speculation.server.answer_parts import Part, Text
+from mlx_speculation.server.apis import usage as costs
+from mlx_speculation.server.apis.base import Ending, WholeText, event
+from mlx_speculation.server.apis.chat_completions import OpenAIFace
+from mlx_speculation.server.apis.chat_request import (
+    OpenAIBody,
+    alternatives,
+    max_tokens,
+    shared,
+)
+from mlx_speculation.server.config import Settings
+from mlx_speculation.server.job import Token
+from mlx_speculation.server.request import GenerationRequest
+from mlx_speculation.server.request import options as read
+
+# Where neither the request nor --max-tokens says how long a text may be: it has no end
+# of turn at which a model stops by itself.
+LENGTH = 512
+Alternatives = Annotated[int, Field(ge=-1, le=read.MOST_ALTERNATIVES)]
+
+
+class CompletionBody(OpenAIBody):
+    """A request to continue texts."""
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+    logprobs: StrictBool | Annotated[Alternatives, Field(ge=0)] | None = None
+    top_logprobs: Alternatives | None = None
+
+
+def completion_request(body: CompletionBody, settings: Settings) -> GenerationRequest:
+    """Check a request to continue texts.
+
+    Raises:
+        ApiError: names the field that is wrong.
+    """
+    prompts: Any = body.prompt
+    if not isinstance(prompts, list) or not prompts or isinstance(prompts[0], int):
+        prompts = [prompts]
+    if isinstance(body.logprobs, bool) or body.logprobs is None:
+        logprobs = alternatives(bool(body.logprobs), body.top_logprobs)
+    else:
+        logprobs = body.logprobs
+    most = max_tokens(body, settings) or settings.defaults.max_tokens or LENGTH
+    return GenerationRequest(
+        prompts=tuple(prompts),
+        logprobs=logprobs,
+        schema=read.schema_of(body.response_format),
+        max_tokens=most,
+        **shared(body, settings, len(prompts)),
+    )
+
+
+class CompletionFace(OpenAIFace):
+    """Legacy completions."""
+
+    prefix = "cmpl"
+    whole_kind = chunk_kind = "text_completion"
+
+    def __init__(self, body: CompletionBody, settings: Settings) -> None:
+        super().__init__(body, completion_request(body, settings), settings)
+
+    def open(self, prompt_tokens: int) -> Iterable[bytes]:
+        """Begin with the first text."""
+        return ()
+
+    def parts(
+        self, choice: int, parts: Sequence[Part], tokens: Sequence[Token]
+    ) -> Iterable[bytes]:
+        """Send what a text has grown by."""
+        if parts:
+            yield self._chunk(choice, _text(parts), None, self._sent(tokens))
+        else:
+            self._unsent += tokens
+
+    def end_text(self, choice: int, ending: Ending) -> Iterable[bytes]:
+        """Send why a text has ended."""
+        yield self._chunk(choice, "", ending.result.finish_reason, self._sent(()))
+
+    def whole(self, texts: Sequence[WholeText]) -> dict[str, Any]:
+        """Return all texts."""
+        choices = [
+            _choice(
+                number,
+                _text(text.parts),
+                text.ending.result.finish_reason,
+                text.tokens,
+            )
+            for number, text in enumerate(texts)
+        ]
+        packet = self._packet(self.whole_kind, choices)
+        return {**packet, "usage": self._usage([text.ending for text in texts])}
+
+    def _chunk(
+        self, choice: int, text: str, reason: str | None, tokens: Sequence[Token]
+    ) -> bytes:
+        one = _choice(choice, text, reason, tokens)
+        return event(self._packet(self.chunk_kind, [one]))
+
+
+def _choice(
+    index: int, text: str, reason: str | None, tokens: Sequence[Token]
+) -> dict[str, Any]:
+    logprobs = costs.text_logprobs(tokens) if tokens else None
+    choice = {"index": index, "text": text, "finish_reason": reason}
+    return {**choice, "logprobs": logprobs}
+
+
+def _text(parts: Sequence[Part]) -> str:
+    return "".join(part.text for part in parts if isinstance(part, Text))

@@ -1,0 +1,154 @@
+"""Messages fitted to a chat template: what it does not know is said in words.
+
+no system      in front of the first user turn
+no tools       described in the system message, calls and results as texts, in the
+               form that models of the Hermes kind were trained on
+no neighbours  joined, so that user and model take turns
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from mlx_speculation.server.prompts.traits import Message, Traits
+
+TOOLS = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{}
+</tools>
+
+For each function call, return a json object with function name and arguments within \
+<tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+CALL = "<tool_call>\n{}\n</tool_call>"
+RESULT = "<tool_response>\n{}\n</tool_response>"
+SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
+
+
+def fitted(
+    messages: Sequence[Message], tools: Sequence[dict[str, Any]], traits: Traits
+) -> list[Message]:
+    """Return messages that a template of such traits renders whole."""
+    form = _formed if traits.calls else _in_words
+    messages = [form(message, traits) for message in messages]
+    if tools and not traits.tools:
+        messages = _with_tools(messages, tools)
+    if not traits.system:
+        messages = _without_system(messages)
+    if not traits.neighbours:
+        messages = _taking_turns(messages)
+    return list(messages)
+
+
+def _with_tools(
+    messages: Sequence[Message], tools: Sequence[dict[str, Any]]
+) -> list[Message]:
+    listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    text = TOOLS.format(listed)
+    first, *rest = messages
+    if first["role"] == "system":
+        return [{**first, "content": f"{first['content']}\n\n{text}"}, *rest]
+    return [{"role": "system", "content": text}, first, *rest]
+
+
+def _in_words(message: Message, traits: Traits) -> Message:
+    """Return a message whose calls, or the result that it is, are texts."""
+    if message["role"] == "tool":
+        return {"role": "user", "content": RESULT.format(message["content"])}
+    if not message.get("tool_calls"):
+        return message
+    calls = [
+        CALL.format(json.dumps(call["function"], ensure_ascii=False))
+        for call in message["tool_calls"]
+    ]
+    more = {name: value for name, value in message.items() if name != "tool_calls"}
+    texts = [text for text in (message["content"], *calls) if text]
+    return {**more, "content": "\n".join(texts)}
+
+
+def _formed(message: Message, traits: Traits) -> Message:
+    """Return a message whose calls have the form that the template takes."""
+    formed = dict(message)
+    if traits.short_ids and "tool_call_id" in message:
+        formed["tool_call_id"] = _short(message["tool_call_id"])
+    if message.get("tool_calls"):
+        formed["tool_calls"] = [_call(each, traits) for each in message["tool_calls"]]
+    return formed
+
+
+def _call(call: dict[str, Any], traits: Traits) -> dict[str, Any]:
+    function = call["function"]
+    if traits.text_arguments:
+        text = json.dumps(function["arguments"], ensure_ascii=False)
+        function = {**function, "arguments": text}
+    return {
+        **call,
+        "id": _short(call["id"]) if traits.short_ids else call["id"],
+        "function": function,
+    }
+
+
+def _short(name: str) -> str:
+    """Return nine letters and digits that stand for an id."""
+    if SHORT_ID.fullmatch(name):
+        return name
+    return hashlib.sha256(name.encode()).hexdigest()[:9]
+
+
+def _without_system(messages: Sequence[Message]) -> list[Message]:
+    if not messages or messages[0]["role"] != "system":
+        return list(messages)
+    text, rest = messages[0]["content"], list(messages[1:])
+    if rest and rest[0]["role"] == "user":
+        return [_joined({"role": "user", "content": text}, rest[0]), *rest[1:]]
+    return [{"role": "user", "content": text}, *rest]
+
+
+def _taking_turns(messages: Sequence[Message]) -> list[Message]:
+    """Return messages of which no two neighbours are the user's, or the model's."""
+    turns: list[Message] = []
+    for message in messages:
+        before = turns[-1] if turns else {"role": "system"}
+        role = message["role"]
+        if role == before["role"] and role in ("user", "assistant"):
+            turns[-1] = _joined(before, message)
+        elif role == "assistant" and before["role"] == "system":
+            turns += [{"role": "user", "content": ""}, message]
+        elif role == "user" and before["role"] == "tool":
+            # Behind a result only the model speaks.
+            turns[-1] = {**before, "content": _text_of([before, message])}
+        else:
+            turns.append(message)
+    return turns
+
+
+def _joined(first: Message, second: Message) -> Message:
+    if isinstance(first["content"], str) and isinstance(second["content"], str):
+        content: Any = _text_of([first, second])
+    else:
+        content = [*_parts(first["content"]), *_parts(second["content"])]
+    calls = [*first.get("tool_calls", ()), *second.get("tool_calls", ())]
+    more = {"tool_calls": calls} if calls else {}
+    return {**first, **second, "content": content, **more}
+
+
+def _parts(content: Any) -> list[dict[str, Any]]:
+    if isinstance(content, list):
+        return content
+    return [{"type": "text", "text": content}] if content else []
+
+
+def _text_of(messages: Sequence[Message]) -> str:
+    texts = []
+    for message in messages:
+        parts = _parts(message["content"])
+        texts.append("".join(part.get("text", "") for part in parts))
+    return "\n\n".join(text for text in texts if text)

@@ -1,0 +1,159 @@
+"""Token ids of a chat, in what its answer begins, and the marks within the answer.
+
+This module is imported by name only, since it imports all of mlx-lm's server.
+"""
+
+import threading
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from mlx_lm.generate import make_text_state_machine
+from mlx_lm.server import convert_chat
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tool_parsers import json_tools
+
+from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.server.answer_parts import NORMAL, REASONING, Marks
+from mlx_speculation.server.api_errors import ApiError, invalid
+from mlx_speculation.server.prompts.fitted import fitted
+from mlx_speculation.server.prompts.traits import Message, Traits, probed
+from mlx_speculation.server.request import Chat
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A prompt."""
+
+    tokens: list[int]
+    state: str  # in which its answer begins, of `answer_parts`
+
+
+class ChatTemplate:
+    """The chat template of one tokenizer, from any thread.
+
+    Attributes:
+        tool_parser: reads calls in answers.
+        call_marks: the beginning and the end of a call.
+    """
+
+    def __init__(self, tokenizer: TokenizerWrapper, args: dict[str, Any]) -> None:
+        self._tokenizer, self._args = tokenizer, args
+        self._lock = threading.Lock()
+        self._has_template = bool(tokenizer.has_chat_template)
+        has_calls = bool(tokenizer.has_tool_calling)
+        # Where a template has no tools, they are described to the model.
+        own = json_tools
+        self.tool_parser = tokenizer.tool_parser if has_calls else own.parse_tool_call
+        self.call_marks = (
+            (tokenizer.tool_call_start, tokenizer.tool_call_end)
+            if has_calls
+            else (own.tool_call_start, own.tool_call_end)
+        )
+        self._plain = _marks(tokenizer)
+        self._with_calls = self._plain if has_calls else _marks(_Described(tokenizer))
+
+    @cached_property
+    def traits(self) -> Traits:
+        """What the template knows; found out when a chat first comes."""
+        if not self._has_template:
+            return Traits(tools=False, calls=False)
+        has_calls = bool(self._tokenizer.has_tool_calling)
+        return probed(self._text, has_tool_calls=has_calls)
+
+    def marks(self, tools: bool) -> Marks:
+        """Return the marks of an answer to a chat with tools, or without."""
+        return self._with_calls if tools else self._plain
+
+    def rendered(self, chat: Chat) -> Rendered:
+        """Return the prompt of a chat without images.
+
+        Raises:
+            ApiError: the template refuses the messages.
+        """
+        args = {**self._args, **chat.template_args}
+        try:
+            with self._lock:
+                traits = self.traits
+                messages = fitted(chat.messages, chat.tools, traits)
+                tools = list(chat.tools) if traits.tools and chat.tools else None
+                if not self._has_template:
+                    texts = [{**m, "content": m["content"] or ""} for m in messages]
+                    return Rendered(self._tokenizer.encode(convert_chat(texts)), NORMAL)
+                tokens = self._tokenizer.apply_chat_template(
+                    messages, add_generation_prompt=True, tools=tools, **args
+                )
+        except Exception as error:  # a template raises what it likes
+            raise refused(error) from error
+        ids = [int(token) for token in tokens]
+        return Rendered(ids, self.state_after(ids))
+
+    def with_images(self, chat: Chat) -> tuple[list[Message], dict[str, Any]]:
+        """Return the messages of a chat with images, and what its template takes."""
+        args = {**self._args, **chat.template_args}
+        if chat.tools and self.traits.tools:
+            args["tools"] = list(chat.tools)
+        return fitted(chat.messages, chat.tools, self.traits), args
+
+    def state_after(self, tokens: list[int]) -> str:
+        """Return in what the answer to a prompt begins."""
+        tokenizer = self._tokenizer
+        state = NORMAL
+        if tokenizer.has_thinking:
+            start = tokenizer.rfind_think_start(tokens)
+            if start > tokenizer.rfind_think_end(tokens):
+                state = REASONING
+        return str(tokenizer.response_initial_state or state)
+
+    def _text(self, messages: list[Message], tools: Any) -> str:
+        return str(
+            self._tokenizer.apply_chat_template(
+                messages,
+                tokenize=False,
+                add_generation_prompt=True,
+                tools=tools,
+                **self._args,
+            )
+        )
+
+
+class _Described:
+    """A tokenizer whose template has no tools, with marks of calls all the same."""
+
+    has_tool_calling = True
+    tool_call_start = json_tools.tool_call_start
+    tool_call_end = json_tools.tool_call_end
+
+    def __init__(self, tokenizer: TokenizerWrapper) -> None:
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+def refused(error: Exception) -> ApiError:
+    """Return what a client learns of a template that has raised."""
+    if isinstance(error, InvalidRequestError):
+        return invalid(str(error), "messages")
+    return invalid(
+        f"The chat template refused the messages: {type(error).__name__}: "
+        f"{str(error)[:200]}",
+        "messages",
+    )
+
+
+def _marks(tokenizer: Any) -> Marks:
+    return Marks(make_text_state_machine(tokenizer), _marks_of(tokenizer))
+
+
+def _marks_of(tokenizer: Any) -> tuple[str, ...]:
+    """Return all marks that `make_text_state_machine` lets the machine look for."""
+    edges = [
+        mark for edges in tokenizer.response_transitions.values() for mark, _ in edges
+    ]
+    ends = (
+        *(tokenizer.think_start, tokenizer.think_end),
+        *(tokenizer.tool_call_start, tokenizer.tool_call_end),
+    )
+    marks = (*ends, *(tokenizer.structural_markers or ()), *edges)
+    return tuple(mark for mark in marks if mark)

@@ -1,0 +1,96 @@
+"""Probes of a chat template: short chats are rendered, and looked through.
+
+A template that raises, or leaves a text out, does not know what it was given. One that
+renders proves little, so a probe looks for the words that it has put in.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+Message = dict[str, Any]
+# Renders messages with tools; raises what the template raises.
+Render = Callable[[list[Message], list[dict[str, Any]] | None], str]
+
+LONG_ID, SHORT_ID = "call_probe0000000001", "probe0001"
+USER: Message = {"role": "user", "content": "userprobe"}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "toolprobe",
+        "description": "A probe.",
+        "parameters": {
+            "type": "object",
+            "properties": {"argprobe": {"type": "string"}},
+        },
+    },
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """What a chat template knows."""
+
+    system: bool = True  # messages of the role system
+    neighbours: bool = True  # two messages of one role in a row
+    tools: bool = True  # descriptions of tools
+    calls: bool = True  # calls, and results of the role tool
+    text_arguments: bool = False  # arguments of calls as JSON text, not as objects
+    short_ids: bool = False  # ids of calls of nine letters and digits alone
+
+
+def probed(render: Render, *, has_tool_calls: bool) -> Traits:
+    """Return the traits of a template.
+
+    Args:
+        render: of the template.
+        has_tool_calls: whether calls in its model's answers can be read.
+    """
+
+    def shown(messages: list[Message], tools: Any = None) -> str:
+        try:
+            return render(messages, tools)
+        except Exception:  # a template raises what it likes
+            return ""
+
+    two = [USER, {"role": "user", "content": "secondprobe"}]
+    tools = has_tool_calls and "toolprobe" in shown([USER], [TOOL])
+    kind = _call_kind(shown) if tools else None
+    return Traits(
+        system="systemprobe" in shown([_system(), USER]),
+        neighbours="secondprobe" in shown(two),
+        tools=tools,
+        calls=kind is not None,
+        text_arguments=kind is not None and kind[0],
+        short_ids=kind is not None and kind[1],
+    )
+
+
+def _system() -> Message:
+    return {"role": "system", "content": "systemprobe"}
+
+
+def _call_kind(shown: Callable[..., str]) -> tuple[bool, bool] | None:
+    """Return whether arguments are texts and ids short; None: calls are left out."""
+    for short in (False, True):
+        for text in (False, True):
+            arguments: Any = {"argprobe": "valueprobe"}
+            given = '{"argprobe": "valueprobe"}' if text else arguments
+            seen = shown(_turns(given, SHORT_ID if short else LONG_ID), [TOOL])
+            # An object that is concatenated looks as Python shows it.
+            as_python = "'argprobe'" in seen
+            wanted = ("valueprobe", "argprobe", "resultprobe")
+            escaped = '{\\"argprobe' in seen
+            if all(word in seen for word in wanted) and not as_python and not escaped:
+                return text, short
+    return None
+
+
+def _turns(arguments: Any, call_id: str) -> list[Message]:
+    function = {"name": "toolprobe", "arguments": arguments}
+    call = {"id": call_id, "type": "function", "function": function}
+    return [
+        USER,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "resultprobe", "tool_call_id": call_id},
+    ]

@@ -1,0 +1,89 @@
+"""Bodies of requests as pydantic models, and their errors as those of the APIs.
+
+A null counts as not given. Types are strict: a number in quotes is no number.
+"""
+
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from mlx_speculation.server.api_errors import ApiError, invalid
+
+
+class RequestModel(BaseModel):
+    """An object of a request; names that it has no field for are passed over."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", hide_input_in_errors=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        values = {name: value for name, value in given.items() if value is not None}
+        cls.check_names(values)
+        return values
+
+    @classmethod
+    def check_names(cls, values: dict[str, Any]) -> None:
+        """Raise where a name is not taken."""
+
+
+class StrictModel(RequestModel):
+    """An object whose unknown names are refused: each might have changed the text."""
+
+    where: ClassVar[str] = ""  # its name in a message, with a dot at the end
+    advice: ClassVar[str] = "Leave it out."
+    not_offered: ClassVar[dict[str, str]] = {}  # what to do instead
+    no_effect: ClassVar[frozenset[str]] = frozenset()  # passed over
+
+    @classmethod
+    def check_names(cls, values: dict[str, Any]) -> None:
+        """Refuse unknown names, and say what may have been meant."""
+        for name in values.keys() - cls.model_fields.keys() - cls.no_effect:
+            shown = cls.where + name[:100]
+            if name in cls.not_offered:
+                raise invalid(
+                    f"{shown} is not offered here. {cls.not_offered[name]}", shown
+                )
+            near = get_close_matches(name[:100], cls.model_fields, n=1, cutoff=0.75)
+            meant = f"Did you mean {cls.where + near[0]!r}?" if near else cls.advice
+            raise invalid(
+                f"{shown!r} is not known here. {meant}",
+                shown,
+                code="unknown_parameter",
+            )
+
+
+def as_invalid(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
+    """Return the first of pydantic's errors as an error of the request."""
+    error = errors[0]
+    path, value = [], body
+    for step in error["loc"][1:]:  # the first is "body"
+        # A step may name a member of a union, which the body does not have.
+        of_list = (
+            isinstance(value, list) and isinstance(step, int) and step < len(value)
+        )
+        if of_list or (isinstance(value, Mapping) and step in value):
+            value = value[step]
+        elif error["type"] == "missing":
+            value = None
+        else:
+            break
+        path.append(step)
+    param = ""
+    for step in path:
+        param += f"[{step}]" if isinstance(step, int) else f".{str(step)[:100]}"
+    param = param.removeprefix(".")
+    shown = f"{param} is {short(value)}" if param else "The body"
+    return invalid(f"{shown}: {error['msg']}.", param or None)
+
+
+def short(value: Any) -> str:
+    """Show a value of any size; `repr` of a number with many digits would raise."""
+    if isinstance(value, int) and abs(value) >= 10**40:
+        return "a number of more than 40 digits"
+    shown = repr(value[:200]) if isinstance(value, str) else repr(value)
+    return shown if len(shown) <= 200 else f"{shown[:200]}..."

@@ -1,0 +1,237 @@
+"""Routes: one for each path, with the models of bodies that OpenAPI shows."""
+
+import asyncio
+import logging
+import time
+from datetime import UTC, datetime
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
+
+from mlx_speculation import __version__
+from mlx_speculation.server.answering import Answering
+from mlx_speculation.server.api_errors import ApiError, as_api_error
+from mlx_speculation.server.apis.chat_completions import FINGERPRINT, ChatFace
+from mlx_speculation.server.apis.chat_request import ChatBody
+from mlx_speculation.server.apis.completions import CompletionBody, CompletionFace
+from mlx_speculation.server.apis.messages import MessagesFace
+from mlx_speculation.server.apis.messages_request import (
+    CountBody,
+    MessagesBody,
+    messages_request,
+)
+from mlx_speculation.server.apis.responses import ResponsesFace
+from mlx_speculation.server.apis.responses_request import ResponsesBody
+from mlx_speculation.server.config import Settings
+from mlx_speculation.server.engine_thread import Worker
+from mlx_speculation.server.job import ClientLeftError
+from mlx_speculation.server.metrics import Metrics
+from mlx_speculation.server.middleware import Gate
+from mlx_speculation.server.request import as_invalid, parsed
+
+LOG = logging.getLogger("mlx_speculation.server")
+CHATS = ("/v1/chat/completions", "/chat/completions")
+TEXTS, MESSAGES, RESPONSES = "/v1/completions", "/v1/messages", "/v1/responses"
+MODELS = "/v1/models"
+POSTED = (*CHATS, TEXTS, MESSAGES, f"{MESSAGES}/count_tokens", RESPONSES)
+GOTTEN = ("/", MODELS, "/health", "/metrics", "/docs", "/openapi.json")
+WELCOME = {
+    "server": FINGERPRINT,
+    "api": "OpenAI's Chat Completions, Responses and completions; Anthropic's Messages",
+    "paths": [CHATS[0], *POSTED[2:], *GOTTEN[1:]],
+}
+# A body of so many bytes is parsed in a thread: others do not wait for it.
+LARGE_BODY = 1 << 16
+
+
+class JsonRequest(Request):
+    """A request whose JSON is parsed with limits."""
+
+    async def json(self) -> Any:
+        """Return the object that the body holds; see `parsed`."""
+        raw = await self.body()
+        if len(raw) < LARGE_BODY:
+            return parsed(raw)
+        return await asyncio.to_thread(parsed, raw)
+
+
+class Api:
+    """What the routes answer with.
+
+    Attributes:
+        answering: answers requests; set once the models are loaded.
+    """
+
+    answering: Answering
+
+    def __init__(self, settings: Settings, metrics: Metrics) -> None:
+        self._settings, self._metrics = settings, metrics
+        self._created = int(time.time())
+        self.worker: Worker | None = None
+
+    def begin(self, worker: Worker) -> None:
+        """Answer with an engine whose models are loaded."""
+        self.worker = worker
+        self.answering = Answering(worker, self._settings, self._metrics)
+
+    def app(self) -> ASGIApp:
+        """Return the app, behind its checks."""
+        app = FastAPI(
+            title="mlx-speculation",
+            version=__version__,
+            redoc_url=None,
+            exception_handlers={
+                ApiError: self._failed,
+                HTTPException: self._failed,
+                RequestValidationError: self._failed,
+                ClientLeftError: self._left,
+                Exception: self._failed,
+            },
+            redirect_slashes=False,
+        )
+        self._add_posted(app)
+        self._add_gotten(app)
+        gate: ASGIApp = Gate(app, self._settings, self._metrics.refused)
+        if self._settings.allowed_origins:
+            gate = CORSMiddleware(
+                gate,
+                allow_origins=self._settings.allowed_origins,
+                allow_methods=["*"],
+                allow_headers=["*"],
+            )
+        return gate
+
+    def _add_posted(self, app: FastAPI) -> None:
+        answer = self._answer
+
+        async def chat(body: ChatBody, http: Request) -> Response:
+            """Answer a chat, by the tokenizer's template."""
+            return await answer(http, ChatFace, body)
+
+        async def text(body: CompletionBody, http: Request) -> Response:
+            """Continue a text, or a list of token ids."""
+            return await answer(http, CompletionFace, body)
+
+        async def messages(body: MessagesBody, http: Request) -> Response:
+            """Answer in Anthropic's Messages API."""
+            return await answer(http, MessagesFace, body)
+
+        async def count(body: CountBody, http: Request) -> dict[str, int]:
+            """Count the tokens of a prompt."""
+            tokens = await self.answering.count(
+                http, lambda settings: messages_request(body, settings)
+            )
+            return {"input_tokens": tokens}
+
+        async def responses(body: ResponsesBody, http: Request) -> Response:
+            """Answer in OpenAI's Responses API, which stores nothing here."""
+            return await answer(http, ResponsesFace, body)
+
+        handlers: list[Any] = [chat, chat, text, messages, count, responses]
+        for path, handler in zip(POSTED, handlers, strict=True):
+            app.add_api_route(path, handler, methods=["POST"], response_model=None)
+
+    def _add_gotten(self, app: FastAPI) -> None:
+        @app.get("/")
+        @app.head("/", include_in_schema=False)
+        @app.head("/api/hello", include_in_schema=False)
+        async def welcome() -> dict[str, Any]:
+            """Say what is served here."""
+            return WELCOME
+
+        @app.get("/health")
+        async def health() -> Response:
+            """Say whether requests are taken."""
+            ready = self.worker is not None and self.worker.ready
+            status = "ok" if ready else "unavailable"
+            return JSONResponse({"status": status}, 200 if ready else 503)
+
+        @app.get("/metrics")
+        async def metrics() -> Response:
+            """Return all counts, for Prometheus."""
+            page, kind = self._metrics.page()
+            return Response(page, headers={"Content-Type": kind})
+
+        @app.get(MODELS)
+        async def models() -> dict[str, Any]:
+            """List what is served, for OpenAI's and Anthropic's clients."""
+            own = self._model()
+            ends = {"first_id": own["id"], "last_id": own["id"], "has_more": False}
+            return {"object": "list", "data": [own], **ends}
+
+        # Names of repositories hold a slash.
+        @app.get(f"{MODELS}/{{name:path}}")
+        async def model(name: str) -> dict[str, Any]:
+            """Describe one model."""
+            if name not in self._settings.names:
+                raise ApiError(
+                    404,
+                    f"The model {name[:200]!r} is not served here.",
+                    param="model",
+                    code="model_not_found",
+                )
+            return self._model()
+
+    def _model(self) -> dict[str, Any]:
+        name, created = self._settings.names[0], self._created
+        return {
+            "id": name,
+            "object": "model",
+            "type": "model",
+            "display_name": name,
+            "created": created,
+            "created_at": datetime.fromtimestamp(created, UTC).isoformat(),
+            "owned_by": "mlx-speculation",
+        }
+
+    async def _answer(self, http: Request, face: Any, body: Any) -> Response:
+        return await self.answering.answer(http, lambda settings: face(body, settings))
+
+    async def _failed(self, http: Request, error: Any) -> Response:
+        """Return an error in the form of the API that was asked."""
+        answer = _as_error(http, error)
+        self._metrics.refused(answer.status)
+        path = http.url.path
+        return JSONResponse(
+            answer.body_for(path), answer.status, headers=answer.headers
+        )
+
+    async def _left(self, http: Request, error: ClientLeftError) -> Response:
+        LOG.info("a client went away")
+        return Response(status_code=499)
+
+
+def _as_error(http: Request, error: Any) -> ApiError:
+    cause = error.__cause__
+    if isinstance(error, RequestValidationError):
+        return as_invalid(error.errors(), error.body)
+    if isinstance(error, HTTPException):
+        if isinstance(cause, ApiError):  # of the body, which FastAPI reads
+            return cause
+        if error.status_code in (404, 405):
+            return _no_such_path(http.method, http.url.path)
+        return ApiError(error.status_code, str(error.detail))
+    return as_api_error(error)
+
+
+def _no_such_path(method: str, path: str) -> ApiError:
+    """Return the error of a path that is not there, or takes another method."""
+    takes = {**dict.fromkeys(POSTED, "POST"), **dict.fromkeys(GOTTEN, "GET")}
+    other = takes.get(path)
+    if other is not None and other != method:
+        json = " with a JSON object" if other == "POST" else ""
+        return ApiError(
+            405,
+            f"{path[:200]!r} takes no {method}. Send a {other}{json}.",
+            code="no_method",
+        )
+    return ApiError(
+        404,
+        f"There is no {method} {path[:200]!r} here. GET / lists the paths.",
+        code="no_path",
+    )

@@ -1,0 +1,110 @@
+"""A constraint that begins where thinking ends.
+
+While the model thinks any token may come, but for the end of the text. Once the tokens
+of the end mark have come, the inner constraint begins. With a budget the mark is all
+that may come after so many tokens, so that the answer has room.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_speculation.errors import ConstraintError
+from mlx_speculation.samplers.constraints.base import Constraint, ConstraintState
+
+
+class AfterThinking:
+    """Free thinking, then an inner constraint; see `Constraint`."""
+
+    def __init__(
+        self,
+        mark: Sequence[int],  # the tokens that end thinking
+        ids: int,  # the number of token ids
+        *,
+        inner: Constraint | None = None,  # of the answer; None: any text
+        budget: int | None = None,  # tokens of thinking; None: any number
+    ) -> None:
+        self.mark, self.inner, self.budget = tuple(mark), inner, budget
+        self.anything = np.ones(ids, dtype=np.bool_)
+        self.only = {token: _only(token, ids) for token in self.mark}
+
+    def begin(self) -> "ThinkingState":
+        """Return a state before the first generated token."""
+        return ThinkingState(self, 0, 0, None)
+
+
+class ThinkingState:
+    """A place in one text, of which the thinking comes first."""
+
+    def __init__(
+        self,
+        whole: AfterThinking,
+        count: int,  # tokens of thinking so far
+        matched: int,  # of the mark's tokens, the last ones that have come
+        answer: ConstraintState | None,  # of the inner constraint, once it has begun
+    ) -> None:
+        self._whole, self._count = whole, count
+        self._matched, self._answer = matched, answer
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """Return which token ids may come next, bool [ids]."""
+        if self._answer is not None:
+            return self._answer.allowed()
+        if self._forced:
+            return self._whole.only[self._whole.mark[self._matched]]
+        return self._whole.anything
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the text may end here."""
+        if self._answer is not None:
+            return self._answer.may_end
+        return self._ended
+
+    def advance(self, token: int) -> None:
+        """Go on by one token; see `ConstraintState`."""
+        whole = self._whole
+        if self._answer is not None:
+            self._answer.advance(token)
+            return
+        if self._forced and token != whole.mark[self._matched]:
+            raise ConstraintError(
+                f"Token {token} is not allowed: the thinking has had its "
+                f"{whole.budget} tokens. Take one that allowed() names."
+            )
+        self._count += 1
+        if self._ended:
+            return
+        self._matched = _matched(whole.mark, self._matched, token)
+        if self._ended and whole.inner is not None:
+            self._answer = whole.inner.begin()
+
+    def fork(self) -> "ThinkingState":
+        """Return a state at the same place."""
+        answer = None if self._answer is None else self._answer.fork()
+        return ThinkingState(self._whole, self._count, self._matched, answer)
+
+    @property
+    def _ended(self) -> bool:
+        return self._matched == len(self._whole.mark)
+
+    @property
+    def _forced(self) -> bool:
+        budget = self._whole.budget
+        return budget is not None and self._count >= budget and not self._ended
+
+
+def _matched(mark: Sequence[int], count: int, token: int) -> int:
+    """Return how many tokens of a mark the last ones are, after one more."""
+    seen = (*mark[:count], token)
+    for start in range(len(seen)):
+        if tuple(mark[: len(seen) - start]) == seen[start:]:
+            return len(seen) - start
+    return 0
+
+
+def _only(token: int, ids: int) -> NDArray[np.bool_]:
+    mask = np.zeros(ids, dtype=np.bool_)
+    mask[token] = True
+    return mask

@@ -1,0 +1,168 @@
+"""Servers whose answers are scripted, through the real engine.
+
+A script looks at a request and says what the model is to say. Its text becomes a
+constraint that allows one token at a time: prompts, caches, rounds, drafts and streams
+are those of any request, and only the choice among the logits is made beforehand.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
+from mlx_lm.tool_parsers import json_tools
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from mlx_speculation import PrefixCache, SpeculativeGenerator, demo_models
+from mlx_speculation.server import Server
+from mlx_speculation.server.answering import Answering
+from mlx_speculation.server.job import Job
+from mlx_speculation.server.request import GenerationRequest
+from support.models.tiny_models import build
+from support.processes.servers import nearly, serving
+
+# What the model is to say; None: what it likes.
+Script = Callable[[GenerationRequest], str | None]
+SPECIAL = ("<|im_start|>", "<|im_end|>", "<think>", "</think>")
+# In the manner of Qwen's: it raises where an instruction comes later.
+TEMPLATE = """\
+{%- if messages[0].role == 'system' or tools %}{{ '<|im_start|>system\\n' }}
+{%- if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}
+{%- if tools %}{{ '\\n<tools>' }}
+{%- for tool in tools %}{{ '\\n' }}{{ tool | tojson }}{% endfor %}
+{{- '\\n</tools>' }}{% endif %}
+{{- '<|im_end|>\\n' }}{% endif %}
+{%- for m in messages %}
+{%- if m.role == 'system' and not loop.first %}
+{{- raise_exception('System message must be at the beginning.') }}
+{%- elif m.role == 'tool' %}
+{{- '<|im_start|>user\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}
+{{- '<|im_end|>\\n' }}
+{%- elif m.role != 'system' %}
+{{- '<|im_start|>' + m.role + '\\n' }}
+{%- if m.reasoning_content %}
+{{- '<think>\\n' + m.reasoning_content + '\\n</think>\\n\\n' }}{% endif %}
+{{- m.content }}
+{%- for call in m.tool_calls or [] %}{%- set tool_call = call.function %}
+{{- '\\n<tool_call>\\n{"name": "' + tool_call.name + '", "arguments": ' }}
+{{- tool_call.arguments | tojson }}{{ '}\\n</tool_call>' }}
+{%- endfor %}{{- '<|im_end|>\\n' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is defined and enable_thinking is false %}
+{{- '<think>\\n\\n</think>\\n\\n' }}{% elif opens_thinking %}{{ '<think>\\n' }}{% endif %}
+{%- endif %}"""
+
+
+class Forced:
+    """One text, as a constraint; see `Constraint`."""
+
+    def __init__(self, tokens: list[int], ids: int, place: int = 0) -> None:
+        self._tokens, self._ids, self._place = tokens, ids, place
+
+    def begin(self) -> "Forced":
+        return Forced(self._tokens, self._ids)
+
+    def allowed(self) -> NDArray[np.bool_]:
+        mask = np.zeros(self._ids, dtype=np.bool_)
+        if not self.may_end:
+            mask[self._tokens[self._place]] = True
+        return mask
+
+    @property
+    def may_end(self) -> bool:
+        return self._place == len(self._tokens)
+
+    def advance(self, token: int) -> None:
+        assert token == self._tokens[self._place]
+        self._place += 1
+
+    def fork(self) -> "Forced":
+        return Forced(self._tokens, self._ids, self._place)
+
+
+@cache
+def agent_tokenizer() -> TokenizerWrapper:
+    """Return the demo's tokenizer with thinking, calls in JSON and that template."""
+    file = demo_models()["draft"] / "tokenizer.json"
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_file(str(file)),
+        chat_template=TEMPLATE,
+        eos_token=SPECIAL[1],
+        model_max_length=1 << 30,
+    )
+    fast.add_special_tokens({"additional_special_tokens": list(SPECIAL)})
+    return TokenizerWrapper(
+        fast,
+        BPEStreamingDetokenizer,
+        eos_token_ids=[fast.convert_tokens_to_ids(SPECIAL[1])],
+        tool_call_start=json_tools.tool_call_start,
+        tool_call_end=json_tools.tool_call_end,
+        tool_parser=json_tools.parse_tool_call,
+    )
+
+
+def agent_maker(
+    draft: str | None = None, kind: str = "llama"
+) -> Callable[[PrefixCache | None], SpeculativeGenerator]:
+    """Return what makes a generator of a tiny target over that tokenizer.
+
+    Args:
+        draft: "near" for a model that is often right, "lookup", or None.
+        kind: of the target.
+    """
+
+    def make(prefixes: PrefixCache | None) -> SpeculativeGenerator:
+        tokenizer = agent_tokenizer()
+        vocab = len(tokenizer._tokenizer)
+        target = build(kind, vocab=vocab)
+        drafts: Any = draft
+        if draft == "near":
+            drafts = nearly(target, build(kind, vocab=vocab), 0.03, 1)
+        return SpeculativeGenerator(
+            target, tokenizer, draft=drafts, prefix_cache=prefixes
+        )
+
+    return make
+
+
+@contextmanager
+def scripted(
+    script: Script,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    draft: str | None = None,
+    limits: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Iterator[Server]:
+    """Run a server whose answers a script says."""
+    real = Answering._constraint
+
+    def constraint(own: Answering, job: Job, state: str, held: Any) -> Any:
+        text = script(job.request)
+        if text is None:
+            return real(own, job, state, held)
+        ids = own._worker.token_ids
+        tokens = agent_tokenizer().encode(text, add_special_tokens=False)
+        return Forced(tokens, ids)
+
+    monkeypatch.setattr(Answering, "_constraint", constraint)
+    usual = {"max_tokens": 0, "prompt_tokens": 0, "read_seconds": 30.0}
+    with serving(
+        agent_maker(draft),
+        draft=draft,
+        limits={**usual, **(limits or {})},
+        prefixes=PrefixCache(1 << 30),
+        **settings,
+    ) as server:
+        yield server
+
+
+def call(name: str, arguments: str) -> str:
+    """Return a call as the model says it."""
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
