@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from mlx_speculation import PrefixCache, SpeculativeGenerator, demo_models
-from mlx_speculation.server import Server
+from mlx_speculation.server import Defaults, Server
 from mlx_speculation.server.answering import Answering
 from mlx_speculation.server.job import Job
 from mlx_speculation.server.request import GenerationRequest
@@ -55,7 +55,7 @@ TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}
 {%- if enable_thinking is defined and enable_thinking is false %}
-{{- '<think>\\n\\n</think>\\n\\n' }}{% elif opens_thinking %}{{ '<think>\\n' }}{% endif %}
+{{- '<think>\\n\\n</think>\\n\\n' }}{% endif %}
 {%- endif %}"""
 
 
@@ -120,10 +120,10 @@ def agent_maker(
     def make(prefixes: PrefixCache | None) -> SpeculativeGenerator:
         tokenizer = agent_tokenizer()
         vocab = len(tokenizer._tokenizer)
-        target = build(kind, vocab=vocab)
+        target = build(kind, vocab=vocab, layers=1)
         drafts: Any = draft
         if draft == "near":
-            drafts = nearly(target, build(kind, vocab=vocab), 0.03, 1)
+            drafts = nearly(target, build(kind, vocab=vocab, layers=1), 0.03, 1)
         return SpeculativeGenerator(
             target, tokenizer, draft=drafts, prefix_cache=prefixes
         )
@@ -157,6 +157,7 @@ def scripted(
         agent_maker(draft),
         draft=draft,
         limits={**usual, **(limits or {})},
+        defaults=Defaults(),
         prefixes=PrefixCache(1 << 30),
         **settings,
     ) as server:

@@ -68,7 +68,8 @@ class MessagesFace:
                 self._spaces = "" if part.text.strip() else part.text
                 if self._spaces:
                     continue
-                part = Text(part.text.lstrip("\n")) if self._index else part
+                if self._index or self._open is not None:
+                    part = Text(part.text.lstrip("\n"))
             yield from self._grown(part)
 
     def end_text(self, choice: int, ending: Ending) -> Iterable[bytes]:

@@ -1,0 +1,265 @@
+"""Coding agents as users run them, against a target whose answers are scripted.
+
+Each of them reads a file, edits it, runs a command and ends: five turns of which the
+model's are scripted (`support/processes/scripted_servers.py`). They are installed from
+the package indexes into `build/agents`; where these cannot be reached, the tests are
+skipped and say so. HOME is a folder of the test.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_speculation.server.request import GenerationRequest
+from support.processes.scripted_servers import call, scripted
+
+pytestmark = pytest.mark.slow
+FOLDER = Path(__file__).parents[2] / "build" / "agents"
+CLAUDE, CODEX, OPENCODE, AIDER = (
+    *("@anthropic-ai/claude-code@2.1.332", "@openai/codex@0.171.0"),
+    *("opencode-ai@1.18.33", "aider-chat==0.86.2"),
+)
+BEFORE, AFTER = (
+    "def add(a, b):\n    return a - b\n",
+    "def add(a, b):\n    return a + b\n",
+)
+RUN = "python3 -c 'import a; print(a.add(2, 3))'"
+END = "All done: add is right now."
+SETTINGS = {  # by which opencode speaks each of the three APIs
+    "chat": "@ai-sdk/openai-compatible",
+    "messages": "@ai-sdk/anthropic",
+    "responses": "@ai-sdk/openai",
+}
+
+
+def run(*command: str | Path, seconds: float = 300, **options: Any) -> Any:
+    """Run a command, and return what it said."""
+    return subprocess.run(
+        [*map(str, command)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+        **options,
+    )
+
+
+@cache
+def npm(package: str, program: str) -> Path:
+    """Return a program of npm's, installed once; skip where it cannot be had."""
+    folder = FOLDER / package.strip("@").replace("/", "-")
+    found = folder / "node_modules" / ".bin" / program
+    if not found.exists():
+        if shutil.which("npm") is None:
+            pytest.skip("npm is not installed")
+        folder.mkdir(parents=True, exist_ok=True)
+        done = run("npm", "i", "--prefix", folder, "--no-audit", "--no-fund", package)
+        for script in folder.glob("node_modules/@anthropic-ai/*/install.cjs"):
+            run("node", script)
+        if done.returncode:
+            pytest.skip(f"npm cannot install {package}: {done.stderr[-300:]}")
+    return found
+
+
+@cache
+def aider() -> Path:
+    """Return aider's program, in an environment of its own."""
+    found = FOLDER / "aider" / "bin" / "aider"
+    if not found.exists():
+        run(sys.executable, "-m", "venv", FOLDER / "aider")
+        pip = FOLDER / "aider" / "bin" / "pip"
+        done = run(pip, "install", "-q", AIDER, seconds=900)
+        if done.returncode:
+            pytest.skip(f"pip cannot install {AIDER}: {done.stderr[-300:]}")
+    return found
+
+
+def sample(lines: str) -> str:
+    return f"<think>\nI shall {lines}.\n</think>\n\n"
+
+
+@dataclass
+class Session:
+    """One agent at work.
+
+    Attributes:
+        steps: makes what the model says in each turn, of the file and the tools' names.
+        asked: how many tool results each request had, and how many tools.
+    """
+
+    steps: Callable[[Path, Sequence[str]], list[str]]
+    work: Path
+    asked: list[tuple[int, int]] = field(default_factory=list)
+
+    def script(self, request: GenerationRequest) -> str:
+        """Say what the model says."""
+        chat = request.chat
+        assert chat is not None
+        names = [tool["function"]["name"] for tool in chat.tools]
+        results = sum(message["role"] == "tool" for message in chat.messages)
+        self.asked.append((results, len(names)))
+        if not names:  # a title
+            return '{"title": "Mend add"}' if request.schema else "Mend add"
+        steps = self.steps(self.work / "a.py", names)
+        return steps[results] if results < len(steps) else END
+
+
+def claude_steps(file: Path, names: Sequence[str]) -> list[str]:
+    path = str(file)
+    edit = {"file_path": path, "old_string": "a - b", "new_string": "a + b"}
+    ran = call("Bash", json.dumps({"command": RUN, "description": "Runs it"}))
+    return [
+        sample("read") + call("Read", json.dumps({"file_path": path})),
+        call("Edit", json.dumps(edit)),
+        f"Now it runs.\n{ran}",
+    ]
+
+
+def codex_steps(file: Path, names: Sequence[str]) -> list[str]:
+    def shell(command: str) -> str:
+        if "exec_command" in names:
+            return call("exec_command", json.dumps({"cmd": command}))
+        return call("shell", json.dumps({"command": ["bash", "-lc", command]}))
+
+    edit = shell("sed -i 's/a - b/a + b/' a.py")
+    return [sample("read") + shell("cat a.py"), edit, f"Now it runs.\n{shell(RUN)}"]
+
+
+def opencode_steps(file: Path, names: Sequence[str]) -> list[str]:
+    path = str(file)
+    edit = {"filePath": path, "oldString": "a - b", "newString": "a + b"}
+    ran = call("bash", json.dumps({"command": RUN, "description": "Runs it"}))
+    return [
+        sample("read") + call("read", json.dumps({"filePath": path})),
+        call("edit", json.dumps(edit)),
+        f"Now it runs.\n{ran}",
+    ]
+
+
+def claude(url: str, work: Path, home: Path) -> Any:
+    """Run Claude Code."""
+    names = {
+        "ANTHROPIC_BASE_URL": url,
+        "ANTHROPIC_AUTH_TOKEN": "x",
+        "ANTHROPIC_MODEL": "local",
+        "ANTHROPIC_DEFAULT_HAIKU_MODEL": "local",
+        "CLAUDE_CODE_MAX_CONTEXT_TOKENS": "65536",
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "DISABLE_TELEMETRY": "1",
+        "DISABLE_AUTOUPDATER": "1",
+        "IS_SANDBOX": "1",
+    }
+    program = npm(CLAUDE, "claude")
+    env = {**environment(work, home), **names}
+    options = ("-p", "Mend add in a.py", "--dangerously-skip-permissions")
+    return run(program, *options, cwd=work, env=env)
+
+
+def codex(url: str, work: Path, home: Path) -> Any:
+    """Run Codex."""
+    (home / "config.toml").write_text(
+        'model = "local"\nmodel_provider = "local"\nmodel_context_window = 65536\n'
+        'check_for_update_on_startup = false\nweb_search = "disabled"\n'
+        "[analytics]\nenabled = false\n[features]\nmulti_agent = false\n"
+        '[model_providers.local]\nname = "local"\nwire_api = "responses"\n'
+        f'base_url = "{url}/v1"\nstream_idle_timeout_ms = 1800000\n'
+    )
+    options = ("--skip-git-repo-check", "--sandbox", "danger-full-access")
+    env = {**environment(work, home), "CODEX_HOME": str(home)}
+    program = npm(CODEX, "codex")
+    return run(program, "exec", *options, "Mend add in a.py", cwd=work, env=env)
+
+
+def opencode(api: str) -> Callable[[str, Path, Path], Any]:
+    """Return what runs OpenCode over one of the APIs."""
+
+    def start(url: str, work: Path, home: Path) -> Any:
+        limit = {"context": 65536, "output": 8192}
+        provider = {
+            "npm": SETTINGS[api],
+            "options": {"baseURL": f"{url}/v1", "apiKey": "x"},
+            "models": {"local": {"tool_call": True, "limit": limit}},
+        }
+        config = {"autoupdate": False, "share": "disabled", "provider": {"X": provider}}
+        (work / "opencode.json").write_text(json.dumps(config))
+        off = {"OPENCODE_DISABLE_AUTOUPDATE": "1", "OPENCODE_DISABLE_MODELS_FETCH": "1"}
+        env = {**environment(work, home), **off}
+        options = ("run", "--model", "X/local", "Mend add in a.py")
+        return run(npm(OPENCODE, "opencode"), *options, cwd=work, env=env)
+
+    return start
+
+
+def environment(work: Path, home: Path) -> dict[str, str]:
+    own = {"HOME": str(home), "PWD": str(work)}
+    kept = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
+    return {**kept, **own}
+
+
+AGENTS: dict[str, tuple[Any, Any]] = {
+    "claude": (claude, claude_steps),
+    "codex": (codex, codex_steps),
+    **{f"opencode {api}": (opencode(api), opencode_steps) for api in SETTINGS},
+}
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_an_agent_reads_edits_runs_and_ends(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, steps = AGENTS[name]
+    said = []
+    for draft in (None, "near"):
+        work, home = tmp_path / f"work {draft}", tmp_path / f"home {draft}"
+        work.mkdir()
+        home.mkdir()
+        (work / "a.py").write_text(BEFORE)
+        session = Session(steps, work)
+        with scripted(
+            session.script, monkeypatch, draft=draft, names=("local",)
+        ) as server:
+            done = start(server.url, work, home)
+        assert done.returncode == 0, (done.stdout[-2000:], done.stderr[-2000:])
+        assert (work / "a.py").read_text() == AFTER
+        assert END in done.stdout
+        assert [r for r, tools in session.asked if tools] == [0, 1, 2, 3]
+        said.append(done.stdout.replace(str(work), "WORK"))
+    assert said[0] == said[1]
+
+
+def test_aider_edits_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    edit = (
+        "a.py\n```python\n<<<<<<< SEARCH\n    return a - b\n=======\n"
+        "    return a + b\n>>>>>>> REPLACE\n```\n"
+    )
+    whole = f"a.py\n```\n{AFTER}```\n"
+    (tmp_path / "a.py").write_text(BEFORE)
+
+    def script(request: GenerationRequest) -> str:
+        assert request.chat is not None
+        asked = str(request.chat.messages[0]["content"])
+        return edit if "SEARCH" in asked else whole
+
+    options = (
+        *("--model", "openai/local", "--no-show-model-warnings", "--no-git"),
+        *("--analytics-disable", "--no-check-update", "--no-show-release-notes"),
+        *("--no-detect-urls", "--no-gitignore", "--yes-always"),
+        *("--message", "Mend add", "a.py"),
+    )
+    program = aider()
+    with scripted(script, monkeypatch, names=("local",)) as server:
+        names = {"OPENAI_API_BASE": f"{server.url}/v1", "OPENAI_API_KEY": "x"}
+        env = {**environment(tmp_path, tmp_path), **names}
+        done = run(program, *options, cwd=tmp_path, env=env)
+    assert done.returncode == 0, (done.stdout[-2000:], done.stderr[-2000:])
+    assert (tmp_path / "a.py").read_text() == AFTER, done.stdout[-2000:]
