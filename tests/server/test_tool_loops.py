@@ -1,0 +1,109 @@
+"""Sessions of an agent through each API: what of their prompts is read again."""
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from mlx_speculation.server import Server
+from mlx_speculation.server.request import GenerationRequest
+from support.processes.scripted_servers import call, scripted
+from support.processes.servers import post
+
+TURNS, AGAIN = 20, 0.03
+HEAD = " ".join(f"Rule {i}: leave file_{i}.py as it is." for i in range(400))
+PARAMETERS = {"type": "object", "properties": {"path": {"type": "string"}}}
+
+
+def script(request: GenerationRequest) -> str:
+    """Call a tool in every turn, after a thought."""
+    assert request.chat is not None
+    number = len(request.chat.messages)
+    arguments = json.dumps({"path": f"src/file_{number}.py", "lines": [1, number]})
+    thought = f"<think>\nFile {number} is next.\n</think>\n\n"
+    return f"{thought}I read it.\n{call('read', arguments)}"
+
+
+@pytest.fixture(name="server", scope="module")
+def _server() -> Iterator[Server]:
+    with pytest.MonkeyPatch.context() as patch, scripted(script, patch) as server:
+        yield server
+
+
+def result(turn: int) -> str:
+    return f"{turn}: " + "def value(x): return x + 1  # kept\n" * 5
+
+
+def chats(server: Server) -> Iterator[tuple[int, int, int]]:
+    """Yield of each turn the prompt's tokens, those cached, and those generated."""
+    tools = [{"type": "function", "function": {"name": "read"}}]
+    tools[0]["function"]["parameters"] = PARAMETERS  # type: ignore[index]
+    messages: list[Any] = [{"role": "system", "content": HEAD}]
+    messages.append({"role": "user", "content": "Read all."})
+    for turn in range(TURNS):
+        body = {"messages": messages, "tools": tools}
+        answer = post(server, body, path="/v1/chat/completions").json
+        message = answer["choices"][0]["message"]
+        (made,) = message["tool_calls"]
+        messages.append(message)
+        messages.append({"role": "tool", "tool_call_id": made["id"]})
+        messages[-1]["content"] = result(turn)
+        usage = answer["usage"]
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        yield usage["prompt_tokens"], cached, usage["completion_tokens"]
+
+
+def messages(server: Server) -> Iterator[tuple[int, int, int]]:
+    tools = [{"name": "read", "input_schema": PARAMETERS}]
+    turns: list[Any] = [{"role": "user", "content": "Read all."}]
+    # The reminder keeps its place, but its form changes from turn to turn.
+    turns.append({"role": "system", "content": [{"type": "text", "text": "Be brief."}]})
+    for turn in range(TURNS):
+        head = [{"type": "text", "text": f"x-anthropic-billing-header: cch={turn:05};"}]
+        head.append({"type": "text", "text": HEAD, "cache_control": {}})  # type: ignore[dict-item]
+        body = {"max_tokens": 32_000, "system": head, "messages": turns, "tools": tools}
+        answer = post(server, body, path="/v1/messages").json
+        turns[1]["content"] = "Be brief."
+        called = answer["content"][-1]["id"]
+        block = {"type": "tool_result", "tool_use_id": called, "content": result(turn)}
+        turns.append({"role": "assistant", "content": answer["content"]})
+        turns.append({"role": "user", "content": [{**block, "cache_control": {}}]})
+        for each in turns[2:-1:2]:
+            for part in each["content"]:
+                part.pop("cache_control", None)
+        usage = answer["usage"]
+        cached = usage["cache_read_input_tokens"]
+        yield usage["input_tokens"] + cached, cached, usage["output_tokens"]
+
+
+def responses(server: Server) -> Iterator[tuple[int, int, int]]:
+    tools = [{"type": "function", "name": "read", "parameters": PARAMETERS}]
+    items: list[Any] = [{"role": "developer", "content": HEAD}]
+    items.append({"role": "user", "content": "Read all."})
+    for turn in range(TURNS):
+        body = {"input": items, "tools": tools, "store": False}
+        answer = post(server, body, path="/v1/responses").json
+        items += answer["output"]
+        called = answer["output"][-1]["call_id"]
+        items.append({"type": "function_call_output", "call_id": called})
+        items[-1]["output"] = [{"type": "input_text", "text": result(turn)}]
+        usage = answer["usage"]
+        cached = usage["input_tokens_details"]["cached_tokens"]
+        yield usage["input_tokens"], cached, usage["output_tokens"]
+
+
+@pytest.mark.parametrize("api", [chats, messages, responses])
+def test_a_session_reads_little_again(
+    api: Callable[[Server], Iterator[tuple[int, int, int]]], server: Server
+) -> None:
+    turns = list(api(server))
+    again, seen = 0, turns[0][0]
+    for prompt, cached, generated in turns[1:]:
+        new = prompt - seen  # of it the model has generated some, and holds them
+        again += max(0, prompt - cached - new)
+        seen = prompt
+        assert generated > 0
+    total = sum(prompt for prompt, _, _ in turns)
+    assert turns[0][0] > 5000
+    assert again <= AGAIN * total, (again, total)
