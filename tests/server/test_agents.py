@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from mlx_speculation.cli.commands.serve import agent_lines
 from mlx_speculation.server.request import GenerationRequest
 from support.processes.scripted_servers import call, scripted
 
@@ -198,6 +199,35 @@ def opencode(api: str) -> Callable[[str, Path, Path], Any]:
         return run(npm(OPENCODE, "opencode"), *options, cwd=work, env=env)
 
     return start
+
+
+LINES = {  # what follows the commands that `serve` prints
+    "claude": (0, " -p 'Mend add' --dangerously-skip-permissions", claude_steps),
+    "codex": (
+        1,
+        " exec --skip-git-repo-check --sandbox danger-full-access 'Mend add'",
+        codex_steps,
+    ),
+    "opencode": (2, " run 'Mend add'", opencode_steps),
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_the_commands_that_serve_prints_connect_an_agent(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number, options, steps = LINES[name]
+    package = {"claude": CLAUDE, "codex": CODEX, "opencode": OPENCODE}[name]
+    folder = npm(package, name).parent
+    (tmp_path / "a.py").write_text(BEFORE)
+    session = Session(steps, tmp_path)
+    with scripted(session.script, monkeypatch, names=("local",)) as server:
+        line = agent_lines(server.url, "local", 65536)[number] + options
+        env = environment(tmp_path, tmp_path)
+        more = {"IS_SANDBOX": "1", "PATH": f"{folder}:{env['PATH']}"}
+        done = run("sh", "-c", line, cwd=tmp_path, env={**env, **more})
+    assert done.returncode == 0, (done.stdout[-2000:], done.stderr[-2000:])
+    assert (tmp_path / "a.py").read_text() == AFTER
 
 
 def environment(work: Path, home: Path) -> dict[str, str]:

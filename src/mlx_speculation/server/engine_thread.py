@@ -104,6 +104,11 @@ class Worker:
         users = threading.main_thread(), self._starter
         return self._stop or not any(each.is_alive() for each in users)
 
+    @property
+    def longest(self) -> int:
+        """How many tokens a prompt and its text may have together."""
+        return self._longest
+
     def refuse(self, why: str) -> None:
         """Take no more requests."""
         self._closed = why

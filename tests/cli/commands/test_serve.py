@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from mlx_speculation import SpeculativeGenerator, demo_models
-from mlx_speculation.cli.commands.serve import AccessOptions
+from mlx_speculation.cli.commands.serve import AccessOptions, agent_lines
 from support.processes.commands import Commands
 from support.processes.programs import command_line
 
@@ -71,7 +71,9 @@ def test_it_serves_until_a_signal_ends_it() -> None:
         process.send_signal(signal.SIGTERM)
         rest = process.stderr.read()
         assert process.wait(30) == 0
-    assert rest == "ending\n"
+    *lines, last = rest.splitlines()
+    assert last == "ending"
+    assert lines == [*agent_lines(found[1].removesuffix("/v1"), "draft", 2048)]
     plain = SpeculativeGenerator.from_pretrained(DRAFT)
     expected = plain.generate("def add(first, second):", max_tokens=8).text
     assert answer["choices"][0]["text"] == expected

@@ -1,13 +1,17 @@
-"""`serve`: mlx-lm's own server, with this package's engine in it."""
+"""`serve`: the server of a model, for clients of three APIs."""
 
 import ipaddress
+import json
 import logging
 import os
+import shlex
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import typer
 
 from mlx_speculation.cli.console import Screen
 from mlx_speculation.cli.inputs import parsed_json
@@ -23,6 +27,8 @@ if TYPE_CHECKING:
     from mlx_speculation.server import Server
 
 KEY = "MLX_SPECULATION_API_KEY"
+# Where the config of a model does not say what it is made for.
+MOST_CONTEXT = 1 << 20
 Level = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 
 
@@ -129,11 +135,11 @@ def serve(
     ),
     log_level: Level = option("WARNING", "Level of the log."),
 ) -> None:
-    """Serve a model over HTTP with OpenAI's API."""
+    """Serve a model over HTTP with OpenAI's APIs and Anthropic's."""
     screen = Screen()
     template_args = _template_args(chat_template_args)
     begin(pair.blas, screen)
-    from mlx_speculation.server.server import Server
+    from mlx_speculation.server import Server
 
     logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s %(message)s")
     settings = Settings(
@@ -173,11 +179,52 @@ def _until_stopped(
     server.start()
     with suppress(KeyboardInterrupt):
         screen.say(f"{settings.names[0]} is served at {server.url}/v1")
+        context = min(server.worker.longest, MOST_CONTEXT)
+        for line in agent_lines(server.url, settings.names[0], context):
+            typer.echo(line, err=True)  # as it is, to be copied
         threading.Event().wait()
     screen.say("ending")
     if not server.stop(grace):
         logging.shutdown()
         os._exit(1)  # the interpreter would wait for the engine
+
+
+def agent_lines(url: str, model: str, context: int) -> tuple[str, ...]:
+    """Return the commands that connect coding agents.
+
+    Args:
+        url: of the server, without a path.
+        model: its name.
+        context: tokens of prompt and text together.
+    """
+    claude = {
+        "ANTHROPIC_BASE_URL": url,
+        "ANTHROPIC_AUTH_TOKEN": "none",
+        "ANTHROPIC_MODEL": model,
+        "ANTHROPIC_DEFAULT_HAIKU_MODEL": model,
+        "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(context),
+    }
+    provider = f'{{name="local", base_url="{url}/v1", wire_api="responses"}}'
+    codex = [
+        "model_provider=local",
+        f"model={model}",
+        f"model_context_window={context}",
+        f"model_providers.local={provider}",
+    ]
+    limit = {"context": context, "output": min(context // 2, 32_000)}
+    opencode = {
+        "npm": "@ai-sdk/openai-compatible",
+        "options": {"baseURL": f"{url}/v1", "apiKey": "none"},
+        "models": {model: {"tool_call": True, "limit": limit}},
+    }
+    whole = {"provider": {"local": opencode}}
+    config = shlex.quote(json.dumps(whole, separators=(",", ":")))
+    name = shlex.quote(f"local/{model}")
+    return (
+        " ".join(f"{k}={shlex.quote(v)}" for k, v in claude.items()) + " claude",
+        "codex " + " ".join(f"-c {shlex.quote(each)}" for each in codex),
+        f"OPENCODE_CONFIG_CONTENT={config} opencode --model {name}",
+    )
 
 
 def _names(model: str, name: str | None) -> tuple[str, ...]:
