@@ -25,7 +25,6 @@ from mlx_speculation import (
 from mlx_speculation.engine.batch.generator import BatchGenerator
 from mlx_speculation.server import Server, Settings, engine_thread
 from mlx_speculation.server import job as jobs
-from mlx_speculation.server.access import check_permission
 from mlx_speculation.server.api_errors import ApiError
 from mlx_speculation.server.engine_thread import Worker
 from mlx_speculation.server.middleware import check_permission
