@@ -118,8 +118,8 @@ def test_messages_whole_and_streamed_are_the_same(
     assert kinds[-1] == "message_stop"
     if name == "tools":
         assert shown(whole.content) == CALLED
-        assert whole.content[0].signature  # type: ignore[union-attr]
-        ids = [each.id for each in whole.content[2:]]  # type: ignore[union-attr]
+        assert whole.content[0].signature
+        ids = [each.id for each in whole.content[2:]]
         assert len(set(ids)) == 2
     assert whole.stop_reason == (
         "tool_use" if name in ("tools", "only") else "end_turn"
@@ -254,7 +254,7 @@ def test_a_schema_and_a_forced_tool_constrain_messages(
     thinking = {"type": "enabled", "budget_tokens": 1024} if thinks else None
     more: dict[str, Any] = {"thinking": thinking or {"type": "disabled"}}
     made = claude.messages.create(**asked("x", output_config=form, **more))
-    assert json.loads(made.content[-1].text)["a"] in ("x", "y")  # type: ignore[union-attr]
+    assert json.loads(made.content[-1].text)["a"] in ("x", "y")
     tool = [{"name": "pick", "input_schema": SCHEMA}]
     for choice in ({"type": "any"}, {"type": "tool", "name": "pick"}):
         forced = claude.messages.create(
@@ -380,8 +380,8 @@ def test_chat_streams_its_calls_and_reasoning(gpt: openai.OpenAI) -> None:
         thought += (delta.model_extra or {}).get("reasoning_content") or ""
         for each in delta.tool_calls or ():
             if each.id:
-                calls[each.index] = [each.function.name, ""]  # type: ignore[union-attr]
-            calls[each.index][1] += each.function.arguments  # type: ignore[union-attr]
+                calls[each.index] = [each.function.name, ""]
+            calls[each.index][1] += each.function.arguments
     assert content == whole.message.content
     assert thought == THOUGHT
     assert calls == {0: ["read", '{"path": "a b"}'], 1: ["look", "{}"]}
