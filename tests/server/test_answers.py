@@ -568,3 +568,18 @@ def test_an_error_of_one_text_is_that_of_the_request(client: openai.OpenAI) -> N
     assert several(client)  # and it goes on
     with pytest.raises(openai.BadRequestError, match="larger --max-rows"):
         several(client, n=64)
+
+
+def test_a_prediction_of_the_text_is_accepted_without_a_draft() -> None:
+    asked: dict[str, Any] = {"model": NAME, "max_tokens": 24, "temperature": 0}
+    asked["messages"] = [{"role": "user", "content": PROMPT}]
+    made = make_tiny(draft=None, draft_length=None)
+    with serving(made, draft=None) as server, client_of(server) as client:
+        plain = client.chat.completions.create(**asked)
+        text = plain.choices[0].message.content
+        predicted = {"type": "content", "content": text}
+        again = client.chat.completions.create(**asked, prediction=predicted)
+    assert again.choices[0].message.content == text
+    counts: Any = [each.usage.completion_tokens_details for each in (plain, again)]  # type: ignore[union-attr]
+    assert counts[0].accepted_prediction_tokens == 0
+    assert counts[1].accepted_prediction_tokens > 4

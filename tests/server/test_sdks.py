@@ -388,6 +388,20 @@ def test_chat_streams_its_calls_and_reasoning(gpt: openai.OpenAI) -> None:
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
+def test_a_prediction_is_drafted_and_counted(gpt: openai.OpenAI) -> None:
+    text = "One fine day we went to the sea and came back late in the night."
+    request: Any = {"model": "local", "messages": user(text)}
+    plain = gpt.chat.completions.create(**request)
+    predicted: Any = {"type": "content", "content": [{"type": "text", "text": text}]}
+    made = gpt.chat.completions.create(**request, prediction=predicted)
+    assert made.choices[0].message.content == plain.choices[0].message.content == text
+    assert made.usage is not None
+    details = made.usage.completion_tokens_details
+    assert details is not None
+    assert details.accepted_prediction_tokens is not None
+    assert details.rejected_prediction_tokens is not None
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [

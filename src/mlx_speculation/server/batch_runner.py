@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from mlx_speculation.engine.batch.results import BatchResponse
 
 LOG = logging.getLogger("mlx_speculation.server")
-# The option of a stream that takes a prediction of its text; None: there is none yet.
-PREDICTION: str | None = None
 
 
 class Rows:
@@ -42,6 +40,9 @@ class Rows:
         own = settings.limits.model_len or generator.context_length or sys.maxsize
         self.positions = position_table(generator.model) or sys.maxsize
         self.longest = min(own, self.positions)  # tokens of prompt and text together
+        draft = generator.draft
+        # Whether a lookup is among what drafts; no other draft looks in a prediction.
+        self.predicts = draft is not None and any(each.free for each in draft.members())
         self._kv = settings.kv.limits()
         limited(generator.model, sys.maxsize, **self._kv)  # refuses before a request
         self._batch = BatchGenerator(generator, max_rows=settings.max_rows)
@@ -121,9 +122,8 @@ class Rows:
         length, fixed = request.draft_length, self.generator.draft_length
         if length is not None and fixed is not None:
             length = min(length, fixed)
-        predicted = {} if PREDICTION is None else {PREDICTION: request.prediction}
         return {
-            **predicted,
+            "prediction": request.prediction if self.predicts else None,
             "max_tokens": min(request.max_tokens or room, room),
             "sampling": Sampling(**sampling),
             "stop": request.stop,

@@ -220,7 +220,7 @@ class Worker:
         self.reads_images = isinstance(generator.model, VisionTarget)
         rows = self._rows[None, False] = self._rows_of(generator)
         self._longest, self._positions = rows.longest, rows.positions
-        self._generator = generator
+        self._generator, self._drafts_nothing = generator, generator.draft is None
         vocabulary = generator.tokenizer.get_vocab()
         self.token_ids = 1 + max(vocabulary.values(), default=0)
         self._note_levels()
@@ -271,7 +271,10 @@ class Worker:
 
     def _insert(self, job: Job) -> None:
         request = job.request
-        rows = self._serving(request.draft, request.exact)
+        draft = request.draft
+        if draft is None and request.prediction and self._drafts_nothing:
+            draft = "lookup"
+        rows = self._serving(draft, request.exact)
         chat = request.chat
         if chat is None or not chat.images:
             rows.insert(job, job.prompt, len(job.prompt))

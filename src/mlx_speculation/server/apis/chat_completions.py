@@ -62,7 +62,10 @@ class OpenAIFace:
         return {**packet, "usage": None} if self._counts and choices else packet
 
     def _usage(self, endings: Sequence[Ending]) -> dict[str, Any]:
-        return costs.total([costs.usage(each, self._draft) for each in endings])
+        predicted = self.request.prediction is not None
+        return costs.total(
+            [costs.usage(each, self._draft, predicted=predicted) for each in endings]
+        )
 
     def _sent(self, tokens: Sequence[Token]) -> list[Token]:
         """Return the tokens that have not been sent yet, these included."""

@@ -7,6 +7,7 @@ ours.
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from mlx_speculation.engine.stats import SourceCounts
 from mlx_speculation.server.apis.base import Ending
 from mlx_speculation.server.job import Alternative, Token
 
@@ -16,9 +17,11 @@ if TYPE_CHECKING:
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
-def usage(ending: Ending, draft: str | None) -> dict[str, Any]:
-    """Return what a text has cost."""
+def usage(ending: Ending, draft: str | None, *, predicted: bool) -> dict[str, Any]:
+    """Return what a text has cost; drafts count as predictions where there is none."""
     result, stats = ending.result, ending.result.stats
+    drafts: Any = stats.sources.get("prediction", SourceCounts())
+    drafts = drafts if predicted else stats
     return {
         "prompt_tokens": ending.prompt_tokens,
         "completion_tokens": ending.tokens,
@@ -26,8 +29,8 @@ def usage(ending: Ending, draft: str | None) -> dict[str, Any]:
         "prompt_tokens_details": {"cached_tokens": stats.reused},
         "completion_tokens_details": {
             "reasoning_tokens": ending.reasoning_tokens,
-            "accepted_prediction_tokens": stats.accepted,
-            "rejected_prediction_tokens": stats.drafted - stats.accepted,
+            "accepted_prediction_tokens": drafts.accepted,
+            "rejected_prediction_tokens": drafts.drafted - drafts.accepted,
         },
         "speculative": speculative(result, draft),
     }
