@@ -177,3 +177,57 @@ def test_a_text_model_refuses_images() -> None:
         for image in (url(PICTURES[0]), "file:///etc/passwd", "http://here/x.png"):
             error = post(text_only, body(image)).refused(400)
             assert "reads text only" in error["message"]
+
+
+def text_of(answer: Answer) -> str:
+    assert answer.status == 200, answer.body[:300]
+    body = answer.json
+    blocks = body.get("content") or body["output"][0]["content"]
+    return "".join(block["text"] for block in blocks)
+
+
+@WITHOUT_MLX_VLM
+def test_images_by_messages_and_responses_are_those_of_a_chat(
+    server: Server, folder: Path
+) -> None:
+    data = base64.b64encode(PICTURES[0]).decode()
+    source = {"type": "base64", "media_type": "image/png", "data": data}
+    blocks = [{"type": "image", "source": source}, {"type": "text", "text": "And?"}]
+    turn = {"messages": [{"role": "user", "content": blocks}], "max_tokens": 8}
+    assert text_of(servers.post(server, turn, path="/v1/messages")) == expected(
+        folder, PICTURES[0]
+    )
+    parts = [
+        {"type": "input_image", "image_url": url(PICTURES[0]), "detail": "auto"},
+        {"type": "input_text", "text": "And?"},
+    ]
+    items = {"input": [{"role": "user", "content": parts}], "max_output_tokens": 8}
+    assert text_of(servers.post(server, items, path="/v1/responses")) == expected(
+        folder, PICTURES[0]
+    )
+
+
+@WITHOUT_MLX_VLM
+def test_an_image_that_a_tool_returns_stands_behind_the_results(
+    server: Server,
+) -> None:
+    data = base64.b64encode(PICTURES[0]).decode()
+    source = {"type": "base64", "media_type": "image/png", "data": data}
+    call = {"type": "tool_use", "id": "1", "name": "Read", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "1"}
+    result["content"] = [{"type": "image", "source": source}]  # type: ignore[assignment]
+    turns = [
+        {"role": "user", "content": "Look."},
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result]},
+    ]
+    asked = {"messages": turns, "max_tokens": 8}
+    by_messages = text_of(servers.post(server, asked, path="/v1/messages"))
+    image = [{"type": "input_image", "image_url": url(PICTURES[0])}]
+    items = [
+        {"role": "user", "content": "Look."},
+        {"type": "function_call", "call_id": "1", "name": "Read", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": image},
+    ]
+    body = {"input": items, "max_output_tokens": 8}
+    assert text_of(servers.post(server, body, path="/v1/responses")) == by_messages

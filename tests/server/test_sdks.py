@@ -240,6 +240,7 @@ def test_errors_of_messages_have_their_form(
     answer = post(server, asked("x", **more), path="/v1/messages")
     assert answer.status == status, answer.body
     assert set(answer.json) == {"type", "error"}
+    assert answer.headers["request-id"].startswith("req_")
     assert set(answer.json["error"]) == {"type", "message"}
     kind = "request_too_large" if status == 413 else "invalid_request_error"
     assert answer.json["error"]["type"] == kind

@@ -98,7 +98,8 @@ class Answering:
             def counted() -> int:
                 request: GenerationRequest = make(self._settings)
                 assert request.chat is not None
-                return len(self._worker.template.rendered(request.chat).tokens)
+                chat = _without_images(request.chat)
+                return len(self._worker.template.rendered(chat).tokens)
 
             return await exchange.in_thread(counted, self._alive)
 

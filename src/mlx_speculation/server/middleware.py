@@ -11,6 +11,7 @@ import asyncio
 import hmac
 import json
 import time
+import uuid
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -45,6 +46,13 @@ class Gate:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
+        named = (b"request-id", f"req_{uuid.uuid4().hex}".encode())
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], named]}
+            await send(message)
+
         try:
             check_framing(scope)
             check_permission(headers, scope["path"], self._settings)
@@ -55,9 +63,9 @@ class Gate:
                 scope = {**scope, "headers": [*kept, JSON]}
         except ApiError as error:
             self._refused(error.status)
-            await refuse(error, scope, receive, send)
+            await refuse(error, scope, receive, send_named)
             return
-        await self._app(scope, receive, send)
+        await self._app(scope, receive, send_named)
 
     def _check_size(self, headers: Headers) -> None:
         given = headers.get("content-length")
