@@ -577,9 +577,10 @@ def test_a_prediction_of_the_text_is_accepted_without_a_draft() -> None:
     with serving(made, draft=None) as server, client_of(server) as client:
         plain = client.chat.completions.create(**asked)
         text = plain.choices[0].message.content
-        predicted = {"type": "content", "content": text}
+        predicted: Any = {"type": "content", "content": text}
         again = client.chat.completions.create(**asked, prediction=predicted)
     assert again.choices[0].message.content == text
-    counts: Any = [each.usage.completion_tokens_details for each in (plain, again)]  # type: ignore[union-attr]
+    answers: list[Any] = [plain, again]
+    counts = [each.usage.completion_tokens_details for each in answers]
     assert counts[0].accepted_prediction_tokens == 0
     assert counts[1].accepted_prediction_tokens > 4
