@@ -20,9 +20,9 @@ from mlx_speculation.engine.distributed import (
 )
 from mlx_speculation.engine.draft_length.base import DraftLengthPolicy, FixedDraftLength
 from mlx_speculation.engine.draft_length.calibration import Calibration
-from mlx_speculation.engine.draft_length.free import FreeDraftLength, TrimmedDrafter
+from mlx_speculation.engine.draft_length.ruled import RuledDrafter, RuleDraftLength
 from mlx_speculation.engine.drafters.base import OpenDrafter
-from mlx_speculation.engine.drafters.cascade import Turns, open_guarded
+from mlx_speculation.engine.drafters.cascade import CascadeDrafter, open_guarded
 from mlx_speculation.engine.drafters.draft import Draft, members_of
 from mlx_speculation.engine.image_input import ImageInput, image_input
 from mlx_speculation.engine.lookup.measured_draft import measured_draft
@@ -160,16 +160,10 @@ class StreamFactory:
         images: ImageInput | None,
     ) -> Request:
         """Return the request that the rounds are run with."""
-        setup, statistics, turns = self._setup, Statistics(), Turns()
-        drafter = self._drafter(
-            target, options.draft_cache, sequence, statistics, turns
-        )
+        setup, statistics = self._setup, Statistics()
+        lengths = setup.lengths.for_stream(options.draft_length, options.max_draft)
+        drafter = self._drafter(options, sequence, target, lengths, statistics)
         verifier = self._verifier(options)
-        lengths = setup.lengths.for_stream(
-            options.draft_length, options.max_draft, turns
-        )
-        if drafter is not None and isinstance(lengths, FreeDraftLength):
-            drafter = TrimmedDrafter(drafter, lengths, target)
         request = Request(
             target=target,
             sequence=sequence,
@@ -333,14 +327,15 @@ class StreamFactory:
 
     def _drafter(
         self,
-        target: Lane,
-        draft_cache: list[Any] | None,
+        options: StreamOptions,
         sequence: Sequence,
+        target: Lane,
+        lengths: DraftLengthPolicy,
         statistics: Statistics,
-        turns: Turns,
     ) -> OpenDrafter | None:
         """Return what drafts in one stream, as the draft is not used by another."""
         setup, draft = self._setup, self._setup.draft
+        draft_cache = options.draft_cache
         if not setup.decides:
             return None
         models = len(setup.draft_models)
@@ -360,7 +355,10 @@ class StreamFactory:
         if draft is None:
             return None
         note = statistics.drafter_faults.append
-        return open_guarded(draft, target, sequence, draft_cache, note, turns)
+        drafters = open_guarded(draft, target, sequence, draft_cache, note)
+        if isinstance(lengths, RuleDraftLength):
+            return RuledDrafter(drafters, lengths, target)
+        return drafters[0] if len(drafters) == 1 else CascadeDrafter(*drafters)
 
 
 def _modules_of(draft: Draft | None) -> list[nn.Module]:

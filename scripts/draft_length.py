@@ -92,6 +92,7 @@ def replay(
     import numpy as np
 
     from bench.replays.replay import compared, machines_of
+    from bench.replays.rule_replay import judged
 
     recorded = dict(np.load(file))
     pairs = list(dict.fromkeys(name.partition("/")[0] for name in recorded))
@@ -102,7 +103,9 @@ def replay(
                 f"{file.name} has {', '.join(pairs)}; there is no {min(unknown)!r}"
             )
         costs = machines_of(recorded, each)[machine]
-        for found in compared(recorded, each, costs, tokens, explain=explain):
+        ruled = len(each) > 1 or "lookup" in draft
+        replay: Any = judged if ruled else compared
+        for found in replay(recorded, each, costs, tokens, explain=explain):
             if explain:
                 say(f"{draft} {found.group}", found.own.decisions or ())
             report.add(

@@ -133,7 +133,6 @@ NAMED_ALIKE = {
     "calibration": "measures what rounds cost",
     "draft_model": "a smaller model as a drafter",
     "mtp": "an MTP head as a drafter",
-    "cascade": "several drafters in turn: as a drafter, and their draft lengths",
     "attention": "attention in a round: CPU, CUDA",
     "registration": "what a sealed room serves",
     "request": "one request",

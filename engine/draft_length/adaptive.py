@@ -60,7 +60,7 @@ class AdaptiveDraftLength:
     Args:
         costs: what rounds cost; shared by the streams of a generator.
         rates: what was accepted, of earlier streams at first.
-        credit: shared likewise; of a cascade by all of its drafters.
+        credit: shared likewise.
         share: what a plain step adds to it.
         longest: no draft is longer.
         at_end: called with the rates when the stream has ended.
@@ -195,10 +195,6 @@ class AdaptiveDraftLength:
         plain steps takes the time of two.
         """
         return min(plain, max(0.0, 2 * plain - self._cold)) if self._cold else plain
-
-    def passed_over(self, tokens: float) -> None:
-        """Take note that another drafter's round has committed so many tokens."""
-        self._lag += tokens
 
     def decide_anew(self) -> None:
         """Let the next round be decided: rows of a batch have come or gone."""

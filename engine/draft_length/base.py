@@ -55,18 +55,14 @@ class Plan:
     options: tuple[Option, ...] = ()
     credit: float = 0.0  # what drafts may lose, in plain steps, see `rule`
     source: Any = None  # who drafts, of the sources that `rule` knows
-    # Of a cascade, the plan of each drafter, of which this is the longest
-    each: tuple["Plan", ...] = ()
 
     def __str__(self) -> str:
         compared = "  ".join(
             f"{o.length}: {o.tokens:.2f} in {o.seconds * 1e3:.1f} ms"
             for o in self.options
         )
-        others = " or ".join(f"{plan.length} ({plan.reason})" for plan in self.each)
         said = f"draft {self.length} ({self.reason})"
-        said += compared and f"  {compared}  credit {self.credit:.1f}"
-        return said + (others and f"  of each drafter: {others}")
+        return said + (compared and f"  {compared}  credit {self.credit:.1f}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,7 @@ import mlx.nn as nn
 from mlx_speculation.caches import FixedShape
 from mlx_speculation.engine.argument_checks import checked_count
 from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
-from mlx_speculation.engine.draft_length.adaptive import (
-    SHARE,
-    AdaptiveDraftLength,
-    Credit,
-)
+from mlx_speculation.engine.draft_length.adaptive import AdaptiveDraftLength, Credit
 from mlx_speculation.engine.draft_length.base import DraftLengthPolicy, FixedDraftLength
 from mlx_speculation.engine.draft_length.calibration import (
     PartsTable,
@@ -26,12 +22,10 @@ from mlx_speculation.engine.draft_length.calibration import (
     most_tokens,
     part_of,
 )
-from mlx_speculation.engine.draft_length.cascade import CascadeDraftLength
 from mlx_speculation.engine.draft_length.cost_store import Known
 from mlx_speculation.engine.draft_length.costs import CostTable, RoundCosts
-from mlx_speculation.engine.draft_length.free import FreeDraftLength
 from mlx_speculation.engine.draft_length.rule import Credit as RuleCredit
-from mlx_speculation.engine.drafters.cascade import Turns
+from mlx_speculation.engine.draft_length.ruled import RuleDraftLength
 from mlx_speculation.engine.drafters.draft import Draft, members_of, shape_of
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import Sliding, position_table
@@ -75,14 +69,12 @@ class PolicyFactory:
         self,
         length: int | DraftLengthPolicy | None,
         most: int | None = None,
-        turns: Turns | None = None,
     ) -> DraftLengthPolicy:
         """Return the policy of a stream.
 
         Args:
             length: None: the usual one.
             most: no draft is longer; None: than the policy says.
-            turns: of the stream's cascade, if it has one.
 
         Raises:
             InvalidRequestError: one is not a number of tokens, or the policy is the
@@ -102,22 +94,14 @@ class PolicyFactory:
         if self._draft is None or length is not None or not longest:
             length = length or 0
             return FixedDraftLength(length if most is None else min(length, most))
-        if len(self._each) == 1 and self._each[0].free:
-            return FreeDraftLength(self.known[0], self._rule_credit, longest)
-        policies = [
-            AdaptiveDraftLength(
-                known.costs,
-                known.rates.loosened(),
-                self._credit,
-                longest,
-                share=SHARE / len(self._each),
-                at_end=known.keep,
-            )
-            for known in self.known
-        ]
-        if len(policies) == 1:
-            return policies[0]
-        return CascadeDraftLength(policies, turns)
+        free = [source.free for source in self._each]
+        if any(free) or len(free) > 1:
+            return RuleDraftLength(self.known, free, self._rule_credit, longest)
+        (known,) = self.known
+        rates = known.rates.loosened()
+        return AdaptiveDraftLength(
+            known.costs, rates, self._credit, longest, at_end=known.keep
+        )
 
     def for_batch(self, rates: AcceptanceRates) -> AdaptiveDraftLength:
         """Return the policy of a batch, whose costs are `batch_costs` of its rows."""

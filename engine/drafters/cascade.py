@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import mlx.nn as nn
@@ -25,37 +25,16 @@ from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import Lane
 
 
-@dataclass(slots=True)
-class Turns:
-    """How many tokens each drafter of a cascade may draft; whose draft was taken."""
-
-    # Of the next round; None: all as many as the round
-    lengths: tuple[int, ...] | None = None
-    # The drafter that proposed the last draft; None: none did
-    answered: int | None = None
-
-    def limit(self, drafter: int, limit: int) -> int:
-        """Return how many tokens a drafter may propose of a round's.
-
-        A round behind a plain step drafts one token more than was planned, which
-        stands for that step's.
-        """
-        if self.lengths is None:
-            return limit
-        own, more = self.lengths[drafter], max(0, limit - max(self.lengths))
-        return min(limit, own + more) if own else 0
-
-
 class CascadeDraft(Draft):
-    """Takes the draft of the first drafter that proposes anything.
+    """Takes the proposal that is worth most, or the first one.
 
         draft = CascadeDraft(LookupDraft(), small_model)
         generator = SpeculativeGenerator(model, tokenizer, draft=draft)
 
-    A model that was passed over lags behind, and is fed what it has missed when its
-    turn comes. A cascade in a cascade counts as its members.
-
-    Adaptive draft lengths are each drafter's own, see `engine.draft_length.cascade`.
+    With the adaptive draft length the rule picks one of them in each round, see
+    `engine.draft_length.rule`. With a fixed one, and in batches, it is the first that
+    proposes anything. A model that was passed over lags behind, and is fed what it has
+    missed when its turn comes. A cascade in a cascade counts as its members.
 
     Args:
         drafters: at least two; whatever a generator takes as its draft.
@@ -132,10 +111,9 @@ def open_guarded(
     sequence: Sequence,
     draft_cache: list[Any] | None,
     note: NoteFault,
-    turns: Turns,
-) -> OpenDrafter:
-    """Return the drafter of one stream; each member of a cascade fails by itself."""
-    guarded = [
+) -> list[OpenDrafter]:
+    """Return the drafters of one stream; each member of a cascade fails by itself."""
+    return [
         FaultGuard(
             adapted(member.open(lane, sequence, draft_cache)),
             note,
@@ -143,20 +121,19 @@ def open_guarded(
         )
         for member in draft.members()
     ]
-    return guarded[0] if len(guarded) == 1 else CascadeDrafter(*guarded, turns=turns)
 
 
 class CascadeDrafter(OpenDrafter):
-    """The drafter of one stream that asks others in turn.
+    """The drafter of one stream that asks others in turn."""
 
-    Attributes:
-        turns: what the draft lengths of the stream say.
-    """
-
-    def __init__(self, *drafters: OpenDrafter, turns: Turns | None = None) -> None:
+    def __init__(self, *drafters: OpenDrafter) -> None:
         self._drafters = drafters
         self._asked: OpenDrafter | None = None
-        self.turns = turns or Turns()
+
+    @property
+    def disabled(self) -> bool:
+        """Whether all of its drafters have failed."""
+        return all(each.disabled for each in self._drafters)
 
     @property
     def lanes(self) -> list[Lane | None]:
@@ -192,18 +169,12 @@ class CascadeDrafter(OpenDrafter):
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         """Return the first draft that is not empty."""
         draft = NOTHING  # stays so where none is asked any more
-        self._asked = self.turns.answered = None
-        for index, drafter in enumerate(self._drafters):
-            own = self.turns.limit(index, limit)
-            if own <= 0:
-                continue
+        self._asked = None
+        for drafter in self._drafters:
             self._asked = drafter
-            if isinstance(choose, CheckedChoose):
-                choose = choose.fresh()
-            found = drafter.propose(sequence, own, choose)
+            found = proposed(drafter, sequence, limit, choose)
             draft = draft if found is NOTHING else found
             if found.length:
-                self.turns.answered = index
                 break
             drafter.discard()
         return draft
@@ -217,3 +188,11 @@ class CascadeDrafter(OpenDrafter):
         """Let the drafter discard that was asked last; the others have done nothing."""
         if self._asked is not None:
             self._asked.discard()
+
+
+def proposed(
+    drafter: OpenDrafter, sequence: Sequence, limit: int, choose: Choose
+) -> Proposal:
+    """Return the proposal of one of several drafters, with a check of its own."""
+    own = choose.fresh() if isinstance(choose, CheckedChoose) else choose
+    return drafter.propose(sequence, limit, own)

@@ -12,6 +12,8 @@ controls are off by more.
 """
 
 import warnings
+import zlib
+from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -31,7 +33,10 @@ from mlx_speculation import (
     Sampling,
     SpeculativeGenerator,
 )
+from mlx_speculation.engine.draft_length.ruled import RuledDrafter, RuleDraftLength
+from mlx_speculation.engine.drafters.base import Choose, Proposal
 from mlx_speculation.engine.drafters.resolve import DraftArgument
+from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.models import quantize_weights
 from mlx_speculation.samplers import Acceptance, Sampler, chooser, verifier
 from mlx_speculation.samplers import Sampling as Options
@@ -132,6 +137,7 @@ def generator_of(
         "early stops": draft,
         "lookup": lookup,
         "cascade": CascadeDraft(lookup, draft),
+        "adversary": CascadeDraft(lookup, draft),
         "three ids": draft,
         "four bits": quantized_draft(),
     }
@@ -139,7 +145,7 @@ def generator_of(
         target,
         letter_tokenizer(VOCAB),
         draft=drafts[drafting],
-        draft_length=3,
+        draft_length=None if drafting == "adversary" else 3,
         draft_confidence=0.4 if drafting == "early stops" else 0.0,
         draft_vocabulary=[0, 1, 3] if drafting == "three ids" else None,
         acceptance=acceptance,
@@ -211,6 +217,46 @@ def test_a_drafters_nan_leaves_the_distribution_as_it_is(
             for seed in range(834):
                 with nan_logits(draft, nth):
                     counts += count_texts(generator, options, 1, first=3 * seed + nth)
+    assert excess(counts, joint_distribution(Options(**options))) < 1
+
+
+@pytest.fixture(name="adversary")
+def _adversary(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let a hash of the known tokens and of the survivals choose, in place of costs."""
+    known: list[int] = []
+    rounds: list[int] = []  # of all requests: what was is known too
+    propose = RuledDrafter.propose
+
+    def seen(
+        self: RuledDrafter, sequence: Sequence, limit: int, choose: Choose
+    ) -> Proposal:
+        known[:] = sequence.tokens
+        return propose(self, sequence, limit, choose)
+
+    def chosen(
+        self: RuleDraftLength,
+        context: int,
+        limit: int,
+        survivals: SequenceOf[SequenceOf[float] | None],
+        *,
+        behind: bool,
+    ) -> tuple[int, int]:
+        rounds.append(0)
+        said = zlib.crc32(repr((len(rounds), known, survivals, behind)).encode())
+        return said % 2, min(limit, said // 2 % 4)
+
+    monkeypatch.setattr(RuledDrafter, "propose", seen)
+    monkeypatch.setattr(RuleDraftLength, "choose", chosen)
+    return known
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("adversary")
+@pytest.mark.parametrize("acceptance", ["block", "rejection"])
+def test_what_is_known_before_a_token_may_choose(acceptance: Acceptance) -> None:
+    """The source and the length: nothing of a sampled token itself."""
+    options, generator = CASES[PLAIN], generator_of(acceptance, "adversary")
+    counts = count_texts(generator, options, SHORT)
     assert excess(counts, joint_distribution(Options(**options))) < 1
 
 

@@ -21,7 +21,6 @@ from mlx_speculation.engine.draft_length.base import (
     FixedDraftLength,
     Plan,
 )
-from mlx_speculation.engine.draft_length.cascade import CascadeDraftLength
 from mlx_speculation.engine.draft_length.policy_factory import PolicyFactory
 from mlx_speculation.engine.drafters.draft import Draft
 
@@ -109,7 +108,7 @@ def replay(
             plan = policy.plan(context, limit)
         if plan.length == 0 and following is None:
             following = policy.plan(context + 1, budget - 2)
-        drafter, drafted, right = _drafted(policy, plan, text, at, behind, limit)
+        drafter, drafted, right = _drafted(plan, text, at, behind, limit)
         accepted = 0
         if drafted > 0:
             accepted = min(max(0, right - behind), drafted)
@@ -134,23 +133,15 @@ def replay(
 
 
 def _drafted(
-    policy: DraftLengthPolicy, plan: Plan, text: Text, at: int, behind: bool, limit: int
+    plan: Plan, text: Text, at: int, behind: bool, limit: int
 ) -> tuple[int, int, int]:
     """Return which drafter drafts, how many tokens, and how many would be right."""
     length = min(plan.length, limit)
     if length <= 0:
         return 0, 0, 0
-    turns = policy.turns if isinstance(policy, CascadeDraftLength) else None
-    if turns is not None:
-        turns.answered = None
     for drafter, (found, right) in enumerate(zip(text.found, text.right, strict=True)):
-        asked = length + behind
-        if turns is not None:
-            asked = turns.limit(drafter, asked)
-        count = min(int(found[at]), asked)
-        if asked > 0 and count > 0:
-            if turns is not None:
-                turns.answered = drafter
+        count = min(int(found[at]), length + behind)
+        if count > 0:
             return drafter, max(0, count - behind), int(right[at])
     return 0, 0, 0
 
@@ -219,10 +210,10 @@ def _spread(costs: dict[int, float]) -> np.ndarray:
     return np.interp(range(17), list(costs), list(costs.values()))
 
 
-def generator_of(drafters: int) -> Callable[[], DraftLengthPolicy]:
-    """Return what makes the policies of one generator's streams, nothing known."""
-    source: Any = Several  # it is asked for its members alone, and opens nothing
-    factory = PolicyFactory(nn.Module(), source(drafters), "slack", None)
+def generator_of() -> Callable[[], DraftLengthPolicy]:
+    """Return a maker of the policies of one generator's streams, nothing known."""
+    source: Any = Costly  # it opens nothing
+    factory = PolicyFactory(nn.Module(), source(), "slack", None)
     return lambda: factory.for_stream(None)
 
 
@@ -271,19 +262,12 @@ def compared(
             length: run(partial(FixedDraftLength, length), machine, texts, tokens).steps
             for length in FIXED
         }
-        make = generator_of(len(pairs))
+        make = generator_of()
         yield Compared(group, run(make, machine, texts, tokens, explain=explain), fixed)
 
 
-class Several(Draft):
-    """Stands for a draft of so many members, whose costs are not kept in a file."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-
-    def members(self) -> list[Draft]:
-        """Return themselves."""
-        return [self] * self._count
+class Costly(Draft):
+    """Stands for a draft whose costs are not kept in a file."""
 
 
 def run(

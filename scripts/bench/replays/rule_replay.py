@@ -101,13 +101,18 @@ class Judged:
     group: str
     own: Replayed
     plain: float
-    best: float
-    best_is: str
+    least: float
+    best: str
 
     @property
     def over_plain(self) -> float:
         """The rule's speed over that of plain decoding."""
         return self.plain / self.own.steps
+
+    @property
+    def over_best(self) -> float:
+        """The rule's speed over that of the best single source and fixed length."""
+        return self.least / self.own.steps
 
 
 def judged(

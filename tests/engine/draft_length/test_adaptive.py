@@ -216,10 +216,9 @@ def test_a_step_in_flight_is_no_part_of_a_round_behind_it() -> None:
 def test_what_a_draft_has_missed_is_charged_to_no_length() -> None:
     policy = begun(policy_of(RoundCosts({0: CHEAP}), [0.9] * 16))
     before = policy.costs.table()
-    for _ in range(3):
-        policy.note(100, Plan(0, "plain"), STEADY)
     for _ in range(9):
-        policy.passed_over(5)
+        for _ in range(3):
+            policy.note(100, Plan(0, "plain"), STEADY)
         policy.note(100, Plan(2, "best"), Feedback(2, 2, 5.0))
     assert policy.costs.table() == before
     for _ in range(9):

@@ -52,10 +52,10 @@ def check(
         machine = machines_of(traces(file), pair)[name]
         for group in judged(traces(file), pair, machine, tokens):
             said = f"{'+'.join(pair)} {name}, {tokens} tokens, {group.group}: "
-            said += f"{group.over_plain:.3f} of plain, best is {group.best_is}"
+            said += f"{group.over_plain:.3f} of plain, best is {group.best}"
             sys.stdout.write(f"{said}\n")
             assert group.over_plain >= LEAST_PLAIN, said
-            best, own = best + group.best, own + group.own.steps
+            best, own = best + group.least, own + group.own.steps
     sys.stdout.write(f"{name}, {tokens} tokens, all pairs: {best / own:.3f} of best\n")
     assert best / own >= least
 

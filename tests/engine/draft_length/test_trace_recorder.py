@@ -15,11 +15,11 @@ from bench.replays import traces
 from bench.replays.replay import (
     Machine,
     Replayed,
-    compared,
     machines_of,
     replay,
     texts_of,
 )
+from bench.replays.rule_replay import judged
 from mlx_speculation import LookupDraft, Sampling, SpeculativeGenerator
 from mlx_speculation.engine.draft_length.base import FixedDraftLength
 from support.draft_length import TRACES
@@ -163,17 +163,17 @@ def test_the_same_command_replays_and_prints_recorded_traces() -> None:
     options = ["--traces", str(TRACES), "--draft", "hybrid-lookup+hybrid-mtp"]
     options += ["--machine", "h100", "--tokens", "50"]
     rounds, rows = printed(*options, "--explain")
+    assert all(": draft " in line or "; draft " in line for line in rounds)
     again, same = printed(*options)
     assert rows == same
     assert not again
     assert [row["group"] for row in rows] == ["code", "prose", "edit"]
     recorded_traces = dict(np.load(TRACES))
     pair = ["hybrid-lookup", "hybrid-mtp"]
-    found = compared(
+    found = judged(
         recorded_traces, pair, machines_of(recorded_traces, pair)["h100"], 50
     )
     assert [row["x_best"] for row in rows] == [each.over_best for each in found]
-    assert all("of each drafter: " in line for line in rounds)
     wrong = CliRunner().invoke(
         draft_length.app, [*options, "--draft", "none-lookup", "--blas", "stock"]
     )

@@ -14,8 +14,8 @@ from mlx_speculation import (
 from mlx_speculation.engine.draft_length.base import Feedback
 from mlx_speculation.engine.draft_length.cost_store import Known
 from mlx_speculation.engine.draft_length.costs import RoundCosts
-from mlx_speculation.engine.draft_length.free import FreeDraftLength, TrimmedDrafter
 from mlx_speculation.engine.draft_length.rule import Credit
+from mlx_speculation.engine.draft_length.ruled import RuledDrafter, RuleDraftLength
 from mlx_speculation.engine.drafters.base import Choose, OpenDrafter, Proposal
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.models import Lane
@@ -29,7 +29,7 @@ LANE: Any = Lane(build("llama"))  # it has seen nothing, and so no step is in fl
 
 
 class Proposing(OpenDrafter):
-    def __init__(self, survival: list[float] | None, length: int = 8) -> None:
+    def __init__(self, survival: list[float], length: int = 8) -> None:
         self.survival, self.length = survival, length
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
@@ -37,11 +37,11 @@ class Proposing(OpenDrafter):
         return Proposal(tokens, survival=self.survival)
 
 
-def lengths_at(cost: float) -> FreeDraftLength:
+def lengths_at(cost: float) -> RuleDraftLength:
     """Return lengths to which a drafted token costs so much of a plain step."""
     costs = RoundCosts({0: {0: 1.0, 16: 1.0 + 16 * cost}})
-    lengths = FreeDraftLength(Known(costs), Credit(), 16)
-    lengths.cut(0, 8, [], behind=False)  # the step that is measured first
+    lengths = RuleDraftLength([Known(costs)], [True], Credit(), 16)
+    lengths.choose(0, 8, [None], behind=False)  # the step that is measured first
     return lengths
 
 
@@ -56,7 +56,7 @@ def test_a_proposal_is_cut_where_its_survival_no_longer_pays(
 ) -> None:
     survival = [0.9, 0.48, 0.2, 0.1, 0.06, 0.05, 0.01, 0.01]
     lengths = lengths_at(cost)
-    drafter = TrimmedDrafter(Proposing(survival), lengths, LANE)
+    drafter = RuledDrafter([Proposing(survival)], lengths, LANE)
     assert drafted(drafter) == 8  # of a batch, which plans by itself
     assert lengths.plan(0, 8).length == 8
     assert drafted(drafter) == expected
@@ -65,24 +65,24 @@ def test_a_proposal_is_cut_where_its_survival_no_longer_pays(
 def test_behind_a_step_the_first_token_stands_for_its_own() -> None:
     lengths = lengths_at(1 / 4)
     lengths.plan(0, 8)
-    drafter = TrimmedDrafter(Proposing([0.9, 0.8, 0.1, 0.1]), lengths, LANE)
+    drafter = RuledDrafter([Proposing([0.9, 0.8, 0.1, 0.1])], lengths, LANE)
     assert drafted(drafter) == 2
     assert drafted(drafter, tokens=0) in (0, 2, 3)  # never the step's token alone
-    surely = TrimmedDrafter(Proposing([1.0] * 8), lengths, LANE)
+    surely = RuledDrafter([Proposing([1.0] * 8)], lengths, LANE)
     assert drafted(surely, tokens=0) == 8
 
 
-def test_proposals_without_survival_and_without_tokens_stay() -> None:
+def test_without_tokens_there_is_no_draft() -> None:
     lengths = lengths_at(0.5)
     lengths.plan(0, 8)
-    assert drafted(TrimmedDrafter(Proposing(None), lengths, LANE)) == 8
-    assert drafted(TrimmedDrafter(Proposing([], 0), lengths, LANE)) == 0
+    assert drafted(RuledDrafter([OpenDrafter()], lengths, LANE)) == 0
+    assert drafted(RuledDrafter([Proposing([], 0)], lengths, LANE)) == 0
 
 
 def test_drafts_that_do_not_pay_end_with_the_credit() -> None:
     """Survival that promises too much is paid for once; the rule has learnt."""
     lengths = lengths_at(0.5)
-    drafter = TrimmedDrafter(Proposing([0.99] * 8), lengths, LANE)
+    drafter = RuledDrafter([Proposing([0.99] * 8)], lengths, LANE)
     rounds = 0
     for _ in range(50):
         plan = lengths.plan(0, 8)
