@@ -17,6 +17,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from functools import cache
 from itertools import product
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import mlx.core as mx
@@ -268,10 +269,10 @@ def _wrong_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
         def wrong(target: mx.array, draft: mx.array, *rest: mx.array) -> RuleOutcome:
             root = mx.sqrt(draft)
             flat = root / root.sum(axis=-1, keepdims=True)
-            verdict: RuleOutcome = rule(target, flat, *rest)
+            verdict: RuleOutcome = rule.verify(target, flat, *rest)
             return verdict
 
-        return wrong
+        return SimpleNamespace(verify=wrong)
 
     for name in ("rejection", "block"):
         monkeypatch.setitem(verifier.RULES, name, flattened(verifier.RULES[name]))
