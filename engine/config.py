@@ -179,6 +179,7 @@ def _draft_options(
         sliding=options.sliding,
         confidence=float(options.draft_confidence),
         vocabulary=vocabulary,
+        history=options.acceptance == "keyed",
         compiled=compiled_steps if options.compile_draft else None,
     )
 

@@ -51,6 +51,7 @@ class DraftOptions:
     confidence: float = 0.0
     vocabulary: SequenceOf[int] | None = None  # the token ids to draft from; None: all
     before_others: bool = False  # whether a cascade asks another drafter after it
+    history: bool = True  # whether earlier requests may change what is proposed
     # Returns the compiled forward of a draft model; None: they run as they are
     compiled: Callable[[nn.Module], CompiledForward] | None = None
 

@@ -1,5 +1,6 @@
 """The drafter that looks up what followed the same tokens before. It runs no model."""
 
+import copy
 import operator
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
@@ -41,8 +42,9 @@ class LookupDraft(Draft):
         corpus: documents to look in as well, each a list of token ids of the target's
             tokenizer. A draft never runs past the end of one.
         history: how many tokens of earlier answers to look in as well, the oldest
-            dropped; 0: none, and a text depends on its own request alone under the
-            acceptance rules "rejection" and "block" too.
+            dropped; 0: none. None: 200,000 under the acceptance rule "keyed", by which
+            no draft changes a text, and none under the others, so that a seed repeats
+            its text whatever came before.
 
     Raises:
         InvalidRequestError: an option is out of range, or a document holds no ids.
@@ -52,10 +54,15 @@ class LookupDraft(Draft):
     free = True
 
     def __init__(
-        self, *, corpus: Iterable[Iterable[int]] = (), history: int = HISTORY
+        self, *, corpus: Iterable[Iterable[int]] = (), history: int | None = None
     ) -> None:
-        documents = [_checked_ids(n, document) for n, document in enumerate(corpus)]
-        self.places = SharedPlaces(documents, checked_count("history", history, 0))
+        self._documents = [_checked_ids(n, each) for n, each in enumerate(corpus)]
+        self._limit = history
+        if history is not None:
+            checked_count("history", history, 0, ", or None")
+        self.places = SharedPlaces(
+            self._documents, HISTORY if history is None else history
+        )
         self.shortest = 1
 
     def cost_key(self) -> str:
@@ -63,11 +70,12 @@ class LookupDraft(Draft):
         return self.kind
 
     def configured(self, options: DraftOptions) -> "LookupDraft":
-        """Return one with the same places, and its shortest match."""
-        found = LookupDraft(history=0)
-        found.places = self.places
-        found.shortest = MATCH_BEFORE_OTHERS if options.before_others else 1
-        return found
+        """Return one with the same places, as far as the rule allows a history."""
+        draft = copy.copy(self)
+        draft.shortest = MATCH_BEFORE_OTHERS if options.before_others else 1
+        if self._limit is None and not options.history:
+            draft.places = SharedPlaces(self._documents)
+        return draft
 
     def open(
         self, lane: Lane, sequence: Sequence, draft_cache: list[Any] | None = None

@@ -6,6 +6,7 @@ named first, and in a place the latest. A proposal says how probable its tokens 
 see `survival`; how many of them are worth a round is not decided here.
 """
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -44,12 +45,17 @@ NOTHING_FOUND = Found()
 
 
 class SharedPlaces:
-    """What the lookups of all requests of a process share.
+    """Documents, answers, indexed texts and rates, shared by the requests of a process.
 
     Args:
         documents: whole, without ids out of range.
         history: how many tokens of earlier answers are held at most.
         texts: how many tokens of finished texts stay indexed at most.
+
+    Attributes:
+        lock: held while a request reads or changes them, since streams may run in
+            several threads. The collector may end a stream within a call of this
+            thread, which then enters it again.
     """
 
     def __init__(
@@ -60,6 +66,7 @@ class SharedPlaces:
     ) -> None:
         self.history, self.texts = AnswerHistory(history), TextPool(texts)
         self.rates = SurvivalRates()
+        self.lock = threading.RLock()
         self.documents = SuffixAutomaton()
         for document in documents:
             for token in (*document, BREAK):
@@ -93,6 +100,10 @@ class Lookup:
         Returns:
             Whether all are indexed; a proposal looks in what is so far.
         """
+        with self._shared.lock:
+            return self._read_ahead(tokens, limit)
+
+    def _read_ahead(self, tokens: Sequence[int], limit: int) -> bool:
         if self._text is None:
             self._text = self._shared.texts.take(tokens)
         growing: list[tuple[GrowingIndex, Sequence[int]]] = [
@@ -109,8 +120,12 @@ class Lookup:
 
         Nothing, where that has fewer than `shortest` tokens.
         """
+        with self._shared.lock:
+            return self._propose(tokens, limit, shortest)
+
+    def _propose(self, tokens: Sequence[int], limit: int, shortest: int) -> Found:
         self._judge(tokens)
-        self.read_ahead(tokens)
+        self._read_ahead(tokens, CHUNK)
         matches = self._matches(tokens)
         (length, state), place, automaton = max(
             matches, key=_length, default=(NO_MATCH, TEXT, self._shared.documents)
@@ -135,11 +150,12 @@ class Lookup:
         if self._ended:
             return
         self._ended = True
-        self._judge(tokens)
-        self._shared.history.add(tokens, answer)
-        text, self._text = self._text, None
-        if text is not None:
-            self._shared.texts.give(text)
+        with self._shared.lock:
+            self._judge(tokens)
+            self._shared.history.add(tokens, answer)
+            text, self._text = self._text, None
+            if text is not None:
+                self._shared.texts.give(text)
 
     def _matches(
         self, tokens: Sequence[int]

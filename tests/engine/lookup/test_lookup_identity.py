@@ -19,6 +19,7 @@ from mlx_speculation import (
 from mlx_speculation.engine import Result
 from mlx_speculation.engine.equivalence.texts import Parting
 from mlx_speculation.samplers import Chooser
+from mlx_speculation.samplers.verifier import Acceptance
 from support.covering import covering
 from support.identity import GREEDY, SAMPLED, assert_same_text
 from support.models.tiny_models import TINY_MODELS, build
@@ -194,3 +195,25 @@ def test_different_seeds_give_different_texts() -> None:
         for seed in range(4)
     }
     assert len(texts) == 4
+
+
+@pytest.mark.parametrize("acceptance", ["rejection", "block"])
+def test_a_seed_repeats_its_text_whatever_came_before(acceptance: Acceptance) -> None:
+    """Answers of earlier requests moved where rounds begin, and with that the noise."""
+    generator = SpeculativeGenerator(
+        build("llama"),
+        byte_tokenizer(),
+        draft="lookup",
+        draft_length=4,
+        acceptance=acceptance,
+    )
+    sampling = Sampling(temperature=0.2, seed=5)
+
+    def text(start: int) -> list[int]:
+        prompt = [start, *PROMPT]
+        return generator.generate(prompt, max_tokens=60, sampling=sampling).tokens
+
+    first = text(1)
+    for other in range(2, 6):
+        text(other)
+    assert text(1) == first

@@ -1,12 +1,10 @@
-"""Indexes that grow piece by piece, stay whole after an interrupt, and stay small.
-
-Faults that were made by hand, and found here: an index that goes on where an interrupt
-has left it; a cursor that goes on in an index that has grown; a pool without a limit.
-"""
+"""Indexes that grow piece by piece, stay whole after an interrupt, and stay small."""
 
 import random
 import sys
 from itertools import pairwise
+from random import Random
+from threading import Thread
 from types import FrameType
 from typing import Any
 
@@ -256,3 +254,41 @@ def test_survival_is_learnt_from_proposals_that_were_not_drafted() -> None:
         last = lookup.propose(text, 3)
     assert last.survival[0] < first.survival[0] / 2
     assert last.survival == sorted(last.survival, reverse=True)
+
+
+def test_lookups_of_several_threads_share_indexes_that_stay_right() -> None:
+    """Two threads that indexed one history at once left automata of neither."""
+    shared, errors = SharedPlaces(history=20_000), list[BaseException]()
+    interval = sys.getswitchinterval()
+
+    def requests(seed: int) -> None:
+        random = Random(seed)
+        try:
+            for _ in range(12):
+                lookup = Lookup(shared)
+                tokens = [random.randrange(4) for _ in range(40)]
+                for _ in range(30):
+                    tokens += lookup.propose(tokens, 4).tokens[:2] or [1]
+                lookup.end(tokens, 8)
+        except BaseException as error:
+            errors.append(error)
+
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [Thread(target=requests, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not errors
+    for generation in shared.history.generations:
+        while not generation.index.complete(generation.tokens):
+            generation.index.catch_up(generation.tokens)
+        fresh = SuffixAutomaton()
+        for token in generation.tokens:
+            fresh.append(token)
+        index = generation.index.automaton
+        assert index.tokens == fresh.tokens
+        assert (index._length, index._link) == (fresh._length, fresh._link)
