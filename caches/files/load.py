@@ -186,8 +186,8 @@ def _checked(
     user = mlx_lm_format.user_metadata(layout, header.metadata)
     name = f"mlx-lm {layout}"
     if said is not None:
-        own = {k: v for k, v in user.items() if not k.startswith(extension.PREFIX)}
-        return said.content(nodes, own, name)
+        metadata = {k: v for k, v in user.items() if not k.startswith(extension.PREFIX)}
+        return said.content(nodes, metadata, name)
     first = len(like) if like is not None and draft_like is not None else len(nodes)
     target = tree.check(nodes[:first])
     drafter = None if draft_like is None else tree.check(nodes[first:])

@@ -35,7 +35,7 @@ from mlx_speculation.errors import InvalidRequestError
 
 
 class Left(NamedTuple):
-    """What a request leaves of one role."""
+    """Caches and restore points that a request leaves of one role."""
 
     which: int  # the index of the role: of the model in `bind`, or from `bind_head`
     caches: Sequence[Any]  # its live caches
@@ -120,14 +120,14 @@ class PrefixCache:
         """
         for each in caches:
             check_single(each)
-        asked = [
+        new_roles = [
             Role(weakref.ref(owner), snapshot(each, 0, 0))
             for owner, each in zip(owners, caches, strict=True)
         ]
         with self._lock:
             if self._models is None:
-                self._models, self._shape = len(asked), shape
-                self._roles += asked
+                self._models, self._shape = len(new_roles), shape
+                self._roles += new_roles
             roles = self._roles[: self._models]
         mine = [role.owner() for role in roles]
         same = len(mine) == len(owners) and all(
@@ -144,7 +144,7 @@ class PrefixCache:
                 f"have computed, and exact={_rows(shape)} was asked for. Make a "
                 "PrefixCache for each."
             )
-        for own, other in zip(roles, asked, strict=True):
+        for own, other in zip(roles, new_roles, strict=True):
             merge(own.empty, other.empty)  # refuses caches of other kinds and settings
 
     def bind_head(self, owner: Any, caches: Sequence[Any], lag: int) -> int:

@@ -40,7 +40,7 @@ class Role(NamedTuple):
 
     @property
     def stateful(self) -> bool:
-        """Whether it is resumed at restore points only."""
+        """True where it is resumed at restore points only."""
         return any(leaf.whole for leaf in self.empty.leaves)
 
     def rows(self, stop: int) -> int:
@@ -144,13 +144,13 @@ class PrefixTree:
             matched, back = nodes[-1].stop if nodes else 0, 0
         if matched - back <= role.lag:
             return None, []
-        held = role.empty.ranges
+        merged = role.empty.ranges
         for node in nodes[1:]:
-            held = merge(held, node.rows[which])
-        held = split(held, role.rows(matched - back))[0]
+            merged = merge(merged, node.rows[which])
+        merged = split(merged, role.rows(matched - back))[0]
         if role.stateful:
-            held = merge(held, nodes[-1].points[which].states)
-        return held, nodes
+            merged = merge(merged, nodes[-1].points[which].states)
+        return merged, nodes
 
     def reach(self, tokens: Tokens) -> list[Node]:
         """Return the nodes that `tokens` match; an edge is cut where they part."""

@@ -16,7 +16,7 @@ from functools import cache
 
 from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
 from mlx_speculation.engine.draft_length.base import Feedback, Option, Plan
-from mlx_speculation.engine.draft_length.costs import RoundCosts
+from mlx_speculation.engine.draft_length.costs import RoundCosts, left_of_step
 from mlx_speculation.models import row_size
 
 # In plain steps: the credit at first, the most of it, the least after rounds that took
@@ -165,7 +165,7 @@ class AdaptiveDraftLength:
             self._reading = feedback.reading / plain
         seconds = feedback.seconds
         if feedback.behind:
-            seconds -= self._left(plain)
+            seconds -= left_of_step(plain, self._cold)
         knows = self.costs.knows(context, feedback.drafted)
         if not feedback.fresh and (lag <= 1 or not knows):
             self.costs.note(context, feedback.drafted, max(seconds, 0.1 * plain))
@@ -186,15 +186,6 @@ class AdaptiveDraftLength:
                 self.costs.note(context, 0, feedback.seconds)
             else:
                 self._cold = feedback.seconds
-
-    def _left(self, plain: float) -> float:
-        """Return the seconds that are left of a step in flight when a round begins.
-
-        Nearly all where a device computes while the host goes on; hardly any on a CPU,
-        where a step is computed while it is submitted, so that the first of a run of
-        plain steps takes the time of two.
-        """
-        return min(plain, max(0.0, 2 * plain - self._cold)) if self._cold else plain
 
     def decide_anew(self) -> None:
         """Let the next round be decided: rows of a batch have come or gone."""

@@ -24,6 +24,20 @@ SHORT_CONTEXT = 512
 CostTable = dict[int, dict[int, float]]
 
 
+def left_of_step(plain: float, cold: float) -> float:
+    """Return the seconds that are left of a step in flight when a round begins.
+
+    Nearly all where a device computes while the host goes on; hardly any on a CPU,
+    where a step is computed while it is submitted, so that the first of a run of plain
+    steps takes the time of two.
+
+    Args:
+        plain: seconds of a plain step.
+        cold: seconds of a step that was not in flight, and submits one; 0: not known.
+    """
+    return min(plain, max(0.0, 2 * plain - cold)) if cold else plain
+
+
 def bucket_of(context: int) -> int:
     """Return the bucket of a number of tokens: 0 up to 512, 1 up to 1,024, ..."""
     return ((max(1, context) - 1) // SHORT_CONTEXT).bit_length()

@@ -1,4 +1,4 @@
-"""How much to draft, and by whom: the most expected tokens for their time.
+"""The draft rule: the source and the length with the most expected tokens a second.
 
 With survival s_i, the chance that tokens 1 to i are all accepted, n tokens bring
 
@@ -23,7 +23,7 @@ from itertools import accumulate, zip_longest
 
 from mlx_speculation.engine.draft_length.adaptive import few_lengths
 from mlx_speculation.engine.draft_length.base import Feedback, Option, Plan
-from mlx_speculation.engine.draft_length.costs import RoundCosts
+from mlx_speculation.engine.draft_length.costs import RoundCosts, left_of_step
 
 # In plain steps: the credit at first, the most of it, the least after rounds that took
 # longer than usual, and what a plain step adds. A round that took ten times as long, on
@@ -49,7 +49,7 @@ MEMORY = 500.0
 
 @dataclass(slots=True)
 class Credit:
-    """What drafts may lose against plain decoding, in plain steps.
+    """Credit for drafts that lose against plain decoding, in plain steps.
 
     Attributes:
         steps: what is left.
@@ -86,7 +86,7 @@ class Credit:
 
 @dataclass(slots=True)
 class Source:
-    """What the rule knows of one source of drafts.
+    """State of one source of drafts.
 
     Attributes:
         costs: seconds of rounds that it drafts in, by length.
@@ -228,7 +228,7 @@ class DraftRule:
             for costs in known
             if costs is known[0] or costs.longest(context) > known[0].longest(context)
         ]
-        left = self._left(plain) if behind else 0.0
+        left = left_of_step(plain, self._cold) if behind else 0.0
         found = []
         for n in sorted({*few_lengths(reach), reach} - {0}):
             seconds = min(curve[n] for curve in curves)
@@ -280,7 +280,9 @@ class DraftRule:
         if feedback.reading:
             costs.reading = feedback.reading / max(1, context)
             source.reading = feedback.reading / plain
-        seconds = feedback.seconds - (self._left(plain) if feedback.behind else 0.0)
+        seconds = feedback.seconds
+        if feedback.behind:
+            seconds -= left_of_step(plain, self._cold)
         knows = costs.knows(context, feedback.drafted)
         if not feedback.fresh and (lag <= 1 or not knows):
             costs.note(context, feedback.drafted, max(seconds, 0.1 * plain))
@@ -307,15 +309,6 @@ class DraftRule:
                     source.costs.note(context, 0, feedback.seconds)
             else:
                 self._cold = feedback.seconds
-
-    def _left(self, plain: float) -> float:
-        """Return the seconds that are left of a step in flight when a round begins.
-
-        Nearly all where a device computes while the host goes on; hardly any on a CPU,
-        where a step is computed while it is submitted, so that the first of a run of
-        plain steps takes the time of two.
-        """
-        return min(plain, max(0.0, 2 * plain - self._cold)) if self._cold else plain
 
     def end(self) -> None:
         """Pay for prompts that were read in vain."""

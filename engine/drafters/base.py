@@ -14,7 +14,7 @@ from mlx_speculation.samplers import Choice, Rows
 
 
 class Choose(Protocol):
-    """What a drafter chooses with; see `Verifier.propose`."""
+    """The function that a drafter chooses tokens with; see `Verifier.propose`."""
 
     def __call__(
         self, logits: mx.array, rows: Rows, ids: mx.array | None = None
@@ -29,7 +29,7 @@ class Choose(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Branches:
-    """How the tokens of a draft hang together that is a tree.
+    """The edges of a proposal that is a tree.
 
     Attributes:
         parents: integers [k], of each token the one that it follows, which comes before

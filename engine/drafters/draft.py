@@ -1,4 +1,4 @@
-"""What opens a drafter for each stream: one draft for each generator."""
+"""The base of drafts: a draft of a generator opens a drafter for each stream."""
 
 import hashlib
 from collections.abc import Callable
@@ -45,7 +45,7 @@ class TargetInfo:
 class DraftOptions:
     """The options of a generator that its drafters follow."""
 
-    # What stands for sliding windows in the caches of draft models
+    # The kind of sliding caches that draft models get
     sliding: Sliding = "slack"
     # Where drafts end that are unsure, see `ModelDrafter`; 0: nowhere
     confidence: float = 0.0

@@ -1,6 +1,6 @@
-"""What drafts while rounds are measured: a draft, and what stands for its lookups.
+"""Drafts for calibration, with a constant proposal in place of lookups.
 
-What a lookup proposes depends on the text, what it costs does not.
+The tokens of a lookup depend on the text, the cost of verifying them does not.
 """
 
 from typing import Any

@@ -90,7 +90,7 @@ class GeneratorOptions:
 
     @property
     def intersection(self) -> bool:
-        """Whether to draft the tokens that a draft of another tokenizer shares."""
+        """True if the draft has another tokenizer, and drafts the common tokens."""
         return isinstance(self.draft_vocabulary, str)
 
     @property

@@ -48,7 +48,7 @@ class Odds:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rule:
-    """How many drafted tokens are accepted, from probabilities and coins."""
+    """An acceptance rule: the accepted tokens, from probabilities and coins."""
 
     # From target, draft (see `draft_distributions`) and drafted
     odds: Callable[[mx.array, mx.array, mx.array], Odds]

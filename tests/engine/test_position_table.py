@@ -29,10 +29,12 @@ from mlx_speculation import (
 )
 from mlx_speculation.caches import FixedShape, position
 from mlx_speculation.engine.batch.generator import BatchGenerator
-from mlx_speculation.engine.drafters.common_tokens import CommonTokens
 from mlx_speculation.engine.drafters.draft_model import ModelDraft
 from mlx_speculation.engine.drafters.fault_guard import CheckedChoose
-from mlx_speculation.engine.drafters.foreign_model import ForeignModelDraft
+from mlx_speculation.engine.drafters.foreign_model import (
+    CommonTokens,
+    ForeignModelDraft,
+)
 from mlx_speculation.engine.equivalence.exact_rows import check_exact
 from mlx_speculation.engine.equivalence.rows import greedy_text, verify_both_ways
 from mlx_speculation.engine.prompt import Sequence

@@ -110,7 +110,7 @@ class Session:
         results = sum(message["role"] == "tool" for message in chat.messages)
         self.asked.append((results, len(names)))
         if not names:  # a title
-            return '{"title": "Mend add"}' if request.schema else "Mend add"
+            return '{"title": "Fix add"}' if request.schema else "Fix add"
         steps = self.steps(self.work / "a.py", names)
         return steps[results] if results < len(steps) else END
 
@@ -162,7 +162,7 @@ def claude(url: str, work: Path, home: Path) -> Any:
     }
     program = npm(CLAUDE, "claude")
     env = {**environment(work, home), **names}
-    options = ("-p", "Mend add in a.py", "--dangerously-skip-permissions")
+    options = ("-p", "Fix add in a.py", "--dangerously-skip-permissions")
     return run(program, *options, cwd=work, env=env)
 
 
@@ -178,7 +178,7 @@ def codex(url: str, work: Path, home: Path) -> Any:
     options = ("--skip-git-repo-check", "--sandbox", "danger-full-access")
     env = {**environment(work, home), "CODEX_HOME": str(home)}
     program = npm(CODEX, "codex")
-    return run(program, "exec", *options, "Mend add in a.py", cwd=work, env=env)
+    return run(program, "exec", *options, "Fix add in a.py", cwd=work, env=env)
 
 
 def opencode(api: str) -> Callable[[str, Path, Path], Any]:
@@ -195,20 +195,20 @@ def opencode(api: str) -> Callable[[str, Path, Path], Any]:
         (work / "opencode.json").write_text(json.dumps(config))
         off = {"OPENCODE_DISABLE_AUTOUPDATE": "1", "OPENCODE_DISABLE_MODELS_FETCH": "1"}
         env = {**environment(work, home), **off}
-        options = ("run", "--model", "X/local", "Mend add in a.py")
+        options = ("run", "--model", "X/local", "Fix add in a.py")
         return run(npm(OPENCODE, "opencode"), *options, cwd=work, env=env)
 
     return start
 
 
 LINES = {  # what follows the commands that `serve` prints
-    "claude": (0, " -p 'Mend add' --dangerously-skip-permissions", claude_steps),
+    "claude": (0, " -p 'Fix add' --dangerously-skip-permissions", claude_steps),
     "codex": (
         1,
-        " exec --skip-git-repo-check --sandbox danger-full-access 'Mend add'",
+        " exec --skip-git-repo-check --sandbox danger-full-access 'Fix add'",
         codex_steps,
     ),
-    "opencode": (2, " run 'Mend add'", opencode_steps),
+    "opencode": (2, " run 'Fix add'", opencode_steps),
 }
 
 
@@ -284,7 +284,7 @@ def test_aider_edits_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         *("--model", "openai/local", "--no-show-model-warnings", "--no-git"),
         *("--analytics-disable", "--no-check-update", "--no-show-release-notes"),
         *("--no-detect-urls", "--no-gitignore", "--yes-always"),
-        *("--message", "Mend add", "a.py"),
+        *("--message", "Fix add", "a.py"),
     )
     program = aider()
     with scripted(script, monkeypatch, names=("local",)) as server:

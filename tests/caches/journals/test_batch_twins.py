@@ -69,11 +69,7 @@ def test_rows_of_a_ragged_cache_equal_their_twins(
 def test_rows_of_a_ragged_quantized_cache_equal_their_twins(
     note_rounds: Callable[[int], None],
 ) -> None:
-    """Bit for bit, as a cache of each row alone quantizes it.
-
-    Faults made by hand and found: scales that stay where they were when codes move;
-    places behind the longest row's end; a row extracted with another row's length.
-    """
+    """Bit for bit, as a cache of each row alone quantizes it."""
     kinds = st.builds(
         RaggedQuantizedKind,
         step=st.sampled_from([4, 256]),

@@ -1,9 +1,4 @@
-"""A model reads a batch of quantized rows as it reads the rows of each request.
-
-The tests fail for each of these faults, made by hand: a model that takes the parts for
-plain keys; a mask of another row; rows of other bits that are taken in; `filter` or
-`extend` that leaves out the values.
-"""
+"""A model reads a batch of quantized rows as it reads the rows of each request."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,9 +1,4 @@
-"""A request of a batch is cut before the commit: it leaves what its stream leaves.
-
-Faults that were made by hand, and found here: a request that keeps what was accepted
-behind its stop; no restore points between rounds of a batch; a text that is not taken
-back with a round that fails; a request whose cut raises, and which keeps its tokens.
-"""
+"""A request of a batch is cut before the commit: it leaves what its stream leaves."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,8 +1,4 @@
-"""The rule: the source and the length with the most expected tokens for their time.
-
-Faults that were made by hand, and found here: a sum of survivals that counts an empty
-proposal as a full one; a draft that the credit cannot pay for; a trial without a pause.
-"""
+"""The rule: the source and the length with the most expected tokens for their time."""
 
 from collections.abc import Sequence
 from itertools import pairwise

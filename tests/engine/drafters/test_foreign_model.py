@@ -24,8 +24,11 @@ from mlx_speculation import (
     TokenizerMismatchError,
     allowed_tokens,
 )
-from mlx_speculation.engine.drafters.common_tokens import CommonTokens, TokenTexts
-from mlx_speculation.engine.drafters.foreign_model import ForeignModelDraft
+from mlx_speculation.engine.drafters.foreign_model import (
+    CommonTokens,
+    ForeignModelDraft,
+    TokenTexts,
+)
 from support.identity import prompt_of
 from support.models.mtp_checkpoints import write_tiny
 from support.models.tiny_models import build

@@ -1,8 +1,4 @@
-"""Matches, continuations and counts of the automaton are those of a plain search.
-
-Faults that were made by hand, and found here: a clone without the count of its state;
-a count of an occurrence that nothing follows; a search that goes on behind a BREAK.
-"""
+"""Matches, continuations and counts of the automaton are those of a plain search."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,10 +1,4 @@
-"""A lane of one request and a batch keep one contract: the same calls, the same rows.
-
-Faults that were made by hand, and found here: a round of one request drops its axis; a
-number for each request counts for the first alone; a lane that others join keeps its
-caches; states of places that hold no request; logits of what fills a forward up;
-requests that were put in another order and are fed in the old one.
-"""
+"""A lane of one request and a batch keep one contract: calls and rows are equal."""
 
 from collections.abc import Sequence
 from functools import cache

@@ -194,8 +194,8 @@ def check_same(ours: RuleOutcome, theirs: RuleOutcome) -> None:
     assert mx.array_equal(ours.acceptance, theirs.acceptance).item()
 
 
-@each(told=[True, False], rule=[REJECTION, BLOCK])
-def test_a_draft_that_has_ended_is_a_shorter_draft(rule: Rule, told: bool) -> None:
+@each(known=[True, False], rule=[REJECTION, BLOCK])
+def test_a_draft_that_has_ended_is_a_shorter_draft(rule: Rule, known: bool) -> None:
     """In a batch it ends with rows of zeros, or with the id -1."""
     target, draft, drafted = distributions("spread", (40,), 4, 3)
     t, d = arrays(mx.float32, target, draft)
@@ -205,10 +205,10 @@ def test_a_draft_that_has_ended_is_a_shorter_draft(rule: Rule, told: bool) -> No
         there = mx.arange(4) < length
         ended = mx.where(there, x, -1)
         distributions_there = d * there[:, None]
-        long = rule.verify(t, distributions_there if told else None, ended, coins)
+        long = rule.verify(t, distributions_there if known else None, ended, coins)
         short = rule.verify(
             t[:, : length + 1],
-            d[:, :length] if told else None,
+            d[:, :length] if known else None,
             x[:, :length],
             coins[:, :length],
         )
