@@ -26,9 +26,10 @@ ended() {
     fi
 }
 
-# NAME COMMAND; the shell lets what it begins so ignore Ctrl-C.
+# NAME COMMAND; the shell lets what it begins so ignore Ctrl-C. A signal that comes before
+# the new process is a program of its own is lost, so it is sent until the process is gone.
 run_beside() {
-    trap 'kill $!; wait $!; exit' TERM
+    trap 'while kill $! 2>/dev/null; do sleep 0.1; done; exit' TERM
     sh -c "$2" >"$files/$1" 2>&1 &
     wait $!
     echo "$? $(date +%s)" >"$files/$1.end"
