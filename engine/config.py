@@ -8,7 +8,6 @@ from typing import Any
 
 import mlx.nn as nn
 
-from mlx_speculation.caches import FixedShape, PrefixCache
 from mlx_speculation.engine.distributed import RankedTarget, all_or_none
 from mlx_speculation.engine.draft_length.policy_factory import PolicyFactory
 from mlx_speculation.engine.drafters.draft import (
@@ -26,7 +25,6 @@ from mlx_speculation.interrupts import finalize
 from mlx_speculation.models import (
     Lane,
     ModelHooks,
-    Sliding,
     TokenIds,
     TreeHooks,
     check_causal,
@@ -39,7 +37,6 @@ from mlx_speculation.models import (
     position_table,
     wrapped,
 )
-from mlx_speculation.samplers import Acceptance
 from mlx_speculation.warn import notice
 
 
@@ -60,13 +57,9 @@ class GeneratorConfig:
     draft: Draft | None  # what drafts, on this rank; None: plain decoding
     notices: tuple[str, ...]  # why the draft is not another
     lengths: PolicyFactory  # the draft lengths
-    acceptance: Acceptance  # the rule
-    sliding: Sliding  # what stands for sliding windows in the caches made here
-    # What requests leave for later ones; None: nothing
-    prefix_cache: PrefixCache | None
-    kept_head: int | None  # the index in it of a head; None: it keeps none
-    shape: FixedShape | None  # of every forward of the target; None: not in exact mode
-    tree: int  # the nodes of a draft that is a tree; 0: drafts are chains
+    options: GeneratorOptions  # as they were passed
+    # The index of a head in the prefix cache; None: no rows of a head are kept
+    kept_head: int | None
 
     @property
     def decides(self) -> bool:
@@ -118,12 +111,8 @@ def make_config(
             draft=draft,
             notices=(*resolved.notices, *_pauses(models, prompts.context_length)),
             lengths=_lengths(model, resolved, options),
-            acceptance=options.acceptance,
-            sliding=sliding,
-            prefix_cache=options.prefix_cache,
+            options=options,
             kept_head=_bind(model, draft, options),
-            shape=shape,
-            tree=options.tree,
         )
         return _hooked(config, drafts)
 
@@ -191,7 +180,7 @@ def _hooked(config: GeneratorConfig, options: DraftOptions) -> GeneratorConfig:
     with ExitStack() as hooks:
         for module in (model, *models):
             hooks.callback(ModelHooks(module).remove)
-        if config.tree:
+        if config.options.tree:
             drafting = (m.own_weights for m in members_of(draft) if m.trees)
             for each in (model, *drafting):
                 if each is not None:

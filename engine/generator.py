@@ -158,7 +158,8 @@ class SpeculativeGenerator:
     @property
     def exact(self) -> int | None:
         """The rows of every forward in exact mode; None: it is not in that."""
-        return None if self._setup.shape is None else self._setup.shape.rows
+        shape = self._setup.options.shape
+        return None if shape is None else shape.rows
 
     @property
     def draft_length(self) -> int | None:

@@ -73,7 +73,8 @@ class StreamFactory:
     ) -> Callable[[list[int], DraftLengthPolicy], Stream]:
         """Return what starts streams that measure: their texts are of no later use."""
         draft = measured_draft(self._setup.draft)
-        maker = StreamFactory(replace(self._setup, draft=draft, prefix_cache=None))
+        options = replace(self._setup.options, prefix_cache=None)
+        maker = StreamFactory(replace(self._setup, draft=draft, options=options))
         maker._busy = self._busy
 
         def start(prompt: list[int], lengths: DraftLengthPolicy) -> Stream:
@@ -109,7 +110,7 @@ class StreamFactory:
         target = self._lane(options, sequence, seen)
         if images is not None:
             images.enter(sequence, target)
-        elif setup.tree:
+        elif setup.options.tree:
             target.run = TreeForward(setup.model)
         request = self._request(options, sequence, target, images)
         running: AbstractContextManager[None] = wired(setup.model)
@@ -139,8 +140,8 @@ class StreamFactory:
             setup.model,
             options.prompt_cache,
             seen,
-            sliding=setup.sliding,
-            shape=setup.shape,
+            sliding=setup.options.sliding,
+            shape=setup.options.shape,
         )
         target.prefill_step = options.prefill_step
         target.prefill_progress = options.prompt_progress
@@ -176,8 +177,8 @@ class StreamFactory:
             statistics=statistics,
             warmup=self._warmup(target, lengths, statistics),
         )
-        if setup.tree and images is None:
-            request = replace(request, tree=nodes_for(request, setup.tree))
+        if setup.options.tree and images is None:
+            request = replace(request, tree=nodes_for(request, setup.options.tree))
         return request
 
     def _stream(
@@ -208,7 +209,7 @@ class StreamFactory:
                 request.target,
                 drafter.lanes,
                 drafter.held,
-                setup.prefix_cache,
+                setup.options.prefix_cache,
             ),
             prefixes=self._prefixes(options, request, images),
             remember=partial(drafter.remember, answer=len(request.sequence.tokens)),
@@ -245,14 +246,14 @@ class StreamFactory:
             return Chooser(options, ids.width, limit=limit, missing=ids.missing)
 
         chooser = make(sampling)
-        check_rule(setup.acceptance, chooser)
-        if setup.shape is not None:
+        check_rule(setup.options.acceptance, chooser)
+        if setup.options.shape is not None:
             check_own_choice(sampling)
         return Verifier(
             chooser if setup.decides else make(never_called(chooser)),
-            setup.acceptance,
+            setup.options.acceptance,
             whole_rows=options.logprob_rows,
-            rows=None if setup.shape is None else setup.shape.rows,
+            rows=None if setup.options.shape is None else setup.options.shape.rows,
         )
 
     def _end_ids(self, options: StreamOptions) -> frozenset[int]:
@@ -285,7 +286,7 @@ class StreamFactory:
             "stop": options.stops,
             "stop_tokens": sorted(self._end_ids(options)),
             "draft_length": setup.lengths.usual if length is None else length,
-            "acceptance": setup.acceptance,
+            "acceptance": setup.options.acceptance,
             "prefill_step_size": options.prefill_step,
         }
         values |= {name: getattr(options, name) for name in _ON_ALL_RANKS}
@@ -300,7 +301,7 @@ class StreamFactory:
         images: ImageInput | None,
     ) -> PrefixReuse | None:
         """Return a stream's view of the prefix cache, where it may use one."""
-        cache = self._setup.prefix_cache
+        cache = self._setup.options.prefix_cache
         target, drafter = request.target, request.open_drafter
         if cache is None or options.own_caches:
             return None

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mlx_speculation.cli.inputs import check_input
 from mlx_speculation.errors import InvalidRequestError
@@ -12,6 +12,7 @@ from mlx_speculation.option_fields import KvLimits, option
 if TYPE_CHECKING:
     from mlx_speculation import SpeculativeGenerator
     from mlx_speculation.caches import LoadedCaches
+    from mlx_speculation.engine.options import StreamKeywords
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +68,8 @@ class KvOptions(KvLimits):
         loaded: "LoadedCaches | None",
         reach: int,
         prefill_progress: Callable[[int], None],
-    ) -> dict[str, Any]:
-        """Return what a stream takes of these, of at most `reach` positions."""
+    ) -> "StreamKeywords":
+        """Return the keywords of a stream of at most `reach` positions."""
         from mlx_speculation.engine.mlx_lm_compat.prompt_cache import limited
 
         held = None if loaded is None else loaded.caches

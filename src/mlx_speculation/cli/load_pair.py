@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from mlx_speculation import PrefixCache, SpeculativeGenerator
     from mlx_speculation.engine import Statistics
 
+ADAPTER, TRUST = "adapter_path", "trust_remote_code"
 DERIVED = (
     "acceptance_rate",
     "mean_accepted_length",
@@ -58,19 +59,7 @@ def open_pair(
         )
     with screen.busy(f"loading {Path(pair.model).name}"):
         generator = SpeculativeGenerator.from_pretrained(
-            pair.model,
-            draft=pair.draft,
-            draft_length=pair.draft_length,
-            draft_tree=pair.draft_tree,
-            draft_confidence=pair.draft_confidence,
-            quantize_draft=pair.quantize_draft,
-            draft_vocabulary=pair.draft_vocabulary,
-            compile_draft=pair.compile_draft,
-            adapter_path=pair.adapter_path,
-            trust_remote_code=pair.trust_remote_code,
-            prefix_cache=prefix_cache,
-            exact=pair.exact or False,
-            vision=vision,
+            pair.model, prefix_cache=prefix_cache, vision=vision, **pair.for_loading()
         )
     if pair.draft_vocabulary is not None:
         screen.say(" ".join(generator.notices))
@@ -84,20 +73,14 @@ def beside(
     from mlx_speculation import SpeculativeGenerator
     from mlx_speculation.engine.drafters.resolve import find_draft
 
-    bits = None if pair.draft == "lookup" else pair.quantize_draft
-    return SpeculativeGenerator(
-        generator.model,
-        generator.tokenizer,
-        draft=find_draft(
-            pair.draft,
-            quantize_draft=bits,
-            target=pair.model,
-            trust_remote_code=pair.trust_remote_code,
-        ),
-        draft_length=pair.draft_length,
-        draft_tree=None if pair.draft == "lookup" else pair.draft_tree,
-        draft_vocabulary=None if pair.draft == "lookup" else pair.draft_vocabulary,
-    )
+    options = pair.for_loading()
+    loading = {name: options.pop(name) for name in ("quantize_draft", ADAPTER, TRUST)}
+    del loading[ADAPTER]  # the target has it
+    if pair.draft == "lookup":  # no model, which the others are about
+        loading["quantize_draft"] = None
+        options = {"draft_length": pair.draft_length}
+    options["draft"] = find_draft(pair.draft, target=pair.model, **loading)
+    return SpeculativeGenerator(generator.model, generator.tokenizer, **options)
 
 
 def prefix_cache(gigabytes: float) -> "PrefixCache | None":

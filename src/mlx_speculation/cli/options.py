@@ -13,6 +13,7 @@ from mlx_speculation.option_fields import option
 
 if TYPE_CHECKING:
     from mlx_speculation import Sampling
+    from mlx_speculation.engine.options import StreamKeywords
 
 DRAFT = "Draft and its length"
 VISION = "Load a target that reads images, with mlx-vlm."
@@ -122,6 +123,13 @@ class PairOptions(TargetOptions):
         min=0,
         max=64,
     )
+
+    def for_loading(self) -> dict[str, Any]:
+        """Return the keywords of `SpeculativeGenerator.from_pretrained`."""
+        names = [each.name for each in fields(self)]
+        given = {name: getattr(self, name) for name in names}
+        del given["model"], given["blas"]
+        return {**given, "exact": self.exact or False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,12 +242,15 @@ class EndOptions:
         for text in self.stop or ():
             sound_text("--stop", text)
 
-    @property
-    def stops(self) -> list[str]:
-        """The texts that end a text."""
-        return [sound_text("--stop", text) for text in self.stop or ()]
+    def for_stream(self, tokenizer: Any) -> "StreamKeywords":
+        """Return the keywords of `SpeculativeGenerator.stream`."""
+        return {
+            "max_tokens": self.max_tokens,
+            "stop": [sound_text("--stop", text) for text in self.stop or ()],
+            "stop_tokens": self._stop_tokens(tokenizer),
+        }
 
-    def stop_tokens(self, tokenizer: Any) -> set[int]:
+    def _stop_tokens(self, tokenizer: Any) -> set[int]:
         """Return the ids that end a text.
 
         Raises:

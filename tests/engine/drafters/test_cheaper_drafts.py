@@ -143,7 +143,7 @@ def drafted_ids(generator: SpeculativeGenerator, **options: Any) -> set[int]:
         patch.setattr(CheckedChoose, "checked", noting)
         result = generator.generate(PROMPT, max_tokens=TOKENS, **options)
     assert result.stats.drafted == len(drafted) > TOKENS // 2
-    if "sampling" not in options or generator._setup.acceptance == "keyed":
+    if "sampling" not in options or generator._setup.options.acceptance == "keyed":
         plain = SpeculativeGenerator(generator.model, generator.tokenizer)
         expected = plain.generate(PROMPT, max_tokens=TOKENS, **options).tokens
         assert result.tokens == expected

@@ -27,6 +27,7 @@ from mlx_speculation.option_fields import option
 if TYPE_CHECKING:
     from mlx_speculation import SpeculativeGenerator
     from mlx_speculation.engine import Chunk
+    from mlx_speculation.engine.options import StreamKeywords
 
 HELP = "/reset begins anew, /quit or Ctrl-D ends, Ctrl-C ends an answer."
 
@@ -90,12 +91,9 @@ class _Talk:
         colour: bool,
     ) -> None:
         self._generator, self._conversation = generator, conversation
-        tokenizer = generator.tokenizer
-        self._options: dict[str, Any] = {
-            "max_tokens": end.max_tokens,
-            "sampling": sampling.sampling(tokenizer),
-            "stop": end.stops,
-            "stop_tokens": end.stop_tokens(tokenizer),
+        self._options: StreamKeywords = {
+            "sampling": sampling.sampling(generator.tokenizer),
+            **end.for_stream(generator.tokenizer),
         }
         self._screen, self._colour = screen, colour
         self.turns: list[dict[str, Any]] = []
@@ -130,9 +128,11 @@ class _Talk:
     def _turn(self, message: str) -> None:
         ids = self._conversation.ask(sound_text("The message", message))
         bar = PromptBar(len(ids) - 1)
-        stream = self._generator.stream(
-            ids, prompt_progress=bar.advance, **self._options
-        )
+        options: StreamKeywords = {
+            **self._options,
+            "prompt_progress": bar.advance,
+        }
+        stream = self._generator.stream(ids, **options)
         chunks: list[Chunk] = []
         interrupted = show(stream, self._screen, chunks, bar, colour=self._colour)
         result = stream.result

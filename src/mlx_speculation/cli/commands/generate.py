@@ -34,6 +34,7 @@ from mlx_speculation.option_fields import option
 if TYPE_CHECKING:
     from mlx_speculation import Constraint, SpeculativeGenerator
     from mlx_speculation.engine import Chunk, Result
+    from mlx_speculation.engine.options import StreamKeywords
     from mlx_speculation.engine.prompt import Prompt
 
 ALTERNATIVES = 5
@@ -121,16 +122,14 @@ def generate(
         )
         asked = tokens = encode(generator.tokenizer, text, rendered=rendered)
     bar = PromptBar(len(tokens) - 1)
-    stream = generator.stream(
-        asked,
-        max_tokens=end.max_tokens,
-        sampling=sampling.sampling(generator.tokenizer),
-        stop=end.stops,
-        stop_tokens=end.stop_tokens(generator.tokenizer),
-        logprobs=ALTERNATIVES if output.html is not None else None,
-        constraint=_constraint(schema, generator),
+    options: StreamKeywords = {
+        **end.for_stream(generator.tokenizer),
         **kv.for_stream(generator, before, len(tokens) + end.max_tokens, bar.advance),
-    )
+        "sampling": sampling.sampling(generator.tokenizer),
+        "logprobs": ALTERNATIVES if output.html is not None else None,
+        "constraint": _constraint(schema, generator),
+    }
+    stream = generator.stream(asked, **options)
     chunks: list[Chunk] = []
     interrupted = show(stream, screen, chunks, bar, colour=output.colour)
     result = stream.result
