@@ -10,6 +10,10 @@ The text is that of mlx-lm without a draft: greedy when no sampler is passed, wi
 sampler's distribution otherwise. Where mlx-lm's two ways differ, this one is as its
 plain decoding: `prefill_step_size` is 2048 with a draft too, `max_kv_size` and
 `prompt_progress_callback` count with a draft too, and a cache holds the last token.
+
+Everything is checked in the call; the model runs when the first response is asked for.
+An unknown keyword is a `TypeError`, two values that do not fit an `InvalidRequestError`
+that names them, a cache of an unknown kind an `UnsupportedCacheError`.
 """
 
 from collections.abc import Callable, Generator
@@ -34,9 +38,10 @@ from mlx_speculation.engine.mlx_lm_compat.response import (
     responses,
 )
 from mlx_speculation.engine.mlx_lm_compat.sampler import checked_sampling
+from mlx_speculation.engine.options import StreamKeywords
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import PREFILL_STEP, logit_width, wrapped
-from mlx_speculation.samplers import LogitsProcessor, Sampler
+from mlx_speculation.samplers import LogitsProcessor, Sampler, Sampling
 
 ENDLESS = 1 << 62
 Responses = Generator[SpeculativeResponse, None, None]
@@ -67,83 +72,68 @@ def stream_generate(
 ) -> Responses:
     """Generate as `mlx_lm.stream_generate` does, faster where a draft helps.
 
-    Everything is checked in the call; the model runs when the first response is asked
-    for. After the last response, and after an early `close()` too, the caches hold the
-    prompt and the tokens that were yielded, and nothing else.
-
     Args:
         model: the target, loaded by mlx-lm.
         tokenizer: its tokenizer.
         prompt: text or token ids. It follows what `prompt_cache` holds.
         max_tokens: at least 1; -1 for no limit.
-        draft_model: a model with the same token ids; the path of one, or of a head;
-            "mtp" for the head in the target's folder, "lookup", "auto"; or what
-            `SpeculativeGenerator` takes. What is loaded is kept with the target for
-            the next call. None: plain decoding.
+        draft_model: see `draft` of `GeneratorOptions`; kept for the next call.
         stream: the stream that mlx works on; None: the default one.
-        sampler: chooses tokens. One of `mlx_speculation.make_sampler` keeps the text
-            of a seed, whatever the draft. Any other is called for every row: the text
-            has its distribution, and a draft changes the text; a `SamplerNotice` says
-            so once. None: the most probable token.
+        sampler: chooses tokens; None: the most probable one.
         logits_processors: called as in plain decoding, see `Sampling`.
-        num_draft_tokens: drafted in a round. None: as many as pay by measurement,
-            where mlx-lm drafts 2.
-        max_kv_size: keep so many positions, where the model makes no caches of its
-            own kind; a draft model's too.
-        prompt_cache: the target's caches, or the target's and the draft model's in
-            one list, as for mlx-lm. They are written to; quantized ones take the
-            place of those in the list.
+        num_draft_tokens: drafted in a round; None: as many as pay by measurement.
+        max_kv_size: positions to keep, where the model has no caches of its own kind.
+        prompt_cache: the target's caches, then perhaps the draft's; written to.
         prefill_step_size: prompt tokens that are fed at once.
-        kv_bits: quantize the target's caches to so many bits; None: not at all. Those
-            of a draft model stay as they are, small as they are, where mlx-lm
-            quantizes both: its drafts are then as right as they can be.
+        kv_bits: of the target's quantized caches; None: not quantized.
         kv_group_size: numbers that share a scale.
         quantized_kv_start: positions from which on they are quantized.
         prompt_progress_callback: gets the prompt tokens read so far, and all of them.
         input_embeddings: refused, since drafts are proposed for token ids.
-        seed: decides the text above temperature 0, with a sampler of `make_sampler`.
-            None: drawn from mlx's global generator, so that `mx.random.seed(n)` before
-            the call repeats the text.
-        exact: see `SpeculativeGenerator`. A sampler of `make_sampler`, or none, is
-            needed, and `max_kv_size` is refused.
+        seed: of a sampler of `make_sampler`; None: drawn from mlx's generator.
+        exact: see `GeneratorOptions`; refuses other samplers and `max_kv_size`.
         unknown: refused.
-
-    Raises:
-        TypeError: a keyword is unknown.
-        InvalidRequestError: names the two values that do not fit.
-        UnsupportedCacheError: a cache is of an unknown kind.
     """
     _check_keywords(unknown, input_embeddings)
-    sampling = checked_sampling(
-        sampler, logits_processors, seed, drafted=_drafts(draft_model, num_draft_tokens)
-    )
-    tokenizer = wrapped(tokenizer)
+    length = 0 if draft_model is None else num_draft_tokens
+    sampling = checked_sampling(sampler, logits_processors, seed, drafted=length != 0)
     generator = SpeculativeGenerator(
-        model,
-        tokenizer,
-        draft=draft_model,
-        draft_length=0 if draft_model is None else num_draft_tokens,
-        exact=exact,
+        model, wrapped(tokenizer), draft=draft_model, draft_length=length, exact=exact
     )
-    ids: Any = prompt
-    tokens = generator.encode(ids)
-    budget = _checked_budget(max_tokens)
+    kv = quantization_of(kv_bits, kv_group_size, quantized_kv_start)
+    options: StreamKeywords = {"sampling": sampling, "kv_quantization": kv}
+    options["prefill_step_size"] = prefill_step_size
+    passed = (max_tokens, prompt_cache, max_kv_size, prompt_progress_callback, stream)
+    return _responses(generator, prompt, options, *passed)
+
+
+def _responses(
+    generator: SpeculativeGenerator,
+    prompt: Any,
+    options: StreamKeywords,
+    max_tokens: int,
+    prompt_cache: list[Any] | None,
+    max_kv_size: int | None,
+    callback: Callable[[int, int], Any] | None,
+    stream: mx.Stream | mx.ThreadLocalStream | None,
+) -> Responses:
+    """Return the responses of a text; arguments as in `stream_generate`."""
+    model, tokenizer = generator.model, generator.tokenizer
+    tokens = generator.encode(prompt)
     caches = Caches.of(model, generator.draft_models, prompt_cache, max_kv_size)
-    progress = Progress(prompt_progress_callback, len(tokens))
-    running = generator.stream(
-        tokens,
-        max_tokens=budget,
-        sampling=sampling,
-        prompt_cache=caches.target,
-        draft_cache=caches.draft,
-        logprobs=0,
-        prefill_step_size=checked_count("prefill_step_size", prefill_step_size, 1),
-        prompt_progress=progress.advance,
-        kv_quantization=quantization_of(kv_bits, kv_group_size, quantized_kv_start),
-        logprob_rows=True,
-        yielded_only=True,
-        level_draft=caches.draft is not None and prompt_cache is not None,
-    )
+    progress = Progress(callback, len(tokens))
+    checked_count("prefill_step_size", options["prefill_step_size"], 1)
+    options |= {
+        "max_tokens": _checked_budget(max_tokens),
+        "prompt_cache": caches.target,
+        "draft_cache": caches.draft,
+        "logprobs": 0,
+        "logprob_rows": True,
+        "prompt_progress": progress.advance,
+        "yielded_only": True,
+        "level_draft": caches.draft is not None and prompt_cache is not None,
+    }
+    sampling = options["sampling"] or Sampling()
     info = ResponseInfo(
         detokenizer=tokenizer.detokenizer,
         ends=frozenset(tokenizer.eos_token_ids),
@@ -151,6 +141,7 @@ def stream_generate(
         vocab=logit_width(model),
         seed=None if sampling.greedy or sampling.sampler else sampling.seed,
     )
+    running = generator.stream(tokens, **options)
     return responses(running, info, stream, caches.write_back, progress)
 
 
@@ -201,10 +192,6 @@ def _summary(last: SpeculativeResponse) -> str:
             f"{stats.mean_accepted_length:.2f}"
         )
     return "\n".join(lines)
-
-
-def _drafts(draft: Any, length: int | None) -> bool:
-    return draft is not None and length != 0
 
 
 def _check_keywords(unknown: dict[str, Any], embeddings: Any) -> None:

@@ -11,8 +11,8 @@ the draft; filters come in the order of `Sampling`. Other keywords are refused.
 """
 
 import copy
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, TypedDict, Unpack
 
 import mlx.nn as nn
 
@@ -25,11 +25,25 @@ from mlx_speculation.engine.mlx_lm_compat.response import (
     responses,
 )
 from mlx_speculation.engine.mlx_lm_compat.stream_generate import Responses
+from mlx_speculation.engine.options import StreamKeywords
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import PREFILL_STEP, logit_width
 from mlx_speculation.models.vision import VisionTarget
 from mlx_speculation.models.vision.load import Processor, tokenizer_of
 from mlx_speculation.samplers import LogitsProcessor, Sampling
+
+
+class VisionSampling(TypedDict, total=False):
+    """The sampling keywords of mlx-vlm that are taken."""
+
+    temperature: float | None
+    top_p: float | None
+    min_p: float
+    top_k: int | None
+    seed: int | None
+    repetition_penalty: float | None
+    repetition_context_size: int | None
+    logits_processors: list[LogitsProcessor] | None
 
 
 def vision_stream_generate(
@@ -43,16 +57,8 @@ def vision_stream_generate(
     draft_model: DraftArgument | None = None,
     num_draft_tokens: int | None = None,
     max_tokens: int = 2048,
-    temperature: float | None = 0.0,
-    top_p: float | None = 1.0,
-    min_p: float = 0.0,
-    top_k: int | None = 0,
-    seed: int | None = None,
-    repetition_penalty: float | None = None,
-    repetition_context_size: int | None = 20,
-    logits_processors: list[LogitsProcessor] | None = None,
     prefill_step_size: int | None = PREFILL_STEP,
-    **unknown: Any,
+    **sampling: Unpack[VisionSampling],
 ) -> Responses:
     """Generate as `mlx_vlm.stream_generate` does, faster where a draft helps.
 
@@ -60,26 +66,17 @@ def vision_stream_generate(
     response is asked for.
 
     Args:
-        model: the target, loaded by mlx-vlm; or a `VisionTarget` of it, which keeps a
-            draft that is loaded by its path for the next call.
+        model: the target, loaded by mlx-vlm, or a `VisionTarget` of it.
         processor: its processor.
         prompt: text, with the family's marker for each image.
         image: one or several, see `open_image`; none is fetched.
         audio: refused.
         video: refused.
-        draft_model: see `SpeculativeGenerator`; None: plain decoding.
-        num_draft_tokens: drafted in a round. None: as many as pay by measurement.
+        draft_model: see `draft` of `GeneratorOptions`; None: plain decoding.
+        num_draft_tokens: drafted in a round; None: as many as pay by measurement.
         max_tokens: at least 1.
-        temperature: 0: greedy. This and the next ones: see `Sampling`.
-        top_p: 1: off.
-        min_p: 0: off.
-        top_k: 0: off.
-        seed: decides the text above temperature 0; None: drawn from mlx's generator.
-        repetition_penalty: divides the logits of recent tokens.
-        repetition_context_size: how many of them.
-        logits_processors: called as in plain decoding, see `Sampling`.
         prefill_step_size: prompt tokens that are fed at once.
-        unknown: refused.
+        sampling: fields of `Sampling`, with None and 1 where mlx-vlm has them: off.
 
     Raises:
         TypeError: a keyword is unknown.
@@ -87,6 +84,73 @@ def vision_stream_generate(
             values do not fit.
         UnsupportedModelError: the model's family is not decoded here.
     """
+    _check_keywords(sampling.keys(), audio, video)
+    target = model if isinstance(model, VisionTarget) else VisionTarget(model)
+    generator = SpeculativeGenerator(
+        target,
+        tokenizer_of(processor),
+        draft=draft_model,
+        draft_length=0 if draft_model is None else num_draft_tokens,
+    )
+    step = prefill_step_size or PREFILL_STEP
+    options: StreamKeywords = {
+        "max_tokens": checked_count("max_tokens", max_tokens, 1),
+        "sampling": _sampling(**sampling),
+        "logprobs": 0,
+        "logprob_rows": True,
+        "prefill_step_size": checked_count("prefill_step_size", step, 1),
+    }
+    return _responses(generator, processor, prompt, _as_list(image), options)
+
+
+def _responses(
+    generator: SpeculativeGenerator,
+    processor: Any,
+    prompt: str,
+    images: list[Any],
+    options: StreamKeywords,
+) -> Responses:
+    """Return the responses of a text; arguments as in `vision_stream_generate`."""
+    target: Any = generator.model
+    asked: Any = prompt
+    if images:
+        asked = Processor(processor, target.vlm.config).prompt(prompt, images, {})
+    stream = generator.stream(asked, **options)
+    length = len(stream.request.sequence.tokens)
+    sampling = options["sampling"]
+    greedy = sampling is None or sampling.greedy
+    info = ResponseInfo(
+        detokenizer=_detokenizer(processor, generator.tokenizer),
+        ends=frozenset(generator.tokenizer.eos_token_ids),
+        prompt_tokens=length,
+        vocab=logit_width(target),
+        seed=None if greedy else stream.seed,
+    )
+    return responses(stream, info, None, _nothing, Progress(None, length))
+
+
+def _sampling(
+    temperature: float | None = 0.0,
+    top_p: float | None = 1.0,
+    top_k: int | None = 0,
+    repetition_context_size: int | None = 20,
+    logits_processors: Sequence[LogitsProcessor] | None = None,
+    **others: Any,
+) -> Sampling:
+    """Return the options, of which mlx-vlm takes some as None."""
+    return Sampling(
+        temperature=temperature or 0.0,
+        top_p=top_p or 1.0,
+        top_k=top_k or 0,
+        repetition_context_size=repetition_context_size or 0,
+        logits_processors=logits_processors or (),
+        **others,
+    )
+
+
+def _check_keywords(keywords: Iterable[str], audio: Any, video: Any) -> None:
+    """Refuse keywords that are unknown, and inputs that are not read."""
+    unknown = [name for name in keywords if name not in VisionSampling.__annotations__]
     if unknown:
         raise TypeError(
             f"vision_stream_generate() takes no keyword "
@@ -99,46 +163,6 @@ def vision_stream_generate(
                 f"{name} was passed, and text and images are all that can be read. "
                 "Leave it out."
             )
-    target = model if isinstance(model, VisionTarget) else VisionTarget(model)
-    tokenizer = tokenizer_of(processor)
-    generator = SpeculativeGenerator(
-        target,
-        tokenizer,
-        draft=draft_model,
-        draft_length=0 if draft_model is None else num_draft_tokens,
-    )
-    sampling = Sampling(
-        temperature=temperature or 0.0,
-        top_p=top_p or 1.0,
-        min_p=min_p,
-        top_k=top_k or 0,
-        seed=seed,
-        repetition_penalty=repetition_penalty,
-        repetition_context_size=repetition_context_size or 0,
-        logits_processors=logits_processors or (),
-    )
-    images = _as_list(image)
-    own = Processor(processor, target.vlm.config)
-    asked: Any = own.prompt(prompt, images, {}) if images else prompt
-    stream = generator.stream(
-        asked,
-        max_tokens=checked_count("max_tokens", max_tokens, 1),
-        sampling=sampling,
-        logprobs=0,
-        logprob_rows=True,
-        prefill_step_size=checked_count(
-            "prefill_step_size", prefill_step_size or PREFILL_STEP, 1
-        ),
-    )
-    length = len(stream.request.sequence.tokens)
-    info = ResponseInfo(
-        detokenizer=_detokenizer(processor, tokenizer),
-        ends=frozenset(tokenizer.eos_token_ids),
-        prompt_tokens=length,
-        vocab=logit_width(target),
-        seed=None if sampling.greedy else stream.seed,
-    )
-    return responses(stream, info, None, _nothing, Progress(None, length))
 
 
 def _as_list(image: Any) -> list[Any]:
