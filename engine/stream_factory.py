@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.nn as nn
 
+from mlx_speculation.blas import text_threads
 from mlx_speculation.engine.config import GeneratorConfig
 from mlx_speculation.engine.detokenizer import TextDetokenizer
 from mlx_speculation.engine.distributed import (
@@ -221,7 +222,9 @@ class StreamFactory:
     @contextmanager
     def _running(self, ranks: AbstractContextManager[None]) -> Iterator[None]:
         """Keep the setup, and with it the recorders, while a stream runs."""
-        with ranks, ExitStack() as views:  # the ranks first: they learn of what fails
+        exact = self._setup.options.shape is not None
+        # The ranks first: they learn of what fails.
+        with ranks, text_threads(exact=exact), ExitStack() as views:
             for model in (self._setup.model, *self._setup.draft_models):
                 views.enter_context(stream_resources(model))
             yield

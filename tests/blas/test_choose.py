@@ -170,15 +170,44 @@ def _clear_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @linux
 @with_openblas
-@pytest.mark.parametrize("cores", [1, 2])
-def test_on_few_cores_openblas_has_one_thread_and_child_processes_have_their_own(
-    cores: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("cores", "loaded", "said"),
+    [
+        (1, "1 None", "1 thread) | 1 thread: this process may use 1 core"),
+        (2, "2 10", "1 to 2 threads) | 1 or 2 threads: this process may use 2 cores"),
+    ],
+)
+def test_openblas_is_loaded_for_all_cores_and_child_processes_get_nothing_of_it(
+    cores: int, loaded: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _clear_threads(monkeypatch)
-    told, after, found = _run(WATCHED.format(cores=cores))
-    assert told == "1 None"
+    while_loaded, after, found = _run(WATCHED.format(cores=cores))
+    assert while_loaded == loaded
     assert after == "None None"
-    assert found.startswith("1 thread) | 1 thread: this process may use ")
+    assert found.startswith(said)
+
+
+@linux
+@with_openblas
+def test_texts_set_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number that OpenBLAS itself says, before, in and after texts."""
+    _clear_threads(monkeypatch)
+    code = """
+import ctypes, os
+os.sched_getaffinity = lambda pid: {0, 1}
+use_blas("openblas")
+from mlx_speculation.blas import choose
+count = ctypes.CDLL(None).openblas_get_num_threads
+choose._Process.threads._idle_cores = lambda: 2.0
+print(count())
+with choose.text_threads(exact=False):
+    print(count())
+    with choose.text_threads(exact=True):
+        print(count())
+with choose.text_threads(exact=False):
+    print(count())
+"""
+    assert _run(code) == ["1", "2", "1", "2"]
 
 
 @linux

@@ -11,6 +11,7 @@ from mlx_speculation.blas.choose import (
     BlasName,
     better_kernels,
     blas_in_use,
+    text_threads,
     thread_settings,
     use_blas,
 )
@@ -20,6 +21,7 @@ __all__ = [
     "BlasName",
     "better_kernels",
     "blas_in_use",
+    "text_threads",
     "thread_settings",
     "use_blas",
 ]

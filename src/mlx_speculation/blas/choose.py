@@ -22,7 +22,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -35,7 +35,7 @@ from mlx_speculation.blas.kernels import (
 )
 from mlx_speculation.blas.loaded import describe_openblas, library_in_front
 from mlx_speculation.blas.openblas_wheel import WHEEL, renamed_copy, wheel_version
-from mlx_speculation.blas.threads import ThreadPlan, threads_here
+from mlx_speculation.blas.threads import OtherPrograms, TextThreads, plan_here
 from mlx_speculation.errors import BlasError, InvalidRequestError
 
 BlasName = Literal["auto", "openblas", "stock"]
@@ -63,11 +63,11 @@ class _Process:
 
     Attributes:
         choice: what `use_blas` last returned.
-        plan: the threads of the OpenBLAS that was loaded here.
+        threads: of the OpenBLAS that was loaded here.
     """
 
     choice: BlasChoice | None = None
-    plan: ThreadPlan | None = None
+    threads: TextThreads | None = None
 
 
 def use_blas(name: BlasName = "auto") -> BlasChoice:
@@ -115,7 +115,7 @@ def blas_in_use() -> str:
     """
     if sys.platform == "darwin":
         return "Accelerate"
-    if (openblas := describe_openblas()) is not None:
+    if (openblas := _openblas()) is not None:
         return openblas
     if (file := library_in_front()) is not None:
         return f"BLAS of {file}"
@@ -127,7 +127,19 @@ def thread_settings() -> str | None:
 
     None: this package has not loaded it.
     """
-    return None if _Process.plan is None else str(_Process.plan)
+    return None if _Process.threads is None else str(_Process.threads.plan)
+
+
+def text_threads(*, exact: bool) -> AbstractContextManager[None]:
+    """Return a context for the time of a text; see `TextThreads.text`."""
+    threads = _Process.threads
+    return nullcontext() if threads is None else threads.text(exact=exact)
+
+
+def _openblas() -> str | None:
+    """Describe the OpenBLAS in front, with all numbers of threads that it may have."""
+    plan = None if _Process.threads is None else _Process.threads.plan
+    return describe_openblas(None if plan is None else plan.numbers)
 
 
 def better_kernels() -> str | None:
@@ -160,7 +172,7 @@ def _use_stock() -> BlasChoice:
 
 
 def _use_openblas(*, required: bool) -> BlasChoice:
-    if (loaded := describe_openblas()) is not None:
+    if (loaded := _openblas()) is not None:
         return BlasChoice("openblas", loaded)
     if (other := library_in_front()) is not None:
         if required:
@@ -198,14 +210,14 @@ def _use_openblas(*, required: bool) -> BlasChoice:
 
 def _load(library: str) -> None:
     """Load an OpenBLAS for all who come after, with its threads and best kernels."""
-    plan = threads_here()
+    plan = plan_here()
     with _environment(plan.environment()):
         kernels = kernels_to_name(library)
         with _environment({} if kernels is None else {CORE_TYPE: kernels}):
             ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
-    if plan.count is not None:  # one that is built for OpenMP has read another variable
-        ctypes.CDLL(None).openblas_set_num_threads(plan.count)
-    _Process.plan = plan
+    # One that is built for OpenMP has read another variable.
+    set_count = ctypes.CDLL(None).openblas_set_num_threads
+    _Process.threads = TextThreads(plan, set_count, OtherPrograms().idle_cores)
 
 
 @contextmanager

@@ -28,10 +28,13 @@ def library_in_front() -> str | None:
     return _file_of(_PRODUCT)
 
 
-def describe_openblas() -> str | None:
+def describe_openblas(threads: str | None = None) -> str | None:
     """Describe the OpenBLAS in front; None: none is, or another BLAS comes before it.
 
     For example "OpenBLAS 0.3.21 (SkylakeX, pthread, 2 threads)".
+
+    Args:
+        threads: their number in words; None: the number now.
     """
     file = _file_of(_OPENBLAS)
     if file is None or file != library_in_front():
@@ -42,9 +45,10 @@ def describe_openblas() -> str | None:
     # For example b"OpenBLAS 0.3.21 NO_LAPACKE DYNAMIC_ARCH Haswell MAX_THREADS=64".
     version = " ".join(get_config().decode().split()[:2])
     kind = _PARALLEL.get(everything.openblas_get_parallel(), "unknown threads")
-    threads = everything.openblas_get_num_threads()
-    plural = "s" if threads != 1 else ""
-    return f"{version} ({core_of(everything)}, {kind}, {threads} thread{plural})"
+    if threads is None:
+        count = everything.openblas_get_num_threads()
+        threads = f"{count} thread{'s' if count != 1 else ''}"
+    return f"{version} ({core_of(everything)}, {kind}, {threads})"
 
 
 def _file_of(symbol: str) -> str | None:

@@ -1,29 +1,30 @@
-"""How many threads OpenBLAS gets, and what its idle ones do.
+"""The threads of OpenBLAS: how many a text gets, and when its idle ones sleep.
 
 The threads of a product wait for each other by `sched_yield`. That is short only as
 long as each of them has a core: a thread that waits for one that has lost its core
 goes on for a slice of the scheduler's time, some milliseconds, in each of the hundreds
 of products of a forward. With as many threads as cores, a second such process takes
-nine tenths of the speed of both (docs/log/linux_cpu.md). So OpenBLAS gets half the
-cores, at least one, and one where other programs leave less than that half idle. Two
-processes then have room, and the third takes one thread.
+nine tenths of the speed of both (docs/log/linux_cpu.md). So a text gets all cores only
+where other programs leave them idle when it starts; else half of them, with which two
+processes have room, or one thread where less than that is idle.
 
-The number is chosen once in a process: a product's last bits depend on it, and a text
-is not to change with the load in its middle.
+The number never changes inside a text, since a product's last bits depend on it. Texts
+in exact mode get the same number at any load.
 
-An idle thread turns in a circle too, for some 100 ms. Where two threads are asked for
-on two cores, it takes the second one from mlx's own threads, which build the graph and
-compute it, and plain steps and rounds took 5 to 30 % longer. So there it has to
-sleep at once, unless `OPENBLAS_THREAD_TIMEOUT` is set. From four cores on that makes
-rounds slower, since all of them are woken for each product.
+An idle thread turns in a circle too, for some 100 ms. On two cores it takes the second
+one from mlx's own threads, which build the graph and compute it, and plain steps and
+rounds took 5 to 30 % longer. So there it has to sleep at once, unless
+`OPENBLAS_THREAD_TIMEOUT` is set. From four cores on that makes rounds slower, since all
+of them are woken for each product.
 """
 
 import os
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 from mlx_speculation.environment import usable_cores
 
@@ -39,25 +40,52 @@ _TWO_CORES = 2
 # After how many ticks of the processor's clock a thread without work sleeps, as a
 # power of two. From 8 to 14 no difference was seen.
 _SLEEP_SOON = 10
-# The number of running threads changes within milliseconds.
-_LOOKS, _APART = 5, 0.01
-_LOAD = Path("/proc/loadavg")
+# Seconds over which the load of other programs is taken: at least five ticks of
+# Linux's clock, and no longer ago than a user remembers.
+_SHORTEST, _LONGEST = 0.05, 2.0
+_IDLE = 0.4  # of a core that other programs use; below, it is idle
+_STAT = Path("/proc/stat")
 
 
 @dataclass(frozen=True, slots=True)
 class ThreadPlan:
-    """What OpenBLAS is given when it is loaded."""
+    """The numbers of threads between which texts choose.
 
-    count: int | None  # threads of a product; None: what the user's environment names
-    why: str  # one line for people
-    # 2 to this power are the clock ticks after which an idle thread sleeps; None:
-    # OpenBLAS's own, or the user's.
+    Attributes:
+        count: where other programs run too, and in exact mode; None: the user's
+            environment names the number.
+        most: where all cores are idle.
+        why: one line for people.
+        sleep_after: 2 to this power are the clock ticks after which an idle thread
+            sleeps; None: OpenBLAS's own, or the user's.
+    """
+
+    count: int | None
+    most: int | None
+    why: str
     sleep_after: int | None = None
 
     def environment(self) -> dict[str, str]:
-        """Return the variables that OpenBLAS reads it from."""
-        given = {NUM_THREADS: self.count, TIMEOUT: self.sleep_after}
+        """Return the variables that OpenBLAS reads when it is loaded."""
+        given = {NUM_THREADS: self.most, TIMEOUT: self.sleep_after}
         return {name: str(value) for name, value in given.items() if value is not None}
+
+    def threads(self, idle: float | None) -> int:
+        """Return the number for a text where so many cores are idle; None: unknown."""
+        assert self.count is not None
+        assert self.most is not None
+        if idle is None:
+            return self.count
+        if idle > self.most - _IDLE:
+            return self.most
+        return self.count if idle > self.count - _IDLE else 1
+
+    @property
+    def numbers(self) -> str | None:
+        """The numbers in words; None: only OpenBLAS knows the user's."""
+        if self.count is None or self.count == self.most:
+            return None
+        return f"{self.count} to {self.most} threads"
 
     def __str__(self) -> str:
         """Describe it in one line."""
@@ -66,56 +94,117 @@ class ThreadPlan:
         return f"{self.why}; idle ones sleep after 2^{self.sleep_after} ticks"
 
 
-def plan_threads(
-    cores: int, idle: int | None, environment: Mapping[str, str]
-) -> ThreadPlan:
-    """Decide how many threads OpenBLAS gets.
-
-    For example 4 of 8 cores, but 1 where other programs leave 3 idle.
+def plan_threads(cores: int, environment: Mapping[str, str]) -> ThreadPlan:
+    """Return the plan of a process.
 
     Args:
-        cores: that this process may use.
-        idle: cores of the machine on which nothing else runs now; None: not known.
-        environment: the variables of this process.
+        cores: that it may use.
+        environment: its variables.
     """
+    soon = None if TIMEOUT in environment or cores != _TWO_CORES else _SLEEP_SOON
     for name in NAMES:
         if (count := _number(environment.get(name))) > 0:
-            spins = cores == _TWO_CORES and count > 1
-            soon = spins and TIMEOUT not in environment
-            sleep_after = _SLEEP_SOON if soon else None
-            return ThreadPlan(None, f"{name} is {environment[name]}", sleep_after)
-    half = cores // 2
+            why = f"{name} is {environment[name]}"
+            return ThreadPlan(None, None, why, soon if count > 1 else None)
     may = f"this process may use {cores} core{'s' if cores != 1 else ''}"
-    if half <= 1:
-        return ThreadPlan(1, f"1 thread: {may}")
-    if idle is not None and idle < half:
-        return ThreadPlan(1, f"1 thread: {may}, and other programs left {idle} idle")
-    return ThreadPlan(half, f"{half} threads: {may}")
+    if cores == 1:
+        return ThreadPlan(1, 1, f"1 thread: {may}")
+    half = cores // 2
+    why = f"{half} or {cores} threads: {may}, and all of them for a text that starts "
+    return ThreadPlan(half, cores, f"{why}while other programs leave them idle", soon)
 
 
-def threads_here() -> ThreadPlan:
-    """Decide it for this process; it takes 40 ms where there are four cores or more."""
-    cores = usable_cores()
-    idle = idle_cores() if plan_threads(cores, None, os.environ).count != 1 else None
-    return plan_threads(cores, idle, os.environ)
+class TextThreads:
+    """The number of threads that OpenBLAS has now, set where a text starts.
 
-
-def idle_cores() -> int | None:
-    """Return on how many cores of the machine nothing but this thread runs.
-
-    The median of five looks, since the number changes within milliseconds; never below
-    0, and None where Linux does not say.
+    Args:
+        plan: the numbers to choose from.
+        set_count: sets the number, `openblas_set_num_threads`.
+        idle_cores: returns the cores that other programs leave idle.
     """
-    running = []
-    for look in range(_LOOKS):
-        if look:
-            time.sleep(_APART)
+
+    def __init__(
+        self,
+        plan: ThreadPlan,
+        set_count: Callable[[int], object],
+        idle_cores: Callable[[], float | None],
+    ) -> None:
+        self.plan = plan
+        self._set_count, self._idle_cores = set_count, idle_cores
+        self._texts = {True: 0, False: 0}  # that run now: exact ones, and others
+        self._lock = threading.Lock()
+        self._now = 0
+        if plan.count is not None:
+            self._set(plan.count)
+
+    @contextmanager
+    def text(self, *, exact: bool) -> Iterator[None]:
+        """Choose the number for a text, and keep it until the text ends.
+
+        A text that runs already keeps its number, unless the one that starts is exact.
+        """
+        if self.plan.count is None:
+            yield
+            return
+        with self._lock:
+            if exact:
+                self._set(self.plan.count)
+            elif not any(self._texts.values()):
+                self._set(self.plan.threads(self._idle_cores()))
+            self._texts[exact] += 1
         try:
-            # For example "0.50 0.18 0.08 3/512 4711": 3 run, this thread is one.
-            running.append(int(_LOAD.read_text().split()[3].partition("/")[0]) - 1)
+            yield
+        finally:
+            with self._lock:
+                self._texts[exact] -= 1
+
+    def _set(self, count: int) -> None:
+        if count != self._now:
+            self._set_count(count)
+            self._now = count
+
+
+class OtherPrograms:
+    """The load of other programs on this machine, from Linux's counts."""
+
+    def __init__(self) -> None:
+        self._before = self._sample()
+
+    def idle_cores(self) -> float | None:
+        """Return how many cores they left idle of late; None: Linux does not say.
+
+        The time since the last call counts, or 50 ms from now where that is too short
+        or too long ago.
+        """
+        now = self._sample()
+        if self._before is None or now is None:
+            return None
+        if not _SHORTEST <= now[0] - self._before[0] <= _LONGEST:
+            time.sleep(_SHORTEST)
+            self._before, now = now, self._sample() or now
+        seconds, busy, own = (b - a for a, b in zip(self._before, now, strict=True))
+        self._before = now
+        others = max(0.0, busy - own) / max(seconds, 1e-9)
+        return max(0.0, (os.cpu_count() or 1) - others)
+
+    def _sample(self) -> tuple[float, float, float] | None:
+        """Return seconds: the clock's, busy ones of all cores, and this process's."""
+        try:
+            # For example "cpu 4351 305 269 19006 1001 0 17 16 0 0", in ticks:
+            # user, nice, system, idle, waiting for a disk, then interrupts, stolen.
+            numbers = [
+                int(each) for each in _STAT.read_text().split("\n")[0].split()[1:8]
+            ]
+            busy = sum(numbers) - numbers[3] - numbers[4]
+            ticks = os.sysconf("SC_CLK_TCK")
         except (OSError, ValueError, IndexError):
             return None
-    return max(0, (os.cpu_count() or 1) - int(median(running)))
+        return time.monotonic(), busy / ticks, time.process_time()
+
+
+def plan_here() -> ThreadPlan:
+    """Return the plan of this process."""
+    return plan_threads(usable_cores(), os.environ)
 
 
 def _number(text: str | None) -> int:
