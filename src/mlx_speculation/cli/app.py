@@ -20,6 +20,7 @@ from mlx_speculation.cli.commands.demo import demo
 from mlx_speculation.cli.commands.doctor import doctor
 from mlx_speculation.cli.commands.generate import generate
 from mlx_speculation.cli.commands.pair import pair
+from mlx_speculation.cli.commands.report import report
 from mlx_speculation.cli.commands.serve import serve
 from mlx_speculation.cli.commands.train import train
 from mlx_speculation.cli.run_app import guarded
@@ -61,6 +62,7 @@ COMMANDS = (
     calibrate,
     pair,
     train,
+    report,
     doctor,
     demo,
 )

@@ -1,0 +1,240 @@
+"""`report`: measures a model on this machine, and writes a page to share."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from mlx_speculation.cli.console import Screen, plain
+from mlx_speculation.cli.inputs import check_output, writing
+from mlx_speculation.cli.options import DRAFT, Model, TrustRemoteCode
+from mlx_speculation.cli.run_app import FAILED, INTERRUPTED
+from mlx_speculation.environment import machine, versions
+from mlx_speculation.option_fields import option
+
+Measured = dict[str, Any]
+
+# Of what the commands print, the fields that are shared: no path, no variable of the
+# environment, no text.
+SHARED: Mapping[str, Sequence[str]] = {
+    "doctor": ("cpu", "device", "advice"),
+    "check": ("same", "rows"),
+    "exact": ("same", "exact", "found"),
+    "calibrate": ("seconds_by_context",),
+    "benchmark": ("drafts", "plain", "same", "passes", "tokens", "chat", "arms"),
+}
+ROWS = 8  # of exact mode
+LENGTH = 4  # of the arms with a fixed draft length
+
+
+def report(
+    model: Model,
+    draft: list[str] | None = option(
+        None,
+        "Draft to measure beside 'lookup'. Repeatable. Default: 'auto'.",
+        "--draft",
+        "--draft-model",
+        panel=DRAFT,
+    ),
+    tokens: int = option(128, "Tokens per run of the benchmark.", min=2),
+    passes: int = option(5, "Passes of the benchmark.", min=1),
+    folder: Path = option(Path(), "Folder of the two files."),
+    yes: bool = option(False, "Write the files without asking.", "--yes", "-y"),
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Measure a model here, and write report.md and report.json to share.
+
+    Runs doctor, check, check --exact, calibrate and benchmark, about ten minutes for a
+    model of 8 B on a laptop. The report has the machine, the versions and figures, and
+    nothing else; it is shown before it is written.
+    """
+    screen = Screen()
+    files = folder / "report.md", folder / "report.json"
+    for file in files:
+        check_output("--folder", file)
+    drafts = list(dict.fromkeys([*(draft or ["auto"]), "lookup"]))
+    remote = ["--trust-remote-code"] if trust_remote_code else []
+    size = ["-m", str(tokens), "--passes", str(passes)]
+    named = [word for name in drafts for word in ("--draft", name)]
+    length = ["--compare-length", str(LENGTH)]
+    stages: dict[str, list[str]] = {
+        "doctor": ["doctor"],
+        "check": ["check", model, *remote],
+        "exact": ["check", model, "--exact", str(ROWS), *remote],
+        "calibrate": ["calibrate", model, "--draft", drafts[0], *remote],
+        "benchmark": ["benchmark", model, *named, *length, *size, *remote],
+    }
+    measured, interrupted = _run(stages, screen)
+    page = {
+        "model": _shared_name(model),
+        "machine": machine(),
+        "versions": versions(),
+        **measured,
+    }
+    text = markdown(page)
+    screen.text(text)
+    if sys.stdin.isatty() and not yes:
+        typer.confirm(f"Write this to {files[0]} and {files[1]}?", abort=True)
+    for file, content in zip(files, (text, json.dumps(page, indent=1)), strict=True):
+        with writing("--folder", file) as opened:
+            opened.write_text(content + "\n" * (file == files[1]), encoding="utf-8")
+    screen.say(f"written: {files[0]}, {files[1]}")
+    if interrupted:
+        raise typer.Exit(INTERRUPTED)
+    if any("error" in each for each in measured.values()):
+        raise typer.Exit(FAILED)
+
+
+def _run(
+    stages: Mapping[str, Sequence[str]], screen: Screen
+) -> tuple[dict[str, Measured], bool]:
+    """Run each command in a process of its own; return what they shared.
+
+    One that fails leaves its error, and those after it run. The flag says that Ctrl-C
+    has ended them early.
+    """
+    measured: dict[str, Measured] = {}
+    with screen.progress("measuring") as progress:
+        for number, (name, words) in enumerate(stages.items()):
+            progress(number, len(stages))
+            screen.say(f"{number + 1} of {len(stages)}: {name}")
+            started = time.monotonic()
+            try:
+                measured[name] = _stage(name, words)
+            except KeyboardInterrupt:
+                return measured, True
+            measured[name]["seconds"] = round(time.monotonic() - started, 1)
+    return measured, False
+
+
+def _stage(name: str, words: Sequence[str]) -> Measured:
+    """Run a command; return the fields of its JSON object that are shared."""
+    done = subprocess.run(
+        [sys.executable, "-m", "mlx_speculation", *words, "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    try:
+        fields = json.loads(done.stdout)
+    except ValueError:
+        lines = [line for line in done.stderr.splitlines() if line.startswith("error")]
+        said = lines[-1] if lines else f"ended with status {done.returncode}"
+        return {"error": _without_paths(said, words)}
+    shared = {key: fields[key] for key in SHARED[name]}
+    if name == "doctor":
+        shared["threads"] = fields["facts"]["threads"]
+        shared["blas"] = fields["facts"]["blas"]
+        shared["packages"] = fields["facts"]["packages"]
+    if name == "benchmark":
+        shared["drafts"] = [_shared_name(each) for each in shared["drafts"]]
+    for place in (shared.get("rows"), *shared.get("arms", ())):
+        if isinstance(place, dict):  # tokens of texts
+            place.pop("first", None)
+            place.pop("partings", None)
+    result: Measured = plain(shared)
+    return result
+
+
+def _shared_name(model: str) -> str:
+    """Return a repository's name as it is, and of a folder's path the last part."""
+    return Path(model).resolve().name if Path(model).exists() else model
+
+
+def _without_paths(line: str, words: Sequence[str]) -> str:
+    for word in words:
+        line = line.replace(word, _shared_name(word))
+    return line.replace(str(Path.home()), "~")
+
+
+def markdown(page: Measured) -> str:
+    """Return the report as a page."""
+    here = page["machine"]
+    lines = [f"# mlx-speculation on {here['device_name'] or here['cpu']}", ""]
+    lines += [f"- model: {page['model']}"]
+    lines += [f"- {key}: {value}" for key, value in here.items()]
+    lines += [
+        ", ".join(f"{k} {v}" for k, v in page["versions"].items()).join(("- ", ""))
+    ]
+    for name, write in _SECTIONS.items():
+        if name in page:
+            own = page[name]
+            found = [f"not measured: {own['error']}"] if "error" in own else write(own)
+            lines += ["", f"## {name}", "", *found]
+    return "\n".join(lines) + "\n"
+
+
+def _doctor(own: Measured) -> list[str]:
+    lines = [f"- BLAS: {own['blas']}"]
+    if own["threads"] is not None:
+        lines.append(f"- threads: {own['threads']}")
+    return [*lines, *(f"- {each['level']}: {each['found']}" for each in own["advice"])]
+
+
+def _check(own: Measured) -> list[str]:
+    rows = own["rows"]
+    return [
+        f"Drafts verified at once and token by token: {rows['verdict']}, "
+        f"{rows['differing_rows']} of {rows['rows']} rows differ, largest difference "
+        f"{rows['largest_difference']:.3g}, near-ties below {rows['tolerance']:.3g}."
+    ]
+
+
+def _exact(own: Measured) -> list[str]:
+    found = own["found"]
+    price = found["exact_seconds"] / found["plain_seconds"]
+    kept = "exact keeps its promise" if own["same"] else "EXACT IS NOT EXACT"
+    return [
+        f"{kept}: {found['differing']} of {found['rows']} rows differ, up to "
+        f"{found['context']} positions. A forward of {own['exact']} rows takes "
+        f"{price:.2f} plain steps."
+    ]
+
+
+def _calibrate(own: Measured) -> list[str]:
+    costs = own["seconds_by_context"]
+    lengths = sorted({int(n) for table in costs.values() for n in table})
+    lines = _header("context up to", *(str(n or "plain") for n in lengths))
+    for context, table in costs.items():
+        cells = [table.get(str(n)) for n in lengths]
+        shown = ["-" if each is None else f"{each * 1e3:.1f}" for each in cells]
+        lines.append(_row(str(context), *shown))
+    return ["Milliseconds of a round by tokens drafted:", "", *lines]
+
+
+def _benchmark(own: Measured) -> list[str]:
+    lines = _header("arm", "tokens/s", "x plain", "least", "most", "accepted")
+    for arm in own["arms"]:
+        over, counts = arm["over_plain"], arm["statistics"]
+        accepted = "-"
+        if counts is not None and counts["drafted"]:
+            accepted = f"{counts['accepted'] / counts['drafted']:.0%}"
+        ratios = (over["median"], over["low"], over["high"])
+        speeds = (f"{arm['speed']['median']:.1f}", *(f"{each:.2f}" for each in ratios))
+        lines.append(_row(arm["name"], *speeds, accepted))
+    same = "equal" if own["same"] else "NOT EQUAL"
+    kind = "chat messages" if own["chat"] else "texts"
+    size = f"{own['passes']} {kind} of up to {own['tokens']} tokens"
+    return [f"{size}, all {same} to plain decoding's:", "", *lines]
+
+
+_SECTIONS = {
+    "doctor": _doctor,
+    "check": _check,
+    "exact": _exact,
+    "calibrate": _calibrate,
+    "benchmark": _benchmark,
+}
+
+
+def _header(*cells: str) -> list[str]:
+    return [_row(*cells), _row("---", *("---:" for _ in cells[1:]))]
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,86 @@
+"""`report`: the figures of all commands, without anything personal."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_speculation import demo_models
+from mlx_speculation.cli.commands import report
+from mlx_speculation.cli.run_app import USAGE
+from support.processes.commands import Commands
+
+OPTIONS = ["--draft", "lookup", "--tokens", "8", "--passes", "1", "--yes"]
+
+
+@pytest.fixture(name="commands")
+def _commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
+    return Commands(monkeypatch)
+
+
+@pytest.mark.slow
+def test_a_report_has_the_figures_of_all_commands_and_nothing_personal(
+    commands: Commands, tmp_path: Path
+) -> None:
+    folder = tmp_path / "secret" / "tiny"
+    shutil.copytree(demo_models()["draft"], folder)
+    done = commands("report", str(folder), *OPTIONS, "--folder", str(tmp_path))
+    text = (tmp_path / "report.md").read_text()
+    assert done.stdout == text
+    written = (tmp_path / "report.json").read_text()
+    page: dict[str, Any] = json.loads(written)
+    assert page["model"] == "tiny"
+    for personal in ("secret", str(Path.home()), str(Path.cwd()), "/tmp"):
+        assert personal not in text
+        assert personal not in written
+    assert page["check"]["rows"]["verdict"] in text
+    assert page["exact"]["same"] is True
+    assert f"{page['calibrate']['seconds_by_context']['512']['0'] * 1e3:.1f}" in text
+    arms = {arm["name"]: arm for arm in page["benchmark"]["arms"]}
+    assert list(arms) == ["plain", "mlx-lm plain", "lookup auto", "lookup k=4"]
+    for name, arm in arms.items():
+        assert f"| {name} | {arm['speed']['median']:.1f} |" in text
+    assert page["benchmark"]["drafts"] == ["lookup"]
+    assert set(page) == {"model", "machine", "versions", *report.SHARED}
+
+
+def test_a_command_that_fails_leaves_its_error_without_the_path(tmp_path: Path) -> None:
+    model = str(tmp_path / "private" / "empty")
+    Path(model).mkdir(parents=True)
+    measured = report._stage("check", ["check", model])
+    assert list(measured) == ["error"]
+    assert measured["error"].startswith("error: ")
+    assert "private" not in measured["error"]
+    page = {
+        "model": "empty",
+        "machine": {"device_name": "M9", "cpu": ""},
+        "versions": {},
+    }
+    text = report.markdown({**page, "check": measured})
+    assert text.startswith("# mlx-speculation on M9\n")
+    assert f"## check\n\nnot measured: {measured['error']}\n" in text
+
+
+def test_the_facts_of_a_machine_are_shared_without_its_variables(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MLX_SPECULATION_CACHE", "someone/cache")
+    measured = report._stage("doctor", ["doctor"])
+    assert "someone" not in json.dumps(measured)
+    assert measured["packages"]["mlx"]
+    text = report.markdown(
+        {"model": "", "machine": {"device_name": "", "cpu": "c"}, "versions": {}}
+        | {"doctor": measured}
+    )
+    assert f"- BLAS: {measured['blas']}\n" in text
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(
+    commands: Commands, tmp_path: Path
+) -> None:
+    missing = str(tmp_path / "missing")
+    done = commands("report", "model", "--folder", missing)
+    assert done.exit_code == USAGE
+    assert missing in done.stderr
