@@ -70,6 +70,11 @@ def test_an_error_of_the_package_is_one_line_and_status_one() -> None:
     assert "Traceback" not in done.stderr
 
 
+def _keep_length(self: Any, draft_length: int | None, text: str) -> None:
+    """Calibrate nothing, and decode nothing to warm up."""
+    self._draft_length = draft_length
+
+
 @pytest.mark.parametrize("groups", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_demo_finds_the_same_tokens_for_every_target_and_group(
     groups: int, in_process: CliRunner, monkeypatch: pytest.MonkeyPatch
@@ -77,7 +82,7 @@ def test_demo_finds_the_same_tokens_for_every_target_and_group(
     """Beginnings of its prompts: the stock BLAS is slow. The test of docs runs it."""
     prompts = [replace(each, text=each.text[:20]) for each in one_prompt_per_group()]
     monkeypatch.setattr(f"{DEMO}.one_prompt_per_group", lambda: prompts[:groups])
-    monkeypatch.setattr(f"{DEMO}._warm", lambda *_: None)
+    monkeypatch.setattr(f"{DEMO}._Told.warm", _keep_length)
     # With a length, so that it does not calibrate: test_calibrate_prints_... does.
     done = in_process.invoke(app, ["demo", "--max-tokens", "2", "--draft-length", "1"])
     assert done.exit_code == 0, done.output

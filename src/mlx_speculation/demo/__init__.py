@@ -7,8 +7,10 @@ has the prompts alone.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mlx_speculation.errors import DemoModelsMissingError
 
@@ -25,6 +27,16 @@ class DemoPrompt:
     group: str  # The kind of text, such as "code"
     source: str  # Where the text was taken from; empty: it was written for this
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """A conversation of one or more turns, or the beginning of one text."""
+
+    name: str
+    turns: Sequence[str]  # messages of the user
+    system: str | None = None
+    prediction: str | None = None  # of what the answer may repeat
 
 
 def demo_models() -> dict[str, Path]:
@@ -71,17 +83,28 @@ def chat_prompts() -> list[DemoPrompt]:
     return _prompts("chat_prompts.json")
 
 
+def chat_stories() -> list[Story]:
+    """Return the bundled stories for chat models, in the order of their file.
+
+    Raises:
+        DemoModelsMissingError: The file is not in this installation.
+    """
+    return [Story(**row) for row in _rows("stories.json")]
+
+
 def _prompts(name: str) -> list[DemoPrompt]:
+    return [DemoPrompt(**{"source": "", **row}) for row in _rows(name)]
+
+
+def _rows(name: str) -> list[dict[str, Any]]:
     path = _FOLDER / name
     if not path.is_file():
         raise DemoModelsMissingError(
             f"the demonstration prompts are missing: no file {path}; reinstall "
             "mlx-speculation"
         )
-    return [
-        DemoPrompt(group=row["group"], source=row.get("source", ""), text=row["text"])
-        for row in json.loads(path.read_text(encoding="utf-8"))
-    ]
+    rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+    return rows
 
 
 def one_prompt_per_group() -> list[DemoPrompt]:

@@ -479,8 +479,8 @@ def test_calibrate_and_demo_print_one_object(
     found = commands.object("demo", "--max-tokens", "4", "--draft-length", "2")
     (only,) = found["comparisons"]
     assert only["same"] is True
-    assert only["group"] == "code"
-    assert json.dumps(only["text"])
+    assert only["story"] == "code"
+    assert len(only["texts"]) == 1
 
 
 def test_names_of_a_wide_table_of_costs_are_not_folded(
@@ -545,7 +545,7 @@ def test_ctrl_c_in_the_demo_shows_what_is_done(
     monkeypatch.setattr(f"{home}.demo_models", lambda: folders)
     prompts = [DemoPrompt(group, "a test", PROMPT) for group in ("code", "prose")]
     monkeypatch.setattr(f"{home}.one_prompt_per_group", lambda: prompts)
-    following, left = Stream.__next__, [16 + chunks]  # after the warm-up
+    following, left = Stream.__next__, [16 + chunks]  # after the warm-up, 8 each way
 
     def interrupted(self: Stream) -> Chunk:
         left[0] -= 1
@@ -561,7 +561,7 @@ def test_ctrl_c_in_the_demo_shows_what_is_done(
         return
     found = json.loads(done.stdout)
     assert found["interrupted"] is True
-    assert [each["group"] for each in found["comparisons"]] == ["code"]
+    assert [each["story"] for each in found["comparisons"]] == ["code"]
 
 
 def test_a_warning_in_the_demo_stands_after_its_text(
@@ -573,7 +573,7 @@ def test_a_warning_in_the_demo_stands_after_its_text(
     prompts = [DemoPrompt("code", "a test", PROMPT)]
     monkeypatch.setattr(f"{home}.one_prompt_per_group", lambda: prompts)
     options = ["demo", "--max-tokens", "8", "--draft-length", "2"]
-    text = commands.object(*options)["comparisons"][0]["text"]
+    text = commands.object(*options)["comparisons"][0]["texts"][0]
     following, left = Stream.__next__, [16 + 3]  # after the warm-up
 
     def warning(self: Stream) -> Chunk:
@@ -595,15 +595,15 @@ def test_the_demo_chats_with_a_published_model(
     (folder / "chat_template.jinja").write_text(template)
     home = "mlx_speculation.cli.commands.demo"
     monkeypatch.setattr(f"{home}.smollm2_folder", lambda say: folder)
-    monkeypatch.setattr(f"{home}.smollm2_head", lambda: demo_models()["eagle"])
     asked = ["demo", "--model", "smollm2", "--max-tokens", "6", "--draft-length", "2"]
     found = commands.object(*asked)["comparisons"]
-    groups = ["question", "question", "summary", "summary", "code", "code"]
-    assert [each["group"] for each in found] == groups
-    assert [each["draft"] for each in found] == ["lookup", "eagle"] * 3
+    assert [each["story"] for each in found] == ["chat", "edit", "tool loop"]
+    assert [len(each["texts"]) for each in found] == [1, 1, 3]
     assert all(each["same"] for each in found)
-    assert found[0]["text"] == found[1]["text"]
-    assert sum(each["statistics"]["drafted"] for each in found) > 0
+    counted = [count for each in found for count in each["statistics"]]
+    assert sum(each["drafted"] for each in counted) > 0
+    assert [each["reused"] > 0 for each in counted[2:]] == [False, True, True]
+    assert "tool loop" in commands(*asked).stdout
 
 
 def test_the_demo_shows_bundled_models_where_no_other_can_be_had(
