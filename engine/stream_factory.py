@@ -361,7 +361,11 @@ class StreamFactory:
         note = statistics.drafter_faults.append
         drafters = open_guarded(draft, target, sequence, draft_cache, note)
         if isinstance(lengths, RuleDraftLength):
-            return RuledDrafter(drafters, lengths, target)
+            lengths.forecast = lambda limit: [
+                each.forecast(sequence, limit) for each in drafters
+            ]
+            if lengths.late:
+                return RuledDrafter(drafters, lengths, target)
         return drafters[0] if len(drafters) == 1 else CascadeDrafter(*drafters)
 
 

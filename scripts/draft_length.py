@@ -91,7 +91,7 @@ def replay(
     """Replay pairs of a file, or all of them, as requests of so many tokens."""
     import numpy as np
 
-    from bench.replays.replay import compared, machines_of
+    from bench.replays.replay import machines_of
     from bench.replays.rule_replay import judged
 
     recorded = dict(np.load(file))
@@ -103,9 +103,7 @@ def replay(
                 f"{file.name} has {', '.join(pairs)}; there is no {min(unknown)!r}"
             )
         costs = machines_of(recorded, each)[machine]
-        ruled = len(each) > 1 or "lookup" in draft
-        replay: Any = judged if ruled else compared
-        for found in replay(recorded, each, costs, tokens, explain=explain):
+        for found in judged(recorded, each, costs, tokens, explain=explain):
             if explain:
                 say(f"{draft} {found.group}", found.own.decisions or ())
             report.add(

@@ -6,10 +6,7 @@ write does not matter: a round costs by its rows, its width and its context.
 
 from collections.abc import Callable, Sequence
 
-import mlx.nn as nn
-
 from mlx_speculation.engine.batch.decoder import BatchDecoder
-from mlx_speculation.engine.batch.draft_length import BatchDraftLength
 from mlx_speculation.engine.batch.prefill_budget import PrefillBudget
 from mlx_speculation.engine.batch.request import (
     BatchRequest,
@@ -57,13 +54,13 @@ def calibrate_batches(
     for number, (count, context) in enumerate(cases):
         report = part_of(progress, number, len(cases))
         policy = Calibration(context, lengths.longest)
-        kept_as = _measure(generator.model, start, policy, (count, context), report)
-        found[kept_as] = lengths.of_batch(kept_as).take(policy)
+        kept_as = _measure(generator, start, policy, (count, context), report)
+        found[kept_as] = lengths.calibrated(kept_as).take(policy)
     return found
 
 
 def _measure(
-    model: nn.Module,
+    generator: StreamSource,
     start: StartStream,
     policy: Calibration,
     what: tuple[int, int],
@@ -78,7 +75,7 @@ def _measure(
         Exception: whatever ended a row.
     """
     count, context = what
-    lengths = BatchDraftLength(lambda _: policy, lambda *_: policy.costs)
+    model, lengths = generator.model, generator.lengths.for_batch()
     decoder = BatchDecoder(model, lengths, BatchStatistics(), RowSizes())
     prompt = calibration_prompt(context)
     streams = [start(prompt, policy) for _ in range(count)]
@@ -98,7 +95,6 @@ def _measure(
             if len(decoder.rows) < count:
                 raise next(row.error for row in rows if row.error is not None)
             report(policy.done, policy.rounds)
-        lengths.end()
     finally:
         for row in rows:
             if not row.ended:

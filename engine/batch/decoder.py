@@ -26,7 +26,6 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_speculation.engine.batch.base import BatchDrafter
-from mlx_speculation.engine.batch.draft_length import BatchDraftLength
 from mlx_speculation.engine.batch.draft_model import BatchModelDrafter
 from mlx_speculation.engine.batch.mtp import BatchMtpDrafter
 from mlx_speculation.engine.batch.outcome import (
@@ -41,7 +40,8 @@ from mlx_speculation.engine.batch.per_request import PerRequestDrafter
 from mlx_speculation.engine.batch.request import BatchRequest
 from mlx_speculation.engine.batch.results import BatchStatistics
 from mlx_speculation.engine.draft_length.base import Feedback
-from mlx_speculation.engine.drafters.base import NOTHING, Proposal
+from mlx_speculation.engine.draft_length.batched import BatchDraftLength
+from mlx_speculation.engine.drafters.base import Proposal
 from mlx_speculation.engine.round.outcome import RoundOutcome
 from mlx_speculation.engine.timing import RoundClock, RoundSeconds
 from mlx_speculation.errors import SpeculationError
@@ -68,7 +68,7 @@ class BatchDecoder:
         self._lane = BatchLane(model, sizes)
         self._lengths = lengths
         self._statistics = statistics
-        self._drafts: BatchDrafter = PerRequestDrafter()
+        self._drafts: BatchDrafter = PerRequestDrafter(lengths)
         self._drafts_chosen = False
         self._in_flight: BatchStep | None = None
         self._clock = RoundClock()
@@ -94,15 +94,16 @@ class BatchDecoder:
             self._drafts = self._drafts_for(rows[0])
         self._lane.join([row.request.target for row in rows])
         self.rows += rows
-        for row in rows:
-            self._lengths.join(row)
+        self._lengths.rows_changed()
 
     def _drafts_for(self, row: BatchRequest) -> BatchDrafter:
         """Return what drafts for rows like this one."""
         lane, head = row.drafter.batch_lane, row.drafter.batch_head
         if lane is not None:
             return BatchModelDrafter(BatchLane(lane.model, self._sizes))
-        return PerRequestDrafter() if head is None else BatchMtpDrafter(self._lane)
+        if head is not None:
+            return BatchMtpDrafter(self._lane)
+        return PerRequestDrafter(self._lengths)
 
     def give_back(self, row: BatchRequest) -> None:
         """Let a row that is to be closed have its caches again, if it keeps them."""
@@ -120,7 +121,7 @@ class BatchDecoder:
         if self._in_flight is not None:
             self._in_flight = self._in_flight.only(stay) if stay else None
         self.rows = [self.rows[index] for index in stay]
-        self._lengths.leave()
+        self._lengths.rows_changed()
 
     def next_round(self, *, drain: bool = False) -> None:
         """Run a round of all rows; each has its `chunks` or its `error` then.
@@ -135,7 +136,7 @@ class BatchDecoder:
         room = [row.stream.budget - 1 - ahead for row in rows]
         limits = self._lengths.limits(rows, context, room, self._lane.size)
         limits = self._drafts.within(rows, limits)
-        drafts = self._proposed(limits, ahead, context)
+        drafts = self._proposed(limits, ahead)
         statistics = self._statistics
         statistics.forwards += 1
         statistics.row_rounds += len(rows)
@@ -150,9 +151,7 @@ class BatchDecoder:
             found = self._drafted_round(drafts, ahead)
         self._finish(found, drafts, context, ahead)
 
-    def _proposed(
-        self, limits: list[int], ahead: int, context: int
-    ) -> list[Proposal] | None:
+    def _proposed(self, limits: list[int], ahead: int) -> list[Proposal] | None:
         """Return each row's draft, those ahead included; None: there is none."""
         drafts = self._drafts
         asks = any(limits) and (drafts.ahead or not ahead)
@@ -163,18 +162,10 @@ class BatchDecoder:
         if not asks:
             return None
         found = drafts.propose(self.rows, limits, ahead)
-        counts = [max(0, draft.length - ahead) for draft in found]
-        width = max(counts)
-        if width and drafts.ahead:
-            width = self._lengths.width(self.rows, context, found, ahead)
-            keep = [min(count, width) + ahead for count in counts]
-            found = [
-                d.until(n) if n else NOTHING for d, n in zip(found, keep, strict=True)
-            ]
-        if not width:
-            drafts.discard()
-            return None
-        return found
+        if max(draft.length for draft in found) > ahead:
+            return found
+        drafts.discard()
+        return None
 
     def _plain_round(self, *, submit_next: bool) -> list[Read]:
         """Run a step and, unless a draft or new rows are to follow, submit the next."""

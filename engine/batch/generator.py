@@ -20,7 +20,6 @@ from typing import Unpack
 from mlx_speculation.caches import array_bytes
 from mlx_speculation.engine.argument_checks import checked_count
 from mlx_speculation.engine.batch.decoder import BatchDecoder
-from mlx_speculation.engine.batch.draft_length import BatchDraftLength
 from mlx_speculation.engine.batch.prefill_budget import PrefillBudget
 from mlx_speculation.engine.batch.request import (
     BatchRequest,
@@ -86,9 +85,7 @@ class BatchGenerator:
         self._ready: list[BatchResponse] = []  # not handed out yet
         self._open = ExitStack()
         self.stats = BatchStatistics()
-        measured = generator.lengths
-        lengths = BatchDraftLength(measured.for_batch, measured.batch_costs)
-        self._lengths = lengths
+        lengths = self._lengths = generator.lengths.for_batch()
         sizes = RowSizes(max_rows, row_sizes)
         self._together = BatchDecoder(generator.model, lengths, self.stats, sizes)
 

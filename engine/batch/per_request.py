@@ -7,6 +7,7 @@ import mlx.core as mx
 from mlx_speculation.engine.batch.base import BatchDrafter, rectangle
 from mlx_speculation.engine.batch.prefill_budget import PrefillBudget
 from mlx_speculation.engine.batch.request import BatchRequest
+from mlx_speculation.engine.draft_length.batched import BatchDraftLength
 from mlx_speculation.engine.drafters.base import NOTHING, OpenDrafter, Proposal
 from mlx_speculation.engine.drafters.fault_guard import CheckedChoose
 
@@ -15,10 +16,14 @@ class PerRequestDrafter(BatchDrafter):
     """Every row asks the drafter that it would have alone.
 
     Lookups cost next to nothing. A draft model that is asked like this runs one row at
-    a time, which is right for what cannot be batched: cascades, chains that end early.
+    a time, which is right for what cannot be batched: cascades, reduced vocabularies.
+
+    Args:
+        lengths: chooses the source and the width, once all rows' lookups have proposed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lengths: BatchDraftLength) -> None:
+        self._lengths = lengths
         # Of each row in this round, whose proposal is pending
         self._asked: list[OpenDrafter | None] = []
         self._begun: set[int] = set()
@@ -52,6 +57,7 @@ class PerRequestDrafter(BatchDrafter):
     ) -> list[Proposal]:
         """Ask each row's drafter; see `BatchDrafter`."""
         self._asked = [None] * len(rows)
+        self._choose(rows, limits, ahead)
         found = []
         for index, (row, limit) in enumerate(zip(rows, limits, strict=True)):
             found.append(NOTHING)
@@ -77,6 +83,32 @@ class PerRequestDrafter(BatchDrafter):
                 row.request.statistics.empty_drafts += draft is not NOTHING
                 row.request.statistics.reads += draft.reads
         return found
+
+    def _choose(
+        self, rows: Sequence[BatchRequest], limits: Sequence[int], ahead: int
+    ) -> None:
+        """Let the rule choose for the rows that offer it several sources, or free ones.
+
+        The others were planned before.
+        """
+        asked = [
+            (row, drafter, limit)
+            for row, limit in zip(rows, limits, strict=True)
+            if (drafter := row.ruled) and limit > 0 and row.uid in self._begun
+        ]
+        if not asked:
+            return
+        offered = [
+            drafter.offer(
+                row.request.sequence, ahead + limit, CheckedChoose(row.request.verifier)
+            )
+            for row, drafter, limit in asked
+        ]
+        context = max(len(row.tokens) for row in rows)
+        most = max(limit for _, _, limit in asked)
+        chosen = self._lengths.choose(context, most, offered, behind=ahead > 0)
+        for _, drafter, limit in asked:
+            drafter.chosen = chosen[0], min(limit, chosen[1])
 
     def rectangle(self, drafts: Sequence[Proposal], width: int) -> mx.array:
         """Put them together."""

@@ -9,9 +9,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_speculation.caches import has_states
-from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
-from mlx_speculation.engine.draft_length.base import Plan
+from mlx_speculation.engine.draft_length.base import DraftLengthPolicy, Plan
 from mlx_speculation.engine.draft_length.policy_factory import PolicyFactory
+from mlx_speculation.engine.draft_length.ruled import RuledDrafter, RuleDraftLength
 from mlx_speculation.engine.drafters.base import OpenDrafter, Proposal
 from mlx_speculation.engine.options import StreamKeywords
 from mlx_speculation.engine.prompt import Prompt
@@ -59,8 +59,6 @@ class BatchRequest:
     planned: Plan | None = None
     # The same for the round after that, which is asked for early
     following: Plan | None = None
-    # What was accepted of its drafts
-    rates: AcceptanceRates = field(default_factory=AcceptanceRates)
     error: Exception | None = None  # what it has failed with
     # Of its last round, to be given out
     chunks: list[Chunk] = field(default_factory=list)
@@ -71,6 +69,17 @@ class BatchRequest:
     def request(self) -> Request:
         """What its rounds are run with."""
         return self.stream.request
+
+    @property
+    def policy(self) -> DraftLengthPolicy:
+        """The policy that it would have alone."""
+        return self.request.policy
+
+    @property
+    def ruled(self) -> RuledDrafter | None:
+        """Its drafter, if a rule chooses when it has offered proposals; else None."""
+        policy = self.policy
+        return policy.drafter if isinstance(policy, RuleDraftLength) else None
 
     @property
     def tokens(self) -> list[int]:

@@ -3,14 +3,13 @@
 Knows neither models nor tokens: a plan is made from counts and seconds alone.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from mlx_speculation.engine.timing import NO_TIME, RoundSeconds
 
-Reason = Literal[
-    "fixed", "best", "longer", "plain", "trial", "measure", "budget", "free"
-]
+Reason = Literal["fixed", "best", "plain", "trial", "measure", "budget", "free"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +29,27 @@ class Option:
         """Return the tokens that it brings beyond those usual in its time."""
         return self.tokens - rate * self.seconds
 
-    def over(self, plain: "Option") -> float:
-        """Return what it takes in plain steps."""
-        return self.seconds / plain.seconds
+    def __str__(self) -> str:
+        return f"{self.length}: {self.tokens:.2f} in {self.seconds * 1e3:.1f} ms"
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A source of drafts, as it was judged.
+
+    Attributes:
+        source: one that `rule` knows.
+        survival: of its proposal, or forecast; the mean over requests.
+        options: the lengths that may pay.
+    """
+
+    source: Any
+    survival: Sequence[float]
+    options: tuple[Option, ...]
+
+    def __str__(self) -> str:
+        survival = " ".join(f"{chance:.2f}" for chance in self.survival)
+        return f"{self.source.name} {survival}  {'  '.join(map(str, self.options))}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +58,6 @@ class Plan:
 
     fixed     the caller has named the length
     best      of the options
-    longer    one more than is best, which tells of later tokens
     trial     drafting is paused, and may pay by now
     plain     no draft pays, or there is no credit for one
     measure   a plain step, which tells what drafts have to gain
@@ -51,18 +67,18 @@ class Plan:
 
     length: int  # tokens to draft; 0 is a plain step
     reason: Reason
-    # What was compared, by length; of a run of plain steps, before the first of them
-    options: tuple[Option, ...] = ()
-    credit: float = 0.0  # what drafts may lose, in plain steps, see `rule`
     source: Any = None  # who drafts, of the sources that `rule` knows
+    compared: tuple[Compared, ...] = ()
+    seconds: float = 0.0  # of a plain step
+    credit: float = 0.0  # what drafts may lose, in plain steps, see `rule`
 
     def __str__(self) -> str:
-        compared = "  ".join(
-            f"{o.length}: {o.tokens:.2f} in {o.seconds * 1e3:.1f} ms"
-            for o in self.options
-        )
         said = f"draft {self.length} ({self.reason})"
-        return said + (compared and f"  {compared}  credit {self.credit:.1f}")
+        if not self.compared:
+            return said
+        compared = [str(Option(0, 1.0, self.seconds)), *map(str, self.compared)]
+        by = f" by {self.source.name}" if self.length else ""
+        return f"{said}{by}  {' | '.join(compared)} | credit {self.credit:.1f}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +133,12 @@ class DraftLengthPolicy(Protocol):
         """
         ...
 
-    def note(self, context: int, plan: Plan, feedback: Feedback) -> None:
-        """Learn from a round, which is committed by now. Must not raise."""
+    def note(self, context: int, plan: Plan, feedback: Feedback) -> Plan | None:
+        """Learn from a round, which is committed by now. Must not raise.
+
+        Returns:
+            The plan that was followed, if it was made after `plan`.
+        """
         ...
 
     def end(self) -> None:

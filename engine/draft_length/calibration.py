@@ -7,13 +7,17 @@ from functools import partial
 from statistics import median
 from typing import Any, Protocol
 
-from mlx_speculation.engine.draft_length.adaptive import few_lengths
 from mlx_speculation.engine.draft_length.base import (
     DraftLengthPolicy,
     Feedback,
     Plan,
 )
-from mlx_speculation.engine.draft_length.costs import SAMPLES, RoundCosts, bucket_of
+from mlx_speculation.engine.draft_length.costs import (
+    SAMPLES,
+    RoundCosts,
+    bucket_of,
+    few_lengths,
+)
 from mlx_speculation.engine.timing import RoundSeconds
 
 # Medians of each part by itself, by context bucket and draft length; 0 is a plain step.

@@ -39,16 +39,25 @@ def machine() -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Known:
-    """What is known of the rounds of one target with one draft."""
+    """What is known of the rounds of one target with one draft.
+
+    Attributes:
+        free: whether it proposes at no cost.
+        name: its kind.
+    """
 
     costs: RoundCosts = field(default_factory=RoundCosts)
     rates: AcceptanceRates = field(default_factory=AcceptanceRates)
     parts: PartsTable = field(default_factory=dict)  # of calibrated rounds
+    free: bool = False
+    name: str = "draft"
     file: MeasuredFile | None = None
     _saved: list[float] = field(default_factory=list)  # the rates in the file
 
     @classmethod
-    def read(cls, key: dict[str, Any] | None) -> "Known":
+    def read(
+        cls, key: dict[str, Any] | None, *, free: bool = False, name: str = "draft"
+    ) -> "Known":
         """Return what is known under a key; nothing is kept under None."""
         key = key and {"machine": machine(), **key}
         file = MeasuredFile(
@@ -56,6 +65,7 @@ class Known:
         )
         known = file.read(_parsed) or cls()
         known.file, known.costs.news = file, False
+        known.free, known.name = free, name
         known._saved = known.rates.rates(known.rates.known)
         return known
 

@@ -7,8 +7,11 @@ the slope: a guess that errs to the cheap side is tried, and corrected.
 
 from collections import deque
 from collections.abc import Mapping
+from functools import cache
 from itertools import pairwise
 from statistics import median
+
+from mlx_speculation.models import row_size
 
 # Rounds that a median is of.
 SAMPLES = 9
@@ -22,6 +25,12 @@ GUESSED_SHARE = 0.25
 SHORT_CONTEXT = 512
 
 CostTable = dict[int, dict[int, float]]
+
+
+@cache
+def few_lengths(longest: int) -> tuple[int, ...]:
+    """Return 0, 1, 2, 3, 4, 6, 8, ... up to a length; see `models/shape_buckets.py`."""
+    return (0, *(n for n in range(1, longest + 1) if row_size(n) == n))
 
 
 def left_of_step(plain: float, cold: float) -> float:

@@ -1,19 +1,17 @@
 """Makes the draft length policy of each stream, and keeps what they have learnt.
 
-Which length a round has is decided in `adaptive`.
+Which length a round has is decided in `rule`.
 """
 
 from collections.abc import Sequence as SequenceOf
-from functools import cached_property
 from typing import Any
 
 import mlx.nn as nn
 
 from mlx_speculation.caches import FixedShape
 from mlx_speculation.engine.argument_checks import checked_count
-from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
-from mlx_speculation.engine.draft_length.adaptive import AdaptiveDraftLength, Credit
 from mlx_speculation.engine.draft_length.base import DraftLengthPolicy, FixedDraftLength
+from mlx_speculation.engine.draft_length.batched import BatchDraftLength
 from mlx_speculation.engine.draft_length.calibration import (
     PartsTable,
     Progress,
@@ -24,7 +22,14 @@ from mlx_speculation.engine.draft_length.calibration import (
 )
 from mlx_speculation.engine.draft_length.cost_store import Known
 from mlx_speculation.engine.draft_length.costs import CostTable, RoundCosts
-from mlx_speculation.engine.draft_length.rule import Credit as RuleCredit
+from mlx_speculation.engine.draft_length.rule import (
+    BATCH_CREDIT,
+    BATCH_SHARE,
+    PAUSE,
+    Credit,
+    DraftRule,
+    Source,
+)
 from mlx_speculation.engine.draft_length.ruled import RuleDraftLength
 from mlx_speculation.engine.drafters.draft import Draft, members_of, shape_of
 from mlx_speculation.errors import InvalidRequestError
@@ -62,8 +67,8 @@ class PolicyFactory:
         self._compiled, self._shape, self._tree = compiled, shape, tree
         self.longest = LONGEST if shape is None else min(LONGEST, shape.rows - 1)
         self._each = members_of(draft)
-        self._batches: dict[int, Known] = {}
-        self._credit, self._rule_credit = Credit(), RuleCredit()
+        self._known: dict[int, list[Known]] = {}  # by rows of a batch; 0: of streams
+        self._credit, self._batch_credit = Credit(), Credit(*BATCH_CREDIT)
 
     def for_stream(
         self,
@@ -94,57 +99,42 @@ class PolicyFactory:
         if self._draft is None or length is not None or not longest:
             length = length or 0
             return FixedDraftLength(length if most is None else min(length, most))
-        free = [source.free for source in self._each]
-        if any(free) or len(free) > 1:
-            return RuleDraftLength(self.known, free, self._rule_credit, longest)
-        (known,) = self.known
-        rates = known.rates.loosened()
-        return AdaptiveDraftLength(
-            known.costs, rates, self._credit, longest, at_end=known.keep
-        )
+        return RuleDraftLength(self.known(), self._credit, longest)
 
-    def for_batch(self, rates: AcceptanceRates) -> AdaptiveDraftLength:
-        """Return the policy of a batch, whose costs are `batch_costs` of its rows."""
-        return AdaptiveDraftLength(
-            RoundCosts(),
-            rates,
-            self._credit,
-            self.longest,
-            at_end=self._save_batches,
-        )
+    def for_batch(self) -> BatchDraftLength:
+        """Return the policy of a batch."""
+        sources = [
+            Source(RoundCosts(), each.free, each.kind, PAUSE) for each in self._each
+        ]
+        rule = DraftRule(sources, self._batch_credit, self.longest, share=BATCH_SHARE)
+        return BatchDraftLength(rule, self.batch_costs, self._save_batches)
 
-    def batch_costs(self, rows: int, rates: AcceptanceRates) -> RoundCosts:
-        """Return what the rounds of batches with so many rows cost.
+    def batch_costs(self, rows: int) -> list[RoundCosts]:
+        """Return what the rounds of batches with so many rows cost, of each drafter.
 
         Those of so many rows that were never measured begin with the costs of the next
         larger batch that was, which errs to shorter drafts, or of the next smaller.
-        Rates that know nothing are set to those that were kept.
         """
-        known = self.of_batch(rows)
-        if not known.costs.table():
-            measured = [n for n, each in self._batches.items() if each.costs.table()]
-            measured.sort(key=lambda n: (n < rows, abs(n - rows)))
-            for other in measured[:1]:
-                known.costs.take(self.of_batch(other).costs.table())
-        if rates.known == 0:
-            rates.take(known.rates)
-        known.rates = rates
-        return known.costs
+        found = self.known(rows)
+        for index, own in enumerate(found):
+            if own.costs.table():
+                continue
+            others = [
+                (n < rows, abs(n - rows), n) for n in self._known if n and n != rows
+            ]
+            tables = (self.known(n)[index].costs.table() for _, _, n in sorted(others))
+            own.costs.take(next(filter(None, tables), {}))
+        return [own.costs for own in found]
 
-    def of_batch(self, rows: int) -> Known:
-        """Return what is known of batches with so many rows."""
-        if rows not in self._batches:
-            self._batches[rows] = Known.read(self._key(self._each, rows=rows))
-        return self._batches[rows]
-
-    def _save_batches(self, _: AcceptanceRates) -> None:
-        for known in self._batches.values():
-            known.save_if_new()
+    def _save_batches(self) -> None:
+        for rows, known in self._known.items():
+            for own in known if rows else ():
+                own.save_if_new()
 
     @property
     def parts(self) -> PartsTable:
         """Where the time of calibrated rounds went."""
-        return self._calibrated.parts
+        return self.calibrated().parts
 
     def calibrate(
         self,
@@ -156,8 +146,8 @@ class PolicyFactory:
         self.check_calibration(contexts)
         for number, context in enumerate(sorted(contexts)):
             report = part_of(progress, number, len(contexts))
-            self._calibrated.take(measure(start, context, self.longest, report))
-        return self._calibrated.costs.table()
+            self.calibrated().take(measure(start, context, self.longest, report))
+        return self.calibrated().costs.table()
 
     def check_calibration(self, contexts: SequenceOf[int]) -> None:
         """Refuse a calibration without a draft, or of contexts that cannot be."""
@@ -180,26 +170,30 @@ class PolicyFactory:
                 "tokens at most."
             )
 
-    @cached_property
-    def known(self) -> list[Known]:
-        """What is known of each drafter."""
-        return [Known.read(self._key([each])) for each in self._each]
+    def known(self, rows: int = 0) -> list[Known]:
+        """Return what is known of each drafter, in batches of so many rows if not 0."""
+        if rows not in self._known:
+            more = {"rows": rows} if rows else {}
+            self._known[rows] = [
+                Known.read(self._key(draft, **more), free=draft.free, name=draft.kind)
+                for draft in self._each
+            ]
+        return self._known[rows]
 
-    @property
-    def _calibrated(self) -> Known:
-        """What is known of the drafter whose rounds a calibration measures."""
-        each = zip(self._each, self.known, strict=True)
+    def calibrated(self, rows: int = 0) -> Known:
+        """Return what is known of the drafter whose rounds a calibration measures."""
+        each = list(zip(self._each, self.known(rows), strict=True))
         own = [known for draft, known in each if not draft.free]
-        return [*own, *self.known, Known()][0]
+        return [*own, *self.known(rows), Known()][0]
 
-    def _key(self, drafts: SequenceOf[Draft], **more: int) -> dict[str, Any] | None:
+    def _key(self, draft: Draft, **more: int) -> dict[str, Any] | None:
         """Return what the costs belong to; None where they are not kept."""
-        names = [draft.cost_key() for draft in drafts]
-        if not all(names):
+        name = draft.cost_key()
+        if not name:
             return None
         return {
             "target": shape_of(self._model),
-            "draft": names,
+            "draft": [name],
             "sliding": self._sliding,
             "compiled": self._compiled,
             "exact": self._shape and self._shape.rows,

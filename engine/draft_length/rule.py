@@ -21,9 +21,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, zip_longest
 
-from mlx_speculation.engine.draft_length.adaptive import few_lengths
-from mlx_speculation.engine.draft_length.base import Feedback, Option, Plan
-from mlx_speculation.engine.draft_length.costs import RoundCosts, left_of_step
+from mlx_speculation.engine.draft_length.base import Compared, Feedback, Option, Plan
+from mlx_speculation.engine.draft_length.costs import (
+    RoundCosts,
+    few_lengths,
+    left_of_step,
+)
 
 # In plain steps: the credit at first, the most of it, the least after rounds that took
 # longer than usual, and what a plain step adds. A round that took ten times as long, on
@@ -91,6 +94,7 @@ class Source:
     Attributes:
         costs: seconds of rounds that it drafts in, by length.
         free: whether its proposals cost nothing, and are made before the rule chooses.
+        name: the kind of its drafts.
         pause: rounds until it may be tried again.
         vain: trials in a row that were in vain.
         right: whether its last draft was right to its end.
@@ -100,6 +104,7 @@ class Source:
 
     costs: RoundCosts
     free: bool = False
+    name: str = "draft"
     pause: int = 0
     vain: int = 0
     right: bool = False
@@ -120,14 +125,10 @@ class Offer:
     source: Source
     survival: Sequence[Sequence[float]]
 
-    def expected(self, longest: int, behind: int = 0) -> list[float]:
-        """Return the tokens that 0, 1, ... drafted ones bring, the mean over requests.
-
-        Behind a plain step its token counts, and the first drafted one stands for it.
-        """
-        each = [own[behind : behind + longest] for own in self.survival]
-        rows = [sum(column) / len(each) for column in zip_longest(*each, fillvalue=0.0)]
-        return [*accumulate(rows, initial=1.0 + behind)]
+    def mean(self, longest: int) -> list[float]:
+        """Return the mean survival over the requests."""
+        each = [own[:longest] for own in self.survival]
+        return [sum(column) / len(each) for column in zip_longest(*each, fillvalue=0.0)]
 
 
 class DraftRule:
@@ -169,22 +170,16 @@ class DraftRule:
         longest, plain = min(limit, self.longest), self.plain(context)
         if longest <= 0:
             return Plan(0, "budget")
-        if self._since_plain >= REVIEW_ROUNDS:
-            self._since_plain, self._measure = 0, REVIEW_STEPS
-        if self._measure or plain is None:
+        if plain is None or self.measures(context):
             self._measure = max(0, self._measure - 1)
             return Plan(0, "measure")
         return self._decided(context, longest, offers, plain, behind)
 
-    def expects(self, context: int, limit: int, offers: Sequence[Offer]) -> bool:
-        """Return whether one of these offers is to be taken up next, as far as known.
-
-        Then a plain step submits no other.
-        """
-        longest, plain = min(limit, self.longest), self.plain(context)
-        if longest <= 0 or not offers or self._measure or plain is None:
-            return False
-        return self._decided(context, longest, offers, plain, False).length > 0
+    def measures(self, context: int) -> bool:
+        """Return whether a plain step is due that tells what drafts have to gain."""
+        if self._since_plain >= REVIEW_ROUNDS:
+            self._since_plain, self._measure = 0, REVIEW_STEPS
+        return self._measure > 0 or self.plain(context) is None
 
     def _decided(
         self,
@@ -196,28 +191,34 @@ class DraftRule:
     ) -> Plan:
         """Return the plan that is worth most, or tells most."""
         rate, credit = self.credit.rate / plain, self.credit.steps
-        best, worth = Plan(0, "plain", credit=credit), 1.0 - rate * plain
+        judged = [
+            self._judged(context, longest, offer, plain, behind) for offer in offers
+        ]
+        known = (tuple(judged), plain, credit)
+        best, worth = Plan(0, "plain", None, *known), 1.0 - rate * plain
         trial: Plan | None = None
-        for offer in offers:
-            source = offer.source
-            options = self._options(context, longest, offer, plain, behind)
-            own = max(options, key=lambda o: o.worth(rate), default=None)
+        for each in judged:
+            source = each.source
+            own = max(each.options, key=lambda o: o.worth(rate), default=None)
             if own is not None and own.worth(rate) > worth and credit > 0:
-                best = Plan(own.length, "best", options, credit, source)
+                best = Plan(own.length, "best", source, *known)
                 worth = own.worth(rate)
             elif not source.free and trial is None:
-                trial = self._trial(context, options, source, plain)
+                length = self._trial(context, each, plain)
+                trial = Plan(length, "trial", source, *known) if length else None
         return best if best.length or trial is None else trial
 
-    def _options(
+    def _judged(
         self, context: int, longest: int, offer: Offer, plain: float, behind: bool
-    ) -> tuple[Option, ...]:
+    ) -> Compared:
         """Return the lengths that may pay, and that the credit pays for if they do not.
 
         No more than twice the longest measured one; a free draft costs at most what a
-        costly one of its length does.
+        costly one of its length does. Behind a plain step its token counts, and the
+        first drafted one stands for it.
         """
-        tokens = offer.expected(longest, behind)
+        survival = offer.mean(longest + behind)
+        tokens = [*accumulate(survival[behind:], initial=1.0 + behind)]
         known = [offer.source.costs]
         if offer.source.free:
             known += [each.costs for each in self.sources]
@@ -235,23 +236,18 @@ class DraftRule:
             over = seconds / plain
             if n + 1 >= LEAST_GAIN * over and over - 1 <= self.credit.steps:
                 found.append(Option(n, tokens[n], seconds + left))
-        return tuple(found)
+        return Compared(offer.source, survival, tuple(found))
 
-    def _trial(
-        self, context: int, options: Sequence[Option], source: Source, plain: float
-    ) -> Plan | None:
-        """Return a draft that may not pay, but tells; None: it is not due."""
-        draft = max(options, key=lambda option: option.speed, default=None)
+    def _trial(self, context: int, judged: Compared, plain: float) -> int:
+        """Return the length of a draft that may not pay, but tells; 0: not due."""
+        source = judged.source
+        draft = max(judged.options, key=lambda option: option.speed, default=None)
         if draft is None:
-            return None
+            return 0
         reading = 0.0 if source.reading else context * source.costs.reading
-        due = source.pause <= 0
+        due: bool = source.pause <= 0
         due &= self.credit.steps >= (draft.seconds + reading) / plain - 1
-        if source.right or due:
-            return Plan(
-                draft.length, "trial", tuple(options), self.credit.steps, source
-            )
-        return None
+        return draft.length if source.right or due else 0
 
     def plain(self, context: int) -> float | None:
         """Return the seconds of a plain step; None: not known yet."""

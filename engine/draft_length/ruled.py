@@ -1,6 +1,7 @@
-"""The rule for streams with a free source, or with several sources.
+"""The rule for the drafts of one stream.
 
-Which of them drafts is decided when the free proposals are there:
+Where a source proposes for free, or there are several, the rule decides when the free
+proposals are there; one source alone is planned by its forecast:
 
     plan        at most so many tokens, as far as there is room
     propose     a lookup: survival 0.9 0.3 ...; a model, by its forecast: 0.8 0.7 ...
@@ -8,6 +9,7 @@ Which of them drafts is decided when the free proposals are there:
     note        the rule learns from the round, as the plan that it has made
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
 from mlx_speculation.engine.draft_length.base import Feedback, Plan
@@ -23,96 +25,103 @@ from mlx_speculation.engine.drafters.cascade import CascadeDrafter, proposed
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.models import Lane
 
+Survival = SequenceOf[float]
+Forecasts = Callable[[int], SequenceOf[Survival | None]]
+
 
 class RuleDraftLength:
-    """Plans the most, and chooses among proposals and forecasts.
+    """Plans by forecasts, or the most, and then chooses among proposals too.
 
     Args:
         known: of each source, the costs of rounds and the acceptance; shared by the
             streams of a generator.
-        free: whether each one proposes at no cost.
         credit: shared likewise.
         longest: no draft is longer.
 
     Attributes:
-        free: as passed.
-        planned: whether it plans the rounds of its stream; those of a batch it does
-            not.
+        forecast: returns what each source forecasts by itself, see `OpenDrafter`.
+        drafter: asks it where it chooses late.
+        sources: what the rule knows of each.
+        credit: as passed.
+        rates: of each source, what was accepted.
+        late: whether it chooses when the free proposals are there.
     """
-
-    by_batch = True
 
     def __init__(
         self,
         known: SequenceOf[Known],
-        free: SequenceOf[bool],
         credit: Credit,
         longest: int,
     ) -> None:
-        self.free, self.longest, self.planned = free, longest, False
-        self._known = known
-        self._rates = [one.rates.loosened() for one in known]
-        self._sources = [
-            Source(one.costs, free=own) for one, own in zip(known, free, strict=True)
-        ]
-        self._rule = DraftRule(self._sources, credit, longest)
+        self.longest = longest
+        self.late = any(own.free for own in known) or len(known) > 1
+        self.forecast: Forecasts = lambda _: [None] * len(known)
+        self.drafter: RuledDrafter | None = None
+        self.rates = [one.rates.loosened() for one in known]
+        self._known, self.credit = known, credit
+        self.sources = [Source(one.costs, one.free, one.name) for one in known]
+        self._rule = DraftRule(self.sources, credit, longest)
         self._chosen = Plan(0, "plain")
 
     def plan(self, context: int, limit: int) -> Plan:
-        """Return the most that may be drafted; see `DraftLengthPolicy`."""
-        self.planned, self._chosen = True, Plan(0, "plain")
+        """Return the next round's plan; see `DraftLengthPolicy`."""
+        if not self.late or self._rule.measures(context):
+            return self._rule.choose(context, limit, self._offers(self.survivals()))
+        self._chosen = Plan(0, "plain")
         longest = min(limit, self.longest)
         return Plan(longest, "free") if longest > 0 else Plan(0, "budget")
 
+    def survivals(self) -> list[Survival]:
+        """Return each source's forecast, or what the rates so far say."""
+        longest = self.longest + 1  # one may stand for the token of a step
+        each = zip(self.forecast(longest), self.rates, self.sources, strict=True)
+        return [
+            (() if source.free else rates.survival(longest)) if own is None else own
+            for own, rates, source in each
+        ]
+
     def choose(
-        self,
-        context: int,
-        limit: int,
-        survivals: SequenceOf[SequenceOf[float] | None],
-        *,
-        behind: bool,
+        self, context: int, limit: int, survivals: SequenceOf[Survival], *, behind: bool
     ) -> tuple[int, int]:
         """Return the source that drafts, and how many tokens; see `DraftRule.choose`.
 
         Args:
             context: how many tokens the target's caches hold.
             limit: the most tokens that may be drafted.
-            survivals: of each source, of its proposal if it is free. None: it forecasts
-                if it is costly, and has none if it is free.
+            survivals: of each source, of its proposal if it is free.
             behind: whether a plain step is in flight.
         """
-        offers = []
-        for source, rates, survival in zip(
-            self._sources, self._rates, survivals, strict=True
-        ):
-            if survival is None:
-                survival = () if source.free else rates.survival(self.longest + 1)
-            offers.append(Offer(source, [survival]))
-        offers.sort(key=lambda offer: not offer.source.free)
-        plan = self._rule.choose(context, limit, offers, behind=behind)
-        self._chosen = plan
-        index = self._sources.index(plan.source) if plan.length else 0
-        return index, plan.length
+        offers = self._offers(survivals)
+        plan = self._chosen = self._rule.choose(context, limit, offers, behind=behind)
+        return self.sources.index(plan.source) if plan.length else 0, plan.length
 
-    def note(self, context: int, plan: Plan, feedback: Feedback) -> None:
-        """Learn from a round; see `DraftLengthPolicy`."""
-        source = self._chosen.source
-        self._rule.note(context, self._chosen, feedback)
-        if feedback.drafted and source is not None:
-            rates = self._rates[self._sources.index(source)]
+    def _offers(self, survivals: SequenceOf[Survival]) -> list[Offer]:
+        """Return what each source offers, free ones first."""
+        each = zip(self.sources, survivals, strict=True)
+        offers = [Offer(source, [survival]) for source, survival in each]
+        return sorted(offers, key=lambda offer: not offer.source.free)
+
+    def note(self, context: int, plan: Plan, feedback: Feedback) -> Plan:
+        """Learn from a round, and return what was chosen; see `DraftLengthPolicy`."""
+        chosen = self._chosen if plan.reason == "free" else plan
+        self._rule.note(context, chosen, feedback)
+        if feedback.drafted and chosen.source is not None:
+            rates = self.rates[self.sources.index(chosen.source)]
             rates.note(feedback.drafted, feedback.accepted)
+        return chosen
 
     def end(self) -> None:
         """Keep costs and acceptance."""
         self._rule.end()
-        for known, rates in zip(self._known, self._rates, strict=True):
+        for known, rates in zip(self._known, self.rates, strict=True):
             known.keep(rates)
 
 
 class RuledDrafter(CascadeDrafter):
     """Drafters of which the rule picks one in each round.
 
-    In a batch, which plans by itself, they are a cascade.
+    A batch, which chooses for all of its requests, lets each one `offer`, and leaves
+    the source and the length of its `propose` in `chosen`.
 
     Args:
         drafters: in the order of the sources.
@@ -126,32 +135,37 @@ class RuledDrafter(CascadeDrafter):
     ) -> None:
         super().__init__(*drafters)
         self._lengths, self._target = lengths, target
+        self._found: dict[int, Proposal] = {}
+        self.chosen: tuple[int, int] | None = None
+        lengths.drafter = self
+
+    def offer(self, sequence: Sequence, limit: int, choose: Choose) -> list[Survival]:
+        """Let the free sources propose; return the survival that each source offers."""
+        offered = self._lengths.survivals()
+        self._found = {}
+        for index, drafter in enumerate(self._drafters):
+            if drafter.free:
+                found = proposed(drafter, sequence, limit, choose)
+                self._found[index], offered[index] = found, found.survival or ()
+        return offered
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         """Return the proposal that is worth most, cut where it pays for no more."""
-        if not self._lengths.planned:
-            return super().propose(sequence, limit, choose)
         self._asked = None
-        survivals: list[SequenceOf[float] | None] = []
-        found: dict[int, Proposal] = {}
-        each = zip(self._drafters, self._lengths.free, strict=True)
-        for index, (drafter, free) in enumerate(each):
-            if free:
-                found[index] = proposed(drafter, sequence, limit, choose)
-            survivals.append(
-                () if drafter.disabled else found.get(index, NOTHING).survival
+        behind = self._target.seen >= len(sequence.tokens)
+        if self.chosen is None:
+            offered = self.offer(sequence, limit, choose)
+            self.chosen = self._lengths.choose(
+                self._target.seen, limit - behind, offered, behind=behind
             )
-        context = self._target.seen
-        behind = context >= len(sequence.tokens)
-        index, length = self._lengths.choose(
-            context, limit - behind, survivals, behind=behind
-        )
-        for other in found:
+        (index, length), self.chosen = self.chosen, None
+        for other in self._found:
             if other != index or not length:
                 self._drafters[other].discard()
+        found = self._found.get(index, NOTHING)
         if not length:
-            return next((found[each].until(0) for each in found), NOTHING)
+            return found.until(0)
         self._asked = self._drafters[index]
-        if index in found:
-            return found[index].until(length + behind)
+        if self._asked.free:
+            return found.until(length + behind)
         return proposed(self._asked, sequence, length + behind, choose)

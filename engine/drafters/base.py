@@ -147,6 +147,11 @@ class OpenDrafter(Drafter):
         return False
 
     @property
+    def free(self) -> bool:
+        """Whether it proposes at no cost, and says how probable each token is."""
+        return False
+
+    @property
     def lanes(self) -> SequenceOf[Lane | None]:
         """The lanes of its draft models, in order.
 
@@ -189,6 +194,14 @@ class OpenDrafter(Drafter):
             Whether `begin` has next to nothing left to read.
         """
         return True
+
+    def forecast(self, sequence: Sequence, limit: int) -> SequenceOf[float] | None:
+        """Return the survival of a proposal of `limit` tokens that is not made yet.
+
+        It may depend on the known tokens and on what was accepted of earlier ones, and
+        waits for no device. None: the rates at which its tokens were accepted tell.
+        """
+        return None
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         """Propose nothing; see `Drafter`."""

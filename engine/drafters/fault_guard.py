@@ -226,6 +226,15 @@ class FaultGuard(WrappedDrafter):
                 self._fail("begin", error)
         return True
 
+    def forecast(self, sequence: Sequence, limit: int) -> SequenceOf[float] | None:
+        """Return its forecast; nothing to expect of it where it has failed."""
+        if not self._disabled:
+            try:
+                return self.inner.forecast(sequence, limit)
+            except Exception as error:
+                self._fail("forecast", error)
+        return ()
+
     def begin(self, sequence: Sequence) -> None:
         """Let it begin."""
         self._run("begin", lambda: self.inner.begin(sequence))

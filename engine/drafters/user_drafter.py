@@ -70,7 +70,7 @@ def _of_inner(name: str) -> property:
     return property(member)
 
 
-for _name in (*_METHODS, "held", "read_ahead", "remember"):
+for _name in (*_METHODS, "forecast", "held", "read_ahead", "remember"):
     setattr(CustomDrafter, _name, _of_inner(_name))
 
 

@@ -87,6 +87,8 @@ class LookupDraft(Draft):
 class LookupDrafter(OpenDrafter):
     """Looks up in one stream's text, and in what its draft has for all of them."""
 
+    free = True
+
     def __init__(self, draft: LookupDraft) -> None:
         self._draft = draft
         self._sequence: Sequence | None = None

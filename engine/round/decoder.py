@@ -117,9 +117,9 @@ class Decoder:
             parts=seconds,
             reading=reading,
         )
-        self.request.policy.note(context, plan, feedback)
+        followed = self.request.policy.note(context, plan, feedback) or plan
         if self.decisions is not None:
-            self.decisions.append((plan, feedback))
+            self.decisions.append((followed, feedback))
 
     def _forced(self, before: Before, limit: int, cut: Cut) -> RoundOutcome | None:
         """Run a round with what the constraint forces, if it does; no plan is used."""

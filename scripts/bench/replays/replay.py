@@ -9,20 +9,14 @@ then stands behind it.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
-import mlx.nn as nn
 import numpy as np
 
 from mlx_speculation.engine.draft_length.base import (
     DraftLengthPolicy,
     Feedback,
-    FixedDraftLength,
     Plan,
 )
-from mlx_speculation.engine.draft_length.policy_factory import PolicyFactory
-from mlx_speculation.engine.drafters.draft import Draft
 
 # The fixed lengths that a policy is compared with.
 FIXED = (0, 1, 2, 3, 4, 6, 8, 12, 15)
@@ -208,66 +202,6 @@ def machines_of(
 def _spread(costs: dict[int, float]) -> np.ndarray:
     """Return costs of 0 to 16 drafts, with straight lines between those known."""
     return np.interp(range(17), list(costs), list(costs.values()))
-
-
-def generator_of() -> Callable[[], DraftLengthPolicy]:
-    """Return a maker of the policies of one generator's streams, nothing known."""
-    source: Any = Costly  # it opens nothing
-    factory = PolicyFactory(nn.Module(), source(), "slack", None)
-    return lambda: factory.for_stream(None)
-
-
-@dataclass(frozen=True)
-class Compared:
-    """What a group of texts took with the policy, and with each fixed length."""
-
-    group: str
-    own: Replayed
-    fixed: dict[int, float]  # plain steps, by length; 0 is plain decoding
-
-    @property
-    def best(self) -> int:
-        """The fixed length that took least."""
-        return min(self.fixed, key=self.fixed.__getitem__)
-
-    @property
-    def over_plain(self) -> float:
-        """The policy's speed over that of plain decoding."""
-        return self.fixed[0] / self.own.steps
-
-    @property
-    def over_best(self) -> float:
-        """The policy's speed over that of the best fixed length."""
-        return self.fixed[self.best] / self.own.steps
-
-    def __str__(self) -> str:
-        best = self.fixed[0] / self.fixed[self.best]
-        return (
-            f"{self.group}: {self.over_plain:.3f} of plain, "
-            f"best {best:.3f} with {self.best}"
-        )
-
-
-def compared(
-    traces: dict[str, np.ndarray],
-    pairs: Sequence[str],
-    machine: Machine,
-    tokens: int,
-    *,
-    explain: bool = False,
-) -> Iterator[Compared]:
-    """Replay each group as the requests of a generator that knows nothing at first."""
-    for group, texts in texts_of(traces, pairs).items():
-        fixed = {
-            length: run(partial(FixedDraftLength, length), machine, texts, tokens).steps
-            for length in FIXED
-        }
-        make = generator_of()
-        yield Compared(group, run(make, machine, texts, tokens, explain=explain), fixed)
-
-
-class Costly(Draft):
-    """Stands for a draft whose costs are not kept in a file."""
 
 
 def run(

@@ -1,87 +1,84 @@
-"""Replays traces through the rule: exact, without a clock.
+"""Replays traces through the policies: exact, without a clock.
 
-Rounds are those of a stream: lookups propose first, at no cost, and behind a plain step
-that is in flight as well; models and heads forecast. A plain step submits the next one
-unless a draft of a costly source is expected to follow it.
+Rounds are those of `engine.round.decoder` and `engine.batch.decoder`: lookups propose
+first, at no cost, and behind a plain step that is in flight as well.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
 from bench.replays.replay import FIXED, Machine, Replayed, Text, run, texts_of
-from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
-from mlx_speculation.engine.draft_length.base import Feedback, FixedDraftLength
-from mlx_speculation.engine.draft_length.costs import RoundCosts
+from mlx_speculation.engine.draft_length.base import Feedback, FixedDraftLength, Plan
+from mlx_speculation.engine.draft_length.batched import BatchDraftLength
+from mlx_speculation.engine.draft_length.cost_store import Known
 from mlx_speculation.engine.draft_length.rule import (
     BATCH_SHARE,
+    PAUSE,
     Credit,
     DraftRule,
-    Offer,
     Source,
 )
+from mlx_speculation.engine.draft_length.ruled import RuleDraftLength
 from mlx_speculation.engine.lookup.survival import SurvivalRates
 
 LONGEST = 16
 
 
-@dataclass
-class Known:
-    """What a generator knows: shared by its streams."""
+class Generator:
+    """What is shared by the streams of a generator, which knows nothing at first."""
 
-    costs: list[RoundCosts]
-    rates: list[AcceptanceRates]
-    credit: Credit = field(default_factory=Credit)
-    lookups: SurvivalRates = field(default_factory=SurvivalRates)
+    def __init__(self, names: Sequence[str], credit: Credit | None = None) -> None:
+        self.each = [Known(free="lookup" in name, name=name) for name in names]
+        self.free = [index for index, own in enumerate(self.each) if own.free]
+        self.credit, self.lookups = credit or Credit(), SurvivalRates()
 
 
 def replay_rule(
-    known: Known, free: Sequence[bool], machine: Machine, text: Text, found: Replayed
+    known: Generator,
+    machine: Machine,
+    text: Text,
+    found: Replayed,
 ) -> None:
     """Generate a text, and add what came of it."""
-    sources = [
-        Source(costs, free=own) for costs, own in zip(known.costs, free, strict=True)
-    ]
-    rates = [each.loosened() for each in known.rates]
-    rule = DraftRule(sources, known.credit, LONGEST)
+    policy = RuleDraftLength(known.each, known.credit, LONGEST)
     at, behind, rounds = 0, False, 0
+    plan: Plan | None = None
+    following: Plan | None = None
     while at < len(text):
         budget, context = len(text) - at, text.context + at
         limit = budget - 1 - behind
-        offers, costly, buckets = [], [], {}
-        for index, source in enumerate(sources):
-            if not source.free:
-                costly.append(Offer(source, [rates[index].survival(LONGEST + 1)]))
-            elif text.found[index][at]:
+        if plan is None:
+            plan = policy.plan(context, limit)
+        if plan.length == 0 and following is None:
+            following = policy.plan(context + 1, budget - 2)
+        source, length, buckets = 0, plan.length, {}
+        if policy.late and length:
+            survivals = policy.survivals()
+            for index in known.free:
                 count = int(text.found[index][at])
-                survival, own = known.lookups.survival(count, 0, [(0, 0)] * count, None)
-                offers.append(Offer(source, [survival]))
-                buckets[index] = own
-        offers += costly
-        plan = rule.choose(context, limit, offers, behind=behind)
-        drafted = accepted = 0
-        if plan.length:
-            index = sources.index(plan.source)
-            drafted = min(int(text.found[index][at]) - behind, plan.length)
-            right = int(text.right[index][at])
-        if drafted > 0:
+                survivals[index], buckets[index] = known.lookups.survival(
+                    count, 0, [(0, 0)] * count, None
+                )
+            source, length = policy.choose(context, limit, survivals, behind=behind)
+        drafted = max(0, min(int(text.found[source][at]) - behind, length))
+        accepted = 0
+        if drafted:
+            right = int(text.right[source][at])
             accepted = min(max(0, right - behind), drafted)
             emitted, ahead = accepted + 1 + behind, False
-            steps = machine.rounds[index][drafted] + machine.left * behind
-            rates[index].note(drafted, min(accepted, emitted))
+            steps = machine.rounds[source][drafted] + machine.left * behind
         else:
-            drafted, emitted = 0, 1
-            ahead = limit + behind > 1 and not rule.expects(
-                context + 1, limit - 1, costly
-            )
+            emitted = 1
+            ahead = plan.length > 0 or (following is not None and following.length == 0)
             steps = machine.left if behind else machine.cold
             steps += (1.0 - machine.left) * ahead
         emitted = min(emitted, budget)
         observed = steps * machine.noise[rounds % len(machine.noise)]
         feedback = Feedback(drafted, min(accepted, emitted), observed, behind, ahead)
-        rule.note(context, plan, feedback)
+        plan = policy.note(context, plan, feedback)
         for index, own in buckets.items():
             right = min(int(text.right[index][at]), emitted)
             known.lookups.note(own[:emitted], right)
@@ -90,8 +87,8 @@ def replay_rule(
         at, rounds, behind = at + emitted, rounds + 1, ahead
         found.steps += steps
         found.tokens += emitted
-    rule.end()
-    known.rates = rates
+        plan, following = following, None
+    policy.end()
 
 
 @dataclass(frozen=True)
@@ -124,7 +121,6 @@ def judged(
     explain: bool = False,
 ) -> Iterator[Judged]:
     """Replay each group as the requests of a generator that knows nothing at first."""
-    free = ["lookup" in pair for pair in pairs]
     for group, texts in texts_of(traces, pairs).items():
         fixed: dict[str, float] = {}
         for index, pair in enumerate(pairs):
@@ -138,22 +134,31 @@ def judged(
                     partial(FixedDraftLength, length), alone, single, tokens
                 ).steps
                 fixed[f"{pair} {length}" if length else "plain"] = steps
-        count = len(pairs)
-        known = Known(
-            [RoundCosts() for _ in range(count)],
-            [AcceptanceRates() for _ in range(count)],
-        )
+        known = Generator(pairs)
         own = Replayed(decisions=[] if explain else None)
         for text in texts:
             for request in text.requests(tokens):
-                replay_rule(known, free, machine, request, own)
+                replay_rule(known, machine, request, own)
         best = min(fixed, key=lambda name: fixed[name])
         yield Judged(group, own, fixed["plain"], fixed[best], best)
 
 
+@dataclass
+class Member:
+    """A request of a replayed batch."""
+
+    policy: RuleDraftLength
+    text: Text
+    at: int = 0
+    planned: Plan | None = None
+    following: Plan | None = None
+
+    def __len__(self) -> int:
+        return len(self.text) - self.at
+
+
 def replay_batch(
-    known: Known,
-    free: Sequence[bool],
+    known: Generator,
     machine: Machine,
     texts: Sequence[Text],
     found: Replayed,
@@ -163,65 +168,66 @@ def replay_batch(
     A round costs what `machine` says in plain steps of the requests that are left, and
     these as many plain steps of the whole batch as is their share: the device is busy.
     """
-    sources = [
-        Source(costs, free=own) for costs, own in zip(known.costs, free, strict=True)
-    ]
+    sources = [Source(one.costs, one.free, one.name, PAUSE) for one in known.each]
     rule = DraftRule(sources, known.credit, LONGEST, share=BATCH_SHARE)
-    rates = [[each.loosened() for each in known.rates] for _ in texts]
-    at, behind = [0] * len(texts), False
-    while live := [r for r, text in enumerate(texts) if at[r] < len(text)]:
-        offers, proposed = [], []
-        for index, source in enumerate(sources):
-            survival = []
-            for r in live:
-                own: list[int] = []
-                if source.free:
-                    count = int(texts[r].found[index][at[r]])
-                    shares = [(0, 0)] * count
-                    chances, own = known.lookups.survival(count, 0, shares, None)
-                else:
-                    chances = rates[r][index].survival(LONGEST + 1)
-                survival.append(chances)
-                proposed.append((r, index, own))
-            offers.append(Offer(source, survival))
-        room = max(len(texts[r]) - at[r] for r in live) - 1 - behind
-        context = max(texts[r].context + at[r] for r in live)
-        plan = rule.choose(context, room, offers, behind=behind)
-        index = sources.index(plan.source) if plan.length else 0
-        emitted, widths, right = {}, [], []
-        for r in live:
-            left = len(texts[r]) - at[r]
-            drafted = accepted = 0
-            if plan.length:
-                most = min(
-                    int(texts[r].found[index][at[r]]) - behind, left - 1 - behind
-                )
-                drafted = max(0, min(plan.length, most))
-                accepted = min(
-                    max(0, int(texts[r].right[index][at[r]]) - behind), drafted
-                )
-                rates[r][index].note(drafted, accepted)
-            widths.append(drafted)
-            right.append(accepted)
-            emitted[r] = min(left, accepted + 1 + (behind and plan.length > 0))
-        width, mean = max(widths), sum(right) / len(live)
+    costs = [one.costs for one in known.each]
+    lengths = BatchDraftLength(rule, lambda _: costs, lambda: None)
+    rows = [
+        Member(RuleDraftLength(known.each, Credit(), LONGEST), text) for text in texts
+    ]
+    late, behind = rows[0].policy.late, False
+    while live := [row for row in rows if len(row)]:
+        context = max(row.text.context + row.at for row in live)
+        room = [len(row) - 1 - behind for row in live]
+        limits = lengths.limits(live, context, room, 1)
+        source, offered, told = 0, [], []
+        if any(limits) and late:
+            for row, limit in zip(live, limits, strict=True):
+                if limit <= 0:
+                    continue
+                survivals = row.policy.survivals()
+                for index in known.free:
+                    count = min(limit + behind, int(row.text.found[index][row.at]))
+                    survivals[index], own = known.lookups.survival(
+                        count, 0, [(0, 0)] * count, None
+                    )
+                    told.append((row, index, row.at, own))
+                offered.append(survivals)
+            source, width = lengths.choose(context, max(limits), offered, behind=behind)
+            limits = [min(limit, width) for limit in limits]
+        elif any(limits) and lengths.plan is not None:
+            source = sources.index(lengths.plan.source)
+        drafted, accepted, emitted = [], [], []
+        for row, limit in zip(live, limits, strict=True):
+            count = int(row.text.found[source][row.at]) - behind
+            drafted.append(max(0, min(limit, count)))
+            right = max(0, int(row.text.right[source][row.at]) - behind)
+            accepted.append(min(right, drafted[-1]))
+        width = max(drafted)
         if width:
-            steps, ahead = machine.rounds[index][width] + machine.left * behind, False
+            steps, ahead = machine.rounds[source][width] + machine.left * behind, False
+            emitted = [
+                min(len(row), n + 1 + behind)
+                for row, n in zip(live, accepted, strict=True)
+            ]
         else:
-            emitted = dict.fromkeys(live, 1)
-            costly = [offer for offer in offers if not offer.source.free]
-            ahead = room > 0 and not rule.expects(context + 1, room - 1, costly)
+            emitted = [1] * len(live)
+            after = [limit - 1 + behind for limit in room]
+            ahead = late if any(limits) else not lengths.early(live, context + 1, after)
             steps = machine.left if behind else machine.cold
             steps += (1.0 - machine.left) * ahead
-        rule.note(context, plan, Feedback(width, mean, steps, behind, ahead))
-        for r, index, own in proposed:
-            hits = min(int(texts[r].right[index][at[r]]), emitted[r])
-            known.lookups.note(own[: emitted[r]], hits)
-        for r in live:
-            at[r] += emitted[r]
+        widest = max(range(len(live)), key=drafted.__getitem__)
+        feedback = Feedback(width, accepted[widest], steps, behind, ahead)
+        lengths.note(live, context, drafted, accepted, feedback)
+        for row, count in zip(live, emitted, strict=True):
+            row.at += count
+        for row, index, at, own in told:
+            hits = min(int(row.text.right[index][at]), row.at - at)
+            known.lookups.note(own[: row.at - at], hits)
+        for row in (row for row in live if not len(row)):
+            row.policy.end()
+            lengths.rows_changed()
         behind = ahead
         found.steps += steps * len(live) / len(texts)
-        found.tokens += sum(emitted.values())
-    rule.end()
-    for index in range(len(sources)):
-        known.rates[index] = rates[0][index]
+        found.tokens += sum(emitted)
+    lengths.end()

@@ -14,10 +14,8 @@ from mlx_speculation import (
     SpeculativeGenerator,
 )
 from mlx_speculation.engine.batch.decoder import BatchDecoder
-from mlx_speculation.engine.batch.draft_length import RowRates
 from mlx_speculation.engine.draft_length import calibration
-from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
-from mlx_speculation.engine.draft_length.costs import RoundCosts
+from mlx_speculation.engine.draft_length.rule import DraftRule, Offer
 from mlx_speculation.engine.stream_factory import StreamFactory
 from support.covering import others_slow
 from support.drafters.batch_heads import head_bench
@@ -86,18 +84,16 @@ def test_what_was_measured_is_kept_for_batches_of_so_many_rows(
 ) -> None:
     table = generator_with("model").calibrate_batches([4])[4]
     other = generator_with("model")
-    assert other.lengths.batch_costs(4, RowRates()).table() == table
+    assert other.lengths.batch_costs(4)[0].table() == table
     reasons: list[str] = []
-    plan = type(other.lengths.for_batch(RowRates())).plan
+    choose = DraftRule.choose
 
-    def noted(self: Any, context: int, limit: int) -> Any:
-        found = plan(self, context, limit)
+    def noted(self: Any, *args: Any, **options: Any) -> Any:
+        found = choose(self, *args, **options)
         reasons.append(found.reason)
         return found
 
-    monkeypatch.setattr(
-        "mlx_speculation.engine.draft_length.adaptive.AdaptiveDraftLength.plan", noted
-    )
+    monkeypatch.setattr(DraftRule, "choose", noted)
     with BatchGenerator(other, row_sizes=False) as batch:
         for _ in range(4):
             batch.insert(prompt_of(6), max_tokens=20, stop_tokens=())
@@ -113,15 +109,16 @@ def test_the_costs_of_a_single_text_are_left_as_they_are() -> None:
     assert generator.round_parts == {}
     again = generator_with("model")
     again.calibrate([8])
-    assert sorted(again.lengths.batch_costs(2, RowRates()).table()[0]) == CALIBRATED
+    assert sorted(again.lengths.batch_costs(2)[0].table()[0]) == CALIBRATED
 
 
 def test_a_batch_chooses_among_the_lengths_that_are_measured() -> None:
-    policy = generator_with("model").lengths.for_batch(AcceptanceRates([0.9] * 16, 99))
-    policy.costs = RoundCosts({0: {n: 1 + 0.1 * n for n in CALIBRATED}})
-    policy.plan(8, 50)  # the first token
-    plan = policy.plan(8, 50)
-    assert [option.length for option in plan.options] == CALIBRATED
+    rule = generator_with("model").lengths.for_batch()._rule
+    rule.sources[0].costs.take({0: {n: 1 + 0.01 * n for n in CALIBRATED}})
+    offers = [Offer(rule.sources[0], [[0.9] * 16])]
+    rule.choose(8, 50, offers)  # the first token
+    plan = rule.choose(8, 50, offers)
+    assert [option.length for option in plan.compared[0].options] == CALIBRATED[1:]
 
 
 def test_each_context_is_measured_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +163,7 @@ def test_an_error_ends_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KeyboardInterrupt):
         generator.calibrate_batches([3])
     assert [stream.ended for stream in streams] == [True] * 3
-    assert generator.lengths.batch_costs(3, RowRates()).table() == {}
+    assert generator.lengths.batch_costs(3)[0].table() == {}
 
 
 def test_a_row_that_fails_ends_it_and_nothing_is_kept() -> None:
@@ -190,7 +187,7 @@ def test_a_row_that_fails_ends_it_and_nothing_is_kept() -> None:
             generator.calibrate_batches([3])
     finally:
         made.model.__class__ = kind
-    assert generator.lengths.batch_costs(3, RowRates()).table() == {}
+    assert generator.lengths.batch_costs(3)[0].table() == {}
 
 
 @pytest.mark.parametrize(

@@ -4,21 +4,23 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pytest
 
 from mlx_speculation import BatchGenerator
-from mlx_speculation.engine.batch.draft_length import (
-    BatchDraftLength,
-    RowRates,
-    row_bucket,
-)
 from mlx_speculation.engine.batch.request import BatchRequest
 from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
-from mlx_speculation.engine.draft_length.adaptive import AdaptiveDraftLength, Credit
 from mlx_speculation.engine.draft_length.base import Feedback
+from mlx_speculation.engine.draft_length.batched import BatchDraftLength, row_bucket
 from mlx_speculation.engine.draft_length.costs import RoundCosts
-from mlx_speculation.engine.drafters.base import Proposal
+from mlx_speculation.engine.draft_length.rule import (
+    BATCH_CREDIT,
+    BATCH_SHARE,
+    PAUSE,
+    Credit,
+    DraftRule,
+    Source,
+)
+from mlx_speculation.engine.draft_length.ruled import RuleDraftLength
 from mlx_speculation.models.shape_buckets import row_size
 from support.drafters.batch_heads import head_bench
 from support.drafters.batches import SAMPLINGS, Case, bench
@@ -27,24 +29,28 @@ from support.identity import prompt_of
 LONGEST = 8
 
 
-def rows_of(count: int) -> list[BatchRequest]:
+def rows_of(count: int, kind: str = "model") -> list[BatchRequest]:
     """Return rows whose lengths are chosen by measurement."""
-    generator = bench("llama").generator("model", draft_length=None)
+    generator = bench("llama").generator(kind, draft_length=None)
     streams = [generator.stream(prompt_of(3)) for _ in range(count)]
     return [BatchRequest(n, stream) for n, stream in enumerate(streams)]
 
 
-def lengths_with(seconds: Any) -> BatchDraftLength:
+def lengths_with(seconds: Any, *, free: bool = False) -> BatchDraftLength:
     """Return lengths where a round of so many rows and drafts takes so long."""
 
     @cache
     def costs(rows: int) -> RoundCosts:
         return RoundCosts({0: {n: seconds(rows, n) for n in range(LONGEST + 1)}})
 
-    def make(rates: AcceptanceRates) -> AdaptiveDraftLength:
-        return AdaptiveDraftLength(RoundCosts(), rates, Credit(), LONGEST)
+    credit, own = Credit(*BATCH_CREDIT), [Source(RoundCosts(), free=free, pause=PAUSE)]
+    rule = DraftRule(own, credit, LONGEST, share=BATCH_SHARE)
+    return BatchDraftLength(rule, lambda rows: [costs(rows)], lambda: None)
 
-    return BatchDraftLength(make, lambda rows, _: costs(rows))
+
+def policy(row: BatchRequest) -> RuleDraftLength:
+    assert isinstance(row.policy, RuleDraftLength)
+    return row.policy
 
 
 def play(
@@ -90,7 +96,7 @@ def test_a_batch_that_shrinks_does_not_try_anew_at_each_size() -> None:
     """What trials lose at all sizes together is what they may lose at one."""
 
     def seconds(rows: int, drafted: int) -> float:
-        return 1 + 0.8 * drafted  # pays where nearly all is accepted
+        return 1 + 0.5 * drafted  # pays where most is accepted
 
     rows = rows_of(32)
     lengths = lengths_with(seconds)
@@ -105,41 +111,38 @@ def test_a_batch_that_shrinks_does_not_try_anew_at_each_size() -> None:
         outcome = Feedback(width, 0, took, plain, plain, fresh=width > 0)
         lengths.note(stay, 100, limits, [0] * len(stay), outcome)
         if number % 2:
-            lengths.leave()
+            lengths.rows_changed()
     assert 0 < drafted <= 6
 
 
 @pytest.mark.usefixtures("measured")
 @pytest.mark.parametrize("change", ["joins", "leaves", "sizes"])
-def test_a_paused_batch_decides_anew_when_its_rows_change(change: str) -> None:
-    """Several plain steps are decided at once, and other rows may be drafted for."""
-
+def test_a_plan_is_made_anew_when_the_rows_change(change: str) -> None:
     def seconds(rows: int, drafted: int) -> float:
-        return 1 + 0.5 * drafted if rows < 8 else 1 + 2.0 * drafted
+        return 1 + 0.1 * drafted if rows < 8 else 1 + 2.0 * drafted
 
     rows = rows_of({"joins": 3, "leaves": 4, "sizes": 8}[change])
-    lengths = lengths_with(seconds)
     for row in rows:
-        lengths.join(row)
-        for _ in range(40):
-            row.rates.note(8, 8 if change == "sizes" else 0)
-    widths = [1]
-    while any(widths[-3:]) or len(widths) < 40:  # to where it is paused
+        policy(row).rates = [
+            AcceptanceRates([0.0 if change != "sizes" else 1.0] * 8, 99)
+        ]
+    lengths = lengths_with(seconds)
+    for _ in range(3):
         limits = lengths.limits(rows, 100, [50] * len(rows))
-        widths.append(max(limits))
-        plain = widths[-1] == 0
-        outcome = Feedback(widths[-1], 0, 1.0, behind=plain, ahead=plain)
-        lengths.note(rows, 100, limits, [0] * len(rows), outcome)
-        assert len(widths) < 200
+        assert not any(limits)
+        steady = Feedback(0, 0, 1.0, behind=True, ahead=True)
+        lengths.note(rows, 100, limits, [0] * len(rows), steady)
+    assert not lengths.early(rows, 100, [50] * len(rows))
+    lengths.note(rows, 100, [0] * len(rows), [0] * len(rows), steady)
     if change == "joins":
         rows = [*rows, *rows_of(1)]
-        lengths.join(rows[-1])
+        lengths.rows_changed()
     elif change == "leaves":
-        lengths.leave()
+        lengths.rows_changed()
     else:
         rows = rows[:4]
     for row in rows:
-        row.rates = AcceptanceRates([1.0] * LONGEST, 40.0)
+        policy(row).rates = [AcceptanceRates([1.0] * LONGEST, 99)]
     assert max(lengths.limits(rows, 100, [50] * len(rows))) > 0
 
 
@@ -148,31 +151,44 @@ def test_found_drafts_are_cut_to_the_width_that_pays() -> None:
     def seconds(rows: int, drafted: int) -> float:
         return 1 + 0.5 * drafted
 
-    rows = rows_of(4)
-    lengths = lengths_with(seconds)
-    for row in rows:
-        lengths.join(row)
-        for _ in range(40):
-            row.rates.note(8, 8)
-    for _ in range(2):  # the first round is a plain step
-        limits = lengths.limits(rows, 100, [50] * 4)
-        if max(limits):
-            break
+    rows, credit = rows_of(4, "lookup"), [50] * 4
+
+    def width(*survival: list[float], behind: bool = False) -> int:
+        lengths = lengths_with(seconds, free=True)
+        lengths._rule.credit = Credit(24.0)
+        limits = lengths.limits(rows, 100, credit)
+        assert not any(limits)  # the first round is a plain step
         steady = Feedback(0, 0, 1.0, behind=True, ahead=True)
-        lengths.note(rows, 100, [0] * 4, [0] * 4, steady)
+        lengths.note(rows, 100, limits, limits, steady)
+        assert lengths.limits(rows, 100, credit) == [LONGEST] * 4
+        offered = [[own] for own in survival]
+        return lengths.choose(100, LONGEST, offered, behind=behind)[1]
 
-    # Four rows of 8 pay for a round of 8, and one of 8 beside three of 1 does not.
-    def width(*each: int, survival: list[float] | None = None, ahead: int = 0) -> int:
-        found = [Proposal(mx.zeros(n, mx.uint32), survival=survival) for n in each]
-        return lengths.width(rows, 100, found, ahead)
+    sure, none = [1.0] * 8, list[float]()
+    assert width(sure, sure, sure, sure) == 8
+    assert width(sure, [0.9], [0.9], [0.9]) == 1
+    assert width(sure, none, none, none) == 0
+    assert width(*[[0.9, 0.8, 0.1]] * 4) == 2
+    assert width(*[[0.9, 0.8, 0.1]] * 4, behind=True) == 1
+    assert width(*[[0.4]] * 4) == 0
 
-    assert width(8, 8, 8, 8) == 8
-    assert width(8, 1, 1, 1) == 1
-    assert width(8, 0, 0, 0) == 0
-    # By the proposals' own chances, where they have some.
-    assert width(8, 8, 8, 8, survival=[0.9, 0.8, 0.1]) == 2
-    assert width(9, 9, 9, 9, survival=[0.9, 0.8, 0.1], ahead=1) == 1
-    assert width(8, 8, 8, 8, survival=[0.4]) == 0
+
+@pytest.mark.usefixtures("measured")
+def test_a_busy_device_is_never_asked_for_a_draft_of_few_rows() -> None:
+    """From the first round on, with costs that were kept."""
+
+    def seconds(rows: int, drafted: int) -> float:
+        return 1 + 0.5 * drafted
+
+    rows = rows_of(8)
+    for number, row in enumerate(rows):
+        policy(row).rates = [AcceptanceRates([0.95 if number < 2 else 0.1] * 8, 99)]
+    lengths = lengths_with(seconds)
+    for _ in range(PAUSE):
+        limits = lengths.limits(rows, 100, [50] * 8)
+        steady = Feedback(0, 0, 1.0, behind=True, ahead=True)
+        assert not any(limits)
+        lengths.note(rows, 100, limits, limits, steady)
 
 
 @pytest.mark.usefixtures("measured")
@@ -198,18 +214,17 @@ def test_no_row_drafts_more_than_its_request_wants() -> None:
 
 @pytest.mark.usefixtures("measured")
 def test_rows_expect_by_their_own_acceptance() -> None:
-    rates, rows = RowRates(), rows_of(2)
-    rates.rows = rows
-    alone = [AcceptanceRates(), AcceptanceRates()]
+    rows, lengths = rows_of(2), lengths_with(lambda *_: 1.0)
+    own = [policy(row).rates[0] for row in rows]
     for _ in range(100):
-        for row, own, accepted in zip(rows, alone, (4, 0), strict=True):
-            rates.note_row(row, 4, accepted)
-            own.note(4, accepted)
-    good, bad = (row.rates.expected(4)[-1] for row in rows)
-    assert [good, bad] == [own.expected(4)[-1] for own in alone]
-    assert bad < 1.2 < 4.7 < good
-    assert rates.expected(4)[-1] == pytest.approx((good + bad) / 2)
-    assert bad < rates.for_row().expected(4)[-1] < good
+        limits = lengths.limits(rows, 100, [4, 4])
+        accepted = [limits[0], 0]
+        plain = not any(limits)
+        feedback = Feedback(max(limits), max(accepted), 1.0, plain, plain)
+        lengths.note(rows, 100, limits, accepted, feedback)
+    good, bad = (sum(each.survival(4)) for each in own)
+    assert bad < 0.2
+    assert good > 3.7
 
 
 @pytest.mark.usefixtures("measured")
@@ -226,7 +241,7 @@ def test_lengths_by_measurement_change_no_text(kind: str) -> None:
         for uid, case in zip(uids, cases, strict=True):
             made.check(case, batch.result(uid).tokens, width=17)
         assert batch.stats.drafted > 0
-        assert set(generator.lengths._batches) >= {8}
+        assert set(generator.lengths._known) >= {8}
 
 
 @pytest.mark.usefixtures("measured")
@@ -235,13 +250,13 @@ def test_a_batch_that_shrinks_begins_with_what_the_larger_one_has_measured(
 ) -> None:
     monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path))
     lengths = bench("llama").generator("model", draft_length=None).lengths
-    costs = lengths.batch_costs(8, RowRates())
+    costs = lengths.batch_costs(8)[0]
     for length, seconds in ((0, 1.0), (4, 3.0)):
         for _ in range(3):
             costs.note(100, length, seconds)
-    smaller = lengths.batch_costs(4, RowRates())
+    smaller = lengths.batch_costs(4)[0]
     assert smaller is not costs
     assert smaller.table() == {0: {0: 1.0, 4: 3.0}}
     smaller.note(100, 0, 0.5)
     assert costs.table() == {0: {0: 1.0, 4: 3.0}}
-    assert lengths.batch_costs(16, RowRates()).table() == {0: {0: 1.0, 4: 3.0}}
+    assert lengths.batch_costs(16)[0].table() == {0: {0: 1.0, 4: 3.0}}

@@ -3,6 +3,7 @@
 That the texts are the same is shown in test_batch_identity.py.
 """
 
+from dataclasses import replace
 from itertools import pairwise, product
 from typing import Any
 
@@ -13,10 +14,11 @@ import pytest
 from mlx_speculation import BatchGenerator, NonFiniteLogitsError, Sampling, pure
 from mlx_speculation.caches import RaggedKVCache
 from mlx_speculation.engine.batch.draft_model import BatchModelDrafter
-from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
-from mlx_speculation.engine.draft_length.adaptive import AdaptiveDraftLength, Credit
-from mlx_speculation.engine.draft_length.base import Feedback, FixedDraftLength, Plan
+from mlx_speculation.engine.draft_length.base import Feedback, FixedDraftLength
+from mlx_speculation.engine.draft_length.cost_store import Known
 from mlx_speculation.engine.draft_length.costs import RoundCosts
+from mlx_speculation.engine.draft_length.rule import Credit
+from mlx_speculation.engine.draft_length.ruled import RuleDraftLength
 from mlx_speculation.models import BatchLane, Lane, ModelHooks, RowSizes
 from mlx_speculation.models.shape_buckets import row_size
 from support.caches.cache_twins import read
@@ -357,15 +359,16 @@ def test_a_round_that_fails_for_all_is_run_again(
 
 
 def test_what_the_first_round_of_a_shape_takes_is_not_what_rounds_cost() -> None:
-    costs = RoundCosts({0: {0: 1.0, 4: 2.0}})
-    lengths = AdaptiveDraftLength(costs, AcceptanceRates(), Credit(), 8)
-    plan = Plan(4, "best")
+    known = Known(RoundCosts({0: {0: 1.0, 4: 2.0}}))
+    lengths = RuleDraftLength([known], Credit(), 8)
+    lengths.plan(10, 50)
+    plan = replace(lengths.plan(10, 50), length=4)
     lengths.note(10, plan, Feedback(4, 2, 50.0, fresh=True))
-    assert lengths.costs.table() == {0: {0: 1.0, 4: 2.0}}
-    assert lengths.rates.known > 0  # what was accepted counts
+    assert known.costs.table() == {0: {0: 1.0, 4: 2.0}}
+    assert lengths.rates[0].known > 0  # what was accepted counts
     for _ in range(5):
         lengths.note(10, plan, Feedback(4, 2, 50.0))
-    assert lengths.costs.table()[0][4] > 2.0
+    assert known.costs.table()[0][4] > 2.0
 
 
 @pytest.mark.usefixtures("measured")
@@ -379,7 +382,7 @@ def test_costs_are_kept_by_the_rows_shown(kind: str) -> None:
             batch.next()
         for uid, case in rows.items():
             made.check(case, batch.result(uid).tokens, width=17)
-        known = set(generator.lengths._batches)
+        known = set(generator.lengths._known) - {0}
     assert max(known) == 12
     assert min(known) < 6  # each as it was reached
     assert known == {row_size(rows) for rows in known}

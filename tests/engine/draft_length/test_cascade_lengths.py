@@ -33,10 +33,13 @@ LANE: Any = Lane(build("llama"))  # it has seen nothing: no step is in flight
 class Asked(OpenDrafter):
     """Notes how many tokens it was asked for, and proposes so many, or nothing."""
 
+    free = False
+
     def __init__(
         self, *, speaks: bool = True, survival: list[float] | None = None
     ) -> None:
         self.speaks, self.survival, self.failed = speaks, survival, False
+        self.forecasts: list[float] | None = None
         self.limits: list[int] = []
         self.discarded = 0
 
@@ -45,6 +48,10 @@ class Asked(OpenDrafter):
         self.limits.append(limit)
         tokens = mx.zeros((limit if self.speaks else 0,), mx.uint32)
         return Proposal(tokens, survival=self.survival)
+
+    def forecast(self, sequence: Sequence, limit: int) -> list[float] | None:
+        """Expect nothing once it has failed, else by the rates so far or its own."""
+        return [] if self.failed else self.forecasts
 
     @property
     def disabled(self) -> bool:
@@ -79,15 +86,21 @@ def ruled(
     lookup: Asked, model: Asked, right: float, cost: float = 0.1
 ) -> tuple[RuledDrafter, RuleDraftLength]:
     """Return drafters, of which a forecast of the second says how right it is."""
-    rounds = {0: 1.0, LONGEST: 1.0 + LONGEST * cost}
+    both, rounds = [lookup, model], {0: 1.0, LONGEST: 1.0 + LONGEST * cost}
     known = [
-        Known(RoundCosts({0: rounds}), AcceptanceRates([right] * LONGEST, 1000.0))
-        for _ in range(2)
+        Known(
+            RoundCosts({0: rounds}),
+            AcceptanceRates([right] * LONGEST, 1000.0),
+            free=free,
+        )
+        for free in (True, False)
     ]
-    lengths = RuleDraftLength(known, [True, False], Credit(), LONGEST)
-    lengths.choose(0, 8, [None, None], behind=False)  # the step that is measured first
+    lengths = RuleDraftLength(known, Credit(), LONGEST)
+    lookup.free = True
+    lengths.forecast = lambda limit: [d.forecast(Sequence([0]), limit) for d in both]
+    assert lengths.plan(0, 8).reason == "measure"
     lengths.plan(0, 8)
-    return RuledDrafter([lookup, model], lengths, LANE), lengths
+    return RuledDrafter(both, lengths, LANE), lengths
 
 
 def test_who_is_worth_most_drafts_and_a_costly_one_is_asked_only_then() -> None:
@@ -117,6 +130,15 @@ def test_a_drafter_that_has_failed_is_not_chosen() -> None:
     assert drafter.disabled
 
 
+def test_a_drafters_own_forecast_stands_for_its_rates() -> None:
+    for own, right in ([0.9, 0.85, 0.8, 0.1, 0.0], 0.0), ([0.2, 0.1], 1.0):
+        model = Asked()
+        drafter, _ = ruled(Asked(speaks=False), model, right)
+        model.forecasts = own
+        length = proposed(drafter, 8)
+        assert length == 3 if own[0] > 0.5 else length <= 2  # a trial
+
+
 def test_acceptance_is_noted_for_the_source_that_drafted() -> None:
     """A model that is always wrong is not asked for long, and found out alone."""
     lookup, model = Asked(speaks=False), Asked()
@@ -130,13 +152,6 @@ def test_acceptance_is_noted_for_the_source_that_drafted() -> None:
         lengths.note(0, plan, Feedback(length, 0, seconds, not length, not length))
     assert sum(asked[:10]) > 3
     assert sum(asked[-20:]) <= 4
-
-
-def test_a_batch_has_a_cascade() -> None:
-    lookup, model = Asked(speaks=False), Asked()
-    lengths = RuleDraftLength([Known(), Known()], [True, False], Credit(), LONGEST)
-    assert proposed(RuledDrafter([lookup, model], lengths, LANE), 6) == 6
-    assert model.limits == [6]
 
 
 @pytest.mark.usefixtures("measured")
@@ -156,7 +171,7 @@ def test_costs_are_kept_for_each_drafter_and_the_text_stays(
     assert [chunk.token for chunk in stream] == expected
     for draft in (small, "lookup"):
         other = SpeculativeGenerator(model, byte_tokenizer(), draft=draft)
-        known = other.lengths.known[0].costs.table()
+        known = other.lengths.known()[0].costs.table()
         assert 0 in known[0]
         if draft is small:  # it was calibrated, and a lookup learns in its rounds
             assert set(table[0]) == set(known[0])

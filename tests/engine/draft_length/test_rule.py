@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_speculation.engine.draft_length.adaptive import few_lengths
 from mlx_speculation.engine.draft_length.base import Feedback, Plan
-from mlx_speculation.engine.draft_length.costs import RoundCosts
+from mlx_speculation.engine.draft_length.costs import RoundCosts, few_lengths
 from mlx_speculation.engine.draft_length.rule import (
     Credit,
     DraftRule,

@@ -14,9 +14,7 @@ import numpy as np
 import pytest
 
 from bench.replays.replay import MACHINES, Machine, Replayed, machines_of, texts_of
-from bench.replays.rule_replay import Known, judged, replay_batch
-from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
-from mlx_speculation.engine.draft_length.costs import RoundCosts
+from bench.replays.rule_replay import Generator, judged, replay_batch
 from mlx_speculation.engine.draft_length.rule import BATCH_CREDIT, Credit
 from support.covering import covering
 from support.draft_length import HELD_OUT, TRACES
@@ -86,12 +84,7 @@ def test_a_batch_on_a_busy_device_loses_nothing_from_its_first_job_on(
     for pair in PAIRS:
         each = [0.5 + drafting.get(name.split("-")[1], 0.0) for name in pair]
         rounds = [[1 + cost * n for n in range(18)] for cost in each]
-        free = ["lookup" in name for name in pair]
-        known = Known(
-            [RoundCosts() for _ in pair],
-            [AcceptanceRates() for _ in pair],
-            Credit(*BATCH_CREDIT),
-        )
+        known = Generator(pair, Credit(*BATCH_CREDIT))
         texts = [
             request
             for file in (TRACES, HELD_OUT)
@@ -105,7 +98,7 @@ def test_a_batch_on_a_busy_device_loses_nothing_from_its_first_job_on(
             chosen = random.choice(len(texts), rows, replace=len(texts) < rows)
             found = Replayed()
             batch = [texts[index] for index in chosen]
-            replay_batch(known, free, Machine(rounds), batch, found)
+            replay_batch(known, Machine(rounds), batch, found)
             assert tokens / found.steps >= LEAST_PLAIN, (pair, job)
 
 

@@ -25,10 +25,13 @@ from support.models.tiny_tokenizer import byte_tokenizer
 
 PROMPT = [(5 * i * i + 3) % 256 for i in range(21)]
 TOKENS = 60
+_no_choice: Any = None  # nobody chooses here
 LANE: Any = Lane(build("llama"))  # it has seen nothing, and so no step is in flight
 
 
 class Proposing(OpenDrafter):
+    free = True
+
     def __init__(self, survival: list[float], length: int = 8) -> None:
         self.survival, self.length = survival, length
 
@@ -40,14 +43,13 @@ class Proposing(OpenDrafter):
 def lengths_at(cost: float) -> RuleDraftLength:
     """Return lengths to which a drafted token costs so much of a plain step."""
     costs = RoundCosts({0: {0: 1.0, 16: 1.0 + 16 * cost}})
-    lengths = RuleDraftLength([Known(costs)], [True], Credit(), 16)
-    lengths.choose(0, 8, [None], behind=False)  # the step that is measured first
+    lengths = RuleDraftLength([Known(costs, free=True)], Credit(), 16)
+    assert lengths.plan(0, 8).reason == "measure"
     return lengths
 
 
 def drafted(drafter: OpenDrafter, tokens: int = 1) -> int:
-    choose: Any = None
-    return drafter.propose(Sequence([0] * tokens), 8, choose).length
+    return drafter.propose(Sequence([0] * tokens), 8, _no_choice).length
 
 
 @pytest.mark.parametrize(("cost", "expected"), [(1 / 32, 6), (1 / 4, 2), (0.5, 1)])
@@ -57,9 +59,11 @@ def test_a_proposal_is_cut_where_its_survival_no_longer_pays(
     survival = [0.9, 0.48, 0.2, 0.1, 0.06, 0.05, 0.01, 0.01]
     lengths = lengths_at(cost)
     drafter = RuledDrafter([Proposing(survival)], lengths, LANE)
-    assert drafted(drafter) == 8  # of a batch, which plans by itself
     assert lengths.plan(0, 8).length == 8
     assert drafted(drafter) == expected
+    drafter.chosen = 0, 7  # by a batch, which chooses for all of its requests
+    assert drafter.offer(Sequence([0]), 8, _no_choice) == [survival]
+    assert drafted(drafter) == 7
 
 
 def test_behind_a_step_the_first_token_stands_for_its_own() -> None:
@@ -86,7 +90,7 @@ def test_drafts_that_do_not_pay_end_with_the_credit() -> None:
     rounds = 0
     for _ in range(50):
         plan = lengths.plan(0, 8)
-        length = drafted(drafter)
+        length = drafted(drafter) if plan.length else 0
         rounds += length > 0
         seconds = 1 + 0.5 * length
         lengths.note(0, plan, Feedback(length, 0, seconds, not length, not length))

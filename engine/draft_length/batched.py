@@ -1,0 +1,200 @@
+"""The rule for the drafts of a batch: one width for all requests.
+
+All requests are fed the same number of tokens, so that a round costs by its widest
+draft, and a short draft beside a long one saves nothing. The rule takes the source and
+the width with the most expected tokens of all of them for their time, down to 0: plain
+decoding. Numbers of requests between powers of two share their costs; where the target
+is shown few numbers of them, those of one size do. What drafts have lost counts for all
+numbers. Requests that name a length of their own keep to it.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
+from typing import Protocol
+
+from mlx_speculation.engine.draft_length.base import DraftLengthPolicy, Feedback, Plan
+from mlx_speculation.engine.draft_length.costs import RoundCosts
+from mlx_speculation.engine.draft_length.rule import DraftRule, Offer
+from mlx_speculation.engine.draft_length.ruled import RuleDraftLength, Survival
+
+
+class BatchMember(Protocol):
+    """A request of a batch, as far as its draft length goes.
+
+    Attributes:
+        planned: its own plan of the next round; None: the batch decides.
+        following: the same for the round after that, which is asked for early.
+    """
+
+    planned: Plan | None
+    following: Plan | None
+
+    @property
+    def policy(self) -> DraftLengthPolicy:
+        """The policy that it would have alone."""
+        ...
+
+
+def row_bucket(rows: int) -> int:
+    """Return the largest number of requests that costs like so many: 1, 2, 4, ..."""
+    return 1 << (rows - 1).bit_length()
+
+
+class BatchDraftLength:
+    """Decides the width of every round.
+
+    Args:
+        rule: its sources are those of every request.
+        costs: returns those of each source in rounds of so many requests.
+        save: keeps them.
+
+    Attributes:
+        plan: of the round, for all requests without a length of their own.
+        bucket: the number of requests that the costs of the last round are kept under.
+    """
+
+    def __init__(
+        self,
+        rule: DraftRule,
+        costs: Callable[[int], SequenceOf[RoundCosts]],
+        save: Callable[[], None],
+    ) -> None:
+        self._rule, self._costs, self._save = rule, costs, save
+        self.bucket = 0
+        self.plan: Plan | None = None
+        self._next: Plan | None = None
+
+    def limits(
+        self,
+        rows: SequenceOf[BatchMember],  # all of them
+        context: int,  # how many tokens the longest holds
+        room: list[int],  # how many tokens each one's budget leaves room for
+        # How many requests the target is shown; None: as many as there are
+        size: int | None = None,
+    ) -> list[int]:
+        """Return how many tokens each request may draft in the next round."""
+        bucket = row_bucket(len(rows)) if size is None else size
+        if bucket != self.bucket:
+            self.bucket, self.plan = bucket, None
+            each = zip(self._rule.sources, self._costs(bucket), strict=True)
+            for source, costs in each:
+                source.costs = costs
+        if self.plan is None:
+            self.plan = self._planned(rows, context, room)
+        _plan_alone(rows, context, room, "planned")
+        found = []
+        for row, limit in zip(rows, room, strict=True):
+            plan = self.plan if row.planned is None else row.planned
+            most = min(limit, row.policy.longest, 0 if plan is None else plan.length)
+            found.append(max(0, most))
+        return found
+
+    def early(
+        self, rows: SequenceOf[BatchMember], context: int, room: list[int]
+    ) -> bool:
+        """Plan the round after a plain one already; return whether it drafts."""
+        if self._next is None:
+            self._next = self._planned(rows, context, room)
+        _plan_alone(rows, context, room, "following")
+        plans = [self._next, *(row.following for row in rows)]
+        return any(plan is not None and plan.length > 0 for plan in plans)
+
+    def _planned(
+        self, rows: SequenceOf[BatchMember], context: int, room: list[int]
+    ) -> Plan | None:
+        """Return the plan by forecasts, or the most; None: all keep to their own."""
+        ruled = [(row.policy, n) for row, n in zip(rows, room, strict=True)]
+        found = [(own, n) for own, n in ruled if isinstance(own, RuleDraftLength)]
+        if not found:
+            return None
+        most = max(min(limit, own.longest, self._rule.longest) for own, limit in found)
+        if found[0][0].late and not self._rule.measures(context):
+            return Plan(most, "free") if most > 0 else Plan(0, "budget")
+        offered = [
+            [survival[: max(0, limit)] for survival in own.survivals()]
+            for own, limit in found
+        ]
+        return self._choice(context, most, offered)
+
+    def choose(
+        self,
+        context: int,
+        limit: int,
+        offered: SequenceOf[SequenceOf[Survival]],
+        *,
+        behind: bool,
+    ) -> tuple[int, int]:
+        """Return the source that drafts for all, and the width.
+
+        Args:
+            context: how many tokens the longest request holds.
+            limit: the most tokens that one may draft.
+            offered: of each request that leaves its length open, what each source
+                offers.
+            behind: whether a plain step is in flight.
+        """
+        plan = self.plan = self._choice(context, limit, offered, behind=behind)
+        return self._rule.sources.index(plan.source) if plan.length else 0, plan.length
+
+    def _choice(
+        self,
+        context: int,
+        limit: int,
+        offered: SequenceOf[SequenceOf[Survival]],
+        *,
+        behind: bool = False,
+    ) -> Plan:
+        each = zip(self._rule.sources, zip(*offered, strict=True), strict=True)
+        offers = [Offer(source, survivals) for source, survivals in each]
+        offers.sort(key=lambda offer: not offer.source.free)
+        return self._rule.choose(context, limit, offers, behind=behind)
+
+    def note(
+        self,
+        rows: SequenceOf[BatchMember],
+        context: int,
+        drafted: list[int],
+        accepted: list[int],
+        feedback: Feedback,
+    ) -> None:
+        """Learn from a round of these, given what each one drafted and accepted."""
+        plan, told = self.plan, set[int]()
+        for row, count, right in zip(rows, drafted, accepted, strict=True):
+            policy = row.policy
+            if row.planned is None:
+                if count and plan is not None and isinstance(policy, RuleDraftLength):
+                    source = self._rule.sources.index(plan.source)
+                    policy.rates[source].note(count, right)
+            elif id(policy) not in told:
+                own = replace(feedback, drafted=count, accepted=right)
+                policy.note(context, row.planned, own)
+                told.add(id(policy))
+            row.planned, row.following = row.following, None
+        if plan is not None:
+            mean = replace(feedback, accepted=sum(accepted) / len(rows))
+            self._rule.note(context, plan, mean)
+        self.plan, self._next = self._next, None
+
+    def rows_changed(self) -> None:
+        """Forget plans that were made for other requests."""
+        self.plan = self._next = None
+
+    def end(self) -> None:
+        """Keep what was learnt."""
+        self._rule.end()
+        self._save()
+
+
+def _plan_alone(
+    rows: SequenceOf[BatchMember], context: int, room: list[int], name: str
+) -> None:
+    """Let policies that do not follow the rule plan; one of several requests once."""
+    plans: dict[int, Plan] = {}
+    for row, limit in zip(rows, room, strict=True):
+        policy = row.policy
+        if isinstance(policy, RuleDraftLength) or getattr(row, name) is not None:
+            continue
+        if id(policy) not in plans:
+            plans[id(policy)] = policy.plan(context, limit)
+        setattr(row, name, plans[id(policy)])

@@ -1,0 +1,229 @@
+"""The rule on simulated machines: what it learns, and what it may lose.
+
+How it fares on real texts is in `test_rule_replay`.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from bench.replays.replay import Machine, Replayed, Text, replay
+from bench.replays.rule_replay import Generator, replay_rule
+from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
+from mlx_speculation.engine.draft_length.base import Feedback, FixedDraftLength, Plan
+from mlx_speculation.engine.draft_length.cost_store import Known
+from mlx_speculation.engine.draft_length.costs import RoundCosts
+from mlx_speculation.engine.draft_length.rule import (
+    FIRST_CREDIT,
+    FIRST_LENGTH,
+    LEAST_CREDIT,
+    REVIEW_ROUNDS,
+    REVIEW_STEPS,
+    SHARE,
+    SLOWEST,
+    Credit,
+)
+from mlx_speculation.engine.draft_length.ruled import RuleDraftLength
+
+LONGEST = 16
+STEADY = Feedback(0, 0, 1.0, behind=True, ahead=True)
+CHEAP = {0: 1.0, **{n: 1.2 + 0.05 * n for n in (1, 2, 4, 8, 16)}}
+DEAR = {0: 1.0, **{n: 1.0 + 1.0 * n for n in (1, 2, 4, 8, 16)}}
+
+
+def text_of(right: float, tokens: int = 600, seed: int = 0) -> Text:
+    """Return a text of which each drafted token is right with this probability."""
+    random = np.random.default_rng(seed)
+    found = (random.geometric(1.0 - right, tokens) - 1).clip(0, LONGEST).tolist()
+    return Text(50, (found,), ([LONGEST + 1] * tokens,))
+
+
+def known_of(costs: RoundCosts | None = None, rates: Sequence[float] = ()) -> Known:
+    return Known(costs or RoundCosts(), AcceptanceRates(rates, 40.0))
+
+
+def played(machine: Machine, text: Text, known: Known | None = None) -> Replayed:
+    found, generator = Replayed(decisions=[]), Generator(["model"])
+    generator.each = [known or known_of()]
+    replay_rule(generator, machine, text, found)
+    return found
+
+
+def policy_of(credit: float, *, seconds: dict[int, float] = CHEAP) -> RuleDraftLength:
+    """Return a policy of a source that is right, after its first plain step."""
+    known = known_of(RoundCosts({0: seconds}), [0.9] * 16)
+    policy = RuleDraftLength([known], Credit(credit), LONGEST)
+    plan = policy.plan(100, 500)
+    assert (plan.length, plan.reason) == (0, "measure")
+    policy.note(100, plan, STEADY)
+    return policy
+
+
+def noted(
+    policy: RuleDraftLength, length: int, right: int, seconds: float, **more: float
+) -> None:
+    """Let a policy learn from a round."""
+    plan = Plan(length, "best", source=policy.sources[0])
+    policy.note(100, plan, Feedback(length, right, seconds, **more))  # type: ignore[arg-type]
+
+
+def machine_of(costs: dict[int, float], **options: float) -> Machine:
+    lengths = sorted(costs)
+    verify = np.interp(range(LONGEST + 1), lengths, [costs[n] for n in lengths])
+    return Machine([verify.tolist()], **options)  # type: ignore[arg-type]
+
+
+@given(
+    verify=st.lists(st.floats(0.0, 2.0), min_size=LONGEST, max_size=LONGEST),
+    first=st.floats(1.0, 3.0),
+    right=st.floats(0.0, 0.95),
+    known=st.booleans(),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=60)
+@example(  # long drafts that are expected to pay, and lose more than there is credit
+    verify=[1.8125, 0, 0, 0, 0, 1.0625, 0, 1, 0, 0, 0, 0, 0, 0, 0.3125, 0.125],
+    first=1.0,
+    right=0.65625,
+    known=True,
+    seed=37,
+)
+def test_no_machine_and_no_text_lose_more_than_the_credit(
+    verify: list[float], first: float, right: float, known: bool, seed: int
+) -> None:
+    """Nor more than one round beyond it, of a length whose cost was not known."""
+    costs = [1.0, *(first + np.cumsum(verify))]
+    own = known_of(
+        RoundCosts({0: dict(enumerate(costs))}) if known else None, [0.9] * 16
+    )
+    text = text_of(right, 300, seed)
+    found = played(Machine([costs]), text, own)
+    assert found.tokens == len(text)
+    lost = found.steps - found.tokens
+    decisions = found.decisions or []
+    dearest = max((costs[outcome.drafted] for _, outcome in decisions), default=1.0)
+    assert lost <= FIRST_CREDIT + SHARE * len(text) + dearest
+
+
+@pytest.mark.parametrize("costs", [CHEAP, {0: 1.0, 1: 1.8, 4: 1.9, 16: 2.0}, DEAR])
+@pytest.mark.parametrize("right", [0.0, 0.5, 0.8, 0.95])
+@pytest.mark.parametrize("left", [0.0, 0.9])
+def test_it_is_nearly_as_fast_as_the_best_fixed_length(
+    costs: dict[int, float], right: float, left: float
+) -> None:
+    machine = machine_of(costs, left=left, cold=1.0 + 0.1 * left)
+    text = text_of(right, 1500)
+    speeds = []
+    for length in (0, 1, 2, 4, 8, 16):
+        fixed = Replayed()
+        replay(FixedDraftLength(length), machine, text, fixed)
+        speeds.append(fixed.speed)
+    assert played(machine, text).speed > 0.9 * max(speeds)
+
+
+def test_drafts_begin_short_and_grow() -> None:
+    found = played(machine_of(CHEAP), text_of(0.99))
+    lengths = [plan.length for plan, _ in found.decisions or [] if plan.length]
+    assert lengths[0] == FIRST_LENGTH
+    longest = FIRST_LENGTH
+    for length in lengths:
+        assert length <= 2 * longest or length == FIRST_LENGTH
+        longest = max(longest, length)
+    assert longest == LONGEST
+    assert lengths[:6].count(FIRST_LENGTH) <= 2
+
+
+def test_a_wrong_draft_is_given_up_after_few_rounds_and_tried_again_seldom() -> None:
+    machine = machine_of(CHEAP)
+    found = played(machine, text_of(0.0))
+    drafts = [n for n, (plan, _) in enumerate(found.decisions or []) if plan.length]
+    assert 0 < sum(n < 100 for n in drafts) <= FIRST_CREDIT / (CHEAP[1] - 1)
+    assert 1 <= sum(n >= 300 for n in drafts) <= 300 * SHARE / 0.2 + 1
+    assert found.speed > 0.97
+
+
+def test_a_busy_moment_does_not_end_drafts_for_long() -> None:
+    """A round on a loaded machine took 13 steps, and there was no draft for 700."""
+    policy = policy_of(2.0, seconds={0: 1.0})
+    noted(policy, 2, 0, 99.0)
+    assert policy.credit.steps == LEAST_CREDIT
+    for _ in range(round(-LEAST_CREDIT / SHARE) + 1):
+        policy.note(100, Plan(0, "plain"), STEADY)
+    assert policy.credit.steps > 0
+    known = policy_of(4.0)
+    noted(known, 2, 0, 99.0)
+    assert known.credit.steps == pytest.approx(4.0 + SHARE + 1 - SLOWEST * CHEAP[2])
+
+
+def test_a_step_in_flight_is_no_part_of_a_round_behind_it() -> None:
+    """By what a plain step takes that submits the next one and was not in flight."""
+    for cold, left in ((2.0, 0.0), (1.2, 0.8), (1.0, 1.0), (3.0, 0.0), (None, 1.0)):
+        policy = policy_of(0.0, seconds={0: 1.0})
+        if cold is not None:
+            first = Feedback(0, 0, cold, behind=False, ahead=True)
+            policy.note(100, Plan(0, "plain"), first)
+        noted(policy, 2, 2, 1.3 + left, behind=True)
+        assert policy.sources[0].costs.table()[0][2] == pytest.approx(1.3)
+        assert policy.credit.steps == pytest.approx(SHARE + 3 - 1.3)
+
+
+def test_what_a_draft_has_missed_is_charged_to_no_length() -> None:
+    policy = policy_of(4.0)
+    costs = policy.sources[0].costs
+    before = costs.table()
+    for _ in range(9):
+        for _ in range(3):
+            policy.note(100, Plan(0, "plain"), STEADY)
+        noted(policy, 2, 2, 5.0)
+    assert costs.table() == before
+    for _ in range(9):
+        noted(policy, 2, 2, 5.0)
+    assert costs.table()[0][2] == 5.0
+
+
+def test_a_prompt_that_is_to_be_read_counts_for_a_trial_alone() -> None:
+    for rate, context, reason in (
+        (0.05, 1000, "plain"),
+        (0.05, 10, "trial"),
+        (0.9, 1000, "best"),
+    ):
+        known = known_of(RoundCosts({0: CHEAP}), [rate] * 16)
+        known.costs.reading = 0.02
+        policy = RuleDraftLength([known], Credit(), LONGEST)
+        policy.rates = [known.rates]
+        policy.note(context, policy.plan(context, 500), STEADY)
+        assert policy.plan(context, 500).reason == reason
+
+
+def test_a_prompt_that_was_read_in_vain_is_paid_for_at_the_end() -> None:
+    for right, paid in ((0, True), (16, False)):
+        policy = policy_of(12.0)
+        for reading in (5.0, 0.0, 0.0):
+            noted(policy, 16, right, CHEAP[16], reading=reading)
+        before = policy.credit.steps
+        policy.end()
+        assert policy.credit.steps == before - 5.0 * paid
+
+
+def test_plain_steps_are_measured_again_while_drafts_are_the_best() -> None:
+    policy = policy_of(4.0)
+    measured = []
+    for number in range(REVIEW_ROUNDS + REVIEW_STEPS + 1):
+        plan = policy.plan(100, 500)
+        seconds = CHEAP[16] if plan.length else 1.0
+        plain = plan.length == 0
+        outcome = Feedback(plan.length, plan.length, seconds, plain, plain)
+        policy.note(100, plan, outcome)
+        if plan.reason == "measure":
+            measured.append(number)
+    assert measured == list(range(REVIEW_ROUNDS, REVIEW_ROUNDS + REVIEW_STEPS))
+
+
+def test_the_budget_ends_every_draft() -> None:
+    policy = policy_of(4.0)
+    assert policy.plan(100, 0).reason == "budget"
+    assert policy.plan(100, 3).length == 3
+    assert policy.plan(100, 500).length == LONGEST
