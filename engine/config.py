@@ -166,7 +166,6 @@ def _draft_options(
         vocabulary = _vocabulary(options.draft_vocabulary, draft, target)
     return DraftOptions(
         sliding=options.sliding,
-        confidence=float(options.draft_confidence),
         vocabulary=vocabulary,
         history=options.acceptance == "keyed",
         compiled=compiled_steps if options.compile_draft else None,

@@ -12,7 +12,6 @@ from typing import Any, Self
 import mlx.nn as nn
 
 from mlx_speculation.engine.drafters.draft import (
-    DraftOptions,
     HeadDraft,
     check_embedding,
 )
@@ -68,7 +67,6 @@ class DFlashDraft(HeadDraft):
             self.taps.parts.require("entry")
         self.model, self.head = model, head
         self.dflash = self._on_target(layers)
-        self._confidence = 0.0
 
     def _on_target(self, layers: tuple[int, ...]) -> DFlash:
         return DFlash(self.head, self.taps, layers)
@@ -129,7 +127,6 @@ class DFlashDraft(HeadDraft):
             depth=self.dflash.head.depth,
             source=self.kind,
             ids=self.dflash.head.ids,
-            confidence=self._confidence,
         )
 
 
@@ -164,8 +161,7 @@ class DFlash2Draft(DFlashDraft):
 class DSparkDraft(DFlashDraft):
     """A DSpark drafter on its target; see `DFlashDraft`.
 
-    What it drafts next depends on the draft before. One with a confidence head ends a
-    draft where the generator's `draft_confidence` says.
+    What it drafts next depends on the draft before.
     """
 
     kind = "dspark"
@@ -176,20 +172,6 @@ class DSparkDraft(DFlashDraft):
 
     def _on_target(self, layers: tuple[int, ...]) -> DFlash:
         return DSpark(self.head, self.taps, layers)
-
-    @property
-    def confident(self) -> bool:
-        """Whether it has a confidence head."""
-        return "confidence_head" in self.head
-
-    def configured(self, options: DraftOptions) -> "DSparkDraft":
-        """Return the drafter that ends drafts where the options say."""
-        if not options.confidence:
-            return self
-        made = DSparkDraft(self.model, self.head, self.dflash.layers)
-        made._confidence = options.confidence
-        made.dflash.confident = True
-        return made
 
     def check_ids(self, highest: int) -> None:
         """Refuse a drafter that lacks token ids; see `HeadDraft`."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
 from typing import Any
 
 import mlx.nn as nn
@@ -32,9 +31,10 @@ class CascadeDraft(Draft):
         generator = SpeculativeGenerator(model, tokenizer, draft=draft)
 
     With the adaptive draft length the rule picks one of them in each round, see
-    `engine.draft_length.rule`. With a fixed one, and in batches, it is the first that
-    proposes anything. A model that was passed over lags behind, and is fed what it has
-    missed when its turn comes. A cascade in a cascade counts as its members.
+    `engine.draft_length.rule`. With a fixed one it is the first that proposes anything,
+    which a lookup nearly always does. A model that was passed over lags behind, and is
+    fed what it has missed when its turn comes. A cascade in a cascade counts as its
+    members.
 
     Args:
         drafters: at least two; whatever a generator takes as its draft.
@@ -54,11 +54,6 @@ class CascadeDraft(Draft):
     def reusable(self) -> bool:
         """Whether all of its members are."""
         return all(member.reusable for member in self.members())
-
-    @property
-    def confident(self) -> bool:
-        """Whether one of its members can end drafts where it is unsure."""
-        return any(member.confident for member in self.members())
 
     @property
     def trees(self) -> bool:
@@ -91,11 +86,7 @@ class CascadeDraft(Draft):
 
     def configured(self, options: DraftOptions) -> "CascadeDraft":
         """Return the cascade of its members with these options."""
-        *first, last = self.members()
-        before = replace(options, before_others=True)
-        return CascadeDraft(
-            *(member.configured(before) for member in first), last.configured(options)
-        )
+        return CascadeDraft(*(each.configured(options) for each in self.members()))
 
     def open(
         self, lane: Lane, sequence: Sequence, draft_cache: list[Any] | None = None

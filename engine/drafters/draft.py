@@ -47,10 +47,7 @@ class DraftOptions:
 
     # The kind of sliding caches that draft models get
     sliding: Sliding = "slack"
-    # Where drafts end that are unsure, see `ModelDrafter`; 0: nowhere
-    confidence: float = 0.0
     vocabulary: SequenceOf[int] | None = None  # the token ids to draft from; None: all
-    before_others: bool = False  # whether a cascade asks another drafter after it
     history: bool = True  # whether earlier requests may change what is proposed
     # Returns the compiled forward of a draft model; None: they run as they are
     compiled: Callable[[nn.Module], CompiledForward] | None = None
@@ -85,11 +82,6 @@ class Draft(Protocol):
     def reusable(self) -> bool:
         """Whether several of its drafters may be open at once."""
         return True
-
-    @property
-    def confident(self) -> bool:
-        """Whether it can end drafts where it is unsure; a draft model can."""
-        return bool(self.models)
 
     @property
     def trees(self) -> bool:

@@ -129,9 +129,7 @@ class ModelDraft(FolderDraft):
                 count = None  # all that it can hold: it drafts no more
             seen = _checked_lag(count, lane.seen, sequence.start)
             first = make(draft_cache, seen)
-        return ModelDrafter(
-            make, first, confidence=options.confidence, reduced=self._reduced
-        )
+        return ModelDrafter(make, first, reduced=self._reduced)
 
 
 class ModelDrafter(OpenDrafter):
@@ -140,11 +138,6 @@ class ModelDrafter(OpenDrafter):
     Args:
         make_lane: makes a new lane of the draft model with empty caches.
         lane: a lane to begin with, whose caches hold tokens already.
-        confidence: stop the chain before a token where the product of the largest
-            probabilities up to it is below this; 0 never stops. The product does not
-            depend on what is drawn from them but through the tokens drafted before,
-            so that no drawn token is dropped for what it is. Costs a wait for the
-            device at each token but the first.
         reduced: the draft model's output layer for some token ids, to draft from those
             only; None: from all.
     """
@@ -154,14 +147,12 @@ class ModelDrafter(OpenDrafter):
         make_lane: Callable[[], Lane],
         lane: Lane | None = None,
         *,
-        confidence: float = 0.0,
         reduced: ReducedOutput | None = None,
     ) -> None:
         self._make_lane = make_lane
         self._first_lane = lane
         self._lane = lane or make_lane()
         self._round: LaneRound | None = None
-        self._confidence = confidence
         self._reduced = reduced
         self._lag = 0
         self._fed = 0
@@ -182,7 +173,7 @@ class ModelDrafter(OpenDrafter):
 
         That drafts as many tokens as it is asked for, from all token ids.
         """
-        return None if self._confidence or self._reduced is not None else self._lane
+        return self._lane if self._reduced is None else None
 
     @property
     def held(self) -> list[Any]:
@@ -221,22 +212,15 @@ class ModelDrafter(OpenDrafter):
         self._round = self._lane.begin()
         inputs = mx.array(lag)
         chosen: list[Choice] = []
-        certainty = mx.array(1.0)
-        reads = 0
         for _ in range(limit):
             logits = self._logits(self._round, inputs)
             self._fed = len(chosen)
-            if self._confidence:
-                certainty = certainty * largest_probability(logits)
-                reads += bool(chosen)
-                if chosen and float(certainty) < self._confidence:
-                    break
             ahead = Proposal.of(chosen).tokens if chosen else None
             ids = None if self._reduced is None else self._reduced.ids
             chosen.append(choose(logits, sequence.rows(ahead), ids))
             inputs = chosen[-1].tokens
             mx.async_eval(inputs)  # runs while the next step's graph is built
-        return Proposal.of(chosen, source="model", reads=reads)
+        return Proposal.of(chosen, source="model")
 
     def _most(self, sequence: Sequence) -> int:
         """Return how many tokens the model has positions to draft; 0 or less: none.
@@ -293,12 +277,6 @@ class ModelDrafter(OpenDrafter):
         if self._round is not None:
             self._round.rollback()
         self._round = None
-
-
-def largest_probability(logits: mx.array) -> mx.array:
-    """Return the largest probability of a row of logits [1, vocab], float32 []."""
-    row = logits.astype(mx.float32)
-    return mx.exp(row.max() - mx.logsumexp(row))
 
 
 def _checked_lag(held: int | None, seen: int, start: int) -> int:

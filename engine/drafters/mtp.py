@@ -187,16 +187,11 @@ class MtpDrafter(OpenDrafter):
         source: str = "mtp",  # the kind of drafter, which the statistics count by
         # The target's ids of the head's logits, uint32 [n]; None: all
         ids: mx.array | None = None,
-        # End drafts before a token where the product of the head's own estimates that
-        # they are accepted, up to it, is below this; 0: never. Costs a wait for the
-        # device in each draft
-        confidence: float = 0.0,
         trees: bool = False,  # whether it can draft trees, see `EagleDraft`
     ) -> None:
         self._trees = trees
         self._new_cache, self._tokens = new_cache, sequence.tokens
         self.depth, self.source, self.ids = depth, source, ids
-        self._confidence = confidence
         self.committed = committed
         self._cache = new_cache(0)
         self._chunk_end = 0
@@ -289,16 +284,14 @@ class MtpDrafter(OpenDrafter):
         def choose_next(logits: mx.array, ids: mx.array | None = None) -> mx.array:
             return chain.add(logits, self.ids if ids is None else ids)
 
-        sure = self._cache.draft(
+        self._cache.draft(
             self.committed.between(self._cache.end, newest),
             newest,
             tokens_of,
             choose_next,
             limit if self.depth is None else min(limit, self.depth),
         )
-        if sure is None or not self._confidence:
-            return Proposal.of(chain.chosen, source=self.source)
-        return self._ended(chain.chosen, sure)
+        return Proposal.of(chain.chosen, source=self.source)
 
     def _tree(
         self, sequence: Sequence, limit: int, choose: CheckedChoose, newest: int
@@ -325,18 +318,6 @@ class MtpDrafter(OpenDrafter):
         levels = limit if self.depth is None else min(limit, self.depth)
         tokens, parents = grow(children, run, choose.tree, levels)
         return Proposal(tokens, source=self.source, branches=Branches(parents, levels))
-
-    def _ended(self, chosen: SequenceOf[Choice], sure: mx.array) -> Proposal:
-        """Return the draft up to where it is unsure, which may be all of it.
-
-        How sure it is of a token follows from the tokens before: none is dropped for
-        what it is, so what is left was drawn from its probabilities.
-        """
-        enough = mx.cumprod(sure) >= self._confidence
-        count: Any = mx.cumprod(enough.astype(mx.int32)).sum().item()
-        if not count:
-            return Proposal(mx.array([], mx.uint32), source=self.source, reads=1)
-        return Proposal.of(chosen[:count], source=self.source, reads=1)
 
     def settle(self, accepted: int) -> None:
         """Keep the positions of committed text; those of drafts never stay."""

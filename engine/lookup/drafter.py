@@ -21,9 +21,6 @@ _LARGEST_ID = 2**31 - 1
 _NOTHING_FOUND = replace(NOTHING, source="lookup")
 # Tokens of earlier answers that are held; about 20 MB with their index.
 HISTORY = 200_000
-# The shortest match of a lookup that stands before another drafter, which is better
-# where no more than a few tokens agree.
-MATCH_BEFORE_OTHERS = 6
 
 
 class LookupDraft(Draft):
@@ -35,8 +32,7 @@ class LookupDraft(Draft):
     requests and in documents, and takes the longest match of all. How probable its
     tokens are is learnt while it runs; with the adaptive draft length only those are
     drafted that pay for their rows, see `engine.draft_length.rule`. A generator makes a
-    drafter of its own for each stream; all else is shared by them. In a cascade it
-    proposes nothing behind a match of fewer than 6 tokens, unless it is the last.
+    drafter of its own for each stream; all else is shared by them.
 
     Args:
         corpus: documents to look in as well, each a list of token ids of the target's
@@ -63,7 +59,6 @@ class LookupDraft(Draft):
         self.places = SharedPlaces(
             self._documents, HISTORY if history is None else history
         )
-        self.shortest = 1
 
     def cost_key(self) -> str:
         """Return the kind: every lookup costs next to nothing."""
@@ -71,10 +66,10 @@ class LookupDraft(Draft):
 
     def configured(self, options: DraftOptions) -> "LookupDraft":
         """Return one with the same places, as far as the rule allows a history."""
+        if options.history or self._limit is not None:
+            return self
         draft = copy.copy(self)
-        draft.shortest = MATCH_BEFORE_OTHERS if options.before_others else 1
-        if self._limit is None and not options.history:
-            draft.places = SharedPlaces(self._documents)
+        draft.places = SharedPlaces(self._documents)
         return draft
 
     def open(
@@ -106,8 +101,7 @@ class LookupDrafter(OpenDrafter):
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         """Propose what followed the longest match; nothing where there is none."""
-        shortest = self._draft.shortest
-        found = self._of(sequence).propose(sequence.tokens, limit, shortest)
+        found = self._of(sequence).propose(sequence.tokens, limit)
         if not found.tokens:
             return _NOTHING_FOUND
         source = "prediction" if found.place == "prediction" else "lookup"

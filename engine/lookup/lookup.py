@@ -115,23 +115,18 @@ class Lookup:
             limit -= index.catch_up(own, limit)
         return all(index.complete(own) for index, own in growing)
 
-    def propose(self, tokens: Sequence[int], limit: int, shortest: int = 1) -> Found:
-        """Return at most `limit` tokens that followed the longest match.
-
-        Nothing, where that has fewer than `shortest` tokens.
-        """
+    def propose(self, tokens: Sequence[int], limit: int) -> Found:
+        """Return at most `limit` tokens that followed the longest match."""
         with self._shared.lock:
-            return self._propose(tokens, limit, shortest)
+            return self._propose(tokens, limit)
 
-    def _propose(self, tokens: Sequence[int], limit: int, shortest: int) -> Found:
+    def _propose(self, tokens: Sequence[int], limit: int) -> Found:
         self._judge(tokens)
         self._read_ahead(tokens, CHUNK)
         matches = self._matches(tokens)
-        (length, state), place, automaton = max(
-            matches, key=_length, default=(NO_MATCH, TEXT, self._shared.documents)
-        )
-        if length < shortest:
+        if not matches:
             return NOTHING_FOUND
+        (length, state), place, automaton = max(matches, key=_length)
         found = automaton.continuation(state, limit)
         same: int | None = None
         for (_, other), _, elsewhere in matches:

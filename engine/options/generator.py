@@ -32,9 +32,6 @@ class GeneratorOptions:
             other rules than "keyed" the timing of rounds then changes a seed's text.
         draft_tree: an EAGLE-3 head drafts a tree of so many tokens, 2 to 64, with
             `draft_length` levels; 15 may pay on a large GPU. None: a chain.
-        draft_confidence: a draft model stops before a token where the product of its
-            largest probabilities falls below this, and a head with a confidence of
-            its own where that of its estimates does; 0: never. See `ModelDrafter`.
         acceptance: "keyed", the rule under which the draft cannot change the text of
             a seed; "rejection" and "block" keep the distribution of the text, but not
             the text, and accept more where tokens are drawn by chance.
@@ -62,7 +59,6 @@ class GeneratorOptions:
     draft: DraftArgument | None = None
     draft_length: int | None = None
     draft_tree: int | None = None
-    draft_confidence: float = 0.0
     acceptance: Acceptance = "keyed"
     sliding: Sliding = "slack"
     prefix_cache: PrefixCache | None = None
@@ -75,7 +71,6 @@ class GeneratorOptions:
         checked_choice("acceptance", self.acceptance, Acceptance)
         checked_choice("sliding", self.sliding, Sliding)
         _check_compile(self.compile_draft)
-        _check_confidence(self.draft_confidence)
         _check_vocabulary(self.draft_vocabulary)
         _ = self.shape
         if self.draft_tree is not None:
@@ -161,11 +156,6 @@ class GeneratorOptions:
                 "compile_draft and draft_vocabulary were passed, and a compiled draft "
                 "has all token ids. Leave one of them out."
             )
-        if self.draft_confidence and draft is not None and not draft.confident:
-            raise InvalidRequestError(
-                f"draft_confidence is {self.draft_confidence!r}, and no draft model is "
-                f"there to be asked for it: the draft is {kind}. Leave it out."
-            )
         if self.tree and (draft is None or not draft.trees):
             raise InvalidRequestError(
                 f"draft_tree is {self.tree}, and the draft is {kind}, which drafts "
@@ -180,7 +170,6 @@ class GeneratorKeywords(TypedDict, total=False):
     draft: DraftArgument | None
     draft_length: int | None
     draft_tree: int | None
-    draft_confidence: float
     acceptance: Acceptance
     sliding: Sliding
     prefix_cache: PrefixCache | None
@@ -195,15 +184,6 @@ def _check_compile(compile_draft: Any) -> None:
     if not isinstance(compile_draft, bool):
         raise InvalidRequestError(
             f"compile_draft is {compile_draft!r}, and True or False is needed."
-        )
-
-
-def _check_confidence(confidence: Any) -> None:
-    """Refuse anything but a probability below 1."""
-    if not isinstance(confidence, int | float) or not 0 <= confidence < 1:
-        raise InvalidRequestError(
-            f"draft_confidence is {confidence!r}, and a probability of at least 0 and "
-            "less than 1 is needed."
         )
 
 

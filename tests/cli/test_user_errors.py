@@ -49,7 +49,6 @@ NUMBERS = [
     ("--kv-bits=7 --quantized-kv-start", "0", "kv_bits is 7 and kv_group_size 64"),
     ("--seed", "-1", "seed is -1, and a whole number of at least 0"),
     ("--seed", str(2**64), f"the largest is {2**64 - 1}"),
-    ("--draft-confidence", "2", "draft_confidence is 2.0"),
     ("--stop", "", "A stop string is empty. Leave it out."),
     ("--extra-eos-token", "no such", "--extra-eos-token is 'no such', and the"),
     ("--draft", "", "--draft is empty. Give a folder, 'mtp'"),
@@ -408,7 +407,7 @@ VALUES = st.one_of(
 NUMBERS_ASKED = """temperature top-p min-p min-tokens-to-keep top-k xtc-probability
     xtc-threshold repetition-penalty repetition-context-size presence-penalty
     presence-context-size frequency-penalty frequency-context-size seed draft-length
-    draft-confidence quantize-draft max-kv-size kv-bits kv-group-size
+    quantize-draft max-kv-size kv-bits kv-group-size
     quantized-kv-start prefill-step-size logit-bias"""
 TEXTS_ASKED = """stop extra-eos-token draft adapter-path system-prompt html prompt
     chat-template-config prefill-response json-schema"""

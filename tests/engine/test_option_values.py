@@ -78,7 +78,6 @@ def test_no_function_of_the_engine_lists_the_options_again(
         (GeneratorOptions, {"sliding": "ring"}, "sliding is 'ring'"),
         (GeneratorOptions, {"exact": 0}, "0"),
         (GeneratorOptions, {"compile_draft": 1}, "compile_draft is 1"),
-        (GeneratorOptions, {"draft_confidence": 1.0}, "draft_confidence is 1.0"),
         (GeneratorOptions, {"draft_vocabulary": "all"}, "draft_vocabulary is 'all'"),
         (GeneratorOptions, {"draft_tree": 1}, "draft_tree is 1"),
         (GeneratorOptions, {"draft_tree": 65}, "64 nodes are the most"),

@@ -135,7 +135,6 @@ def generator_of(
     lookup = LookupDraft(corpus=[[3, 3, 1, 2, 0, 3, 1, 1, 2, 2]])
     drafts: dict[str, DraftArgument] = {
         "model": draft,
-        "early stops": draft,
         "lookup": lookup,
         "cascade": CascadeDraft(lookup, draft),
         "adversary": CascadeDraft(lookup, draft),
@@ -147,7 +146,6 @@ def generator_of(
         letter_tokenizer(VOCAB),
         draft=drafts[drafting],
         draft_length=None if drafting == "adversary" else 3,
-        draft_confidence=0.4 if drafting == "early stops" else 0.0,
         draft_vocabulary=[0, 1, 3] if drafting == "three ids" else None,
         acceptance=acceptance,
     )
@@ -190,9 +188,7 @@ def test_the_first_three_tokens_follow_the_targets_joint_distribution(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "drafting", ["early stops", "lookup", "cascade", "three ids", "four bits"]
-)
+@pytest.mark.parametrize("drafting", ["lookup", "cascade", "three ids", "four bits"])
 @pytest.mark.parametrize("acceptance", get_args(Acceptance))
 def test_drafts_of_any_length_and_source_leave_the_distribution_as_it_is(
     acceptance: Acceptance, drafting: str

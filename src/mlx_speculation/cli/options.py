@@ -80,11 +80,6 @@ class TargetOptions:
         "Let an EAGLE-3 head draft trees of so many tokens, 2 to 64.",
         panel=DRAFT,
     )
-    draft_confidence: float = option(
-        0.0,
-        "End a draft when the product of its probabilities falls below this; 0: off.",
-        panel=DRAFT,
-    )
     quantize_draft: int | None = option(
         None, "Quantize the draft's weights to 2, 3, 4, 5, 6 or 8 bits.", panel=DRAFT
     )

@@ -148,11 +148,11 @@ def test_a_draft_model_reads_one_chunk_at_most_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("alone", "draft"), covering([False, True], ["cascade", "confident"])
+    ("alone", "draft"), covering([False, True], ["cascade", "reduced"])
 )
 def test_drafters_of_one_row_read_one_chunk_at_most(alone: bool, draft: str) -> None:
     made = bench("llama")
-    options: dict[str, Any] = {"draft": made.draft, "draft_confidence": 0.05}
+    options: dict[str, Any] = {"draft": made.draft, "draft_vocabulary": range(256)}
     if draft == "cascade":
         lookup = LookupDraft()
         options = {"draft": CascadeDraft(lookup, made.draft)}
@@ -357,8 +357,8 @@ def test_a_chunk_that_fails_ends_its_row(error: Exception, sampling: Any) -> Non
 
 def test_a_draft_that_fails_in_a_chunk_is_disabled() -> None:
     made = bench("llama")
-    for confidence in (0.0, 0.1):  # for all rows together, or for each
-        generator = made.generator("model", draft_confidence=confidence)
+    for ids in (None, range(256)):  # for all rows together, or for each
+        generator = made.generator("model", draft_vocabulary=ids)
         with BatchGenerator(generator) as batch:
             rows = started(made, batch)
             case = Case(LONG, SAMPLINGS[1], 30, prefill_step=STEP)

@@ -5,14 +5,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_speculation import SpeculativeGenerator, demo_models
 from mlx_speculation.engine import DFlashDraft
 from mlx_speculation.engine.drafters import mtp as mtp_module
-from mlx_speculation.errors import InvalidRequestError, ModelFolderError
+from mlx_speculation.errors import ModelFolderError
 from support.covering import covering
 from support.drafters.block_oracle import BlockOracle, load_block
 from support.drafters.drafted_targets import (
@@ -21,7 +20,7 @@ from support.drafters.drafted_targets import (
     DraftedTargets,
     sampling,
 )
-from support.identity import SAMPLED, plain_text
+from support.identity import plain_text
 from support.models.block_checkpoints import PACKAGINGS
 from support.models.dflash_checkpoints import VARIANTS, write_dflash
 from support.models.tiny_tokenizer import byte_tokenizer
@@ -149,63 +148,6 @@ def test_a_long_prompt_is_fed_before_it_is_drafted_from(
     assert result.tokens == text[PROMPT : PROMPT + TOKENS]
     assert result.stats.acceptance_rate == 1.0
     assert knowing.fed == PROMPT - 2
-
-
-@pytest.mark.parametrize("acceptance", ["keyed", "rejection"])
-def test_a_drafter_ends_drafts_where_it_is_unsure(acceptance: str) -> None:
-    text, draft = text_of("llama", 0.8), draft_of("deepspec", "llama")
-    assert draft.confident
-    made = [
-        generator(
-            "llama",
-            draft,
-            draft_length=4,
-            draft_confidence=confidence,
-            acceptance=acceptance,
-        ).generate(text[:PROMPT], max_tokens=TOKENS, sampling=SAMPLED)
-        for confidence in (0.0, 0.5, 0.999999)
-    ]
-    if acceptance == "keyed":
-        assert {tuple(result.tokens) for result in made} == {
-            tuple(text[PROMPT : PROMPT + TOKENS])
-        }
-    always, at_times, never = (result.stats for result in made)
-    assert not any(result.stats.drafter_faults for result in made)
-    assert 0 < at_times.drafted / at_times.rounds < always.drafted / always.rounds
-    assert never.drafted < at_times.drafted
-
-
-@pytest.mark.parametrize(
-    ("confidence", "length"),
-    [(0.95, 0), (0.8, 1), (0.4, 2), (0.35, 3), (0.3, 4), (0.0, 4)],
-)
-def test_a_draft_ends_where_the_product_falls_below(
-    confidence: float, length: int
-) -> None:
-    """0.9, 0.72, 0.36, 0.324: what comes before counts too."""
-    known = draft_of("deepspec", "llama")
-    text = text_of("llama", 0.0)
-    made = generator("llama", known, draft_length=4, draft_confidence=confidence)
-    drafter: Any = made._setup.draft
-    assert (drafter is known) == (confidence == 0)
-    inner = drafter.dflash.draft
-
-    def draft(*args: Any) -> mx.array:
-        inner(*args)
-        return mx.array([0.9, 0.8, 0.5, 0.9])
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drafter.dflash, "draft", draft)
-        stats = made.generate(text[:PROMPT], max_tokens=5).stats
-    assert not stats.drafter_faults
-    assert stats.drafted >= length
-    assert stats.reached == [] if length == 0 else len(stats.reached) == length
-
-
-def test_a_confidence_is_asked_of_those_who_have_one() -> None:
-    for kind in ("full", "dflash2", "lfm2"):
-        with pytest.raises(InvalidRequestError, match="no draft model is there"):
-            generator("llama", draft_of(kind, "llama"), draft_confidence=0.5)
 
 
 @pytest.mark.parametrize("named", [True, False])

@@ -64,7 +64,6 @@ def permuted(source: nn.Module, ids: list[int]) -> nn.Module:
     seed=st.integers(0, 1000),
     sampling=st.sampled_from(SAMPLINGS),
     length=st.integers(1, 5),
-    confidence=st.sampled_from([0.0, 0.3]),
     constrained=st.booleans(),
 )
 @settings(max_examples=EXAMPLES // 8)
@@ -76,7 +75,6 @@ def test_the_text_is_that_of_plain_decoding_for_any_two_vocabularies(
     seed: int,
     sampling: Sampling,
     length: int,
-    confidence: float,
     constrained: bool,
 ) -> None:
     tokenizer = merging_tokenizer(seed, target_merges)
@@ -95,7 +93,6 @@ def test_the_text_is_that_of_plain_decoding_for_any_two_vocabularies(
         tokenizer,
         draft=ForeignModelDraft(model("llama", 1), common),
         draft_length=length,
-        draft_confidence=confidence,
     )
     for _ in range(2):
         found = generator.generate(PROMPT, **options)

@@ -12,7 +12,6 @@ from mlx_lm.utils import save_config, save_model
 
 from mlx_speculation import InvalidRequestError, LookupDraft, SpeculativeGenerator
 from mlx_speculation.engine import Drafter, Proposal
-from mlx_speculation.engine.drafters.draft import DraftOptions
 from mlx_speculation.engine.lookup.drafter import LookupDrafter
 from mlx_speculation.engine.lookup.places import CHUNK
 from mlx_speculation.engine.prompt import Sequence
@@ -77,15 +76,6 @@ def test_every_token_has_its_survival_as_far_as_it_is_probable() -> None:
     long = begun(TWIN).propose(Sequence([1, 2, 1]), 40, no_choice)
     assert long.survival is not None
     assert len(long.survival) < long.length == 40
-
-
-def test_before_other_drafters_few_equal_tokens_are_no_match() -> None:
-    draft = LookupDraft(corpus=[TWIN])
-    before = draft.configured(DraftOptions(before_others=True))
-    assert before.places is draft.places
-    assert proposed(LookupDrafter(draft), [1, 2]) == TWIN[2:]
-    assert proposed(LookupDrafter(before), TWIN[:5]) == []
-    assert proposed(LookupDrafter(before), TWIN[:6]) == TWIN[6:]
 
 
 def test_a_repeating_text_is_drafted_beyond_its_end() -> None:

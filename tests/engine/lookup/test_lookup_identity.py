@@ -30,7 +30,7 @@ MODELS = ("llama", "gemma3_text", "qwen3_5", "recurrent_gemma")
 OTHERS = sorted(set(TINY_MODELS) - set(MODELS))
 PROMPT = [(5 * i * i + 3) % 256 for i in range(21)]
 TOKENS = 60
-KINDS = ("text", "corpus", "cascade", "sure cascade")
+KINDS = ("text", "corpus", "cascade")
 
 
 @cache
@@ -59,7 +59,7 @@ def drafts_of(kind: str, text: list[int]) -> LookupDraft | CascadeDraft:
     if kind == "corpus":
         return LookupDraft(corpus=corpus)
     lookup = LookupDraft(corpus=corpus)
-    return CascadeDraft(lookup, build("llama", seed=int(kind == "sure cascade")))
+    return CascadeDraft(lookup, build("llama", seed=0))
 
 
 def check(
@@ -67,7 +67,6 @@ def check(
     sampled: bool,
     draft: LookupDraft | CascadeDraft,
     length: int,
-    confidence: float = 0.0,
 ) -> tuple[Result, Parting | None]:
     model, text = known(name, sampled)
     sampling = SAMPLED if sampled else GREEDY
@@ -76,7 +75,6 @@ def check(
         byte_tokenizer(),
         draft=draft,
         draft_length=length,
-        draft_confidence=confidence,
     )
     result = generator.generate(PROMPT, max_tokens=TOKENS, sampling=sampling)
     parting = assert_same_text(
@@ -108,8 +106,7 @@ def test_lookups_and_cascades_leave_the_text_as_it_is(
 ) -> None:
     sampled = chosen == "sampled"
     text = known(name, sampled)[1]
-    sure = 0.5 if kind == "sure cascade" else 0.0
-    result, _ = check(name, sampled, drafts_of(kind, text), 5, sure)
+    result, _ = check(name, sampled, drafts_of(kind, text), 5)
     stats = result.stats
     assert stats.emitted == TOKENS
     assert stats.drafted == sum(found.drafted for found in stats.sources.values())
@@ -121,8 +118,7 @@ def test_lookups_and_cascades_leave_the_text_as_it_is(
     if kind == "corpus":
         assert set(stats.sources) == {"lookup"}
     else:
-        assert set(stats.sources) == {"lookup", "model"}
-    assert bool(stats.reads) == (kind == "sure cascade")
+        assert set(stats.sources) <= {"lookup", "model"}
 
 
 @given(
@@ -155,9 +151,9 @@ def test_a_model_that_was_passed_over_is_as_good_as_ever(name: str) -> None:
     result, parting = check(name, True, CascadeDraft(lookup, build(name)), 6)
     found = result.stats.sources
     assert found["lookup"].accepted > 15
-    assert found["model"].drafted > 15
+    assert found["model"].drafted > 5
     if parting is None:
-        assert result.stats.acceptance_rate > 0.9
+        assert found["model"].accepted > 0.9 * found["model"].drafted
         if TINY_MODELS[name].bitwise:
             assert found["model"].accepted == found["model"].drafted
 
