@@ -26,6 +26,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_speculation.engine.batch.base import BatchDrafter
+from mlx_speculation.engine.batch.cascade import BatchCascadeDrafter
 from mlx_speculation.engine.batch.draft_model import BatchModelDrafter
 from mlx_speculation.engine.batch.mtp import BatchMtpDrafter
 from mlx_speculation.engine.batch.outcome import (
@@ -99,11 +100,14 @@ class BatchDecoder:
     def _drafts_for(self, row: BatchRequest) -> BatchDrafter:
         """Return what drafts for rows like this one."""
         lane, head = row.drafter.batch_lane, row.drafter.batch_head
+        if lane is None and head is None:
+            return PerRequestDrafter(self._lengths)
+        shared: BatchDrafter = BatchMtpDrafter(self._lane)
         if lane is not None:
-            return BatchModelDrafter(BatchLane(lane.model, self._sizes))
-        if head is not None:
-            return BatchMtpDrafter(self._lane)
-        return PerRequestDrafter(self._lengths)
+            shared = BatchModelDrafter(BatchLane(lane.model, self._sizes))
+        if row.drafter is row.request.open_drafter:
+            return shared
+        return BatchCascadeDrafter(self._lengths, shared)
 
     def give_back(self, row: BatchRequest) -> None:
         """Let a row that is to be closed have its caches again, if it keeps them."""

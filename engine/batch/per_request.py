@@ -22,6 +22,8 @@ class PerRequestDrafter(BatchDrafter):
         lengths: chooses the source and the width, once all rows' lookups have proposed.
     """
 
+    shares = False  # whether costly sources draft for all rows, and not behind a step
+
     def __init__(self, lengths: BatchDraftLength) -> None:
         self._lengths = lengths
         # Of each row in this round, whose proposal is pending
@@ -42,7 +44,7 @@ class PerRequestDrafter(BatchDrafter):
         self._reading = False
         room: PrefillBudget | None = None
         for row, limit in zip(rows, limits, strict=True):
-            drafter, sequence = row.request.drafter, row.request.sequence
+            drafter, sequence = self._own(row), row.request.sequence
             if drafter is None or limit <= 0 or row.uid in self._begun:
                 continue
             room = room or PrefillBudget(row.request.target.prefill_step)
@@ -52,16 +54,25 @@ class PerRequestDrafter(BatchDrafter):
             drafter.begin(sequence)
             self._begun.add(row.uid)
 
+    def _own(self, row: BatchRequest) -> OpenDrafter | None:
+        """Return what reads the prompt of a row for itself."""
+        return row.request.drafter
+
     def propose(
         self, rows: Sequence[BatchRequest], limits: Sequence[int], ahead: int
     ) -> list[Proposal]:
         """Ask each row's drafter; see `BatchDrafter`."""
-        self._asked = [None] * len(rows)
         self._choose(rows, limits, ahead)
+        return self._asked_alone(rows, limits, ahead)
+
+    def _asked_alone(
+        self, rows: Sequence[BatchRequest], limits: Sequence[int], ahead: int
+    ) -> list[Proposal]:
+        self._asked = [None] * len(rows)
         found = []
         for index, (row, limit) in enumerate(zip(rows, limits, strict=True)):
             found.append(NOTHING)
-            drafter = row.request.drafter
+            drafter = None if self._own(row) is None else row.request.drafter
             if drafter is None or limit <= 0 or row.uid not in self._begun:
                 continue
             choices = CheckedChoose(row.request.verifier)
@@ -86,10 +97,13 @@ class PerRequestDrafter(BatchDrafter):
 
     def _choose(
         self, rows: Sequence[BatchRequest], limits: Sequence[int], ahead: int
-    ) -> None:
+    ) -> tuple[int, int]:
         """Let the rule choose for the rows that offer it several sources, or free ones.
 
         The others were planned before.
+
+        Returns:
+            The source and the width.
         """
         asked = [
             (row, drafter, limit)
@@ -97,10 +111,13 @@ class PerRequestDrafter(BatchDrafter):
             if (drafter := row.ruled) and limit > 0 and row.uid in self._begun
         ]
         if not asked:
-            return
+            return 0, 0
         offered = [
             drafter.offer(
-                row.request.sequence, ahead + limit, CheckedChoose(row.request.verifier)
+                row.request.sequence,
+                ahead + limit,
+                CheckedChoose(row.request.verifier),
+                costly=not ahead or not self.shares,
             )
             for row, drafter, limit in asked
         ]
@@ -109,6 +126,7 @@ class PerRequestDrafter(BatchDrafter):
         chosen = self._lengths.choose(context, most, offered, behind=ahead > 0)
         for _, drafter, limit in asked:
             drafter.chosen = chosen[0], min(limit, chosen[1])
+        return chosen
 
     def rectangle(self, drafts: Sequence[Proposal], width: int) -> mx.array:
         """Put them together."""

@@ -93,13 +93,16 @@ class BatchRequest:
 
     @property
     def drafter(self) -> OpenDrafter:
-        """Its drafter; one that proposes nothing for plain decoding."""
-        return self.request.open_drafter
+        """Its drafter, of several the one that all rows may share.
+
+        For plain decoding one that proposes nothing.
+        """
+        return self.request.open_drafter.shared
 
     @property
     def lanes(self) -> list[Lane]:
         """Its own lanes, of target and draft models; they are empty while shared."""
-        found = [self.request.target, *self.drafter.lanes]
+        found = [self.request.target, *self.request.open_drafter.lanes]
         return [lane for lane in found if lane is not None]
 
     def let_go(self) -> None:

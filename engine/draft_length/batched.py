@@ -61,7 +61,7 @@ class BatchDraftLength:
         save: Callable[[], None],
     ) -> None:
         self._rule, self._costs, self._save = rule, costs, save
-        self.bucket = 0
+        self.bucket = self._context = 0
         self.plan: Plan | None = None
         self._next: Plan | None = None
 
@@ -137,6 +137,13 @@ class BatchDraftLength:
         plan = self.plan = self._choice(context, limit, offered, behind=behind)
         return self._rule.sources.index(plan.source) if plan.length else 0, plan.length
 
+    def expects(self, rows: SequenceOf[BatchMember]) -> bool:
+        """Return whether costly sources are expected to draft without a step ahead."""
+        ruled = [p for row in rows if isinstance(p := row.policy, RuleDraftLength)]
+        offers = self._offers([policy.survivals() for policy in ruled])
+        costly = [offer for offer in offers if not offer.source.free]
+        return self._rule.expects(self._context, costly)
+
     def _choice(
         self,
         context: int,
@@ -145,10 +152,13 @@ class BatchDraftLength:
         *,
         behind: bool = False,
     ) -> Plan:
+        offers, self._context = self._offers(offered), context
+        return self._rule.choose(context, limit, offers, behind=behind)
+
+    def _offers(self, offered: SequenceOf[SequenceOf[Survival]]) -> list[Offer]:
         each = zip(self._rule.sources, zip(*offered, strict=True), strict=True)
         offers = [Offer(source, survivals) for source, survivals in each]
-        offers.sort(key=lambda offer: not offer.source.free)
-        return self._rule.choose(context, limit, offers, behind=behind)
+        return sorted(offers, key=lambda offer: not offer.source.free)
 
     def note(
         self,

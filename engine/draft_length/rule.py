@@ -175,6 +175,13 @@ class DraftRule:
             return Plan(0, "measure")
         return self._decided(context, longest, offers, plain, behind)
 
+    def expects(self, context: int, offers: Sequence[Offer]) -> bool:
+        """Return whether one of these would be taken up, if no step were in flight."""
+        plain = self.plain(context)
+        if plain is None or self.measures(context):
+            return False
+        return self._decided(context, self.longest, offers, plain, False).length > 0
+
     def measures(self, context: int) -> bool:
         """Return whether a plain step is due that tells what drafts have to gain."""
         if self._since_plain >= REVIEW_ROUNDS:

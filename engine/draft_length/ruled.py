@@ -139,9 +139,31 @@ class RuledDrafter(CascadeDrafter):
         self.chosen: tuple[int, int] | None = None
         lengths.drafter = self
 
-    def offer(self, sequence: Sequence, limit: int, choose: Choose) -> list[Survival]:
-        """Let the free sources propose; return the survival that each source offers."""
-        offered = self._lengths.survivals()
+    @property
+    def shared(self) -> OpenDrafter:
+        """Its only costly source, which the rows of a batch may share."""
+        costly = [each for each in self._drafters if not each.free]
+        return costly[0] if len(costly) == 1 else self
+
+    @property
+    def lookups(self) -> CascadeDrafter:
+        """Its free sources."""
+        return CascadeDrafter(*(each for each in self._drafters if each.free))
+
+    def costs(self, index: int) -> bool:
+        """Whether a source is not free."""
+        return not self._drafters[index].free
+
+    def offer(
+        self, sequence: Sequence, limit: int, choose: Choose, *, costly: bool = True
+    ) -> list[Survival]:
+        """Let the free sources propose; return the survival that each source offers.
+
+        That of costly ones is empty where they cannot draft.
+        """
+        offered: list[Survival] = [()] * len(self._drafters)
+        if costly:
+            offered = self._lengths.survivals()
         self._found = {}
         for index, drafter in enumerate(self._drafters):
             if drafter.free:

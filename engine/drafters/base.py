@@ -174,6 +174,11 @@ class OpenDrafter(Drafter):
         return None
 
     @property
+    def shared(self) -> "OpenDrafter":
+        """The drafter that the rows of a batch may share: itself, or a member."""
+        return self
+
+    @property
     def batch_lane(self) -> Lane | None:
         """Its lane, if one model can draft like it for all rows of a batch."""
         return None

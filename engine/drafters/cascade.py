@@ -127,6 +127,22 @@ class CascadeDrafter(OpenDrafter):
         return all(each.disabled for each in self._drafters)
 
     @property
+    def shared(self) -> OpenDrafter:
+        """The first of its drafters, if that nearly always proposes something."""
+        first = self._drafters[0]
+        return self if first.free else first
+
+    @property
+    def batch_lane(self) -> Lane | None:
+        """The lane of what rows of a batch may share."""
+        return None if self.shared is self else self.shared.batch_lane
+
+    @property
+    def batch_head(self) -> Any:
+        """The head of what rows of a batch may share."""
+        return None if self.shared is self else self.shared.batch_head
+
+    @property
     def lanes(self) -> list[Lane | None]:
         """The lanes of its draft models."""
         return [lane for each in self._drafters for lane in each.lanes]

@@ -1,0 +1,65 @@
+"""A lookup beside a model or a head in a batch: one forward for all, texts the same."""
+
+from typing import Any
+
+import pytest
+
+from mlx_speculation import BatchGenerator, CascadeDraft, LookupDraft
+from mlx_speculation.engine.batch.cascade import BatchCascadeDrafter
+from mlx_speculation.engine.draft_length.base import Plan
+from mlx_speculation.engine.draft_length.batched import BatchDraftLength
+from support.drafters.batch_heads import head_bench
+from support.drafters.batches import SAMPLINGS, Bench, Case, bench
+
+
+def made(kind: str) -> Bench:
+    return head_bench("llama") if kind == "mtp" else bench("llama")
+
+
+@pytest.fixture(name="script")
+def _script(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Let each round take the next source and width, in turn."""
+    rounds = [(1, 3), (0, 0), (0, 2), (1, 0), (1, 2), (0, 3)]
+    done: list[tuple[int, int]] = []
+
+    def choose(
+        self: BatchDraftLength, context: int, limit: int, offered: Any, *, behind: bool
+    ) -> tuple[int, int]:
+        found = rounds[len(done) % len(rounds)]
+        if behind and found[0] == 0:
+            found = 1, min(2, found[1])  # what is shared does not draft behind a step
+        done.append(found)
+        index, width = found[0], min(limit, found[1])
+        self.plan = Plan(width, "best", source=self._rule.sources[index])
+        return index, width
+
+    monkeypatch.setattr(BatchDraftLength, "choose", choose)
+    monkeypatch.setattr(BatchDraftLength, "expects", lambda *_: len(done) % 3 == 0)
+    return done
+
+
+@pytest.mark.usefixtures("measured")
+@pytest.mark.parametrize("kind", ["model", "mtp"])
+def test_sources_by_turns_change_no_text(
+    kind: str, script: list[tuple[int, int]]
+) -> None:
+    own = made(kind)
+    inner: Any = own.generator(kind)._setup.draft
+    cascade = CascadeDraft(inner, LookupDraft())
+    generator = own.generator("none", draft=cascade, draft_length=None)
+    cases = [Case(p, s, 24) for p in (2, 23) for s in SAMPLINGS[:3]]
+    cases[1] = Case(2, SAMPLINGS[1], 24, draft_length=3)
+    with BatchGenerator(generator) as batch:
+        uids = [own.insert(batch, case) for case in cases]
+        while batch.waiting or batch.running:
+            batch.next()
+            if len(batch.running) > 1:
+                assert isinstance(batch._together._drafts, BatchCascadeDrafter)
+        assert batch.stats.row_rounds > 2 * batch.stats.forwards
+        for uid, case in zip(uids, cases, strict=True):
+            assert batch.why_alone(uid) is None
+            own.check(case, batch.result(uid).tokens, width=17)
+            assert not batch.result(uid).stats.drafter_faults
+        sources = {name for uid in uids for name in batch.result(uid).stats.sources}
+    assert len(script) > 6
+    assert sources == {kind, "lookup"}
