@@ -73,6 +73,7 @@ class SpeculativeGenerator:
         trust_remote_code: bool = False,
         parallel: Parallel = "tensor",
         vision: bool | None = None,
+        history: int | None = None,
         **options: Unpack[GeneratorKeywords],
     ) -> "SpeculativeGenerator":
         """Load a target, and a draft model where `draft` names one.
@@ -89,9 +90,11 @@ class SpeculativeGenerator:
                 model is read on rank 0 alone.
             vision: load a target that reads images, with mlx-vlm; None: where the
                 folder has a vision part and mlx-lm does not know the architecture.
+            history: tokens of earlier answers that a named lookup looks in; see
+                `LookupDraft`.
             options: the fields of `GeneratorOptions`. `draft="auto"` takes what
-                speculation.json in the folder names, else the head in it, else a
-                lookup, and `notices` says why.
+                speculation.json in the folder names, else the head in it, and a lookup;
+                `notices` says why it is alone where a head was expected.
 
         Raises:
             ModelFolderError: a folder is not a model, or has no whole head, or its
@@ -106,6 +109,7 @@ class SpeculativeGenerator:
             quantize_draft=quantize_draft,
             target=path_or_repo,
             trust_remote_code=trust_remote_code,
+            history=history,
         )
         model, tokenizer = load(
             path_or_repo,

@@ -26,7 +26,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_speculation.engine.batch.base import BatchDrafter
-from mlx_speculation.engine.batch.cascade import BatchCascadeDrafter
+from mlx_speculation.engine.batch.by_turns import BatchCascadeDrafter
 from mlx_speculation.engine.batch.draft_model import BatchModelDrafter
 from mlx_speculation.engine.batch.mtp import BatchMtpDrafter
 from mlx_speculation.engine.batch.outcome import (

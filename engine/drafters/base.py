@@ -234,7 +234,7 @@ class WrappedDrafter(OpenDrafter):
         self.inner = inner
 
 
-for _name in [name for name in dir(OpenDrafter) if not name.startswith("_")]:
+for _name in {name for name in dir(OpenDrafter) if name[0] != "_"} - {"shared"}:
     setattr(WrappedDrafter, _name, property(attrgetter(f"inner.{_name}")))
 
 

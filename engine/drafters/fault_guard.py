@@ -201,11 +201,6 @@ class FaultGuard(WrappedDrafter):
         return self._disabled
 
     @property
-    def shared(self) -> OpenDrafter:
-        """Itself."""
-        return self
-
-    @property
     def lanes(self) -> list[Lane | None]:
         """Those of the drafter; None each once it has failed."""
         return [None if self._disabled else lane for lane in self.inner.lanes]

@@ -4,11 +4,11 @@
     resolve       all else    a `Draft`: heads and lookups are, models and drafters of
                               the user's get one
 
-`draft="auto"` is the draft that a target's folder offers:
+`draft="auto"` is every draft that a target's folder offers, and a lookup:
 
-1. what speculation.json names
-2. the MTP head in the folder
-3. a lookup, and a notice that says why
+1. what speculation.json names; with a `draft_length` it is alone
+2. else the MTP head in the folder
+3. a lookup; a notice says why it is alone, where something else was to be expected
 
 What is loaded is kept with the target, the last draft alone, so that the next generator
 finds it: on an object of its own in an attribute of the model, which goes when the
@@ -22,6 +22,7 @@ from typing import Any
 import mlx.nn as nn
 
 from mlx_speculation.engine.drafters.base import Drafter
+from mlx_speculation.engine.drafters.cascade import CascadeDraft
 from mlx_speculation.engine.drafters.draft import (
     Draft,
     FolderDraft,
@@ -79,6 +80,7 @@ class DraftName:
     convention: MtpConvention | None = None
     bits: int | None = None  # of its weights; None: as they are
     trust_remote_code: bool = False  # whether code in the draft's folder may run
+    history: int | None = None  # of its lookup, see `LookupDraft`
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,7 @@ def find_draft(
     quantize_draft: int | None = None,
     target: str | Path | None = None,
     trust_remote_code: bool = False,
+    history: int | None = None,
 ) -> Any:
     """Return a draft that was named, found but not loaded; others as they are.
 
@@ -113,6 +116,11 @@ def find_draft(
         raise InvalidRequestError(
             f"A convention was passed, and draft is {draft!r}, not 'mtp'. Leave the "
             "convention out: it is for MTP heads."
+        )
+    if history is not None and draft not in ("auto", "lookup"):
+        raise InvalidRequestError(
+            f"history is {history}, and draft is {draft!r}, which looks nothing up. "
+            "Leave it out, or pass draft='auto' or 'lookup'."
         )
     if quantize_draft is not None:
         check_bits(quantize_draft)
@@ -134,6 +142,7 @@ def find_draft(
         convention=convention,
         bits=quantize_draft,
         trust_remote_code=trust_remote_code,
+        history=history,
     )
 
 
@@ -204,9 +213,19 @@ def _member(draft: Any, target: TargetInfo) -> Draft:
 
 
 def _loaded(named: DraftName, target: TargetInfo) -> Resolved:
-    """Return a named draft: loaded, or as it was loaded for the last generator."""
+    """Return a named draft, beside a lookup if its name is "auto"."""
+    lookup = LookupDraft(history=named.history)
     if named.name == "lookup":
-        return Resolved(LookupDraft())
+        return Resolved(lookup)
+    resolved = _kept(replace(named, history=None), target)
+    if named.name != "auto" or resolved.length is not None:
+        return resolved
+    found = resolved.draft
+    return replace(resolved, draft=CascadeDraft(found, lookup) if found else lookup)
+
+
+def _kept(named: DraftName, target: TargetInfo) -> Resolved:
+    """Return what was loaded for the last generator, or load it."""
     kept = getattr(target.model, ATTRIBUTE, None)
     if isinstance(kept, _Kept) and kept.named == named:
         return kept.resolved
@@ -217,8 +236,7 @@ def _loaded(named: DraftName, target: TargetInfo) -> Resolved:
         folder, trusted = named.folder or target.folder, named.trust_remote_code
         target = replace(target, convention=named.convention, trust_remote_code=trusted)
         resolved = _said(named.loader.load(folder or Path(), target))
-    assert resolved.draft is not None
-    weights = resolved.draft.own_weights
+    weights = None if resolved.draft is None else resolved.draft.own_weights
     if named.bits is not None and weights is not None:
         quantize_weights(weights, named.bits)
     setattr(target.model, ATTRIBUTE, _Kept(named, resolved))
@@ -240,7 +258,7 @@ def _placed(named: DraftName, target: TargetInfo) -> TargetInfo:
 
 
 def _offered(target: TargetInfo) -> Resolved:
-    """Return the draft that a target's folder offers.
+    """Return the draft that a target's folder offers beside a lookup, if any.
 
     Raises:
         ModelFolderError: speculation.json is wrong, or the draft that it names.
@@ -254,14 +272,15 @@ def _offered(target: TargetInfo) -> Resolved:
     try:
         return Resolved(MtpDraft.load(folder, target))
     except UnsupportedModelError:
-        return _lookup("there is no MTP head, and no speculation.json.")
+        return Resolved(None)
     except ModelFolderError as error:
         return _lookup(f"there is no other draft that can be used. {error}")
 
 
 def _of_pair(pair: PairFile, folder: Path, target: TargetInfo) -> Resolved:
     if pair.draft == "lookup":
-        return Resolved(LookupDraft(), pair.draft_length)
+        alone = LookupDraft() if pair.draft_length is not None else None
+        return Resolved(alone, pair.draft_length)
     own, loader = folder, FOLDER_DRAFTS[0]
     if pair.folder is not None:
         own, loader = draft_folder(pair.folder)
@@ -294,4 +313,4 @@ def _check_kind(pair: PairFile, loader: type[FolderDraft]) -> None:
 def _lookup(why: str, length: int | None = None) -> Resolved:
     said = f"draft='auto' takes a lookup: {why}"
     notice(said)
-    return Resolved(LookupDraft(), length, (said,))
+    return Resolved(None if length is None else LookupDraft(), length, (said,))

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from mlx_speculation import __version__, demo_models
 from support.models.demo_folders import copy_of
+from support.models.mtp_checkpoints import flat, make, write_folder
 from support.processes.commands import Commands
 
 DRAFT = str(demo_models()["draft"])
@@ -53,9 +54,9 @@ NUMBERS = [
     ("--extra-eos-token", "no such", "--extra-eos-token is 'no such', and the"),
     ("--draft", "", "--draft is empty. Give a folder, 'mtp'"),
     ("--draft", "nowhere", "There is no folder 'nowhere'"),
-    ("--draft", "none", "There is no draft 'none'. Leave the draft out"),
     ("--draft", "mtp", "whose MTP heads are known"),
-    ("--quantize-draft", "4", "quantize_draft is 4, and draft is None, which is not"),
+    ("--draft=none --quantize-draft", "4", "quantize_draft is 4, and draft is None"),
+    ("--draft=mtp --history", "4", "history is 4, and draft is 'mtp'"),
     ("--quantize-draft", "7", "one of 2, 3, 4, 5, 6, 8 bits is needed"),
     ("--adapter-path", "nowhere", "'nowhere' lacks adapter_config.json"),
     ("--system-prompt", "x", "--system-prompt is given, and no chat template is used"),
@@ -105,7 +106,7 @@ def test_wrong_usage_is_explained(
 def test_the_status_says_whose_fault_it_is(commands: Commands, tmp_path: Path) -> None:
     usage = (
         [*HI, "--top-p", "7"],
-        [*HI, "--draft-length", "4"],
+        [*HI, "--draft", "none", "--draft-length", "4"],
         [*HI, "--max-tokens", "0"],
         [*PLAIN, "-p", ""],
         [*HI, "--html", str(tmp_path)],
@@ -120,8 +121,8 @@ def test_the_status_says_whose_fault_it_is(commands: Commands, tmp_path: Path) -
 
 
 def test_a_draft_length_needs_a_draft(commands: Commands) -> None:
-    said = commands.refused(*HI, "--draft-length", "4")
-    assert "--draft-length is 4, and there is no --draft" in said
+    said = commands.refused(*HI, "--draft", "none", "--draft-length", "4")
+    assert "--draft-length is 4, and --draft is none" in said
     assert commands(*HI, "--draft-length", "0").exit_code == 0
 
 
@@ -356,8 +357,12 @@ def test_a_missing_library_is_a_line(
     assert "llguidance" in said
 
 
-def test_notes_are_lines_without_a_path_of_the_source(commands: Commands) -> None:
-    done = commands(*HI, "--draft", "auto")
+def test_notes_are_lines_without_a_path_of_the_source(
+    commands: Commands, tmp_path: Path
+) -> None:
+    config, target, _ = make("mimo")  # says that it has a head, and has none
+    write_folder(tmp_path, config, [flat(target)], kind="mlx")
+    done = commands("generate", str(tmp_path), "-p", "hi", "-m", "2")
     assert done.exit_code == 0
     assert "note: draft='auto' takes a lookup: there" in done.stderr
     assert ".py:" not in done.stderr

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mlx_speculation.engine import Statistics
 
 ADAPTER, TRUST = "adapter_path", "trust_remote_code"
+LOADING = ("quantize_draft", "history")
 DERIVED = (
     "acceptance_rate",
     "mean_accepted_length",
@@ -49,12 +50,12 @@ def open_pair(
 
     if pair.draft == "":
         raise InvalidRequestError(
-            "--draft is empty. Give a folder, 'mtp', 'lookup' or 'auto', or leave it "
-            "out."
+            "--draft is empty. Give a folder, 'mtp', 'lookup', 'auto' or 'none', or "
+            "leave it out."
         )
     if pair.draft is None and pair.draft_length:
         raise InvalidRequestError(
-            f"--draft-length is {pair.draft_length}, and there is no --draft. Give a "
+            f"--draft-length is {pair.draft_length}, and --draft is none. Give a "
             "folder, 'mtp', 'lookup' or 'auto', or leave --draft-length out."
         )
     with screen.busy(f"loading {Path(pair.model).name}"):
@@ -74,7 +75,7 @@ def beside(
     from mlx_speculation.engine.drafters.resolve import find_draft
 
     options = pair.for_loading()
-    loading = {name: options.pop(name) for name in ("quantize_draft", ADAPTER, TRUST)}
+    loading = {name: options.pop(name) for name in (*LOADING, ADAPTER, TRUST)}
     del loading[ADAPTER]  # the target has it
     if pair.draft == "lookup":  # no model, which the others are about
         loading["quantize_draft"] = None

@@ -105,12 +105,19 @@ class PairOptions(TargetOptions):
     """A target with its draft, and what they run on."""
 
     draft: str | None = option(
-        None,
-        "Folder or repository of a draft, 'mtp', 'lookup', or 'auto': the draft that "
-        "the target's folder offers.",
+        "auto",
+        "Folder or repository of a draft, 'mtp', 'lookup', 'none', or 'auto': what the "
+        "target's folder offers, and a lookup.",
         "--draft",
         "--draft-model",
         panel=DRAFT,
+    )
+    history: int | None = option(
+        None,
+        "Tokens of earlier answers that a lookup looks in; 0: none. Default: 200000.",
+        min=0,
+        panel=DRAFT,
+        show_default=False,
     )
     exact: int = option(
         0,
@@ -118,6 +125,10 @@ class PairOptions(TargetOptions):
         min=0,
         max=64,
     )
+
+    def __post_init__(self) -> None:
+        if self.draft == "none":
+            object.__setattr__(self, "draft", None)
 
     def for_loading(self) -> dict[str, Any]:
         """Return the keywords of `SpeculativeGenerator.from_pretrained`."""
@@ -133,8 +144,8 @@ class DraftsOptions(TargetOptions):
 
     draft: list[str] | None = option(
         None,
-        "Folder or repository of a draft, 'mtp', 'lookup', or 'auto': the draft that "
-        "the target's folder offers. Repeatable.",
+        "Folder or repository of a draft, 'mtp', 'lookup', or 'auto': what the "
+        "target's folder offers, and a lookup. Repeatable.",
         "--draft",
         "--draft-model",
         panel=DRAFT,

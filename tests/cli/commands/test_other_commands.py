@@ -47,7 +47,7 @@ def test_check_says_that_the_output_is_the_same(commands: Commands) -> None:
     assert (text["same"], text["parting"], text["tokens"]) == (True, None, 12)
     assert text["seed"] == 5
     assert text["statistics"]["drafted"] > 0
-    done = commands(*CHECK)
+    done = commands(*CHECK, "--draft", "none")
     assert done.exit_code == 0
     lines = done.stdout.splitlines()
     assert lines[-1] == "result: the output is the same"
@@ -64,18 +64,18 @@ def test_check_names_the_first_difference_and_its_margin(
         return WrongInWideForwards(model, 2, 4), tokenizer
 
     monkeypatch.setattr("mlx_speculation.engine.generator.load", load_wrong)
-    done = commands(*CHECK)
+    done = commands(*CHECK, "--draft", "none")
     assert done.exit_code == 1
     first, rows, verdict = done.stdout.splitlines()[-3:]
     assert first.startswith("first: row 2 of the draft after token 0 chooses ")
     assert "the two best differ by" in first
     assert rows.startswith("rows: different: 3 of 12 rows")
     assert verdict == "result: IT DIFFERS"
-    found = commands.object(*CHECK, status=1)
+    found = commands.object(*CHECK, "--draft", "none", status=1)
     assert found["rows"]["first"]["position"] == 0
     assert found["rows"]["first"]["row"]["margin"] > found["rows"]["tolerance"]
     # Whoever calls that a tie has to say so.
-    assert commands(*CHECK, "--tolerance", "1e9").exit_code == 0
+    assert commands(*CHECK, "--draft", "none", "--tolerance", "1e9").exit_code == 0
 
 
 def test_check_fails_where_the_texts_differ(
@@ -178,13 +178,15 @@ def test_pair_lists_a_head_and_what_auto_takes(
     assert offers["mtp"]["usable"] is True
     assert "in the shards: 31 tensors, 1 layer" in offers["mtp"]["detail"]
     assert offers["lookup"]["usable"] is True
-    assert found["auto"]["detail"].startswith("takes an MTP head: the head in the")
+    assert found["auto"]["detail"].startswith(
+        "takes an MTP head and a lookup: the head in the"
+    )
 
 
 def test_pair_says_why_auto_takes_a_lookup(commands: Commands) -> None:
     found = commands.object("pair", DRAFT)
     assert found["offers"][1]["usable"] is False
-    assert found["auto"]["detail"].startswith("draft='auto' takes a lookup: there")
+    assert found["auto"]["detail"] == "takes a lookup: the folder offers nothing else"
     done = commands("pair", DRAFT)
     assert "auto" in done.stdout
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from mlx_speculation import BatchGenerator, CascadeDraft, LookupDraft
-from mlx_speculation.engine.batch.cascade import BatchCascadeDrafter
+from mlx_speculation.engine.batch.by_turns import BatchCascadeDrafter
 from mlx_speculation.engine.draft_length.base import Plan
 from mlx_speculation.engine.draft_length.batched import BatchDraftLength
 from support.drafters.batch_heads import head_bench

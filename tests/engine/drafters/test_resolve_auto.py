@@ -24,6 +24,7 @@ from mlx_speculation import (
     SpeculativeGenerator,
 )
 from mlx_speculation.engine import LookupDraft, MtpDraft
+from mlx_speculation.engine.drafters.draft import members_of
 from mlx_speculation.engine.drafters.draft_model import ModelDraft
 from mlx_speculation.engine.drafters.registry import FOLDER_DRAFTS, draft_of_config
 from mlx_speculation.models import MtpConvention
@@ -70,7 +71,8 @@ def test_a_trained_head_is_found_probed_and_drafts(draft: str, hybrid: Path) -> 
     with said() as notices:
         made = SpeculativeGenerator.from_pretrained(hybrid, draft=draft)
     assert notices == list(made.notices) == []
-    head: Any = made._setup.draft
+    head: Any = members_of(made._setup.draft)[0]
+    assert (draft == "auto") == (members_of(made._setup.draft)[-1].kind == "lookup")
     assert head.mtp.head.convention == MtpConvention(norms="stored")
     assert (hybrid / "mtp_convention.json").is_file()
     prompt = made.tokenizer.encode("def add(first, second):\n")
@@ -80,17 +82,13 @@ def test_a_trained_head_is_found_probed_and_drafts(draft: str, hybrid: Path) -> 
     assert result.stats.sources["mtp"].accepted > 10
 
 
-def test_without_a_head_a_lookup_is_taken_and_said_once(tmp_path: Path) -> None:
+def test_without_a_head_a_lookup_is_alone(tmp_path: Path) -> None:
     model = write_tiny(tmp_path / "llama")
     with said() as notices:
         made = SpeculativeGenerator.from_pretrained(tmp_path / "llama", **AUTO)
         result = made.generate(prompt_of(20), max_tokens=12)
         made.generate(prompt_of(20), max_tokens=2)
-    assert notices == list(made.notices)
-    assert len(notices) == 1
-    assert notices[0] == (
-        "draft='auto' takes a lookup: there is no MTP head, and no speculation.json."
-    )
+    assert notices == list(made.notices) == []
     assert isinstance(made._setup.draft, LookupDraft)
     assert result.tokens == plain_text(model, prompt_of(20), 12)
     assert made.draft_length is None
@@ -154,7 +152,7 @@ def test_a_convention_in_the_file_counts_as_a_named_one(tmp_path: Path) -> None:
     with said() as notices:
         generator = SpeculativeGenerator.from_pretrained(made.folder, **AUTO)
     assert notices == []
-    draft: Any = generator._setup.draft
+    draft: Any = members_of(generator._setup.draft)[0]
     assert isinstance(draft, MtpDraft)
     assert draft.mtp.head.convention == MtpConvention(
         "before_norm", "before_norm", "embedding_first", "stored"

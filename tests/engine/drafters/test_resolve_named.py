@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 
 from mlx_speculation import (
-    DraftNotice,
     InvalidRequestError,
     LookupDraft,
     MtpDraft,
+    SpeculativeGenerator,
     TokenizerMismatchError,
     demo_models,
     load,
     stream_generate,
 )
 from mlx_speculation.engine.drafters import resolve as resolve_module
-from mlx_speculation.engine.drafters.draft import Draft, TargetInfo
+from mlx_speculation.engine.drafters.draft import Draft, TargetInfo, members_of
 from mlx_speculation.engine.drafters.resolve import resolve
 from mlx_speculation.models import MtpConvention
 from support.models.demo_folders import probed
@@ -109,14 +109,16 @@ def test_the_head_in_the_targets_folder_is_found_by_its_name(tmp_path: Path) -> 
         drafted, stats = text(model, tokenizer, draft_model=name)
         assert drafted == plain
         assert stats.sources["mtp"].drafted > 0
-        assert isinstance(source(name, model, tokenizer), MtpDraft)
+        head, *lookups = members_of(source(name, model, tokenizer))
+        assert isinstance(head, MtpDraft)
+        assert [each.kind for each in lookups] == ["lookup"] * (name == "auto")
 
 
-def test_auto_says_once_why_it_takes_a_lookup(tiny: Path) -> None:
+def test_auto_is_a_lookup_where_the_folder_offers_nothing(tiny: Path) -> None:
     model, tokenizer = load(tiny / "target")
-    with pytest.warns(DraftNotice, match="takes a lookup"):
-        first, stats = text(model, tokenizer, draft_model="auto")
-    again, _ = text(model, tokenizer, draft_model="auto")  # a warning is an error
+    first, stats = text(model, tokenizer, draft_model="auto")
+    again, _ = text(model, tokenizer, draft_model="auto")
+    assert source("auto", model, tokenizer).kind == "lookup"
     assert again == first
     assert not stats.drafter_faults
 
@@ -157,3 +159,15 @@ def test_a_draft_with_other_token_ids_is_refused() -> None:
         stream_generate(
             build("llama"), byte_tokenizer(), "x", draft_model=demo_models()["draft"]
         )
+
+
+def test_a_named_lookup_takes_a_bound_of_its_history(tiny: Path) -> None:
+    options: dict[str, Any] = {"history": 64}
+    for name in ("auto", "lookup"):
+        made = SpeculativeGenerator.from_pretrained(
+            tiny / "target", draft=name, **options
+        )
+        lookup: Any = members_of(made.draft)[-1]
+        assert lookup.places.history._half == 32
+    with pytest.raises(InvalidRequestError, match=r"history is 64.*looks nothing up"):
+        SpeculativeGenerator.from_pretrained(tiny / "target", draft="mtp", **options)

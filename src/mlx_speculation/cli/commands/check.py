@@ -71,8 +71,8 @@ def check(
     """Check that drafts leave the text as it is, on this machine with this model.
 
     Drafts of the model's own text, with a wrong token in each, are verified at once and
-    token by token. With --draft, texts with and without it are compared too. The last
-    line is the result; its status is 1 where something really differs.
+    token by token. Unless --draft is none, texts with and without it are compared too.
+    The last line is the result; its status is 1 where something really differs.
 
     With --exact, all that is measured is whether a row of a forward of so many rows
     depends on its place or its company, and what such a forward takes. The verdict is

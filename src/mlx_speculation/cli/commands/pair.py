@@ -175,17 +175,22 @@ def _resolved(
 
 def _auto(folder: Path, target: "nn.Module", tokenizer: Any) -> Offered:
     """Say what --draft auto takes, and why."""
+    from mlx_speculation.engine.drafters.draft import members_of
+
     try:
         choice = _resolved("auto", folder, target, tokenizer)
     except SpeculationError as error:
         return Offered("auto", False, str(error))
-    taken = _named(choice.draft)
+    members = members_of(choice.draft)
+    taken = " and ".join(_named(each) for each in members)
     length = "" if choice.length is None else f", {choice.length} tokens a round"
-    guessed = "" if choice.draft is None else choice.draft.notice
+    guessed = " ".join(each.notice for each in members if each.notice)
     if choice.notices and not guessed:
         return Offered("auto", True, " ".join(choice.notices))
     if (folder / "speculation.json").exists():
         why = "speculation.json names it"
+    elif all(each.free for each in members):
+        why = "the folder offers nothing else"
     else:
         why = "the head in the folder agrees with the target"
     detail = f"takes {taken}{length}: {why}"
