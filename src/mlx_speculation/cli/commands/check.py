@@ -21,7 +21,7 @@ from mlx_speculation.option_fields import option
 
 if TYPE_CHECKING:
     from mlx_speculation import SpeculativeGenerator
-    from mlx_speculation.engine.equivalence.report import RowVerdict
+    from mlx_speculation.engine.equivalence.verdict import RowVerdict
     from mlx_speculation.engine.equivalence.rows import Place
 
 USUAL_LENGTH = 4  # an adaptive one might be 0, and nothing be compared
@@ -191,7 +191,7 @@ def _rows(
 
 
 def _judged(found: Sequence["Place"], tolerance: float | None) -> "RowVerdict":
-    from mlx_speculation.engine.equivalence.report import judge, usual_tolerance
+    from mlx_speculation.engine.equivalence.verdict import judge, usual_tolerance
 
     return judge(found, usual_tolerance(found) if tolerance is None else tolerance)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlx_speculation.engine.equivalence.report import judge, usual_tolerance
+from mlx_speculation.engine.equivalence.verdict import judge, usual_tolerance
 from mlx_speculation.engine.equivalence.rows import Place, Row
 
 
