@@ -154,7 +154,7 @@ def _published(
     model, tokenizer = load(folder)
     if mx.default_device() == mx.cpu:  # where bfloat16 is slow
         model.set_dtype(mx.float32)
-    options: GeneratorKeywords = {"draft": "lookup"}
+    options: GeneratorKeywords = {"draft": "auto"}
     told = _Told("smollm2", model, tokenizer, options, max_tokens, screen, chat=True)
     stories = chat_stories()
     told.warm(draft_length, stories[0].turns[0])
