@@ -597,6 +597,7 @@ def test_the_demo_chats_with_a_published_model(
     (folder / "chat_template.jinja").write_text(template)
     home = "mlx_speculation.cli.commands.demo"
     monkeypatch.setattr(f"{home}.smollm2_folder", lambda say: folder)
+    monkeypatch.setattr(f"{home}.smollm2_head", lambda: demo_models()["eagle"])
     asked = ["demo", "--model", "smollm2", "--max-tokens", "6", "--draft-length", "2"]
     found = commands.object(*asked)["comparisons"]
     assert [each["story"] for each in found] == ["chat", "edit", "tool loop"]

@@ -2,8 +2,8 @@
 
 import pytest
 
-from mlx_speculation.engine.equivalence.verdict import judge, usual_tolerance
 from mlx_speculation.engine.equivalence.rows import Place, Row
+from mlx_speculation.engine.equivalence.verdict import judge, usual_tolerance
 
 
 def place(*rows: tuple[bool, float, float]) -> Place:

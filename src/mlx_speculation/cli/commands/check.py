@@ -21,8 +21,8 @@ from mlx_speculation.option_fields import option
 
 if TYPE_CHECKING:
     from mlx_speculation import SpeculativeGenerator
-    from mlx_speculation.engine.equivalence.verdict import RowVerdict
     from mlx_speculation.engine.equivalence.rows import Place
+    from mlx_speculation.engine.equivalence.verdict import RowVerdict
 
 USUAL_LENGTH = 4  # an adaptive one might be 0, and nothing be compared
 

@@ -21,7 +21,7 @@ from mlx_speculation.demo import (
     demo_models,
     one_prompt_per_group,
 )
-from mlx_speculation.demo.smollm2 import smollm2_folder
+from mlx_speculation.demo.smollm2 import smollm2_folder, smollm2_head
 from mlx_speculation.errors import DemoModelsMissingError
 
 if TYPE_CHECKING:
@@ -146,15 +146,21 @@ def _bundled(
 def _published(
     folder: Path, draft_length: int | None, max_tokens: int, screen: Screen
 ) -> Iterator[_Comparison]:
-    """Yield the comparisons of a chat model with the drafts that its folder offers."""
+    """Yield the comparisons of a chat model.
+
+    It drafts as with "auto", if its folder offered the bundled head.
+    """
     import mlx.core as mx
 
+    from mlx_speculation import CascadeDraft
     from mlx_speculation.models import load
 
     model, tokenizer = load(folder)
     if mx.default_device() == mx.cpu:  # where bfloat16 is slow
         model.set_dtype(mx.float32)
-    options: GeneratorKeywords = {"draft": "auto"}
+    head = smollm2_head()
+    drafts = "auto" if head is None else CascadeDraft(str(head), "lookup")
+    options: GeneratorKeywords = {"draft": drafts}
     told = _Told("smollm2", model, tokenizer, options, max_tokens, screen, chat=True)
     stories = chat_stories()
     told.warm(draft_length, stories[0].turns[0])
@@ -275,7 +281,7 @@ def _table(comparisons: Sequence[_Comparison]) -> Table:
             row.story,
             number(plain),
             number(drafted),
-            number(ratio) + ("" if ratio >= PAYS else " (drafting paused)"),
+            number(ratio) + ("" if ratio >= PAYS else ", paused"),
             number(sum(each.emitted for each in stats) / rounds),
             str(sum(each.reused for each in stats)),
             _sameness(row),
