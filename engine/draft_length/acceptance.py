@@ -19,7 +19,7 @@ class AcceptanceRates:
     """Exponential averages of acceptance, each given that the tokens before were.
 
         rates.note(drafted=4, accepted=2)   # yes, yes, no; the fourth was not asked
-        rates.expected(2)                   # [1, 1 + r0, 1 + r0 + r0 r1]
+        rates.survival(2)                   # [r0, r0 r1]
 
     Args:
         rates: what is known before, by position; the first guess otherwise.
@@ -55,21 +55,6 @@ class AcceptanceRates:
     def survival(self, longest: int) -> list[float]:
         """Return the chance of each token that it and those before it are right."""
         return [*accumulate(self.rates(longest), mul)]
-
-    def expected(self, longest: int) -> list[float]:
-        """Return the tokens that drafts of 0 to `longest` are expected to commit.
-
-        1 + r0 + r0 r1 + ...: correction or bonus, and every accepted token.
-        """
-        found, reached = [1.0], 1.0
-        for rate in self.rates(longest):
-            reached *= rate
-            found.append(found[-1] + reached)
-        return found
-
-    def take(self, other: "AcceptanceRates") -> None:
-        """Become equal to other averages."""
-        self._hits, self._tries = list(other._hits), list(other._tries)
 
     @property
     def known(self) -> int:

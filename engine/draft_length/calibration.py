@@ -56,8 +56,6 @@ class Calibration:
         done: how many of them were noted.
     """
 
-    by_batch = True
-
     def __init__(self, context: int, longest: int) -> None:
         self.longest, self.costs = longest, RoundCosts()
         self._context = context
@@ -92,9 +90,6 @@ class Calibration:
         """Where the time of the rounds went."""
         found = {n: _medians(each) for n, each in sorted(self._parts.items())}
         return {bucket_of(self._context): found}
-
-    def decide_anew(self) -> None:
-        """Do nothing: the lengths are decided."""
 
 
 def _lengths(longest: int) -> list[int]:
