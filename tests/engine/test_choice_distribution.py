@@ -3,7 +3,7 @@
 An adversary makes forecasts, and chooses by them, out of all that they may depend on:
 known tokens, earlier rounds of all requests, the proposals of lookups. The texts stay
 those of the target. A drafter that looks at the tokens that it has drawn is found with
-as many texts: its statistic is 1.7 times the bound under "rejection".
+as many texts.
 """
 
 import zlib

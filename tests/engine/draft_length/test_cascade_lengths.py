@@ -191,7 +191,7 @@ def test_a_drafter_of_a_cascade_that_fails_is_passed_over() -> None:
 
     right = ScriptedDrafter(PROMPT + expected, right=1.0)
     generator = SpeculativeGenerator(
-        model, byte_tokenizer(), draft=CascadeDraft(Failing(), right), draft_length=None
+        model, byte_tokenizer(), draft=CascadeDraft(Failing(), right), draft_length=4
     )
     stream = generator.stream(PROMPT, max_tokens=60)
     with pytest.warns(DrafterFaultWarning, match="broken"):
