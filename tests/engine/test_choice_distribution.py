@@ -153,6 +153,12 @@ def test_what_is_known_before_a_token_may_choose(acceptance: Acceptance) -> None
 @pytest.mark.usefixtures("measured")
 @pytest.mark.parametrize("acceptance", ["rejection", "block"])
 def test_a_drafter_that_looks_at_what_it_has_drawn_is_found(
-    acceptance: Acceptance,
+    acceptance: Acceptance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def always(
+        self: RuleDraftLength, context: int, limit: int, survivals: Any, *, behind: bool
+    ) -> tuple[int, int]:
+        return 1, min(limit, 3)
+
+    monkeypatch.setattr(RuleDraftLength, "choose", always)
     assert excess(generators(acceptance, looked)) > 1
