@@ -87,7 +87,7 @@ def test_templates_ask_for_what_doctor_says() -> None:
     texts = [form.read_text("utf-8") for form in forms if form.name != "config.yml"] + [
         (GITHUB / "pull_request_template.md").read_text("utf-8")
     ]
-    assert len(texts) == 4
+    assert len(texts) == 5
     for text in texts:
         assert "mlx-speculation doctor --json" in text
     for form in forms:

@@ -29,6 +29,7 @@ CHEAPLY = {
     "benchmark": ("--max-tokens", "8", "--passes", "1"),
     "check": ("--tokens", "8", "--places", "2"),
     "demo": ("--max-tokens", "4"),
+    "report": ("--tokens", "8", "--passes", "1", "--yes"),
     "train": (
         *("--dialogues", "16", "--held-out", "8", "--batch", "8"),
         *(
@@ -71,8 +72,8 @@ def test_our_commands_are_parsed(words: tuple[str, ...]) -> None:
 
 
 # Serving does not end by itself: tests/cli/commands/test_serve.py runs it. A demo takes
-# a minute, calibrating hundreds of rounds, training writes texts first.
-NOT_RUN = ("serve", "demo", "calibrate", "train")
+# a minute, calibrating hundreds of rounds, as a report does, training writes texts first.
+NOT_RUN = ("serve", "demo", "calibrate", "report", "train")
 # Whole comparisons take seconds each: one of them runs here, the others with those.
 COMPARED = [each for each in ours() if each[0] == "benchmark"]
 LONGER = [each for each in ours() if each[0] in NOT_RUN[1:] or each in COMPARED[:-1]]
