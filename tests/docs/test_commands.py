@@ -72,7 +72,7 @@ def test_our_commands_are_parsed(words: tuple[str, ...]) -> None:
 
 
 # Serving does not end by itself: tests/cli/commands/test_serve.py runs it. A demo takes
-# a minute, calibrating hundreds of rounds, as a report does, training writes texts first.
+# and a report take minutes, calibrating rounds, and training writes texts first.
 NOT_RUN = ("serve", "demo", "calibrate", "report", "train")
 # Whole comparisons take seconds each: one of them runs here, the others with those.
 COMPARED = [each for each in ours() if each[0] == "benchmark"]
