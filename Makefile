@@ -3,7 +3,8 @@
 # make test       sets up .venv, then the documentation, ruff, mypy and pytest; says
 #                 which tests were slowest, and how long each stage took
 # make docs       builds the documentation into build/site; a warning is an error
-# make test-long  the slow tests too, and more examples for each property
+# make test-long  the slow tests too, and more examples for each property;
+#                 TESTS="tests/caches ..." runs a part of them
 # make clean      removes .venv and what tools left behind
 #
 # On Linux with an NVIDIA GPU: make demo EXTRAS=cuda13
@@ -47,7 +48,7 @@ test: environment
 		"pytest: $(PYTEST)"
 
 test-long: environment
-	$(PYTEST) -m "slow or not slow" --hypothesis-profile=long
+	$(PYTEST) -m "slow or not slow" --hypothesis-profile=long $(TESTS)
 
 environment: $(TEST_STAMP)
 	@sh scripts/precompile_kernels.sh $(VENV)

@@ -60,7 +60,13 @@ def test_the_long_suite_runs_nightly() -> None:
     assert (day, month, weekday) == ("*", "*", "*")
     assert minute.isdigit()
     assert hour.isdigit()
-    assert "make test-long" in steps(workflow["jobs"]["test-long"])
+    job = workflow["jobs"]["test-long"]
+    assert 'make test-long PYTHON=python TESTS="${{ matrix.tests }}"' in steps(job)
+    parts = " ".join(job["strategy"]["matrix"]["tests"]).split()
+    found = [path for part in parts for path in ROOT.glob(part)]
+    files = [file for path in found for file in [path, *path.rglob("test_*.py")]]
+    modules = [file for file in files if file.suffix == ".py"]
+    assert sorted(modules) == sorted((ROOT / "tests").rglob("test_*.py"))
 
 
 def test_a_release_is_built_checked_and_published_without_a_password() -> None:
