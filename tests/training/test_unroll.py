@@ -13,15 +13,14 @@ from mlx_speculation.models.mtp import Mtp
 from mlx_speculation.training.unroll import attend_split, unroll
 from support.identity import prompt_of
 from support.models import mtp_checkpoints
-from support.references.tiny_blocks.on_disk import Known, target_of, write
-from support.references.tiny_blocks.tiny_eagles import tiny_eagle3
-from support.references.tiny_blocks.tiny_tensors import TARGET_LAYERS
+from support.models.eagle_checkpoints import write_eagle
+from support.references.reference_target import Known, target
 
 # Some have no list of layers.
 pytestmark = pytest.mark.filterwarnings("ignore:.*lists no layers of its target")
 
 SLOTS, DEPTHS = 9, 4
-HEADS = ("specforge", "vllm", "normed-residual", "eagle3.1", "full-vocabulary")
+HEADS = ("specforge", "vllm", "normed residual", "norm_output", "whole")
 
 
 def logits_of(
@@ -35,8 +34,7 @@ def logits_of(
 
 def eagle_of(folder: Path, dialect: str) -> Any:
     """Return a tiny head on its target."""
-    folder = write(folder, tiny_eagle3(dialect, seed=3))
-    return EagleDraft.from_folder(folder, target_of(TARGET_LAYERS)).eagle
+    return EagleDraft.from_folder(write_eagle(folder, dialect), target()).eagle
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -45,7 +43,7 @@ def test_an_eagle_head_is_unrolled_as_it_drafts(
     dialect: str, split: bool, tmp_path: Path
 ) -> None:
     """Steps of heads are compared with numpy in test_eagle_dialects_reference."""
-    eagle, known = eagle_of(tmp_path, dialect), Known.of(TARGET_LAYERS, SLOTS + 1)
+    eagle, known = eagle_of(tmp_path, dialect), Known.of(8, SLOTS + 1)
     taps = HiddenStates(known.model, layers=eagle.layers)
     begun = eagle.states(known.states(taps))
     tokens = mx.array([prompt_of(SLOTS + DEPTHS + 1)[1:]])

@@ -16,58 +16,71 @@ from transformers.cache_utils import DFlashCache
 from mlx_speculation.engine import DFlashDraft
 from mlx_speculation.models import HiddenStates
 from support.identity import prompt_of
-from support.references import dflash
-from support.references.reference_target import assert_close, tables, target
+from support.models.block_checkpoints import write_block
+from support.models.dflash_checkpoints import VARIANTS, write_dflash
+from support.references.blocks import dspark
+from support.references.blocks.packagings import block_taps
+from support.references.reference_target import (
+    Known,
+    assert_close,
+    assert_drafts,
+    read_folder,
+    tables,
+    target,
+)
 from support.references.tiny_files import add_biases
 from support.references.torch_heads import fill, to_torch
 
 # Some have no list of layers.
 pytestmark = pytest.mark.filterwarnings("ignore:.*lists no layers of its target")
 
-LENGTH, BLOCK = 23, 4
+LENGTH, BLOCK = 23, 5
 SLIDING = ["sliding_attention", "full_attention"]
 CASES: dict[str, dict[str, Any]] = {
-    "usual layers, not named": {"name_layers": False},
-    "usual layers, named": {"prefix": "model."},
-    "named layers": {"target_layer_ids": [0, 2, 6]},
-    "last layer": {"target_layer_ids": [2, 7]},
-    "sliding": {"layer_types": SLIDING, "sliding_window": 8},
-    "sliding, not causal": {
-        "layer_types": ["sliding_attention"] * 2,
-        "sliding_window": 8,
-        "causal": False,
-    },
+    "full": {},
+    "no list of layers": {"dflash_config": {"mask_token_id": 255}},
+    "last layer": {"layers": (2, 7)},
+    "sliding": {},
+    "not causal": {},
+    "swa keys": {},
+    "own ends": {},
     "a window that is longer": {"layer_types": SLIDING, "sliding_window": 64},
     "a window shorter than a block": {"layer_types": SLIDING, "sliding_window": 3},
-    "biases": {"prefix": "model."},
+    "biases": {},
+    "mimo": {},  # with sinks, and values that are scaled
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_blocks_are_those_of_the_reference(case: str, tmp_path: Path) -> None:
-    options = {"block_size": BLOCK, **CASES[case]}
-    tensors, config = dflash.write_tiny(tmp_path, seed=5, **options)
+    keys = {"layers": (0, 2, 6), **CASES[case]}
+    if case == "mimo":
+        write_block(tmp_path, case, **keys)
+    else:
+        write_dflash(tmp_path, case if case in VARIANTS else "full", **keys)
     if case == "biases":
-        add_biases(tmp_path, tensors)
-    draft = DFlashDraft.from_folder(tmp_path, target())
-    features = 2 if case == "last layer" else 3
-    layers = dflash.feature_layers(config, features, 8)
+        add_biases(tmp_path)
+    config, weights = read_folder(tmp_path)
+    known = Known.of(8, LENGTH)
+    draft = DFlashDraft.from_folder(tmp_path, known.model)
+    layers = block_taps(config, 8)
     assert list(draft.dflash.layers) == layers
-    tokens = prompt_of(LENGTH)
-    taps = HiddenStates(target(), layers=layers, after_norm=True)
-    with taps.collect() as states:
-        target()(mx.array([tokens[:-1]]))
-    read = [states.after_norm if i == 7 else states.layer(i) for i in layers]
-    wide = np.concatenate([np.array(each[0], np.float64) for each in read], axis=-1)
-    ids = [tokens[-1]] + [255] * (BLOCK - 1)
-    expected = dflash.forward(
-        tensors, config, wide, tables()["embedding"][ids], head=tables()["head"]
-    )[1:]
-    context = draft.dflash.states(states)
-    assert_close(context, dflash.context_states(tensors, config, wide))
-    assert_close(block(draft, context, tokens, 0), expected)
-    # The same with most of the context in the caches, and the rest in two parts.
-    assert_close(block(draft, context, tokens, 15), expected)
+    read = known.hidden([None if layer == 7 else layer for layer in layers])
+    expected = dspark.forward(
+        weights,
+        config,
+        read,
+        known.embeddings,
+        known.lm_head,
+        known.tokens,
+        samples=False,
+    ).logits
+    context = draft.dflash.states(known.states(draft.taps))
+    # In one part, and with most of the context in the caches before.
+    for held in (0, 15):
+        found = block(draft, context, known.tokens, held)
+        seen = [(found[:, row], None) for row in range(draft.dflash.head.depth)]
+        assert_drafts(seen, draft.dflash.head.ids, expected)
 
 
 @pytest.mark.parametrize("window", [None, 3, 5, 30])
@@ -75,19 +88,19 @@ def test_blocks_are_those_of_the_reference(case: str, tmp_path: Path) -> None:
 def test_a_block_equals_that_of_transformers(
     tmp_path: Path, window: int | None, held: int
 ) -> None:
-    kinds = ["full_attention", "full_attention", "sliding_attention"]
+    kinds = ["full_attention", "sliding_attention"]
     if window is None:
-        kinds[2] = "full_attention"
-    tensors, config = dflash.write_tiny(
+        kinds[1] = "full_attention"
+    write_dflash(
         tmp_path,
-        3,
-        layers=3,
-        block_size=BLOCK,
+        "full",
+        (1, 4, 6),
         layer_types=kinds,
         # transformers sees `window` tokens to either side of a block row.
         sliding_window=None if window is None else window + 1,
-        causal=False,
+        is_causal=False,
     )
+    config, tensors = read_folder(tmp_path)
     draft = DFlashDraft.from_folder(tmp_path, target())
     taps = HiddenStates(target(), layers=draft.dflash.layers)
     tokens = prompt_of(LENGTH)
@@ -143,4 +156,5 @@ def block(
     if held:
         draft.dflash.history(context[:, :held], mx.array([tokens[:held]]), caches)
     newest = mx.array([tokens[-1:]])
-    return draft.dflash.block(context[:, held:], newest, caches, BLOCK - 1)
+    depth = draft.dflash.head.depth
+    return draft.dflash.block(context[:, held:], newest, caches, depth)

@@ -8,39 +8,47 @@ import pytest
 
 from mlx_speculation.engine.drafters.registry import draft_folder
 from support.drafters.block_drafts import Greedy
+from support.models.block_checkpoints import altered, write_block
 from support.references.blocks import dflash2
 from support.references.blocks.packagings import block_taps
-from support.references.tiny_blocks.on_disk import Known, assert_drafts, write
-from support.references.tiny_blocks.tiny_dflash2 import DFLASH2, tiny_dflash2
-from support.references.tiny_blocks.tiny_tensors import TARGET_LAYERS, TinyDrafter
+from support.references.reference_target import Known, assert_drafts, read_folder
 
-LENGTH = 23  # of a text; windows are of 8
+LENGTH = 23  # of a text; windows are of 12
 SCALES = {
     "input_embedding_scale": 2.0,
     "output_multiplier": 0.5,
     "final_logit_softcapping": 3.0,
 }
+CAUSAL: dict[str, tuple[dict[str, bool], ...]] = {
+    "dflash2": ({"is_causal": False}, {"is_causal": True}, {}),
+    "dflash2, speculators": (
+        {"sliding_window_non_causal": True},
+        {"sliding_window_non_causal": False},
+        {},
+    ),
+}
 
 
-@pytest.mark.parametrize("packaging", DFLASH2)
-@pytest.mark.parametrize("causal", [False, True, None])
+@pytest.mark.parametrize(
+    ("packaging", "keys"),
+    [(name, keys) for name, all in CAUSAL.items() for keys in all],
+)
 @pytest.mark.parametrize(("held", "scales"), [(0, {}), (15, {}), (15, SCALES)])
 def test_drafts_are_those_of_the_reference(
     packaging: str,
-    causal: bool | None,
+    keys: dict[str, bool],
     held: int,
     scales: dict[str, float],
     tmp_path: Path,
 ) -> None:
-    tiny = tiny_dflash2(packaging, seed=4, is_causal=causal)
-    own = {**tiny.config.get("dflash_config", {}), **scales}
-    where = {"dflash_config": own} if "dflash_config" in tiny.config else scales
-    tiny = TinyDrafter({**tiny.config, **where}, tiny.weights)
-    folder, source = draft_folder(write(tmp_path, tiny))
-    known = Known.of(TARGET_LAYERS, LENGTH)
+    """Kernels of either side, candidates and their edges, and what is scaled."""
+    changed = altered(packaging, own=scales, **{"is_causal": None, **keys})
+    folder, source = draft_folder(write_block(tmp_path, changed, (1, 4, 6)))
+    config, weights = read_folder(tmp_path)
+    known = Known.of(8, LENGTH)
     draft: Any = source.from_folder(folder, known.model)  # type: ignore[attr-defined]
     drafter = draft.dflash
-    assert list(drafter.layers) == block_taps(tiny.config)
+    assert list(drafter.layers) == block_taps(config)
     context = drafter.states(known.states(draft.taps))
     caches, choose = drafter.new_caches(), Greedy()
     if held:
@@ -49,9 +57,9 @@ def test_drafts_are_those_of_the_reference(
     newest = mx.array([known.tokens[held + 1 :]])
     drafter.draft(context[:, held:], newest, caches, drafter.head.depth, choose)
     expected = dflash2.forward(
-        tiny.weights,
-        tiny.config,
-        known.hidden(block_taps(tiny.config)),
+        weights,
+        config,
+        known.hidden(block_taps(config)),
         known.embeddings,
         known.lm_head,
         known.tokens,

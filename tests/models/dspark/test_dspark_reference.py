@@ -10,38 +10,49 @@ import pytest
 from mlx_speculation.engine.drafters.registry import draft_folder
 from support.covering import covering
 from support.drafters.block_drafts import Greedy
+from support.models.block_checkpoints import BLOCK, PACKAGINGS, altered, write_block
 from support.references.blocks import dspark
 from support.references.blocks.packagings import block_taps
-from support.references.tiny_blocks.on_disk import Known, assert_drafts, write
-from support.references.tiny_blocks.tiny_dspark import DSPARK, tiny_dspark
-from support.references.tiny_blocks.tiny_tensors import TARGET_LAYERS
+from support.references.reference_target import Known, assert_drafts, read_folder
 
-LENGTH = 23  # of a text; windows are of 8
-CASES: list[tuple[str, dict[str, Any]]] = [
-    *((packaging, {}) for packaging in DSPARK),
-    *((packaging, {"markov": None}) for packaging in ("deepspec", "gguf")),
-    *(
-        (packaging, {"markov": markov, "with_markov": markov == "rnn"})
-        for packaging in ("deepspec", "gemma4", "nemotron")
-        for markov in ("gated", "rnn")
+LENGTH, LAYERS = 23, 8  # of a text; windows are of 12
+KINDS = ("gated", "rnn")
+CASES = {
+    **{name: each for name, each in PACKAGINGS.items() if each.kind == "dspark"},
+    "prism, dflash": altered("prism", "levels", own={"dspark.dspark.markov_rank": 0}),
+    **{
+        f"gemma, {kind}": altered(
+            "deepspec, gemma",
+            *("gemma", "own ends", f"markov {kind}", "confidence"),
+            markov_head_type=kind,
+        )
+        for kind in KINDS
+    },
+    **{
+        f"nvidia, {kind}": altered(
+            "nvidia",
+            *("embedding", "sinks", f"markov {kind}", "confidence of states"),
+            markov_head_type=kind,
+        )
+        for kind in KINDS
+    },
+    "speculators, gated": altered(
+        "speculators", "reduced", "markov gated", "confidence", markov_head_type="gated"
     ),
-    ("lfm2", {"confidence": False}),
-    ("speculators", {"draft_vocabulary": 96}),
-    ("speculators", {"draft_vocabulary": 96, "markov": "gated"}),
-]
+    "temperatures": altered("deepspec", confidence_temperatures=[0.5, 2.0, 1.5, 1.0]),
+}
 
 
 @pytest.mark.parametrize(("case", "held"), covering(CASES, (0, 15)))
 def test_drafts_are_those_of_the_reference(
-    case: tuple[str, dict[str, Any]], held: int, tmp_path: Path
+    case: str, held: int, tmp_path: Path
 ) -> None:
-    packaging, options = case
-    tiny = tiny_dspark(packaging, seed=3, **options)
-    folder, source = draft_folder(write(tmp_path, tiny))
-    known = Known.of(TARGET_LAYERS, LENGTH)
+    folder, source = draft_folder(write_block(tmp_path, CASES[case], (1, 4, 6)))
+    config, weights = read_folder(tmp_path)
+    known = Known.of(LAYERS, LENGTH)
     draft: Any = source.from_folder(folder, known.model)  # type: ignore[attr-defined]
     drafter = draft.dflash
-    assert list(drafter.layers) == block_taps(tiny.config)
+    assert list(drafter.layers) == block_taps(config)
     context = drafter.states(known.states(draft.taps))
     caches, choose = drafter.new_caches(), Greedy()
     if held:  # most of the context before, the rest with the block
@@ -58,17 +69,41 @@ def test_drafts_are_those_of_the_reference(
         context[:, held:], newest, caches, drafter.head.depth, choose_next
     )
     expected = dspark.forward(
-        tiny.weights,
-        tiny.config,
-        known.hidden(block_taps(tiny.config)),
+        weights,
+        config,
+        known.hidden(block_taps(config)),
         known.embeddings,
         known.lm_head,
         known.tokens,
         chosen=choose.tokens,
     )
+    assert len(expected.logits) == CASES[case].depth
     assert_drafts(choose.seen, ids, expected.logits)
     assert (sure is None) == (expected.confidence is None)
     if expected.confidence is not None:
         np.testing.assert_allclose(np.array(sure), expected.confidence, atol=1e-4)
     first = drafter.first_logits(context, newest[:, -1:])
     assert_drafts([(first[:, 0], None)], ids, expected.logits[:1])
+
+
+def test_gemmas_cap_is_not_on_the_bias(tmp_path: Path) -> None:
+    """A Markov head may put logits far above the cap of those it is added to."""
+    from_file = write_block(tmp_path, "deepspec, gemma", (1, 4, 6))
+    known = Known.of(LAYERS, LENGTH)
+    folder, source = draft_folder(from_file)
+    draft: Any = source.from_folder(folder, known.model)  # type: ignore[attr-defined]
+    head, choose = draft.dflash.head, Greedy()
+    head.markov_head.markov_w2.weight = head.markov_head.markov_w2.weight * 100
+    context = draft.dflash.states(known.states(draft.taps))
+    newest = mx.array([known.tokens[-1:]])
+    draft.dflash.draft(context, newest, draft.dflash.new_caches(), BLOCK, choose)
+    assert float(mx.abs(choose.seen[0][0]).max()) > 60
+
+
+def test_a_confidence_is_computed_where_it_is_asked_for(tmp_path: Path) -> None:
+    known = Known.of(LAYERS, LENGTH)
+    folder, source = draft_folder(write_block(tmp_path, "deepspec", (1, 4, 6)))
+    draft: Any = source.from_folder(folder, known.model)  # type: ignore[attr-defined]
+    context, newest = draft.dflash.states(known.states(draft.taps)), mx.array([[3]])
+    caches = draft.dflash.new_caches()
+    assert draft.dflash.draft(context, newest, caches, BLOCK, Greedy()) is None

@@ -3,6 +3,7 @@
 The layer alone is compared with transformers' Llama, where the two are the same.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,11 @@ from transformers.models.llama.modeling_llama import (
 from mlx_speculation.engine.drafters.registry import draft_folder
 from support.covering import covering
 from support.drafters.block_drafts import Greedy
+from support.models.eagle_checkpoints import DIALECTS, PARALLEL, VARIANTS, write_eagle
 from support.references.blocks import eagle3_dialects, p_eagle
 from support.references.blocks.packagings import eagle_taps
 from support.references.numerics import below
-from support.references.tiny_blocks.on_disk import Known, assert_drafts, write
-from support.references.tiny_blocks.tiny_eagles import (
-    EAGLE3,
-    P_EAGLE,
-    tiny_eagle3,
-    tiny_p_eagle,
-)
+from support.references.reference_target import Known, assert_drafts, read_folder
 from support.references.torch_heads import fill, to_torch
 
 # Some have no list of layers.
@@ -48,16 +44,23 @@ def layers_of(config: dict[str, Any]) -> list[int | None]:
     return list(eagle_taps(config, LAYERS))
 
 
-@pytest.mark.parametrize(("dialect", "held"), covering(EAGLE3, (0, 15)))
+# Of the target; "four" are layers of a head of vLLM's.
+READ = {"four": (1, 3, 6, 8), "last state": (11,), "last state, projected": (11,)}
+
+
+@pytest.mark.parametrize(
+    ("dialect", "held"), covering((*DIALECTS, *VARIANTS, "four"), (0, 15))
+)
 def test_chains_are_those_of_the_reference(
     dialect: str, held: int, tmp_path: Path
 ) -> None:
-    tiny = tiny_eagle3(dialect, seed=5)
+    read = READ.get(dialect, (1, 4, 6))
+    if dialect == "authors":  # the usual ones
+        read = (1, 5, 8)
+    name = "vllm" if dialect == "four" else dialect
+    folder, source = draft_folder(write_eagle(tmp_path, name, read))
+    config, weights = read_folder(tmp_path)
     known = Known.of(LAYERS, LENGTH)
-    if dialect == "four-taps":  # no rule names four layers
-        name = "eagle_aux_hidden_state_layer_ids"
-        tiny.config[name] = [2, 4, 7, 9]
-    folder, source = draft_folder(write(tmp_path, tiny))
     assert source.kind == "eagle"
     draft: Any = source.from_folder(folder, known.model)  # type: ignore[attr-defined]
     eagle, ids = draft.eagle, draft.head.ids
@@ -73,9 +76,9 @@ def test_chains_are_those_of_the_reference(
         token = choose(out.logits[:, -1], ids)
         out = eagle.step(out.recycled[:, -1:], token[None], caches)
     expected = eagle3_dialects.forward(
-        tiny.weights,
-        tiny.config,
-        known.hidden(layers_of(tiny.config)),
+        weights,
+        config,
+        known.hidden(layers_of(config)),
         known.embeddings,
         known.lm_head,
         known.tokens,
@@ -87,14 +90,15 @@ def test_chains_are_those_of_the_reference(
 
 @pytest.mark.parametrize(
     ("packaging", "layers", "part"),
-    covering(P_EAGLE, (1, 2, 3), ((0, 4), (15, 4), (15, 1)), pairs=[(1, 2)]),
+    covering(PARALLEL, (1, 2, 3), ((0, 4), (15, 4), (15, 1)), pairs=[(1, 2)]),
 )
 def test_parallel_drafts_are_those_of_the_reference(
     packaging: str, layers: int, part: tuple[int, int], tmp_path: Path
 ) -> None:
     held, drafts = part
-    tiny = tiny_p_eagle(packaging, seed=6, layers=layers)
-    folder, source = draft_folder(write(tmp_path, tiny))
+    dialect = replace(PARALLEL[packaging], layers=layers)
+    folder, source = draft_folder(write_eagle(tmp_path, dialect, (1, 4, 6)))
+    config, weights = read_folder(tmp_path)
     assert source.kind == "peagle"
     known = Known.of(LAYERS, LENGTH)
     draft: Any = source.from_folder(folder, known.model)  # type: ignore[attr-defined]
@@ -110,9 +114,9 @@ def test_parallel_drafts_are_those_of_the_reference(
 
     eagle.draft(states[:, held:], tokens[:, held:], caches, drafts, choose_next)
     expected = p_eagle.forward(
-        tiny.weights,
-        tiny.config,
-        known.hidden(layers_of(tiny.config)),
+        weights,
+        config,
+        known.hidden(layers_of(config)),
         known.embeddings,
         known.lm_head,
         known.tokens,
@@ -122,28 +126,25 @@ def test_parallel_drafts_are_those_of_the_reference(
     assert np.array_equal(choose.tokens, expected.tokens)
 
 
-@pytest.mark.parametrize("dialect", ["several-layers", "llama3"])
+@pytest.mark.parametrize("dialect", ["specforge", "llama3"])
 def test_the_first_layer_is_made_of_parts_of_transformers_llama(
     dialect: str, tmp_path: Path
 ) -> None:
-    tiny = tiny_eagle3(dialect, seed=5)
-    tiny.config["num_hidden_layers"] = 1
-    for name in [name for name in tiny.weights if name[:8] in ("layers.1", "layers.2")]:
-        del tiny.weights[name]
     known = Known.of(LAYERS, LENGTH)
-    folder, source = draft_folder(write(tmp_path, tiny))
+    folder, source = draft_folder(write_eagle(tmp_path, dialect))
+    config, tensors = read_folder(tmp_path)
     draft: Any = source.from_folder(folder, known.model)  # type: ignore[attr-defined]
     states = draft.eagle.states(known.states(draft.taps))
     tokens = mx.array([known.tokens[1:]])
     found = draft.eagle.rows(states, tokens, draft.eagle.head.new_caches()[0])
 
-    tensors, block = tiny.weights, below(tiny.weights, "layers.0.")
-    llama = LlamaConfig(**tiny.config, pad_token_id=None, bos_token_id=None)
+    block = below(tensors, "midlayer.")
+    llama = LlamaConfig(**config, pad_token_id=None, bos_token_id=None)
     llama.eos_token_id = None
     llama._attn_implementation = "eager"
 
     def norm(weight: Any, x: torch.Tensor) -> torch.Tensor:
-        module = LlamaRMSNorm(x.shape[-1], eps=tiny.config["rms_norm_eps"])
+        module = LlamaRMSNorm(x.shape[-1], eps=config["rms_norm_eps"])
         fill(module, {"weight": weight})
         return module(x)
 
@@ -155,7 +156,7 @@ def test_the_first_layer_is_made_of_parts_of_transformers_llama(
     mlp = LlamaMLP(llama)
     fill(mlp, below(block, "mlp."))
     with torch.no_grad():
-        features = np.concatenate(known.hidden(layers_of(tiny.config)), axis=-1)
+        features = np.concatenate(known.hidden(layers_of(config)), axis=-1)
         state = to_torch(features)[None] @ to_torch(tensors["fc.weight"]).T
         token = to_torch(known.embeddings[known.tokens[1:]])[None]
         count = token.shape[1]

@@ -6,7 +6,7 @@ have. The names of tensors and keys stand here a second time.
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -446,18 +446,43 @@ def _gemma_layer(draws: Draws, layer: str) -> Tensors:
     }
 
 
+def altered(
+    name: str, *parts: str, own: Config | None = None, **keys: Any
+) -> Packaging:
+    """Return a packaging with other parts, and other keys in its config.json.
+
+    Args:
+        name: of the packaging.
+        parts: see `parts_of`; none: its own.
+        own: keys that go into `dflash_config` where there is one.
+        keys: those at the top.
+    """
+    old = PACKAGINGS[name]
+
+    def config(layers: tuple[int, ...]) -> Config:
+        made = {**old.config(layers), **keys}
+        if "dflash_config" in made:
+            return {**made, "dflash_config": {**made["dflash_config"], **(own or {})}}
+        return {**made, **(own or {})}
+
+    return replace(old, config=config, parts=parts or old.parts)
+
+
 def write_block(
-    folder: Path, name: str, layers: tuple[int, ...] = (0, 1, 3), **changed: mx.array
+    folder: Path,
+    name: str | Packaging,
+    layers: tuple[int, ...] = (0, 1, 3),
+    **changed: mx.array,
 ) -> Path:
     """Write a drafter in a packaging, and return its folder.
 
     Args:
         folder: where.
-        name: of the packaging.
+        name: of the packaging, or one of its own.
         layers: of the target that it reads, from 0.
         changed: tensors that are others.
     """
-    packaging = PACKAGINGS[name]
+    packaging = PACKAGINGS[name] if isinstance(name, str) else name
     folder.mkdir(parents=True, exist_ok=True)
     config, tensors = packaging.config(layers), parts_of(packaging, len(layers))
     tensors |= changed
@@ -489,7 +514,7 @@ def packed(tensors: Tensors) -> Tensors:
     found: Tensors = {}
     for name, value in tensors.items():
         part = name.removesuffix(".weight")
-        if not part.endswith("_proj"):
+        if not (part.startswith("layers.") and part.endswith("_proj")):
             found[name] = value
             continue
         whole = mx.abs(value).max() / 6

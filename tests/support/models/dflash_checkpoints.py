@@ -92,11 +92,11 @@ def tensors_of(variant: str, features: int) -> dict[str, mx.array]:
 
 
 def write_dflash(
-    folder: Path, variant: str, layers: tuple[int, ...] = (0, 1, 3)
+    folder: Path, variant: str, layers: tuple[int, ...] = (0, 1, 3), **keys: Any
 ) -> Path:
-    """Write a drafter, and return its folder."""
+    """Write a drafter, with other keys in its config.json, and return its folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = json.dumps(config_of(variant, layers))
+    config = json.dumps(config_of(variant, layers) | keys)
     (folder / "config.json").write_text(config, encoding="utf-8")
     tensors = tensors_of(variant, len(layers))
     mx.save_safetensors(

@@ -5,7 +5,7 @@ second time, so that a wrong name in the library does not go unnoticed.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,10 @@ class Dialect:
         query_norms: of queries and keys: "", "each" or "together".
         deepspec: whether the list of layers is DeepSpec's.
         output: whether it has an output layer for all ids.
-        last: whether it reads the last state alone, without `fc`.
+        last: whether it reads the last state alone: "", "plain" (without `fc`) or "fc".
         biased: whether attention and `fc` have biases.
         gemma: whether its layer is Gemma 4's.
+        latent: whether its attention is DeepSeek's.
         mask: of a P-EAGLE head: the key of its mask; "": it is none.
     """
 
@@ -53,9 +54,10 @@ class Dialect:
     query_norms: str = ""
     deepspec: bool = False
     output: bool = False
-    last: bool = False
+    last: str = ""
     biased: bool = False
     gemma: bool = False
+    latent: bool = False
     mask: str = ""
 
 
@@ -78,6 +80,13 @@ _GEMMA = {
 _SLIDING = {
     "layer_types": ["full_attention", "sliding_attention"],
     "sliding_window": 12,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
 }
 DIALECTS = {
     "specforge": Dialect("LlamaForCausalLMEagle3"),
@@ -129,7 +138,7 @@ DIALECTS = {
         biased=True,
         options=tuple(_SLIDING.items()),
     ),
-    "last state": Dialect("LlamaForCausalLMEagle3", last=True),
+    "last state": Dialect("LlamaForCausalLMEagle3", last="plain"),
     "tied": Dialect(
         "LlamaForCausalLMEagle3",
         reduced=False,
@@ -139,6 +148,39 @@ DIALECTS = {
             ("logit_scale", 0.5),
             ("rope_scaling", {"type": "mrope", "mrope_section": [2, 3, 3]}),
         ),
+    ),
+}
+_LATENT: dict[str, Any] = {
+    "model_type": "deepseek_v2",
+    "kv_lora_rank": 24,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+# Dialects whose numbers alone differ from those of the others.
+VARIANTS = {
+    "normed residual": Dialect(
+        "LlamaForCausalLMEagle3", options=(("norm_before_residual", True),)
+    ),
+    "plain residual": replace(
+        DIALECTS["speculators"],
+        query_norms="each",
+        options=(("norm_before_residual", False),),
+    ),
+    "llama3": Dialect(
+        "LlamaForCausalLMEagle3", options=(("rope_scaling", dict(LLAMA3)),)
+    ),
+    "sliding": Dialect(
+        "LlamaForCausalLMEagle3",
+        options=(("layer_types", ["sliding_attention"]), ("sliding_window", 4)),
+    ),
+    "last state, projected": Dialect("LlamaForCausalLMEagle3", last="fc"),
+    "latent": Dialect(
+        "Eagle3DeepseekV2ForCausalLM",
+        "layers.0.",
+        latent=True,
+        options=tuple(_LATENT.items()),
     ),
 }
 # Heads that draft in one forward.
@@ -174,6 +216,9 @@ PARALLEL = {
         mask="ptd_token_id",
     ),
 }
+
+
+EVERY = DIALECTS | VARIANTS | PARALLEL
 
 
 def draft_ids() -> list[int]:
@@ -276,8 +321,11 @@ def tensors_of(dialect: Dialect, features: int) -> dict[str, mx.array]:
         found["fc.bias"] = vector(DIM)
     if dialect.output:
         found["lm_head.weight"] = matrix(VOCAB, DIM)
-    if dialect.last:
+    if dialect.last == "plain":
         del found["fc.weight"]
+    if dialect.latent:
+        found = {k: v for k, v in found.items() if "self_attn" not in k}
+        found |= _latent(f"{layer}self_attn.", matrix, vector)
     if dialect.mask:
         found["mask_hidden"] = matrix(1, 1, features * DIM)
     if dialect.gemma:
@@ -318,9 +366,29 @@ def _gemma_layer(place: str, matrix: Any, vector: Any) -> dict[str, mx.array]:
     }
 
 
-def write_eagle(folder: Path, name: str, layers: tuple[int, ...] = (0, 1, 3)) -> Path:
+def _latent(attention: str, matrix: Any, vector: Any) -> dict[str, mx.array]:
+    rank, narrow = _LATENT["kv_lora_rank"], _LATENT["q_lora_rank"]
+    nope, turned = _LATENT["qk_nope_head_dim"], _LATENT["qk_rope_head_dim"]
+    values = _LATENT["v_head_dim"]
+    shapes = {
+        "q_a_proj": (narrow, 2 * DIM),
+        "q_b_proj": (HEADS * (nope + turned), narrow),
+        "kv_a_proj_with_mqa": (rank + turned, 2 * DIM),
+        "kv_b_proj": (HEADS * (nope + values), rank),
+        "o_proj": (DIM, HEADS * values),
+    }
+    return {
+        **{f"{attention}{name}.weight": matrix(*s) for name, s in shapes.items()},
+        f"{attention}q_a_layernorm.weight": vector(narrow),
+        f"{attention}kv_a_layernorm.weight": vector(rank),
+    }
+
+
+def write_eagle(
+    folder: Path, name: str | Dialect, layers: tuple[int, ...] = (0, 1, 3)
+) -> Path:
     """Write a head of a dialect, and return its folder."""
-    dialect = (DIALECTS | PARALLEL)[name]
+    dialect = EVERY[name] if isinstance(name, str) else name
     folder.mkdir(parents=True, exist_ok=True)
     config = json.dumps(config_of(dialect, layers))
     (folder / "config.json").write_text(config, encoding="utf-8")

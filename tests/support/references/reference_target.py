@@ -1,33 +1,99 @@
-"""The target of drafters that are compared with numpy: eight layers, and its tables."""
+"""The target of drafters that are compared with numpy, and what it gives them."""
 
-from dataclasses import replace
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_speculation.models import HiddenStates
+from support.identity import prompt_of
 from support.models.tiny_models import TINY_MODELS, build_tiny
+from support.references.blocks.primitives import Array
 
 TOLERANCE = 1e-4
 
 
 @cache
-def target() -> nn.Module:
-    """Return a target of eight layers, so that the three usual ones are different."""
+def target(layers: int = 8) -> nn.Module:
+    """Return a target of so many layers that the three usual ones are different."""
     tiny = TINY_MODELS["llama"]
-    return build_tiny(replace(tiny, args={**tiny.args, "num_hidden_layers": 8}))
+    return build_tiny(replace(tiny, args={**tiny.args, "num_hidden_layers": layers}))
 
 
 @cache
-def tables() -> dict[str, Any]:
+def tables(layers: int = 8) -> dict[str, Any]:
     """Return the target's embedding and output matrix, for the reference."""
-    model: Any = target()
+    model: Any = target(layers)
     embedding = np.array(model.model.embed_tokens.weight, np.float64)
     tied = "lm_head" not in model
     head = embedding if tied else np.array(model.lm_head.weight, np.float64)
     return {"embedding": embedding, "head": head}
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What a target knows of a text.
+
+    Attributes:
+        model: the target.
+        tokens: ids, the last of which has no state yet.
+        embeddings: [V, H].
+        lm_head: [V, H].
+    """
+
+    model: nn.Module
+    tokens: list[int]
+    embeddings: Array
+    lm_head: Array
+
+    @classmethod
+    def of(cls, layers: int, length: int) -> "Known":
+        """Return a text of a target with so many layers."""
+        own = tables(layers)
+        return cls(target(layers), prompt_of(length), own["embedding"], own["head"])
+
+    def states(self, taps: HiddenStates) -> Any:
+        """Return what taps show of all positions but the last."""
+        with taps.collect() as found:
+            self.model(mx.array([self.tokens[:-1]]))
+        return found
+
+    def hidden(self, layers: Sequence[int | None]) -> list[Array]:
+        """Return the outputs of layers, [positions, H] each.
+
+        -1 is the embedding's, None what the final norm returns.
+        """
+        named = [layer for layer in layers if layer is not None]
+        taps = HiddenStates(self.model, layers=named, after_norm=True)
+        try:
+            found = self.states(taps)
+            arrays = [
+                found.after_norm if layer is None else found.layer(layer)
+                for layer in layers
+            ]
+            return [np.array(array[0], np.float64) for array in arrays]
+        finally:
+            taps.remove()
+
+
+def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Array]]:
+    """Return what config.json or a GGUF file says, and the tensors by their names."""
+    gguf, found = folder / "drafter.gguf", folder / "config.json"
+    held: Any
+    if gguf.exists():
+        both: Any = mx.load(str(gguf), return_metadata=True)
+        held, said = both
+        config = {k: v if isinstance(v, str) else v.tolist() for k, v in said.items()}
+    else:
+        held = mx.load(str(folder / "model.safetensors"))
+        config = json.loads(found.read_text(encoding="utf-8"))
+    return config, {name: np.array(tensor) for name, tensor in held.items()}
 
 
 def assert_close(found: mx.array, expected: Any) -> None:
@@ -36,3 +102,28 @@ def assert_close(found: mx.array, expected: Any) -> None:
     assert got.shape == expected.shape
     scale = max(1.0, float(np.abs(expected).max()))
     assert np.abs(got - expected).max() <= TOLERANCE * scale
+
+
+def assert_drafts(
+    seen: Sequence[tuple[mx.array, mx.array | None]],
+    ids: mx.array | None,
+    expected: Array,
+) -> None:
+    """Assert that logits are those of the reference, but for rounding of float32.
+
+    Args:
+        seen: logits [1, n] of each draft, and the ids of their columns if they have
+            some of their own.
+        ids: of the columns elsewhere; None: all, in order.
+        expected: [drafts, V], -inf where the drafter cannot reach.
+    """
+    assert len(seen) == len(expected)
+    for (logits, own), row in zip(seen, expected, strict=True):
+        columns = own if own is not None else ids
+        found = np.full(len(row), -np.inf)
+        places = slice(None) if columns is None else np.array(columns)
+        found[places] = np.array(logits[0].astype(mx.float32), np.float64)
+        reached = np.isfinite(row)
+        np.testing.assert_array_equal(np.isfinite(found), reached)
+        scale = max(1.0, float(np.abs(row[reached]).max()))
+        assert np.abs(found[reached] - row[reached]).max() <= TOLERANCE * scale

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 Float32 = NDArray[np.float32]
 
@@ -47,12 +47,13 @@ def write_folder(
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def add_biases(folder: Path, tensors: dict[str, NDArray[Any]]) -> None:
+def add_biases(folder: Path) -> None:
     """Give `fc` and all projections of a written drafter a random bias."""
-    draws = np.random.default_rng(9)
+    file, draws = folder / "model.safetensors", np.random.default_rng(9)
+    tensors = load_file(file)
     for name in [
         each for each in tensors if each.endswith(("fc.weight", "_proj.weight"))
     ]:
         bias = draws.normal(0, 0.3, len(tensors[name])).astype(np.float32)
         tensors[name.removesuffix("weight") + "bias"] = bias
-    save_file(tensors, folder / "model.safetensors")
+    save_file(tensors, file)

@@ -41,8 +41,9 @@ def forward(
     tokens: Sequence[int],
     *,
     chosen: Sequence[int] | None = None,
+    samples: bool | None = None,
 ) -> BlockDraft:
-    """Draft one block.
+    """Draft one block; without a Markov head and with a given anchor it is DFlash's.
 
     With ctx = rms(fc [h_1 | .. | h_m], hidden_norm) and g the normed rows of the block
     (`run_block`): U_k = cap(lm_head g_k), z_k = U_k + bias(d_{k-1}, g_k), d_0 = anchor,
@@ -58,11 +59,12 @@ def forward(
         tokens: Committed ids; only the last one, the anchor, is read.
         chosen: Ids taken at the drafted positions, as far as they are given; the most
             likely one elsewhere.
+        samples: Whether row 0 drafts; None: `anchor_samples`.
     """
     tensors = canonical_weights(weights, config)
     plain = canonical_config(config)
     body = body_of(tensors, plain)
-    samples = anchor_samples(plain)
+    samples = anchor_samples(plain) if samples is None else samples
     count = int(option(plain, "block_size")) - (not samples)
     places = np.arange(len(hidden[0]))
 

@@ -148,7 +148,7 @@ def seen_by_block(
     """What each row of a block sees: [rows, context + rows].
 
     Row j stands at position start + j. With a window it sees context position p iff
-    start + j - p < window. The block is seen in full, or up to the row itself.
+    start + j - p < window, and so the block if it is causal: up to the row itself.
     """
     start = int(positions[-1]) + 1
     own = start + np.arange(rows)[:, None]
@@ -156,7 +156,9 @@ def seen_by_block(
     if window is not None:
         context = own - positions[None] < window
     block = np.ones((rows, rows), dtype=bool)
-    return np.concatenate([context, np.tril(block) if causal else block], axis=1)
+    if causal:
+        block = np.tril(block) & ~np.tril(block, -(window or rows))
+    return np.concatenate([context, block], axis=1)
 
 
 def run_block(

@@ -136,29 +136,21 @@ def unpack_nvfp4(packed: Array, scale: Array, scale_2: Array) -> Array:
     return np.asarray(values * shared)
 
 
-def block_taps(
-    config: Mapping[str, Any],
-    *,
-    speculators_ids: str = "tuple",
-    gguf_ids: str = "layer",
-) -> list[int]:
-    """Tapped layers of a DSpark or DFlash2 drafter, in the order that `fc` reads them.
+def block_taps(config: Mapping[str, Any], target_layers: int = 0) -> list[int]:
+    """Tapped layers of a drafter of blocks, in the order that `fc` reads them.
 
     Returns indices of layers whose output is read; -1 is the output of the embedding.
-
-    Args:
-        config: config.json, or the metadata of a GGUF file.
-        speculators_ids: "tuple": ids count the embedding, so i is the output of layer
-            i - 1 (vLLM); "layer": as they stand (mlx-dspark).
-        gguf_ids: The same for a GGUF file, where no source decides.
+    Ids of speculators count the embedding, so i is the output of layer i - 1 (vLLM).
+    Without a list DFlash reads three layers, from 1 to the third from the end.
     """
     if is_gguf(config):
-        ids, counted = config["dspark.dspark.target_layers"], gguf_ids
-    elif is_speculators(config):
-        ids, counted = option(config, "aux_hidden_state_layer_ids"), speculators_ids
-    else:
-        ids, counted = option(config, "target_layer_ids"), "layer"
-    return [int(i) - (counted == "tuple") for i in ids]
+        return [int(i) for i in config["dspark.dspark.target_layers"]]
+    if is_speculators(config):
+        return [int(i) - 1 for i in option(config, "aux_hidden_state_layer_ids")]
+    ids = option(config, "target_layer_ids")
+    if ids is None:
+        return [round(1 + i * (target_layers - 4) / 2) for i in range(3)]
+    return [int(i) for i in ids]
 
 
 def eagle_taps(config: Mapping[str, Any], target_layers: int) -> list[int]:
