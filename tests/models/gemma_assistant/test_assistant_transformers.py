@@ -19,8 +19,9 @@ from transformers import (
 )
 
 from mlx_speculation.models.gemma_assistant import SharedKv, load_assistant
+from support.models.assistant_checkpoints import HEADS, Made, build, config_of, write
 from support.models.tiny_models import TINY_MODELS, build_tiny
-from support.references import gemma4_assistant
+from support.references.reference_target import read_folder
 from support.references.torch_heads import fill
 
 TOLERANCE = 1e-4
@@ -37,10 +38,33 @@ LARGE: dict[str, Any] = {
 }
 SHAPES: dict[str, dict[str, Any]] = {
     "dense": {},
-    "centroids": {"centroids": 16, "top_centroids": 3},
-    "many heads": {"kv_heads": 2, "global_kv_heads": 4, "head_dim": 32},
-    "one layer": {"layers": 1},
+    "centroids": {},
+    "many heads": {
+        "num_key_value_heads": 2,
+        "num_global_key_value_heads": 4,
+        "attention_k_eq_v": True,
+        "head_dim": 32,
+    },
+    "one layer": {
+        "num_hidden_layers": 1,
+        "num_kv_shared_layers": 1,
+        "layer_types": ["full_attention"],
+    },
 }
+
+
+def both(folder: Path, head: str, **text: Any) -> tuple[Any, Any, dict[str, Any]]:
+    """Write an assistant; return what is loaded, and that of transformers.
+
+    transformers sees `sliding_window` keys and one more.
+    """
+    config = config_of("shared", head, **text)
+    write(Made(nn.Module(), build(config), config), folder)
+    config, tensors = read_folder(folder)
+    config["text_config"]["sliding_window"] -= 1
+    theirs: Any = Gemma4AssistantForCausalLM(Gemma4AssistantConfig(**config)).eval()
+    fill(theirs, {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]})
+    return load_assistant(folder), theirs, config
 
 
 def build_pair(changes: dict[str, Any]) -> tuple[nn.Module, Any]:
@@ -59,24 +83,18 @@ def build_pair(changes: dict[str, Any]) -> tuple[nn.Module, Any]:
 
 @pytest.mark.parametrize("changes", [SMALL, LARGE], ids=["small", "large"])
 @pytest.mark.parametrize("tokens", [5, WINDOW, 41])
-@pytest.mark.parametrize("centroids", [None, 16])
+@pytest.mark.parametrize("head", HEADS)
 def test_drafts_on_the_target_equal_those_of_transformers(
-    tmp_path: Path, changes: dict[str, Any], tokens: int, centroids: int | None
+    tmp_path: Path, changes: dict[str, Any], tokens: int, head: str
 ) -> None:
     model, target = build_pair(changes)
-    tensors, config = gemma4_assistant.write_tiny(
+    kv_heads = changes.get("num_global_key_value_heads")
+    assistant, theirs, _ = both(
         tmp_path,
-        3,
-        global_head_dim=16,
-        kv_heads=2,
-        global_kv_heads=changes.get("num_global_key_value_heads"),
-        centroids=centroids,
+        head,
+        attention_k_eq_v=kv_heads is not None,
+        num_global_key_value_heads=kv_heads,
     )
-    assistant = load_assistant(tmp_path)
-    # transformers sees `sliding_window` keys and one more.
-    config["text_config"]["sliding_window"] = WINDOW - 1
-    theirs: Any = Gemma4AssistantForCausalLM(Gemma4AssistantConfig(**config))
-    fill(theirs, {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]})
     ids = np.random.default_rng(4).integers(0, 256, tokens + 1)
 
     caches = make_prompt_cache(model)
@@ -117,14 +135,17 @@ def test_steps_equal_those_of_transformers(
     tmp_path: Path, shape: str, position: int
 ) -> None:
     """Four steps, each on what transformers made before: errors do not add up."""
-    options = SHAPES[shape]
-    tensors, config = gemma4_assistant.write_tiny(tmp_path, 3, **options)
-    assistant = load_assistant(tmp_path)
-    theirs: Any = Gemma4AssistantForCausalLM(Gemma4AssistantConfig(**config)).eval()
-    fill(theirs, {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]})
+    head = "centroids" if shape == "centroids" else "dense"
+    assistant, theirs, config = both(
+        tmp_path,
+        head,
+        global_head_dim=32,
+        **{"num_key_value_heads": 1, **SHAPES[shape]},
+    )
+    text = config["text_config"]
     random = np.random.default_rng(8)
-    kv, dim = options.get("kv_heads", 1), options.get("head_dim", 16)
-    wide = options.get("global_kv_heads", kv), 37, options.get("global_head_dim", 32)
+    kv, dim = text["num_key_value_heads"], text["head_dim"]
+    wide = text["num_global_key_value_heads"] or kv, 37, 32
     sizes = {"sliding_attention": (kv, 16, dim), "full_attention": wide}
     rows = {
         kind: [random.standard_normal((1, *size)).astype(np.float32) for _ in "kv"]
@@ -144,12 +165,12 @@ def test_steps_equal_those_of_transformers(
         found = assistant.step(mx.array(scaled), mx.array(hidden), read, position)
         assert_close(found.state, wanted.last_hidden_state)
         logits = wanted.logits[0]
-        assert (found.ids is None) == ("centroids" not in options)
+        assert (found.ids is None) == (head == "dense")
         if found.ids is None:
             assert_close(found.logits, logits)
         else:
             ids = np.array(found.ids)
-            assert len(set(ids.tolist())) == 256 // 16 * options["top_centroids"]
+            assert len(set(ids.tolist())) == 256 // 16 * 3
             assert_close(found.logits, logits[:, ids])
             # All other ids have one value below these.
             reached = np.flatnonzero(logits[0].numpy() > float(logits.min()))

@@ -61,7 +61,8 @@ class Family:
         config: config.json of the target and its head.
         names: of a layer's tensors, by its number.
         make: makes the random tensors of one layer, given its number.
-        block: runs one layer's block on [n, H].
+        block: runs one layer's block on [n, H], see `mtp.blocks`; norms are stored as
+            they are applied.
         layers: of the head. Layer k takes what layer k - 1 gave at the same slot.
         used: how many of them; None: all.
         hidden_first: the order in the concatenation.
@@ -75,7 +76,7 @@ class Family:
     config: Config
     names: Callable[[Config, int], Names]
     make: Callable[[Draws, Config, int], Named]
-    block: Callable[[Tensors, Config, int, Array], Array]
+    block: Callable[["Family", Tensors, int, Array], Array]
     layers: int = 1
     used: int | None = None
     hidden_first: bool = False
@@ -164,7 +165,7 @@ def rows(
     state = rms_norm(hidden, weight(tensors, f"{names.state_norm}.weight"), eps)
     both = [state, token] if family.hidden_first else [token, state]
     x = linear(tensors, names.project, np.concatenate(both, axis=-1))
-    x = family.block(tensors, config, layer, x)
+    x = family.block(family, tensors, layer, x)
     y = x
     if names.last_norm is not None:
         y = rms_norm(x, weight(tensors, f"{names.last_norm}.weight"), eps)

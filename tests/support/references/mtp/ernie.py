@@ -1,17 +1,14 @@
 """Heads of Ernie 4.5."""
 
-from support.references.mtp.base import Config, Family, Named, Names, epsilon
+from support.references.mtp.base import Config, Family, Named, Names
+from support.references.mtp.blocks import TorchLayer
 from support.references.mtp.parts import (
     ORDINARY,
     SIZE,
-    dense,
-    grouped,
     grouped_tensors,
     layer_norms,
     mlp_tensors,
-    residual,
 )
-from support.references.numerics import Array, Tensors, below
 from support.references.tiny_files import Draws
 
 
@@ -45,13 +42,6 @@ def _make_ernie(draws: Draws, config: Config, layer: int) -> Named:
     return made
 
 
-def _run_ernie(tensors: Tensors, config: Config, layer: int, x: Array) -> Array:
-    attention = grouped(config, pairs=True)
-    return residual(
-        below(tensors, "model.mtp_block.0."), x, epsilon(config), attention, dense
-    )
-
-
 def _ernie(*, use_bias: bool) -> Family:
     return Family(
         "ernie4_5_moe",
@@ -67,7 +57,7 @@ def _ernie(*, use_bias: bool) -> Family:
         },
         _ernie_names,
         _make_ernie,
-        _run_ernie,
+        TorchLayer("Ernie4_5_Moe", "model.mtp_block.0.", 0),
         recycles="before_norm",
     )
 

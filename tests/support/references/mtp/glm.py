@@ -1,6 +1,7 @@
 """Heads of GLM-4.5 and of Ling 2, which have grouped attention and experts."""
 
-from support.references.mtp.base import Config, Family, Named, epsilon
+from support.references.mtp.base import Config, Family, Named
+from support.references.mtp.blocks import MlxLayer, TorchLayer
 from support.references.mtp.parts import (
     EXPERTS,
     LING_EXPERTS,
@@ -8,16 +9,12 @@ from support.references.mtp.parts import (
     SIZE,
     bailing_names,
     deepseek_experts,
-    deepseek_mixture,
-    grouped,
     grouped_tensors,
     layer_norms,
     matrices,
     numbered_names,
-    residual,
     scales,
 )
-from support.references.numerics import Array, Tensors, below
 from support.references.tiny_files import Draws
 
 
@@ -38,16 +35,6 @@ def _make_glm(draws: Draws, config: Config, layer: int) -> Named:
     }
 
 
-def _run_glm(tensors: Tensors, config: Config, layer: int, x: Array) -> Array:
-    return residual(
-        below(tensors, f"model.layers.{config['num_hidden_layers']}."),
-        x,
-        epsilon(config),
-        grouped(config),
-        deepseek_mixture(config),
-    )
-
-
 def _glm(*, use_qk_norm: bool) -> Family:
     return Family(
         "glm4_moe",
@@ -62,7 +49,7 @@ def _glm(*, use_qk_norm: bool) -> Family:
         },
         numbered_names,
         _make_glm,
-        _run_glm,
+        TorchLayer("Glm4Moe", "model.layers.2.", 1),
         copies={
             "model.layers.2.embed_tokens.weight": "embedding",
             "model.layers.2.shared_head.head.weight": "head",
@@ -86,17 +73,6 @@ def _make_ling(draws: Draws, config: Config, layer: int) -> Named:
     }
 
 
-def _run_ling(tensors: Tensors, config: Config, layer: int, x: Array) -> Array:
-    return residual(
-        below(tensors, f"model.layers.{config['num_hidden_layers']}."),
-        x,
-        epsilon(config),
-        grouped(config, norms=("query_layernorm", "key_layernorm"), out="dense"),
-        deepseek_mixture(config, bias="gate.expert_bias"),
-        attention_name="attention",
-    )
-
-
 BAILING_MOE = Family(
     "bailing_moe",
     {
@@ -108,5 +84,5 @@ BAILING_MOE = Family(
     },
     bailing_names,
     _make_ling,
-    _run_ling,
+    MlxLayer("BailingMoeDecoderLayer"),
 )

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from support.references.attention import Indexer, Latent
-from support.references.mtp.base import Config, Family, Named, Names, epsilon
+from support.references.mtp.base import Config, Family, Named, Names
+from support.references.mtp.blocks import LongcatLayer, MlxLayer, TorchLayer
 from support.references.mtp.parts import (
     EXPERTS,
     LING_EXPERTS,
@@ -13,20 +13,11 @@ from support.references.mtp.parts import (
     SIZE,
     bailing_names,
     deepseek_experts,
-    deepseek_mixture,
-    dense,
     layer_norms,
     matrices,
     mlp_tensors,
     numbered_names,
-    residual,
     scales,
-)
-from support.references.numerics import Array, Tensors, below, rms_norm, weight
-from support.references.rope import (
-    inverse_frequencies,
-    yarn_frequencies,
-    yarn_scale,
 )
 from support.references.tiny_files import Draws
 
@@ -67,22 +58,6 @@ def _latent_tensors(
     return {**matrices(draws, prefix, shapes), **scales(draws, prefix, norms)}
 
 
-def _attention(config: Config, **changes: Any) -> Latent:
-    rope = config.get("rope_parameters") or config
-    dims, base = config["qk_rope_head_dim"], rope["rope_theta"]
-    settings: dict[str, Any] = {
-        "heads": config["num_attention_heads"],
-        "nope": config["qk_nope_head_dim"],
-        "rank": config["kv_lora_rank"],
-        "angles": inverse_frequencies(dims, base),
-    }
-    if "rope_scaling" in config:
-        scaling = config["rope_scaling"]
-        settings["angles"] = yarn_frequencies(dims, base, scaling)
-        settings["score_scale"] = yarn_scale(scaling)
-    return Latent(**{**settings, **changes})
-
-
 # DeepSeek V3, V3.2, GLM-5, GLM-4.7-Flash --------------------------------------
 
 _SPARSE: Config = {"index_n_heads": 8, "index_head_dim": 16, "index_topk": 4}
@@ -109,39 +84,21 @@ def _make_deepseek(draws: Draws, config: Config, layer: int) -> Named:
     return made
 
 
-def _run_deepseek(tensors: Tensors, config: Config, layer: int, x: Array) -> Array:
-    attention = _attention(config)
-    if "index_topk" in config:
-        indexer = Indexer(
-            heads=config["index_n_heads"],
-            angles=attention.angles,
-            pairs=config["model_type"] == "glm_moe_dsa",
-            top=config["index_topk"],
-        )
-        attention = _attention(config, indexer=indexer)
-    return residual(
-        below(tensors, f"model.layers.{config['num_hidden_layers']}."),
-        x,
-        epsilon(config),
-        attention,
-        deepseek_mixture(config),
-    )
-
-
-def _deepseek(module: str, **more: Any) -> Family:
+def _deepseek(module: str, prefix: str, **more: Any) -> Family:
     return Family(
         module,
         {**_LATENT, **EXPERTS, "model_type": module, **more},
         numbered_names,
         _make_deepseek,
-        _run_deepseek,
+        TorchLayer(prefix, "model.layers.2.", 1),
         copies=_COPIES,
     )
 
 
-DEEPSEEK_V3 = _deepseek("deepseek_v3")
+DEEPSEEK_V3 = _deepseek("deepseek_v3", "DeepseekV3")
 DEEPSEEK_V3_YARN = _deepseek(
     "deepseek_v3",
+    "DeepseekV3",
     rope_scaling={
         "type": "yarn",
         "factor": 8,
@@ -152,14 +109,15 @@ DEEPSEEK_V3_YARN = _deepseek(
         "mscale_all_dim": 1.0,
     },
 )
-DEEPSEEK_V3_WIDE_QUERIES = _deepseek("deepseek_v3", q_lora_rank=None)
-DEEPSEEK_V32 = _deepseek("deepseek_v32", **_SPARSE)
+DEEPSEEK_V3_WIDE_QUERIES = _deepseek("deepseek_v3", "DeepseekV3", q_lora_rank=None)
+DEEPSEEK_V32 = _deepseek("deepseek_v32", "DeepseekV32", **_SPARSE)
 GLM_MOE_DSA = _deepseek(
     "glm_moe_dsa",
+    "GlmMoeDsa",
     **_SPARSE,
     rope_parameters={"rope_theta": 10000.0, "rope_type": "default"},
 )
-GLM4_MOE_LITE = _deepseek("glm4_moe_lite")
+GLM4_MOE_LITE = _deepseek("glm4_moe_lite", "Glm4MoeLite")
 
 # LongCat-Flash ----------------------------------------------------------------
 
@@ -183,20 +141,6 @@ def _make_longcat(draws: Draws, config: Config, layer: int) -> Named:
     }
 
 
-def _run_longcat(tensors: Tensors, config: Config, layer: int, x: Array) -> Array:
-    block, eps = below(tensors, "model.mtp.layers.0."), epsilon(config)
-    attention = _attention(
-        config,
-        eps=1e-5,
-        query_scale=(SIZE / config["q_lora_rank"]) ** 0.5,
-        state_scale=(SIZE / config["kv_lora_rank"]) ** 0.5,
-    )
-    first = rms_norm(x, weight(block, "input_layernorm.weight"), eps)
-    x = x + attention(below(block, "self_attn."), first)
-    second = rms_norm(x, weight(block, "post_attention_layernorm.weight"), eps)
-    return x + dense(below(block, "transformer_layer.mlp."), second)
-
-
 LONGCAT_FLASH = Family(
     "longcat_flash",
     {
@@ -216,7 +160,7 @@ LONGCAT_FLASH = Family(
     },
     _longcat_names,
     _make_longcat,
-    _run_longcat,
+    LongcatLayer("LongcatFlash", "model.mtp.layers.0.", 0, changes={"head_dim": 8}),
     copies={"model.mtp.embed_tokens.weight": "embedding"},
 )
 
@@ -234,17 +178,6 @@ def _make_bailing(draws: Draws, config: Config, layer: int) -> Named:
         gate = draws.matrix(config["num_attention_heads"], SIZE)
         made[f"{prefix}attention.g_proj.weight"] = gate
     return made
-
-
-def _run_bailing(tensors: Tensors, config: Config, layer: int, x: Array) -> Array:
-    return residual(
-        below(tensors, f"model.layers.{config['num_hidden_layers']}."),
-        x,
-        epsilon(config),
-        _attention(config, out="dense", gated=_is_gated(config)),
-        deepseek_mixture(config, bias="gate.expert_bias"),
-        attention_name="attention",
-    )
 
 
 def _is_gated(config: Config) -> bool:
@@ -267,7 +200,7 @@ BAILING_HYBRID = Family(
     },
     bailing_names,
     _make_bailing,
-    _run_bailing,
+    MlxLayer("DecoderLayer"),
 )
 BAILING_MOE_V3 = Family(
     "bailing_moe_v3",
@@ -279,7 +212,7 @@ BAILING_MOE_V3 = Family(
     },
     bailing_names,
     _make_bailing,
-    _run_bailing,
+    MlxLayer("BailingDecoderLayer"),
 )
 # transformers' module for heads expects the last norm under this name.
 BAILING_MOE_V3_SHARED_HEAD = dataclasses.replace(

@@ -4,22 +4,18 @@ import dataclasses
 
 import numpy as np
 
-from support.references.attention import Grouped
-from support.references.mtp.base import Config, Family, Named, Names, epsilon
+from support.references.mtp.base import Config, Family, Named, Names
+from support.references.mtp.blocks import TorchLayer
 from support.references.mtp.parts import (
     EXPERTS,
     ORDINARY,
     SIZE,
-    dense,
-    grouped,
     grouped_tensors,
     layer_norms,
     mlp_tensors,
-    residual,
     scales,
 )
-from support.references.numerics import Array, Tensors, below, weight
-from support.references.rope import inverse_frequencies
+from support.references.numerics import Array, Tensors
 from support.references.tiny_files import Draws
 
 
@@ -50,17 +46,20 @@ def _make_mimo(draws: Draws, config: Config, layer: int) -> Named:
     }
 
 
-def _run_mimo(tensors: Tensors, config: Config, layer: int, x: Array) -> Array:
-    block = below(tensors, f"model.mtp_layers.{layer}.")
-    return residual(block, x, epsilon(config), grouped(config), dense)
-
-
 MIMO = Family(
     "mimo",
     {k: v for k, v in ORDINARY.items() if k != "head_dim"} | {"model_type": "mimo"},
     _mimo_names,
     _make_mimo,
-    _run_mimo,
+    # MiMo's block is Qwen2's.
+    TorchLayer(
+        "Qwen2",
+        "model.mtp_layers.0.",
+        0,
+        module="qwen2",
+        changes={"model_type": "qwen2"},
+        skipped=("token_layern", "hidden_layern", "final_layern", "input_proj"),
+    ),
     hidden_first=True,
     state="before_norm",
     recycles="before_norm",
@@ -105,32 +104,34 @@ def _make_mimo_v2_pro(draws: Draws, config: Config, layer: int) -> Named:
     return {**made, f"{prefix}qkv_proj.weight": np.concatenate(parts)}
 
 
-def _run_mimo_v2(tensors: Tensors, config: Config, layer: int, x: Array) -> Array:
-    turned = int(config["partial_rotary_factor"] * config["swa_head_dim"])
-    attention = Grouped(
-        heads=config["swa_num_attention_heads"],
-        kv_heads=config["swa_num_key_value_heads"],
-        angles=inverse_frequencies(turned, config["swa_rope_theta"]),
-        window=config["sliding_window_size"],
-        value_scale=config["attention_value_scale"],
-    )
-    block = below(tensors, f"model.mtp.layers.{layer}.")
-    fused = "self_attn.qkv_proj.weight"
-    if fused in block:
-        sizes = [head * config["swa_head_dim"] for head in (4, 4 + 2)]
-        parts = np.split(weight(block, fused), sizes)
-        for which, part in zip("qkv", parts, strict=True):
-            block[f"self_attn.{which}_proj.weight"] = part
-    return residual(
-        block,
-        x,
-        epsilon(config),
-        attention,
-        dense,
-        second_norm="pre_mlp_layernorm",
-    )
+def _run_mimo_v2_pro(family: Family, tensors: Tensors, layer: int, x: Array) -> Array:
+    name = f"model.mtp.layers.{layer}.self_attn.qkv_proj.weight"
+    sizes = [heads * family.config["swa_head_dim"] for heads in (4, 4 + 2)]
+    split = {key: value for key, value in tensors.items() if key != name}
+    for which, part in zip("qkv", np.split(tensors[name], sizes), strict=True):
+        split[name.replace("qkv", which)] = part
+    return _MIMO_V2(family, split, layer, x)
 
 
+_ROPE = {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5}
+_MIMO_V2 = TorchLayer(
+    "MiMoV2Flash",
+    "model.mtp.layers.0.",
+    1,
+    changes={
+        "layer_types": ["full_attention", "sliding_attention"],
+        "mlp_layer_types": ["dense", "dense"],
+        "rms_norm_eps": 1e-5,
+        "head_dim": 16,
+        "v_head_dim": 8,
+        "num_key_value_heads": 1,  # and twice as many in sliding layers
+        "rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE},
+    },
+    renames={
+        "attention_sink_bias": "sinks",
+        "pre_mlp_layernorm": "post_attention_layernorm",
+    },
+)
 MIMO_V2_FLASH = Family(
     "mimo_v2_flash",
     {
@@ -155,9 +156,11 @@ MIMO_V2_FLASH = Family(
     },
     _mimo_v2_names,
     _make_mimo_v2,
-    _run_mimo_v2,
+    _MIMO_V2,
     layers=3,
     used=1,
     state="before_norm",
 )
-MIMO_V2_PRO = dataclasses.replace(MIMO_V2_FLASH, make=_make_mimo_v2_pro)
+MIMO_V2_PRO = dataclasses.replace(
+    MIMO_V2_FLASH, make=_make_mimo_v2_pro, block=_run_mimo_v2_pro
+)

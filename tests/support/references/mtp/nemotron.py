@@ -2,11 +2,8 @@
 
 from typing import Any
 
-import numpy as np
-
-from support.references.attention import Grouped
-from support.references.moe import Router, squared_relu
-from support.references.mtp.base import Config, Family, Named, Names, epsilon
+from support.references.mtp.base import Config, Family, Named, Names
+from support.references.mtp.blocks import NemotronLayer
 from support.references.mtp.parts import (
     EXPERTS,
     ORDINARY,
@@ -16,7 +13,6 @@ from support.references.mtp.parts import (
     own_number,
     scales,
 )
-from support.references.numerics import Array, Tensors, below, rms_norm, weight
 from support.references.tiny_files import Draws
 
 
@@ -58,23 +54,7 @@ def _make_nemotron(draws: Draws, config: Config, layer: int) -> Named:
     return made
 
 
-def _run_nemotron(tensors: Tensors, config: Config, layer: int, x: Array) -> Array:
-    first, second = below(tensors, "mtp.layers.0."), below(tensors, "mtp.layers.1.")
-    attention = Grouped(heads=4, kv_heads=2)  # without positions, as in the trunk
-    normed = rms_norm(x, weight(first, "norm.weight"), epsilon(config))
-    x = x + attention(below(first, "mixer."), normed)
-    router = Router(
-        top=config["num_experts_per_tok"],
-        bias="gate.e_score_correction_bias",
-        groups=config["n_group"],
-        top_groups=config["topk_group"],
-        scale=config["routed_scaling_factor"],
-    )
-    normed = rms_norm(x, weight(second, "norm.weight"), epsilon(config))
-    return np.asarray(x + squared_relu(below(second, "mixer."), router, normed))
-
-
-def _nemotron(latent: int | None, **more: Any) -> Family:
+def _nemotron(latent: int | None, changes: Config | None = None, **more: Any) -> Family:
     return Family(
         "nemotron_h",
         {
@@ -101,9 +81,11 @@ def _nemotron(latent: int | None, **more: Any) -> Family:
         },
         _nemotron_names,
         _make_nemotron,
-        _run_nemotron,
+        NemotronLayer("NemotronH", "mtp.layers.", 0, rotary="", changes=changes or {}),
     )
 
 
 NEMOTRON_H, NEMOTRON_H_LATENT = _nemotron(None), _nemotron(12)
-NEMOTRON_H_FEWER_EXPERTS = _nemotron(None, mtp_n_routed_experts=4)
+NEMOTRON_H_FEWER_EXPERTS = _nemotron(
+    None, {"n_routed_experts": 4}, mtp_n_routed_experts=4
+)

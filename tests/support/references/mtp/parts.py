@@ -1,50 +1,12 @@
-"""What the blocks of several families share: shapes of random tensors, and the layer.
+"""Shapes of random tensors that the blocks of several families share.
 
 All families are tiny in the same way: states of 32 numbers, 64 ids, 4 heads.
 """
 
-from collections.abc import Callable
-from typing import Any
-
-from support.references.attention import Grouped
-from support.references.moe import Router, with_shared
-from support.references.mtp.base import Config, Named, Names, epsilon
-from support.references.numerics import (
-    Array,
-    Tensors,
-    below,
-    gated_mlp,
-    rms_norm,
-    weight,
-)
-from support.references.rope import inverse_frequencies
+from support.references.mtp.base import Config, Named, Names
 from support.references.tiny_files import Draws
 
 SIZE, VOCAB = 32, 64
-
-Layer = Callable[[Tensors, Array], Array]
-
-
-def residual(
-    tensors: Tensors,
-    x: Array,
-    eps: float,
-    attention: Layer,
-    mlp: Layer,
-    *,
-    attention_name: str = "self_attn",
-    second_norm: str = "post_attention_layernorm",
-) -> Array:
-    """Run an ordinary layer: norm, attention, sum, norm, MLP, sum."""
-    first = rms_norm(x, weight(tensors, "input_layernorm.weight"), eps)
-    x = x + attention(below(tensors, f"{attention_name}."), first)
-    second = rms_norm(x, weight(tensors, f"{second_norm}.weight"), eps)
-    return x + mlp(below(tensors, "mlp."), second)
-
-
-def dense(tensors: Tensors, x: Array) -> Array:
-    """Run the gated MLP of a layer."""
-    return gated_mlp(tensors, "", x)
 
 
 def matrices(
@@ -134,21 +96,6 @@ ORDINARY: Config = {
 }
 
 
-def grouped(config: Config, **changes: Any) -> Grouped:
-    """Return grouped attention as most configs describe it."""
-    rope = config.get("rope_parameters") or config
-    part = rope.get("partial_rotary_factor", 1.0)
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim", config["hidden_size"] // heads)
-    settings: dict[str, Any] = {
-        "heads": heads,
-        "kv_heads": config.get("num_key_value_heads"),
-        "eps": epsilon(config),
-        "angles": inverse_frequencies(int(head_dim * part), rope["rope_theta"]),
-    }
-    return Grouped(**{**settings, **changes})
-
-
 # Config keys and tensors of DeepSeek's experts, which GLM and Bailing took over.
 EXPERTS = {
     "n_routed_experts": 8,
@@ -197,21 +144,6 @@ def deepseek_experts(
         f"{prefix}gate.{bias}": abs(draws.vector(experts)),
         **mlp_tensors(draws, f"{prefix}shared_experts.", inner),
     }
-
-
-def deepseek_mixture(
-    config: Config, *, bias: str = "gate.e_score_correction_bias"
-) -> Layer:
-    """Return the mixture that a config describes."""
-    router = Router(
-        top=config["num_experts_per_tok"],
-        bias=bias,
-        groups=config["n_group"],
-        top_groups=config["topk_group"],
-        normalised=config["norm_topk_prob"],
-        scale=config["routed_scaling_factor"],
-    )
-    return lambda tensors, x: with_shared(tensors, router, x)
 
 
 def own_number(config: Config, name: str) -> int:

@@ -1,25 +1,20 @@
 """Heads of Qwen3-Next and Qwen3.5, and of EXAONE MoE, which has their names."""
 
+import dataclasses
 from typing import Any
 
-import numpy as np
-
-from support.references.moe import Router, with_gated_shared
-from support.references.mtp.base import Config, Family, Named, epsilon
+from support.references.mtp.base import Config, Family, Named
+from support.references.mtp.blocks import TorchLayer
 from support.references.mtp.parts import (
     ORDINARY,
     SIZE,
-    dense,
     expert_tensors,
-    grouped,
     grouped_tensors,
     layer_norms,
     mlp_tensors,
     own_number,
     qwen_names,
-    residual,
 )
-from support.references.numerics import Array, Tensors, below
 from support.references.tiny_files import Draws
 
 _DELTA: Config = {
@@ -78,23 +73,14 @@ def _make_qwen(draws: Draws, config: Config, layer: int) -> Named:
     return made
 
 
-def _run_qwen(tensors: Tensors, config: Config, layer: int, x: Array) -> Array:
-    attention = grouped(config, gate="queries")
-    mlp = dense
-    if "num_experts" in config:
-        router = Router(
-            top=own_number(config, "num_experts_per_tok"),
-            score="softmax",
-        )
-
-        def mlp(tensors: Tensors, x: Array) -> Array:
-            return with_gated_shared(tensors, router, x)
-
-    return residual(below(tensors, "mtp.layers.0."), x, epsilon(config), attention, mlp)
+def _qwen(module: str, config: Config, block: TorchLayer) -> Family:
+    return Family(module, config, qwen_names, _make_qwen, block, plus_one=True)
 
 
-def _qwen(module: str, config: Config) -> Family:
-    return Family(module, config, qwen_names, _make_qwen, _run_qwen, plus_one=True)
+_BLOCK = "mtp.layers.0."
+_DENSE = TorchLayer(
+    "Qwen3_5", _BLOCK, 3, rotary="TextRotaryEmbedding", norms_less_one=True
+)
 
 
 _QWEN35 = {**ORDINARY, **_DELTA, "rope_parameters": _QWEN_ROPE}
@@ -107,10 +93,12 @@ QWEN3_NEXT = _qwen(
         "model_type": "qwen3_next",
         "partial_rotary_factor": 0.25,
     },
+    TorchLayer("Qwen3Next", _BLOCK, 3, norms_less_one=True),
 )
 QWEN3_5 = _qwen(
     "qwen3_5",
     {"model_type": "qwen3_5", "text_config": {**_QWEN35, "model_type": "qwen3_5_text"}},
+    _DENSE,
 )
 QWEN3_5_TIED = _qwen(
     "qwen3_5",
@@ -122,16 +110,23 @@ QWEN3_5_TIED = _qwen(
             "tie_word_embeddings": True,
         },
     },
+    _DENSE,
 )
 
 
-def _qwen_moe(**more: Any) -> Family:
+def _qwen_moe(changes: Config, **more: Any) -> Family:
     text = {**_QWEN35, **_QWEN_EXPERTS, "model_type": "qwen3_5_moe_text", **more}
-    return _qwen("qwen3_5_moe", {"model_type": "qwen3_5_moe", "text_config": text})
+    config = {"model_type": "qwen3_5_moe", "text_config": text}
+    block = dataclasses.replace(_DENSE, prefix="Qwen3_5Moe", changes=changes)
+    return _qwen("qwen3_5_moe", config, block)
 
 
-QWEN3_5_MOE = _qwen_moe()
-QWEN3_5_MOE_OTHER_EXPERTS = _qwen_moe(mtp_num_experts=4, mtp_num_experts_per_tok=3)
+QWEN3_5_MOE = _qwen_moe({})
+QWEN3_5_MOE_OTHER_EXPERTS = _qwen_moe(
+    {"num_experts": 4, "num_experts_per_tok": 3},
+    mtp_num_experts=4,
+    mtp_num_experts_per_tok=3,
+)
 
 
 def _make_exaone(draws: Draws, config: Config, layer: int) -> Named:
@@ -147,17 +142,6 @@ def _make_exaone(draws: Draws, config: Config, layer: int) -> Named:
         ),
         **mlp_tensors(draws, f"{prefix}mlp.", config["intermediate_size"]),
     }
-
-
-def _run_exaone(tensors: Tensors, config: Config, layer: int, x: Array) -> Array:
-    attention = grouped(config)
-    if config["layer_types"][0] == "sliding_attention":
-        attention = grouped(config, window=config["sliding_window"])
-    elif "sliding_attention" in config["layer_types"]:
-        # Full layers between sliding ones have no positions.
-        attention = grouped(config, angles=np.zeros(0))
-    block = below(tensors, "mtp.layers.0.")
-    return residual(block, x, epsilon(config), attention, dense)
 
 
 def _exaone(layer_types: list[str]) -> Family:
@@ -176,7 +160,12 @@ def _exaone(layer_types: list[str]) -> Family:
         "layer_types": layer_types,
         "is_moe_layer": [False, True],
     }
-    return Family("exaone_moe", config, qwen_names, _make_exaone, _run_exaone)
+    changes: Config = {"mlp_layer_types": ["dense", "sparse"]}
+    if "sliding_attention" not in layer_types:
+        # Full layers have positions where none slides; the window is past all slots.
+        changes |= {"layer_types": ["sliding_attention"] * 2, "sliding_window": 99}
+    block = TorchLayer("ExaoneMoe", _BLOCK, 0, changes=changes)
+    return Family("exaone_moe", config, qwen_names, _make_exaone, block)
 
 
 EXAONE_MOE = _exaone(["sliding_attention", "full_attention"])

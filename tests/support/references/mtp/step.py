@@ -2,20 +2,15 @@
 
 import dataclasses
 
-import numpy as np
-
-from support.references.attention import Grouped
-from support.references.mtp.base import Config, Family, Named, Names, epsilon
+from support.references.mtp.base import Config, Family, Named, Names
+from support.references.mtp.blocks import MlxLayer
 from support.references.mtp.parts import (
     ORDINARY,
     SIZE,
     grouped_tensors,
     layer_norms,
     mlp_tensors,
-    residual,
 )
-from support.references.numerics import Array, Tensors, below, linear, silu
-from support.references.rope import inverse_frequencies, llama3_frequencies
 from support.references.tiny_files import Draws
 
 
@@ -60,35 +55,6 @@ def _make_step(draws: Draws, config: Config, layer: int) -> Named:
     }
 
 
-def _run_step(tensors: Tensors, config: Config, layer: int, x: Array) -> Array:
-    index = config["num_hidden_layers"] + layer
-    heads, kv_heads = _step_heads(config, index)
-    turned = int(config["head_dim"] * config["partial_rotary_factors"][index])
-    sliding = config["layer_types"][index] == "sliding_attention"
-    angles = inverse_frequencies(turned, config["rope_theta"][index])
-    if config["layer_types"][index] in config["yarn_only_types"]:
-        scaling = config["rope_scaling"]
-        angles = llama3_frequencies(turned, config["rope_theta"][index], scaling)
-    attention = Grouped(
-        heads=heads,
-        kv_heads=kv_heads,
-        eps=epsilon(config),
-        angles=angles,
-        window=config["sliding_window"] if sliding else None,
-        gate="heads",
-    )
-    block = below(tensors, f"model.layers.{index}.")
-    limits = config["swiglu_limits_shared"]
-    limit = (limits[index] if limits else 0) or np.inf
-
-    def mlp(tensors: Tensors, x: Array) -> Array:
-        gate = np.minimum(silu(linear(tensors, "gate_proj", x)), limit)
-        wide = gate * np.clip(linear(tensors, "up_proj", x), -limit, limit)
-        return linear(tensors, "down_proj", wide)
-
-    return residual(block, x, epsilon(config), attention, mlp)
-
-
 STEP3P5 = Family(
     "step3p5",
     {
@@ -129,7 +95,7 @@ STEP3P5 = Family(
     },
     _step_names,
     _make_step,
-    _run_step,
+    MlxLayer("Step3p5DecoderLayer"),
     layers=3,
     plus_one=True,
     state="before_norm",

@@ -1,0 +1,166 @@
+"""Blocks of heads: layers of transformers, or of mlx-lm where it has none."""
+
+import importlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import torch
+from mlx.utils import tree_flatten
+from transformers import AutoConfig
+
+from support.references.mtp.base import Family
+from support.references.numerics import Array, Tensors, below
+from support.references.torch_heads import fill, to_torch
+
+_TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+_ROUND = ("enorm", "hnorm", "eh_proj", "shared_head.", "embed_tokens.", "final_layern")
+
+
+@dataclass(frozen=True, slots=True)
+class TorchLayer:
+    """A block that transformers has as a decoder layer.
+
+    Attributes:
+        prefix: of the names of its classes.
+        block: where the block's tensors stand on disk.
+        index: of a layer of the target that is of the head's kind.
+        module: under transformers.models; None: as in mlx-lm.
+        changes: to the family's configuration, which transformers names otherwise.
+        renames: of tensors.
+        rotary: the name of the class that makes the angles, without the prefix.
+        skipped: tensors around the block, by the beginning of their names.
+        norms_less_one: whether norms multiply by 1 + weight.
+    """
+
+    prefix: str
+    block: str
+    index: int
+    module: str | None = None
+    changes: dict[str, Any] = field(default_factory=dict)
+    renames: dict[str, str] = field(default_factory=dict)
+    rotary: str = "RotaryEmbedding"
+    skipped: tuple[str, ...] = _ROUND
+    norms_less_one: bool = False
+
+    def __call__(self, family: Family, tensors: Tensors, layer: int, x: Array) -> Array:
+        """Run the block of a head's first layer on [n, H]."""
+        assert not layer
+        found = below(tensors, self.block)
+        for old, new in self.renames.items():
+            found = {name.replace(old, new): tensor for name, tensor in found.items()}
+        if self.norms_less_one:
+            found = {k: np.asarray(v) - ("norm" in k) for k, v in found.items()}
+        found = {k: v for k, v in found.items() if not k.startswith(self.skipped)}
+        config = AutoConfig.for_model(**{**family.text, **_TOKENS, **self.changes})
+        config._attn_implementation = "eager"
+        config._experts_implementation = "eager"
+        with torch.no_grad():
+            out = self.run(family, config, found, to_torch(x)[None])
+        return out[0].numpy().astype(np.float64)  # type: ignore[no-any-return]
+
+    def run(self, family: Family, config: Any, found: Tensors, x: Any) -> Any:
+        """Run transformers' layer with the block's tensors on x [1, n, H]."""
+        block = getattr(self.classes(family), f"{self.prefix}DecoderLayer")
+        block = block(config, self.index)
+        fill(block, found)
+        out = block(x, **self.around(family, config, x))
+        return out[0] if isinstance(out, tuple) else out
+
+    def classes(self, family: Family) -> Any:
+        """Return the module of transformers."""
+        name = self.module or family.module
+        return importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+
+    def around(self, family: Family, config: Any, x: torch.Tensor) -> dict[str, Any]:
+        """Return the mask, positions and angles that a layer is given."""
+        n = x.shape[1]
+        positions = torch.arange(n)[None]
+        queries, keys = torch.arange(n)[:, None], torch.arange(n)[None]
+        seen = keys <= queries
+        kinds = getattr(config, "layer_types", None)
+        kind = kinds[self.index] if kinds else "full_attention"
+        if kind == "sliding_attention":
+            # As mlx-lm counts: transformers counts one more in MiMo-V2.
+            text = {**family.text, **self.changes}
+            window = text.get("sliding_window_size") or text["sliding_window"]
+            seen = seen & (keys > queries - window)
+        lowest = torch.finfo(torch.float32).min
+        given: dict[str, Any] = {
+            "attention_mask": torch.where(seen, 0.0, lowest)[None, None],
+            "position_ids": positions,
+        }
+        if self.rotary:
+            rotary = getattr(self.classes(family), f"{self.prefix}{self.rotary}")
+            by_kind = "full_attention" in (
+                getattr(config, "rope_parameters", None) or {}
+            )
+            more = {"layer_type": kind} if by_kind else {}
+            given["position_embeddings"] = rotary(config)(x, positions, **more)
+        return given
+
+
+class LongcatLayer(TorchLayer):
+    """LongCat's parts: its decoder layer has two of each."""
+
+    def run(self, family: Family, config: Any, found: Tensors, x: Any) -> Any:
+        """Run attention and an MLP."""
+        classes = self.classes(family)
+        attention = classes.LongcatFlashMLA(config, 0)
+        fill(attention, below(found, "self_attn."))
+        mlp = classes.LongcatFlashMLP(config)
+        fill(mlp, below(found, "transformer_layer.mlp."))
+        norms = [classes.LongcatFlashRMSNorm(x.shape[-1], eps=1e-6) for _ in range(2)]
+        fill(norms[0], below(found, "input_layernorm."))
+        fill(norms[1], below(found, "post_attention_layernorm."))
+        x = x + attention(norms[0](x), **self.around(family, config, x))[0]
+        return x + mlp(norms[1](x))
+
+
+class NemotronLayer(TorchLayer):
+    """Nemotron's two blocks, the kinds of which the target has too."""
+
+    def run(self, family: Family, config: Any, found: Tensors, x: Any) -> Any:
+        """Run one after the other."""
+        for number, index in enumerate((1, 2)):
+            block = self.classes(family).NemotronHBlock(config, index)
+            own = below(found, f"{number}.")
+            fill(block, {k: v for k, v in own.items() if not k.startswith(_ROUND)})
+            x = block(x, **self.around(family, config, x))
+        return x
+
+
+@dataclass(frozen=True, slots=True)
+class MlxLayer:
+    """A block that is the layer behind the last one of a target of mlx-lm's.
+
+    Attributes:
+        name: of the class.
+    """
+
+    name: str
+
+    def __call__(self, family: Family, tensors: Tensors, layer: int, x: Array) -> Array:
+        """Run a layer's block on [n, H]."""
+        index = family.config["num_hidden_layers"] + layer
+        module = importlib.import_module(f"mlx_lm.models.{family.module}")
+        config = {**family.config, "num_hidden_layers": index + 1}
+        args = module.ModelArgs.from_dict(config)
+        prefix = f"model.layers.{index}."
+        raw = {
+            name: mx.array(np.asarray(tensor, np.float32))
+            for name, tensor in tensors.items()
+            if name.startswith(prefix)
+        }
+        found = below(module.Model(args).sanitize(raw), prefix)
+        block = getattr(module, self.name)(args, index)
+        parameters: Any = tree_flatten(block.parameters())
+        names = {name for name, _ in parameters}
+        block.load_weights([(k, v) for k, v in found.items() if k in names])
+        rows = mx.arange(len(x))
+        seen = rows[None] <= rows[:, None]
+        if getattr(block, "is_sliding", False):
+            seen &= rows[None] > rows[:, None] - family.config["sliding_window"]
+        out = block(mx.array(x.astype(np.float32))[None], seen, None)
+        return np.array(out[0]).astype(np.float64)
