@@ -1,9 +1,4 @@
-"""A head that is taken out of the shards is the same head, and the target the same.
-
-Faults that were tried, and that these tests find: a tensor of the target moved; copies
-of the target's tensors lost; dtypes changed on the way; offsets counted from the data
-instead of the file; norms that lack their one and are not said to any more.
-"""
+"""A head that is taken out of the shards is the same head, and the target the same."""
 
 import json
 import subprocess

@@ -102,28 +102,6 @@ def test_an_oracle_is_always_right(
     assert result.stats.mean_accepted_length > length + 0.7
 
 
-@pytest.mark.parametrize(("kind", "name", "every"), covering(KINDS, TARGETS, (2, 3)))
-def test_the_context_is_that_of_committed_text(
-    kind: str, name: str, every: int
-) -> None:
-    text = text_of(name, 0.0)
-    draft, knowing = oracle(name, text, lambda position: position % every == 0, kind)
-    stream = generator(name, draft, draft_length=4).stream(
-        text[:PROMPT], max_tokens=TOKENS
-    )
-    assert [chunk.token for chunk in stream] == text[PROMPT : PROMPT + TOKENS]
-    assert not stream.result.stats.drafter_faults
-    drafter: Any = stream.request.drafter
-    keys, _ = drafter.inner._cache._caches[0].keys_and_values()
-    newest = knowing.blocks[-1][0]
-    assert keys[0, 0, :, 0].tolist() == list(range(newest))
-    # Each block is one call with the context since the one before.
-    assert all(
-        later[0] - earlier[0] == later[1]
-        for earlier, later in zip(knowing.blocks, knowing.blocks[1:], strict=False)
-    )
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_block_is_the_most_that_is_drafted(kind: str) -> None:
     text, depth = text_of("llama", 0.0), draft_of(kind, "llama").head.depth

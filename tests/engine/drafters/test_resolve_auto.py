@@ -1,9 +1,4 @@
-"""draft="auto": what a folder offers, what it falls back to, and what it says.
-
-Faults that were tried, and that these tests find: a fall back that is not said; one
-that is said twice; a wrong speculation.json passed over; its length taken although the
-caller names one; the error of a named draft swallowed.
-"""
+"""draft="auto": what a folder offers, what it falls back to, and what it says."""
 
 import json
 import warnings

@@ -1,9 +1,4 @@
-"""Scores of candidates, and which one they let win.
-
-Faults that were tried, and that these tests find: the guesses of the written token
-alone; chance from one side; places that repeat counted again; the first of the better
-candidates instead of the best; the usual one kept although it is surely worse.
-"""
+"""Scores of candidates, and which one they let win."""
 
 import mlx.core as mx
 import numpy as np

@@ -1,10 +1,4 @@
-"""The probe of MTP heads on trained weights, and on random ones of every family.
-
-Faults that were tried, and that these tests find: pairs shifted by a position; guesses
-compared with the token before; norms of the last candidate left on the head; a second
-draft on slots of earlier drafts; a field that is free and not tried; the scores of the
-first draft used for what is recycled; no combinations tried.
-"""
+"""The probe of MTP heads on trained weights, and on random ones of every family."""
 
 from collections.abc import Sequence
 from dataclasses import replace

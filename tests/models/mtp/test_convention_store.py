@@ -1,9 +1,4 @@
-"""Conventions on disk: what counts, what is passed over, what is never overwritten.
-
-Faults that were tried, and that these tests find: hashes not compared; one of the two
-hashes compared; a stranger's file replaced; a file written in place; a field of the
-convention not checked; samples that leave out the end of a file.
-"""
+"""Conventions on disk: what counts, what is passed over, what is never overwritten."""
 
 import json
 import os

@@ -1,9 +1,4 @@
-"""Where the convention of a head comes from, and that a probe runs once.
-
-Faults that were tried, and that these tests find: a saved convention that counts
-after the head has changed; a probe although a convention is named; nothing saved; the
-head left with norms of another candidate.
-"""
+"""Where the convention of a head comes from, and that a probe runs once."""
 
 import json
 from dataclasses import replace

@@ -1,9 +1,4 @@
-"""Heads and conventions as other programs write them.
-
-Faults that were tried, and that these tests find: the two states of a pack's convention
-exchanged; an unknown field passed over; norms of a split head shifted again; the
-target's own embedding taken for the head's; a head of another type accepted.
-"""
+"""Heads and conventions as other programs write them."""
 
 import json
 from pathlib import Path

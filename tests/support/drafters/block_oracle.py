@@ -42,7 +42,6 @@ class BlockOracle:
         wrong: which positions it says wrong.
 
     Attributes:
-        blocks: of each block the newest position, and how much context came with it.
         fed: positions of context that came without a block.
     """
 
@@ -59,7 +58,6 @@ class BlockOracle:
         with taps.collect() as found:
             draft.model(mx.array([text]))
         self._context = drafter.states(found)
-        self.blocks: list[tuple[int, int]] = []
         self.fed = 0
         drafter.history = self.history
         drafter.rows = self.rows
@@ -81,7 +79,6 @@ class BlockOracle:
         rows = mx.full((1, 1, self._rows, 1), -1.0)
         for cache in caches:
             cache.update_and_fetch(rows, rows)
-        self.blocks.append((newest, context.shape[1]))
         ids = [self._guess(newest + j) for j in range(1, 1 + count)]
         state = mx.array(ids, mx.float32)[None, :, None]
         return mx.broadcast_to(state, (1, count, DIM))
