@@ -5,12 +5,11 @@ import sys
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mlx_lm.models.cache import ArraysCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.gated_delta import (
     gated_delta_ops,
     gated_delta_update,
@@ -18,8 +17,7 @@ from mlx_lm.models.gated_delta import (
 )
 from numpy.typing import NDArray
 
-from mlx_speculation.caches import Speculation, states
-from mlx_speculation.caches.types.leaves import flat
+from mlx_speculation.caches import Speculation
 from mlx_speculation.models import ModelHooks, round_context
 from mlx_speculation.models.cuda import gated_delta, registration
 from mlx_speculation.models.recurrent import chunked_delta
@@ -29,15 +27,19 @@ from mlx_speculation.models.recurrent.chunked_delta import (
 )
 from support.caches.cache_twins import detached
 from support.identity import GREEDY, check_identity, prompt_of
-from support.models.recurrent_models import RECURRENT_MODELS, build_recurrent
+from support.models.recurrent_models import (
+    BLOCK,
+    RECURRENT_MODELS,
+    ROWS,
+    build_recurrent,
+    prefilled,
+    recurrent,
+)
 from support.processes.blas_processes import with_openblas
 from support.processes.reader import ROOT, Reader
 
 SCALAR_DECAYS = ("qwen3_5", "qwen3_next(moe)", "olmo_hybrid")
 VECTOR_DECAYS = ("kimi_linear", "bailing_moe_v3")
-PREFIX = mx.array([[3, 141, 59, 26, 53, 58, 97, 93, 23, 84, 62]])
-BLOCK = mx.array([[201, 7, 96, 255, 31, 148]])
-ROWS = mx.array([[201, 7, 96, 255, 31, 148], [5, 5, 80, 2, 0, 9], [90, 1, 44, 3, 6, 8]])
 # Of values of about one, by float32 and by one rounding to bfloat16.
 FLOAT32, BFLOAT16 = 1e-5, 2.0**-8
 
@@ -252,17 +254,6 @@ def test_on_cuda_the_kernel_runs_what_it_is_made_for(
         _, state = gated_delta_update(**first)
         np.testing.assert_allclose(found.after(1), state, rtol=0, atol=1e-5)
     assert gated_delta_in_chunks(**arguments) is None  # outside of a round
-
-
-def recurrent(caches: list[Any]) -> list[Any]:
-    return [cache for cache in flat(caches) if isinstance(cache, ArraysCache)]
-
-
-def prefilled(model: nn.Module) -> list[Any]:
-    caches = make_prompt_cache(model)
-    model(PREFIX, cache=caches)
-    mx.eval(states(caches))
-    return caches
 
 
 def _close(ours: list[Any], theirs: list[Any]) -> None:

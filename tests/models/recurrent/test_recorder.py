@@ -2,8 +2,6 @@
 
 import importlib
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -11,25 +9,30 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import ArraysCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_speculation.caches import Speculation, states
-from mlx_speculation.caches.types.leaves import flat
 from mlx_speculation.models import ModelHooks
 from mlx_speculation.models.recurrent import recorder
 from mlx_speculation.models.recurrent.mixers import MIXERS
 from support.caches.cache_twins import assert_same, detached, read
 from support.covering import others_slow
 from support.models.copies import left_on
-from support.models.recurrent_models import RECURRENT_MODELS, build_recurrent
+from support.models.recurrent_models import (
+    BLOCK,
+    PREFIX,
+    RECURRENT_MODELS,
+    build_recurrent,
+    hooked,
+    prefilled,
+    recurrent,
+)
 
-PREFIX = mx.array([[3, 141, 59, 26, 53, 58, 97, 93, 23, 84, 62]])
 # One of each recipe, and mixers that run again; all are in the test of prefixes.
 QUICK = (
     *("qwen3_5", "mamba", "mamba2", "recurrent_gemma", "rwkv7", "bailing_moe_v3"),
     *("kimi_linear", "lfm2", "falcon_h1", "plamo2", "baichuan_m1", "bailing_hybrid"),
 )
-BLOCK = mx.array([[201, 7, 96, 255, 31, 148]])
 NEXT = mx.array([[77]])
 
 
@@ -40,26 +43,9 @@ def _kinds(model: nn.Module) -> set[tuple[str, str]]:
     }
 
 
-@contextmanager
-def hooked(model: nn.Module) -> Iterator[ModelHooks]:
-    owner = ModelHooks(model)
-    try:
-        yield owner
-    finally:
-        owner.remove()
-
-
-def prefilled(model: nn.Module) -> list[Any]:
-    caches = make_prompt_cache(model)
-    model(PREFIX, cache=caches)
-    mx.eval(states(caches))
-    return caches
-
-
 def slots(caches: list[Any]) -> list[mx.array]:
     """Return every recurrent slot."""
-    arrays = [cache for cache in flat(caches) if isinstance(cache, ArraysCache)]
-    held: list[Any] = [slot for cache in arrays for slot in cache.cache]
+    held: list[Any] = [slot for cache in recurrent(caches) for slot in cache.cache]
     return held
 
 

@@ -2,8 +2,6 @@
 
 import copy
 import importlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -13,19 +11,23 @@ import pytest
 from mlx.utils import tree_map
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
-from mlx_speculation.caches import RecordingArraysCache, Speculation, states
+from mlx_speculation.caches import RecordingArraysCache, Speculation
 from mlx_speculation.caches.journals.arrays import copied
-from mlx_speculation.caches.types.leaves import flat
-from mlx_speculation.models import ModelHooks, source_digests
+from mlx_speculation.models import source_digests
 from mlx_speculation.models.recurrent import call_notes, recorder
 from mlx_speculation.models.recurrent.mixers import MIXERS, Mixer
 from support.caches.cache_twins import assert_same, detached, read
 from support.covering import covering
-from support.models.recurrent_models import RECURRENT_MODELS, RUN_AGAIN, build_recurrent
-
-PREFIX = mx.array([[3, 141, 59, 26, 53, 58, 97, 93, 23, 84, 62]])
-BLOCK = mx.array([[201, 7, 96, 255, 31, 148]])
-ROWS = mx.array([[201, 7, 96, 255, 31, 148], [5, 5, 80, 2, 0, 9], [90, 1, 44, 3, 6, 8]])
+from support.models.recurrent_models import (
+    BLOCK,
+    RECURRENT_MODELS,
+    ROWS,
+    RUN_AGAIN,
+    build_recurrent,
+    hooked,
+    prefilled,
+    recurrent,
+)
 
 BY_NOTES = [name for name in RECURRENT_MODELS if name not in RUN_AGAIN]
 # These read the lengths and paddings of a batch.
@@ -48,29 +50,9 @@ TAKE_LENGTHS = (
 )
 
 
-@contextmanager
-def hooked(model: nn.Module) -> Iterator[ModelHooks]:
-    owner = ModelHooks(model)
-    try:
-        yield owner
-    finally:
-        owner.remove()
-
-
-def recurrent(caches: list[Any]) -> list[Any]:
-    return [cache for cache in flat(caches) if isinstance(cache, ArraysCache)]
-
-
 def held(caches: list[Any]) -> list[Any]:
     """Return the recurrent states with lengths and paddings."""
     return [[*c.cache, c.lengths, c.left_padding] for c in recurrent(caches)]
-
-
-def prefilled(model: nn.Module, tokens: mx.array = PREFIX) -> list[Any]:
-    caches = make_prompt_cache(model)
-    model(tokens, cache=caches)
-    mx.eval(states(caches))
-    return caches
 
 
 def after(model: nn.Module, start: list[Any], keep: int) -> Any:

@@ -4,12 +4,18 @@ The first of them are in the table of tiny models; the rest are in
 recurrent_models.json beside this file, in the same form.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
+from mlx_speculation.caches import states
 from mlx_speculation.caches.types.leaves import flat
+from mlx_speculation.models import ModelHooks
 from support.models.tiny_models import (
     TINY_MODELS,
     TinyModel,
@@ -21,10 +27,14 @@ from support.models.tiny_models import (
 _MORE = read_table(Path(__file__).with_suffix(".json"))
 
 
+def recurrent(caches: list[Any]) -> list[Any]:
+    """Return the caches of recurrent layers."""
+    return [cache for cache in flat(caches) if isinstance(cache, ArraysCache)]
+
+
 def recurrent_caches(model: nn.Module) -> list[ArraysCache]:
     """Return new caches of a model, those of recurrent layers only."""
-    caches = flat(make_prompt_cache(model))
-    return [cache for cache in caches if isinstance(cache, ArraysCache)]
+    return recurrent(make_prompt_cache(model))
 
 
 RECURRENT_MODELS: dict[str, TinyModel] = {
@@ -40,3 +50,27 @@ RUN_AGAIN = ("jamba", "mamba", "rwkv7")
 def build_recurrent(name: str) -> nn.Module:
     """Build the named model: the same weights for the same arguments."""
     return build_tiny(RECURRENT_MODELS[name])
+
+
+PREFIX = mx.array([[3, 141, 59, 26, 53, 58, 97, 93, 23, 84, 62]])
+BLOCK = mx.array([[201, 7, 96, 255, 31, 148]])
+# A batch of which the first row is the block.
+ROWS = mx.array([[201, 7, 96, 255, 31, 148], [5, 5, 80, 2, 0, 9], [90, 1, 44, 3, 6, 8]])
+
+
+@contextmanager
+def hooked(model: nn.Module) -> Iterator[ModelHooks]:
+    """Hook a model in a block."""
+    owner = ModelHooks(model)
+    try:
+        yield owner
+    finally:
+        owner.remove()
+
+
+def prefilled(model: nn.Module) -> list[Any]:
+    """Return caches that hold the prefix."""
+    caches = make_prompt_cache(model)
+    model(PREFIX, cache=caches)
+    mx.eval(states(caches))
+    return caches

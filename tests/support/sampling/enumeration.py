@@ -250,11 +250,8 @@ def as_numpy(array: mx.array) -> Array:
     return np.array(array).astype(np.float64)
 
 
-def enumerate_keyed(tables: Tables, *, emit_draft: bool = False) -> Outcome:
-    """Enumerate keyed choice: drafts and target choices drawn with shared noise.
-
-    With `emit_draft` the drafted token is emitted in place of the target's own choice.
-    """
+def enumerate_keyed(tables: Tables) -> Outcome:
+    """Enumerate keyed choice: drafts and target choices drawn with shared noise."""
     k, vocab = tables.k, tables.vocab
     drafts, choices = sequences(vocab, k), sequences(vocab, k + 1)
     counts = count_accepted(mx.array(drafts)[:, None], mx.array(choices))
@@ -273,8 +270,7 @@ def enumerate_keyed(tables: Tables, *, emit_draft: bool = False) -> Outcome:
             weights = weights * distribution[pair, prefix[:, None], chosen, drafted]
         for count in range(k + 1):
             mass = np.where(accepted == count, weights, 0)
-            tokens_of_draft = emit_draft and count < k
-            kept = mass.sum(1 if tokens_of_draft else 0)
+            kept = mass.sum(0)
             emitted[count][pair] = kept.reshape(vocab**count, vocab, -1).sum(-1)
         means[pair] = (weights * accepted).sum()
     return Outcome(continued(tables.target, emitted), means)
