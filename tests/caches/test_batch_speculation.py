@@ -253,34 +253,6 @@ def test_a_batch_has_no_single_position() -> None:
         position([merged(KV, [0, 0]), CacheList(used, ArraysCache(1))])
 
 
-@pytest.mark.parametrize("fails", ["moved", "removable"])
-@pytest.mark.parametrize("kind", [KV, RING], ids=["kv", "ring"])
-@pytest.mark.parametrize("width", [1, 3])
-def test_ctrl_c_in_a_ragged_commit_rolls_back(
-    kind: AttentionKind, width: int, fails: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache = merged(kind, [9, 4, 1])
-    before = read(kind.fields(cache))
-    calls = []
-
-    def interrupt(*args: Any) -> Any:
-        calls.append(1)
-        if len(calls) == (2 if fails == "moved" else 1):
-            raise KeyboardInterrupt
-        return args[0]
-
-    for module in ("batch_kv", "batch_rotating_kv"):
-        monkeypatch.setattr(
-            f"mlx_speculation.caches.journals.{module}.{fails}", interrupt
-        )
-    speculation = Speculation([cache])
-    for _ in range(2):
-        write(speculation.caches[0], [9, 4, 1], width)
-    with pytest.raises(KeyboardInterrupt), speculation:
-        speculation.commit([1, 2, 0])
-    assert_same(read(kind.fields(cache)), before, "after Ctrl-C")
-
-
 @pytest.mark.parametrize("keep", [[3, 0, 5], [0, 0, 1], [5, 4, 5], [2, 2, 2]])
 def test_lengths_and_padding_of_a_state_follow_each_row(keep: list[int]) -> None:
     model = build("lfm2")

@@ -5,15 +5,16 @@ each line in turn that mlx-lm's caches and the journals run, until one round get
 through untouched.
 """
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import mlx.core as mx
 import mlx_lm.models.cache
 import mlx_lm.models.deepseek_v41
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_speculation.caches import Speculation, holds_trees, journal
 from mlx_speculation.caches.types import tree_view
@@ -28,6 +29,7 @@ from support.caches.cache_twins import (
     assert_same,
     read,
 )
+from support.caches.contents import assert_same_content, content
 from support.caches.rare_cache_twins import (
     ChunkedKind,
     ConcatenateKind,
@@ -36,6 +38,8 @@ from support.caches.rare_cache_twins import (
     attentions,
 )
 from support.covering import covering
+from support.models.tiny_models import build
+from support.processes.interrupts import raised_at
 
 TRACED = (
     mlx_lm.models.cache.__file__,
@@ -45,6 +49,7 @@ TRACED = (
 )
 
 PROBES = (2, 6)
+PROMPT = [(37 * i * i + 11 * i) % 256 for i in range(20)]
 (COMPRESSING, *_) = attentions()
 
 KINDS: dict[str, tuple[Kind, list[int]]] = {
@@ -72,37 +77,14 @@ KINDS: dict[str, tuple[Kind, list[int]]] = {
 }
 
 
-def interrupted_at(line: int, action: Callable[[], None]) -> bool:
-    """Run `action` and raise at its `line`-th traced line; say whether it got there."""
-    left = line
-
-    def trace(frame: FrameType, event: str, _: object) -> Any:
-        nonlocal left
-        code = frame.f_code
-        # Past __exit__ a commit is done, and stays.
-        if code.co_name == "__exit__" or not code.co_filename.startswith(TRACED):
-            return None
-        if event == "line":
-            left -= 1
-            if left == 0:
-                raise KeyboardInterrupt
-        return trace
-
-    outer = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        action()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(outer)
-    return False
+def leaving(frame: FrameType) -> bool:
+    return frame.f_code.co_name == "__exit__"  # past it a commit is done, and stays
 
 
-def at_every_line(make: Callable[[], Callable[[], None]]) -> Iterator[int]:
-    """Interrupt a new action at every line; yields after each interruption."""
-    line = 1
-    while interrupted_at(line, make()):
+def at_every_line(action: Callable[[], object]) -> Iterator[int]:
+    """Interrupt an action at every line; yields after each interruption."""
+    line, error = 1, KeyboardInterrupt()
+    while raised_at(line, error, TRACED, action, leaving) is not None:
         yield line
         line += 1
     assert line > 10
@@ -177,7 +159,7 @@ def test_an_interrupted_round_leaves_the_cache_as_it_was(
                 at += width
             speculation.commit(keep)
 
-    for line in at_every_line(lambda: action):
+    for line in at_every_line(action):
         # In turn: what is wrong after one line is so after the next one.
         which = line % len(PROBES)
         found[which][line] = kind.content(cache, PROBES[which])
@@ -198,5 +180,25 @@ def test_an_interrupted_round_with_a_tree_leaves_the_cache_as_it_was(name: str) 
             speculation.move([0, 2, 4])
             speculation.commit(3)
 
-    lines = at_every_line(lambda: action)
+    lines = at_every_line(action)
     assert_all_same({line: kind.content(cache, PROBES[0]) for line in lines}, before)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5", "gpt_oss"])
+def test_an_interrupted_round_of_a_model_leaves_its_caches_as_they_were(
+    name: str,
+) -> None:
+    """Layers before the interruption have committed, and those behind it have not."""
+    model = build(name)
+    owner, caches = ModelHooks(model), make_prompt_cache(model)
+    model(mx.array([PROMPT]), cache=caches)
+
+    def action() -> None:
+        with Speculation(caches) as speculation:
+            model(mx.array([PROMPT[:4]]), cache=speculation.caches)
+            speculation.commit(2)
+
+    before = content(caches)
+    for _ in at_every_line(action):
+        assert_same_content(before, content(caches))
+    owner.remove()

@@ -20,9 +20,7 @@ from mlx_lm.models.deepseek_v41 import LayerCache
 
 from mlx_speculation.caches import Speculation, leaves, position, states
 from mlx_speculation.caches.journal import Journal
-from mlx_speculation.caches.journals import rotating_kv
 from mlx_speculation.caches.journals.arrays import ArraysJournal
-from mlx_speculation.caches.journals.kv import KVJournal, KVJournals
 from mlx_speculation.caches.registry import KNOWN, open_journals, presented
 from mlx_speculation.caches.types.fixed_view import FixedShape
 from mlx_speculation.errors import (
@@ -30,7 +28,6 @@ from mlx_speculation.errors import (
     SpeculationClosedError,
     UnsupportedCacheError,
 )
-from mlx_speculation.models import ModelHooks
 from support.caches.cache_twins import Rows, assert_same, detached, read, tagged
 from support.models.tiny_models import build
 
@@ -271,39 +268,6 @@ def test_a_part_of_a_whole_round_is_refused() -> None:
     assert_same(image(caches), before, "a whole round")
 
 
-def test_a_prepared_prefix_is_not_yet_kept() -> None:
-    caches = written_pair()
-    before = image(caches)
-    with Speculation(caches) as speculation:
-        write(speculation.caches, 3)
-        speculation.prepare(2)
-    assert_same(image(caches), before, "a prepared prefix")
-
-
-@pytest.mark.parametrize("times", [1, 2, 3])
-def test_rolling_back_again_changes_nothing(times: int) -> None:
-    caches = written_pair()
-    before = image(caches)
-    speculation = Speculation(caches)
-    write(speculation.caches, 1)
-    write(speculation.caches, 3)
-    for _ in range(times):
-        speculation.rollback()
-    assert_same(image(caches), before, "several rollbacks")
-
-
-def test_a_commit_is_taken_back_by_a_rollback() -> None:
-    caches = written_pair()
-    before = image(caches)
-    speculation = Speculation(caches)
-    write(speculation.caches, 1)
-    write(speculation.caches, 3)
-    speculation.commit(2)
-    assert [cache.offset for cache in caches] == [8, 8]
-    speculation.rollback()
-    assert_same(image(caches), before, "a commit taken back")
-
-
 @pytest.mark.parametrize("width", [1, 3])
 def test_a_failed_write_is_rolled_back(width: int) -> None:
     caches = written_pair()
@@ -317,18 +281,6 @@ def test_a_failed_write_is_rolled_back(width: int) -> None:
     with pytest.raises(ValueError, match="shape"), Speculation(caches) as speculation:
         forward(speculation.caches)
     assert_same(image(caches), before, "a failed write")
-
-
-def test_values_that_are_not_numbers_are_rolled_back() -> None:
-    caches = written_pair()
-    before = image(caches)
-    with Speculation(caches) as speculation:
-        for cache in speculation.caches:
-            for _ in range(5):
-                nothing = mx.full((1, 1, 1, 3), mx.nan)
-                cache.update_and_fetch(nothing[..., :2], nothing)
-            mx.eval(cache.keys, cache.values)
-    assert_same(image(caches), before, "rows of NaN")
 
 
 ALL_KINDS: list[Callable[[], Any]] = [
@@ -371,20 +323,6 @@ def test_opening_a_speculation_changes_no_attribute() -> None:
     before = [dict(vars(cache)) for cache in caches]
     Speculation(caches)
     assert [dict(vars(cache)) for cache in caches] == before
-
-
-def test_an_empty_cache_is_empty_again_after_a_rollback() -> None:
-    caches: list[Any] = [KVCache(), RotatingKVCache(max_size=4)]
-    for commit in (False, True):
-        with Speculation(caches) as speculation:
-            write(speculation.caches, 1)
-            write(speculation.caches, 2)
-            if commit:
-                speculation.commit(0)
-        for cache in caches:
-            assert cache.empty()
-            assert cache.values is None
-            assert cache.offset == 0
 
 
 def test_lengths_and_padding_change_with_a_commit_only() -> None:
@@ -487,89 +425,3 @@ def commit_two(model: nn.Module, speculation: Speculation) -> None:
     """Feed a block of four tokens and keep two."""
     model(BLOCK, cache=speculation.caches)
     speculation.commit(2)
-
-
-MODELS = ["llama", "qwen3_5", "gpt_oss", "recurrent_gemma", "rwkv7"]
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("width", [1, 4])
-def test_ctrl_c_in_any_layer_of_a_forward_rolls_back(
-    name: str, width: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, caches = prefilled(name)
-    owner = ModelHooks(model)
-    before = image(caches)
-    blocks = [m for _, m in model.named_modules() if isinstance(m, nn.Linear)]
-    called: list[int] = []
-    stop_at = [-1]
-    native = nn.Linear.__call__
-
-    def interrupted(self: nn.Linear, x: mx.array) -> mx.array:
-        called.append(1)
-        if len(called) == stop_at[0]:
-            raise KeyboardInterrupt
-        return native(self, x)
-
-    monkeypatch.setattr(nn.Linear, "__call__", interrupted)
-    for stop in range(1, len(blocks), 3):
-        called.clear()
-        stop_at[0] = stop
-        with pytest.raises(KeyboardInterrupt), Speculation(caches) as speculation:
-            model(BLOCK[:, :width], cache=speculation.caches)
-        assert_same(image(caches), before, f"Ctrl-C at linear layer {stop}")
-    owner.remove()
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("after", [False, True])
-def test_ctrl_c_in_the_middle_of_a_commit_rolls_back(
-    name: str, after: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, caches = prefilled(name)
-    owner = ModelHooks(model)
-    before = image(caches)
-    left = [0]
-    for kind in (KVJournal, rotating_kv.RotatingJournal, ArraysJournal):
-        _interrupt(kind, left, after, monkeypatch)
-    _interrupt_together(left, after, monkeypatch)
-    for layer in range(len(caches)):
-        left[0] = layer
-        with pytest.raises(KeyboardInterrupt), Speculation(caches) as speculation:
-            commit_two(model, speculation)
-        assert_same(image(caches), before, f"Ctrl-C at the commit of layer {layer}")
-    owner.remove()
-
-
-def _interrupt(
-    kind: Any, left: list[int], after: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Make the commit of the layer with `left[0]` layers before it end in Ctrl-C."""
-    native = kind.commit
-
-    def commit(self: Any, keep: int) -> None:
-        left[0] -= 1
-        if left[0] < 0 and not after:
-            raise KeyboardInterrupt
-        native(self, keep)
-        if left[0] < 0:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(kind, "commit", commit)
-
-
-def _interrupt_together(
-    left: list[int], after: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same where one commit is that of all layers."""
-    native = KVJournals.commit
-
-    def commit(self: Any, keep: int) -> None:
-        caches, starts = self._caches, self._starts
-        done = left[0] + after
-        self._caches, self._starts = caches[:done], starts[:done]
-        native(self, keep)
-        self._caches, self._starts = caches, starts
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(KVJournals, "commit", commit)

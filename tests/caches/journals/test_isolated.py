@@ -9,7 +9,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 import pytest
 from mlx_lm.models.cache import (
     ArraysCache,
@@ -92,49 +91,6 @@ def test_a_model_sees_the_native_caches_and_writes_nothing_live(
     assert_same(held(caches), held(native), "all of a round")
 
 
-@pytest.mark.parametrize("keep", [1, 3, 5, 7])
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_5", "mamba", "rwkv7"])
-def test_a_part_is_what_an_ordinary_speculation_keeps(name: str, keep: int) -> None:
-    model, caches = prefilled(name)
-    ordinary = detached(caches)
-    owner = ModelHooks(model)
-    for each, isolated in ((caches, True), (ordinary, False)):
-        with Speculation(each, isolated=isolated) as speculation:
-            for width in (4, 1, 3):
-                model(BLOCK[:, :width], cache=speculation.caches)
-            speculation.commit(keep)
-    owner.remove()
-    assert_same(held(caches), held(ordinary), f"the first {keep} of a round")
-    shown, expected = (model(BLOCK, cache=each) for each in (caches, ordinary))
-    assert_same(read([shown]), read([expected]), "the logits after the round")
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_5"])
-def test_a_commit_is_taken_back_by_a_rollback(name: str) -> None:
-    model, caches = prefilled(name)
-    before = Held(caches, values=True)
-    speculation = Speculation(caches, isolated=True)
-    model(BLOCK, cache=speculation.caches)
-    speculation.commit(4)
-    with pytest.raises(AssertionError):
-        before.assert_unchanged("a commit")
-    for _ in range(2):
-        speculation.rollback()
-        before.assert_unchanged("the caches after a commit taken back")
-
-
-def test_a_whole_round_keeps_all() -> None:
-    model, caches = prefilled("qwen3_5")
-    native = detached(caches)
-    model(BLOCK, cache=native)
-    with Speculation(caches, whole=True, isolated=True) as speculation:
-        model(BLOCK, cache=speculation.caches)
-        with pytest.raises(InvalidRequestError, match="whole=True, which wrote 4"):
-            speculation.commit(2)
-        speculation.commit(4)
-    assert_same(held(caches), held(native), "a whole round")
-
-
 def test_a_part_of_an_unrecorded_mixer_is_run_again_on_the_live_caches() -> None:
     model, caches = prefilled("qwen3_5")
     native = detached(caches)
@@ -150,22 +106,6 @@ def test_a_part_of_an_unrecorded_mixer_is_run_again_on_the_live_caches() -> None
         speculation.commit(2)
     assert speculation.reran
     assert_same(held(caches), held(native), "a part, run again")
-
-
-def test_rounds_one_after_the_other_may_be_isolated_or_not() -> None:
-    """The rows that a ring saves before it overwrites them belong to one object."""
-    model, caches = prefilled("gpt_oss")
-    native = detached(caches)
-    for index in range(12):
-        token = BLOCK[:, index % 4 : index % 4 + 1]
-        with Speculation(caches, isolated=index % 3 == 0) as speculation:
-            model(token, cache=speculation.caches)
-            model(token + 1, cache=speculation.caches)
-            speculation.commit(index % 2)
-        if index % 2:
-            model(token, cache=native)
-    shown, expected = (model(BLOCK, cache=each) for each in (caches, native))
-    np.testing.assert_allclose(read(shown), read(expected), rtol=1e-4, atol=1e-4)
 
 
 def test_a_batch_stays_narrow_over_many_ragged_rounds() -> None:

@@ -10,7 +10,7 @@ from mlx_lm.models.cache import BatchRotatingKVCache, KVCache, RotatingKVCache
 
 from mlx_speculation.caches import SlidingKVCache, Speculation
 from mlx_speculation.caches.journals import ring
-from support.caches.cache_twins import Rows, Visible, assert_same, read, tagged
+from support.caches.cache_twins import Rows, Visible, tagged
 from support.each import each
 
 
@@ -108,30 +108,6 @@ def test_a_shallow_copy_of_the_live_ring_is_native_again() -> None:
         speculation.commit(1)
     assert type(copy.copy(cache)) is RotatingKVCache
     assert sorted(positions(cache)) == [3, 4, 5, 6]
-
-
-@each(keep=[0, 2], width=range(1, 6), rows=range(1, 12))
-def test_rolling_back_restores_every_slot(rows: int, width: int, keep: int) -> None:
-    cache = filled(window=5, rows=rows, keep=keep)
-    before = read(list(cache.state[:2])), cache.state[2:], positions(cache)
-    with Speculation([cache]) as speculation:
-        serials = tuple(range(900, 900 + width))
-        speculation.caches[0].update_and_fetch(*tagged(Rows(rows, serials)))
-    assert cache.state[2:] == before[1]
-    assert positions(cache) == before[2]
-    if rows >= 5:
-        assert_same(read(list(cache.state[:2])), before[0], "the arrays")
-
-
-@pytest.mark.parametrize("kept", range(1, 5))
-def test_a_kept_prefix_is_followed_by_the_right_row(kept: int) -> None:
-    cache = filled(window=6, rows=9)
-    with Speculation([cache]) as speculation:
-        speculation.caches[0].update_and_fetch(*tagged(Rows(9, (9, 10, 11, 12))))
-        speculation.commit(kept)
-    write(cache, 9 + kept, serial=9 + kept)
-    assert sorted(positions(cache)) == list(range(4 + kept, 10 + kept))
-    assert cache.offset == 10 + kept
 
 
 def peak_of_a_write(cache: RotatingKVCache, row: mx.array, keep: int) -> int:

@@ -6,7 +6,6 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 
 from mlx_speculation.caches import (
@@ -61,32 +60,6 @@ def positions(arrays: Any) -> list[int]:
     return [int(position) for position in keys[:, 0]]
 
 
-def attention(cache: Any, rows: tuple[mx.array, ...], window: int | None) -> mx.array:
-    """Attend as a layer of mlx-lm does."""
-    queries, keys, values = rows
-    mask = create_attention_mask(queries[:, 0], cache, window_size=window)
-    shown = cache.update_and_fetch(keys, values)
-    return mx.fast.scaled_dot_product_attention(queries, *shown, scale=0.3, mask=mask)
-
-
-@each(slack=[1, 2, 7, 256], window=[None, 8, 3, 9])
-def test_attention_equals_that_over_a_native_ring(
-    slack: int, window: int | None
-) -> None:
-    ring, cache = RotatingKVCache(max_size=8), SlidingKVCache(8, slack)
-    widths = [3, 1, 1, 2, 1, 1, 1, 5, 1, 1, 1, 1, 1, 1, 1, 1, 1, 6, 6, 1, 12, 1, 30, 2]
-    for index, width in enumerate(widths):
-        keys = mx.random.split(mx.random.key(index), 3)
-        rows = (
-            mx.random.normal((2, 4, width, 16), key=keys[0]),
-            mx.random.normal((2, 2, width, 16), key=keys[1]),
-            mx.random.normal((2, 2, width, 16), key=keys[2]),
-        )
-        native = np.array(attention(ring, rows, window))
-        ours = np.array(attention(cache, rows, window))
-        np.testing.assert_allclose(ours, native, rtol=0, atol=1e-5)
-
-
 def test_one_row_has_no_mask() -> None:
     cache = SlidingKVCache(8, 3)
     for _ in range(30):
@@ -94,27 +67,6 @@ def test_one_row_has_no_mask() -> None:
             assert cache.make_mask(1, window_size=window, return_array=True) is None
         write(cache, 1)
     assert cache.make_mask(1, window_size=5).tolist() == [False] * 3 + [True] * 5
-
-
-@each(history=HISTORIES)
-def test_a_ring_in_any_state_is_converted_and_back(history: list[int]) -> None:
-    native = fed(RotatingKVCache(max_size=8), history)
-    before = native.offset, native._idx
-    cache = SlidingKVCache.from_native(native, 3)
-    back = cache.to_native()
-    held = min(sum(history), 8)
-    assert (cache.offset, cache.size(), cache.empty()) == (
-        sum(history),
-        held,
-        not history,
-    )
-    for width in (1, 1, 3, 1, 12, 1, 1):
-        offset = native.offset
-        expected = sorted(positions(write(native, width)))
-        assert sorted(positions(write(back, width))) == expected
-        assert positions(write(cache, width)) == expected
-        assert back.offset == cache.offset == offset + width
-    assert before == (sum(history), before[1])
 
 
 def test_a_conversion_does_not_share_rows() -> None:
@@ -244,28 +196,6 @@ def test_a_round_can_be_taken_back_after_a_later_one_moved_the_window() -> None:
     first.rollback()
     assert (cache.offset, positions(cache.keys_and_values())) == (5, list(range(5)))
     assert positions(write(cache, 1)) == [2, 3, 4, 5]
-
-
-def test_keeping_nothing_empties_an_empty_cache_again() -> None:
-    cache = SlidingKVCache(4, 2)
-    with Speculation([cache]) as speculation:
-        write(speculation.caches[0], 3)
-        speculation.commit(0)
-    assert (cache.empty(), cache.offset) == (True, 0)
-
-
-@each(keep=range(31))
-def test_any_prefix_of_a_round_longer_than_the_buffer_is_kept(keep: int) -> None:
-    cache = fed(SlidingKVCache(4, 2), [9])
-    with Speculation([cache]) as speculation:
-        for _ in range(15):
-            write(speculation.caches[0], 2)
-        speculation.commit(keep)
-    assert cache.offset == 9 + keep
-    held = positions(cache.keys_and_values())
-    assert held == list(range(9 + keep - len(held), 9 + keep))
-    assert len(held) >= 4
-    assert positions(write(cache, 1)) == list(range(6 + keep, 10 + keep))
 
 
 def test_the_buffer_shrinks_again_after_a_long_write() -> None:
