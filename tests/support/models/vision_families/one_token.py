@@ -12,12 +12,6 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from support.models.vision_families.parts import (
-    IMAGE,
-    IMAGE_IDS,
-    LLAMA,
-    SIGLIP,
-    TEXT,
-    TOWER,
     Sizes,
     TinyFamily,
     nested,
@@ -89,89 +83,11 @@ def _tiles(sizes: Sizes, key: mx.array) -> dict[str, mx.array]:
 
 
 FAMILIES: dict[str, TinyFamily] = {
-    "llava_next": TinyFamily(
-        {
-            "image_token_index": IMAGE,
-            "text_config": LLAMA,
-            "vision_config": {**TOWER, "model_type": "clip_vision_model"},
-        },
-        _tiles,
-        lambda size: 3,
-    ),
-    "granite_vision": TinyFamily(
-        {
-            "image_token_index": IMAGE,
-            "vision_feature_layer": [-1, -2],
-            "text_config": {**TEXT, "model_type": "granite"},
-            "vision_config": SIGLIP,
-        },
-        _tiles,
-        lambda size: 3,
-    ),
-    "multi_modality": TinyFamily(
-        {
-            "image_token_index": IMAGE,
-            "num_image_tokens": 16,
-            "text_config": LLAMA,
-            "vision_config": {
-                **TOWER,
-                "model_type": "vision",
-                "cls": "CLIPVisionTower",
-                "params": {},
-            },
-            "projector_config": {
-                "cls": "MlpProjector",
-                "model_type": "projector",
-                "params": {"projector_type": "mlp_gelu", "depth": 2},
-            },
-        },
-        square,
-        lambda size: 16,
-    ),
-    "llava_bunny": TinyFamily(
-        {
-            "auto_map": {},
-            "hidden_size": 64,
-            "mm_hidden_size": 32,
-            "text_config": {**TEXT, "model_type": "qwen2"},
-            "vision_config": {**SIGLIP, "image_size": 27, "patch_size": 1},
-        },
-        _large,
-        _one,
-        image=-200,
-    ),
-    "fastvlm": TinyFamily(
-        {
-            "mm_hidden_size": 32,
-            "text_config": {**TEXT, "model_type": "qwen2"},
-            "vision_config": {},
-        },
-        square,
-        _one,
-        image=-200,
-        adapt=_small_fast,
-    ),
-    "phi4_siglip": TinyFamily(
-        {
-            "mm_hidden_size": 32,
-            "text_config": {
-                **{name: TEXT[name] for name in TEXT if "max" not in name},
-                "model_type": "phi4-siglip",
-            },
-            "vision_config": {
-                **TOWER,
-                "model_type": "siglip2_vision_model",
-                "num_patches": 16,
-            },
-        },
-        padded,
-        _one,
-        image=-200,
-    ),
-    "phi3_v": TinyFamily(
-        {**TEXT, "vision_config": {"model_type": "phi3_v"}, **IMAGE_IDS},
-        square,
-        image=-1,
-        adapt=_small_phi,
-    ),
+    "llava_next": TinyFamily(_tiles, lambda size: 3),
+    "granite_vision": TinyFamily(_tiles, lambda size: 3),
+    "multi_modality": TinyFamily(square, lambda size: 16),
+    "llava_bunny": TinyFamily(_large, _one, image=-200),
+    "fastvlm": TinyFamily(square, _one, image=-200, adapt=_small_fast),
+    "phi4_siglip": TinyFamily(padded, _one, image=-200),
+    "phi3_v": TinyFamily(square, image=-1, adapt=_small_phi),
 }

@@ -5,19 +5,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from support.models.vision_families.parts import (
-    END,
-    IMAGE,
-    LATENT,
-    LINEAR,
-    START,
-    TEXT,
-    TOWER,
-    VIDEO,
-    VOCAB,
-    Sizes,
-    TinyFamily,
-)
+from support.models.vision_families.parts import END, IMAGE, START, Sizes, TinyFamily
 
 
 def _pooled(sizes: Sizes, key: mx.array) -> dict[str, mx.array]:
@@ -118,171 +106,18 @@ def _small_ocr_2(vlm: Any) -> None:
     vlm.sam_model, vlm.vision_model = _Sam(), _rows
 
 
-_DEEPSEEK: dict[str, Any] = {
-    **TEXT,
-    **LATENT,
-    "model_type": "deepseek_v2",
-    "num_key_value_heads": 4,
-    "n_shared_experts": 1,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "first_k_dense_replace": 1,
-}
-
-_LLAMA_LIKE = {**_DEEPSEEK, "qk_nope_head_dim": 0, "qk_rope_head_dim": 0}
-_MINICPM: dict[str, Any] = {
-    "insert_layer_id": 0,
-    "vision_config": {
-        **TOWER,
-        "model_type": "minicpmv4_6_vision",
-        "image_size": 32,
-    },
-}
-_CANVAS = {
-    "image_token_id": IMAGE,
-    "video_token_id": VIDEO,
-    "image_start_id": START,
-    "image_end_id": END,
-    "slice_start_id": VOCAB - 3,
-    "slice_end_id": VOCAB - 2,
-    "newline_id": VOCAB - 1,
-}
-
 FAMILIES: dict[str, TinyFamily] = {
-    "molmo2": TinyFamily(
-        {
-            "image_patch_id": IMAGE,
-            "image_end_token_id": END,
-            "text_config": {
-                **TEXT,
-                "vocab_size": 256,
-                "additional_vocab_size": VOCAB - 256,
-                "model_type": "molmo2",
-                "head_dim": 16,
-            },
-            "vision_config": {
-                "vit_config": {
-                    "hidden_size": 32,
-                    "intermediate_size": 64,
-                    "num_hidden_layers": 2,
-                    "num_attention_heads": 2,
-                    "num_key_value_heads": 2,
-                    "head_dim": 16,
-                    "image_patch_size": 4,
-                    "image_num_pos": 16,
-                    "image_default_input_size": [16, 16],
-                },
-                "adapter_config": {
-                    "hidden_size": 32,
-                    "intermediate_size": 64,
-                    "text_hidden_size": 64,
-                    "num_attention_heads": 2,
-                    "num_key_value_heads": 2,
-                    "head_dim": 16,
-                    "vit_layers": [-1, -2],
-                },
-            },
-        },
-        _pooled,
-        frame=([START], [END, END]),
-    ),
-    "molmo": TinyFamily(
-        {
-            "text_config": {
-                "model_type": "molmo",
-                "d_model": 64,
-                "n_heads": 4,
-                "n_kv_heads": 2,
-                "n_layers": 4,
-                "mlp_hidden_size": 128,
-                "vocab_size": 256,
-                "embedding_size": 256,
-                "additional_vocab_size": VOCAB - 256,
-            },
-            "vision_config": {
-                "model_type": "molmo",
-                "d_model": 64,
-                "hidden_size": 128,
-                "image_default_input_size": [16, 16],
-                "image_patch_size": 4,
-                "image_pos_patch_size": 4,
-                "image_emb_dim": 32,
-                "image_num_heads": 2,
-                "image_num_key_value_heads": 2,
-                "image_num_layers": 2,
-                "image_head_dim": 16,
-                "image_mlp_dim": 64,
-                "image_num_pos": 17,
-                "vit_layers": [-1, -2],
-            },
-        },
-        _crops,
-        located=_indexed,
-    ),
+    "molmo2": TinyFamily(_pooled, frame=([START], [END, END])),
+    "molmo": TinyFamily(_crops, located=_indexed),
     "jina_vlm": TinyFamily(
-        {
-            "text_config": {
-                **TEXT,
-                "model_type": "jina_vlm",
-                "head_dim": 16,
-                "additional_vocab_size": 2,
-            },
-            "vision_config": {
-                "hidden_size": 32,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "head_dim": 16,
-                "patch_size": 4,
-                "image_size": 16,
-                "intermediate_size": 64,
-                "vit_layers": [-1, -2],
-                "output_size": 64,
-                "connector_hidden_size": 64,
-            },
-        },
-        _crops_of_each,
-        located=_indexed_of_each,
-        adapt=_name_patches,
+        _crops_of_each, located=_indexed_of_each, adapt=_name_patches
     ),
     "deepseekocr": TinyFamily(
-        {
-            "image_token_index": IMAGE,
-            "text_config": _LLAMA_LIKE,
-            "vision_config": {"model_type": "vision", "layers": 1, "hidden_size": 32},
-            "projector_config": {"input_dim": 64, "n_embed": 64},
-        },
-        _whole,
-        lambda size: 2 * 3 + 1,
-        located=_masked,
-        adapt=_small_ocr,
+        _whole, lambda size: 2 * 3 + 1, located=_masked, adapt=_small_ocr
     ),
     "deepseekocr_2": TinyFamily(
-        {
-            "image_token_index": IMAGE,
-            "text_config": _LLAMA_LIKE,
-            "vision_config": {"model_type": "vision"},
-            "projector_config": {"input_dim": 32, "n_embed": 64},
-        },
-        _whole,
-        lambda size: 4 + 1,
-        located=_masked,
-        adapt=_small_ocr_2,
+        _whole, lambda size: 4 + 1, located=_masked, adapt=_small_ocr_2
     ),
-    "minicpmv4_6": TinyFamily(
-        {
-            **_MINICPM,
-            "text_config": {**TEXT, **LINEAR, "model_type": "qwen3_5_text"},
-        },
-        _sliced,
-        located=_bounds,
-    ),
-    "minicpmv4_7": TinyFamily(
-        {
-            **_MINICPM,
-            **_CANVAS,
-            "text_config": {**TEXT, **LINEAR, "model_type": "qwen3_5_text"},
-        },
-        _sliced,
-    ),
+    "minicpmv4_6": TinyFamily(_sliced, located=_bounds),
+    "minicpmv4_7": TinyFamily(_sliced),
 }
