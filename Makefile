@@ -59,7 +59,7 @@ $(RUN_STAMP): pyproject.toml | system
 	@others="$(filter-out $(RUN_STAMP) $(TEST_STAMP),$(wildcard $(VENV)/.installed-*))"; \
 	if [ -n "$$others" ]; then rm -rf $(VENV); fi
 	@if [ ! -x $(BIN)/python ]; then \
-		python=$$(sh scripts/find_python.sh $(PYTHON)) && \
+		python=$$(sh scripts/setup_system.sh python $(PYTHON)) && \
 		echo "making $(VENV) with $$python" && "$$python" -m venv $(VENV); \
 	fi
 	@echo "installing mlx-speculation[$(EXTRAS)] into $(VENV)"

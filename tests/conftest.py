@@ -31,7 +31,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # No deadline: the first example compiles kernels, and the machine may be busy.
 # Few examples: they are drawn anew in every run, and make test-long draws many.
-settings.register_profile("default", deadline=None, print_blob=True, max_examples=40)
+settings.register_profile("default", deadline=None, print_blob=True, max_examples=25)
 settings.register_profile(
     "long",
     deadline=None,

@@ -60,8 +60,9 @@ def _hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy_of("hybrid", folder)
 
 
+@pytest.mark.slow  # test_load_with_convention.py probes it, test_front_doors.py drafts
 @pytest.mark.usefixtures("short_probe")
-@pytest.mark.parametrize("draft", ["auto", pytest.param("mtp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("draft", ["auto", "mtp"])
 def test_a_trained_head_is_found_probed_and_drafts(draft: str, hybrid: Path) -> None:
     with said() as notices:
         made = SpeculativeGenerator.from_pretrained(hybrid, draft=draft)

@@ -17,7 +17,7 @@ from mlx_speculation import CascadeDraft, LookupDraft, PrefixCache, SpeculativeG
 from mlx_speculation.engine import AssistantDraft, PEagleDraft
 from mlx_speculation.engine.drafters.gemma_assistant import AssistantDrafter
 from mlx_speculation.engine.drafters.mtp import MtpDrafter
-from support.covering import others_slow
+from support.covering import covering, others_slow
 from support.drafters.batch_heads import eagle_on, mtp_on
 from support.drafters.block_oracle import load_block
 from support.identity import GREEDY, SAMPLED, prompt_of
@@ -28,6 +28,7 @@ from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer
 
 EVERY = 8  # tokens between restore points
+SAMPLINGS = {"greedy": GREEDY, "sampled": SAMPLED}
 Made = tuple[Any, Any]  # a target and the draft on it
 
 
@@ -75,6 +76,7 @@ def cascade(made: Made) -> Made:
     return made[0], CascadeDraft(LookupDraft(history=0), made[1])
 
 
+CHAIN = "mtp, a chain of full attention"
 # Targets of rows alone, of windows, of recurrent layers.
 KINDS: dict[str, Callable[[], Made]] = {
     "mtp, one layer": lambda: mtp_on("deepseek_v3"),
@@ -82,7 +84,7 @@ KINDS: dict[str, Callable[[], Made]] = {
     "mtp, two caches a layer": lambda: mtp_on("deepseek_v32"),
     "mtp, windows": lambda: mtp_on("exaone_moe"),
     "mtp, windows in several layers": lambda: mtp_on("mimo_v2_flash"),
-    "mtp, a chain of full attention": lambda: chain(*["full_attention"] * 4),
+    CHAIN: lambda: chain(*["full_attention"] * 4),
     "mtp, a chain on windows": lambda: chain(*["sliding_attention"] * 2),
     "eagle": lambda: eagle("llama", 4),
     "eagle, recurrent target": lambda: eagle("qwen3_5", 8),
@@ -148,12 +150,12 @@ def rounds_of(
     }
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "chosen"), covering(KINDS, SAMPLINGS))
 def test_warm_rounds_are_those_of_a_cold_request(
-    kind: str, sampling: Any, proposed: list[list[int]]
+    kind: str, chosen: str, proposed: list[list[int]]
 ) -> None:
     target, draft = KINDS[kind]()
+    sampling = SAMPLINGS[chosen]
     prefixes = PrefixCache(1 << 30, every=EVERY)
 
     def made(cache: PrefixCache | None) -> SpeculativeGenerator:
@@ -235,7 +237,15 @@ def test_what_a_closed_request_leaves_is_of_use(proposed: list[list[int]]) -> No
 
 @pytest.mark.parametrize(
     "kind",
-    ["eagle", "eagle, recurrent target", "peagle", "mtp, a chain of full attention"],
+    others_slow(
+        [
+            "eagle",
+            "eagle, recurrent target",
+            "peagle",
+            "mtp, a chain of full attention",
+        ],
+        ["eagle", "mtp, a chain of full attention"],
+    ),
 )
 def test_rows_of_a_head_go_with_those_of_its_target(
     kind: str, proposed: list[list[int]]

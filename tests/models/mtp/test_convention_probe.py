@@ -143,7 +143,7 @@ def but(*names: str) -> tuple[str, ...]:
 SLOW = pytest.mark.slow
 MIXTURES: list[Any] = [
     ("plus_one", but("q_norm", "k_norm")),
-    ("plus_one", but("norm_e", "norm_h", "final")),
+    pytest.param("plus_one", but("norm_e", "norm_h", "final"), marks=SLOW),
     pytest.param("stored", ("final",), marks=SLOW),
     pytest.param("plus_one", but("final"), marks=SLOW),
     *(pytest.param("plus_one", but(*group), marks=SLOW) for group in GROUPS[:4]),

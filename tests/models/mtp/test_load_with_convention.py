@@ -12,6 +12,7 @@ from mlx_speculation import DraftNotice, MtpDraft, SpeculativeGenerator
 from mlx_speculation.demo import demo_prompts
 from mlx_speculation.errors import ConventionError, ModelFolderError
 from mlx_speculation.models import MtpConvention, load
+from mlx_speculation.models.checkpoints import probe_text
 from mlx_speculation.models.checkpoints.convention import NORM_NAMES
 from mlx_speculation.models.checkpoints.probe_text import STARTS
 from mlx_speculation.models.mtp import MtpHead, load_mtp_head, load_with_convention
@@ -91,7 +92,11 @@ def mix_norms(hybrid: Path) -> None:
     save(shard, dict(weights), kind="mlx")
 
 
-def test_norms_in_two_forms_are_found_and_said(hybrid: Path) -> None:
+def test_norms_in_two_forms_are_found_and_said(
+    hybrid: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A whole passage is read in test_convention_probe.py; half of one is enough."""
+    monkeypatch.setattr(probe_text, "LONGEST_PASSAGE", 128)
     mix_norms(hybrid)
     made = trained()
     with pytest.warns(DraftNotice, match=r"as w, applied as 1 \+ w, for norm_e, .*"):
