@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
