@@ -4,12 +4,14 @@
     generator = SpeculativeGenerator(model, tokenizer, prefix_cache=prefixes)
 
 It keeps one `PrefixTree` with the rows of the target, of the draft model and of heads,
-inside one budget of bytes. Leaves that were used longest ago go first, with all that
-they hold; the budget is kept at every time but inside a cut of an edge, which copies
-that edge, and while a state is taken. Restore points of running streams count, until
-they are stored or the stream is gone. Streams of several threads may use it together:
-nothing in it is lazy or changes, and a lock guards the rest. It belongs to one pair of
-models. Whoever changes their weights calls `clear`.
+inside one budget of bytes. What costs least to read again goes first, counted from its
+last use (GreedyDual, Young 1994): for a request no leaf goes that costs more than the
+request, until as many tokens went for lack of room. The budget is kept at every time
+but for one edge, of at most `every` tokens, that is cut or copied, and while a state is
+taken. Restore points of running streams count, until they are stored or the stream is
+gone. Streams of several threads may use it together: nothing in it is lazy or changes,
+and a lock guards the rest. It belongs to one pair of models. Whoever changes their
+weights calls `clear`.
 
 It knows token ids and caches, and no text.
 """
@@ -20,7 +22,6 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -31,7 +32,11 @@ from mlx_speculation.caches.snapshots.snapshot import Snapshot, merge
 from mlx_speculation.caches.snapshots.take import snapshot
 from mlx_speculation.caches.types.fixed_view import FixedShape
 from mlx_speculation.caches.types.leaves import check_single
+from mlx_speculation.environment import free_memory
 from mlx_speculation.errors import InvalidRequestError
+
+SHARE = 4  # of the free memory, one part
+USUAL_BYTES = 2 * 10**9
 
 
 class Left(NamedTuple):
@@ -51,17 +56,19 @@ class PrefixCache:
 
     Args:
         max_bytes: bytes of the arrays that are kept, target's and draft's together.
+            None: a quarter of the memory that is free once the models are loaded, or
+            2 GB where that is not known.
         every: models with rings or recurrent layers are resumed at restore points
             only; these are at most so many tokens apart. A resumed request reads at
             most that many known tokens again. Each costs the bytes of all states,
-            and no chunk of a prompt is longer.
+            and no chunk of a prompt is longer. No edge is longer either.
 
     Raises:
         InvalidRequestError: a number is out of range.
     """
 
-    def __init__(self, max_bytes: int, *, every: int = 512) -> None:
-        if max_bytes < 0 or every < 1:
+    def __init__(self, max_bytes: int | None = None, *, every: int = 512) -> None:
+        if (max_bytes or 0) < 0 or every < 1:
             raise InvalidRequestError(
                 f"max_bytes is {max_bytes} and every is {every}. Pass at least 0 bytes "
                 "and at least 1 token."
@@ -74,12 +81,16 @@ class PrefixCache:
         self._roles: list[Role] = []
         self._tree = PrefixTree(self._roles)
         self._stored = 0  # bytes in the tree
+        # What it costs to read again what was let go, the dearest of it counted
+        self._level = 0.0
         self._changing = False
         self._running: weakref.WeakSet[RunningPoints] = weakref.WeakSet()
 
     @property
     def max_bytes(self) -> int:
-        """The budget."""
+        """The budget, from the first use on."""
+        if self._max_bytes is None:
+            self._max_bytes = (free_memory() or USUAL_BYTES * SHARE) // SHARE
         return self._max_bytes
 
     @property
@@ -186,11 +197,11 @@ class PrefixCache:
     def take(self, points: RunningPoints, point: Point) -> None:
         """Add a restore point to those of a stream.
 
-        Leaves that were used longest ago make room, then points of the stream.
+        What costs less to read again makes room, then points of the stream.
         """
         with self._alone():
             points.taken.append(point)
-            while points.taken and not self._room(0):
+            while points.taken and not self._room(0, self._level + point.stop):
                 points.thin_out()
 
     def lookup(self, which: int, tokens: Tokens, back: int = 0) -> Snapshot | None:
@@ -221,7 +232,9 @@ class PrefixCache:
                 each.points.clear()
 
     def _store(self, tokens: Tokens, left: Sequence[Left]) -> None:
-        self._touch(self._tree.reach(tokens), now := next(self._clock))
+        path = self._tree.reach(tokens)
+        self._touch(path, now := next(self._clock))
+        cost = self._level + len(tokens)
         held: dict[int, Snapshot] = {}
         ends: dict[int, int] = {}
         places: set[int] = set()
@@ -230,16 +243,22 @@ class PrefixCache:
             end = ends[which] = min(stop, len(tokens))
             points[:] = [point for point in points if 0 < point.stop < end]
             places |= {end, *(point.stop for point in points)}
+        known, every = path[-1].stop, self._every
+        last = max(ends.values(), default=0)
+        places.update(range((known // every + 1) * every, last, every))
         for place in sorted(places):
             there = {which: held[which] for which in held if place <= ends[which]}
-            node = self._reach(tokens[:place], there, [x.points for x in left], now)
+            taken = [each.points for each in left]
+            node = self._reach(tokens[:place], there, taken, now, cost)
             if node is None:
+                self._level = max(self._level, cost)
                 return
             for which, _, stop, points, hidden in left:
                 if points and points[0].stop == place:
-                    self._hang(node, which, points.pop(0))
+                    self._hang(node, which, points.pop(0), cost)
                 elif stop == place and self.stateful(which):
-                    self._hang(node, which, Point(stop, held[which].states, hidden))
+                    states = held[which].states
+                    self._hang(node, which, Point(stop, states, hidden), cost)
 
     def _reach(
         self,
@@ -247,10 +266,12 @@ class PrefixCache:
         held: Mapping[int, Snapshot],
         taken: Sequence[list[Point]],
         now: int,
+        cost: float,
     ) -> Node | None:
         """Let the nodes along `tokens` have the rows of the roles in `held`.
 
-        Later points, among those `taken`, give way. None: there is no room.
+        What costs less gives way, and later points, among those `taken`. None: there
+        is no room.
         """
         nodes = self._tree.reach(tokens)
         known = nodes[-1]
@@ -264,7 +285,7 @@ class PrefixCache:
             if which not in node.rows
         ]
         size = sum(rows.size for _, _, rows in lacking)
-        while not self._room(size, now):
+        while not self._room(size, cost, now):
             later = [each for each in taken if each and each[-1].stop > len(tokens)]
             if not later:
                 self._stored -= self._tree.prune(known)
@@ -276,25 +297,30 @@ class PrefixCache:
         nodes[-1].hang()
         return nodes[-1]
 
-    def _hang(self, node: Node, which: int, point: Point) -> None:
+    def _hang(self, node: Node, which: int, point: Point, cost: float) -> None:
         """Make a node a restore point, if there is room for the states."""
         if which in node.points or which not in node.rows:
             return
-        if self._room(point.size, node.used):
+        if self._room(point.size, cost, node.used):
             node.points[which] = point
             self._stored += point.nbytes
         else:
             self._stored -= self._tree.prune(node)
 
-    def _room(self, size: int, before: float = math.inf) -> bool:
-        """Remove leaves used before a time until `size` bytes fit in the budget."""
-        while self.nbytes + size > self._max_bytes:
-            nodes = self._tree.nodes()
-            leaves = [x for x in nodes if not x.children and x.used < before]
-            if not leaves:
+    def _room(self, size: int, cost: float, before: float = math.inf) -> bool:
+        """Remove what costs less until `size` bytes fit in the budget.
+
+        Args:
+            size: bytes.
+            cost: of the request that needs them.
+            before: leaves used then or later stay.
+        """
+        while self.nbytes + size > self.max_bytes:
+            least = self._tree.cheapest(before)
+            if least is None or least[0] >= cost:
                 return False
-            oldest = min(leaves, key=attrgetter("used"))
-            self._stored -= self._tree.remove(oldest, before)
+            self._level = max(self._level, least[0])
+            self._stored -= self._tree.remove(least[1], before)
         return True
 
     @contextmanager
@@ -312,7 +338,7 @@ class PrefixCache:
 
     def _touch(self, nodes: Sequence[Node], now: int) -> None:
         for node in nodes:
-            node.used = now
+            node.used, node.level = now, self._level
 
 
 def _rows(shape: FixedShape | None) -> int | None:

@@ -63,9 +63,13 @@ class Node:
         points: by role, the states after them, if this is a restore point of it.
         children: by the first token of their edges.
         used: when it was used last; larger is later.
+        level: what it had cost until then to read again what was let go.
     """
 
-    __slots__ = ("children", "parent", "points", "rows", "stop", "tokens", "used")
+    __slots__ = (
+        *("children", "level", "parent", "points"),
+        *("rows", "stop", "tokens", "used"),
+    )
 
     def __init__(self, tokens: Tokens, parent: "Node | None") -> None:
         self.tokens, self.parent = tuple(tokens), parent
@@ -73,7 +77,7 @@ class Node:
         self.rows: dict[int, Snapshot] = {}
         self.points: dict[int, Point] = {}
         self.children: dict[int, Node] = {}
-        self.used = 0
+        self.used, self.level = 0, 0.0
 
     @property
     def start(self) -> int:
@@ -106,6 +110,33 @@ class PrefixTree:
             node = waiting.pop()
             waiting += node.children.values()
             yield node
+
+    def cheapest(self, before: float) -> tuple[float, Node] | None:
+        """Return the node that costs least to lose, with what that is.
+
+        A leaf used before a time costs the tokens that lead to it, since texts are
+        resumed behind it. The restore points of a node on the way to one other node
+        cost the tokens after the previous ones. Both count from the node's last use:
+        what is let go meanwhile has to cost as much before it is its turn.
+        """
+        costs = (
+            (node.level + cost, node.used, node.stop, node)
+            for node in self.nodes()
+            if (cost := self._cost(node, before)) is not None
+        )
+        least = min(costs, key=lambda each: each[:3], default=None)
+        return None if least is None else (least[0], least[-1])
+
+    def _cost(self, node: Node, before: float) -> int | None:
+        """Return the tokens to read again without a node; None: it stays."""
+        if not node.children:
+            return node.stop if node.used < before else None
+        if not node.points or len(node.children) > 1:
+            return None
+        previous = node.parent
+        while previous is not None and previous.parent and not previous.points:
+            previous = previous.parent
+        return node.stop - (previous.stop if previous else 0)
 
     def path(self, tokens: Tokens) -> tuple[list[Node], int]:
         """Return the nodes along `tokens` and how many of these they match.
@@ -162,7 +193,7 @@ class PrefixTree:
     def _cut(self, node: Node, at: int) -> Node:
         """Put a node into the edge above `node`, and return it."""
         middle = Node(node.tokens[: at - node.start], node.parent)
-        middle.used = node.used
+        middle.used, middle.level = node.used, node.level
         rest = {}
         for which, rows in node.rows.items():
             parts = split(rows, self._roles[which].rows(at))
@@ -173,9 +204,13 @@ class PrefixTree:
         node.hang()
         return middle
 
-    def remove(self, leaf: Node, before: float) -> int:
-        """Remove a leaf, all roles of it, and prune above; return the bytes."""
-        return leaf.rows.pop(0).nbytes + self.prune(leaf, before)
+    def remove(self, node: Node, before: float) -> int:
+        """Remove a leaf and prune above, or a node's points; return the bytes."""
+        if not node.children:
+            return node.rows.pop(0).nbytes + self.prune(node, before)
+        freed = sum(point.nbytes for point in node.points.values())
+        node.points = {}
+        return freed
 
     def prune(self, node: Node, before: float = math.inf) -> int:
         """Remove what leads nowhere, from a node upwards; return the bytes.

@@ -33,6 +33,24 @@ def versions() -> dict[str, str]:
     }
 
 
+def free_memory() -> int | None:
+    """Return the bytes that arrays can still take; None: unknown. mlx is imported."""
+    import mlx.core as mx
+
+    if mx.default_device() == mx.gpu:
+        info = mx.device_info()
+        names = ("max_recommended_working_set_size", "total_memory", "memory_size")
+        total = next((int(info[name]) for name in names if info.get(name)), None)
+        return None if total is None else max(0, total - mx.get_active_memory())
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        fields = dict(line.split(":", 1) for line in lines)
+        # mlx keeps what was freed, which the system counts as used.
+        return int(fields["MemAvailable"].split()[0]) * 1024 + mx.get_cache_memory()
+    except (OSError, ValueError, KeyError):
+        return None
+
+
 def missing_backend(error: ImportError) -> str | None:
     """Return what to do about an mlx that cannot be imported; None: it is not mlx."""
     if (error.name or "").partition(".")[0] != "mlx" and "libmlx" not in str(error):

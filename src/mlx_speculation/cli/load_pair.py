@@ -64,6 +64,8 @@ def open_pair(
         )
     if pair.draft_vocabulary is not None:
         screen.say(" ".join(generator.notices))
+    if prefix_cache is not None:
+        screen.say(f"prefix cache: up to {prefix_cache.max_bytes / 1e9:.1f} GB")
     return generator
 
 
@@ -84,11 +86,13 @@ def beside(
     return SpeculativeGenerator(generator.model, generator.tokenizer, **options)
 
 
-def prefix_cache(gigabytes: float) -> "PrefixCache | None":
-    """Return a prefix cache of this size; None of 0."""
+def prefix_cache(gigabytes: float | None) -> "PrefixCache | None":
+    """Return a prefix cache of this size; None of 0, and the usual one of None."""
     from mlx_speculation import PrefixCache
 
-    return PrefixCache(int(gigabytes * 1e9)) if gigabytes else None
+    if gigabytes == 0:
+        return None
+    return PrefixCache(None if gigabytes is None else int(gigabytes * 1e9))
 
 
 def as_object(statistics: "Statistics") -> dict[str, Any]:

@@ -30,17 +30,17 @@ def play(prefixes: PrefixCache, tokens: list[int], kind: Kind) -> None:
     request(prefixes, tokens, {0: (kind, 0)})
 
 
-def test_leaves_used_longest_ago_go_first() -> None:
+def test_of_leaves_that_cost_the_same_the_one_used_longest_ago_goes() -> None:
     prefixes, _owners = bound(10 * ROW, ROWS)
     for tokens in ([1, 1, 1, 1], [2, 2, 2, 2]):
         play(prefixes, tokens, ROWS)
     prefixes.lookup(0, [1, 1, 1])
-    play(prefixes, [0, 0, 0], ROWS)
+    play(prefixes, [0, 0, 0, 0, 0], ROWS)
     assert prefixes.lookup(0, [2, 2]) is None
     found = prefixes.lookup(0, [1, 1, 1, 1, 1])
     assert found is not None
     assert found.stop == 4
-    assert prefixes.nbytes == 7 * ROW
+    assert prefixes.nbytes == 9 * ROW
 
 
 def test_what_two_requests_share_is_held_once() -> None:
@@ -85,7 +85,8 @@ def test_restore_points_of_running_streams_are_inside_the_budget() -> None:
     assert prefixes.nbytes == one.nbytes + other.nbytes <= 60 * ROW
     assert [point.stop for point in one.taken] == list(range(EVERY, 41, EVERY))
     places = [point.stop for point in other.taken]
-    assert (places[0], places[-1]) == (EVERY, 80)
+    assert places[0] <= 2 * EVERY  # short, it cost less than what was there
+    assert places[-1] == 80
     gaps = [two - one for one, two in pairwise(places)]
     assert max(gaps) <= 4 * EVERY
     del one

@@ -40,8 +40,11 @@ def chat(
     colour: bool = option(
         False, "Show accepted tokens in green.", "--colour", "--color"
     ),
-    cache_gigabytes: float = option(
-        8.0, "Size of the prefix cache kept between turns; 0: off.", min=0.0, max=1e6
+    cache_gigabytes: float | None = option(
+        None,
+        "Size of the prefix cache; 0: off. Default: a quarter of the free memory.",
+        min=0.0,
+        max=1e6,
     ),
     json: Json = False,
     quiet: Quiet = False,

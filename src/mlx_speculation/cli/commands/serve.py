@@ -109,8 +109,11 @@ def serve(
         "JSON object of keyword arguments for the chat template.",
         panel=Defaults.panel,
     ),
-    cache_gigabytes: float = option(
-        2.0, "Size of the prefix cache; 0: off.", min=0.0, max=1e6
+    cache_gigabytes: float | None = option(
+        None,
+        "Size of the prefix cache; 0: off. Default: a quarter of the free memory.",
+        min=0.0,
+        max=1e6,
     ),
     image_folder: Path | None = option(
         None,
