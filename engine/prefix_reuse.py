@@ -15,7 +15,7 @@ So drafts after a beginning that is known are those after one that was read.
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -38,9 +38,11 @@ class PrefixReuse:
         # Returns the head in the drafter, see `OpenDrafter.prefix_head`
         head: Callable[[], Any] = lambda: None,
         kept_head: int | None = None,  # the index of its rows in `cache`, if it has any
+        ends: Collection[int] = (),  # the ids of tokens that end a turn
     ) -> None:
         self._cache, self._lanes, self._reach = cache, lanes, reach
         self._keys, self._head, self._kept_head = keys, head, kept_head
+        self._ends = ends
 
     def begin(self, tokens: Sequence[int]) -> int:
         """Let the lanes hold what is known of `tokens`, but not the last token.
@@ -51,12 +53,13 @@ class PrefixReuse:
         self._thread = threading.get_ident()
         cache, named, head = self._cache, self._named(tokens)[:-1], self._head()
         again = 0 if head is None else head.again
+        places = self._places(tokens, named)
         for which, lane in self._each():
             rows = cache.lookup(which, named, 0 if which else again)
             if rows is not None:
                 lane.resume(rows)
             if cache.stateful(which):
-                lane.points = RestorePoints(cache)
+                lane.points = RestorePoints(cache, places)
                 lane.points.resumed(lane.seen)
                 if which == 0 and head is not None:
                     lane.points.hidden = lambda: head.committed.last(again)
@@ -104,6 +107,16 @@ class PrefixReuse:
                 caches, rows = kept
                 left.append(Left(self._kept_head, caches, rows + head.again, []))
         self._cache.store(self._named(tokens)[: self._target.seen], left)
+
+    def _places(self, tokens: Sequence[int], named: Sequence[int]) -> set[int]:
+        """Return where later prompts are likely to part from this one.
+
+        That is after its last whole turn, since templates change how the next one
+        begins; and where it parts from earlier ones, as others will too.
+        """
+        places = range(len(named), 0, -1)
+        end = next((at for at in places if tokens[at - 1] in self._ends), 0)
+        return {self._cache.border(named), end}
 
     @property
     def _target(self) -> Lane:

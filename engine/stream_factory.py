@@ -327,6 +327,7 @@ class StreamFactory:
             keys=keys,
             head=lambda: drafter.prefix_head,
             kept_head=self._setup.kept_head,
+            ends=self._setup.tokenizer.eos_token_ids,
         )
 
     def _drafter(

@@ -204,6 +204,11 @@ class PrefixCache:
             while points.taken and not self._room(0, self._level + point.stop):
                 points.thin_out()
 
+    def border(self, tokens: Tokens) -> int:
+        """Return how many tokens are known from earlier requests, held or not."""
+        with self._alone():
+            return self._tree.path(tokens)[1]
+
     def lookup(self, which: int, tokens: Tokens, back: int = 0) -> Snapshot | None:
         """Return what is held for the longest reusable beginning of `tokens`.
 

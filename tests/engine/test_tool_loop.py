@@ -1,0 +1,156 @@
+"""A session of an agent reads its context once: what is read again is counted.
+
+A head of 8,000 tokens (quick: 1,000), then 20 turns: an answer, its end, the result of
+a tool, and the beginning of the next answer. As chat templates do, a later prompt shows
+the beginning of an answer without the last tokens after which it was written, so each
+answer is read once more. Killed by hand: no restore points at ends of turns, and none
+where sessions part.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+
+from mlx_speculation import PrefixCache, SpeculativeGenerator
+from mlx_speculation.engine import BatchGenerator
+from support.covering import covering
+from support.drafters.batch_heads import eagle_on, mtp_on
+from support.models.tiny_models import build
+from support.models.tiny_tokenizer import byte_tokenizer
+
+HEAD, TURNS, ANSWER, RESULT = 8000, 20, 12, 60
+# Of a turn; and of an answer, whose last two tokens are left out later
+END, OPEN = 255, [254, 10, 253, 10]
+MOST = 0.03
+# Tokens that a turn reads again: the answer, its opening, a token or two at the ends
+LEAST = ANSWER + len(OPEN) + 3
+
+Made = tuple[Any, Any]
+KINDS: dict[str, Callable[[], Made]] = {
+    "dense": lambda: (build("llama"), None),
+    "sliding": lambda: (build("gemma3_text"), None),
+    "hybrid": lambda: (build("qwen3_5"), None),
+    "hybrid, mtp": lambda: mtp_on("qwen3_5"),
+    "dense, eagle": lambda: eagle(build("llama", layers=4)),
+}
+Run = Callable[[list[int]], Any]
+Runs = Callable[[SpeculativeGenerator], Run]
+
+
+def eagle(model: Any) -> Made:
+    return model, eagle_on(model, "specforge")
+
+
+@cache
+def made(kind: str) -> Made:
+    return KINDS[kind]()
+
+
+def noise(seed: int, count: int) -> list[int]:
+    """Return tokens that no other seed has, below the special ones."""
+    return [(seed * 7919 + 31 * i * i + seed * i) % 250 for i in range(count)]
+
+
+class Session:
+    """One agent: its history, and what of it was read again."""
+
+    def __init__(self, head: list[int], seed: int) -> None:
+        self.history, self.seed = [*head, *noise(seed, 40), END], seed
+        self.turns = self.prompts = 0
+        self.again: list[int] = []  # of each turn but the first, the tokens read again
+
+    def turn(self, run: Run) -> None:
+        """Ask for an answer, and let a tool follow it."""
+        prompt = [*self.history, *OPEN]
+        result = run(prompt)
+        if self.turns:  # what no prompt has had before: a result, and an opening
+            new = RESULT + 1 + len(OPEN)
+            self.prompts += len(prompt)
+            self.again.append(len(prompt) - result.stats.reused - new)
+        self.turns += 1
+        self.history += [*OPEN[:-2], *result.tokens, END]
+        self.history += [*noise(self.seed + 100 * self.turns, RESULT), END]
+
+
+def streams(generator: SpeculativeGenerator) -> Run:
+    return lambda prompt: generator.generate(prompt, max_tokens=ANSWER, stop_tokens=())
+
+
+def batches(generator: SpeculativeGenerator) -> Run:
+    """Return what runs a request as the row of a batch that goes on."""
+    batch = BatchGenerator(generator)
+
+    def run(prompt: list[int]) -> Any:
+        uid = batch.insert(prompt, max_tokens=ANSWER, stop_tokens=())
+        while batch.waiting or batch.running:
+            batch.next()
+        return batch.remove(uid)
+
+    return run
+
+
+def generator(kind: str, prefixes: PrefixCache) -> SpeculativeGenerator:
+    model, draft = made(kind)
+    tokenizer = byte_tokenizer()
+    tokenizer.add_eos_token(str(END))
+    return SpeculativeGenerator(
+        model,
+        tokenizer,
+        draft=draft,
+        draft_length=2 if draft else None,
+        prefix_cache=prefixes,
+    )
+
+
+def play(run: Run, sessions: list[Session], turns: int, side: bool) -> None:
+    """Let sessions have turns one after the other, with a small request between."""
+    for turn in range(turns):
+        for session in sessions:
+            session.turn(run)
+            if side:
+                run(noise(1000 + turn, 30))
+
+
+def share(sessions: list[Session]) -> float:
+    """Return what part of all tokens of prompts was read again."""
+    again = sum(sum(session.again) for session in sessions)
+    return again / sum(session.prompts for session in sessions)
+
+
+def check(kind: str, runs: Runs, several: bool, head: int, every: int) -> None:
+    run = runs(generator(kind, PrefixCache(1 << 30, every=every)))
+    start = noise(1, head)
+    sessions = [Session(start, seed) for seed in ((2, 3) if several else (2,))]
+    play(run, sessions, TURNS, side=several)
+    assert share(sessions) <= MOST
+    assert max(max(session.again) for session in sessions) <= LEAST
+
+
+@pytest.mark.parametrize(
+    ("kind", "runs", "several"), covering(KINDS, (streams, batches), (False, True))
+)
+def test_a_tool_loop_reads_its_context_once(
+    kind: str, runs: Runs, several: bool
+) -> None:
+    check(kind, runs, several, HEAD // 8, 64)
+
+
+@pytest.mark.parametrize("kind", ["sliding", "hybrid"])
+def test_a_third_session_reads_nothing_of_what_the_first_two_share(kind: str) -> None:
+    """The second has parted from the first there, inside of what was read at once."""
+    run = streams(generator(kind, PrefixCache(1 << 30, every=64)))
+    head = noise(1, 300)
+    reused = [run([*head, *noise(seed, 40)]).stats.reused for seed in (2, 3, 4)]
+    assert reused == [0, 256, 300]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("runs", [streams, batches])
+@pytest.mark.parametrize("several", [False, True])
+def test_a_tool_loop_of_eight_thousand_tokens(
+    kind: str, runs: Runs, several: bool
+) -> None:
+    check(kind, runs, several, HEAD, 512)
