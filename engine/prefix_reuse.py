@@ -53,6 +53,7 @@ class PrefixReuse:
         self._thread = threading.get_ident()
         cache, named, head = self._cache, self._named(tokens)[:-1], self._head()
         again = 0 if head is None else head.again
+        self.from_memory = cache.fetch(named)
         places = self._places(tokens, named)
         for which, lane in self._each():
             rows = cache.lookup(which, named, 0 if which else again)

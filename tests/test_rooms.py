@@ -47,7 +47,8 @@ ORDER: dict[str, list[set[str]]] = {
         {"caches/registry"},
         {"caches/speculation", "caches/kv_quantization"},
         {"caches/snapshots"},
-        {"caches/prefix", "caches/files"},
+        {"caches/files"},
+        {"caches/prefix"},
     ],
     "models": [
         {"models"},

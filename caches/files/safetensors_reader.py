@@ -12,6 +12,7 @@ It knows nothing about caches. What is wrong is raised as `FlawError`.
 """
 
 import hashlib
+import hmac
 import json
 import math
 import os
@@ -69,14 +70,19 @@ class Header:
     tensors: dict[str, Tensor]
     metadata: dict[str, str]
 
-    def digest(self) -> Any:
-        """Return a SHA-256 that has seen the header, less the digest in it."""
+    def digest(self, key: bytes | None = None) -> Any:
+        """Return a SHA-256 that has seen the header, less the digest in it.
+
+        With a key it is an HMAC, which nobody without the key can make.
+        """
         metadata = {k: v for k, v in self.metadata.items() if k != DIGEST}
         tensors = {
             name: [t.dtype, t.shape, t.start, t.stop]
             for name, t in self.tensors.items()
         }
         text = json.dumps([tensors, metadata], sort_keys=True)
+        if key is not None:
+            return hmac.new(key, text.encode(), "sha256")
         return hashlib.sha256(text.encode())
 
 
@@ -97,9 +103,15 @@ def parse_json(raw: bytes, what: str) -> Any:
 
 
 @contextmanager
-def opened(path: str | os.PathLike[str]) -> Iterator[tuple[BinaryIO, int]]:
-    """Open a regular file, with its size; a pipe or a device does not block."""
+def opened(
+    path: str | os.PathLike[str], *, follow: bool = True
+) -> Iterator[tuple[BinaryIO, int]]:
+    """Open a regular file, with its size; a pipe or a device does not block.
+
+    Without `follow` a link is refused.
+    """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+    flags |= 0 if follow else os.O_NOFOLLOW
     try:
         descriptor = os.open(path, flags)
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name

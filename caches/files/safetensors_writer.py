@@ -26,20 +26,26 @@ _UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 
 
 def write(
-    path: str | os.PathLike[str], arrays: dict[str, mx.array], metadata: dict[str, str]
+    path: str | os.PathLike[str],
+    arrays: dict[str, mx.array],
+    metadata: dict[str, str],
+    key: bytes | None = None,
 ) -> None:
     """Write a file as a whole or not at all, with metadata[DIGEST] set.
 
     It is written beside `path` and then takes its name. A link at `path` is replaced,
-    not followed. An existing file's permissions stay.
+    not followed. An existing file's permissions stay. With a key the digest is an HMAC,
+    and the file its owner's alone.
     """
     header = Header(_tiled(arrays), metadata)
     target = Path(path)
     temporary = target.with_name(f".{target.name[:80]}.{os.urandom(8).hex()}.tmp")
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        with os.fdopen(os.open(temporary, flags, 0o666), "wb") as file:
-            _write(file, header, arrays)
+        with os.fdopen(
+            os.open(temporary, flags, 0o600 if key else 0o666), "wb"
+        ) as file:
+            _write(file, header, arrays, key)
             if target.is_file() and not target.is_symlink():
                 os.fchmod(file.fileno(), target.stat().st_mode & 0o777)
             file.flush()
@@ -59,9 +65,11 @@ def _tiled(arrays: dict[str, mx.array]) -> dict[str, Tensor]:
     return tensors
 
 
-def _write(file: BinaryIO, header: Header, arrays: dict[str, mx.array]) -> None:
+def _write(
+    file: BinaryIO, header: Header, arrays: dict[str, mx.array], key: bytes | None
+) -> None:
     file.write(_header_bytes(header, "0" * 64))
-    digest = header.digest()
+    digest = header.digest(key)
     for array in arrays.values():
         data = _bytes(array)
         digest.update(data)

@@ -1,9 +1,10 @@
 """The prefix cache: what earlier requests left, for requests that begin alike.
 
 `prefix_cache` is what a generator holds, `radix_tree` the compressed tree of token runs
-with what the caches of target, draft model and heads held for each, `restore_points`
-the snapshots of requests still running. It knows tokens and snapshots; it does not know
-models, streams or text.
+with what the caches of target, draft model and heads held for each (`roles`), and
+`restore_points` the snapshots of requests still running. `persistence` moves nodes to
+and from files: `segment` is one as arrays, `segment_folder` the files and their key. It
+knows tokens and snapshots; it does not know models, streams or text.
 """
 
 from mlx_speculation.caches.prefix.prefix_cache import Left, PrefixCache

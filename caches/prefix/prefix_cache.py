@@ -18,7 +18,9 @@ It knows token ids and caches, and no text.
 
 import itertools
 import math
+import os
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,12 +28,15 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_speculation.caches.prefix.radix_tree import Node, PrefixTree, Role, Tokens
+from mlx_speculation.caches.prefix.persistence import Persistence
+from mlx_speculation.caches.prefix.radix_tree import Node, PrefixTree, Tokens
 from mlx_speculation.caches.prefix.restore_points import Point, RunningPoints
-from mlx_speculation.caches.snapshots.snapshot import Snapshot, merge
+from mlx_speculation.caches.prefix.roles import Roles
+from mlx_speculation.caches.prefix.segment import Held
+from mlx_speculation.caches.prefix.segment_folder import SegmentFolder
+from mlx_speculation.caches.snapshots.snapshot import Snapshot
 from mlx_speculation.caches.snapshots.take import snapshot
 from mlx_speculation.caches.types.fixed_view import FixedShape
-from mlx_speculation.caches.types.leaves import check_single
 from mlx_speculation.environment import free_memory
 from mlx_speculation.errors import InvalidRequestError
 
@@ -62,23 +67,40 @@ class PrefixCache:
             only; these are at most so many tokens apart. A resumed request reads at
             most that many known tokens again. Each costs the bytes of all states,
             and no chunk of a prompt is longer. No edge is longer either.
+        folder: keeps it for later processes too, of this model and draft alone; several
+            may share it. It is made for its owner alone. None: memory only.
+        disk_gigabytes: the most that all files in the folder have.
 
     Raises:
         InvalidRequestError: a number is out of range.
     """
 
-    def __init__(self, max_bytes: int | None = None, *, every: int = 512) -> None:
+    def __init__(
+        self,
+        max_bytes: int | None = None,
+        *,
+        every: int = 512,
+        folder: str | os.PathLike[str] | None = None,
+        disk_gigabytes: float = 20.0,
+    ) -> None:
         if (max_bytes or 0) < 0 or every < 1:
             raise InvalidRequestError(
                 f"max_bytes is {max_bytes} and every is {every}. Pass at least 0 bytes "
                 "and at least 1 token."
             )
+        if not 0 < disk_gigabytes < math.inf:
+            raise InvalidRequestError(
+                f"disk_gigabytes is {disk_gigabytes}, and a number above 0 is needed. "
+                "Leave folder out to keep nothing on disk."
+            )
         self._max_bytes, self._every = max_bytes, every
+        self._folder: SegmentFolder | None = None
+        if folder is not None:
+            self._folder = SegmentFolder(folder, int(disk_gigabytes * 1e9))
+        self._disk: Persistence | None = None
         self._lock = threading.RLock()
         self._clock = itertools.count(1)
-        self._models: int | None = None  # of the roles; those after them are heads
-        self._shape: FixedShape | None = None
-        self._roles: list[Role] = []
+        self._roles = Roles(marked=self._folder is not None)
         self._tree = PrefixTree(self._roles)
         self._stored = 0  # bytes in the tree
         # What it costs to read again what was let go, the dearest of it counted
@@ -107,8 +129,20 @@ class PrefixCache:
     def clear(self) -> None:
         """Forget everything, as after a change of the models' weights."""
         with self._alone():
-            self._tree = PrefixTree(self._roles)
-            self._stored = 0
+            self._roles = self._roles.again()
+            self._begin()
+
+    def _begin(self) -> None:
+        """Begin a tree, of what the folder has for the models."""
+        self._tree = PrefixTree(self._roles)
+        self._stored = 0
+        if self._folder is not None and self._roles:
+            self._disk = Persistence(self._folder, self._tree, self._roles, self._lock)
+
+    def flush(self) -> None:
+        """Wait until what requests have left is in the folder, if there is one."""
+        if self._disk is not None:
+            self._disk.flush()
 
     def bind(
         self,
@@ -129,34 +163,9 @@ class PrefixCache:
             UnsupportedCacheError: a cache holds a batch, or is of a kind that no
                 snapshot can hold.
         """
-        for each in caches:
-            check_single(each)
-        new_roles = [
-            Role(weakref.ref(owner), snapshot(each, 0, 0))
-            for owner, each in zip(owners, caches, strict=True)
-        ]
         with self._lock:
-            if self._models is None:
-                self._models, self._shape = len(new_roles), shape
-                self._roles += new_roles
-            roles = self._roles[: self._models]
-        mine = [role.owner() for role in roles]
-        same = len(mine) == len(owners) and all(
-            one is other for one, other in zip(mine, owners, strict=True)
-        )
-        if not same:
-            raise InvalidRequestError(
-                f"The prefix cache belongs to {_named(mine)}, and {_named(owners)} was "
-                "asked for. Make a PrefixCache for each pair of target and draft."
-            )
-        if self._shape != shape:
-            raise InvalidRequestError(
-                f"The prefix cache holds what forwards with exact={_rows(self._shape)} "
-                f"have computed, and exact={_rows(shape)} was asked for. Make a "
-                "PrefixCache for each."
-            )
-        for own, other in zip(roles, new_roles, strict=True):
-            merge(own.empty, other.empty)  # refuses caches of other kinds and settings
+            if self._roles.bind(owners, caches, shape):
+                self._begin()
 
     def bind_head(self, owner: Any, caches: Sequence[Any], lag: int) -> int:
         """Keep the rows of a head on the first model too, and return its index.
@@ -166,14 +175,8 @@ class PrefixCache:
             caches: new empty caches of it.
             lag: how many tokens after its own position a row follows from.
         """
-        role = Role(weakref.ref(owner), snapshot(caches, 0, 0), lag)
         with self._lock:
-            owners = [each.owner() for each in self._roles]
-            for index in range(self._models or 0, len(owners)):
-                if owners[index] is owner:
-                    return index
-            self._roles.append(role)
-            return len(owners)
+            return self._roles.bind_head(owner, caches, lag)
 
     def stateful(self, which: int) -> bool:
         """Whether the model `which` needs restore points."""
@@ -209,6 +212,54 @@ class PrefixCache:
         with self._alone():
             return self._tree.path(tokens)[1]
 
+    def fetch(self, tokens: Tokens) -> int:
+        """Read from the folder what a request can use, and memory has not.
+
+        Returns:
+            How many tokens the target could use from memory before.
+        """
+        with self._alone() as again:
+            disk = None if again else self._disk
+            if disk is not None:
+                disk.link()
+            usable = self._tree.usable(0, tokens)[1]
+            missing = [] if disk is None else disk.missing(tokens)
+            if disk is not None and missing:
+                now, cost = next(self._clock), self._level + len(tokens)
+                self._touch(self._tree.path(tokens)[0], now)
+                last = missing[-1][1][-1]
+                for segment, nodes in missing:
+                    held = disk.read(segment)
+                    for node in nodes:
+                        if not self._fill(node, held, now, cost, end=node is last):
+                            return usable
+        return usable
+
+    def _fill(
+        self,
+        node: Node,
+        held: Mapping[int, Held] | None,
+        now: int,
+        cost: float,
+        *,
+        end: bool,
+    ) -> bool:
+        """Let a node have what a file has; its points at the `end` alone.
+
+        Returns:
+            Whether it has the target's rows: there was room, and the file was whole.
+        """
+        for which, (rows, point) in (held or {}).items():
+            part = self._roles[which].part(rows, node.start, node.stop)
+            if which not in node.rows and self._room(part.size, cost, now):
+                node.rows[which] = part.copied()
+                self._stored += node.rows[which].nbytes
+            if end and point is not None:
+                self._hang(node, which, point, cost)
+        if end or not node.resident:
+            self._stored -= self._tree.prune(node)
+        return node.resident
+
     def lookup(self, which: int, tokens: Tokens, back: int = 0) -> Snapshot | None:
         """Return what is held for the longest reusable beginning of `tokens`.
 
@@ -235,6 +286,8 @@ class PrefixCache:
                 self._store(tokens, [each for each in left if each.stop])
             for each in left:
                 each.points.clear()
+            if self._disk is not None:
+                self._disk.write_later()
 
     def _store(self, tokens: Tokens, left: Sequence[Left]) -> None:
         path = self._tree.reach(tokens)
@@ -342,13 +395,6 @@ class PrefixCache:
                 self._changing = again
 
     def _touch(self, nodes: Sequence[Node], now: int) -> None:
+        seconds = time.time()
         for node in nodes:
-            node.used, node.level = now, self._level
-
-
-def _rows(shape: FixedShape | None) -> int | None:
-    return None if shape is None else shape.rows
-
-
-def _named(owners: Sequence[Any]) -> str:
-    return " and ".join("none" if x is None else type(x).__name__ for x in owners)
+            node.used, node.level, node.seen = now, self._level, seconds

@@ -9,8 +9,8 @@
 A node holds the rows of the tokens on the edge above it, and perhaps the states at its
 end, of the target and of what drafts for it: the roles. Row m of a role with lag L
 follows from the tokens [0, m + L], so of the edge [a, b) it holds rows [a - L, b - L).
-The target's rows are in every node, and go last; those of another role may be missing,
-and what it can use ends there.
+Rows of another role than the target may be missing, and what it can use ends there. A
+node whose rows are in a file alone is bare; below it all are.
 
 A role of rows alone is resumed at any token. Where a layer has a state, it is resumed
 at the end of a node that holds it: a restore point.
@@ -21,35 +21,14 @@ It knows nothing of locks and of how many bytes are allowed.
 """
 
 import math
-import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
 
 from mlx_speculation.caches.prefix.restore_points import Point
+from mlx_speculation.caches.prefix.roles import Role
+from mlx_speculation.caches.prefix.segment_folder import Segment
 from mlx_speculation.caches.snapshots.snapshot import Snapshot, merge, split
 
 Tokens = Sequence[int]
-
-
-class Role(NamedTuple):
-    """The target, a draft model or a head. The target's index is 0."""
-
-    owner: weakref.ref[Any]  # the model
-    empty: Snapshot  # of new caches
-    lag: int = 0  # how many tokens after its own position a row follows from
-
-    @property
-    def stateful(self) -> bool:
-        """True where it is resumed at restore points only."""
-        return any(leaf.whole for leaf in self.empty.leaves)
-
-    def rows(self, stop: int) -> int:
-        """Return how many rows follow from so many tokens."""
-        return max(0, stop - self.lag)
-
-    def part(self, held: Snapshot, start: int, stop: int) -> Snapshot:
-        """Return the rows that belong to the tokens [start, stop)."""
-        return split(split(held, self.rows(stop))[0], self.rows(start))[1]
 
 
 class Node:
@@ -64,11 +43,14 @@ class Node:
         children: by the first token of their edges.
         used: when it was used last; larger is later.
         level: what it had cost until then to read again what was let go.
+        seen: when it was used last, in seconds.
+        file: which holds it too, and perhaps more tokens; None: none does.
+        written: whether the target wrote its tokens in an answer.
     """
 
     __slots__ = (
-        *("children", "level", "parent", "points"),
-        *("rows", "stop", "tokens", "used"),
+        *("children", "file", "level", "parent", "points", "rows", "seen", "stop"),
+        *("tokens", "used", "written"),
     )
 
     def __init__(self, tokens: Tokens, parent: "Node | None") -> None:
@@ -77,7 +59,9 @@ class Node:
         self.rows: dict[int, Snapshot] = {}
         self.points: dict[int, Point] = {}
         self.children: dict[int, Node] = {}
-        self.used, self.level = 0, 0.0
+        self.used, self.level, self.seen = 0, 0.0, 0.0
+        self.file: Segment | None = None
+        self.written = False
 
     @property
     def start(self) -> int:
@@ -89,6 +73,25 @@ class Node:
         """Bytes of its rows and states."""
         held: list[Snapshot | Point] = [*self.rows.values(), *self.points.values()]
         return sum(each.nbytes for each in held)
+
+    @property
+    def resident(self) -> bool:
+        """Whether rows of the target are in memory."""
+        return 0 in self.rows
+
+    @property
+    def ways(self) -> int:
+        """How many nodes below it are in memory."""
+        return sum(child.resident for child in self.children.values())
+
+    @property
+    def text(self) -> list[int]:
+        """All tokens that lead here."""
+        runs, node = [], self
+        while node.parent is not None:
+            runs.append(node.tokens)
+            node = node.parent
+        return [token for run in reversed(runs) for token in run]
 
     def hang(self) -> None:
         """Take its place below its parent."""
@@ -129,9 +132,11 @@ class PrefixTree:
 
     def _cost(self, node: Node, before: float) -> int | None:
         """Return the tokens to read again without a node; None: it stays."""
-        if not node.children:
+        if not node.resident:
+            return None
+        if not (ways := node.ways):
             return node.stop if node.used < before else None
-        if not node.points or len(node.children) > 1:
+        if not node.points or ways > 1:
             return None
         previous = node.parent
         while previous is not None and previous.parent and not previous.points:
@@ -156,6 +161,22 @@ class PrefixTree:
                 break
         return found, matched
 
+    def usable(self, which: int, tokens: Tokens) -> tuple[list[Node], int]:
+        """Return the nodes along `tokens` that a role can use, and how many of these.
+
+        Where it has states, these are up to its last restore point.
+        """
+        nodes, matched = self.path(tokens)
+        whole = [which in node.rows for node in nodes[1:]]
+        if False in whole:
+            del nodes[whole.index(False) + 1 :]
+            matched = nodes[-1].stop
+        if self._roles[which].stateful:
+            while nodes and (nodes[-1].stop > matched or which not in nodes[-1].points):
+                nodes.pop()
+            matched = nodes[-1].stop if nodes else 0
+        return nodes, matched
+
     def longest(
         self, which: int, tokens: Tokens, back: int = 0
     ) -> tuple[Snapshot | None, list[Node]]:
@@ -164,15 +185,9 @@ class PrefixTree:
         Where it is resumed at any token, it is so `back` tokens before the known end.
         """
         role = self._roles[which]
-        nodes, matched = self.path(tokens)
-        whole = [which in node.rows for node in nodes[1:]]
-        if False in whole:
-            del nodes[whole.index(False) + 1 :]
-            matched = nodes[-1].stop
+        nodes, matched = self.usable(which, tokens)
         if role.stateful:
-            while nodes and (nodes[-1].stop > matched or which not in nodes[-1].points):
-                nodes.pop()
-            matched, back = nodes[-1].stop if nodes else 0, 0
+            back = 0
         if matched - back <= role.lag:
             return None, []
         merged = role.empty.ranges
@@ -193,7 +208,8 @@ class PrefixTree:
     def _cut(self, node: Node, at: int) -> Node:
         """Put a node into the edge above `node`, and return it."""
         middle = Node(node.tokens[: at - node.start], node.parent)
-        middle.used, middle.level = node.used, node.level
+        middle.used, middle.level, middle.seen = node.used, node.level, node.seen
+        middle.file, middle.written = node.file, node.written
         rest = {}
         for which, rows in node.rows.items():
             parts = split(rows, self._roles[which].rows(at))
@@ -206,7 +222,7 @@ class PrefixTree:
 
     def remove(self, node: Node, before: float) -> int:
         """Remove a leaf and prune above, or a node's points; return the bytes."""
-        if not node.children:
+        if not node.ways:
             return node.rows.pop(0).nbytes + self.prune(node, before)
         freed = sum(point.nbytes for point in node.points.values())
         node.points = {}
@@ -219,14 +235,27 @@ class PrefixTree:
         Nodes used at `before` or later stay.
         """
         freed, stateful = 0, self._roles[0].stateful
-        while node.parent is not None and not node.children and node.used < before:
-            if 0 in node.rows and (0 in node.points or not stateful):
+        while node.parent is not None and not node.ways and node.used < before:
+            if node.resident and (0 in node.points or not stateful):
                 break
             freed += node.nbytes
             node.rows, node.points = {}, {}
-            del node.parent.children[node.tokens[0]]
-            node = node.parent
+            parent = node.parent
+            if node.file is None and not node.children:
+                self._cut_off(node)
+            node = parent
         return freed
+
+    def drop_lost(self) -> None:
+        """Remove nodes that are neither in memory nor in a file, and all below."""
+        for node in list(self.nodes()):
+            if not node.resident and node.file is None:
+                self._cut_off(node)
+
+    def _cut_off(self, node: Node) -> None:
+        if node.parent is not None:
+            del node.parent.children[node.tokens[0]]
+            node.parent = None
 
 
 def _common(run: Tokens, other: Tokens) -> int:

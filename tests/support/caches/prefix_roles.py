@@ -22,6 +22,10 @@ ROW = 2 * 2 * 4  # bytes of a key and a value of two numbers
 class Owner:
     """Stands for a model."""
 
+    def parameters(self) -> dict[str, mx.array]:
+        """Return its weights: none."""
+        return {}
+
 
 @dataclass(frozen=True, slots=True)
 class Kind:
@@ -64,9 +68,12 @@ def content(caches: list[Any]) -> Any:
     return read(views)
 
 
-def bound(max_bytes: int, *kinds: Kind) -> tuple[PrefixCache, list[Owner]]:
+def bound(
+    max_bytes: int, *kinds: Kind, **options: Any
+) -> tuple[PrefixCache, list[Owner]]:
     """Return a prefix cache for models of these kinds; those with a lag are heads."""
-    prefixes, owners = PrefixCache(max_bytes, every=EVERY), [Owner() for _ in kinds]
+    prefixes = PrefixCache(max_bytes, every=EVERY, **options)
+    owners = [Owner() for _ in kinds]
     models = [kind.lag == 0 for kind in kinds].count(True)
     prefixes.bind(owners[:models], [kind.empty() for kind in kinds[:models]])
     for number, kind in enumerate(kinds[models:], models):
@@ -99,6 +106,7 @@ def request(
     left: list[Left] = []
     running: list[Any] = []
     played: dict[int, tuple[int, list[int]]] = {}
+    prefixes.fetch(tokens[:-1])
     for which, (kind, behind) in roles.items():
         caches, first = kind.empty(), 0
         held = prefixes.lookup(which, tokens[:-1])

@@ -1,0 +1,217 @@
+"""The tree of a prefix cache and its folder: which nodes are in files, and both ways.
+
+A node is written by a thread of its own after a request has left it, those that lead to
+it first; its arrays are evaluated and never written again. Segments of other processes,
+and of earlier ones, are bare nodes: their tokens are in the tree, and their rows are
+read when a request can use them. It knows nothing of budgets in memory.
+"""
+
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_speculation.caches.files.safetensors_reader import FlawError
+from mlx_speculation.caches.prefix.radix_tree import Node, PrefixTree, Tokens
+from mlx_speculation.caches.prefix.roles import Role
+from mlx_speculation.caches.prefix.segment import Held, decoded, encoded
+from mlx_speculation.caches.prefix.segment_folder import Segment, SegmentFolder
+
+LOG = logging.getLogger("mlx_speculation.caches")
+
+
+class Persistence:
+    """The segments of one tree.
+
+    Args:
+        folder: where they are.
+        tree: their nodes.
+        roles: of the tree.
+        lock: entered for every look at the tree by the thread that writes.
+    """
+
+    def __init__(
+        self,
+        folder: SegmentFolder,
+        tree: PrefixTree,
+        roles: Sequence[Role],
+        lock: AbstractContextManager[Any],
+    ) -> None:
+        self._folder, self._tree, self._roles = folder, tree, roles
+        self._lock = lock
+        self._writer: threading.Thread | None = None
+        self._again = self._failed = False
+        self._noted: dict[str, float] = {}  # when a use of a file was noted
+        folder.serve(roles[0].mark)
+
+    def link(self) -> None:
+        """Add the nodes of segments that other processes have written since."""
+        for segment in self._folder.new_segments():
+            before = self._leading_to(segment)
+            if before is None:
+                continue  # what leads to it is gone
+            self._tree.reach(before)  # nodes end where it begins
+            tokens = [*before, *segment.tokens]
+            known = self._tree.reach(tokens)[-1]
+            if known.stop < len(tokens):
+                known = Node(tokens[known.stop :], known)
+                known.hang()
+            self._saved(known, segment)
+
+    def _leading_to(self, segment: Segment) -> list[int] | None:
+        """Return the tokens before a segment, from the nodes that reach so far."""
+        if segment.start == 0:
+            return [] if segment.parent == self._folder.parent([]) else None
+        for node in self._tree.nodes():
+            if node.start < segment.start <= node.stop:
+                before = node.text[: segment.start]
+                if plain(before) and self._folder.parent(before) == segment.parent:
+                    return before
+        return None
+
+    def missing(self, tokens: Tokens) -> list[tuple[Segment, list[Node]]]:
+        """Return the segments that help a request, each with the nodes that need it.
+
+        They are in order; behind the last node the target can be resumed.
+        """
+        nodes, matched = self._tree.path(tokens)
+        mark, stateful = self._roles[0].mark, self._roles[0].stateful
+        usable: list[Node] = []
+        last = 0
+        for node in nodes[1:]:
+            if not node.resident and mark not in self._marks(node):
+                break
+            usable.append(node)
+            points = {0} & node.points.keys() or {mark} & self._ends(node)
+            if not stateful or (points and node.stop <= matched):
+                last = len(usable)
+        found: dict[str, tuple[Segment, list[Node]]] = {}
+        for place, node in enumerate(usable[:last], 1):
+            lacks = self._marks(node) - {self._roles[which].mark for which in node.rows}
+            if place == last:
+                lacks |= self._ends(node) - {
+                    self._roles[which].mark for which in node.points
+                }
+            if node.file is not None and lacks & {role.mark for role in self._roles}:
+                found.setdefault(node.file.name, (node.file, []))[1].append(node)
+        return list(found.values())
+
+    def _marks(self, node: Node) -> frozenset[str]:
+        """Return the marks of the roles whose rows are in a file."""
+        return frozenset() if node.file is None else node.file.roles
+
+    def _ends(self, node: Node) -> frozenset[str]:
+        """Return the marks of those with a restore point at the node's end in it."""
+        file = node.file
+        whole = file is not None and file.stop == node.stop
+        return file.points if file is not None and whole else frozenset()
+
+    def read(self, segment: Segment) -> dict[int, Held] | None:
+        """Return what a segment has; None: it is of no use, and dropped."""
+        try:
+            arrays, plan = self._folder.read(segment)
+            return decoded(arrays, plan, self._roles, segment.start, segment.stop)
+        except (FlawError, LookupError, TypeError, ValueError) as error:
+            self._folder.drop(segment.name, error)
+            for node in list(self._tree.nodes()):
+                if node.file is segment:
+                    node.file = None
+            self._tree.drop_lost()
+            return None
+
+    def write_later(self) -> None:
+        """Let the thread write what the tree has and no file."""
+        with self._lock:
+            self._again = True
+            if self._writer is None:
+                self._writer = threading.Thread(target=self._write, name="prefix-cache")
+                with suppress(RuntimeError):  # the interpreter ends
+                    self._writer.start()
+
+    def flush(self) -> None:
+        """Wait until everything is written."""
+        if (writer := self._writer) is not None:
+            writer.join()
+
+    def _write(self) -> None:
+        """Write nodes until all are in files; what fails is said once."""
+        with mx.stream(mx.new_thread_local_stream(mx.default_device())):
+            while True:
+                with self._lock:
+                    if not self._again:
+                        self._writer = None
+                        return
+                    self._again = False
+                self._write_all()
+
+    def _write_all(self) -> None:
+        try:
+            for node in self._pending():
+                self._write_node(node)
+            self._failed = False
+        except (OSError, FlawError) as error:
+            if not self._failed:
+                LOG.warning(
+                    "the prefix cache goes on in memory alone: nothing can be written "
+                    "to %s (%s)",
+                    self._folder.path,
+                    error,
+                )
+            self._failed = True
+
+    def _pending(self) -> Iterator[Node]:
+        """Yield the nodes that are in no file as they are; note uses of the others."""
+        with self._lock:
+            nodes = sorted(self._tree.nodes(), key=lambda node: node.stop)
+        for node in nodes:
+            file = node.file
+            if file is not None and self._noted.get(file.name, 0.0) < node.seen:
+                self._folder.touch(file, node.seen)
+                self._noted[file.name] = node.seen
+            yield node
+
+    def _write_node(self, node: Node) -> None:
+        with self._lock:
+            text, start = node.text, node.start
+            if not self._unsaved(node) or not plain(text):
+                return
+            held = {
+                which: Held(rows, node.points.get(which))
+                for which, rows in node.rows.items()
+            }
+        marks = [role.mark for role in self._roles]
+        arrays, plan = encoded(held, marks)
+        segment = self._folder.write(
+            text[:start], text[start:], arrays, plan, written=node.written
+        )
+        self._folder.touch(segment, node.seen)
+        with self._lock:
+            if node.stop == segment.stop and node.parent is not None:
+                self._saved(node, segment)
+
+    def _unsaved(self, node: Node) -> bool:
+        """Return whether a node has more than a file, and can be found in one."""
+        parent = node.parent
+        if parent is None or not node.resident:
+            return False
+        if parent.parent is not None and parent.file is None:
+            return False  # nothing would lead to it
+        rows = {self._roles[which].mark for which in node.rows}
+        points = {self._roles[which].mark for which in node.points}
+        return not (rows <= self._marks(node) and points <= self._ends(node))
+
+    def _saved(self, node: Node, segment: Segment) -> None:
+        """Note that a file holds a node, and others inside of the same tokens."""
+        node.written |= segment.written
+        node.file = segment
+        while node.parent is not None and node.start > segment.start:
+            node = node.parent
+            node.file = node.file or segment
+
+
+def plain(tokens: Sequence[Any]) -> bool:
+    """Return whether these are token ids, and not what stands for images."""
+    return all(isinstance(token, int) for token in tokens)

@@ -1,0 +1,147 @@
+"""The roles of a prefix cache: the target, draft models, and heads on the target.
+
+Files tell the models of another process by their marks. Folders and revisions name a
+model, and what lies in them may change; so a mark is of the models as they were loaded:
+class and arguments, the names, shapes and dtypes of their parameters (with them a
+quantization and an adapter), and a sample of each.
+"""
+
+import hashlib
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from mlx_speculation.caches.snapshots.snapshot import Snapshot, merge, split
+from mlx_speculation.caches.snapshots.take import snapshot
+from mlx_speculation.caches.types.fixed_view import FixedShape
+from mlx_speculation.caches.types.leaves import check_single
+from mlx_speculation.errors import InvalidRequestError
+
+SAMPLES = 64  # of each array, in a mark
+
+
+class Role(NamedTuple):
+    """The target, a draft model or a head. The target's index is 0."""
+
+    owner: weakref.ref[Any]  # the model
+    empty: Snapshot  # of new caches
+    lag: int = 0  # how many tokens after its own position a row follows from
+    mark: str = ""  # the same in all processes that have this model
+
+    @property
+    def stateful(self) -> bool:
+        """True where it is resumed at restore points only."""
+        return any(leaf.whole for leaf in self.empty.leaves)
+
+    def rows(self, stop: int) -> int:
+        """Return how many rows follow from so many tokens."""
+        return max(0, stop - self.lag)
+
+    def part(self, held: Snapshot, start: int, stop: int) -> Snapshot:
+        """Return the rows that belong to the tokens [start, stop)."""
+        return split(split(held, self.rows(stop))[0], self.rows(start))[1]
+
+
+class Roles(list[Role]):
+    """The roles of one cache; they grow and never go.
+
+    Args:
+        marked: whether files need their marks.
+    """
+
+    def __init__(self, *, marked: bool) -> None:
+        super().__init__()
+        self._marked = marked
+        self._models: int | None = None  # those after them are heads
+        self._shape: FixedShape | None = None
+
+    def again(self) -> "Roles":
+        """Return the same roles with new marks, after a change of weights."""
+        again = Roles(marked=self._marked)
+        again._models, again._shape = self._models, self._shape
+        for role in self:
+            again._add(role)
+        return again
+
+    def _add(self, role: Role) -> None:
+        owner = role.owner()
+        if self._marked and owner is not None:
+            kinds = [(x.place, x.kind.__name__, x.settings) for x in role.empty.leaves]
+            said = f"{len(self)} {kinds} {role.lag} {_rows(self._shape)} "
+            digest = hashlib.sha256((said + fingerprint(owner)).encode())
+            role = role._replace(mark=digest.hexdigest())
+        self.append(role)
+
+    def bind(
+        self,
+        owners: Sequence[Any],
+        caches: Sequence[Sequence[Any]],
+        shape: FixedShape | None,
+    ) -> bool:
+        """Belong to these models, see `PrefixCache.bind`; return whether it is new."""
+        for each in caches:
+            check_single(each)
+        new_roles = [
+            Role(weakref.ref(owner), snapshot(each, 0, 0))
+            for owner, each in zip(owners, caches, strict=True)
+        ]
+        if self._models is None:
+            self._models, self._shape = len(new_roles), shape
+            for role in new_roles:
+                self._add(role)
+            return True
+        roles = self[: self._models]
+        mine = [role.owner() for role in roles]
+        same = len(mine) == len(owners) and all(
+            one is other for one, other in zip(mine, owners, strict=True)
+        )
+        if not same:
+            raise InvalidRequestError(
+                f"The prefix cache belongs to {_named(mine)}, and {_named(owners)} was "
+                "asked for. Make a PrefixCache for each pair of target and draft."
+            )
+        if self._shape != shape:
+            raise InvalidRequestError(
+                f"The prefix cache holds what forwards with exact={_rows(self._shape)} "
+                f"have computed, and exact={_rows(shape)} was asked for. Make a "
+                "PrefixCache for each."
+            )
+        for own, other in zip(roles, new_roles, strict=True):
+            merge(own.empty, other.empty)  # refuses caches of other kinds and settings
+        return False
+
+    def bind_head(self, owner: Any, caches: Sequence[Any], lag: int) -> int:
+        """Add a head that is not among them, and return its index."""
+        owners = [each.owner() for each in self]
+        for index in range(self._models or 0, len(owners)):
+            if owners[index] is owner:
+                return index
+        self._add(Role(weakref.ref(owner), snapshot(caches, 0, 0), lag))
+        return len(owners)
+
+
+def fingerprint(model: Any) -> str:
+    """Return the fingerprint of a model or head, 64 hexadecimal digits."""
+    arrays: Any = sorted(tree_flatten(model.parameters()), key=lambda pair: pair[0])
+    parts = []
+    for _, array in arrays:
+        step = max(1, array.size // SAMPLES)
+        parts.append(array.reshape(-1)[::step].view(mx.uint8))
+    mx.eval(parts)
+    kind = f"{type(model).__module__}.{type(model).__qualname__}"
+    found = hashlib.sha256(f"{kind} {getattr(model, 'args', None)!r}".encode())
+    for (name, array), part in zip(arrays, parts, strict=True):
+        found.update(f"{name} {array.shape} {array.dtype} ".encode())
+        found.update(memoryview(part))
+    return found.hexdigest()
+
+
+def _rows(shape: FixedShape | None) -> int | None:
+    return None if shape is None else shape.rows
+
+
+def _named(owners: Sequence[Any]) -> str:
+    return " and ".join("none" if x is None else type(x).__name__ for x in owners)

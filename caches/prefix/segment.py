@@ -1,0 +1,126 @@
+"""A segment of the tree as arrays and plain values, and back.
+
+    arrays    `0.rows.3.1`     role 0, leaf 3: the second of its arrays of rows
+              `0.states.5`     role 0: the sixth array of its states
+              `0.hidden`       the target's states that a head reads again
+    plan      by the mark of each role: how many arrays each leaf has, and the fields
+              of its states, in which `{"array": 5}` stands for an array
+
+What is read was written under the key of the folder, so the plan is as it was written;
+what does not fit the caches of this process all the same raises `FlawError`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from mlx_speculation.caches.files.fields import need
+from mlx_speculation.caches.prefix.restore_points import Point
+from mlx_speculation.caches.prefix.roles import Role
+from mlx_speculation.caches.snapshots.snapshot import Snapshot
+from mlx_speculation.caches.types.shared_rows import Rows
+
+Arrays = dict[str, mx.array]
+
+
+class Held(NamedTuple):
+    """What one role has of a segment."""
+
+    rows: Snapshot
+    point: Point | None  # at its end
+
+
+def encoded(held: Mapping[int, Held], marks: Sequence[str]) -> tuple[Arrays, Any]:
+    """Return the arrays of a segment, and the plan of them."""
+    arrays: Arrays = {}
+    plan: dict[str, Any] = {}
+    for which, (rows, point) in held.items():
+        counts = []
+        for number, leaf in enumerate(rows.leaves):
+            found = leaf.rows[0].slices() if leaf.rows else ()
+            counts.append(len(found))
+            for place, array in enumerate(found):
+                arrays[f"{which}.rows.{number}.{place}"] = array
+        states: list[mx.array] = []
+        fields = None
+        if point is not None:
+            fields = [_plain(leaf.state, states) for leaf in point.states.leaves]
+            if point.hidden is not None:
+                arrays[f"{which}.hidden"] = point.hidden
+        arrays |= {f"{which}.states.{i}": each for i, each in enumerate(states)}
+        plan[marks[which]] = [which, counts, fields]
+    return arrays, plan
+
+
+def decoded(
+    arrays: Arrays, plan: Any, roles: Sequence[Role], start: int, stop: int
+) -> dict[int, Held]:
+    """Return what each role that is known here has of the tokens [start, stop).
+
+    Raises:
+        FlawError: the caches here are others.
+    """
+    found = {}
+    for which, role in enumerate(roles):
+        if role.mark in plan:
+            name, counts, fields = plan[role.mark]
+            need(len(counts) == len(role.empty.leaves), "it has other layers")
+            found[which] = _held(arrays, role, str(name), counts, fields, start, stop)
+    return found
+
+
+def _held(
+    arrays: Arrays,
+    role: Role,
+    name: str,
+    counts: Sequence[int],
+    fields: Any,
+    start: int,
+    stop: int,
+) -> Held:
+    first, last = role.rows(start), role.rows(stop)
+    leaves, states = [], []
+    for number, leaf in enumerate(role.empty.leaves):
+        parts = tuple(
+            arrays[f"{name}.rows.{number}.{i}"] for i in range(counts[number])
+        )
+        need(all(x.shape[-2] == last - first for x in parts), "its rows are others")
+        rows = (Rows(parts, first, first, last),) if parts else ()
+        leaves.append(replace(leaf, rows=rows, state=None))
+        if fields is not None:
+            state = _field(fields[number], arrays, f"{name}.states.")
+            states.append(replace(leaf, rows=(), state=state))
+    rows_of = Snapshot(first, last, tuple(leaves))
+    if fields is None:
+        return Held(rows_of, None)
+    taken = Snapshot(stop, stop, tuple(states))
+    return Held(rows_of, Point(stop, taken, arrays.get(f"{name}.hidden")))
+
+
+def _plain(value: Any, arrays: list[mx.array]) -> Any:
+    """Return fields of a state as plain values; their arrays are added to `arrays`."""
+    if isinstance(value, mx.array):
+        arrays.append(value)
+        return {"array": len(arrays) - 1}
+    if isinstance(value, dict):
+        return {"fields": {name: _plain(each, arrays) for name, each in value.items()}}
+    if isinstance(value, list | tuple):
+        kind = type(value).__name__
+        return {kind: [_plain(each, arrays) for each in value]}
+    need(value is None or isinstance(value, int | float | str), "a field is no value")
+    return value
+
+
+def _field(plain: Any, arrays: Arrays, prefix: str) -> Any:
+    """Return what `_plain` was made of."""
+    if not isinstance(plain, dict):
+        return plain
+    ((kind, value),) = plain.items()
+    if kind == "array":
+        return arrays[f"{prefix}{value}"]
+    if kind == "fields":
+        return {name: _field(each, arrays, prefix) for name, each in value.items()}
+    items = [_field(each, arrays, prefix) for each in value]
+    return items if kind == "list" else tuple(items)

@@ -1,0 +1,265 @@
+"""The folder of a prefix cache: segments of the tree as files, and the key to them.
+
+    key                        32 bytes, made once
+    MODEL-SEGMENT.safetensors  HMACs: of the model; of it, of all tokens before the
+                               segment, and of its own
+
+Each file is written beside its place and then takes its name, so that a process that is
+killed leaves whole files. Names and digests are keyed: a file that is damaged, swapped,
+cut or of another folder is removed with a line in the log, and its tokens are read
+again. Several processes may share a folder; files of other models are left alone. It
+knows no tree.
+"""
+
+import hmac
+import json
+import logging
+import os
+import re
+import stat
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_speculation.caches.files.fields import need
+from mlx_speculation.caches.files.safetensors_reader import (
+    DIGEST,
+    FlawError,
+    Header,
+    opened,
+    parse_json,
+    read_arrays,
+    read_header,
+)
+from mlx_speculation.caches.files.safetensors_writer import write
+from mlx_speculation.errors import InvalidRequestError
+
+LOG = logging.getLogger("mlx_speculation.caches")
+KEY_BYTES = 32
+ABANDONED_SECONDS = 3600.0  # after which a file that was not finished is removed
+_NAME = re.compile(r"([0-9a-f]{32})-[0-9a-f]{64}\.safetensors")
+
+_UNFINISHED = re.compile(r"\.(key|[0-9a-f]{32}-[0-9a-f]*)\.[0-9a-f]{16}\.tmp")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """One file: what was held for the tokens [start, stop)."""
+
+    name: str  # of the file
+    parent: str  # the hash of all tokens before it
+    start: int  # how many these are
+    tokens: tuple[int, ...]  # its own
+    roles: frozenset[str]  # the marks of the roles that it has rows of
+    points: frozenset[str]  # and of those with a restore point at the end
+    written: bool = False  # whether the model wrote its tokens
+
+    @property
+    def stop(self) -> int:
+        """How many tokens lead to its end."""
+        return self.start + len(self.tokens)
+
+
+class SegmentFolder:
+    """Files of segments, at most `max_bytes` of them.
+
+    Args:
+        folder: made where it is missing, for its owner alone.
+        max_bytes: of all files in it; those used longest ago go first.
+
+    Raises:
+        InvalidRequestError: others may read the folder, or its key is none.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], max_bytes: int) -> None:
+        self.path, self._max_bytes = Path(folder), max_bytes
+        self._model = ""
+        self._known: set[str] = set()  # names that were looked at
+        self._scanned = -1  # the folder's time then
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._check_mode()
+            self._key = self._read_key()
+        except (OSError, FlawError) as error:
+            raise InvalidRequestError(
+                f"{self.path} cannot be the folder of a prefix cache: {error}. Name "
+                "another one."
+            ) from error
+
+    def _check_mode(self) -> None:
+        status = self.path.lstat()
+        mode = stat.S_IMODE(status.st_mode)
+        own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+        if not own or mode & 0o077:
+            raise FlawError(
+                f"it has mode {mode:04o} and the owner {status.st_uid}, and a folder "
+                f"of mode 0700 of user {os.geteuid()} is needed"
+            )
+
+    def _read_key(self) -> bytes:
+        """Return the key; the first process makes it."""
+        place = self.path / "key"
+        if not place.is_symlink() and not place.exists():
+            made = self.path / f".key.{os.urandom(8).hex()}.tmp"
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            with os.fdopen(os.open(made, flags, 0o600), "wb") as file:
+                file.write(os.urandom(KEY_BYTES))
+                file.flush()
+                os.fsync(file.fileno())
+            with suppress(FileExistsError):  # another process was first
+                os.link(made, place)
+            made.unlink()
+        with opened(place, follow=False) as (file, size):
+            need(size == KEY_BYTES, f"its key has {size} bytes, not {KEY_BYTES}")
+            return file.read()
+
+    def serve(self, model: str) -> None:
+        """Read and write segments of this model, by its mark, from now on."""
+        self._model = self._hash(model.encode())[:32]
+        self._known, self._scanned = set(), -1
+
+    def parent(self, tokens: Sequence[int]) -> str:
+        """Return the hash of the tokens before a segment."""
+        ids = b"".join(token.to_bytes(4, "little") for token in tokens)
+        return self._hash(self._model.encode() + ids)
+
+    def _name(self, parent: str, tokens: Sequence[int]) -> str:
+        text = json.dumps([self._model, parent, [*tokens]])
+        return f"{self._model}-{self._hash(text.encode())}.safetensors"
+
+    def _hash(self, data: bytes) -> str:
+        return hmac.new(self._key, data, "sha256").hexdigest()
+
+    def new_segments(self) -> list[Segment]:
+        """Return those that were not looked at yet, by where they begin."""
+        with suppress(OSError):
+            now = self.path.stat().st_mtime_ns
+            if now != self._scanned:
+                found = {each.name for each in os.scandir(self.path)}
+                new = sorted(found - self._known)
+                self._known, self._scanned = found, now
+                read = [self._looked_at(name) for name in new if self._is_own(name)]
+                segments = [each for each in read if each is not None]
+                return sorted(segments, key=lambda each: each.start)
+        return []
+
+    def _is_own(self, name: str) -> bool:
+        match = _NAME.fullmatch(name)
+        return match is not None and match[1] == self._model
+
+    def _looked_at(self, name: str) -> Segment | None:
+        try:
+            with opened(self.path / name, follow=False) as (file, size):
+                return self._segment(name, read_header(file, size))
+        except FlawError as error:
+            self.drop(name, error)
+            return None
+
+    def _segment(self, name: str, header: Header) -> Segment:
+        try:
+            said = parse_json(header.metadata["segment"].encode(), "the segment")
+            segment = Segment(
+                name,
+                said["parent"],
+                said["start"],
+                tuple(said["tokens"]),
+                frozenset(said["plan"]),
+                frozenset(mark for mark, each in said["plan"].items() if each[2]),
+                said["written"],
+            )
+            same = name == self._name(segment.parent, segment.tokens)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise FlawError(f"it says nothing of a segment ({error!r})") from error
+        need(same, "it is another segment than its name says, or of another key")
+        return segment
+
+    def read(self, segment: Segment) -> tuple[dict[str, mx.array], Any]:
+        """Return the arrays of a segment, and the plan of them.
+
+        Raises:
+            FlawError: the file is not as it was written, or no longer there.
+        """
+        with opened(self.path / segment.name, follow=False) as (file, size):
+            header = read_header(file, size)
+            self._segment(segment.name, header)
+            digest = header.digest(self._key)
+            arrays = read_arrays(file, header, digest)
+        said = header.metadata.get(DIGEST, "")
+        need(
+            hmac.compare_digest(digest.hexdigest().encode(), said.encode()),
+            "its content has changed since it was written",
+        )
+        return arrays, json.loads(header.metadata["segment"])["plan"]
+
+    def write(
+        self,
+        before: Sequence[int],
+        tokens: Sequence[int],
+        arrays: dict[str, mx.array],
+        plan: Any,
+        *,
+        written: bool,
+    ) -> Segment:
+        """Write a segment that follows the tokens `before`, and return it.
+
+        Raises:
+            OSError: there is no room on the disk, or another reason.
+        """
+        parent, start = self.parent(before), len(before)
+        name = self._name(parent, tokens)
+        said = {
+            "parent": parent,
+            "start": start,
+            "tokens": [*tokens],
+            "plan": plan,
+            "written": written,
+        }
+        self._make_room(sum(array.nbytes for array in arrays.values()))
+        text = json.dumps(said, separators=(",", ":"))
+        write(self.path / name, arrays, {"segment": text}, self._key)
+        self._known.add(name)
+        points = frozenset(mark for mark, each in plan.items() if each[2])
+        return Segment(
+            name, parent, start, tuple(tokens), frozenset(plan), points, written
+        )
+
+    def touch(self, segment: Segment, when: float) -> None:
+        """Note a use. What leads to a segment is used later than it is."""
+        moment = when - segment.start * 1e-6
+        with suppress(OSError):
+            os.utime(self.path / segment.name, (moment, moment))
+
+    def drop(self, name: str, error: Exception) -> None:
+        """Remove a file that is of no use."""
+        if not isinstance(error.__cause__, FileNotFoundError):
+            LOG.warning("%s is of no use and removed: %s", self.path / name, error)
+        with suppress(OSError):
+            (self.path / name).unlink()
+
+    def _make_room(self, size: int) -> None:
+        """Remove what was used longest ago, and what was never finished."""
+        if size > self._max_bytes:
+            raise OSError(f"a segment has {size} bytes of {self._max_bytes} in all")
+        files = []
+        for entry in os.scandir(self.path):
+            with suppress(OSError):
+                status = entry.stat(follow_symlinks=False)
+                if _NAME.fullmatch(entry.name):
+                    files.append((status.st_mtime, status.st_size, entry.path))
+                elif (
+                    _UNFINISHED.fullmatch(entry.name)
+                    and time.time() - status.st_mtime > ABANDONED_SECONDS
+                ):
+                    Path(entry.path).unlink()
+        held = sum(each[1] for each in files)
+        for _, taken, path in sorted(files):
+            if held + size <= self._max_bytes:
+                return
+            with suppress(OSError):
+                Path(path).unlink()
+                held -= taken

@@ -1,0 +1,265 @@
+"""What a folder keeps is found by later processes, or by none: never another text.
+
+`request` compares all that a role finds with the rows of that very text. Killed by
+hand: names that are not compared with the content, digests that are not compared, a
+child that is written before what leads to it.
+"""
+
+import logging
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_speculation.caches import PrefixCache
+from mlx_speculation.errors import InvalidRequestError
+from support.caches.prefix_roles import RING, ROW, ROWS, Kind, bound, request
+
+Kinds = tuple[Kind, ...]
+KINDS: dict[str, Kinds] = {
+    "rows": (ROWS, ROWS, Kind(lag=1), Kind(lag=3)),
+    "rings": (RING, RING, Kind(lag=2)),
+    "ring and rows": (RING, ROWS, Kind(lag=1)),
+}
+TEXTS = st.lists(
+    st.lists(st.integers(0, 2), min_size=2, max_size=14), min_size=1, max_size=6
+)
+PLAYED = [[1] * 9 + [2] * 5, [1] * 9 + [0] * 6, [2, 0] * 8, [1] * 4 + [2] * 9]
+
+
+def play(prefixes: PrefixCache, tokens: list[int], kinds: Kinds) -> list[int]:
+    """Play a request of all roles; return how many tokens each could use."""
+    roles = {which: (kind, 0) for which, kind in enumerate(kinds)}
+    return [found for found, _ in request(prefixes, tokens, roles).values()]
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def filled(folder: Path, kinds: Kinds) -> None:
+    prefixes, _owners = bound(1 << 30, *kinds, folder=folder)
+    for tokens in PLAYED:
+        play(prefixes, tokens, kinds)
+    prefixes.flush()
+
+
+@pytest.mark.parametrize("name", KINDS)
+@settings(max_examples=8)
+@given(texts=TEXTS, spare=st.none() | st.integers(0, 60))
+def test_another_process_finds_what_memory_has(
+    name: str, texts: list[list[int]], spare: int | None
+) -> None:
+    """Also where it has less memory than it reads."""
+    kinds = KINDS[name]
+    with TemporaryDirectory() as place:
+        folder = Path(place, "made", "here")
+        first, _first_owners = bound(1 << 30, *kinds, folder=folder)
+        for tokens in texts:
+            play(first, tokens, kinds)
+            first.flush()
+        size = 1 << 30 if spare is None else spare * ROW
+        second, _owners = bound(size, *kinds, folder=folder)
+        for tokens in reversed(texts):
+            wanted = play(first, [*tokens, 9], kinds)
+            found = play(second, [*tokens, 9], kinds)
+            assert second.nbytes <= size
+            if spare is None:
+                assert found == wanted
+                assert found[0] > 0
+            first.flush()
+            second.flush()
+
+
+def test_processes_share_a_folder_while_they_run(tmp_path: Path) -> None:
+    one, _one_owners = bound(1 << 30, ROWS, folder=tmp_path / "shared")
+    two, _two_owners = bound(1 << 30, ROWS, folder=tmp_path / "shared")
+    assert play(one, PLAYED[0], (ROWS,)) == [0]
+    one.flush()
+    assert play(two, PLAYED[1], (ROWS,)) == [9]  # and parts inside of a segment
+    two.flush()
+    assert play(one, [*PLAYED[1], 2], (ROWS,)) == [len(PLAYED[1])]
+
+
+def test_other_models_find_nothing_and_remove_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "shared"
+    filled(folder, (ROWS,))
+    before = files(folder)
+    other, _owners = bound(1 << 30, RING, folder=folder)
+    assert play(other, PLAYED[0], (RING,)) == [0]
+    assert set(before) <= set(files(folder))
+
+
+def test_the_folder_is_its_owners_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "own"
+    filled(folder, (ROWS,))
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert {each.stat().st_mode & 0o777 for each in folder.iterdir()} == {0o600}
+    folder.chmod(0o750)
+    with pytest.raises(InvalidRequestError, match="mode 0750"):
+        PrefixCache(1, folder=folder)
+    (tmp_path / "link").symlink_to(folder)
+    folder.chmod(0o700)
+    with pytest.raises(InvalidRequestError, match="0700"):
+        PrefixCache(1, folder=tmp_path / "link")
+    (folder / "key").write_bytes(b"short")
+    with pytest.raises(InvalidRequestError, match="its key has 5 bytes"):
+        PrefixCache(1, folder=folder)
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    folder = tmp_path / "own"
+    filled(folder, (ROWS,))
+    for file in files(folder):
+        moved = tmp_path / file.name
+        file.rename(moved)
+        file.symlink_to(moved)
+    prefixes, _owners = bound(1 << 30, ROWS, folder=folder)
+    assert play(prefixes, PLAYED[0], (ROWS,)) == [0]
+    assert all(file.is_symlink() is False for file in files(folder))
+
+
+def test_the_disk_has_a_bound_too_and_keeps_what_leads_to_others(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "own"
+    filled(folder, (ROWS,))
+    size = max(file.stat().st_size for file in files(folder))
+    prefixes, _owners = bound(
+        1 << 30, ROWS, folder=folder, disk_gigabytes=6 * size / 1e9
+    )
+    long = [2, 1] * 10
+    play(prefixes, long, (ROWS,))
+    prefixes.flush()
+    assert len(files(folder)) <= 6
+    later, _later_owners = bound(1 << 30, ROWS, folder=folder)
+    assert play(later, [*long, 1], (ROWS,)) == [20]
+
+
+def test_a_full_disk_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "own"
+    prefixes, _owners = bound(1 << 30, ROWS, folder=folder)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
+    try:
+        with caplog.at_level(logging.WARNING, "mlx_speculation.caches"):
+            for tokens in PLAYED:
+                play(prefixes, tokens, (ROWS,))
+                prefixes.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [record.message[:43] for record in caplog.records] == [
+        "the prefix cache goes on in memory alone: n"
+    ]
+    assert [each.name for each in folder.iterdir()] == ["key"]
+    assert play(prefixes, [*PLAYED[0], 0], (ROWS,)) == [len(PLAYED[0])]
+    prefixes.flush()
+    assert files(folder)
+
+
+def damage(draw: random.Random, folder: Path, foreign: Path) -> None:
+    """Change one file, as a disk, a user or another folder may."""
+    all_files = files(folder)
+    file = draw.choice(all_files)
+    content = bytearray(file.read_bytes())
+    kind = draw.randrange(7)
+    if kind == 0:
+        content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+    elif kind == 1:
+        del content[draw.randrange(len(content)) :]
+    elif kind == 2:
+        content = bytearray(draw.choice(all_files).read_bytes())
+    elif kind == 3:
+        content = bytearray(draw.choice(files(foreign)).read_bytes())
+    elif kind == 4:
+        start = draw.randrange(len(content))
+        content[start : start + 40] = draw.randbytes(draw.randrange(60))
+    elif kind == 5:
+        name = f"{file.name[:33]}{draw.randbytes(32).hex()}.safetensors"
+        file = folder / name
+    else:
+        start = draw.randrange(len(content))
+        content[start : start + 8] = bytes(8)
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "count", [30, pytest.param(2000, marks=pytest.mark.slow)], ids=str
+)
+def test_files_that_were_changed_bring_no_other_text(
+    count: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kinds = KINDS["ring and rows"]
+    whole, foreign, folder = (tmp_path / name for name in ("whole", "other", "own"))
+    filled(whole, kinds)
+    filled(foreign, kinds)
+    draw = random.Random(5)
+    for _ in range(count):
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(whole, folder)
+        caplog.clear()
+        damaged = draw.randrange(1, 4)
+        for _ in range(damaged):
+            damage(draw, folder, foreign)
+        prefixes, _owners = bound(1 << 30, *kinds, folder=folder)
+        for tokens in PLAYED:
+            play(prefixes, [*tokens, 9], kinds)
+        assert len(caplog.records) <= damaged
+        prefixes.flush()
+        later, _later_owners = bound(1 << 30, *kinds, folder=folder)
+        for tokens in PLAYED:
+            assert play(later, [*tokens, 9, 9], kinds)[0] == len(tokens) + 1
+        later.flush()
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from test_segment_folder import KINDS, play
+from support.caches.prefix_roles import bound
+
+kinds = KINDS["ring and rows"]
+prefixes, owners = bound(1 << 20, *kinds, folder=Path(sys.argv[1]))
+print("ready", flush=True)
+for number in range(int(sys.argv[2]), 10**6):
+    digits = [number // 3**place % 3 for place in range(9)]
+    play(prefixes, digits * 2, kinds)
+"""
+
+
+@pytest.mark.slow
+def test_a_writer_that_is_killed_leaves_whole_files(tmp_path: Path) -> None:
+    folder, draw = tmp_path / "own", random.Random(3)
+    kinds = KINDS["ring and rows"]
+    for number in range(20):
+        command = [sys.executable, "-c", WRITER, str(folder), str(40 * number)]
+        paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+        writer = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": paths},
+        )
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"ready\n"
+        time.sleep(draw.uniform(0, 1.5))
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+        writer.stdout.close()
+        prefixes, _owners = bound(1 << 30, *kinds, folder=folder)
+        for text in range(40 * number + 40):
+            digits = [text // 3**place % 3 for place in range(9)]
+            play(prefixes, digits * 2, kinds)
+        prefixes.flush()
+    assert len(files(folder)) > 100
