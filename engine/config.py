@@ -20,6 +20,7 @@ from mlx_speculation.engine.drafters.reduced_vocabulary import checked_vocabular
 from mlx_speculation.engine.drafters.resolve import Resolved, resolve
 from mlx_speculation.engine.options import GeneratorOptions
 from mlx_speculation.engine.prompt import Prompts
+from mlx_speculation.engine.prompt_replay import replay_of
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.interrupts import finalize
 from mlx_speculation.models import (
@@ -98,7 +99,13 @@ def make_config(
         for module in (model, *models):  # refuses unknown caches, not in a stream
             Lane(module, sliding=sliding, shape=shape if module is model else None)
         prompts = Prompts(
-            wrapper, target.highest_id, context_length(model), position_table(model)
+            wrapper,
+            target.highest_id,
+            context_length(model),
+            position_table(model),
+            replay_of(options.prefix_cache, wrapper)
+            if options.replay and ranked is None
+            else list,
         )
         drafts = _draft_options(options, draft, target, ranked)
         config = GeneratorConfig(

@@ -170,6 +170,13 @@ class SpeculativeGenerator:
         """The tokens drafted in a round; None: as many as pay, by measurement."""
         return self._setup.lengths.usual
 
+    def replayed(self, ids: list[int]) -> list[int]:
+        """Return a prompt whose answers have the ids in which they were written.
+
+        Those of text and messages have them anyway; see `engine/prompt_replay.py`.
+        """
+        return self._setup.prompts.replay(ids)
+
     def encode(self, prompt: Prompt | Iterable[int]) -> list[int]:
         """Return a prompt's token ids: text or messages encoded, or ids checked.
 

@@ -1,13 +1,22 @@
-"""What a generation holds in memory, in bytes."""
+"""What a generation holds in memory, and what a prompt will need, in bytes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_speculation.caches import PrefixCache, array_bytes, arrays_in, bytes_beside
+from mlx_speculation.caches import (
+    PrefixCache,
+    array_bytes,
+    arrays_in,
+    bytes_beside,
+    leaves,
+)
+from mlx_speculation.environment import free_memory
+from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import Lane
 
 
@@ -84,3 +93,71 @@ def held_memory(
         rounds=sum(lane.round_bytes for lane in lanes if lane is not None),
         prefix_cache=0 if prefix_cache is None else prefix_cache.nbytes,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    """Bytes that the caches of a model will have, from a forward that is not run.
+
+    Attributes:
+        row: of one token, where all of them are kept.
+        states: of all windows and recurrent states.
+        layer: of one token in the largest layer.
+    """
+
+    row: int = 0
+    states: int = 0
+    layer: int = 0
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "CacheSize":
+        """Return the size of a model's caches; 0 where it cannot be known."""
+        caches, rows, states = Lane(model).caches, [0], 0
+        try:
+            model(mx.zeros((1, 1), mx.int32), cache=caches)
+        except Exception:  # what a round makes of it is that round's
+            return cls()
+        for _, leaf in leaves(caches):
+            size, keys = array_bytes(leaf), getattr(leaf, "keys", None)
+            while isinstance(keys, list | tuple):
+                keys = keys[0]
+            window = getattr(leaf, "max_size", None) or getattr(leaf, "chunk_size", 0)
+            if keys is None:
+                states += size
+            elif window:
+                states += size // keys.shape[-2] * window
+            else:
+                rows.append(size // keys.shape[-2])
+        return cls(sum(rows), states, max(rows))
+
+
+def check_prompt(
+    sizes: Sequence[CacheSize], tokens: int, cache: PrefixCache | None
+) -> None:
+    """Refuse a prompt whose caches would not fit, before the first of it is read.
+
+    Args:
+        sizes: of the target, draft models and heads.
+        tokens: of the prompt.
+        cache: keeps a copy of the rows, and the states at its restore points.
+
+    Raises:
+        InvalidRequestError: names what it needs and what there is.
+    """
+    rows = sum(size.row for size in sizes) * tokens
+    states = sum(size.states for size in sizes)
+    kept, points = 0, 0
+    if cache is not None:
+        room = max(0, cache.max_bytes - cache.nbytes)
+        points = min(room, states * (tokens // cache.every + 2))
+        kept = min(room - points, rows)
+    needed, free = rows + states + points + kept, free_memory()
+    if free is not None and needed > free:
+        parts = (needed, rows, states, kept, points, free)
+        total, *of, there = (f"{each / 1e9:.2f} GB" for each in parts)
+        raise InvalidRequestError(
+            f"The prompt has {tokens} tokens, whose caches need {total} (rows {of[0]}, "
+            f"windows and states {of[1]}; in the prefix cache rows {of[2]}, restore "
+            f"points {of[3]}), and {there} are free. Shorten it, or make the prefix "
+            "cache smaller."
+        )

@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from mlx_speculation.caches import Left, PrefixCache
+from mlx_speculation.engine.stats import Statistics
 from mlx_speculation.models import Lane, RestorePoints
 
 
@@ -44,16 +45,17 @@ class PrefixReuse:
         self._keys, self._head, self._kept_head = keys, head, kept_head
         self._ends = ends
 
-    def begin(self, tokens: Sequence[int]) -> int:
+    def begin(self, tokens: Sequence[int], statistics: Statistics) -> None:
         """Let the lanes hold what is known of `tokens`, but not the last token.
 
-        Returns:
-            How many tokens the target's lane holds.
+        Args:
+            tokens: the prompt's.
+            statistics: notes what is not read again.
         """
-        self._thread = threading.get_ident()
+        self._thread, self._prompt = threading.get_ident(), len(tokens)
         cache, named, head = self._cache, self._named(tokens)[:-1], self._head()
         again = 0 if head is None else head.again
-        self.from_memory = cache.fetch(named)
+        in_memory = cache.fetch(named)
         places = self._places(tokens, named)
         for which, lane in self._each():
             rows = cache.lookup(which, named, 0 if which else again)
@@ -64,7 +66,8 @@ class PrefixReuse:
                 lane.points.resumed(lane.seen)
                 if which == 0 and head is not None:
                     lane.points.hidden = lambda: head.committed.last(again)
-        seen = first = self._target.seen
+        statistics.reused = seen = first = self._target.seen
+        statistics.reused_from_disk = max(0, seen - in_memory)
         if head is not None and (hidden := cache.hidden(named[:seen])) is not None:
             first -= hidden.shape[1]
             head.committed.seed(hidden, seen)
@@ -72,7 +75,6 @@ class PrefixReuse:
             rows = cache.lookup(self._kept_head, named[: first + again])
             if rows is not None and rows.stop == first:
                 head.resume(rows)
-        return seen
 
     def between_rounds(
         self, caches: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -107,7 +109,8 @@ class PrefixReuse:
             if kept := head.kept():
                 caches, rows = kept
                 left.append(Left(self._kept_head, caches, rows + head.again, []))
-        self._cache.store(self._named(tokens)[: self._target.seen], left)
+        named = self._named(tokens)[: self._target.seen]
+        self._cache.store(named, left, self._prompt)
 
     def _places(self, tokens: Sequence[int], named: Sequence[int]) -> set[int]:
         """Return where later prompts are likely to part from this one.

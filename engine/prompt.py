@@ -2,10 +2,10 @@
 
 import operator
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import mlx.core as mx
 
@@ -43,9 +43,11 @@ class Prompts:
         highest_id: the largest id that the target has a row for.
         context_length: tokens that the target was made for; None: it does not say.
         positions: that the target has a table of; None: it has none.
+        replay: returns ids with the same text, see `engine.prompt_replay`.
 
     Attributes:
-        highest_id: as passed.
+        replay: as passed.
+        highest_id: likewise.
         context_length: likewise, and no more than `positions`.
     """
 
@@ -55,8 +57,9 @@ class Prompts:
         highest_id: int,
         context_length: int | None = None,
         positions: int | None = None,
+        replay: Callable[[list[int]], list[int]] = list,
     ) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self.replay = tokenizer, replay
         self.highest_id = highest_id
         lengths = [n for n in (context_length, positions) if n is not None]
         self.context_length = min(lengths, default=None)
@@ -90,6 +93,8 @@ class Prompts:
         tokens = self.encode(prompt)
         self._warn_if_long(len(tokens) + len(known or ()))
         if prompt_cache is None:
+            if isinstance(prompt, str) or _has_messages(prompt):
+                tokens = self.replay(tokens)
             if known:
                 raise InvalidRequestError(
                     f"cached_tokens names {len(known)} tokens, and prompt_cache is "
@@ -123,9 +128,7 @@ class Prompts:
             bos = self._tokenizer.bos_token
             special = bos is None or not prompt.startswith(bos)
             ids = self._tokenizer.encode(prompt, add_special_tokens=special)
-        elif isinstance(prompt, SequenceOf) and any(
-            isinstance(each, Mapping) for each in prompt
-        ):
+        elif _has_messages(prompt):
             text = self._render(prompt)
             ids = self._tokenizer.encode(text, add_special_tokens=False)
         tokens = self._checked_ids(ids)
@@ -230,6 +233,12 @@ def _as_text(message: Mapping[str, Any]) -> dict[str, str]:
                 "passed by images=, to a model that was loaded with vision=True."
             )
     return {"content": "".join(part["text"] for part in parts)}
+
+
+def _has_messages(prompt: Any) -> TypeGuard[SequenceOf[Any]]:
+    return isinstance(prompt, SequenceOf) and any(
+        isinstance(each, Mapping) for each in prompt
+    )
 
 
 def _is_message(value: Any) -> bool:

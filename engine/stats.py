@@ -56,6 +56,7 @@ class Statistics:
             what was noted of its call is not complete.
         reused: prompt tokens that the prefix cache held, which the target did not
             read again.
+        reused_from_disk: those of them that were in files alone.
         prefill_seconds: time from the start to the first round.
         draft_seconds: time of the rounds until the drafted tokens are there.
         verify_seconds: from there until the target's logits are there; in plain steps
@@ -79,6 +80,7 @@ class Statistics:
     reruns: int = 0
     mixer_reruns: int = 0
     reused: int = 0
+    reused_from_disk: int = 0
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0

@@ -375,7 +375,7 @@ class Stream:
         """Let the lanes hold what earlier requests had in common with this one."""
         if self.prefixes is not None:
             started = time.perf_counter()
-            self.stats.reused = self.prefixes.begin(self._sequence.tokens)
+            self.prefixes.begin(self._sequence.tokens, self.stats)
             self.stats.prefill_seconds += time.perf_counter() - started
 
     def cut(self, outcome: RoundOutcome) -> RoundOutcome:

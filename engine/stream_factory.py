@@ -4,7 +4,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import fields, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import mlx.nn as nn
@@ -27,7 +27,12 @@ from mlx_speculation.engine.drafters.cascade import CascadeDrafter, open_guarded
 from mlx_speculation.engine.drafters.draft import Draft, members_of
 from mlx_speculation.engine.image_input import ImageInput, image_input
 from mlx_speculation.engine.lookup.measured_draft import measured_draft
-from mlx_speculation.engine.memory import Weights, held_memory
+from mlx_speculation.engine.memory import (
+    CacheSize,
+    Weights,
+    check_prompt,
+    held_memory,
+)
 from mlx_speculation.engine.options import StreamOptions
 from mlx_speculation.engine.options.stream import check_own_choice, check_rule
 from mlx_speculation.engine.prefix_reuse import PrefixReuse
@@ -108,6 +113,8 @@ class StreamFactory:
         if options.prediction is not None:
             self._check_prediction()
             sequence.prediction = setup.prompts.prediction(options.prediction)
+        if ranked is None and images is None and not options.own_caches:
+            check_prompt(self._sizes, len(sequence.tokens), setup.options.prefix_cache)
         target = self._lane(options, sequence, seen)
         if images is not None:
             images.enter(sequence, target)
@@ -123,6 +130,14 @@ class StreamFactory:
         if setup.draft is not None and not setup.draft.reusable:
             self._busy = weakref.ref(stream)
         return stream
+
+    @cached_property
+    def _sizes(self) -> list[CacheSize]:
+        """The caches of the target, of draft models and of heads."""
+        setup = self._setup
+        sizes = [CacheSize.of(each) for each in (setup.model, *setup.draft_models)]
+        heads = sum(member.follows for member in members_of(setup.draft))
+        return [*sizes, *[CacheSize(row=sizes[0].layer)] * heads]
 
     def _check_prediction(self) -> None:
         """Refuse a prediction that no drafter looks in; followers have no draft."""

@@ -7,7 +7,7 @@ and from files: `segment` is one as arrays, `segment_folder` the files and their
 knows tokens and snapshots; it does not know models, streams or text.
 """
 
-from mlx_speculation.caches.prefix.prefix_cache import Left, PrefixCache
-from mlx_speculation.caches.prefix.restore_points import Point
+from mlx_speculation.caches.prefix.prefix_cache import PrefixCache
+from mlx_speculation.caches.prefix.restore_points import Left, Point
 
 __all__ = ["Left", "Point", "PrefixCache"]

@@ -10,10 +10,7 @@ request, until as many tokens went for lack of room. The budget is kept at every
 but for one edge, of at most `every` tokens, that is cut or copied, and while a state is
 taken. Restore points of running streams count, until they are stored or the stream is
 gone. Streams of several threads may use it together: nothing in it is lazy or changes,
-and a lock guards the rest. It belongs to one pair of models. Whoever changes their
-weights calls `clear`.
-
-It knows token ids and caches, and no text.
+and a lock guards the rest. Whoever changes the models' weights calls `clear`.
 """
 
 import itertools
@@ -24,13 +21,13 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 
 from mlx_speculation.caches.prefix.persistence import Persistence
 from mlx_speculation.caches.prefix.radix_tree import Node, PrefixTree, Tokens
-from mlx_speculation.caches.prefix.restore_points import Point, RunningPoints
+from mlx_speculation.caches.prefix.restore_points import Left, Point, RunningPoints
 from mlx_speculation.caches.prefix.roles import Roles
 from mlx_speculation.caches.prefix.segment import Held
 from mlx_speculation.caches.prefix.segment_folder import SegmentFolder
@@ -39,21 +36,6 @@ from mlx_speculation.caches.snapshots.take import snapshot
 from mlx_speculation.caches.types.fixed_view import FixedShape
 from mlx_speculation.environment import free_memory
 from mlx_speculation.errors import InvalidRequestError
-
-SHARE = 4  # of the free memory, one part
-USUAL_BYTES = 2 * 10**9
-
-
-class Left(NamedTuple):
-    """Caches and restore points that a request leaves of one role."""
-
-    which: int  # the index of the role: of the model in `bind`, or from `bind_head`
-    caches: Sequence[Any]  # its live caches
-    stop: int  # how many tokens its rows follow from
-    # Restore points taken on the way, which are the cache's once stored, or go for lack
-    # of room, the last ones first
-    points: list[Point]
-    hidden: mx.array | None = None  # the target's last states, if a head reads them
 
 
 class PrefixCache:
@@ -71,8 +53,11 @@ class PrefixCache:
             may share it. It is made for its owner alone. None: memory only.
         disk_gigabytes: the most that all files in the folder have.
 
+    Attributes:
+        evictions: how often something was removed from memory for lack of room.
+
     Raises:
-        InvalidRequestError: a number is out of range.
+        InvalidRequestError: a number or the folder cannot be used.
     """
 
     def __init__(
@@ -88,21 +73,16 @@ class PrefixCache:
                 f"max_bytes is {max_bytes} and every is {every}. Pass at least 0 bytes "
                 "and at least 1 token."
             )
-        if not 0 < disk_gigabytes < math.inf:
-            raise InvalidRequestError(
-                f"disk_gigabytes is {disk_gigabytes}, and a number above 0 is needed. "
-                "Leave folder out to keep nothing on disk."
-            )
         self._max_bytes, self._every = max_bytes, every
         self._folder: SegmentFolder | None = None
         if folder is not None:
-            self._folder = SegmentFolder(folder, int(disk_gigabytes * 1e9))
+            self._folder = SegmentFolder(folder, disk_gigabytes)
         self._disk: Persistence | None = None
-        self._lock = threading.RLock()
-        self._clock = itertools.count(1)
+        self._lock, self._clock = threading.RLock(), itertools.count(1)
         self._roles = Roles(marked=self._folder is not None)
         self._tree = PrefixTree(self._roles)
         self._stored = 0  # bytes in the tree
+        self.evictions = 0
         # What it costs to read again what was let go, the dearest of it counted
         self._level = 0.0
         self._changing = False
@@ -112,7 +92,7 @@ class PrefixCache:
     def max_bytes(self) -> int:
         """The budget, from the first use on."""
         if self._max_bytes is None:
-            self._max_bytes = (free_memory() or USUAL_BYTES * SHARE) // SHARE
+            self._max_bytes = (free_memory() or 8 * 10**9) // 4
         return self._max_bytes
 
     @property
@@ -126,6 +106,13 @@ class PrefixCache:
         with self._lock:
             return self._stored + sum(points.nbytes for points in self._running)
 
+    @property
+    def restore_points(self) -> int:
+        """How many places of all texts layers with states can be resumed at."""
+        with self._lock:
+            stored = sum(bool(node.points) for node in self._tree.nodes())
+            return stored + sum(len(points.taken) for points in self._running)
+
     def clear(self) -> None:
         """Forget everything, as after a change of the models' weights."""
         with self._alone():
@@ -133,14 +120,14 @@ class PrefixCache:
             self._begin()
 
     def _begin(self) -> None:
-        """Begin a tree, of what the folder has for the models."""
+        """Begin a tree of what the folder has."""
         self._tree = PrefixTree(self._roles)
         self._stored = 0
         if self._folder is not None and self._roles:
             self._disk = Persistence(self._folder, self._tree, self._roles, self._lock)
 
     def flush(self) -> None:
-        """Wait until what requests have left is in the folder, if there is one."""
+        """Wait until the folder has what requests have left."""
         if self._disk is not None:
             self._disk.flush()
 
@@ -179,7 +166,7 @@ class PrefixCache:
             return self._roles.bind_head(owner, caches, lag)
 
     def stateful(self, which: int) -> bool:
-        """Whether the model `which` needs restore points."""
+        """True if the model `which` needs restore points."""
         return self._roles[which].stateful
 
     def running_points(self) -> RunningPoints:
@@ -206,6 +193,13 @@ class PrefixCache:
             points.taken.append(point)
             while points.taken and not self._room(0, self._level + point.stop):
                 points.thin_out()
+
+    def answers(self, tokens: Tokens) -> tuple[int, list[list[int]]]:
+        """Return the answers from which `tokens` part; see `PrefixTree.answers`."""
+        with self._alone():
+            if self._disk is not None:
+                self._disk.link()
+            return self._tree.answers(tokens)
 
     def border(self, tokens: Tokens) -> int:
         """Return how many tokens are known from earlier requests, held or not."""
@@ -244,10 +238,10 @@ class PrefixCache:
         *,
         end: bool,
     ) -> bool:
-        """Let a node have what a file has; its points at the `end` alone.
+        """Let a node have what a file has, and at the `end` the points.
 
         Returns:
-            Whether it has the target's rows: there was room, and the file was whole.
+            False if it has no rows of the target: no room, or a file of no use.
         """
         for which, (rows, point) in (held or {}).items():
             part = self._roles[which].part(rows, node.start, node.stop)
@@ -266,30 +260,33 @@ class PrefixCache:
         Args:
             which: the index of the role.
             tokens: what is known of the text, from the first token on.
-            back: so many tokens before the end of what is known, a role of rows alone
-                is resumed.
+            back: a role of rows alone is resumed so many tokens before their end.
         """
         with self._alone():
             held, nodes = self._tree.longest(which, tokens, back)
             self._touch(nodes, next(self._clock))
         return held
 
-    def store(self, tokens: Tokens, left: Sequence[Left]) -> None:
+    def store(
+        self, tokens: Tokens, left: Sequence[Left], prompt: int | None = None
+    ) -> None:
         """Keep what the caches of a request hold, as far as there is room.
 
         Args:
             tokens: what the target's caches hold, from the first token on.
             left: what there is of each role, the target among them.
+            prompt: how many of the tokens the target did not write; None: all.
         """
         with self._alone() as again:
             if tokens and not again:
-                self._store(tokens, [each for each in left if each.stop])
+                given = len(tokens) if prompt is None else prompt
+                self._store(tokens, [each for each in left if each.stop], given)
             for each in left:
                 each.points.clear()
             if self._disk is not None:
                 self._disk.write_later()
 
-    def _store(self, tokens: Tokens, left: Sequence[Left]) -> None:
+    def _store(self, tokens: Tokens, left: Sequence[Left], prompt: int) -> None:
         path = self._tree.reach(tokens)
         self._touch(path, now := next(self._clock))
         cost = self._level + len(tokens)
@@ -299,11 +296,12 @@ class PrefixCache:
         for which, caches, stop, points, _ in left:
             held[which] = snapshot(caches, 0, self._roles[which].rows(stop))
             end = ends[which] = min(stop, len(tokens))
-            points[:] = [point for point in points if 0 < point.stop < end]
+            points[:] = [point for point in points if 0 < point.stop <= end]
             places |= {end, *(point.stop for point in points)}
         known, every = path[-1].stop, self._every
         last = max(ends.values(), default=0)
         places.update(range((known // every + 1) * every, last, every))
+        places |= {prompt} if known < prompt < last else set()
         for place in sorted(places):
             there = {which: held[which] for which in held if place <= ends[which]}
             taken = [each.points for each in left]
@@ -311,6 +309,7 @@ class PrefixCache:
             if node is None:
                 self._level = max(self._level, cost)
                 return
+            node.written |= node.start >= max(known, prompt)
             for which, _, stop, points, hidden in left:
                 if points and points[0].stop == place:
                     self._hang(node, which, points.pop(0), cost)
@@ -369,8 +368,8 @@ class PrefixCache:
         """Remove what costs less until `size` bytes fit in the budget.
 
         Args:
-            size: bytes.
-            cost: of the request that needs them.
+            size: how many a request needs.
+            cost: of that request.
             before: leaves used then or later stay.
         """
         while self.nbytes + size > self.max_bytes:
@@ -379,6 +378,7 @@ class PrefixCache:
                 return False
             self._level = max(self._level, least[0])
             self._stored -= self._tree.remove(least[1], before)
+            self.evictions += 1
         return True
 
     @contextmanager

@@ -161,6 +161,32 @@ class PrefixTree:
                 break
         return found, matched
 
+    def answers(self, tokens: Tokens) -> tuple[int, list[list[int]]]:
+        """Return where `tokens` part from what the target wrote, and what it wrote.
+
+        Returns:
+            How many tokens lead to the answer in which they part from the tree; and
+            all answers there, and beginnings of these, the longest first.
+        """
+        nodes, matched = self.path(tokens)
+        last = nodes[-1]
+        if last.stop == matched:  # answers may begin here, or go on
+            more = [child for child in last.children.values() if child.written]
+            if not more or matched == len(tokens):
+                return 0, []
+        elif not last.written:
+            return 0, []
+        while last.parent is not None and last.written:
+            last = last.parent
+        waiting = [child for child in last.children.values() if child.written]
+        found: list[Node] = []
+        while waiting:
+            node = waiting.pop()
+            found.append(node)
+            waiting += [child for child in node.children.values() if child.written]
+        found.sort(key=lambda node: (node.stop, node.used), reverse=True)
+        return last.stop, [node.text[last.stop :] for node in found]
+
     def usable(self, which: int, tokens: Tokens) -> tuple[list[Node], int]:
         """Return the nodes along `tokens` that a role can use, and how many of these.
 

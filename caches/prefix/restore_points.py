@@ -1,11 +1,11 @@
-"""The restore points of a stream that still runs.
+"""The restore points of a stream that still runs, and what it leaves in the end.
 
 They belong to the stream, and count in the budget of the prefix cache that it will
 leave them to.
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -30,6 +30,18 @@ class Point(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of all its arrays."""
         return self.states.nbytes + (0 if self.hidden is None else self.hidden.nbytes)
+
+
+class Left(NamedTuple):
+    """Caches and restore points that a request leaves of one role."""
+
+    which: int  # the index of the role: of the model in `bind`, or from `bind_head`
+    caches: Sequence[Any]  # its live caches
+    stop: int  # how many tokens its rows follow from
+    # Restore points taken on the way, which are the cache's once stored, or go for lack
+    # of room, the last ones first
+    points: list[Point]
+    hidden: mx.array | None = None  # the target's last states, if a head reads them
 
 
 class RunningPoints:

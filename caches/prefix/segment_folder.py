@@ -14,6 +14,7 @@ knows no tree.
 import hmac
 import json
 import logging
+import math
 import os
 import re
 import stat
@@ -41,6 +42,7 @@ from mlx_speculation.errors import InvalidRequestError
 
 LOG = logging.getLogger("mlx_speculation.caches")
 KEY_BYTES = 32
+SETTLED_NANOSECONDS = 10**9
 ABANDONED_SECONDS = 3600.0  # after which a file that was not finished is removed
 _NAME = re.compile(r"([0-9a-f]{32})-[0-9a-f]{64}\.safetensors")
 
@@ -66,18 +68,24 @@ class Segment:
 
 
 class SegmentFolder:
-    """Files of segments, at most `max_bytes` of them.
+    """Files of segments.
 
     Args:
         folder: made where it is missing, for its owner alone.
-        max_bytes: of all files in it; those used longest ago go first.
+        gigabytes: the most of all files in it; those used longest ago go first.
 
     Raises:
-        InvalidRequestError: others may read the folder, or its key is none.
+        InvalidRequestError: others may read the folder, or its key is none; or the
+            number is out of range.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], max_bytes: int) -> None:
-        self.path, self._max_bytes = Path(folder), max_bytes
+    def __init__(self, folder: str | os.PathLike[str], gigabytes: float) -> None:
+        if not 0 < gigabytes < math.inf:
+            raise InvalidRequestError(
+                f"disk_gigabytes is {gigabytes}, and a number above 0 is needed. "
+                "Leave folder out to keep nothing on disk."
+            )
+        self.path, self._max_bytes = Path(folder), int(gigabytes * 1e9)
         self._model = ""
         self._known: set[str] = set()  # names that were looked at
         self._scanned = -1  # the folder's time then
@@ -142,7 +150,9 @@ class SegmentFolder:
             if now != self._scanned:
                 found = {each.name for each in os.scandir(self.path)}
                 new = sorted(found - self._known)
-                self._known, self._scanned = found, now
+                # A later file of the same tick leaves the folder's time as it is.
+                settled = time.time_ns() - now > SETTLED_NANOSECONDS
+                self._known, self._scanned = found, now if settled else -1
                 read = [self._looked_at(name) for name in new if self._is_own(name)]
                 segments = [each for each in read if each is not None]
                 return sorted(segments, key=lambda each: each.start)

@@ -40,6 +40,9 @@ class GeneratorOptions:
             `prompt_cache` stays as it is; see `with_slack` and `as_native` of caches.
         prefix_cache: a `PrefixCache` of this target and draft only, for requests that
             begin alike. Those with a `prompt_cache` of their own pass it by.
+        replay: let answers that the prefix cache holds have the ids in a later prompt
+            in which they were written, where their text is the same to the character;
+            see `engine/prompt_replay.py`. A prompt of token ids stays as it is.
         draft_vocabulary: token ids that a draft model or an MTP head drafts from, see
             `reduced_vocabulary`; the text may hold every other one. None: all.
             "intersection": `draft` is the folder of a model with another tokenizer,
@@ -62,6 +65,7 @@ class GeneratorOptions:
     acceptance: Acceptance = "keyed"
     sliding: Sliding = "slack"
     prefix_cache: PrefixCache | None = None
+    replay: bool = True
     draft_vocabulary: DraftVocabulary | None = None
     compile_draft: bool = False
     group: Group | None = None
@@ -173,6 +177,7 @@ class GeneratorKeywords(TypedDict, total=False):
     acceptance: Acceptance
     sliding: Sliding
     prefix_cache: PrefixCache | None
+    replay: bool
     draft_vocabulary: DraftVocabulary | None
     compile_draft: bool
     group: Group | None

@@ -14,11 +14,15 @@ from mlx_lm.models.cache import (
     KVCache,
     QuantizedKVCache,
     RotatingKVCache,
+    make_prompt_cache,
 )
 
 from mlx_speculation import CascadeDraft, PrefixCache, SpeculativeGenerator
 from mlx_speculation.caches import SlidingKVCache, Speculation, array_bytes
 from mlx_speculation.caches.journals.ring import SAVED_ROWS
+from mlx_speculation.engine import memory
+from mlx_speculation.engine.memory import CacheSize
+from mlx_speculation.errors import InvalidRequestError
 from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer
 
@@ -188,3 +192,34 @@ def test_an_error_and_a_closed_stream_have_a_count_too() -> None:
     stream.close()
     assert stream.result.memory.target_caches == 0
     assert stream.result.memory.target_weights > 0
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_5"])
+def test_what_a_prompt_needs_is_known_before_it_is_read(name: str) -> None:
+    """Up to the blocks in which mlx-lm grows its caches, and to kernels of 3 tokens."""
+    model = build(name)
+    size, caches = CacheSize.of(model), make_prompt_cache(model)
+    for tokens in (512, 1024):
+        model(mx.zeros((1, 512), mx.int32), cache=caches)
+        found = array_bytes(caches)
+        assert size.row * tokens + size.states <= found * 1.1
+        assert found <= (size.row * tokens + size.states) * 1.1 + 512 * size.row * 2
+
+
+def test_a_prompt_that_does_not_fit_is_refused_with_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = build("qwen3_5")
+    prefixes = PrefixCache(50_000, every=64)
+    ours = SpeculativeGenerator(model, byte_tokenizer(), prefix_cache=prefixes)
+    size, before = CacheSize.of(model), mx.get_active_memory()
+    needed = size.row * 1000 + size.states + 50_000
+    for free in (needed, needed - 1):
+        monkeypatch.setattr(memory, "free_memory", lambda free=free: free)
+        if free == needed:
+            ours.stream([1] * 1000).close()
+            continue
+        with pytest.raises(InvalidRequestError, match=r"1000 tokens.* GB are free"):
+            ours.stream([1] * 1000)
+    assert mx.get_active_memory() - before < 10_000
+    assert ours.generate([1] * 30, max_tokens=2).tokens

@@ -9,13 +9,15 @@ where sessions part.
 
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 
 from mlx_speculation import PrefixCache, SpeculativeGenerator
 from mlx_speculation.engine import BatchGenerator
-from support.covering import covering
+from support.covering import covering, others_slow
 from support.drafters.batch_heads import eagle_on, mtp_on
 from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer
@@ -23,7 +25,7 @@ from support.models.tiny_tokenizer import byte_tokenizer
 HEAD, TURNS, ANSWER, RESULT = 8000, 20, 12, 60
 # Of a turn; and of an answer, whose last two tokens are left out later
 END, OPEN = 255, [254, 10, 253, 10]
-MOST = 0.03
+MOST, MOST_AFTER_RESTART = 0.03, 0.05
 # Tokens that a turn reads again: the answer, its opening, a token or two at the ends
 LEAST = ANSWER + len(OPEN) + 3
 
@@ -144,6 +146,46 @@ def test_a_third_session_reads_nothing_of_what_the_first_two_share(kind: str) ->
     head = noise(1, 300)
     reused = [run([*head, *noise(seed, 40)]).stats.reused for seed in (2, 3, 4)]
     assert reused == [0, 256, 300]
+
+
+def after_a_restart(kind: str, head: int, every: int) -> None:
+    with TemporaryDirectory() as folder:
+        sessions = [Session(noise(1, head), seed) for seed in (2, 3)]
+        for turns in (1, 2):
+            prefixes = PrefixCache(1 << 30, every=every, folder=Path(folder, "own"))
+            run = streams(generator(kind, prefixes))
+            for session in sessions:
+                session.again.clear()
+                session.prompts = 0
+            play(run, sessions, TURNS // 2 if turns == 1 else 1, side=turns == 1)
+            prefixes.flush()
+        assert share(sessions) <= MOST_AFTER_RESTART
+        for session in sessions:
+            assert max(session.again) <= LEAST
+
+
+@pytest.mark.parametrize("kind", others_slow(KINDS, ["hybrid, mtp"]))
+def test_a_restart_with_the_folder_reads_little_again(kind: str) -> None:
+    after_a_restart(kind, HEAD // 8, 64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_restart_after_eight_thousand_tokens(kind: str) -> None:
+    after_a_restart(kind, HEAD, 512)
+
+
+def test_where_the_tokens_of_a_prompt_come_from_is_counted(tmp_path: Path) -> None:
+    prompt, folder = noise(1, 300), tmp_path / "own"
+    for reused in ([0, 299], [299, 299]):
+        prefixes = PrefixCache(1 << 30, every=64, folder=folder)
+        ours = generator("hybrid", prefixes)
+        stats = [ours.generate(prompt, max_tokens=2).stats for _ in range(2)]
+        assert [each.reused for each in stats] == reused
+        assert [each.reused_from_disk for each in stats] == [reused[0], 0]
+        prefixes.flush()
+    assert prefixes.restore_points > 0
+    assert prefixes.evictions == 0
 
 
 @pytest.mark.slow

@@ -1,13 +1,14 @@
 """Choosing the BLAS and loading what a command runs on."""
 
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mlx_speculation.blas import BlasChoice, BlasName, use_blas
 from mlx_speculation.cli.console import Screen
 from mlx_speculation.cli.options import PairOptions
 from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.option_fields import option
 
 if TYPE_CHECKING:
     from mlx_speculation import PrefixCache, SpeculativeGenerator
@@ -15,6 +16,48 @@ if TYPE_CHECKING:
 
 ADAPTER, TRUST = "adapter_path", "trust_remote_code"
 LOADING = ("quantize_draft", "history")
+
+CACHE_SIZE = "Size of the prefix cache; 0: off. Default: a quarter of free memory."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheOptions:
+    """The prefix cache, in memory and on disk."""
+
+    panel: ClassVar[str] = "Prefix cache"
+
+    cache_gigabytes: float | None = option(
+        None,
+        CACHE_SIZE,
+        min=0.0,
+        max=1e6,
+    )
+    cache_folder: Path | None = option(
+        None, "Folder that keeps it for later processes too. Default: none."
+    )
+    cache_disk_gigabytes: float = option(
+        20.0, "Size of the files in --cache-folder.", min=0.001, max=1e6
+    )
+
+    def made(self) -> "PrefixCache | None":
+        """Return the prefix cache; None: it is off."""
+        from mlx_speculation import PrefixCache
+
+        size = self.cache_gigabytes
+        if size == 0 and self.cache_folder is not None:
+            raise InvalidRequestError(
+                f"--cache-gigabytes is 0, and --cache-folder is {self.cache_folder}. "
+                "Leave one of them out."
+            )
+        if size == 0:
+            return None
+        return PrefixCache(
+            None if size is None else int(size * 1e9),
+            folder=self.cache_folder,
+            disk_gigabytes=self.cache_disk_gigabytes,
+        )
+
+
 DERIVED = (
     "acceptance_rate",
     "mean_accepted_length",
@@ -84,15 +127,6 @@ def beside(
         options = {"draft_length": pair.draft_length}
     options["draft"] = find_draft(pair.draft, target=pair.model, **loading)
     return SpeculativeGenerator(generator.model, generator.tokenizer, **options)
-
-
-def prefix_cache(gigabytes: float | None) -> "PrefixCache | None":
-    """Return a prefix cache of this size; None of 0, and the usual one of None."""
-    from mlx_speculation import PrefixCache
-
-    if gigabytes == 0:
-        return None
-    return PrefixCache(None if gigabytes is None else int(gigabytes * 1e9))
 
 
 def as_object(statistics: "Statistics") -> dict[str, Any]:

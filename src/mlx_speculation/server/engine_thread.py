@@ -69,6 +69,8 @@ class Worker:
             )
         self._settings, self._metrics = settings, metrics
         self._make_generator, self._prefixes = make_generator, prefixes
+        if prefixes is not None:
+            metrics.watch(prefixes)
         self._arrived: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self.taken = 0
         self._lock = threading.Lock()
@@ -277,7 +279,10 @@ class Worker:
         rows = self._serving(draft, request.exact)
         chat = request.chat
         if chat is None or not chat.images:
-            rows.insert(job, job.prompt, len(job.prompt))
+            ids = job.prompt
+            if not isinstance(request.prompt, list):  # a text, and no ids
+                ids = rows.generator.replayed(ids)
+            rows.insert(job, ids, len(ids))
         else:
             model: Any = rows.generator.model
             messages, args = self.template.with_images(chat)

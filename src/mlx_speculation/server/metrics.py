@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mlx_speculation.errors import MissingLibraryError
 
 if TYPE_CHECKING:
+    from mlx_speculation import PrefixCache
     from mlx_speculation.engine import Result
 
 _SECONDS = (
@@ -52,6 +53,19 @@ class Metrics:
         self._waiting = gauge("vllm:num_requests_waiting", "Requests without a row.")
         self._cached = gauge(
             "mlx_speculation:prefix_cache_bytes", "Of the prefix cache."
+        )
+        self._points = gauge(
+            "mlx_speculation:prefix_cache_restore_points",
+            "Places where layers with states can be resumed.",
+        )
+        self._evictions = gauge(
+            "mlx_speculation:prefix_cache_evictions",
+            "Parts that made room in the prefix cache so far.",
+        )
+        self._sources = count(
+            "mlx_speculation:prompt_tokens_by_source",
+            "Tokens of prompts: reused from memory, from disk, or read.",
+            "source",
         )
         self._active = gauge(
             "mlx_speculation:active_memory_bytes", "Of all mlx arrays."
@@ -102,6 +116,11 @@ class Metrics:
         self._cached.set(cached)
         self._active.set(active)
 
+    def watch(self, prefixes: "PrefixCache") -> None:
+        """Show what a prefix cache says of itself whenever the page is made."""
+        self._points.set_function(lambda: prefixes.restore_points)
+        self._evictions.set_function(lambda: prefixes.evictions)
+
     def began(self, seconds: float) -> None:
         """Count a first token."""
         self._first.observe(seconds)
@@ -113,6 +132,13 @@ class Metrics:
         self._generated.inc(len(result.tokens))
         self._queries.inc(prompt)
         self._hits.inc(stats.reused)
+        disk = stats.reused_from_disk
+        for source, tokens in (
+            ("memory", stats.reused - disk),
+            ("disk", disk),
+            ("read", max(0, prompt - stats.reused)),
+        ):
+            self._sources.labels(self._model, source).inc(tokens)
         self._drafts.inc(stats.drafts)
         self._drafted.inc(stats.drafted)
         self._accepted.inc(stats.accepted)

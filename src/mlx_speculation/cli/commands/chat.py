@@ -11,7 +11,13 @@ from mlx_speculation.cli.chat_template import TemplateOptions
 from mlx_speculation.cli.console import Screen, percent
 from mlx_speculation.cli.conversation import Conversation
 from mlx_speculation.cli.inputs import decoded, sound_text
-from mlx_speculation.cli.load_pair import as_object, begin, open_pair, prefix_cache
+from mlx_speculation.cli.load_pair import (
+    CACHE_SIZE,
+    CacheOptions,
+    as_object,
+    begin,
+    open_pair,
+)
 from mlx_speculation.cli.options import (
     EndOptions,
     Json,
@@ -40,12 +46,7 @@ def chat(
     colour: bool = option(
         False, "Show accepted tokens in green.", "--colour", "--color"
     ),
-    cache_gigabytes: float | None = option(
-        None,
-        "Size of the prefix cache; 0: off. Default: a quarter of the free memory.",
-        min=0.0,
-        max=1e6,
-    ),
+    cache_gigabytes: float | None = option(None, CACHE_SIZE, min=0.0, max=1e6),
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -55,7 +56,9 @@ def chat(
     end.check()
     blas = begin(pair.blas, screen)
     sampling.check()
-    generator = open_pair(pair, screen, prefix_cache=prefix_cache(cache_gigabytes))
+    generator = open_pair(
+        pair, screen, prefix_cache=CacheOptions(cache_gigabytes=cache_gigabytes).made()
+    )
     conversation = Conversation(generator.tokenizer, template)
     if not conversation.rendered:
         note("no chat template is used: messages are continued as plain text")

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from mlx_speculation.cli.console import Screen, number
-from mlx_speculation.cli.load_pair import as_object, begin, prefix_cache
+from mlx_speculation.cli.load_pair import CacheOptions, as_object, begin
 from mlx_speculation.cli.measure import Compared, parting_of
 from mlx_speculation.cli.options import Blas, DraftLength, Json
 from mlx_speculation.cli.run_app import FAILED, INTERRUPTED
@@ -188,7 +188,7 @@ class _Told:
         from mlx_speculation import SpeculativeGenerator
 
         def make(**more: Any) -> "SpeculativeGenerator":
-            cache = prefix_cache(CACHE_GIGABYTES)
+            cache = CacheOptions(cache_gigabytes=CACHE_GIGABYTES).made()
             return SpeculativeGenerator(model, tokenizer, prefix_cache=cache, **more)
 
         self._name, self._screen, self._chat = name, screen, chat

@@ -15,7 +15,7 @@ import typer
 
 from mlx_speculation.cli.console import Screen
 from mlx_speculation.cli.inputs import parsed_json
-from mlx_speculation.cli.load_pair import begin, open_pair, prefix_cache
+from mlx_speculation.cli.load_pair import CacheOptions, begin, open_pair
 from mlx_speculation.cli.options import VISION, PairOptions
 from mlx_speculation.cli.run_app import note
 from mlx_speculation.errors import InvalidRequestError
@@ -90,6 +90,7 @@ def serve(
     limits: Limits,
     defaults: Defaults,
     kv: KvLimits,
+    cache: CacheOptions,
     max_rows: int = option(
         32,
         "Requests decoded at once.",
@@ -108,12 +109,6 @@ def serve(
         "{}",
         "JSON object of keyword arguments for the chat template.",
         panel=Defaults.panel,
-    ),
-    cache_gigabytes: float | None = option(
-        None,
-        "Size of the prefix cache; 0: off. Default: a quarter of the free memory.",
-        min=0.0,
-        max=1e6,
     ),
     image_folder: Path | None = option(
         None,
@@ -167,7 +162,7 @@ def serve(
     server = Server(
         settings,
         load,
-        prefixes=prefix_cache(cache_gigabytes),
+        prefixes=cache.made(),
         host=access.host,
         port=access.port,
     )
