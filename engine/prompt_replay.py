@@ -35,28 +35,29 @@ def replayed(cache: PrefixCache, tokenizer: Any, ids: Sequence[int]) -> list[int
         start, answers = cache.answers(prompt)
         if start <= done or not answers:
             return prompt
-        done = start
+        done, first = start, max(0, start - CONTEXT)
+        rest = _text(tokenizer, prompt[first:])
         for answer in answers[:MOST]:
-            stop = _end(tokenizer, prompt, start, answer)
-            if stop is not None and prompt[start:stop] != answer:
+            text = _text(tokenizer, [*prompt[first:start], *answer])
+            stop = _end(tokenizer, prompt, first, text) if rest.startswith(text) else 0
+            if start < stop and prompt[start:stop] != answer:
                 prompt[start:stop] = answer
                 break
 
 
-def _end(
-    tokenizer: Any, prompt: Sequence[int], start: int, answer: Sequence[int]
-) -> int | None:
-    """Return where the text of an answer ends in a prompt; None: it is another text."""
-    first = max(0, start - CONTEXT)
-    text = _text(tokenizer, [*prompt[first:start], *answer])
-    low, high = start, min(len(prompt), start + 4 * len(text) + 4)
+def _end(tokenizer: Any, prompt: Sequence[int], first: int, text: str) -> int:
+    """Return where a text ends that the tokens from `first` begin with.
+
+    0: in the middle of a token.
+    """
+    low, high = first, min(len(prompt), first + CONTEXT + 4 * len(text))
     while low < high:  # more tokens never have less text
         middle = (low + high) // 2
         if len(_text(tokenizer, prompt[first:middle])) < len(text):
             low = middle + 1
         else:
             high = middle
-    return low if _text(tokenizer, prompt[first:low]) == text else None
+    return low if _text(tokenizer, prompt[first:low]) == text else 0
 
 
 def _text(tokenizer: Any, ids: Sequence[int]) -> str:
