@@ -8,7 +8,7 @@ Each role may be missing from a request, or behind the target at its end.
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mlx_speculation.caches import PrefixCache
@@ -33,6 +33,13 @@ TEXTS: st.SearchStrategy[list[Text]] = st.lists(
     min_size=1,
     max_size=8,
 )
+
+# The third text parts from the second behind a restore point of the second role.
+PARTED: list[Text] = [
+    ([0], (0, None, None, None)),
+    ([1, 0, 1, 2, 0, 0, 1, 0, 0, 0], (2, 0, None, None)),
+    ([1, 0, 1, 2, 0, 0, 1, 0, 0], (0, 0, None, None)),
+]
 
 
 def roles_of(kinds: tuple[Kind, ...], text: Text) -> dict[int, tuple[Kind, int]]:
@@ -64,6 +71,7 @@ def check_nodes(prefixes: PrefixCache, kinds: tuple[Kind, ...]) -> None:
 @pytest.mark.parametrize("name", KINDS)
 @settings(max_examples=40)
 @given(texts=TEXTS)
+@example(texts=PARTED)
 def test_what_a_role_finds_is_what_a_table_says(name: str, texts: list[Text]) -> None:
     kinds = KINDS[name]
     prefixes, _owners = bound(1 << 30, *kinds)
