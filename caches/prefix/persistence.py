@@ -18,7 +18,11 @@ from mlx_speculation.caches.files.safetensors_reader import FlawError
 from mlx_speculation.caches.prefix.radix_tree import Node, PrefixTree, Tokens
 from mlx_speculation.caches.prefix.roles import Role
 from mlx_speculation.caches.prefix.segment import Held, decoded, encoded
-from mlx_speculation.caches.prefix.segment_folder import Segment, SegmentFolder
+from mlx_speculation.caches.prefix.segment_folder import (
+    Segment,
+    SegmentFolder,
+    extended,
+)
 
 LOG = logging.getLogger("mlx_speculation.caches")
 
@@ -44,32 +48,44 @@ class Persistence:
         self._lock = lock
         self._writer: threading.Thread | None = None
         self._again = self._failed = False
+        self._since = 0.0  # the last use of what was looked at by the thread
         self._noted: dict[str, float] = {}  # when a use of a file was noted
         folder.serve(roles[0].mark)
+        # By the hash of all tokens: where these end, and a digest that has seen them.
+        start = folder.digest([])
+        self._places = {start.hexdigest(): (tree.reach([])[0], start)}
 
     def link(self) -> None:
         """Add the nodes of segments that other processes have written since."""
         for segment in self._folder.new_segments():
-            before = self._leading_to(segment)
-            if before is None:
-                continue  # what leads to it is gone
-            self._tree.reach(before)  # nodes end where it begins
-            tokens = [*before, *segment.tokens]
-            known = self._tree.reach(tokens)[-1]
-            if known.stop < len(tokens):
-                known = Node(tokens[known.stop :], known)
+            if (leading := self._leading_to(segment)) is None:
+                self._folder.remove(segment.name)
+                continue
+            start, digest = leading
+            known = self._tree.reach(segment.tokens, start)[-1]
+            if known.stop < segment.stop:
+                known = Node(segment.tokens[known.stop - segment.start :], known)
                 known.hang()
             self._saved(known, segment)
+            end = extended(digest, segment.tokens)
+            self._places[end.hexdigest()] = known, end
 
-    def _leading_to(self, segment: Segment) -> list[int] | None:
-        """Return the tokens before a segment, from the nodes that reach so far."""
-        if segment.start == 0:
-            return [] if segment.parent == self._folder.parent([]) else None
+    def _leading_to(self, segment: Segment) -> tuple[Node, Any] | None:
+        """Return where a segment begins, and a digest that has seen all before it.
+
+        Most begin where another ends, a few where texts part inside of one. None: it is
+        of no use, since what led to it is gone.
+        """
+        if segment.parent in self._places:
+            node, digest = self._places[segment.parent]
+            if node.parent is not None or node.stop == 0:
+                return node, digest
         for node in self._tree.nodes():
             if node.start < segment.start <= node.stop:
                 before = node.text[: segment.start]
-                if plain(before) and self._folder.parent(before) == segment.parent:
-                    return before
+                digest = self._folder.digest(before) if plain(before) else None
+                if digest is not None and digest.hexdigest() == segment.parent:
+                    return self._tree.reach(before)[-1], digest
         return None
 
     def missing(self, tokens: Tokens) -> list[tuple[Segment, list[Node]]]:
@@ -150,9 +166,9 @@ class Persistence:
     def _write_all(self) -> None:
         try:
             for node in self._pending():
-                self._write_node(node)
-            self._failed = False
-        except (OSError, FlawError) as error:
+                if self._write_node(node):
+                    self._failed = False
+        except Exception as error:  # of the disk, or of mlx: decoding goes on
             if not self._failed:
                 LOG.warning(
                     "the prefix cache goes on in memory alone: nothing can be written "
@@ -164,20 +180,31 @@ class Persistence:
 
     def _pending(self) -> Iterator[Node]:
         """Yield the nodes that are in no file as they are; note uses of the others."""
+        names = self._folder.names()
         with self._lock:
             nodes = sorted(self._tree.nodes(), key=lambda node: node.stop)
-        for node in nodes:
+            recent = [
+                node
+                for node in nodes
+                if node.seen > self._since or (node.resident and node.file is None)
+            ]
+            for node in recent:  # others may have removed its file
+                if node.file is not None and node.file.name not in names:
+                    node.file = None
+            self._since = max((node.seen for node in recent), default=self._since)
+        for node in recent:
             file = node.file
             if file is not None and self._noted.get(file.name, 0.0) < node.seen:
                 self._folder.touch(file, node.seen)
                 self._noted[file.name] = node.seen
             yield node
 
-    def _write_node(self, node: Node) -> None:
+    def _write_node(self, node: Node) -> bool:
+        """Write a node if it is in no file as it is; return whether it was not."""
         with self._lock:
             text, start = node.text, node.start
             if not self._unsaved(node) or not plain(text):
-                return
+                return False
             held = {
                 which: Held(rows, node.points.get(which))
                 for which, rows in node.rows.items()
@@ -191,6 +218,7 @@ class Persistence:
         with self._lock:
             if node.stop == segment.stop and node.parent is not None:
                 self._saved(node, segment)
+        return True
 
     def _unsaved(self, node: Node) -> bool:
         """Return whether a node has more than a file, and can be found in one."""

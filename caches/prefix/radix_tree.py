@@ -143,12 +143,12 @@ class PrefixTree:
             previous = previous.parent
         return node.stop - (previous.stop if previous else 0)
 
-    def path(self, tokens: Tokens) -> tuple[list[Node], int]:
+    def path(self, tokens: Tokens, start: Node | None = None) -> tuple[list[Node], int]:
         """Return the nodes along `tokens` and how many of these they match.
 
-        The last node may be matched in part; the first is the root.
+        The last node may be matched in part; the first is the start, or the root.
         """
-        found, matched = [self._root], 0
+        found, matched = [start or self._root], 0
         while matched < len(tokens):
             child = found[-1].children.get(tokens[matched])
             if child is None:
@@ -224,11 +224,11 @@ class PrefixTree:
             merged = merge(merged, nodes[-1].points[which].states)
         return merged, nodes
 
-    def reach(self, tokens: Tokens) -> list[Node]:
+    def reach(self, tokens: Tokens, start: Node | None = None) -> list[Node]:
         """Return the nodes that `tokens` match; an edge is cut where they part."""
-        nodes, matched = self.path(tokens)
-        if nodes[-1].stop > matched:
-            nodes[-1] = self._cut(nodes[-1], matched)
+        nodes, matched = self.path(tokens, start)
+        if nodes[-1].stop > (place := nodes[0].stop + matched):
+            nodes[-1] = self._cut(nodes[-1], place)
         return nodes
 
     def _cut(self, node: Node, at: int) -> Node:

@@ -19,6 +19,7 @@ import os
 import re
 import stat
 import time
+from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ from mlx_speculation.errors import InvalidRequestError
 LOG = logging.getLogger("mlx_speculation.caches")
 KEY_BYTES = 32
 SETTLED_NANOSECONDS = 10**9
+COUNTED_SECONDS = 10.0
 ABANDONED_SECONDS = 3600.0  # after which a file that was not finished is removed
 _NAME = re.compile(r"([0-9a-f]{32})-[0-9a-f]{64}\.safetensors")
 
@@ -87,6 +89,7 @@ class SegmentFolder:
             )
         self.path, self._max_bytes = Path(folder), int(gigabytes * 1e9)
         self._model = ""
+        self._held, self._counted = 0, 0.0  # bytes of all files, and when
         self._known: set[str] = set()  # names that were looked at
         self._scanned = -1  # the folder's time then
         try:
@@ -131,10 +134,10 @@ class SegmentFolder:
         self._model = self._hash(model.encode())[:32]
         self._known, self._scanned = set(), -1
 
-    def parent(self, tokens: Sequence[int]) -> str:
-        """Return the hash of the tokens before a segment."""
-        ids = b"".join(token.to_bytes(4, "little") for token in tokens)
-        return self._hash(self._model.encode() + ids)
+    def digest(self, tokens: Sequence[int]) -> Any:
+        """Return an HMAC that has seen the tokens before a segment."""
+        found = hmac.new(self._key, self._model.encode(), "sha256")
+        return extended(found, tokens)
 
     def _name(self, parent: str, tokens: Sequence[int]) -> str:
         text = json.dumps([self._model, parent, [*tokens]])
@@ -148,7 +151,7 @@ class SegmentFolder:
         with suppress(OSError):
             now = self.path.stat().st_mtime_ns
             if now != self._scanned:
-                found = {each.name for each in os.scandir(self.path)}
+                found = self.names()
                 new = sorted(found - self._known)
                 # A later file of the same tick leaves the folder's time as it is.
                 settled = time.time_ns() - now > SETTLED_NANOSECONDS
@@ -157,6 +160,10 @@ class SegmentFolder:
                 segments = [each for each in read if each is not None]
                 return sorted(segments, key=lambda each: each.start)
         return []
+
+    def names(self) -> set[str]:
+        """Return the names of all files that are there."""
+        return {each.name for each in os.scandir(self.path)}
 
     def _is_own(self, name: str) -> bool:
         match = _NAME.fullmatch(name)
@@ -220,7 +227,7 @@ class SegmentFolder:
         Raises:
             OSError: there is no room on the disk, or another reason.
         """
-        parent, start = self.parent(before), len(before)
+        parent, start = self.digest(before).hexdigest(), len(before)
         name = self._name(parent, tokens)
         said = {
             "parent": parent,
@@ -229,8 +236,9 @@ class SegmentFolder:
             "plan": plan,
             "written": written,
         }
-        self._make_room(sum(array.nbytes for array in arrays.values()))
         text = json.dumps(said, separators=(",", ":"))
+        header = len(text) * 2 + 200 * len(arrays) + 1000  # at most, with its quotes
+        self._make_room(header + sum(array.nbytes for array in arrays.values()))
         write(self.path / name, arrays, {"segment": text}, self._key)
         self._known.add(name)
         points = frozenset(mark for mark, each in plan.items() if each[2])
@@ -245,31 +253,47 @@ class SegmentFolder:
             os.utime(self.path / segment.name, (moment, moment))
 
     def drop(self, name: str, error: Exception) -> None:
-        """Remove a file that is of no use."""
+        """Remove a file that is not as it was written, and say so."""
         if not isinstance(error.__cause__, FileNotFoundError):
             LOG.warning("%s is of no use and removed: %s", self.path / name, error)
+        self.remove(name)
+
+    def remove(self, name: str) -> None:
+        """Remove a file."""
         with suppress(OSError):
             (self.path / name).unlink()
 
     def _make_room(self, size: int) -> None:
-        """Remove what was used longest ago, and what was never finished."""
+        """Remove what was used longest ago, and what was never finished.
+
+        All files are looked at only now and then, and where there may be no room.
+        """
         if size > self._max_bytes:
             raise OSError(f"a segment has {size} bytes of {self._max_bytes} in all")
+        now = time.time()
+        self._held += size
+        if self._held <= self._max_bytes and now - self._counted < COUNTED_SECONDS:
+            return
         files = []
         for entry in os.scandir(self.path):
             with suppress(OSError):
                 status = entry.stat(follow_symlinks=False)
+                old = now - status.st_mtime > ABANDONED_SECONDS
                 if _NAME.fullmatch(entry.name):
-                    files.append((status.st_mtime, status.st_size, entry.path))
-                elif (
-                    _UNFINISHED.fullmatch(entry.name)
-                    and time.time() - status.st_mtime > ABANDONED_SECONDS
-                ):
-                    Path(entry.path).unlink()
-        held = sum(each[1] for each in files)
-        for _, taken, path in sorted(files):
-            if held + size <= self._max_bytes:
+                    files.append((status.st_mtime, status.st_size, entry.name))
+                elif old and _UNFINISHED.fullmatch(entry.name):
+                    self.remove(entry.name)
+        self._counted = now
+        self._held = size + sum(each[1] for each in files)
+        for _, taken, name in sorted(files):
+            if self._held <= self._max_bytes:
                 return
-            with suppress(OSError):
-                Path(path).unlink()
-                held -= taken
+            self.remove(name)
+            self._held -= taken
+
+
+def extended(digest: Any, tokens: Sequence[int]) -> Any:
+    """Return a digest that has seen further tokens too."""
+    found = digest.copy()
+    found.update(array("I", tokens).tobytes())
+    return found
