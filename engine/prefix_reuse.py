@@ -148,6 +148,12 @@ class PrefixReuse:
         return [*keys, *tokens[len(keys) :]] if keys else tokens
 
     def _each(self) -> list[tuple[int, Lane]]:
-        """Return the lanes, each with its place in the order."""
-        lanes = enumerate(self._lanes())
-        return [(which, lane) for which, lane in lanes if lane is not None]
+        """Return the lanes, each with its place in the order.
+
+        A draft model's that has no caches is left out: they are in a batch.
+        """
+        found = []
+        for which, lane in enumerate(self._lanes()):
+            if lane is not None and (lane.caches or not which):
+                found.append((which, lane))
+        return found

@@ -57,6 +57,7 @@ class Stream:
         ready: chunks of the last round that were not yielded yet.
         reason: why the text ends with the last of them; None: it goes on.
         prefixes: as passed.
+        prefill: has target and drafter read the prompt.
     """
 
     _ending = staticmethod(sys.is_finalizing)  # globals are None when it is needed
@@ -79,6 +80,7 @@ class Stream:
         session: RankSession | None = None,
     ) -> None:
         self._decoder = decoder
+        self.prefill = decoder.prefill
         self._statistics = decoder.request.statistics
         self._sequence = decoder.request.sequence
         self.text = text
@@ -94,10 +96,7 @@ class Stream:
         self._level_draft = level_draft
         self._session = session
         self._open = ExitStack()
-        self._started = False
-        self._prompt_read = False
-        self._in_rounds = False
-        self._warned = False
+        self._started = self._prompt_read = self._in_rounds = self._warned = False
         self.reason: str | None = None
         self.ready: deque[Chunk] = deque()
         self._yielded: list[Chunk] = []
@@ -194,7 +193,7 @@ class Stream:
             fits: whether the drafter may read a chunk of so many tokens of the prompt
                 first; None: it reads all at once, when it is first asked.
         """
-        self._decoder.prefill.fits = fits
+        self._decoder.fits = fits
         with DeferredSignals(checkpoints=True):
             self._advance()
             return self.take_ready()

@@ -3,7 +3,7 @@
     acceptance      the words: drafted, accepted, correction, bonus, committed
     results         what a choice and a verification give back
     verifier        what a drafter proposes, and what the target accepts of it
-    batch_verifier  the same for the rows of a batch
+    decide          the same for the requests of a round
     tree_verifier   the same for a draft that branches
     sampling        the options of a request
     chooser         logits to tokens, by these options
@@ -15,12 +15,13 @@
 It knows arrays. It does not know models, caches or text.
 """
 
-from mlx_speculation.samplers.acceptance import Choice, LogProbs, Verified, peaks
-from mlx_speculation.samplers.batch_verifier import (
-    BatchVerified,
-    VerifyRequest,
-    propose_batch,
-    verify_batch,
+from mlx_speculation.samplers.acceptance import (
+    Choice,
+    Decided,
+    Group,
+    LogProbs,
+    Verified,
+    peaks,
 )
 from mlx_speculation.samplers.chooser import Chooser
 from mlx_speculation.samplers.constraints.base import (
@@ -30,6 +31,7 @@ from mlx_speculation.samplers.constraints.base import (
     allowed_tokens,
 )
 from mlx_speculation.samplers.constraints.progress import Constrained
+from mlx_speculation.samplers.decide import Ask, decide, propose_all
 from mlx_speculation.samplers.logits.processor_kinds import ForkableProcessor, pure
 from mlx_speculation.samplers.make_sampler import SeededSampler, make_sampler
 from mlx_speculation.samplers.row_context import Rows
@@ -48,13 +50,15 @@ from mlx_speculation.samplers.verifier import Acceptance, Verifier
 
 __all__ = [
     "Acceptance",
-    "BatchVerified",
+    "Ask",
     "Choice",
     "Chooser",
     "Constrained",
     "Constraint",
     "ConstraintState",
+    "Decided",
     "ForkableProcessor",
+    "Group",
     "LogProbs",
     "LogitsProcessor",
     "Rows",
@@ -64,15 +68,14 @@ __all__ = [
     "TokenAutomaton",
     "Verified",
     "Verifier",
-    "VerifyRequest",
     "allowed_tokens",
     "best_children",
+    "decide",
     "derived_seed",
     "make_sampler",
     "peaks",
-    "propose_batch",
+    "propose_all",
     "pure",
     "serves_trees",
-    "verify_batch",
     "verify_tree",
 ]

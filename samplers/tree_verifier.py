@@ -15,11 +15,17 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_speculation.samplers.acceptance import LogProbs, Verified, normalizers, peaks
+from mlx_speculation.samplers.acceptance import (
+    LogProbs,
+    Verified,
+    normalizers,
+    peaks,
+    reported,
+)
 from mlx_speculation.samplers.chooser import Chooser
 from mlx_speculation.samplers.noise.gumbel import GumbelNoise
 from mlx_speculation.samplers.row_context import Rows
-from mlx_speculation.samplers.verifier import Verifier, reported
+from mlx_speculation.samplers.verifier import Verifier
 
 FEW = 1024  # token ids that are sorted at once
 

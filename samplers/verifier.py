@@ -22,11 +22,11 @@ import mlx.core as mx
 
 from mlx_speculation.samplers.acceptance import (
     Choice,
-    LogProbs,
     Verified,
     count_accepted,
     normalizers,
     peaks,
+    reported,
 )
 from mlx_speculation.samplers.chooser import Chooser
 from mlx_speculation.samplers.noise.gumbel import stream_key
@@ -254,45 +254,3 @@ def spread(logits: mx.array, ids: mx.array, width: int) -> mx.array:
     everywhere = mx.full((len(logits), width + 1), -mx.inf, logits.dtype)
     everywhere[:, mx.minimum(ids, width)] = logits
     return everywhere[:, :width]
-
-
-def reported(
-    processed: mx.array,
-    normals: mx.array,
-    tokens: mx.array,
-    top: int,
-    *,
-    whole: bool,
-) -> LogProbs:
-    """Return the log-probabilities of chosen tokens, and of the most probable.
-
-    Of equally probable ones the chosen token comes first, or alone where there is no
-    room for all of them.
-    """
-    log_probs = (processed - normals[:, None]).astype(mx.float32)
-    chosen = mx.take_along_axis(log_probs, tokens[:, None], axis=-1)[:, 0]
-    top = min(top, log_probs.shape[-1])
-    rows = log_probs if whole else None
-    if top == 0:
-        nothing = mx.zeros((len(tokens), 0))
-        return LogProbs(chosen, nothing.astype(mx.uint32), nothing, rows)
-    best = mx.argpartition(-log_probs, kth=top - 1, axis=-1)[:, :top]
-    values = mx.take_along_axis(log_probs, best, axis=-1)
-    order = mx.argsort(-values, axis=-1)
-    best = mx.take_along_axis(best, order, axis=-1).astype(mx.uint32)
-    values = mx.take_along_axis(values, order, axis=-1)
-    return LogProbs(chosen, _chosen_first(best, values, tokens, chosen), values, rows)
-
-
-def _chosen_first(
-    ids: mx.array, values: mx.array, tokens: mx.array, chosen: mx.array
-) -> mx.array:
-    """Move each row's chosen token before the ids whose values equal its own."""
-    tokens, chosen = tokens.astype(ids.dtype)[:, None], chosen[:, None]
-    left_out = (ids != tokens).all(axis=-1, keepdims=True) & (values == chosen)
-    places = mx.arange(ids.shape[-1])
-    ids = mx.where(left_out & (places == len(places) - 1), tokens, ids)
-    # Between the places of others, so that no two are the same.
-    first = 2 * (values > chosen).sum(axis=-1, keepdims=True) - 1
-    order = mx.argsort(mx.where(ids == tokens, first, 2 * places), axis=-1)
-    return mx.take_along_axis(ids, order, axis=-1)

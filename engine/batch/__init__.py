@@ -1,6 +1,6 @@
 """Many requests at once: rows that join and leave between rounds.
 
-`generator` is what a user sees, `decoder` runs the rounds, `base` has the protocol of
-what drafts for all rows: `draft_model` and `mtp` at once, `per_request` one after the
-other. Distribution over ranks is not known here.
+`generator` is what a user sees, `request` one request among others, `running` lets them
+join and leave and has rounds of `engine.round` run for all of them. Distribution over
+ranks is not known here.
 """

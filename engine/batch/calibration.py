@@ -6,7 +6,6 @@ write does not matter: a round costs by its rows, its width and its context.
 
 from collections.abc import Callable, Sequence
 
-from mlx_speculation.engine.batch.decoder import BatchDecoder
 from mlx_speculation.engine.batch.prefill_budget import PrefillBudget
 from mlx_speculation.engine.batch.request import (
     BatchRequest,
@@ -14,6 +13,7 @@ from mlx_speculation.engine.batch.request import (
     reason_alone,
 )
 from mlx_speculation.engine.batch.results import BatchStatistics
+from mlx_speculation.engine.batch.running import RunningTogether
 from mlx_speculation.engine.draft_length.base import DraftLengthPolicy
 from mlx_speculation.engine.draft_length.calibration import (
     Calibration,
@@ -76,7 +76,7 @@ def _measure(
     """
     count, context = what
     model, lengths = generator.model, generator.lengths.for_batch()
-    decoder = BatchDecoder(model, lengths, BatchStatistics(), RowSizes())
+    decoder = RunningTogether(model, lengths, BatchStatistics(), RowSizes())
     prompt = calibration_prompt(context)
     streams = [start(prompt, policy) for _ in range(count)]
     rows = [BatchRequest(uid, stream) for uid, stream in enumerate(streams)]

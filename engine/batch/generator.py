@@ -19,7 +19,6 @@ from typing import Unpack
 
 from mlx_speculation.caches import array_bytes
 from mlx_speculation.engine.argument_checks import checked_count
-from mlx_speculation.engine.batch.decoder import BatchDecoder
 from mlx_speculation.engine.batch.prefill_budget import PrefillBudget
 from mlx_speculation.engine.batch.request import (
     BatchRequest,
@@ -27,6 +26,7 @@ from mlx_speculation.engine.batch.request import (
     reason_alone,
 )
 from mlx_speculation.engine.batch.results import BatchResponse, BatchStatistics
+from mlx_speculation.engine.batch.running import RunningTogether
 from mlx_speculation.engine.options import StreamKeywords
 from mlx_speculation.engine.prompt import Prompt
 from mlx_speculation.engine.result import Result
@@ -87,7 +87,7 @@ class BatchGenerator:
         self.stats = BatchStatistics()
         lengths = self._lengths = generator.lengths.for_batch()
         sizes = RowSizes(max_rows, row_sizes)
-        self._together = BatchDecoder(generator.model, lengths, self.stats, sizes)
+        self._together = RunningTogether(generator.model, lengths, self.stats, sizes)
 
     @property
     def waiting(self) -> tuple[int, ...]:

@@ -5,24 +5,20 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Unpack
 
-import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_speculation.caches import has_states
 from mlx_speculation.engine.draft_length.base import DraftLengthPolicy, Plan
 from mlx_speculation.engine.draft_length.policy_factory import PolicyFactory
 from mlx_speculation.engine.draft_length.ruled import RuledDrafter, RuleDraftLength
-from mlx_speculation.engine.drafters.base import OpenDrafter, Proposal
+from mlx_speculation.engine.drafters.base import OpenDrafter
 from mlx_speculation.engine.options import StreamKeywords
 from mlx_speculation.engine.prompt import Prompt
 from mlx_speculation.engine.result import Chunk
-from mlx_speculation.engine.round.outcome import RoundOutcome
 from mlx_speculation.engine.round.request import Request
 from mlx_speculation.engine.stream import Stream
-from mlx_speculation.engine.timing import RoundSeconds
 from mlx_speculation.interrupts import raised_by_signal
 from mlx_speculation.models import Lane, why_alone
-from mlx_speculation.samplers import VerifyRequest
 
 
 class StreamSource(Protocol):
@@ -62,8 +58,7 @@ class BatchRequest:
     error: Exception | None = None  # what it has failed with
     # Of its last round, to be given out
     chunks: list[Chunk] = field(default_factory=list)
-    # Known tokens and text before the cut of its round
-    _before: tuple[int, Any] | None = None
+    _before: Any = None  # its text before the round
 
     @property
     def request(self) -> Request:
@@ -80,6 +75,12 @@ class BatchRequest:
         """Its drafter, if a rule chooses when it has offered proposals; else None."""
         policy = self.policy
         return policy.drafter if isinstance(policy, RuleDraftLength) else None
+
+    @property
+    def shares(self) -> bool:
+        """Whether a drafter that all rows share can draft for it."""
+        drafter = self.drafter
+        return drafter.batch_lane is not None or drafter.batch_head is not None
 
     @property
     def tokens(self) -> list[int]:
@@ -111,24 +112,6 @@ class BatchRequest:
             lane.caches = []
         self.drafter.let_go()
 
-    def asked(
-        self, draft: Proposal | None = None, ahead: mx.array | None = None
-    ) -> VerifyRequest:
-        """Return what it asks of a verify; `ahead` is a token that is not read yet."""
-        drafts = 0 if draft is None else draft.length
-        before = ahead
-        if draft is not None and drafts:
-            before = draft.tokens
-            if ahead is not None:
-                before = mx.concatenate([ahead, draft.tokens])
-        return VerifyRequest(
-            self.request.verifier,
-            self.request.sequence.rows(before, drafts + 1),
-            drafted=draft.tokens if draft is not None and drafts else None,
-            draft_probs=None if draft is None else draft.probs,
-            top=self.request.top,
-        )
-
     def begin(self, fits: Callable[[int], bool]) -> bool:
         """Read its prompt as far as it fits, see `Stream.begin`.
 
@@ -143,30 +126,16 @@ class BatchRequest:
                 self.stream.end("error", hold_all=False)
             raise
 
-    def cut(self, found: RoundOutcome | Exception) -> RoundOutcome | Exception:
-        """Return what stays of a round's tokens, not known yet, or its error."""
-        self._before = len(self.tokens), self.stream.text.fork()
+    def mark(self) -> None:
+        """Begin a round: remember what `take_back` goes back to."""
+        self.chunks = []
         self.stream.ready.clear()
-        if self.error is not None or isinstance(found, Exception):
-            return self.error or found
-        return self.stream.cut(found)
+        self._before = self.stream.text.fork()
 
     def take_back(self) -> None:
-        """Go back to the state before the cut, if the round had come to one."""
-        if self._before is not None:
-            (known, text), self._before = self._before, None
-            del self.tokens[known:]
-            self.stream.ready.clear()
-            self.stream.text.restore(text)
-
-    def emit(
-        self, outcome: RoundOutcome, draft: Proposal | None, seconds: RoundSeconds
-    ) -> None:
-        """Count what a round has brought, and let it end where that says so."""
-        self._before = None
-        self.stream.reason = outcome.reason
-        outcome.count(self.request.statistics, draft)
-        self.request.statistics.spend(seconds)
+        """Go back to the state before a round that has failed for all."""
+        self.stream.ready.clear()
+        self.stream.text.restore(self._before)
 
     def take_chunks(self) -> None:
         """Take the chunks of the tokens that were emitted; the last may end it."""
@@ -200,19 +169,16 @@ class BatchRequest:
 def reason_alone(stream: Stream, model: Any, options: Mapping[str, Any]) -> str | None:
     """Return why a request cannot run with others; None: it can."""
     request = stream.request
-    processors = request.verifier.chooser.processors
     target = request.target
     first = len(request.sequence.tokens) == 1 and target.seen == 0
     own = (options.get("prompt_cache"), options.get("draft_cache"))
     reasons = {
         "it is exact, and other rows would change its bits": target.shape is not None,
         "it writes to caches of the caller's": any(c is not None for c in own),
-        "its constraint is asked token by token": request.masks is not None,
-        "its logits processors have a state": processors.has_state,
         "its rounds are to be explained": bool(options.get("explain")),
         "its caches are quantized": options.get("kv_quantization") is not None,
-        "its draft reads the target's states": target.follower is not None
-        and request.open_drafter.batch_head is None,
+        "its draft reads the target's keys and values": request.drafter is not None
+        and request.drafter.reads_caches,
         # mlx-lm puts zeros beside other rows' states, and not every model begins so.
         "its prompt of one token leaves recurrent layers without a state": first
         and has_states(target.caches),

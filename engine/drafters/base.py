@@ -97,6 +97,19 @@ class Proposal:
 NOTHING = Proposal(mx.array([], mx.uint32), source="nothing")
 
 
+def rectangle(drafts: SequenceOf[Proposal]) -> mx.array | None:
+    """Return drafted tokens uint32 [requests, k], shorter ones padded; None: k is 0."""
+    rows, width = [], 0
+    for draft in drafts:
+        width = max(width, len(draft.tokens))
+    for draft in drafts:
+        more = width - len(draft.tokens)
+        rows.append(mx.pad(draft.tokens, (0, more)) if more else draft.tokens)
+    if not width:
+        return None
+    return mx.stack(rows) if len(rows) > 1 else rows[0][None]
+
+
 @runtime_checkable
 class Drafter(Protocol):
     """Proposes tokens for one open stream at a time.
@@ -177,6 +190,11 @@ class OpenDrafter(Drafter):
     def shared(self) -> "OpenDrafter":
         """The drafter that the rows of a batch may share: itself, or a member."""
         return self
+
+    @property
+    def reads_caches(self) -> bool:
+        """Whether it reads the keys and values in the target's own lane."""
+        return False
 
     @property
     def batch_lane(self) -> Lane | None:

@@ -160,6 +160,11 @@ class AssistantDrafter(OpenDrafter):
         committed.after_chunk(self._forget)
 
     @property
+    def reads_caches(self) -> bool:
+        """Whether it reads the keys and values in the target's own lane: it does."""
+        return True
+
+    @property
     def prefix_head(self) -> "AssistantDrafter":
         """Itself: it needs the state of the last token that was fed."""
         return self

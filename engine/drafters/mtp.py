@@ -245,22 +245,22 @@ class MtpDrafter(OpenDrafter):
         """Read the states of the prompt, which is fed by now."""
         self._catch_up()
 
-    def hand_over(self) -> tuple[MtpCache, mx.array | None]:
-        """Return what a batch needs to draft in its place, which calls `let_go` then.
+    def hand_over(self) -> MtpCache:
+        """Return the caches, behind which at most one state was not read.
 
-        Returns:
-            Its KV cache, and the states that come after it, at most one, [1, 1, dim].
+        A shared head that has copied them calls `handed_over`.
         """
         self._catch_up(0)
-        cache, committed = self._cache, self.committed
-        assert isinstance(cache, MtpCache)
-        if cache.end >= committed.stop:
-            return cache, None
-        return cache, committed.between(cache.end, committed.stop)
+        assert isinstance(self._cache, MtpCache)
+        return self._cache
+
+    def handed_over(self) -> None:
+        """Let go of the caches, which are held elsewhere from now on."""
+        self._cache = self._new_cache(self.committed.stop)
 
     def let_go(self) -> None:
         """Let go of what it holds, as if it had seen nothing of the text."""
-        self._cache = self._new_cache(self.committed.stop)
+        self.handed_over()
         self.committed.drop(self.committed.stop)
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:

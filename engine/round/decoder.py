@@ -1,12 +1,14 @@
 """The decoder of one generation: plans rounds, has them run, and learns from them."""
 
 import time
+from collections.abc import Callable
 
 from mlx_speculation.engine.draft_length.base import Feedback, Plan
-from mlx_speculation.engine.round.forced import forced_draft
+from mlx_speculation.engine.drafters.base import NOTHING
+from mlx_speculation.engine.round.forced import forced_drafts
 from mlx_speculation.engine.round.outcome import Cut, RoundOutcome
 from mlx_speculation.engine.round.prefill import Prefill
-from mlx_speculation.engine.round.request import Request
+from mlx_speculation.engine.round.request import Request, Running
 from mlx_speculation.engine.round.round import Before, Rounds
 from mlx_speculation.engine.timing import RoundSeconds
 
@@ -18,16 +20,21 @@ class Decoder:
         request: what they are run with.
         prefill: has target and drafter read the prompt.
         rounds: what runs them.
+        fits: whether the drafter may read a chunk of so many tokens of the prompt
+            before the next round; None: it reads all at once.
         decisions: with `explain`, each round's plan and what became of it; else None.
     """
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.prefill = Prefill(request)
-        self.rounds = Rounds(request)
+        self.rounds = Rounds(
+            Running(request.target, [request], request.clock, alone=True)
+        )
         self.decisions: list[tuple[Plan, Feedback]] | None = (
             [] if request.explain else None
         )
+        self.fits: Callable[[int], bool] | None = None
         self._plan: Plan | None = None  # of the next round, where it is known
         self._following: Plan | None = None  # of the round after that
 
@@ -62,7 +69,8 @@ class Decoder:
         # 1. The policy picks k, within the budget and what the caches have room for.
         limit = budget - 1 - behind  # a step's token is emitted too, and not known yet
         if request.target.quantization or request.target.shape:
-            limit = min(limit, request.target.room - max(1, before.known - context))
+            unseen = len(request.sequence.tokens) - context
+            limit = min(limit, request.target.room - max(1, unseen))
         ready = request.warmup.limit(context, limit) if request.warmup else limit
         started = time.perf_counter()
         if request.masks is not None and (found := self._forced(before, limit, cut)):
@@ -75,21 +83,26 @@ class Decoder:
         drafted, accepted = counts.drafted, counts.accepted
         try:
             length = min(plan.length, ready) if request.drafter is not None else 0
-            begun = plan.length == 0 or prefill.drafter_begun or prefill.drafter()
+            begun = (
+                plan.length == 0 or prefill.drafter_begun or prefill.drafter(self.fits)
+            )
             if not begun:  # a plain step meanwhile, and what was planned after it
                 self._following, length = plan, 0
             following = self._following
             request.clock.start(planning=planning, behind=behind)
             # 2 to 8 are the round itself.
-            if length > 0:
-                outcome = rounds.drafted(length, cut)
+            drafts = rounds.propose([length]) if length > 0 else [NOTHING]
+            if drafts[0] is not NOTHING:
+                (outcome,) = rounds.verify(drafts, [cut])
             else:
                 drafts_next = following is not None and following.length > 0
-                outcome = rounds.plain(cut, submit_next=not drafts_next)
+                ahead = length > 0 or not drafts_next
+                (outcome,) = rounds.plain([cut], submit_next=ahead)
             seconds = request.clock.stop()
         except BaseException as error:
             rounds.undo(before, error)
             raise
+        assert isinstance(outcome, RoundOutcome)
         self._plan, self._following = following, None
         counts.spend(seconds)
         if not begun:
@@ -123,15 +136,16 @@ class Decoder:
 
     def _forced(self, before: Before, limit: int, cut: Cut) -> RoundOutcome | None:
         """Run a round with what the constraint forces, if it does; no plan is used."""
-        request = self.request
+        request, rounds = self.request, self.rounds
         request.clock.start(behind=before.in_flight is not None)
         try:
-            draft = forced_draft(request, before.in_flight, limit)
-            if draft is None:
+            drafts = forced_drafts(rounds.running, before.in_flight, [limit])
+            if not drafts:
                 return None
-            outcome = self.rounds.forced(draft, cut)
+            (outcome,) = rounds.verify([drafts[0]], [cut])
         except BaseException as error:
-            self.rounds.undo(before, error)
+            rounds.undo(before, error)
             raise
         request.statistics.spend(request.clock.stop())
+        assert isinstance(outcome, RoundOutcome)
         return outcome

@@ -8,36 +8,48 @@ The target gives such a token all of its probability, whatever its logits are, s
 it is accepted under every rule. What remains of the round is one choice behind them.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from mlx_speculation.engine.drafters.base import Proposal
 from mlx_speculation.engine.round.outcome import Pending
-from mlx_speculation.engine.round.request import Request
+from mlx_speculation.engine.round.request import Running
 
 
-def forced_draft(request: Request, step: Pending | None, limit: int) -> Proposal | None:
-    """Return the tokens that have to come next; None where there is a choice.
+def forced_drafts(
+    running: Running, step: Pending | None, limits: Sequence[int]
+) -> dict[int, Proposal]:
+    """Return the tokens that have to come next, of requests where there is no choice.
 
     Streams that never draft have none. Neither have those of several ranks: they learn
     from rank 0 what is drafted, and this is no drafter's.
 
     Args:
-        request: whose text it is, under a constraint.
+        running: whose texts they are, some of them under constraints.
         step: the step in flight, if there is one; the first token is then the step's,
             which is read here. The masks of what follows it would wait for it too.
-        limit: how many tokens may be drafted, without that one.
+        limits: how many tokens each may draft, without that one.
     """
-    limit = min(limit, request.policy.longest)
-    ranked = request.decisions is not None
-    if request.text is None or request.drafter is None or ranked or limit <= 0:
-        return None
-    ahead: Any = []
-    if step is not None:
-        step.wait(request.clock)
-        ahead = step.verified.tokens.tolist()
-    forced = request.text.forced(ahead, limit)
-    if not forced:
-        return None
-    return Proposal(mx.array([*ahead, *forced], mx.uint32), source="forced")
+    found: dict[int, Proposal] = {}
+    ahead: Any = None
+    for place, request in enumerate(running.requests):
+        limit = min(limits[place], request.policy.longest)
+        ranked = request.decisions is not None
+        if request.text is None or request.drafter is None or ranked or limit <= 0:
+            continue
+        if step is not None and ahead is None:
+            step.wait(running.clock)
+            ahead = step.tokens.tolist()
+        before = [] if ahead is None else [ahead[place]]
+        try:
+            forced = request.text.forced(before, limit)
+        except Exception:
+            if running.alone:
+                raise
+            continue  # its masks fail too, which ends this request alone
+        if forced:
+            tokens = mx.array([*before, *forced], mx.uint32)
+            found[place] = Proposal(tokens, source="forced")
+    return found

@@ -1,4 +1,4 @@
-"""What a round brought: for one request, and for each row of a batch.
+"""What a round brought to each of its requests.
 
 With k = 4 drafts of which 2 are accepted a round emits three tokens, accepted at place
 0, accepted at place 1 and the correction, and with all 4 accepted five, the last a
@@ -6,19 +6,19 @@ bonus. A round without drafts emits a step.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
 
-from mlx_speculation.engine.drafters.base import Proposal
+from mlx_speculation.engine.drafters.base import NOTHING, Proposal
 from mlx_speculation.engine.result import STEP, LogProb, Origin, listed
 from mlx_speculation.engine.stats import Statistics
 from mlx_speculation.engine.timing import RoundClock
 from mlx_speculation.errors import NonFiniteLogitsError
-from mlx_speculation.models import LaneRound
-from mlx_speculation.samplers import Constrained, Verified
+from mlx_speculation.models import RequestRound
+from mlx_speculation.samplers import Constrained, Decided, Verified
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,10 @@ class RoundOutcome:
         followed = text.follow(self.tokens)
         return replace(self.until(followed.keep), complete=followed.complete)
 
-    def behind(self, step: "RoundOutcome") -> "RoundOutcome":
-        """Return it with a plain step's token before its own."""
+    def behind(self, step: "Read") -> "Read":
+        """Return it with a plain step's token before its own, if that has one."""
+        if isinstance(step, Exception):
+            return step
         return replace(
             self,
             tokens=step.tokens + self.tokens,
@@ -60,13 +62,18 @@ class RoundOutcome:
             first=1,
         )
 
-    def settled(self, draft: Proposal, accepted: int) -> int:
-        """Return how many tokens of its draft a drafter keeps, if so many stay."""
+    @property
+    def held(self) -> int:
+        """How many accepted tokens stay after a cut."""
+        return min(self.accepted, len(self.tokens) - self.first)
+
+    def settled(self, draft: Proposal) -> int:
+        """Return how many tokens of its draft a drafter keeps, after a cut."""
         if not self.first:
-            return accepted
+            return self.held
         # The draft's first token stands for the step's.
         right = self.tokens[:1] == draft.tokens[:1].tolist()
-        return 1 + accepted if right else 0
+        return 1 + self.held if right else 0
 
     def count(self, statistics: Statistics, draft: Proposal | None) -> None:
         """Count a step that came first, if any, and the round behind it."""
@@ -85,27 +92,64 @@ class RoundOutcome:
 
 # Cuts the emitted tokens at a stop or the budget, before anything is committed.
 Cut = Callable[[RoundOutcome], RoundOutcome]
+Read = RoundOutcome | Exception  # of one request, or why it has none
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Pending:
     """A forward of the target that was submitted and is not read."""
 
     # The transaction; committed already where there are no drafts
-    lane_round: LaneRound
-    fed: int  # how many tokens it was fed before a draft
+    lane_round: RequestRound
+    fed: int  # how many tokens of each request it was fed before a draft
     # What it verifies, where they were submitted before it; None: with it, and so they
     # are there when it is
     logits: mx.array | None
-    verified: Verified  # what the target makes of its rows
+    decided: Decided  # what the target makes of the requests' rows
+    tokens: mx.array  # uint32 [requests], of a step: the chosen ones
+    # What decides on the next row of requests whose rows are decided in turn
+    turns: Mapping[int, Iterator[Verified]] = field(default_factory=dict)
+    # Where those that are still there stood; None: where they stand
+    places: Sequence[int] | None = None
+
+    def only(self, stay: Sequence[int]) -> "Pending":
+        """Return a step without the requests that have left."""
+        before = self.places
+        places = [*stay] if before is None else [before[place] for place in stay]
+        return replace(self, tokens=self.tokens[mx.array([*stay])], places=places)
 
     def wait(self, clock: RoundClock) -> None:
         """Wait for the logits, then for what is made of them."""
+        tokens = []
+        for group in self.decided.groups:
+            tokens.append(group.verified.tokens)
         if self.logits is None:
-            clock.wait("verify", self.verified.tokens)
+            clock.wait("verify", *tokens)
             return
         clock.wait("verify", self.logits)
-        clock.wait("sampler", self.verified.tokens)
+        clock.wait("sampler", *tokens)
+
+    def read(self, drafts: Sequence[Proposal] = ()) -> list[Read]:
+        """Return the outcome of every request, which has been waited for.
+
+        Args:
+            drafts: of each of them; of a step, none.
+        """
+        found: dict[int, Read] = dict(self.decided.failed)
+        for members, verified in self.decided.groups:
+            counts = []
+            for place in members:
+                draft = drafts[place] if drafts else NOTHING
+                tree = draft.branches
+                counts.append(len(draft.tokens) if tree is None else tree.levels)
+            found.update(zip(members, outcomes(verified, counts), strict=True))
+        for place in self.turns:
+            found[place] = EMPTY
+        places = range(len(found)) if self.places is None else self.places
+        return [*map(found.__getitem__, places)]
+
+
+EMPTY = RoundOutcome([], [])
 
 
 def outcome_of(verified: Verified) -> RoundOutcome:

@@ -14,8 +14,6 @@ class Prefill:
         request: whose sequence is read.
 
     Attributes:
-        fits: whether the drafter may read a chunk of so many tokens of the prompt
-            before the next round; None: it reads all at once.
         drafter_begun: whether the drafter has read the prompt, or there is none.
         drafter_seconds: time that the drafter has taken, until a round reports it.
     """
@@ -23,7 +21,6 @@ class Prefill:
     def __init__(self, request: Request) -> None:
         self._request = request
         self.drafter_begun = request.drafter is None
-        self.fits: Callable[[int], bool] | None = None
         self.drafter_seconds = 0.0
         if request.warmup is not None:
             request.warmup.read_prompt = self.drafter
@@ -43,8 +40,11 @@ class Prefill:
         self._request.statistics.prefill_seconds += time.perf_counter() - started
         return complete
 
-    def drafter(self) -> bool:
+    def drafter(self, fits: Callable[[int], bool] | None = None) -> bool:
         """Let the drafter have its own look at the prompt, when it is first asked.
+
+        Args:
+            fits: whether it may read a chunk of so many tokens now; None: all may.
 
         Returns:
             Whether it has begun; otherwise it has more to read.
@@ -54,8 +54,8 @@ class Prefill:
             return True
         started = time.perf_counter()
         complete = True
-        if self.fits is not None:
-            complete = drafter.read_ahead(sequence, self.fits)
+        if fits is not None:
+            complete = drafter.read_ahead(sequence, fits)
         if complete:
             drafter.begin(sequence)
             self.drafter_begun = True

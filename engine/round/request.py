@@ -1,6 +1,7 @@
-"""What a generation runs its rounds with, put together once."""
+"""Requests, each put together once, and those that run together on a lane."""
 
 from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -12,7 +13,7 @@ from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.engine.round.warmup import Warmup
 from mlx_speculation.engine.stats import Statistics
 from mlx_speculation.engine.timing import RoundClock
-from mlx_speculation.models import Lane, cuda_serves
+from mlx_speculation.models import Lane, RequestLane, cuda_serves
 from mlx_speculation.samplers import Constrained, Rows, Verified, Verifier
 from mlx_speculation.samplers.constraints.masks import Masks
 
@@ -82,6 +83,11 @@ class Request:
         return self.drafter or OpenDrafter()
 
     @property
+    def drafts(self) -> bool:
+        """Whether it may ever be drafted for."""
+        return self.drafter is not None and self.policy.longest > 0
+
+    @property
     def text(self) -> Constrained | None:
         """The text under its constraint, if there is one."""
         return None if self.masks is None else self.masks.text
@@ -90,3 +96,40 @@ class Request:
     def complete(self) -> bool:
         """Whether the constraint allows nothing but the end of the text."""
         return self.masks is not None and self.masks.text.complete
+
+
+class Running:
+    """The requests that run together on one lane.
+
+    Attributes:
+        lane: the lane, in which they have the same places.
+        clock: of the round that is running.
+        alone: whether there is one that has a lane for itself; what it raises is raised
+            then. Of others, one that fails keeps nothing of the round, and they go on.
+        requests: as passed.
+        masked: whether one of them has a constraint.
+        in_turn: whether rows of one of them are decided one after the other, see
+            `engine.round.sequential`.
+        explain: whether the round's time is divided exactly.
+    """
+
+    def __init__(
+        self,
+        lane: RequestLane,
+        requests: SequenceOf[Request],
+        clock: RoundClock,
+        *,
+        alone: bool,
+    ) -> None:
+        self.lane, self.clock, self.alone = lane, clock, alone
+        self.take(requests)
+
+    def take(self, requests: SequenceOf[Request]) -> None:
+        """Let these be the requests from now on."""
+        self.requests = requests
+        each = [one.verifier.chooser.processors for one in requests]
+        self.masked = any(one.masks is not None for one in requests)
+        self.in_turn = not all(processors.parallel for processors in each)
+        self.explain = any(one.explain for one in requests)
+        # Of those that have a state, by place; asked once, as most have none.
+        self.stateful = {i: own for i, own in enumerate(each) if own.has_state}

@@ -1,4 +1,4 @@
-"""One round of one request, on token ids.
+"""One round of the requests of a lane, on token ids.
 
 A round with k = 0 is an ordinary decoding step and is pipelined as in mlx-lm: the next
 step is submitted before the last token is read. So it is after an empty draft, and
@@ -14,184 +14,291 @@ submitted behind it:
     fed       c_1  d_2  d_3
     choices   c_2  c_3  c_4             accepted = 1 when c_2 = d_2
     emitted   c_1  c_2  c_3             the lane keeps c_1 d_2
+
+Every request is cut at its stops and its budget before the commit. One that fails, in
+its cut too, keeps nothing; what fails for all is undone, and the round can run again.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from mlx_speculation.engine.drafters.base import NOTHING, OpenDrafter, Proposal
 from mlx_speculation.engine.drafters.fault_guard import CheckedChoose
-from mlx_speculation.engine.round.outcome import Cut, Pending, RoundOutcome, outcome_of
-from mlx_speculation.engine.round.request import Request
-from mlx_speculation.engine.round.sequential import run_in_turn
+from mlx_speculation.engine.round.outcome import Cut, Pending, Read, RoundOutcome
+from mlx_speculation.engine.round.request import Running
+from mlx_speculation.engine.round.sequential import Turn, decide_in_turn
 from mlx_speculation.engine.round.tree_round import submit_tree
 from mlx_speculation.engine.round.verify import submit_step, submit_verify
+from mlx_speculation.engine.shared_drafters.shared import SharedDrafter
 from mlx_speculation.errors import NonFiniteLogitsError
-from mlx_speculation.models import LaneRound
+from mlx_speculation.models import RequestRound
 
 
 class Before(NamedTuple):
     """What a round that fails goes back to."""
 
-    known: int
-    seen: int
+    known: list[int]
     in_flight: Pending | None
-    processors: Any
+    processors: list[Any]
 
 
 class Rounds:
-    """Runs rounds of a given length, and keeps what one leaves for the next.
+    """Runs rounds, and keeps what one leaves for the next.
 
     Attributes:
-        request: what they are run with.
-        in_turn: whether rows are decided one after the other, see
-            `engine.round.sequential`.
+        running: the requests.
+        shared: drafts for all of them at once; None: each has its own drafter.
         in_flight: a step that was submitted, and is not read yet.
-        next_token: what comes after the known tokens, where a round has brought it.
+        next_token: what comes after the known tokens of one request, where a round has
+            brought it.
         last_round: the last one that was not plain, to be taken back.
     """
 
-    def __init__(self, request: Request) -> None:
-        processors = request.verifier.chooser.processors
-        self.request = request
-        self._text = request.text
-        # Asked once: most requests have no processors with a state.
-        self._processors = processors if processors.has_state else None
-        # Whose proposal is pending: neither settled nor discarded
-        self._asked: OpenDrafter | None = None
-        self.in_turn = not processors.parallel
+    def __init__(self, running: Running) -> None:
+        self.running = running
+        self.shared: SharedDrafter | None = None
+        # Whose proposals are pending: neither settled nor discarded; by place
+        self._asked: dict[int, OpenDrafter] = {}
+        self._failed: dict[int, Exception] = {}  # with what, while drafting
+        self._committed = False
         self.in_flight: Pending | None = None
         self.next_token: int | None = None
-        self.last_round: LaneRound | None = None
+        self.last_round: RequestRound | None = None
 
     def begin(self) -> Before:
         """Begin a round: return what `undo` goes back to."""
         self.last_round = None  # or the state before it would stay
-        request, processors = self.request, self._processors
-        known, seen = len(request.sequence.tokens), request.target.seen
-        states = None if processors is None else processors.fork()
-        return Before(known, seen, self.in_flight, states)
+        self._committed, self._failed = False, {}
+        known, states = [], []
+        for request in self.running.requests:
+            known.append(len(request.sequence.tokens))
+        for processors in self.running.stateful.values():
+            states.append(processors.fork())
+        return Before(known, self.in_flight, states)
 
     def undo(self, before: Before, error: BaseException) -> None:
         """Go back to the state before a round that has failed."""
-        request = self.request
-        if self._processors is not None:
-            self._processors.restore(before.processors)
-        drafter, self._asked = self._asked, None
-        if drafter is not None:
-            drafter.discard()
-        if request.target.seen != before.seen:  # the round had been committed
+        running = self.running
+        stateful = running.stateful.values()
+        for own, state in zip(stateful, before.processors, strict=True):
+            own.restore(state)
+        self.discard()
+        if self._committed:
             return
-        del request.sequence.tokens[before.known :]
+        for request, known in zip(running.requests, before.known, strict=True):
+            del request.sequence.tokens[known:]
         self.in_flight = before.in_flight
         if self.in_flight is not None and isinstance(error, NonFiniteLogitsError):
             self.in_flight.lane_round.rollback()
             self.in_flight = None
 
-    def plain(self, cut: Cut, *, submit_next: bool = True) -> RoundOutcome:
-        """Run a step and, with `submit_next`, submit the next one; see `drafted`."""
-        if self.in_turn:
-            return self._in_turn(NOTHING, cut)
-        request = self.request
+    def discard(self) -> None:
+        """Let drafters undo what they have proposed."""
+        asked, self._asked = self._asked, {}
+        for drafter in asked.values():
+            drafter.discard()
+        if self.shared is not None:
+            self.shared.discard()
+
+    def propose(
+        self, limits: Sequence[int], shared: Sequence[int] = ()
+    ) -> list[Proposal]:
+        """Return a draft of each request; behind a step, one that stands for it too.
+
+        Args:
+            limits: how many tokens each one's own drafter drafts at most; 0: none.
+            shared: the same of the shared drafter; legal where no step is in flight.
+        """
+        # 2. The drafter proposes up to k tokens, checked and submitted by its guard and
+        #    not read. One drafts for all requests, or each of them has its own.
+        ahead, requests = 0 if self.in_flight is None else 1, self.running.requests
+        self.running.clock.note("host")
+        found = [NOTHING] * len(requests)
+        if self.shared is not None and shared:
+            found, self._failed = self.shared.propose(requests, shared)
+        for place, request in enumerate(requests):
+            limit, drafter = limits[place], request.drafter
+            if limit <= 0 or drafter is None:
+                continue
+            masks, tree = request.masks, 0 if ahead else request.tree
+            if not self.running.alone:  # one read of the drafts of all, and chains
+                masks, tree = None, 0
+            choices = CheckedChoose(request.verifier, masks, tree)
+            self._asked[place] = drafter
+            try:
+                draft = drafter.propose(request.sequence, ahead + limit, choices)
+            except Exception as error:
+                if self.running.alone:
+                    raise
+                self._failed[place] = error
+                self._asked.pop(place).discard()
+                continue
+            if len(draft.tokens) > ahead:
+                found[place] = draft
+                continue
+            self._asked.pop(place).discard()
+            request.statistics.reads += draft.reads
+            request.statistics.empty_drafts += draft is not NOTHING
+        self.running.clock.note("draft")
+        return found
+
+    def plain(self, cuts: Sequence[Cut], *, submit_next: bool = True) -> list[Read]:
+        """Run a step and, with `submit_next`, submit the next one; see `verify`."""
+        running = self.running
+        if running.in_turn:
+            return self.verify([NOTHING] * len(running.requests), cuts)
         step, own = self.in_flight, []  # what this round has submitted
         try:
             if step is None:
-                step = submit_step(request)
+                step = submit_step(running)
                 own.append(step)
             following = None
             if submit_next:
-                following = submit_step(request, behind=step)
+                following = submit_step(running, step)
                 own.append(following)
-            step.wait(request.clock)
-            found = outcome_of(step.verified)
-            outcome = cut(found if self._text is None else found.under(self._text))
+            step.wait(running.clock)
+            found = self._cut(step.read(), cuts)
         except BaseException:
             for pending in reversed(own):
                 pending.lane_round.rollback()
             raise
-        request.sequence.tokens += outcome.tokens
-        self.in_flight = following
-        self._count(outcome, None, 0)
-        return outcome
+        for request, one in zip(running.requests, found, strict=True):
+            if isinstance(one, RoundOutcome):
+                request.sequence.tokens += one.tokens
+        self.in_flight, self._committed = following, True
+        self._count(found, None)
+        return found
 
-    def drafted(self, length: int, cut: Cut) -> RoundOutcome:
-        """Run a round with a draft; a plain one where the drafter proposes nothing.
+    def verify(self, drafts: Sequence[Proposal], cuts: Sequence[Cut]) -> list[Read]:
+        """Let the target verify drafts, and commit what is accepted.
 
         Args:
-            length: how many tokens to draft at most, from 1.
-            cut: gets the emitted tokens before anything is committed.
+            drafts: of each request; see `propose`.
+            cuts: of each; gets its emitted tokens before anything is committed.
+
+        Returns:
+            The outcome of each request, or what it has failed with.
         """
-        # 2. The drafter proposes up to k tokens, checked and submitted by its guard and
-        #    not read. Behind a step in flight the first one stands for its token.
-        request, ahead = self.request, 0 if self.in_flight is None else 1
-        drafter = self._asked = request.drafter
-        assert drafter is not None
-        request.clock.note("host")
-        tree = 0 if ahead else request.tree
-        choices = CheckedChoose(request.verifier, request.masks, tree)
-        draft = drafter.propose(request.sequence, ahead + length, choices)
-        request.clock.note("draft")
-        if draft.length > ahead and self.in_turn:
-            return self._in_turn(draft, cut)
-        if draft.length > ahead:
-            return self._verify(draft, cut)
-        drafter.discard()
-        self._asked = None
-        request.statistics.reads += draft.reads
-        outcome = self.plain(cut)
-        request.statistics.empty_drafts += draft is not NOTHING
-        return outcome
-
-    def forced(self, draft: Proposal, cut: Cut) -> RoundOutcome:
-        """Run a round with what a constraint leaves no choice of; see `forced`."""
-        return (self._in_turn if self.in_turn else self._verify)(draft, cut)
-
-    def _verify(self, draft: Proposal, cut: Cut) -> RoundOutcome:
-        """Let the target verify a draft, and commit what is accepted."""
-        request, step = self.request, self.in_flight
+        running, step = self.running, self.in_flight
+        ours, width = drafts, 0
+        if step is not None:
+            ours = [draft.behind(1) for draft in drafts]
+        for draft in ours:
+            width = max(width, len(draft.tokens))
         # 3. A journal of each of the target's caches lets a prefix of it stay.
-        with request.target.begin() as lane_round:
-            submit = submit_verify if draft.branches is None else submit_tree
-            pending = submit(request, lane_round, draft, step)  # 4. and 5.
-            # 6. One evaluation brings back the tokens and the count.
-            pending.wait(request.clock)
-            found = outcome_of(pending.verified)
+        with running.lane.begin(
+            1 + width, whole=running.alone and not width
+        ) as lane_round:
+            submit = submit_verify if ours[0].branches is None else submit_tree
+            pending = submit(running, lane_round, ours, step)  # 4. and 5.
+            # 6. One evaluation brings back the tokens and the counts.
+            pending.wait(running.clock)
+            read = pending.read(ours)
             if step is not None:
-                found = found.behind(outcome_of(step.verified))
+                for place, first in enumerate(step.read()):
+                    one = read[place]
+                    if isinstance(one, RoundOutcome):
+                        read[place] = one.behind(first)
             # 7. Cut at stop tokens and budget; settle the drafter; commit the target.
-            outcome = cut(found if self._text is None else found.under(self._text))
-            keep = len(outcome.tokens)
-            accepted = min(found.accepted, keep - found.first)
-            held = pending.fed + accepted
-            lane_round.prepare(held)
-            if self._asked is not None:
-                self._asked.settle(found.settled(draft, accepted))
+            found = self._cut(read, cuts, pending, ours)
+            keep = [
+                0 if isinstance(one, Exception) else pending.fed + one.held
+                for one in found
+            ]
+            lane_round.prepare(keep)
+            self._settle(drafts, found)
             # Before the commit, so that what the caches hold always has its name.
-            request.sequence.tokens += outcome.tokens
+            for request, one in zip(running.requests, found, strict=True):
+                if isinstance(one, RoundOutcome):
+                    request.sequence.tokens += one.tokens
             self.in_flight = None
-            lane_round.commit(held)
-            self.last_round = lane_round
+            lane_round.commit(keep)
+            self._committed = True
+            self.last_round = lane_round if running.alone else None
         # 8. Nothing above has failed: constraint, processors and counts follow.
-        self._asked = None
-        all_held = found.first + accepted == keep
-        self.next_token = found.tokens[keep] if all_held else None
-        self._count(outcome, draft, keep - found.first)
-        return outcome
+        self._asked = {}
+        if self.shared is not None:
+            self.shared.done()
+        self.next_token = self._next_of(read[0], found[0])
+        self._count(found, ours)
+        return found
 
-    def _in_turn(self, draft: Proposal, cut: Cut) -> RoundOutcome:
-        """Run a round, drafted or not, whose rows are decided one after the other."""
-        outcome, self.last_round = run_in_turn(self.request, draft, cut, self._asked)
-        self._asked = self.next_token = None
-        self._count(outcome, draft, len(outcome.tokens))
-        return outcome
+    def _cut(
+        self,
+        read: list[Read],
+        cuts: Sequence[Cut],
+        pending: Pending | None = None,
+        drafts: Sequence[Proposal] = (),
+    ) -> list[Read]:
+        """Return what stays of each request's tokens, and decide those in turn."""
+        running, found = self.running, [*read]
+        turns: dict[int, Turn] = {}
+        for place, one in enumerate(read):
+            request = running.requests[place]
+            try:
+                if place in self._failed:
+                    raise self._failed[place]
+                if isinstance(one, Exception):
+                    raise one
+                text = None if request.masks is None else request.masks.text
+                if pending is not None and place in pending.turns:
+                    k = len(drafts[place].tokens)
+                    turns[place] = Turn(pending.turns[place], cuts[place], text, k)
+                    continue
+                found[place] = cuts[place](one if text is None else one.under(text))
+            except Exception as error:
+                if running.alone:
+                    raise
+                found[place] = error
+        if turns:
+            for place, one in decide_in_turn(turns, alone=running.alone).items():
+                found[place] = one
+                if isinstance(one, RoundOutcome):
+                    reads = len(one.tokens) - 1 + (turns[place].drafted > 0)
+                    running.requests[place].statistics.reads += reads
+            running.clock.note("sampler")
+        return found
 
-    def _count(self, outcome: RoundOutcome, draft: Proposal | None, rows: int) -> None:
+    def _settle(self, drafts: Sequence[Proposal], found: Sequence[Read]) -> None:
+        """Let drafters keep what stays of their drafts."""
+        settled: list[int | None] = []
+        for place, one in enumerate(found):
+            count = None
+            if isinstance(one, RoundOutcome):
+                count = one.settled(drafts[place])
+            settled.append(count)
+            drafter = self._asked.get(place)
+            if drafter is None:
+                continue
+            if count is None:
+                drafter.discard()
+            else:
+                drafter.settle(count)
+        if self.shared is not None:
+            self.shared.settle(settled)
+
+    def _next_of(self, read: Read, one: Read) -> int | None:
+        """Return the token after the known ones of a text that was cut."""
+        if isinstance(read, Exception) or isinstance(one, Exception):
+            return None
+        keep = len(one.tokens)
+        all_held = keep < len(read.tokens) and one.first + one.held == keep
+        return read.tokens[keep] if all_held else None
+
+    def _count(self, found: Sequence[Read], drafts: Sequence[Proposal] | None) -> None:
         """Let constraint, processors (by the last forward's rows) and counts follow."""
-        request = self.request
-        counts, target = request.statistics, request.target
-        if request.masks is not None:
-            request.masks.text.commit(outcome.tokens)
-            counts.reads += request.masks.take_reads()
-        if self._processors is not None and rows:
-            self._processors.keep(rows)
-        outcome.count(counts, draft)
-        counts.reruns, counts.mixer_reruns = target.reruns, target.mixer_reruns
+        for place, one in enumerate(found):
+            if isinstance(one, Exception):
+                continue
+            request, draft = self.running.requests[place], None
+            counts, target = request.statistics, request.target
+            if request.masks is not None:
+                request.masks.text.commit(one.tokens)
+                counts.reads += request.masks.take_reads()
+            rows = len(one.tokens) - one.first
+            if drafts is not None:
+                draft = drafts[place]
+                if place in self.running.stateful and rows:
+                    self.running.stateful[place].keep(rows)
+            one.count(counts, draft)
+            counts.reruns, counts.mixer_reruns = target.reruns, target.mixer_reruns

@@ -1,10 +1,8 @@
 """What the caches hold when a stream ends."""
 
-from mlx_speculation.engine.round.outcome import outcome_of
 from mlx_speculation.engine.round.request import Request
 from mlx_speculation.engine.round.round import Rounds
 from mlx_speculation.engine.round.verify import submit_step
-from mlx_speculation.errors import NonFiniteLogitsError
 
 
 def hold_all(rounds: Rounds) -> None:
@@ -12,13 +10,14 @@ def hold_all(rounds: Rounds) -> None:
 
     Legal once the target has read the prompt.
     """
-    request, tokens = rounds.request, rounds.request.sequence.tokens
+    (request,) = rounds.running.requests
+    tokens = request.sequence.tokens
     if request.target.seen < len(tokens):
-        if rounds.in_turn:  # to choose what comes next is to call processors
+        if rounds.running.in_turn:  # to choose what comes next is to call processors
             request.target.feed(tokens[request.target.seen :])
             rounds.next_token = None
         else:
-            rounds.in_flight = submit_step(request)
+            rounds.in_flight = submit_step(rounds.running)
 
 
 def take_back(rounds: Rounds, count: int) -> None:
@@ -27,7 +26,7 @@ def take_back(rounds: Rounds, count: int) -> None:
     Legal right after the round that emitted them, at the end of a stream. The round is
     undone, and what stays of it is fed again, row by row as in plain decoding.
     """
-    request, lane_round = rounds.request, rounds.last_round
+    (request,), lane_round = rounds.running.requests, rounds.last_round
     target, tokens = request.target, request.sequence.tokens
     kept = len(tokens) - count
     request.open_drafter.discard()
@@ -42,7 +41,7 @@ def level_draft(request: Request) -> None:
     """Let the draft model's caches hold what the target's hold."""
     tokens, seen = request.sequence.tokens, request.target.seen
     for lane in request.open_drafter.lanes:
-        if lane is not None:
+        if lane is not None and lane.caches:
             lane.feed(tokens[lane.seen : min(seen, lane.seen + lane.room)])
 
 
@@ -52,12 +51,11 @@ def next_token(rounds: Rounds) -> int | None:
     None where a constraint has ended the text, and where logits processors would have
     to be called.
     """
-    text = rounds.request.text
+    (request,) = rounds.running.requests
+    text = request.text
     if text is not None and not text.goes_on:
         return None
     if rounds.in_flight is None:
         return rounds.next_token
-    try:
-        return outcome_of(rounds.in_flight.verified).tokens[0]
-    except NonFiniteLogitsError:
-        return None
+    (found,) = rounds.in_flight.read()
+    return None if isinstance(found, Exception) else found.tokens[0]

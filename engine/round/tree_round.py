@@ -8,7 +8,8 @@
 Which rows the path has is read with the tokens; all else is as in `verify`.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -16,27 +17,30 @@ import mlx.core as mx
 from mlx_speculation.caches import holds_trees
 from mlx_speculation.engine.drafters.base import Proposal
 from mlx_speculation.engine.round.outcome import Pending
-from mlx_speculation.engine.round.request import Request
+from mlx_speculation.engine.round.request import Request, Running
 from mlx_speculation.engine.round.verify import unseen
 from mlx_speculation.engine.timing import RoundClock
-from mlx_speculation.models import LaneRound, keep_path, tree_forward, tree_rows
-from mlx_speculation.samplers import Rows, serves_trees, verify_tree
+from mlx_speculation.models import keep_path, tree_forward, tree_rows
+from mlx_speculation.samplers import Decided, Group, Rows, serves_trees, verify_tree
 
 
 @dataclass(frozen=True, slots=True)
 class PendingTree(Pending):
     """A forward over a tree that was submitted and is not read."""
 
-    path: mx.array  # int32 [levels], the accepted nodes, then anything
-    shown: bool  # whether its round has hidden states
+    # int32 [levels], the accepted nodes, then anything
+    path: mx.array = field(kw_only=True)
+    shown: bool = field(kw_only=True)  # whether its round has hidden states
 
     def wait(self, clock: RoundClock) -> None:
         """Wait, and let the rows of the path be the first ones."""
         Pending.wait(self, clock)
         nodes: Any = self.path.tolist()  # came with the tokens
-        accepted: Any = self.verified.accepted
+        (group,) = self.decided.groups
+        accepted: Any = group.verified.accepted
         path = [self.fed + node for node in nodes[: accepted.item()]]
-        keep_path(self.lane_round, [*range(self.fed), *path], shown=self.shown)
+        lane_round: Any = self.lane_round
+        keep_path(lane_round, [*range(self.fed), *path], shown=self.shown)
 
 
 def nodes_for(request: Request, nodes: int) -> int:
@@ -54,23 +58,24 @@ def nodes_for(request: Request, nodes: int) -> int:
 
 
 def submit_tree(
-    request: Request,
-    lane_round: LaneRound,
-    draft: Proposal,
+    running: Running,
+    lane_round: Any,
+    drafts: Sequence[Proposal],
     step: Pending | None = None,
 ) -> Pending:
     """Submit a forward over a tree, and over what the target has not seen.
 
     Args:
-        request: whose rows they are.
+        running: the request whose rows they are.
         lane_round: the transaction.
-        draft: the nodes.
+        drafts: the nodes.
         step: none: behind a step in flight drafts are chains.
     """
     assert step is None
-    clock, exact, branches = request.clock, request.explain, draft.branches
+    (request,), (draft,) = running.requests, drafts
+    clock, exact, branches = running.clock, running.explain, draft.branches
     assert branches is not None
-    fed, levels, parents = unseen(request), branches.levels, branches.parents
+    fed, levels, parents = unseen(running)[0], branches.levels, branches.parents
     lead = len(fed)
     rows = tree_rows(parents, levels, lead)
     with tree_forward(rows):
@@ -97,8 +102,9 @@ def submit_tree(
         clock.wait("verify", logits)
     arrays = [*found.verified.arrays, found.path]
     clock.submit("sampler" if exact else "verify", *arrays)
+    decided = Decided((Group((0,), found.verified),), {})
     lane = request.target
     shown = lane.taps is not None or lane.follower is not None
     return PendingTree(
-        lane_round, lead, logits, found.verified, path=found.path, shown=shown
+        lane_round, lead, logits, decided, fed, path=found.path, shown=shown
     )

@@ -1,86 +1,165 @@
-"""The target's forwards of one request, and the choices from their rows.
+"""The target's forwards of a round, and the choices from their rows.
 
-step       its tokens all stay: committed when it is submitted, one row chosen from
-verify     a draft's rows and one more, decided on the device together
+step       tokens that all stay: committed when it is submitted, one row chosen from
+verify     the rows of each request's draft and one more, decided on the device together
+
+Requests are padded on the right to the widest draft, and each keeps its own prefix:
+
+    fed       t d1 d2 d3        3 drafts, the first 2 accepted: keeps 3
+              t d1 .  .         1 draft, accepted: keeps 2
+              t .  .  .         none: keeps 1
 """
+
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import mlx.core as mx
 
-from mlx_speculation.engine.drafters.base import Proposal
+from mlx_speculation.engine.drafters.base import NOTHING, Proposal, rectangle
 from mlx_speculation.engine.round.outcome import Pending
-from mlx_speculation.engine.round.request import Request
-from mlx_speculation.models import LaneRound
-from mlx_speculation.samplers import Rows
+from mlx_speculation.engine.round.request import Running
+from mlx_speculation.models import RequestRound
+from mlx_speculation.samplers import Ask, Decided, Group, Rows, Verified, decide
 
 
-def submit_step(request: Request, behind: Pending | None = None) -> Pending:
+def submit_step(running: Running, after: Pending | None = None) -> Pending:
     """Submit a forward whose tokens all stay, behind a step that is not read."""
-    clock = request.clock
-    fed = unseen(request) if behind is None else behind.verified.tokens
-    with request.target.begin(whole=True) as lane_round:
+    clock, early = running.clock, running.explain or running.masked
+    fed = unseen(running) if after is None else after.tokens[:, None]
+    count = fed.shape[1]
+    with running.lane.begin(count, whole=True) as lane_round:
         # Layers may be submitted already.
         logits = clock.hand_over("verify", lane_round.forward, fed)
-        if len(logits) > 1:
-            logits = logits[-1:]
-        early = request.explain or request.masks is not None
-        if early and behind is not None:
-            behind.wait(clock)  # the masks would wait for its tokens
+        if count > 1:
+            logits = logits[:, -1:]
+        if early and after is not None:
+            after.wait(clock)  # the masks would wait for its tokens
         if early:
             clock.submit("verify", logits)  # runs while masks are made
-        rows = rows_of(request, logits, None if behind is None else fed)
-        decisions = request.decisions or request.verifier
-        verified = decisions.verify(logits, rows, top=request.top)
-        clock.submit("verify", *verified.arrays)
-        lane_round.commit(len(fed))
-    return Pending(lane_round, len(fed), logits if early else None, verified)
+        drafts = [NOTHING] * len(running.requests)
+        decided, _ = _decided(running, logits, drafts, None if after is None else fed)
+        if running.alone:
+            verified = decided.groups[0].verified
+            tokens, arrays = verified.tokens, verified.arrays
+        else:
+            tokens = decided.first_tokens()
+            arrays = [tokens, *decided.arrays]
+        clock.hand_over("verify", mx.async_eval, *arrays)
+        lane_round.commit(count)
+    return Pending(lane_round, count, logits if early else None, decided, tokens)
 
 
 def submit_verify(
-    request: Request, lane_round: LaneRound, draft: Proposal, step: Pending | None
+    running: Running,
+    lane_round: RequestRound,
+    drafts: Sequence[Proposal],
+    step: Pending | None,
 ) -> Pending:
-    """Submit a forward over a draft, and over what the target has not seen.
+    """Submit a forward over drafts, and over what the target has not seen.
 
     Args:
-        request: whose rows they are.
+        running: whose requests they are.
         lane_round: the transaction.
-        draft: the tokens; behind a step the first one stands for the step's.
+        drafts: of each request; what is drafted for a step's token is left out.
         step: the step in flight, if there is one.
     """
-    # 4. One forward of the target over what it has not seen and the draft.
-    clock, exact = request.clock, request.explain
-    if step is None:
-        fed = unseen(request)
-    else:
-        fed, draft = step.verified.tokens, draft.behind(1)
-    tokens, k = draft.tokens, draft.length
-    both = mx.concatenate([fed, tokens])
-    logits = lane_round.forward(both)[-1 - k :]
+    # 4. One forward of the target over what it has not seen and the drafts.
+    clock, exact = running.clock, running.explain
+    fed = unseen(running) if step is None else step.tokens[:, None]
+    matrix = rectangle(drafts)
+    both = fed if matrix is None else mx.concatenate([fed, matrix], axis=1)
+    logits = lane_round.forward(both)[:, fed.shape[1] - 1 :]
     if not exact:
         clock.submit("verify", logits)  # runs while its choices' graph is built
     if step is not None:
         step.wait(clock)
-    clock.wait("draft", tokens)
+    if matrix is not None:
+        clock.wait("draft", matrix)
     if exact:
         clock.submit("verify", logits)
-    # 5. The sampler turns the last k + 1 rows into choices and the acceptance.
-    rows = rows_of(request, logits, tokens if step is None else both, k + 1)
-    decisions = request.decisions or request.verifier
-    verified = decisions.verify(logits, rows, tokens, draft.probs, top=request.top)
-    if exact:
+    # 5. The sampler turns each request's rows into choices and the acceptance.
+    before = None if step is None else fed
+    decided, turns = _decided(running, logits, drafts, before, matrix)
+    if exact or turns:
         clock.wait("verify", logits)
-    clock.submit("sampler" if exact else "verify", *verified.arrays)
-    return Pending(lane_round, len(fed), logits, verified)
+    clock.submit("sampler" if exact else "verify", *decided.arrays)
+    return Pending(lane_round, fed.shape[1], logits, decided, fed, turns=turns)
 
 
-def unseen(request: Request) -> mx.array:
-    """Return the known tokens that the target has not seen, uint32 [n]."""
-    return mx.array(request.sequence.tokens[request.target.seen :], mx.uint32)
+def unseen(running: Running) -> mx.array:
+    """Return the known tokens that the target has not seen, uint32 [requests, n]."""
+    tokens = []
+    for request in running.requests:
+        tokens.append(request.sequence.tokens[request.target.seen :])
+    return mx.array(tokens, mx.uint32)
 
 
-def rows_of(
-    request: Request, logits: mx.array, ahead: mx.array | None, count: int = 1
-) -> Rows:
-    """Return what precedes each of the target's rows, and what it may choose."""
-    known = request.sequence
-    rows = Rows(known.tokens, ahead, count, known.start)
-    return rows if request.masks is None else request.masks.on(logits, rows)
+def _decided(
+    running: Running,
+    logits: mx.array,
+    drafts: Sequence[Proposal],
+    before: mx.array | None,
+    matrix: mx.array | None = None,
+) -> tuple[Decided, dict[int, Iterator[Verified]]]:
+    """Decide on the rows of every request, but for those that are decided in turn.
+
+    Args:
+        running: whose requests they are.
+        logits: [requests, n, vocab].
+        drafts: of each request.
+        before: tokens of a step that come before the drafts, uint32 [requests, 1].
+        matrix: the tokens of the drafts, [requests, n - 1].
+
+    Returns:
+        What is decided, and what decides on the next row of the others, by place.
+    """
+    asked: dict[int, Ask] = {}
+    turns: dict[int, Iterator[Verified]] = {}
+    failed: dict[int, Exception] = {}
+    listed: Any = _read(before, matrix) if running.masked else None
+    for place, request in enumerate(running.requests):
+        draft, known = drafts[place], request.sequence
+        tokens, count = draft.tokens, len(draft.tokens)
+        drafted = tokens if count else None
+        ahead = drafted
+        if before is not None:
+            ahead = mx.concatenate([before[place], tokens]) if count else before[place]
+        rows = Rows(known.tokens, ahead, count + 1, known.start)
+        if request.masks is not None:
+            row = [] if ahead is None else listed[place][: len(ahead)]
+            try:
+                rows = request.masks.on(rows, row)
+            except Exception as error:
+                if running.alone:
+                    raise
+                failed[place] = error
+                continue
+        verifier: Any = request.decisions or request.verifier
+        if running.alone and not running.in_turn:
+            verified = verifier.verify(
+                logits[0], rows, drafted, draft.probs, top=request.top
+            )
+            return Decided((Group((0,), verified),), {}), turns
+        if request.verifier.chooser.processors.parallel:
+            asked[place] = Ask(verifier, rows, drafted, draft.probs, request.top)
+            continue
+        own = logits[place, : count + 1]
+        turns[place] = verifier.in_turn(
+            own, rows, drafted, draft.probs, top=request.top
+        )
+    if len(asked) < len(drafts) and asked:
+        index = mx.array([*asked])
+        logits = logits[index]
+        matrix = None if matrix is None else matrix[index]
+    decided = decide([*asked.values()], logits, matrix) if asked else Decided((), {})
+    decided = decided.at([*asked])
+    decided.failed.update(failed)
+    return decided, turns
+
+
+def _read(before: mx.array | None, matrix: mx.array | None) -> Any:
+    """Return the tokens that the host does not know: one read for all requests."""
+    arrays = [array for array in (before, matrix) if array is not None]
+    if not arrays:
+        return None
+    return (mx.concatenate(arrays, axis=1) if len(arrays) > 1 else arrays[0]).tolist()

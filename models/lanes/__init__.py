@@ -7,7 +7,6 @@ accepted is not known here.
 
 from mlx_speculation.models.lanes.base import RequestLane, RequestRound
 from mlx_speculation.models.lanes.batch import BatchLane, BatchRound
-from mlx_speculation.models.lanes.batch_states import BatchStates, Unread
 from mlx_speculation.models.lanes.committed_states import CommittedStates
 from mlx_speculation.models.lanes.draft_tree import (
     TreeForward,
@@ -33,7 +32,6 @@ __all__ = [
     "PREFILL_STEP",
     "BatchLane",
     "BatchRound",
-    "BatchStates",
     "CommittedStates",
     "Lane",
     "LaneRound",
@@ -44,7 +42,6 @@ __all__ = [
     "Sliding",
     "TreeForward",
     "TreeHooks",
-    "Unread",
     "check_fixed_shape",
     "check_tree_model",
     "checked_quantization",

@@ -50,7 +50,6 @@ from mlx_speculation.caches import (
 from mlx_speculation.models.exclusions import takes_key_steps
 from mlx_speculation.models.introspect.taps import States
 from mlx_speculation.models.lanes.base import RequestLane, collected
-from mlx_speculation.models.lanes.batch_states import BatchStates, Unread
 from mlx_speculation.models.round_context import plain_step, rows_of_a_round
 from mlx_speculation.models.shape_buckets import RowSizes, row_size
 
@@ -65,7 +64,7 @@ class BatchLane(RequestLane):
     Attributes:
         places: rows of the caches: those of requests, and others that nobody reads.
         stand: the place of each request.
-        follower: gets the hidden states of what rounds commit, where a head reads them.
+        members: the lane of each request, whose `seen` and `follower` its rounds keep.
     """
 
     def __init__(self, model: nn.Module, sizes: RowSizes | None = None) -> None:
@@ -73,7 +72,7 @@ class BatchLane(RequestLane):
         self.caches: list[Any] = []
         self.requests = self.places = 0
         self.stand: list[int] = []
-        self.follower: BatchStates | None = None
+        self.members: list[Any] = []
         self.key_steps = takes_key_steps(model)
         self._met: set[tuple[int, ...]] = set()  # places, positions, columns shown
         self._fresh = False
@@ -98,6 +97,7 @@ class BatchLane(RequestLane):
             self.caches = joining
         self._slack = SlidingKVCache in kinds
         self.requests += len(lanes)
+        self.members = [*self.members, *lanes]
         self.places = self.requests
         self.stand = list(range(self.requests))
         used = self._sizes.used
@@ -111,6 +111,7 @@ class BatchLane(RequestLane):
         """Keep these requests, in this order, and let go of the others."""
         self.requests = len(stay)
         self.stand = [self.stand[index] for index in stay]
+        self.members = [self.members[index] for index in stay]
         size = self.size if self._wide else None
         if not stay:
             self.caches, self.places = [], 0
@@ -197,9 +198,12 @@ class BatchRound:
         in_order = lane.stand == list(range(lane.places))
         self._fed_as = None if in_order else lane.fed_as
         self._speculation = Speculation(lane.caches, whole=whole)
-        self._follower = lane.follower
-        self._hidden = None if lane.follower is None else lane.follower.taps.states()
-        self._before: Unread | None = None  # what the follower held before the commit
+        self._members = lane.members
+        self._kept: list[int] = []  # of each request, once committed
+        # One head follows a target, so all followers have the same taps.
+        taps = [own.follower.taps for own in lane.members if own.follower is not None]
+        self._taps = taps[0] if taps else None
+        self._hidden = None if self._taps is None else self._taps.states()
 
     @property
     def hidden(self) -> States:
@@ -215,8 +219,8 @@ class BatchRound:
         if more:  # any tokens: no request keeps what they write
             tokens = mx.pad(tokens, [(0, 0), (0, more)])
         with ExitStack() as stack:
-            if self._follower is not None:
-                stack.enter_context(self._follower.taps.collect(self._hidden))
+            if self._taps is not None:
+                stack.enter_context(self._taps.collect(self._hidden))
             stack.enter_context(rows_of_a_round(tokens.size))
             if self._whole:
                 stack.enter_context(plain_step(tokens.size))
@@ -233,19 +237,29 @@ class BatchRound:
 
     def commit(self, keep: Keep) -> None:
         """Keep the first `keep` tokens of all requests, or so many of each."""
-        follower, hidden = self._follower, self._hidden
-        if follower is None or hidden is None:
-            self._speculation.commit(self._each(keep))
-        else:
-            added = follower.added(hidden, keep)  # what may fail
-            self._speculation.commit(self._each(keep))
-            self._before, follower.held = follower.held, added
+        selected: dict[Any, mx.array] = {}
+        if self._hidden is not None:
+            for own in self._members:  # may fail, and so before the commit
+                if own.follower is not None and own.follower.select not in selected:
+                    select = own.follower.select
+                    selected[select] = select(self._hidden)
+        self._speculation.commit(self._each(keep))
+        each = [keep] * len(self._members) if isinstance(keep, int) else keep
+        for place, (own, count) in enumerate(zip(self._members, each, strict=True)):
+            if own.follower is not None and selected:
+                states = selected[own.follower.select]
+                own.follower.add(own.seen, states[place : place + 1], count)
+            own.seen += count
+        self._kept = [*each]
 
     def rollback(self) -> None:
         """Undo it, also after a commit while nothing else has written."""
         self._speculation.rollback()
-        if self._follower is not None and self._before is not None:
-            self._follower.held, self._before = self._before, None
+        for own, count in zip(self._members, self._kept, strict=False):
+            own.seen -= count
+            if own.follower is not None and count:
+                own.follower.take_back(own.seen)
+        self._kept = []
 
     def _each(self, keep: Keep) -> Keep:
         """Let the other places keep as many as the first row does."""

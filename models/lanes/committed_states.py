@@ -46,8 +46,8 @@ class CommittedStates:
         self.start = self.stop = 0
         self._parts: list[mx.array] = []
 
-    def add(self, first: int, states: States, keep: int) -> None:
-        """Add the first `keep` positions of a round that began at position `first`.
+    def add(self, first: int, states: mx.array, keep: int) -> None:
+        """Add the first `keep` selected states of a round that began at `first`.
 
         Where positions were left out, those before the gap are dropped, and so are
         those that nobody has read for very long.
@@ -56,7 +56,7 @@ class CommittedStates:
             self._parts, self.start = [], first
         self.stop = first + keep
         if keep:
-            self._parts.append(self.select(states)[:, :keep])
+            self._parts.append(states[:, :keep])
 
     def last(self, count: int) -> mx.array | None:
         """Return a copy of the last `count` states, or all; None: they were dropped."""

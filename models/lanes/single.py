@@ -6,7 +6,7 @@ does not matter how far one lags behind the other. It knows no text and no sampl
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -301,24 +301,23 @@ class LaneRound:
 
         With `taps` or a follower on the lane, their states are added to `hidden`.
         """
-        if tokens.ndim == 2:
-            return self.forward(tokens[0])[None]
-        lane = self._lane
+        lane, batched = self._lane, tokens.ndim == 2
+        tokens = tokens[0] if batched else tokens
         self._width += tokens.shape[0]
         if self._width > lane.positions - lane._unknown - lane.seen:
             check_positions(self._width, lane._unknown + lane.seen, lane.positions)
         self._fed.append(tokens)
         if lane.shape is not None:
-            return self._fixed(tokens, lane.shape)
-        if lane.compiled is not None and lane.compiled.serves(lane.caches, len(tokens)):
-            return lane.compiled.forward(tokens, lane.caches)
-        if self._whole and not lane.guesses:  # a plain step, or part of a prompt
-            ways: AbstractContextManager[None] = plain_step(len(tokens))
+            logits = self._fixed(tokens, lane.shape)[None]
+        elif lane.compiled and lane.compiled.serves(lane.caches, len(tokens)):
+            logits = lane.compiled.forward(tokens, lane.caches)[None]
         else:
-            ways = rows_of_a_round(len(tokens))
-        taps = NO_TAPS if self._taps is None else self._taps.collect(self._hidden)
-        with taps, ways:
-            return lane.run(tokens[None], cache=self.speculation.caches).squeeze(0)
+            whole = self._whole and not lane.guesses  # a plain step, part of a prompt
+            ways: Any = plain_step if whole else rows_of_a_round
+            taps = NO_TAPS if self._taps is None else self._taps.collect(self._hidden)
+            with taps, ways(len(tokens)):
+                logits = lane.run(tokens[None], cache=self.speculation.caches)
+        return logits if batched else logits.squeeze(0)
 
     def _fixed(self, tokens: mx.array, shape: FixedShape) -> mx.array:
         """Feed `tokens` [n] with padding, and return logits of these [n, vocab]."""
@@ -361,7 +360,8 @@ class LaneRound:
         speculation.commit(keep)
         self._committed = keep
         if lane.follower is not None and self._hidden is not None:
-            lane.follower.add(lane.seen, self._hidden, keep)
+            follower = lane.follower
+            follower.add(lane.seen, follower.select(self._hidden), keep)
         lane.seen += keep
         lane.reruns += speculation.reran
         lane.mixer_reruns += self._mixers_ran

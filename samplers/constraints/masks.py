@@ -4,6 +4,7 @@ A mask depends on the tokens before its row, and drafted tokens are on the devic
 are read while the device works on the row's logits; such a read is counted.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,18 +25,14 @@ class Masks:
         reads, self._reads = self._reads, 0
         return reads
 
-    def on(self, logits: mx.array, rows: Rows) -> Rows:
+    def on(self, rows: Rows, ahead: Sequence[int]) -> Rows:
         """Return the rows with what each of them allows.
 
         Args:
-            logits: [rows, vocab], submitted before anything is read.
-            rows: what precedes each row; what is ahead follows the committed text.
+            rows: what precedes each row.
+            ahead: their tokens that follow the committed text, which were read.
         """
-        mx.async_eval(logits)
-        ahead: Any = []
-        if rows.ahead is not None:
-            ahead = rows.ahead.tolist()
-            self._reads += 1
+        self._reads += bool(ahead)
         return replace(rows, allowed=self.text.masks(ahead, rows.count))
 
     def on_draft(
@@ -47,11 +44,13 @@ class Masks:
         not accepted, and has probabilities.
 
         Args:
-            logits: [rows, vocab], or [rows, n] with `ids`.
-            rows: what precedes each row.
+            logits: [rows, vocab], or [rows, n] with `ids`; submitted before a read.
+            rows: what precedes each row; what is ahead follows the committed text.
             ids: uint32 [n], the ids of the columns.
         """
-        rows = self.on(logits, rows)
+        mx.async_eval(logits)
+        ahead: Any = [] if rows.ahead is None else rows.ahead.tolist()
+        rows = self.on(rows, ahead)
         assert rows.allowed is not None
         allowed = rows.allowed
         if ids is None:

@@ -27,7 +27,7 @@ from mlx_speculation import (
     pure,
 )
 from mlx_speculation.engine.result import Result
-from mlx_speculation.engine.round import round as rounds
+from mlx_speculation.engine.round import outcome
 from support.covering import covering
 from support.drafters.scripted_draft_lengths import Planned
 from support.drafters.scripted_drafter import ScriptedDrafter
@@ -240,7 +240,7 @@ def test_a_failed_round_puts_a_forkable_state_back(
     def broken(*_: Any) -> Any:
         raise RuntimeError("device lost")
 
-    monkeypatch.setattr(rounds, "outcome_of", broken)
+    monkeypatch.setattr(outcome, "outcomes", broken)
     with pytest.raises(RuntimeError, match="device lost"):
         next(stream)
     assert processor.calls == plain.calls[: len(emitted)]

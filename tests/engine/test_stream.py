@@ -22,8 +22,7 @@ from mlx_speculation import (
 from mlx_speculation.caches import RecordingArraysCache
 from mlx_speculation.caches.journals.rotating_kv import PresentedRing
 from mlx_speculation.engine import Stream
-from mlx_speculation.engine.round import round as rounds
-from mlx_speculation.engine.round import settle_caches
+from mlx_speculation.engine.round import outcome
 from mlx_speculation.models import Lane, LaneRound
 from support.covering import covering
 from support.drafters.scripted_drafter import ScriptedDrafter
@@ -302,7 +301,7 @@ def test_an_error_ends_the_stream_with_a_result(
     def broken(*_: Any) -> Any:
         raise RuntimeError("device lost")
 
-    monkeypatch.setattr(rounds, "outcome_of", broken)
+    monkeypatch.setattr(outcome, "outcomes", broken)
     with pytest.raises(RuntimeError, match="device lost"):
         next(stream)
     stream.close()
@@ -364,17 +363,16 @@ def test_a_drafted_round_waits_for_the_device_once(
 
         monkeypatch.setattr(owner, wait, wrapper)
 
-    for module in (settle_caches, rounds):
-        counted(module, "outcome_of")
+    counted(outcome, "outcomes")
     for wait in ("eval", "synchronize"):
         counted(mx, wait)
     before = stream.stats.rounds
     list(stream)
     # One read, and looks at the clock when drafts, logits and tokens are there. The
     # last round may have no room for a draft.
-    reads = waits.count("outcome_of")
+    reads = waits.count("outcomes")
     assert reads == stream.stats.rounds - before
-    drafted, plain = [*["eval"] * 3, "outcome_of"], ["eval", "outcome_of"]
+    drafted, plain = [*["eval"] * 3, "outcomes"], ["eval", "outcomes"]
     some = drafted * (reads - 1)
     assert waits in (some + drafted, some + plain)
 

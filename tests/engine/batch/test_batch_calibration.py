@@ -13,7 +13,7 @@ from mlx_speculation import (
     PrefixCache,
     SpeculativeGenerator,
 )
-from mlx_speculation.engine.batch.decoder import BatchDecoder
+from mlx_speculation.engine.batch.running import RunningTogether
 from mlx_speculation.engine.draft_length import calibration
 from mlx_speculation.engine.draft_length.rule import DraftRule, Offer
 from mlx_speculation.engine.stream_factory import StreamFactory
@@ -40,13 +40,13 @@ def _nothing_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def _rounds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list to which every round of a batch adds its number of rows."""
     found: list[int] = []
-    usual = BatchDecoder.next_round
+    usual = RunningTogether.next_round
 
-    def counted(self: BatchDecoder, **options: Any) -> None:
+    def counted(self: RunningTogether, **options: Any) -> None:
         found.append(len(self.rows))
         usual(self, **options)
 
-    monkeypatch.setattr(BatchDecoder, "next_round", counted)
+    monkeypatch.setattr(RunningTogether, "next_round", counted)
     return found
 
 
@@ -154,11 +154,11 @@ def test_an_error_ends_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
         streams.append(usual(self, prompt, options))
         return streams[-1]
 
-    def interrupted(self: BatchDecoder, **options: Any) -> None:
+    def interrupted(self: RunningTogether, **options: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(StreamFactory, "make", make)
-    monkeypatch.setattr(BatchDecoder, "next_round", interrupted)
+    monkeypatch.setattr(RunningTogether, "next_round", interrupted)
     generator = generator_with("model")
     with pytest.raises(KeyboardInterrupt):
         generator.calibrate_batches([3])

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from mlx_speculation import BatchGenerator, CascadeDraft, LookupDraft
-from mlx_speculation.engine.batch.by_turns import BatchCascadeDrafter
 from mlx_speculation.engine.draft_length.base import Plan
 from mlx_speculation.engine.draft_length.batched import BatchDraftLength
 from support.drafters.batch_heads import head_bench
@@ -54,7 +53,8 @@ def test_sources_by_turns_change_no_text(
         while batch.waiting or batch.running:
             batch.next()
             if len(batch.running) > 1:
-                assert isinstance(batch._together._drafts, BatchCascadeDrafter)
+                assert batch._together._turns
+                assert batch._together._rounds.shared is not None
         assert batch.stats.row_rounds > 2 * batch.stats.forwards
         for uid, case in zip(uids, cases, strict=True):
             assert batch.why_alone(uid) is None

@@ -71,18 +71,18 @@ def test_closing_ends_every_row_whatever_fails(monkeypatch: pytest.MonkeyPatch) 
 def test_a_row_that_cannot_take_its_tokens_ends_and_the_others_have_theirs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made, plain = bench("llama"), BatchRequest.emit
+    made, plain = bench("llama"), BatchRequest.take_chunks
     with BatchGenerator(made.generator("model")) as batch:
         first, second = (made.insert(batch, case) for case in CASES)
         batch.next()
 
-        def emit(self: BatchRequest, *args: Any, **options: Any) -> Any:
+        def take(self: BatchRequest) -> None:
             if self.uid == first:
-                monkeypatch.setattr(BatchRequest, "emit", plain)
+                monkeypatch.setattr(BatchRequest, "take_chunks", plain)
                 raise KeyboardInterrupt
-            return plain(self, *args, **options)
+            plain(self)
 
-        monkeypatch.setattr(BatchRequest, "emit", emit)
+        monkeypatch.setattr(BatchRequest, "take_chunks", take)
         with pytest.raises(KeyboardInterrupt):
             batch.next()
         finish(batch)

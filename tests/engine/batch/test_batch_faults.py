@@ -16,7 +16,7 @@ from mlx_speculation import (
     pure,
 )
 from mlx_speculation.engine import Proposal, Sequence
-from mlx_speculation.engine.batch.draft_model import BatchModelDrafter
+from mlx_speculation.engine.shared_drafters.shared_model import SharedModel
 from support.drafters.batches import SAMPLINGS, Bench, Case, bench, interrupt_commit
 from support.identity import prompt_of
 from support.models.tiny_tokenizer import byte_tokenizer
@@ -164,11 +164,11 @@ def test_a_target_that_cannot_commit_leaves_the_draft_as_it_was(
 
 def assert_two_behind(batch: BatchGenerator) -> None:
     """Require that the draft's caches hold all that is known of each row but two."""
-    drafter = batch._together._drafts
-    assert isinstance(drafter, BatchModelDrafter)
+    drafter = batch._together._rounds.shared
+    assert isinstance(drafter, SharedModel)
     offsets: Any = drafter.lane.caches[0].offset.tolist()
-    known = {row.uid: len(row.tokens) for row in batch._together.rows}
-    assert offsets == [known[row.uid] - 2 for row in drafter._rows] != []
+    known = [len(one.sequence.tokens) for one in drafter._requests]
+    assert offsets == [count - 2 for count in known] != []
 
 
 def test_a_draft_model_that_raises_is_disabled_for_all_rows() -> None:

@@ -15,9 +15,9 @@ from mlx_speculation import (
     SpeculativeGenerator,
 )
 from mlx_speculation.engine import CascadeDraft, EagleDraft, MtpDrafter
-from mlx_speculation.engine.batch import mtp
-from mlx_speculation.engine.batch.mtp import BatchMtpDrafter
-from mlx_speculation.engine.batch.outcome import BatchStep
+from mlx_speculation.engine.round.outcome import Pending
+from mlx_speculation.engine.shared_drafters import shared_head
+from mlx_speculation.engine.shared_drafters.shared_head import SharedHead
 from mlx_speculation.models.checkpoints import HeadOutput
 from mlx_speculation.models.mtp import BatchMtpRound
 from support.drafters.batch_heads import (
@@ -61,7 +61,6 @@ def finish(made: HeadBench, batch: BatchGenerator, rows: dict[int, Case]) -> Non
         made.check(case, result.tokens)
     assert batch.memory == 0
     assert not batch.stats.alone
-    assert batch._together._lane.follower is None
 
 
 class Watched:
@@ -122,17 +121,18 @@ def test_a_round_is_one_forward_of_the_target_and_one_of_the_head_a_token(
 def drafts_of(generator: SpeculativeGenerator, cases: list[Case]) -> list[Any]:
     """Return each row's drafts and statistics in a batch."""
     drafted: dict[int, list[list[int]]] = {}
-    plain = BatchMtpDrafter.propose
+    plain = SharedHead.propose
 
-    def noting(self: Any, rows: Any, limits: Any, ahead: int) -> Any:
-        found = plain(self, rows, limits, ahead)
-        for row, draft in zip(rows, found, strict=True):
+    def noting(self: Any, requests: Any, limits: Any) -> Any:
+        found = plain(self, requests, limits)
+        together = batch._together.rows
+        for row, draft in zip(together, found[0], strict=True):
             if draft.length:
                 drafted.setdefault(row.uid, []).append(listed(draft.tokens))
         return found
 
     with pytest.MonkeyPatch.context() as patch, BatchGenerator(generator) as batch:
-        patch.setattr(BatchMtpDrafter, "propose", noting)
+        patch.setattr(SharedHead, "propose", noting)
         uids = [batch.insert(**asked(case)) for case in cases]
         run(batch)
         assert not batch.stats.alone
@@ -241,7 +241,7 @@ def test_rounds_without_drafts_are_caught_up_with(
     """Also while steps are in flight, and with more slots than a window has."""
     made, drafted = head_bench("llama"), []
     for lag in (1, 3, 64):
-        monkeypatch.setattr(mtp, "LONGEST_LAG", lag)
+        monkeypatch.setattr(shared_head, "LONGEST_LAG", lag)
         generator = made.generator(kind)
         head = knowing(generator)
         with BatchGenerator(generator) as batch:
@@ -250,9 +250,8 @@ def test_rounds_without_drafts_are_caught_up_with(
             most = 0
             while batch.waiting or batch.running:
                 batch.next()
-                follower = batch._together._lane.follower
-                if follower is not None:
-                    most = max(most, *follower.held.counts)
+                shared: Any = batch._together._rounds.shared
+                most = max(most, 0, *shared._counts())
             finish(made, batch, rows)
             assert batch.stats.forwards < 20
         assert (most <= 6) == (lag < 64)
@@ -271,7 +270,8 @@ def test_rows_that_never_draft_are_not_followed() -> None:
         rows = {made.insert(batch, case): case for case in cases}
         while batch.waiting or batch.running:
             batch.next()
-            assert batch._together._lane.follower is None
+            lane = batch._together._lane
+            assert all(own.follower is None for own in lane.members)
         for case in (cases[0], CASES[3], cases[1]):
             rows[made.insert(batch, case)] = case
         head.fed.clear()
@@ -331,23 +331,23 @@ def insert_planned(
 def test_an_interrupt_among_plain_steps_takes_their_states_back(where: str) -> None:
     """Steps are committed when they are submitted, and read after the next one."""
     made, cases = head_bench("llama"), [CASES[0], CASES[3], CASES[4]]
-    plain = BatchStep.read
+    plain = Pending.read
     for number in range(1, 7):
         generator = made.generator("mtp")
         left = number
 
-        def read(step: BatchStep) -> Any:
+        def read(step: Pending, *args: Any) -> Any:
             nonlocal left
             left -= 1
             if left == 0:
                 raise KeyboardInterrupt
-            return plain(step)
+            return plain(step, *args)
 
         forward = 4 + number if where == "forward" else 0
         with pytest.MonkeyPatch.context() as patch, BatchGenerator(generator) as batch:
             rows = insert_planned(made, batch, [2, 0, 0, 0, 3, 0], cases)
             if where == "read":
-                patch.setattr(BatchStep, "read", read)
+                patch.setattr(Pending, "read", read)
             with Watched(made.model, forward), pytest.raises(KeyboardInterrupt):
                 run(batch)
             finish(made, batch, rows)
@@ -361,11 +361,11 @@ def test_an_interrupt_while_catching_up_leaves_the_head_as_it_was(where: str) ->
     made, cases = head_bench("llama"), [CASES[0], CASES[3], CASES[4]]
     plain = getattr(BatchMtpRound, where)
     generator, catching = made.generator("mtp"), []
-    catch_up = BatchMtpDrafter._catch_up
+    catch_up = SharedHead._catch_up
 
-    def noting(drafter: BatchMtpDrafter, states: Any) -> None:
+    def noting(drafter: SharedHead) -> None:
         catching.append(True)
-        catch_up(drafter, states)
+        catch_up(drafter)
         catching.append(False)
 
     def failing(head_round: BatchMtpRound, *args: Any) -> None:
@@ -376,8 +376,8 @@ def test_an_interrupt_while_catching_up_leaves_the_head_as_it_was(where: str) ->
             raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch, BatchGenerator(generator) as batch:
-        patch.setattr(mtp, "LONGEST_LAG", 1)
-        patch.setattr(BatchMtpDrafter, "_catch_up", noting)
+        patch.setattr(shared_head, "LONGEST_LAG", 1)
+        patch.setattr(SharedHead, "_catch_up", noting)
         patch.setattr(BatchMtpRound, where, failing)
         rows = insert_planned(made, batch, [2, 0, 0, 0, 3, 0], cases)
         with pytest.raises(KeyboardInterrupt):
@@ -592,7 +592,7 @@ def test_a_prompt_out_of_a_prefix_cache_is_not_in_the_slots() -> None:
         assert len(drafts) >= 8
 
 
-def test_what_drafts_otherwise_still_runs_alone() -> None:
+def test_what_drafts_otherwise_shares_the_target_alone() -> None:
     made = head_bench("llama")
     head = made.generator("random")._setup.draft
     assert isinstance(head, EagleDraft)
@@ -601,11 +601,13 @@ def test_what_drafts_otherwise_still_runs_alone() -> None:
     for model, draft in drafts:
         generator = generator_of(model, draft)
         with BatchGenerator(generator) as batch:
-            uid = batch.insert(prompt_of(6), max_tokens=6, stop_tokens=())
-            assert batch.why_alone(uid) == "its draft reads the target's states"
+            asked: dict[str, Any] = {"max_tokens": 6, "stop_tokens": ()}
+            uids = [batch.insert(prompt_of(n), **asked) for n in (6, 9)]
+            assert [batch.why_alone(uid) for uid in uids] == [None, None]
             run(batch)
-            alone = generator.generate(prompt_of(6), max_tokens=6, stop_tokens=())
-            assert batch.result(uid).tokens == alone.tokens
+            for uid, n in zip(uids, (6, 9), strict=True):
+                alone = generator.generate(prompt_of(n), **asked)
+                assert batch.result(uid).tokens == alone.tokens
 
 
 def test_a_row_that_leaves_while_it_is_read_lets_go_of_what_was_read() -> None:

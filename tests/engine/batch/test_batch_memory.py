@@ -27,8 +27,9 @@ def play(made: Bench, batch: BatchGenerator, requests: int, seed: int) -> int:
                 "logprobs": rng.choice([None, None, 2]),
                 "prefill_step_size": rng.choice([7, 2048]),
             }
-            if rng.random() < 0.2:  # runs alone
+            if rng.random() < 0.2:
                 options["sampling"] = Sampling(logits_processors=[lambda t, x: x])
+            options["explain"] = rng.random() < 0.1  # runs alone
             batch.insert(prompt_of(rng.randint(1, 90)), **options)
         for response in batch.next():
             if response.finish_reason is not None:

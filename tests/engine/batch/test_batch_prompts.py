@@ -26,7 +26,7 @@ from support.identity import prompt_of
 
 STEP = 18
 LONG = 90
-ALONE = Sampling(logits_processors=[lambda tokens, logits: logits])  # may have a state
+SERIAL = Sampling(logits_processors=[lambda tokens, logits: logits])
 CASE = Case(6, SAMPLINGS[0], 30)
 Fed = list[tuple[int, int]]
 
@@ -159,13 +159,13 @@ def test_drafters_of_one_row_read_one_chunk_at_most(alone: bool, draft: str) -> 
     with BatchGenerator(made.generator("none", draft_length=4, **options)) as batch:
         rows = started(made, batch)
         case = Case(LONG, SAMPLINGS[0], 20, prefill_step=STEP)
-        sampling = ALONE if alone else case.sampling
         long = batch.insert(
             prompt_of(LONG),
             max_tokens=20,
-            sampling=sampling,
+            sampling=case.sampling,
             stop_tokens=(),
             prefill_step_size=case.prefill_step,
+            explain=alone,
         )
         assert (batch.why_alone(long) is not None) == alone
         chunks = []
@@ -190,7 +190,7 @@ def test_a_plan_is_kept_while_the_draft_of_a_row_alone_reads() -> None:
         uid = batch.insert(
             prompt_of(LONG),
             max_tokens=20,
-            sampling=ALONE,
+            explain=True,
             stop_tokens=(),
             draft_length=lengths,
             prefill_step_size=STEP,
@@ -337,7 +337,7 @@ def test_an_interrupted_chunk_is_taken_up_again(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("error", "sampling"),
-    covering([RuntimeError("mine"), MemoryError("mine")], [SAMPLINGS[1], ALONE]),
+    covering([RuntimeError("mine"), MemoryError("mine")], [SAMPLINGS[1], SERIAL]),
 )
 def test_a_chunk_that_fails_ends_its_row(error: Exception, sampling: Any) -> None:
     made = bench("llama")

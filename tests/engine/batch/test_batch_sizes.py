@@ -13,12 +13,12 @@ import pytest
 
 from mlx_speculation import BatchGenerator, NonFiniteLogitsError, Sampling, pure
 from mlx_speculation.caches import RaggedKVCache
-from mlx_speculation.engine.batch.draft_model import BatchModelDrafter
 from mlx_speculation.engine.draft_length.base import Feedback, FixedDraftLength
 from mlx_speculation.engine.draft_length.cost_store import Known
 from mlx_speculation.engine.draft_length.costs import RoundCosts
 from mlx_speculation.engine.draft_length.rule import Credit
 from mlx_speculation.engine.draft_length.ruled import RuleDraftLength
+from mlx_speculation.engine.shared_drafters.shared_model import SharedModel
 from mlx_speculation.models import BatchLane, Lane, ModelHooks, RowSizes
 from mlx_speculation.models.shape_buckets import row_size
 from support.caches.cache_twins import read
@@ -239,7 +239,7 @@ def test_a_draft_that_has_missed_tokens_reads_them_in_few_widths() -> None:
         batch = BatchGenerator(generator, row_sizes=sizes)
         with batch, Watched(made.draft) as shapes:
             uids = [batch.insert(prompt_of(3), max_tokens=60) for _ in range(5)]
-            drafts = batch.next() and batch._together._drafts
+            drafts = batch.next() and batch._together._rounds.shared
             found[sizes] = set[int]()
             for missed in (0, 1, 5, 11, 14):
                 let_draft(batch, 0)
@@ -250,7 +250,7 @@ def test_a_draft_that_has_missed_tokens_reads_them_in_few_widths() -> None:
                 batch.next()
                 batch.next()
                 found[sizes] |= {width for rows, width in shapes if rows > 1}
-            assert isinstance(drafts, BatchModelDrafter)
+            assert isinstance(drafts, SharedModel)
             assert uids
             (first, *_) = drafts.lane.extract(2)
             held.append(read(first.keys_and_values()))

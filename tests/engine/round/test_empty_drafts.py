@@ -21,8 +21,7 @@ from mlx_speculation.engine.draft_length.base import FixedDraftLength
 from mlx_speculation.engine.drafters.base import Choose, Proposal
 from mlx_speculation.engine.drafters.user_drafter import adapted
 from mlx_speculation.engine.prompt import Sequence
-from mlx_speculation.engine.round import round as rounds
-from mlx_speculation.engine.round import settle_caches
+from mlx_speculation.engine.round import outcome, settle_caches
 from mlx_speculation.engine.round.decoder import Decoder
 from mlx_speculation.engine.round.outcome import RoundOutcome
 from mlx_speculation.engine.round.request import Request
@@ -227,8 +226,8 @@ STEPS = [
     (Verifier, "verify", 1),
     (verifier, "count_accepted", 1),
     (verifier, "peaks", 1),
-    (rounds, "outcome_of", 1),
-    (rounds, "outcome_of", 2),
+    (outcome, "outcomes", 1),
+    (outcome, "outcomes", 2),
     (Run, "cut", 1),
     (Speculation, "prepare", 1),
     (PlannedDrafter, "settle", 1),

@@ -165,7 +165,7 @@ def test_the_round_reads_in_one_sitting() -> None:
     names = ("decoder", "round", "verify", "outcome")
     files = [Path(PACKAGE, "engine", "round", f"{name}.py") for name in names]
     texts = [file.read_text() for file in files]
-    assert sum(text.count("\n") for text in texts) < 600
+    assert sum(text.count("\n") for text in texts) < 840  # of one request, or many
     steps = [number for number in range(1, 9) if f"# {number}. " in "".join(texts)]
     assert steps == [*range(1, 9)]
 

@@ -18,7 +18,7 @@ from mlx_speculation.engine import SpeculativeGenerator
 from mlx_speculation.engine.draft_length.base import FixedDraftLength
 from mlx_speculation.engine.drafters.draft_model import ModelDrafter
 from mlx_speculation.engine.prompt import Sequence
-from mlx_speculation.engine.round import round as rounds
+from mlx_speculation.engine.round import outcome
 from mlx_speculation.engine.round.decoder import Decoder
 from mlx_speculation.engine.round.outcome import RoundOutcome
 from mlx_speculation.engine.round.request import Request
@@ -118,7 +118,7 @@ DRAFTED_STEPS = [
     (Verifier, "verify", 1),
     (verifier, "count_accepted", 1),
     (verifier, "peaks", 1),
-    (rounds, "outcome_of", 1),
+    (outcome, "outcomes", 1),
     (Run, "cut", 1),
     (Speculation, "prepare", 1),
     (Speculation, "commit", 1),  # the draft model's
@@ -128,7 +128,7 @@ PLAIN_STEPS = [
     (LaneRound, "forward", 1),
     (Verifier, "verify", 1),
     (Speculation, "commit", 1),
-    (rounds, "outcome_of", 1),
+    (outcome, "outcomes", 1),
     (Run, "cut", 1),
 ]
 

@@ -17,8 +17,7 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_speculation import Sampling, SpeculativeGenerator
 from mlx_speculation.caches import KVQuantization, Speculation
 from mlx_speculation.engine.drafters.base import Branches, Proposal
-from mlx_speculation.engine.round import round as rounds
-from mlx_speculation.engine.round import tree_round
+from mlx_speculation.engine.round import outcome, tree_round
 from mlx_speculation.errors import (
     DrafterFaultWarning,
     InvalidRequestError,
@@ -218,7 +217,7 @@ def test_behind_a_step_in_flight_a_chain_is_drafted() -> None:
         (tree_round, "tree_rows"),
         (tree_round, "verify_tree"),
         (tree_round, "keep_path"),
-        (rounds, "outcome_of"),
+        (outcome, "outcomes"),
         (Speculation, "move"),
         (Speculation, "prepare"),
         (Speculation, "commit"),

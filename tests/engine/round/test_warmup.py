@@ -44,8 +44,8 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> Forwards:
 
     def forward(self: Any, tokens: mx.array) -> mx.array:
         self.at = self._lane.seen
-        fed = shape_of_round(self.at + self._width, len(tokens), by_keys=True)
-        self.last = (len(tokens), fed)
+        fed = shape_of_round(self.at + self._width, tokens.size, by_keys=True)
+        self.last = (tokens.size, fed)
         return feed(self, tokens)
 
     def committed(self: Any, keep: int) -> None:

@@ -10,13 +10,12 @@ import pytest
 from mlx_speculation.caches import SlidingKVCache, array_bytes, leaves
 from mlx_speculation.models import (
     BatchLane,
-    BatchStates,
+    CommittedStates,
     HiddenStates,
     Lane,
     ModelHooks,
     RequestLane,
     RowSizes,
-    Unread,
 )
 from support.identity import ROUNDING, prompt_of
 from support.models.tiny_models import build
@@ -115,9 +114,8 @@ def test_a_round_shows_the_states_of_its_requests_alone(count: int) -> None:
             pass
         lane.leave([2, 1, 0])  # which stay where they are
         assert lane.stand == [2, 1, 0]
-        follower = BatchStates(taps, lambda states: states.after_norm)
-        follower.held, follower.rows = Unread(3), [0, 1, 2]
-        lane.follower = follower
+        for own in lane.members:
+            own.follower = CommittedStates(taps, lambda states: states.after_norm)
     else:
         assert isinstance(lane, Lane)
         lane.taps = taps

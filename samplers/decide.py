@@ -1,9 +1,9 @@
-"""Decisions for many requests at once, on the rows of one forward.
+"""Decisions for the requests of a round, by one call where they have much in common.
 
 A batch of requests brings logits [requests, n, vocab]: after the last known token of
-each and after its drafted tokens, padded to n rows. Requests that differ in seed and
-position only are decided by one call over all their rows: the greedy ones, and those
-of the same options whose noise is keyed and which have no processors. Each row is
+each and after its drafted tokens, padded to n rows. Requests that differ in seed,
+position and mask only are decided by one call over all their rows: the greedy ones, and
+those of the same options whose noise is keyed and which have no processors. Each row is
 chosen by itself, so it comes out the same to the last bit as alone. All others are
 decided one request after the other, in the same evaluation.
 
@@ -12,18 +12,27 @@ Nothing here is evaluated or read.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_speculation.samplers.acceptance import Verified, normalizers, peaks
+from mlx_speculation.samplers.acceptance import (
+    Decided,
+    Group,
+    Verified,
+    count_accepted,
+    in_order,
+    normalizers,
+    peaks,
+    reported,
+)
 from mlx_speculation.samplers.chooser import Chooser, tempered
 from mlx_speculation.samplers.row_context import Rows
-from mlx_speculation.samplers.verifier import Verifier, reported, spread
+from mlx_speculation.samplers.verifier import Verifier, spread
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class VerifyRequest:
+class Ask:
     """What is to be decided for one request."""
 
     verifier: Verifier  # decides for it
@@ -34,51 +43,38 @@ class VerifyRequest:
     # Report log-probabilities, and this many of the most probable ids
     top: int | None = None
 
-    @property
-    def count(self) -> int:
-        """How many tokens were drafted."""
-        return self.rows.count - 1
+
+def decide(
+    asked: Sequence[Ask], logits: mx.array, drafted: mx.array | None = None
+) -> Decided:
+    """Decide for every request.
+
+    Args:
+        asked: what each of them asks.
+        logits: [requests, n, vocab] of the target; of each, the rows it asks for come
+            first.
+        drafted: uint32 [requests, n - 1], padded with any tokens; None for n = 1.
+    """
+    groups: list[Group] = []
+    failed: dict[int, Exception] = {}
+    for members, together in _grouped(asked):
+        if together:
+            groups.append(_together(asked, members, logits, drafted))
+            continue
+        for index in members:
+            one = asked[index]
+            own = logits[index, : one.rows.count]
+            try:
+                verified = one.verifier.verify(
+                    own, one.rows, one.drafted, one.draft_probs, top=one.top
+                )
+                groups.append(Group((index,), verified))
+            except Exception as error:
+                failed[index] = error
+    return Decided(tuple(groups), failed)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class VerifiedGroup:
-    """Requests that were decided together."""
-
-    members: tuple[int, ...]  # which of those that asked
-    width: int  # how many rows each of them has in `verified`
-    # Their rows one after the other; `accepted` is int32 [members], or None where
-    # nothing was drafted
-    verified: Verified
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class BatchVerified:
-    """What was decided in a round."""
-
-    decided: tuple[VerifiedGroup, ...]  # of those requests that could be decided
-    # What was raised for others, such as by a processor of their own
-    failed: dict[int, Exception]
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        """All there is to evaluate."""
-        return [array for one in self.decided for array in one.verified.arrays]
-
-    def first_tokens(self, count: int) -> mx.array:
-        """Return the first chosen token of each of `count` requests, uint32 [count].
-
-        Those that failed get token 0.
-        """
-        tokens, order = [mx.zeros((len(self.failed),), mx.uint32)], [*self.failed]
-        for one in self.decided:
-            tokens.append(one.verified.tokens[:: one.width])
-            order += one.members
-        assert len(order) == count
-        return _in_order([t for t in tokens if t.shape[0]], order)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class BatchProposed:
+class Proposed(NamedTuple):
     """The next drafted token of every request."""
 
     tokens: mx.array  # uint32 [requests], 0 where a request failed
@@ -89,43 +85,9 @@ class BatchProposed:
     failed: dict[int, Exception]
 
 
-def verify_batch(
-    asked: Sequence[VerifyRequest], logits: mx.array, drafted: mx.array | None = None
-) -> BatchVerified:
-    """Decide for every request.
-
-    Args:
-        asked: what each of them asks.
-        logits: [requests, n, vocab] of the target; of each, the rows it asks for come
-            first.
-        drafted: uint32 [requests, n - 1], padded with any tokens; None for n = 1.
-    """
-    found: list[VerifiedGroup] = []
-    failed: dict[int, Exception] = {}
-    for members, key in _grouped(asked):
-        if key is not None:
-            found.append(_together(asked, members, logits, drafted))
-            continue
-        for index in members:
-            one = asked[index]
-            own = logits[index, : one.rows.count]
-            try:
-                verified = one.verifier.verify(
-                    own, one.rows, one.drafted, one.draft_probs, top=one.top
-                )
-            except Exception as error:
-                failed[index] = error
-            else:
-                if verified.accepted is not None:
-                    accepted = verified.accepted.reshape(1)
-                    verified = replace(verified, accepted=accepted)
-                found.append(VerifiedGroup((index,), one.rows.count, verified))
-    return BatchVerified(tuple(found), failed)
-
-
-def propose_batch(
-    asked: Sequence[VerifyRequest], logits: mx.array, ids: mx.array | None = None
-) -> BatchProposed:
+def propose_all(
+    asked: Sequence[Ask], logits: mx.array, ids: mx.array | None = None
+) -> Proposed:
     """Choose the next drafted token of every request.
 
     Args:
@@ -140,9 +102,9 @@ def propose_batch(
     order: list[int] = []
     probs: dict[int, mx.array] = {}
     failed: dict[int, Exception] = {}
-    for members, key in _grouped(asked):
+    for members, together in _grouped(asked):
         order += members
-        if key is not None:
+        if together:
             choosers = [asked[i].verifier.chooser.for_drafts() for i in members]
             positions = [asked[i].rows.positions for i in members]
             rows = logits if len(members) == len(asked) else logits[mx.array(members)]
@@ -159,65 +121,66 @@ def propose_batch(
             tokens.append(chosen.tokens)
             if chosen.probs is not None:
                 probs[index] = chosen.probs
-    return BatchProposed(_in_order(tokens, order), probs, failed)
-
-
-def _in_order(tokens: list[mx.array], order: list[int]) -> mx.array:
-    """Put tokens together that stand at these places."""
-    joined = mx.concatenate(tokens) if len(tokens) > 1 else tokens[0]
-    if order == list(range(len(order))):
-        return joined
-    return joined[mx.array(sorted(range(len(order)), key=order.__getitem__))]
+    return Proposed(in_order(tokens, order), probs, failed)
 
 
 _ANY = Rows((0,))  # what precedes a row does not matter to those decided together
 
 
-def _grouped(asked: Sequence[VerifyRequest]) -> list[tuple[list[int], Any]]:
-    """Return the requests by what they have in common; None: nothing."""
+def _grouped(asked: Sequence[Ask]) -> list[tuple[list[int], bool]]:
+    """Return the requests by what they have in common, and whether they have any."""
     groups: dict[Any, list[int]] = {}
     for index, one in enumerate(asked):
         shared = one.verifier.shared
         key = None if shared is None else (shared, one.top)
         groups.setdefault(key, []).append(index)
-    return [(members, key) for key, members in groups.items()]
+    return [(members, key is not None) for key, members in groups.items()]
 
 
 def _together(
-    asked: Sequence[VerifyRequest],
+    asked: Sequence[Ask],
     members: list[int],
     logits: mx.array,
     drafted: mx.array | None,
-) -> VerifiedGroup:
-    """Decide for requests that differ in seed and position only."""
+) -> Group:
+    """Decide for requests that differ in seed, position and mask only."""
     ours = [asked[index] for index in members]
     if len(ours) < len(asked):
         places = mx.array(members)
         logits = logits[places]
         drafted = None if drafted is None else drafted[places]
-    width = logits.shape[1]
-    first = ours[0]
+    width, first = logits.shape[1], ours[0]
     choosers = [one.verifier.chooser for one in ours]
     starts = [one.rows.positions[0] for one in ours]
-    processed = choosers[0].usable(logits.flatten(0, 1), _ANY)
+    rows = replace(_ANY, allowed=_masks(ours, width))
+    processed = choosers[0].usable(logits.flatten(0, 1), rows)
     tokens = _picked(choosers, processed, [range(s, s + width) for s in starts])
     accepted = None
-    if drafted is not None and any(one.count for one in ours):
-        counts = mx.array([one.count for one in ours])
-        agree = drafted == tokens.reshape(-1, width)[:, :-1]
-        agree = agree & (mx.arange(width - 1) < counts[:, None])
-        accepted = mx.cumprod(agree.astype(mx.int32), axis=-1).sum(axis=-1)
-        accepted = accepted.astype(mx.int32)
-    top = first.top
-    normals = peaks(processed) if top is None else normalizers(processed)
+    if drafted is not None and any(one.drafted is not None for one in ours):
+        counts = mx.array([one.rows.count - 1 for one in ours])
+        accepted = count_accepted(drafted, tokens.reshape(-1, width), counts)
+    normals = peaks(processed) if first.top is None else normalizers(processed)
     report = None
-    if top is not None:
-        report = reported(
-            processed, normals, tokens, top, whole=first.verifier.whole_rows
-        )
-    return VerifiedGroup(
-        tuple(members), width, Verified(tokens, accepted, normals, report)
-    )
+    if first.top is not None:
+        whole = first.verifier.whole_rows
+        report = reported(processed, normals, tokens, first.top, whole=whole)
+    return Group(tuple(members), Verified(tokens, accepted, normals, report))
+
+
+def _masks(asked: Sequence[Ask], width: int) -> mx.array | None:
+    """Return what rows may choose, bool [requests * width, ids]; None: all may all."""
+    some = next((a.rows.allowed for a in asked if a.rows.allowed is not None), None)
+    if some is None:
+        return None
+    parts = []
+    for one in asked:
+        mask, free = one.rows.allowed, width
+        if mask is not None:
+            parts.append(mask)
+            free -= len(mask)
+        if free:
+            parts.append(mx.ones((free, some.shape[-1]), mx.bool_))
+    return mx.concatenate(parts)
 
 
 def _picked(

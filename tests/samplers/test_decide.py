@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from mlx_speculation import Sampling, pure
 from mlx_speculation.samplers import (
     Acceptance,
+    Ask,
     Chooser,
     Rows,
     Verifier,
-    VerifyRequest,
-    propose_batch,
-    verify_batch,
+    decide,
+    propose_all,
 )
 
 VOCAB = 40
@@ -32,7 +32,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 
 
 @st.composite
-def requests(draw: st.DrawFn) -> tuple[list[VerifyRequest], int]:
+def requests(draw: st.DrawFn) -> tuple[list[Ask], int]:
     """Draw what some requests ask for, and the widest draft."""
     rules: list[Acceptance] = ["keyed", "keyed", "keyed", "rejection", "block"]
     asked, width = [], draw(st.integers(0, 4))
@@ -47,11 +47,15 @@ def requests(draw: st.DrawFn) -> tuple[list[VerifyRequest], int]:
         )
         tokens = mx.array(drafted, mx.uint32) if drafted else None
         probs = mx.full((count, VOCAB), 1 / VOCAB) if drafted else None
+        allowed = None
+        if draw(st.booleans()):
+            masks = st.lists(st.booleans(), min_size=VOCAB, max_size=VOCAB)
+            allowed = mx.array([[True, *draw(masks)[1:]] for _ in range(count + 1)])
         keyed = verifier.shared is not None or verifier._rule is None
         asked.append(
-            VerifyRequest(
+            Ask(
                 verifier,
-                Rows(known, tokens, count + 1),
+                Rows(known, tokens, count + 1, allowed=allowed),
                 tokens,
                 None if keyed else probs,
                 draw(st.sampled_from([None, None, 0, 3])),
@@ -69,22 +73,23 @@ def logits_of(rows: int, width: int, key: int) -> mx.array:
 @settings(max_examples=60)
 @given(drawn=requests(), key=st.integers(0, 1000))
 def test_requests_are_decided_as_each_alone(
-    drawn: tuple[list[VerifyRequest], int], key: int
+    drawn: tuple[list[Ask], int], key: int
 ) -> None:
     asked, width = drawn
     logits = logits_of(len(asked), width, key)
     padded = np.ones((len(asked), width), np.uint32)  # likely tokens
     for row, one in enumerate(asked):
         if one.drafted is not None:
-            padded[row, : one.count] = np.array(one.drafted)
-    found = verify_batch(asked, logits, mx.array(padded) if width else None)
+            padded[row, : len(one.drafted)] = np.array(one.drafted)
+    found = decide(asked, logits, mx.array(padded) if width else None)
     assert not found.failed
     seen = []
-    for decided in found.decided:
+    for decided in found.groups:
+        wide = len(decided.verified.tokens) // len(decided.members)
         for place, index in enumerate(decided.members):
-            one, start = asked[index], place * decided.width
+            one, start = asked[index], place * wide
             alone = one.verifier.verify(
-                logits[index, : one.count + 1],
+                logits[index, : one.rows.count],
                 one.rows,
                 one.drafted,
                 one.draft_probs,
@@ -93,7 +98,7 @@ def test_requests_are_decided_as_each_alone(
             accepted: Any = 0 if alone.accepted is None else alone.accepted.item()
             together = decided.verified
             if together.accepted is not None:
-                assert together.accepted[place].item() == accepted
+                assert together.accepted.reshape(-1)[place].item() == accepted
             else:
                 assert accepted == 0
             stop = start + accepted + 1
@@ -111,7 +116,7 @@ def test_requests_are_decided_as_each_alone(
             seen.append(index)
     assert sorted(seen) == list(range(len(asked)))
     if width == 0:
-        first: Any = found.first_tokens(len(asked)).tolist()
+        first: Any = found.first_tokens().tolist()
         for index, one in enumerate(asked):
             alone = one.verifier.verify(logits[index], one.rows)
             assert first[index] == alone.tokens.item()
@@ -119,15 +124,12 @@ def test_requests_are_decided_as_each_alone(
 
 @settings(max_examples=40)
 @given(drawn=requests(), key=st.integers(0, 1000))
-def test_requests_draft_as_each_alone(
-    drawn: tuple[list[VerifyRequest], int], key: int
-) -> None:
+def test_requests_draft_as_each_alone(drawn: tuple[list[Ask], int], key: int) -> None:
     asked = [
-        VerifyRequest(one.verifier, Rows(one.rows.known, one.rows.ahead))
-        for one in drawn[0]
+        Ask(one.verifier, Rows(one.rows.known, one.rows.ahead)) for one in drawn[0]
     ]
     logits = logits_of(len(asked), 0, key)[:, 0]
-    found = propose_batch(asked, logits)
+    found = propose_all(asked, logits)
     for index, one in enumerate(asked):
         alone = one.verifier.propose(logits[index][None], one.rows)
         assert found.tokens[index].item() == alone.tokens.item()
@@ -141,16 +143,16 @@ def test_a_processor_that_raises_is_the_fault_of_its_request() -> None:
 
     own = [Sampling(seed=1), Sampling(logits_processors=[raises], seed=1), Sampling()]
     asked = [
-        VerifyRequest(Verifier(Chooser(one.with_seed(), VOCAB)), Rows([row, 1]))
+        Ask(Verifier(Chooser(one.with_seed(), VOCAB)), Rows([row, 1]))
         for row, one in enumerate(own)
     ]
     logits = logits_of(3, 0, 5)
-    found = verify_batch(asked, logits)
+    found = decide(asked, logits)
     assert isinstance(found.failed.pop(1), KeyError)
     found.failed[1] = KeyError()
     expected = mx.argmax(logits[:, 0], axis=-1).tolist()
-    assert found.first_tokens(3).tolist() == [expected[0], 0, expected[2]]  # type: ignore[index]
-    proposed = propose_batch(asked, logits[:, 0])
+    assert found.first_tokens().tolist() == [expected[0], 0, expected[2]]  # type: ignore[index]
+    proposed = propose_all(asked, logits[:, 0])
     assert [*proposed.failed] == [1]
     assert proposed.tokens.tolist() == [expected[0], 0, expected[2]]  # type: ignore[index]
 

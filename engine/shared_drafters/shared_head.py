@@ -1,0 +1,223 @@
+"""A head that drafts for many requests at once, one forward a token.
+
+It reads what the target computes: every round leaves the states of the positions that
+each request has kept. What a request has got since the last draft is written to the
+head's caches, of all requests together, and the chains begin behind it:
+
+    known before        t0 t1 t2 t3           held 0 1, the state of position 2 (that
+                                              of t2, with t3) is not read
+    fed                 position 2 | d1 | d2  d3 is chosen last and not fed
+    a = 1, known        t0 t1 t2 t3 d1 c      held 0 1 2, states 3 and 4 not read
+    a = 3, known        t0 .. t3 d1 d2 d3 b   held 0 1 2, states 3 to 6 not read
+
+So after a round every request holds its true positions, whatever was accepted of the
+others, and those of drafts never stay. See `engine/drafters/mtp.py` for one request,
+and `models/mtp/batch_cache.py` for how those that hold different numbers are fed.
+
+A head that raises is disabled for all requests, and one whose logits hold a NaN for
+those where they do.
+"""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from mlx_speculation.caches import array_bytes
+from mlx_speculation.engine.drafters.base import Proposal
+from mlx_speculation.engine.drafters.mtp import LONGEST_LAG, MtpDrafter
+from mlx_speculation.engine.shared_drafters.shared import (
+    Drafted,
+    SharedChain,
+    SharedDrafter,
+)
+from mlx_speculation.models.mtp import BatchMtpCache, BatchMtpRound, MtpCache
+
+
+class SharedHead(SharedDrafter):
+    """Drafts for many requests with one head, from the states of each one's lane."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._cache: BatchMtpCache | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the caches, and of the states that are not read yet."""
+        if self._cache is None:
+            return 0
+        held = (_head(request).committed.arrays for request in self._requests)
+        return self._cache.nbytes + sum(map(array_bytes, held))
+
+    def follow(self, requests: Sequence[Drafted]) -> None:
+        """Let new requests in, and read what many plain steps have left."""
+        self.done()
+        with self._disabling("begin", requests):
+            self.leave([])  # those that are disabled
+            self._take_in(requests)
+            self._drop()
+            if max(self._counts(), default=0) > LONGEST_LAG:
+                self._catch_up()
+                self._drop(evaluate=True)
+
+    def leave(self, gone: Sequence[Drafted]) -> None:
+        """Let go of requests, and of those whose drafter is disabled."""
+        stay = self._staying(gone)
+        if len(stay) == len(self._requests):
+            return
+        if stay and self._cache is not None:
+            self._cache.leave(stay)
+        else:
+            self._cache = None
+        self._requests = [self._requests[index] for index in stay]
+
+    def _most(self, limits: list[int]) -> list[int]:
+        """Return the limits, 0 where the state before the newest token is not known.
+
+        It is out of a cache, or the prompt has one token.
+        """
+        pairs = zip(limits, self._counts(), strict=True)
+        return [limit if count > 0 else 0 for limit, count in pairs]
+
+    def _drafted(self, most: list[int]) -> list[Proposal]:
+        """Draft the longest chain for all requests; cut it to `most`."""
+        assert self._cache is not None
+        head, counts = _head(self._requests[0]), self._counts()
+        length = max(most) if head.depth is None else min(max(most), head.depth)
+        self._round = self._cache.begin()
+        self._feed(self._round, [max(0, count - 1) for count in counts])
+        hidden = self._states([-1] * len(counts), [min(1, n) for n in counts])
+        tokens = [request.sequence.tokens[-1:] for request in self._requests]
+        inputs = mx.array(tokens, mx.uint32)
+        chain = self._chain = SharedChain(self._requests, head.ids)
+        for _ in range(length):
+            out = self._round.step(hidden, inputs)
+            inputs = chain.choose(out.logits[:, -1])[:, None]
+            hidden = out.recycled[:, -1:]
+        return chain.drafts([min(limit, length) for limit in most], head.source)
+
+    def _keep(self, accepted: list[int]) -> None:
+        """Keep the positions of committed text; those of drafts never stay."""
+        self._round.commit([min(1, count) for count in self._counts()])
+
+    def _counts(self) -> list[int]:
+        """Return how many states of each request are known and not read.
+
+        Those of a round that is settled were read, but for the last one.
+        """
+        if self._cache is None:
+            return []
+        found = []
+        for request, end in zip(self._requests, self._cache.ends, strict=True):
+            committed = _head(request).committed
+            known = committed.start <= end
+            found.append(max(0, committed.stop - end) if known else 0)
+        return found
+
+    def _states(self, firsts: Sequence[int], counts: Sequence[int]) -> mx.array:
+        """Return states from the next position on, or the last, of each request.
+
+        Args:
+            firsts: how far behind the next position they begin; -1: the last one.
+            counts: how many; behind shorter ones there are any.
+
+        Returns:
+            [requests, the most, dim].
+        """
+        assert self._cache is not None
+        parts: list[mx.array | None] = []
+        for index, request in enumerate(self._requests):
+            committed, end = _head(request).committed, self._cache.ends[index]
+            count = counts[index]
+            first = committed.stop - 1 if firsts[index] < 0 else end + firsts[index]
+            some = committed.between(first, first + count) if count else None
+            parts.append(some)
+        width = max(counts)
+        like = next(part for part in parts if part is not None)
+        padded = []
+        for part in parts:
+            rows = like[:, :0] if part is None else part
+            more = width - rows.shape[1]
+            padded.append(mx.pad(rows, [(0, 0), (0, more), (0, 0)]) if more else rows)
+        return mx.concatenate(padded)
+
+    def _take_in(self, requests: Sequence[Drafted]) -> None:
+        """Let those join that are not followed yet, and may draft at all."""
+        new, handed = [], []
+        for request in requests:
+            inside = any(request is own for own in self._requests)
+            if inside or not request.drafts:
+                continue
+            if (own := _handed(request)) is not None:
+                new.append(request)
+                handed.append(own)
+        if not new:
+            return
+        cache = self._cache or BatchMtpCache(handed[0].mtp)
+        cache.join(handed)
+        self._cache, self._requests = cache, self._requests + new
+        for request in new:
+            _head(request).handed_over()
+
+    def _catch_up(self) -> None:
+        """Feed what plain steps have left, but for the newest position."""
+        assert self._cache is not None
+        pairs = zip(self._requests, self._cache.ends, self._counts(), strict=True)
+        # The pair of the newest position is known, that of a step in flight is not.
+        feed = [
+            max(0, min(len(request.sequence.tokens) - 2 - end, count))
+            for request, end, count in pairs
+        ]
+        if not any(feed):
+            return
+        head_round = self._cache.begin()
+        try:
+            self._feed(head_round, feed)
+            head_round.evaluate()
+        except BaseException:
+            head_round.rollback()
+            raise
+
+    def _feed(self, head_round: BatchMtpRound, counts: list[int]) -> None:
+        """Feed the next positions of every request, so many of each."""
+        width = max(counts)
+        if not width:
+            return
+        assert self._cache is not None
+        pairs = []
+        ends = self._cache.ends
+        for request, end, count in zip(self._requests, ends, counts, strict=True):
+            known = request.sequence.tokens[end + 1 : end + 1 + count]
+            pairs.append(known + [0] * (width - count))
+        hidden = self._states([0] * len(counts), counts)
+        head_round.feed(hidden, mx.array(pairs, mx.uint32), counts)
+
+    def _drop(self, *, evaluate: bool = False) -> None:
+        """Forget the states that were read, but for those of a restore point."""
+        ends = [] if self._cache is None else self._cache.ends
+        for request, end in zip(self._requests, ends, strict=True):
+            head = _head(request)
+            head.committed.drop(end - head.again + 1)
+            if evaluate:
+                mx.eval(head.committed.arrays)
+
+
+def _head(request: Drafted) -> MtpDrafter:
+    head: MtpDrafter = request.open_drafter.shared.batch_head
+    return head
+
+
+def _handed(request: Drafted) -> MtpCache | None:
+    """Return what a request's own drafter holds; None: it fails, or has failed."""
+    drafter = request.open_drafter.shared
+    head = drafter.batch_head
+    if drafter.disabled or head is None:
+        return None
+    drafter.begin(request.sequence)
+    if drafter.disabled:
+        return None
+    try:
+        handed: MtpCache = head.hand_over()
+        return handed
+    except Exception as error:
+        drafter.fail("begin", error)  # which raises MemoryError
+        return None

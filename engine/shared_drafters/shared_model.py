@@ -1,0 +1,181 @@
+"""A draft model that drafts for many requests at once, one forward a token.
+
+Every request in its caches lags behind the known tokens by the same number, at least
+two, so that what it is fed is a rectangle: after a round in which a request accepts a
+of k tokens, its caches keep all that is known but the last two. One that has accepted
+all k could not keep more, since the last drafted token was never fed; the others feed
+one token again that they had. So the first forward of a draft has two columns in place
+of one, and no request needs padding.
+
+    known before   t0 t1 t2 t3              held t0 t1, lag 2, k = 3
+    fed            t2 t3 | d1 | d2          d3 is chosen last and not fed
+    a = 3          known t0..t3 d1 d2 d3 b  held t0..t3 d1 d2
+    a = 1          known t0..t3 d1 c        held t0..t3
+
+A model that raises is disabled for all requests, and one whose logits hold a NaN for
+those where they do. A request behind the end of its table of positions leaves.
+"""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from mlx_speculation.engine.drafters.base import Proposal
+from mlx_speculation.engine.drafters.draft_model import LONGEST_LAG
+from mlx_speculation.engine.shared_drafters.shared import (
+    Drafted,
+    SharedChain,
+    SharedDrafter,
+)
+from mlx_speculation.models import BatchLane, Lane
+
+LAG = 2
+
+
+class SharedModel(SharedDrafter):
+    """Drafts for many requests with one model, whose lane is empty at first.
+
+    The lane of each request counts what the common one holds of it.
+    """
+
+    def __init__(self, lane: BatchLane) -> None:
+        super().__init__()
+        self.lane = lane
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the lane's caches."""
+        return self.lane.nbytes
+
+    def met_new_shapes(self) -> bool:
+        """Return whether its lane met new shapes since the last call."""
+        return self.lane.met_new_shapes()
+
+    def within(self, requests: Sequence[Drafted], limits: list[int]) -> list[int]:
+        """Return as many as the model has positions for, of each request."""
+        pairs = zip(requests, limits, strict=True)
+        return [max(0, min(limit, _room(request))) for request, limit in pairs]
+
+    def prepare(self, requests: Sequence[Drafted], limits: Sequence[int]) -> None:
+        """Let the lane hold all that draft, each up to its last two tokens.
+
+        One chunk's worth of text is read at most, and of what the lane has missed;
+        until all is read, a request does not draft.
+        """
+        with self._disabling("begin", requests):
+            self._take_in(requests, limits)
+
+    def leave(self, gone: Sequence[Drafted]) -> None:
+        """Let go of requests, and of those whose drafter is disabled."""
+        stay = self._staying(gone)
+        if len(stay) < len(self._requests):
+            self.lane.leave(stay)
+            self._requests = [self._requests[index] for index in stay]
+
+    def _most(self, limits: list[int]) -> list[int]:
+        """Return the limits, or nothing where the lane has too much to read."""
+        if not self._requests or self._lag() > LONGEST_LAG:
+            return []
+        if any(limits) and self.lane.size is not None:
+            self._catch_up()  # else each lag would be a shape of its own
+        return limits
+
+    def _drafted(self, most: list[int]) -> list[Proposal]:
+        """Draft the longest chain for all; cut it to `most`."""
+        lag = self._lag()
+        tokens = [request.sequence.tokens[-lag:] for request in self._requests]
+        inputs = mx.array(tokens, mx.uint32)
+        self._round = self.lane.begin(lag + max(most) - 1)
+        chain = self._chain = SharedChain(self._requests)
+        for _ in range(max(most)):
+            chosen = chain.choose(self._round.forward(inputs)[:, -1])
+            inputs = chosen[:, None]
+        return chain.drafts(most, "model")
+
+    def _keep(self, accepted: list[int]) -> None:
+        """Keep what was accepted of each, but its last two known tokens."""
+        lag = self._lag()
+        self._round.commit([lag - 1 + count for count in accepted])
+
+    def _lag(self) -> int:
+        """Return how many known tokens of each request the lane does not hold."""
+        first = self._requests[0]
+        return len(first.sequence.tokens) - _own(first).seen
+
+    def _take_in(self, requests: Sequence[Drafted], limits: Sequence[int]) -> None:
+        """Do `prepare`; what it raises is a fault."""
+        self.leave([one for one in self._requests if _room(one) <= 0])
+        new = [
+            request
+            for request, limit in zip(requests, limits, strict=True)
+            if limit > 0
+            and all(request is not own for own in self._requests)
+            and not request.open_drafter.shared.disabled
+        ]
+        # Recurrent layers that were fed nothing have no state to put beside others.
+        new = self._read([one for one in new if len(one.sequence.tokens) > LAG])
+        if self._requests and (new or self._lag() > LONGEST_LAG):
+            self._catch_up()
+        if new and (not self._requests or self._lag() == LAG):
+            lanes = [_own(request) for request in new]
+            self.lane.join(lanes)
+            for lane in lanes:
+                lane.points = None
+            self._requests = self._requests + new
+
+    def _read(self, requests: Sequence[Drafted]) -> list[Drafted]:
+        """Read one chunk's worth of the texts; return the requests that are read."""
+        found: list[Drafted] = []
+        left: int | None = None
+
+        def fits(chunk: int) -> bool:
+            nonlocal left
+            assert left is not None
+            if chunk > left:
+                return False
+            left -= chunk
+            return True
+
+        for request in requests:
+            lane, tokens = _own(request), request.sequence.tokens
+            if lane.seen > len(tokens) - LAG:
+                continue  # an earlier request left one more: after this round it fits
+            left = lane.prefill_step if left is None else left
+            if not lane.feed(tokens[lane.seen : -LAG], fits=fits):
+                break
+            found.append(request)
+        return found
+
+    def _catch_up(self) -> None:
+        """Feed of what rounds without drafts have added, but for the last two tokens.
+
+        It is a chunk's worth for all requests together at most; more comes next time.
+        """
+        step = min(request.target.prefill_step for request in self._requests)
+        most = max(1, step // len(self._requests))
+        for count in self._counts(min(most, self._lag() - LAG)):
+            missed = []
+            for request in self._requests:
+                seen = _own(request).seen
+                missed.append(request.sequence.tokens[seen : seen + count])
+            with self.lane.begin(count, whole=True) as lane_round:
+                mx.eval(lane_round.forward(mx.array(missed)))
+                lane_round.commit(count)
+
+    def _counts(self, missed: int) -> list[int]:
+        """Return the parts in which so many are fed: few sizes, where each is dear."""
+        if self.lane.size is None:
+            return [missed] if missed else []
+        bits = range(missed.bit_length())
+        return [1 << bit for bit in reversed(bits) if missed >> bit & 1]
+
+
+def _own(request: Drafted) -> Lane:
+    lane = request.open_drafter.shared.batch_lane
+    assert lane is not None
+    return lane
+
+
+def _room(request: Drafted) -> int:
+    """Return how many tokens of a request the model has positions to draft."""
+    return _own(request).positions - len(request.sequence.tokens) + 1
