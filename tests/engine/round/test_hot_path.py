@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import mlx_speculation
-from mlx_speculation import SpeculativeGenerator
+from mlx_speculation import BatchGenerator, SpeculativeGenerator
 from support.identity import prompt_of
 from support.models import tiny_vision
 from support.models.tiny_models import build
@@ -134,6 +134,26 @@ def test_a_round_makes_few_calls_in_few_files(
     assert len(found.files) <= files, found.files
     assert found.calls <= calls
     assert found.depth <= depth
+
+
+@pytest.mark.parametrize("length", [4, 0])
+def test_a_round_of_eight_makes_three_times_the_calls_of_one(length: int) -> None:
+    one = walk_of_a_round(length)
+    generator = SpeculativeGenerator(
+        build("llama"),
+        byte_tokenizer(),
+        draft=build("llama", seed=1) if length else None,
+        draft_length=length,
+    )
+    with BatchGenerator(generator) as batch:
+        for n in range(8):
+            batch.insert(prompt_of(21 + n), max_tokens=200, stop_tokens=())
+        for _ in range(9):
+            batch.next()
+        found = walk(batch.next)
+        assert batch.stats.rounds == 10
+    sys.stdout.write(f"\nk = {length}: one {one.calls} calls, eight {found.calls}\n")
+    assert found.calls <= 3 * one.calls
 
 
 @pytest.mark.parametrize("length", [4, 0])

@@ -1,0 +1,359 @@
+"""Requests with constraints, processors and drafters of every kind run together.
+
+Each one's text, log-probabilities and what its caches hold are those of its own run
+alone, whoever joins or leaves meanwhile. Drafts of heads are those that it has alone.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_speculation import (
+    BatchGenerator,
+    CascadeDraft,
+    LookupDraft,
+    PrefixCache,
+    Sampling,
+    SpeculativeGenerator,
+    pure,
+)
+from mlx_speculation.engine.drafters.base import NOTHING, OpenDrafter, Proposal
+from mlx_speculation.engine.drafters.draft import Draft
+from mlx_speculation.engine.drafters.mtp import MtpDrafter
+from mlx_speculation.engine.result import Result
+from mlx_speculation.samplers import Constraint, TokenAutomaton
+from mlx_speculation.samplers.constraints.llguidance import json_schema, regex
+from support.covering import covering
+from support.drafters.batch_heads import mtp_on
+from support.drafters.block_oracle import load_block
+from support.exact_drafters import peagle_on
+from support.identity import prompt_of
+from support.models.tiny_models import build
+from support.models.tiny_tokenizer import byte_tokenizer
+
+TOKENIZER = byte_tokenizer(("<end>",))
+TOKENS = 14
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 4}, "n": {"enum": [1, 22]}},
+    "required": ["name", "n"],
+    "additionalProperties": False,
+}
+
+
+class Counting:
+    """A processor with a state: it shifts logits by how often it was called."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        self.calls += 1
+        return logits + 2.0 * (mx.arange(logits.shape[-1]) % 7 == self.calls % 7)
+
+
+class Forkable(Counting):
+    """The same, with a state that can be put back."""
+
+    def copy_state(self) -> int:
+        return self.calls
+
+    def restore_state(self, state: int) -> None:
+        self.calls = state
+
+
+@pure
+def shifted(tokens: mx.array, logits: mx.array) -> mx.array:
+    """Prefer some ids."""
+    return logits + 1.0 * (mx.arange(logits.shape[-1]) % 5 == tokens.shape[0] % 5)
+
+
+@cache
+def constraint(name: str) -> Constraint | None:
+    """Return a constraint of a kind."""
+    if name == "schema":
+        return json_schema(SCHEMA, TOKENIZER)
+    if name == "regex":
+        return regex(r"(ab|cd){1,9}[0-9]+", TOKENIZER)
+    if name == "automaton":  # two tokens are forced of every three
+        steps = {0: {7: 1}, 1: {9: 2}, 2: dict.fromkeys(range(40, 90), 0)}
+        return TokenAutomaton(steps, accepting={0, 1, 2})
+    return None
+
+
+PROCESSORS: dict[str, Callable[[], Any]] = {
+    "serial": Counting,
+    "forkable": Forkable,
+    "pure": lambda: shifted,
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a request asks for, and when it comes and goes."""
+
+    prompt: int
+    joins: int  # in which round
+    leaves: int | None  # after so many more
+    constraint: str | None = None
+    processor: str | None = None
+    temperature: float = 0.0
+    logprobs: int | None = None
+    draft_length: int | None = None
+    tokens: int = TOKENS
+
+    def options(self) -> dict[str, Any]:
+        made = () if self.processor is None else (PROCESSORS[self.processor](),)
+        sampling = Sampling(
+            temperature=self.temperature, seed=self.prompt, logits_processors=made
+        )
+        return {
+            "max_tokens": self.tokens,
+            "sampling": sampling,
+            "constraint": constraint(self.constraint or ""),
+            "logprobs": self.logprobs,
+            "draft_length": self.draft_length,
+            "stop_tokens": (256,),
+        }
+
+
+ASKED = st.builds(
+    Asked,
+    prompt=st.sampled_from([2, 5, 17, 23]),
+    joins=st.integers(0, 6),
+    leaves=st.sampled_from([None, None, None, 2, 5]),
+    constraint=st.sampled_from([None, "schema", "regex", "automaton"]),
+    processor=st.sampled_from([None, None, "serial", "forkable", "pure"]),
+    temperature=st.sampled_from([0.0, 0.8]),
+    logprobs=st.sampled_from([None, 2]),
+    draft_length=st.sampled_from([None, 0, 3]),
+    tokens=st.integers(1, TOKENS),
+)
+
+
+def plain_of(generator: SpeculativeGenerator) -> SpeculativeGenerator:
+    """Return a generator of the same target that neither drafts nor keeps anything."""
+    return SpeculativeGenerator(generator.model, TOKENIZER)
+
+
+@cache
+def made(name: str, kind: str) -> SpeculativeGenerator:
+    """Return a generator with a kind of draft."""
+    target = build(name, vocab=260)
+    draft: Any = None
+    if kind in ("model", "confident", "cascade"):
+        draft = build(name, vocab=260)
+    if kind in ("lookup", "cascade"):
+        lookup = LookupDraft()
+        draft = lookup if draft is None else CascadeDraft(lookup, draft)
+    options = {"draft_confidence": 0.2} if kind == "confident" else {}
+    prefixes = PrefixCache(64 << 20, every=8)
+    return SpeculativeGenerator(
+        target, TOKENIZER, draft=draft, draft_length=4, prefix_cache=prefixes, **options
+    )
+
+
+def played(generator: SpeculativeGenerator, asked: list[Asked]) -> list[Result]:
+    """Return the results of requests that come and go as they ask."""
+    with BatchGenerator(generator, max_rows=len(asked)) as batch:
+        uids: dict[int, int] = {}
+        results: dict[int, Result] = {}
+        for number in range(200):
+            for place, one in enumerate(asked):
+                if one.joins == number:
+                    uids[place] = batch.insert(prompt_of(one.prompt), **one.options())
+                    assert batch.why_alone(uids[place]) is None
+                gone = one.leaves is not None and one.joins + one.leaves == number
+                if gone and place in uids:
+                    results[place] = batch.remove(uids.pop(place))
+            if number > 6 and not (batch.waiting or batch.running):
+                break
+            batch.next()
+        for place, uid in uids.items():
+            assert batch.error(uid) is None
+            results[place] = batch.remove(uid)
+        assert batch.memory == 0
+    return [results[place] for place in range(len(asked))]
+
+
+def assert_as_alone(generator: SpeculativeGenerator, one: Asked, got: Result) -> None:
+    """Require what the request writes alone, as far as it came.
+
+    Once without a prefix cache, and once behind what the batch has left in it.
+    """
+    alone = plain_of(generator).generate(prompt_of(one.prompt), **one.options())
+    again = generator.generate(prompt_of(one.prompt), **one.options())
+    assert again.tokens == alone.tokens  # behind what the batch has left
+    count = len(got.tokens)
+    assert got.tokens == alone.tokens[:count]
+    if got.finish_reason != "closed":
+        assert (got.text, got.finish_reason) == (alone.text, alone.finish_reason)
+    known = prompt_of(one.prompt) + got.tokens
+    assert got.cached_tokens in (known, known[:-1])
+    if one.logprobs is not None:
+        for ours, theirs in zip(got.logprobs or [], alone.logprobs or [], strict=False):
+            np.testing.assert_allclose(ours.value, theirs.value, rtol=1e-3, atol=1e-3)
+            assert [i for i, _ in ours.top] == [i for i, _ in theirs.top]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    covering(
+        ["llama", "gemma3_text", "qwen3_5"], ["model", "lookup", "confident", "cascade"]
+    ),
+)
+def test_requests_of_all_kinds_write_what_they_do_alone(name: str, kind: str) -> None:
+    generator = made(name, kind)
+
+    @settings(max_examples=8, deadline=None)
+    @given(asked=st.lists(ASKED, min_size=2, max_size=4))
+    def plays(asked: list[Asked]) -> None:
+        for one, got in zip(asked, played(generator, asked), strict=True):
+            assert_as_alone(generator, one, got)
+
+    plays()
+
+
+@cache
+def with_head(kind: str, *, lookup: bool) -> SpeculativeGenerator:
+    """Return a generator with a random head that drafts for each request in turn."""
+    target: Any
+    draft: Any
+    if kind == "chained":
+        target, draft = mtp_on("step3p5")
+    elif kind == "peagle":
+        target, draft = peagle_on("llama", (0, 1))
+    else:
+        target = build("llama")
+        draft = load_block(kind, target, (0, 1))
+    made: Any = draft
+    if lookup:
+        plain = SpeculativeGenerator(target, byte_tokenizer())
+        asked: dict[str, Any] = {"max_tokens": 30, "stop_tokens": ()}
+        texts = [
+            prompt_of(n) + plain.generate(prompt_of(n), **asked).tokens for n in PROMPTS
+        ]
+        made = CascadeDraft(KnownDraft(texts), draft)
+    return SpeculativeGenerator(target, byte_tokenizer(), draft=made, draft_length=3)
+
+
+class KnownDraft(Draft):
+    """Drafts two right tokens and a wrong one, at every fourth place of known texts."""
+
+    kind = "known"
+    reusable = True
+
+    def __init__(self, texts: list[list[int]]) -> None:
+        self.texts = texts
+
+    def open(self, lane: Any, sequence: Any, draft_cache: Any = None) -> Any:
+        return KnownDrafter(self.texts)
+
+
+class KnownDrafter(OpenDrafter):
+    def __init__(self, texts: list[list[int]]) -> None:
+        self.texts = texts
+
+    def propose(self, sequence: Any, limit: int, choose: Any) -> Proposal:
+        known = sequence.tokens
+        for text in self.texts:
+            if text[: len(known)] == known and len(known) % 4 == 0:
+                right = text[len(known) : len(known) + 2]
+                wrong = [(text[len(known) + 2 : len(known) + 3] or [0])[0] ^ 1]
+                return Proposal(mx.array([*right, *wrong][:limit], mx.uint32))
+        return NOTHING
+
+
+PROMPTS = (3, 9, 17, 30)
+HEADS = ["full", "dflash2", "deepspec", "speculators, given", "peagle", "chained"]
+Drafts = dict[tuple[int, ...], list[int]]
+
+
+def noted(monkeypatch: pytest.MonkeyPatch) -> Drafts:
+    """Note what heads draft from now on, by the tokens that are known."""
+    plain, found = MtpDrafter.propose, Drafts()
+
+    def propose(self: Any, sequence: Any, limit: int, choose: Any) -> Any:
+        draft = plain(self, sequence, limit, choose)
+        if limit == 3:
+            tokens: Any = draft.tokens.tolist()
+            found[tuple(sequence.tokens)] = tokens
+        return draft
+
+    monkeypatch.setattr(MtpDrafter, "propose", propose)
+    return found
+
+
+@pytest.mark.parametrize("lookup", [False, True])
+@pytest.mark.parametrize("kind", HEADS)
+def test_heads_draft_in_a_batch_what_they_do_alone(
+    kind: str, lookup: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = with_head(kind, lookup=lookup)
+    options: dict[str, Any] = {"max_tokens": 24, "stop_tokens": ()}
+    alone = noted(monkeypatch)
+    texts = {n: generator.generate(prompt_of(n), **options).tokens for n in PROMPTS}
+    monkeypatch.undo()
+    batched = noted(monkeypatch)
+    with BatchGenerator(generator) as batch:
+        uids = {n: batch.insert(prompt_of(n), **options) for n in PROMPTS[:3]}
+        for _ in range(4):
+            batch.next()
+        batch.remove(uids.pop(PROMPTS[0]))  # the others move
+        uids[PROMPTS[3]] = batch.insert(prompt_of(PROMPTS[3]), **options)
+        while batch.waiting or batch.running:
+            batch.next()
+        for n, uid in uids.items():
+            assert batch.why_alone(uid) is None
+            assert batch.remove(uid).tokens == texts[n]
+    both = alone.keys() & batched.keys()
+    assert len(both) > (15 if lookup else 40)
+    assert {known: batched[known] for known in both} == {
+        known: alone[known] for known in both
+    }
+
+
+def forwards_of(
+    fresh: Callable[[], SpeculativeGenerator],
+    prompts: list[int],
+    options: dict[str, Any],
+) -> tuple[int, int]:
+    """Return the target's forwards of requests together, and most of one alone."""
+    with BatchGenerator(fresh()) as batch:
+        uids = [batch.insert(prompt_of(n), **options) for n in prompts]
+        while batch.waiting or batch.running:
+            batch.next()
+        results = [batch.result(uid) for uid in uids]
+        assert not batch.stats.alone
+        forwards = batch.stats.forwards
+    most = 0
+    for n, result in zip(prompts, results, strict=True):
+        alone = fresh().generate(prompt_of(n), **options)
+        assert result.tokens == alone.tokens
+        most = max(most, alone.stats.rounds)
+    return forwards, most
+
+
+def test_schemas_share_the_forwards_of_the_target() -> None:
+    options = {"max_tokens": 40, "constraint": constraint("schema")}
+
+    def fresh() -> SpeculativeGenerator:  # lookups remember what has been written
+        target = made("llama", "lookup").model
+        return SpeculativeGenerator(target, TOKENIZER, draft="lookup", draft_length=4)
+
+    together, alone = forwards_of(fresh, [9, 17, 23, 30, 5, 9, 12, 14], options)
+    assert together <= 1.1 * alone
+
+
+def test_requests_with_a_dspark_drafter_share_the_forwards_of_the_target() -> None:
+    generator = with_head("deepspec", lookup=False)
+    options = {"max_tokens": 24, "stop_tokens": ()}
+    together, alone = forwards_of(lambda: generator, [*range(9, 17)], options)
+    assert together <= 1.1 * alone
