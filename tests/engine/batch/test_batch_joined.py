@@ -148,15 +148,14 @@ def made(name: str, kind: str) -> SpeculativeGenerator:
     """Return a generator with a kind of draft."""
     target = build(name, vocab=260)
     draft: Any = None
-    if kind in ("model", "confident", "cascade"):
+    if kind in ("model", "cascade"):
         draft = build(name, vocab=260)
     if kind in ("lookup", "cascade"):
         lookup = LookupDraft()
         draft = lookup if draft is None else CascadeDraft(lookup, draft)
-    options = {"draft_confidence": 0.2} if kind == "confident" else {}
     prefixes = PrefixCache(64 << 20, every=8)
     return SpeculativeGenerator(
-        target, TOKENIZER, draft=draft, draft_length=4, prefix_cache=prefixes, **options
+        target, TOKENIZER, draft=draft, draft_length=4, prefix_cache=prefixes
     )
 
 
@@ -205,9 +204,7 @@ def assert_as_alone(generator: SpeculativeGenerator, one: Asked, got: Result) ->
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    covering(
-        ["llama", "gemma3_text", "qwen3_5"], ["model", "lookup", "confident", "cascade"]
-    ),
+    covering(["llama", "gemma3_text", "qwen3_5"], ["model", "lookup", "cascade"]),
 )
 def test_requests_of_all_kinds_write_what_they_do_alone(name: str, kind: str) -> None:
     generator = made(name, kind)
