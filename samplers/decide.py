@@ -86,12 +86,17 @@ class Proposed(NamedTuple):
 
 
 def propose_all(
-    asked: Sequence[Ask], logits: mx.array, ids: mx.array | None = None
+    asked: Sequence[Ask],
+    positions: Sequence[int],
+    logits: mx.array,
+    ids: mx.array | None = None,
 ) -> Proposed:
     """Choose the next drafted token of every request.
 
     Args:
-        asked: what each of them asks, for one row; all are of one target.
+        asked: what each of them asks, for one row; all are of one target. What is
+            ahead may be left out of those that have much in common.
+        positions: of the token that each chooses.
         logits: [requests, vocab] of a draft, or [requests, n] with `ids`.
         ids: uint32 [n], different token ids, where the draft has logits for some only;
             see `Verifier.propose`.
@@ -105,10 +110,10 @@ def propose_all(
     for members, together in _grouped(asked):
         order += members
         if together:
-            choosers = [asked[i].verifier.chooser.for_drafts() for i in members]
-            positions = [asked[i].rows.positions for i in members]
+            choosers = [asked[i].verifier.draft_chooser for i in members]
+            places = [range(positions[i], positions[i] + 1) for i in members]
             rows = logits if len(members) == len(asked) else logits[mx.array(members)]
-            tokens.append(_picked(choosers, choosers[0].usable(rows, _ANY), positions))
+            tokens.append(_picked(choosers, choosers[0].usable(rows, _ANY), places))
             continue
         for index in members:
             one, row = asked[index], logits[index : index + 1]

@@ -122,7 +122,7 @@ def best_children(
         would choose; and how likely they are, float32 [rows, count], logarithms. With
         many ids the others are the best of different parts of the vocabulary.
     """
-    chooser: Chooser = verifier._draft_chooser
+    chooser: Chooser = verifier.draft_chooser
     scores = logits
     if ids is None:
         scores = chooser.processed(logits, rows, for_draft=True)

@@ -67,7 +67,7 @@ class Verifier:
     ) -> None:
         # For the target
         self.chooser = chooser if rows is None else chooser.in_fixed_shape(rows)
-        self._draft_chooser = chooser.for_drafts()
+        self.draft_chooser = chooser.for_drafts()
         self._rule = None if chooser.sampling.greedy else RULES[acceptance]
         self.whole_rows = whole_rows
         # What requests have in common whose rows one call decides. None: it is decided
@@ -101,7 +101,7 @@ class Verifier:
         They are the same under every rule; for a draft those of a proposal, with its
         temperature. Logits are [rows, vocab]. Legal where `processors.parallel`.
         """
-        chooser = self._draft_chooser if for_draft else self.chooser
+        chooser = self.draft_chooser if for_draft else self.chooser
         processed = chooser.processed(logits, rows, for_draft=for_draft)
         return self._probs(chooser, processed, rows)
 
@@ -116,7 +116,7 @@ class Verifier:
             ids: uint32 [n], different token ids, where the drafter has logits for some
                 only. Those that the target lacks are left out.
         """
-        chooser = self._draft_chooser
+        chooser = self.draft_chooser
         if ids is not None:
             logits = spread(logits, ids, chooser.width)
         processed = chooser.processed(logits, rows, for_draft=True)

@@ -60,27 +60,22 @@ class BatchRequest:
     chunks: list[Chunk] = field(default_factory=list)
     _before: Any = None  # its text before the round
 
-    @property
-    def request(self) -> Request:
-        """What its rounds are run with."""
-        return self.stream.request
+    # Found once, as they are asked for in each round:
+    request: Request = field(init=False)  # what its rounds are run with
+    policy: DraftLengthPolicy = field(init=False)  # what it would have alone
+    # Its drafter, if a rule chooses when it has offered proposals; else None
+    ruled: RuledDrafter | None = field(init=False)
+    # Its drafter, of several the one that all rows may share; for plain decoding one
+    # that proposes nothing
+    drafter: OpenDrafter = field(init=False)
+    shares: bool = field(init=False)  # whether that can be a shared one
 
-    @property
-    def policy(self) -> DraftLengthPolicy:
-        """The policy that it would have alone."""
-        return self.request.policy
-
-    @property
-    def ruled(self) -> RuledDrafter | None:
-        """Its drafter, if a rule chooses when it has offered proposals; else None."""
-        policy = self.policy
-        return policy.drafter if isinstance(policy, RuleDraftLength) else None
-
-    @property
-    def shares(self) -> bool:
-        """Whether a drafter that all rows share can draft for it."""
-        drafter = self.drafter
-        return drafter.batch_lane is not None or drafter.batch_head is not None
+    def __post_init__(self) -> None:
+        request = self.request = self.stream.request
+        policy = self.policy = request.policy
+        self.ruled = policy.drafter if isinstance(policy, RuleDraftLength) else None
+        drafter = self.drafter = request.open_drafter.shared
+        self.shares = drafter.batch_lane is not None or drafter.batch_head is not None
 
     @property
     def tokens(self) -> list[int]:
@@ -91,14 +86,6 @@ class BatchRequest:
     def ended(self) -> bool:
         """Whether it has ended, or failed."""
         return self.error is not None or self.stream.ended
-
-    @property
-    def drafter(self) -> OpenDrafter:
-        """Its drafter, of several the one that all rows may share.
-
-        For plain decoding one that proposes nothing.
-        """
-        return self.request.open_drafter.shared
 
     @property
     def lanes(self) -> list[Lane]:

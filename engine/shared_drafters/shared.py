@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -192,6 +193,11 @@ class SharedChain:
         self._replaces = not all(one.verifier.indifferent for one in requests)
         self.unusable = mx.zeros((len(requests),), mx.bool_)
         self.failed = Failed()
+        self._asks = [Ask(one.verifier, one.sequence.rows(None)) for one in requests]
+        self._firsts = [ask.rows.positions[0] for ask in self._asks]
+        self._alone = [
+            index for index, one in enumerate(requests) if one.verifier.shared is None
+        ]
 
     def choose(self, logits: mx.array, ids: mx.array | None = None) -> mx.array:
         """Choose the next token of every request, uint32 [requests], and submit it.
@@ -205,7 +211,8 @@ class SharedChain:
         if self._replaces:
             logits = mx.where(usable[:, None], logits, mx.array(0, logits.dtype))
         ids = self._ids if ids is None else ids
-        proposed = propose_all(self._asked(), logits, ids)
+        positions = [first + len(self._columns) for first in self._firsts]
+        proposed = propose_all(self._asked(), positions, logits, ids)
         self.failed |= proposed.failed
         for index, probs in proposed.probs.items():
             self._probs[index].append(probs)
@@ -234,14 +241,9 @@ class SharedChain:
 
     def _asked(self) -> list[Ask]:
         """Return what each request asks of the next token, behind those drafted."""
-        columns = self._columns
-        placeholder = mx.zeros((len(columns),), mx.uint32) if columns else None
-        matrix = None
-        asked = []
-        for index, request in enumerate(self._requests):
-            ahead = placeholder
-            if columns and request.verifier.shared is None:
-                matrix = mx.stack(columns, axis=1) if matrix is None else matrix
-                ahead = matrix[index]
-            asked.append(Ask(request.verifier, request.sequence.rows(ahead)))
-        return asked
+        if self._alone and self._columns:
+            matrix = mx.stack(self._columns, axis=1)
+            for index in self._alone:
+                rows = self._requests[index].sequence.rows(matrix[index])
+                self._asks[index] = replace(self._asks[index], rows=rows)
+        return self._asks

@@ -41,6 +41,7 @@ class SharedModel(SharedDrafter):
     def __init__(self, lane: BatchLane) -> None:
         super().__init__()
         self.lane = lane
+        self._lanes: dict[Drafted, Lane] = {}  # of each request of the round
 
     @property
     def nbytes(self) -> int:
@@ -51,10 +52,20 @@ class SharedModel(SharedDrafter):
         """Return whether its lane met new shapes since the last call."""
         return self.lane.met_new_shapes()
 
+    def follow(self, requests: Sequence[Drafted]) -> None:
+        """Take notice of the requests of the next round, in their order."""
+        self.done()
+        for request in requests:
+            lane = None
+            if request not in self._lanes:
+                lane = request.open_drafter.shared.batch_lane
+            if lane is not None:
+                self._lanes[request] = lane
+
     def within(self, requests: Sequence[Drafted], limits: list[int]) -> list[int]:
         """Return as many as the model has positions for, of each request."""
         pairs = zip(requests, limits, strict=True)
-        return [max(0, min(limit, _room(request))) for request, limit in pairs]
+        return [max(0, min(limit, self._room(request))) for request, limit in pairs]
 
     def prepare(self, requests: Sequence[Drafted], limits: Sequence[int]) -> None:
         """Let the lane hold all that draft, each up to its last two tokens.
@@ -67,6 +78,8 @@ class SharedModel(SharedDrafter):
 
     def leave(self, gone: Sequence[Drafted]) -> None:
         """Let go of requests, and of those whose drafter is disabled."""
+        for request in gone:
+            self._lanes.pop(request, None)
         stay = self._staying(gone)
         if len(stay) < len(self._requests):
             self.lane.leave(stay)
@@ -100,16 +113,17 @@ class SharedModel(SharedDrafter):
     def _lag(self) -> int:
         """Return how many known tokens of each request the lane does not hold."""
         first = self._requests[0]
-        return len(first.sequence.tokens) - _own(first).seen
+        return len(first.sequence.tokens) - self._lanes[first].seen
 
     def _take_in(self, requests: Sequence[Drafted], limits: Sequence[int]) -> None:
         """Do `prepare`; what it raises is a fault."""
-        self.leave([one for one in self._requests if _room(one) <= 0])
+        self.leave([one for one in self._requests if self._room(one) <= 0])
+        inside = set(self._requests)
         new = [
             request
             for request, limit in zip(requests, limits, strict=True)
             if limit > 0
-            and all(request is not own for own in self._requests)
+            and request not in inside
             and not request.open_drafter.shared.disabled
         ]
         # Recurrent layers that were fed nothing have no state to put beside others.
@@ -117,7 +131,7 @@ class SharedModel(SharedDrafter):
         if self._requests and (new or self._lag() > LONGEST_LAG):
             self._catch_up()
         if new and (not self._requests or self._lag() == LAG):
-            lanes = [_own(request) for request in new]
+            lanes = [self._lanes[request] for request in new]
             self.lane.join(lanes)
             for lane in lanes:
                 lane.points = None
@@ -137,7 +151,7 @@ class SharedModel(SharedDrafter):
             return True
 
         for request in requests:
-            lane, tokens = _own(request), request.sequence.tokens
+            lane, tokens = self._lanes[request], request.sequence.tokens
             if lane.seen > len(tokens) - LAG:
                 continue  # an earlier request left one more: after this round it fits
             left = lane.prefill_step if left is None else left
@@ -156,7 +170,7 @@ class SharedModel(SharedDrafter):
         for count in self._counts(min(most, self._lag() - LAG)):
             missed = []
             for request in self._requests:
-                seen = _own(request).seen
+                seen = self._lanes[request].seen
                 missed.append(request.sequence.tokens[seen : seen + count])
             with self.lane.begin(count, whole=True) as lane_round:
                 mx.eval(lane_round.forward(mx.array(missed)))
@@ -169,13 +183,7 @@ class SharedModel(SharedDrafter):
         bits = range(missed.bit_length())
         return [1 << bit for bit in reversed(bits) if missed >> bit & 1]
 
-
-def _own(request: Drafted) -> Lane:
-    lane = request.open_drafter.shared.batch_lane
-    assert lane is not None
-    return lane
-
-
-def _room(request: Drafted) -> int:
-    """Return how many tokens of a request the model has positions to draft."""
-    return _own(request).positions - len(request.sequence.tokens) + 1
+    def _room(self, request: Drafted) -> int:
+        """Return how many tokens of a request the model has positions to draft."""
+        lane = self._lanes.get(request)
+        return 0 if lane is None else lane.positions - len(request.sequence.tokens) + 1

@@ -129,7 +129,8 @@ def test_requests_draft_as_each_alone(drawn: tuple[list[Ask], int], key: int) ->
         Ask(one.verifier, Rows(one.rows.known, one.rows.ahead)) for one in drawn[0]
     ]
     logits = logits_of(len(asked), 0, key)[:, 0]
-    found = propose_all(asked, logits)
+    places = [one.rows.positions[0] for one in asked]
+    found = propose_all(asked, places, logits)
     for index, one in enumerate(asked):
         alone = one.verifier.propose(logits[index][None], one.rows)
         assert found.tokens[index].item() == alone.tokens.item()
@@ -152,7 +153,7 @@ def test_a_processor_that_raises_is_the_fault_of_its_request() -> None:
     found.failed[1] = KeyError()
     expected = mx.argmax(logits[:, 0], axis=-1).tolist()
     assert found.first_tokens().tolist() == [expected[0], 0, expected[2]]  # type: ignore[index]
-    proposed = propose_all(asked, logits[:, 0])
+    proposed = propose_all(asked, [2, 2, 2], logits[:, 0])
     assert [*proposed.failed] == [1]
     assert proposed.tokens.tolist() == [expected[0], 0, expected[2]]  # type: ignore[index]
 
