@@ -2,7 +2,7 @@
 
     sliding_kv    a sliding window in order, with slack, in place of mlx-lm's ring
     ragged_kv     a batch whose rows end at different columns
-    ragged_quantized_kv   the same of quantized rows; no batch is made of them yet
+    ragged_quantized_kv   the same of quantized rows
     padded_kv     keys shown in blocks of fixed size
     shared_rows   live caches whose rows a snapshot shares
     leaves        the leaf caches in a list of caches, and the positions they hold

@@ -13,11 +13,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
 
 from mlx_speculation.caches.types.leaves import flat, is_batch, states
 from mlx_speculation.caches.types.padded_kv import asks_cudnn
 from mlx_speculation.caches.types.ragged_kv import RaggedKVCache
+from mlx_speculation.caches.types.ragged_quantized_kv import RaggedQuantizedKVCache
 from mlx_speculation.caches.types.shared_rows import native_type
 from mlx_speculation.caches.types.sliding_kv import SlidingKVCache
 
@@ -65,7 +72,7 @@ def merged(rows: Sequence[Sequence[Any]], *, in_steps: bool = False) -> list[Any
     """
     found = _merged([as_native(caches) for caches in rows])
     for leaf in flat(found):
-        if isinstance(leaf, RaggedKVCache):
+        if type(leaf) is RaggedKVCache:
             leaf.in_steps = in_steps
     mx.eval(states(found))
     return found
@@ -78,6 +85,8 @@ def _merged(rows: Sequence[Sequence[Any]]) -> list[Any]:
             found.append(CacheList(*_merged([one.caches for one in layer])))
         elif native_type(layer[0]) is KVCache:
             found.append(RaggedKVCache.merge(layer))
+        elif native_type(layer[0]) is QuantizedKVCache:
+            found.append(RaggedQuantizedKVCache.merge(layer))
         else:
             found.append(type(layer[0]).merge(list(layer)))
     return found

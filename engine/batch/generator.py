@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Unpack
 
-from mlx_speculation.caches import array_bytes
+from mlx_speculation.caches import KVQuantization, array_bytes
 from mlx_speculation.engine.argument_checks import checked_count
 from mlx_speculation.engine.batch.prefill_budget import PrefillBudget
 from mlx_speculation.engine.batch.request import (
@@ -85,9 +85,10 @@ class BatchGenerator:
         self._ready: list[BatchResponse] = []  # not handed out yet
         self._open = ExitStack()
         self.stats = BatchStatistics()
-        lengths = self._lengths = generator.lengths.for_batch()
-        sizes = RowSizes(max_rows, row_sizes)
-        self._together = RunningTogether(generator.model, lengths, self.stats, sizes)
+        self._sizes = RowSizes(max_rows, row_sizes)
+        # Those that run together, by the quantization of their caches
+        self._groups: dict[KVQuantization | None, RunningTogether] = {}
+        self._group(None)
 
     @property
     def waiting(self) -> tuple[int, ...]:
@@ -151,14 +152,15 @@ class BatchGenerator:
             self._wired = True
             close_at_exit(self._open)
             self._open.enter_context(wired(self._generator.model))
-        if not self._together.in_flight:
+        if not any(group.in_flight for group in self._groups.values()):
             self._join()
         self.stats.rounds += bool(self._running)
-        if self._together.rows:
-            rows = tuple(self._together.rows)
-            room = len(self._running) < self._max_rows
+        room = len(self._running) < self._max_rows
+        for group in self._groups.values():
+            rows = tuple(group.rows)
             try:
-                self._together.next_round(drain=room and bool(self._waiting))
+                if rows:
+                    group.next_round(drain=room and bool(self._waiting))
             finally:  # what was read before an error is handed out
                 for row in rows:
                     self._respond(row)
@@ -177,7 +179,7 @@ class BatchGenerator:
         """
         rows = [self._rows[uid] for uid in (*self._running, *self._waiting)]
         own = sum(array_bytes(lane.caches) for row in rows for lane in row.lanes)
-        return self._together.nbytes + own
+        return sum(group.nbytes for group in self._groups.values()) + own
 
     def why_alone(self, uid: int) -> str | None:
         """Return why a row does not run together with others; None: it does.
@@ -228,7 +230,8 @@ class BatchGenerator:
         with DeferredSignals(), ExitStack() as stack:  # which calls all, in this order
             self._closed = True
             stack.callback(self._open.close)
-            stack.callback(self._lengths.end)
+            for group in self._groups.values():
+                stack.callback(group.end)
             for row in reversed(self._rows.values()):
                 stack.callback(self._close, row)
 
@@ -270,14 +273,26 @@ class BatchGenerator:
             self._running.append(self._waiting.popleft())
             if row.ended:
                 self._respond(row)
-        joining = [row for row in self._joining if not row.ended]
-        try:
-            self._together.join(joining)
-        except Exception as error:  # nothing was put together
-            for row in joining:
-                row.alone = f"its caches cannot be put beside others: {error}"
-                self._count_alone(row)
+        groups: dict[KVQuantization | None, list[BatchRequest]] = {}
+        for row in self._joining:
+            if not row.ended:
+                groups.setdefault(row.quantization, []).append(row)
+        for key, joining in groups.items():
+            try:
+                self._group(key).join(joining)
+            except Exception as error:  # nothing was put together
+                for row in joining:
+                    row.alone = f"its caches cannot be put beside others: {error}"
+                    self._count_alone(row)
         self._joining = []
+
+    def _group(self, key: KVQuantization | None) -> RunningTogether:
+        if key not in self._groups:
+            lengths = self._generator.lengths.for_batch()
+            self._groups[key] = RunningTogether(
+                self._generator.model, lengths, self.stats, self._sizes
+            )
+        return self._groups[key]
 
     def _count_alone(self, row: BatchRequest) -> None:
         if row.alone is not None:
@@ -325,11 +340,12 @@ class BatchGenerator:
         self._joining = [other for other in self._joining if other is not row]
         self.stats.finished += 1
         try:
-            if row in self._together.rows:
-                try:
-                    self._together.give_back(row)
-                finally:
-                    self._together.leave([row])
+            for group in self._groups.values():
+                if row in group.rows:
+                    try:
+                        group.give_back(row)
+                    finally:
+                        group.leave([row])
             row.stream.close()
         except Exception:  # such as running out of memory
             row.fail()

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Unpack
 
 import mlx.nn as nn
 
-from mlx_speculation.caches import has_states
+from mlx_speculation.caches import KVQuantization, has_states
 from mlx_speculation.engine.draft_length.base import DraftLengthPolicy, Plan
 from mlx_speculation.engine.draft_length.policy_factory import PolicyFactory
 from mlx_speculation.engine.draft_length.ruled import RuledDrafter, RuleDraftLength
@@ -76,6 +76,15 @@ class BatchRequest:
         self.ruled = policy.drafter if isinstance(policy, RuleDraftLength) else None
         drafter = self.drafter = request.open_drafter.shared
         self.shares = drafter.batch_lane is not None or drafter.batch_head is not None
+
+    @property
+    def quantization(self) -> KVQuantization | None:
+        """How its caches are quantized by now, which those beside it have to be too."""
+        target = self.request.target
+        if target.quantization is None:
+            return None
+        target.quantization.replace(target.caches)  # of a prompt of one token
+        return replace(target.quantization, start=0)
 
     @property
     def tokens(self) -> list[int]:
@@ -163,7 +172,7 @@ def reason_alone(stream: Stream, model: Any, options: Mapping[str, Any]) -> str 
         "it is exact, and other rows would change its bits": target.shape is not None,
         "it writes to caches of the caller's": any(c is not None for c in own),
         "its rounds are to be explained": bool(options.get("explain")),
-        "its caches are quantized": options.get("kv_quantization") is not None,
+        "its caches are quantized from a later position on": _quantized_later(stream),
         "its draft reads the target's keys and values": request.drafter is not None
         and request.drafter.reads_caches,
         # mlx-lm puts zeros beside other rows' states, and not every model begins so.
@@ -172,3 +181,10 @@ def reason_alone(stream: Stream, model: Any, options: Mapping[str, Any]) -> str 
     }
     found = next((reason for reason, holds in reasons.items() if holds), None)
     return found or why_alone(model)
+
+
+def _quantized_later(stream: Stream) -> bool:
+    """Return whether caches are to be quantized once a round has been run."""
+    request = stream.request
+    how, read = request.target.quantization, len(request.sequence.tokens) - 1
+    return how is not None and how.start > read

@@ -99,6 +99,10 @@ class RunningTogether:
             return SharedModel(BatchLane(lane.model, self._sizes))
         return None if head is None else SharedHead()
 
+    def end(self) -> None:
+        """Keep what was learnt of draft lengths."""
+        self._lengths.end()
+
     def give_back(self, row: BatchRequest) -> None:
         """Let a request that is to be closed have its caches again to keep them."""
         if row.keeps_caches:

@@ -125,7 +125,7 @@ def drafts_of(generator: SpeculativeGenerator, cases: list[Case]) -> list[Any]:
 
     def noting(self: Any, requests: Any, limits: Any) -> Any:
         found = plain(self, requests, limits)
-        together = batch._together.rows
+        together = batch._groups[None].rows
         for row, draft in zip(together, found[0], strict=True):
             if draft.length:
                 drafted.setdefault(row.uid, []).append(listed(draft.tokens))
@@ -250,7 +250,7 @@ def test_rounds_without_drafts_are_caught_up_with(
             most = 0
             while batch.waiting or batch.running:
                 batch.next()
-                shared: Any = batch._together._rounds.shared
+                shared: Any = batch._groups[None]._rounds.shared
                 most = max(most, 0, *shared._counts())
             finish(made, batch, rows)
             assert batch.stats.forwards < 20
@@ -270,7 +270,7 @@ def test_rows_that_never_draft_are_not_followed() -> None:
         rows = {made.insert(batch, case): case for case in cases}
         while batch.waiting or batch.running:
             batch.next()
-            lane = batch._together._lane
+            lane = batch._groups[None]._lane
             assert all(own.follower is None for own in lane.members)
         for case in (cases[0], CASES[3], cases[1]):
             rows[made.insert(batch, case)] = case

@@ -5,7 +5,7 @@ alone, whoever joins or leaves meanwhile. Drafts of heads are those that it has 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -24,6 +24,7 @@ from mlx_speculation import (
     SpeculativeGenerator,
     pure,
 )
+from mlx_speculation.caches import KVQuantization
 from mlx_speculation.engine.drafters.base import NOTHING, OpenDrafter, Proposal
 from mlx_speculation.engine.drafters.draft import Draft
 from mlx_speculation.engine.drafters.mtp import MtpDrafter
@@ -35,7 +36,7 @@ from support.drafters.batch_heads import mtp_on
 from support.drafters.block_oracle import load_block
 from support.exact_drafters import peagle_on
 from support.identity import prompt_of
-from support.models.tiny_models import build
+from support.models.tiny_models import TINY_MODELS, build, build_tiny
 from support.models.tiny_tokenizer import byte_tokenizer
 
 TOKENIZER = byte_tokenizer(("<end>",))
@@ -354,3 +355,84 @@ def test_requests_with_a_dspark_drafter_share_the_forwards_of_the_target() -> No
     options = {"max_tokens": 24, "stop_tokens": ()}
     together, alone = forwards_of(lambda: generator, [*range(9, 17)], options)
     assert together <= 1.1 * alone
+
+
+@cache
+def quantizable() -> tuple[Any, Any]:
+    """Return a target whose heads can be quantized, and a draft that is often right."""
+    tiny = TINY_MODELS["llama"]
+    wide = replace(tiny, args={**tiny.args, "head_dim": 32})
+    return build_tiny(wide), build_tiny(wide)
+
+
+QUANTIZED = st.tuples(
+    st.sampled_from([2, 5, 17, 23]),  # the prompt
+    st.integers(0, 5),  # when it joins
+    st.sampled_from([None, None, 3]),  # when it leaves
+    st.sampled_from([None, KVQuantization(8, 32), KVQuantization(4, 32, start=1)]),
+    st.sampled_from([0.0, 0.8]),
+)
+
+
+@pytest.mark.parametrize("kind", ["model", "lookup"])
+def test_quantized_requests_write_what_they_do_alone(kind: str) -> None:
+    """Those of one form share forwards, and plain ones have their own beside them."""
+    target, draft = quantizable()
+
+    def generator() -> SpeculativeGenerator:
+        source: Any = draft if kind == "model" else "lookup"
+        return SpeculativeGenerator(
+            target, byte_tokenizer(), draft=source, draft_length=3
+        )
+
+    @settings(max_examples=8, deadline=None)
+    @given(asked=st.lists(QUANTIZED, min_size=2, max_size=5))
+    def plays(asked: list[Any]) -> None:
+        made, uids, got = generator(), {}, {}
+        with BatchGenerator(made) as batch:
+            for number in range(60):
+                for place, (prompt, joins, leaves, how, temperature) in enumerate(
+                    asked
+                ):
+                    options: dict[str, Any] = {
+                        "max_tokens": 12,
+                        "stop_tokens": (),
+                        "kv_quantization": how,
+                        "sampling": Sampling(temperature=temperature, seed=place),
+                    }
+                    if joins == number:
+                        uids[place] = batch.insert(prompt_of(prompt), **options)
+                        assert batch.why_alone(uids[place]) is None
+                    if leaves is not None and joins + leaves == number:
+                        got[place] = batch.remove(uids.pop(place)), options
+                batch.next()
+            assert not batch.running
+            for place, uid in uids.items():
+                assert batch.error(uid) is None
+                how = {"kv_quantization": asked[place][3]}
+                sampling = Sampling(temperature=asked[place][4], seed=place)
+                options = {"max_tokens": 12, "stop_tokens": (), "sampling": sampling}
+                got[place] = batch.remove(uid), options | how
+            assert batch.memory == 0
+        for place, (result, options) in got.items():
+            alone = generator().generate(prompt_of(asked[place][0]), **options)
+            assert result.tokens == alone.tokens[: len(result.tokens)]
+
+    plays()
+
+
+def test_quantized_requests_share_forwards() -> None:
+    target, _ = quantizable()
+    made = SpeculativeGenerator(target, byte_tokenizer())
+    options: dict[str, Any] = {"max_tokens": 20, "stop_tokens": ()}
+    with BatchGenerator(made) as batch:
+        for n in range(8):
+            batch.insert(
+                prompt_of(9 + n), kv_quantization=KVQuantization(8, 32), **options
+            )
+        later = KVQuantization(8, 32, start=20)
+        uid = batch.insert(prompt_of(9), kv_quantization=later, **options)
+        assert "later position" in str(batch.why_alone(uid))
+        while batch.waiting or batch.running:
+            batch.next()
+        assert batch.stats.forwards <= 22

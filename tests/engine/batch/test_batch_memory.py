@@ -90,8 +90,8 @@ def test_caches_are_as_wide_as_the_longest_row(sizes: bool) -> None:
                 options: dict[str, Any] = {"max_tokens": 5 + number % 17}
                 batch.insert(prompt_of(4 + number % 9), stop_tokens=(), **options)
             batch.next()
-            caches = batch._together._lane.caches
-            rows = batch._together.rows
+            caches = batch._groups[None]._lane.caches
+            rows = batch._groups[None].rows
             if caches:
                 known = max(len(row.tokens) for row in rows)
                 longest = known if not sizes else -(-known // 256) * 256

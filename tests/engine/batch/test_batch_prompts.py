@@ -409,7 +409,7 @@ def test_a_row_is_removed_while_it_is_read(name: str, chunks: int) -> None:
     generator = made.generator("model", prefix_cache=prefixes)
     with BatchGenerator(generator) as batch:
         rows = started(made, batch)
-        while batch._together.in_flight:
+        while batch._groups[None].in_flight:
             batch.next()
         case = Case(LONG, SAMPLINGS[0], 9, prefill_step=STEP)
         long = made.insert(batch, case)

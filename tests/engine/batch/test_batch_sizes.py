@@ -163,7 +163,7 @@ def test_rows_are_copied_only_where_the_size_changes(copied: list[list[int]]) ->
         uids = {made.insert(batch, case): case for case in cases}
         while batch.waiting or batch.running:
             batch.next()
-            sizes.append(batch._together._lane.places)
+            sizes.append(batch._groups[None]._lane.places)
         finish(made, batch, uids)
     changes = sum(one != other for one, other in pairwise([rows, *sizes, 0]))
     assert changes >= 4
@@ -224,7 +224,7 @@ def test_a_row_that_has_left_is_let_go_of_where_it_is_the_longest() -> None:
 
 def let_draft(batch: BatchGenerator, length: int) -> None:
     """Let every row draft so many tokens a round from now on."""
-    for row in batch._together.rows:
+    for row in batch._groups[None].rows:
         lengths: Any = row.request.policy
         assert type(lengths) is FixedDraftLength
         FixedDraftLength.__init__(lengths, length)
@@ -239,7 +239,7 @@ def test_a_draft_that_has_missed_tokens_reads_them_in_few_widths() -> None:
         batch = BatchGenerator(generator, row_sizes=sizes)
         with batch, Watched(made.draft) as shapes:
             uids = [batch.insert(prompt_of(3), max_tokens=60) for _ in range(5)]
-            drafts = batch.next() and batch._together._rounds.shared
+            drafts = batch.next() and batch._groups[None]._rounds.shared
             found[sizes] = set[int]()
             for missed in (0, 1, 5, 11, 14):
                 let_draft(batch, 0)

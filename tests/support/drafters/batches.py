@@ -164,7 +164,7 @@ def interrupt_commit(
     plain, left = RaggedJournal.commit, [calls]
 
     def commit(self: Any, keep: Any) -> None:
-        if self._cache in batch._together._lane.caches:
+        if self._cache in batch._groups[None]._lane.caches:
             left[0] -= 1
             if left[0] == 0:
                 raise KeyboardInterrupt
