@@ -173,8 +173,6 @@ def reason_alone(stream: Stream, model: Any, options: Mapping[str, Any]) -> str 
         "it writes to caches of the caller's": any(c is not None for c in own),
         "its rounds are to be explained": bool(options.get("explain")),
         "its caches are quantized from a later position on": _quantized_later(stream),
-        "its draft reads the target's keys and values": request.drafter is not None
-        and request.drafter.reads_caches,
         # mlx-lm puts zeros beside other rows' states, and not every model begins so.
         "its prompt of one token leaves recurrent layers without a state": first
         and has_states(target.caches),

@@ -192,11 +192,6 @@ class OpenDrafter(Drafter):
         return self
 
     @property
-    def reads_caches(self) -> bool:
-        """Whether it reads the keys and values in the target's own lane."""
-        return False
-
-    @property
     def batch_lane(self) -> Lane | None:
         """Its lane, if one model can draft like it for all rows of a batch."""
         return None

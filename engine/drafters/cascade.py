@@ -148,11 +148,6 @@ class CascadeDrafter(OpenDrafter):
         return [lane for each in self._drafters for lane in each.lanes]
 
     @property
-    def reads_caches(self) -> bool:
-        """Whether one of its drafters does."""
-        return any(each.reads_caches for each in self._drafters)
-
-    @property
     def prefix_head(self) -> Any:
         """The head among its drafters; None: there is none."""
         heads = (each.prefix_head for each in self._drafters)

@@ -160,11 +160,6 @@ class AssistantDrafter(OpenDrafter):
         committed.after_chunk(self._forget)
 
     @property
-    def reads_caches(self) -> bool:
-        """Whether it reads the keys and values in the target's own lane: it does."""
-        return True
-
-    @property
     def prefix_head(self) -> "AssistantDrafter":
         """Itself: it needs the state of the last token that was fed."""
         return self
@@ -201,7 +196,8 @@ class AssistantDrafter(OpenDrafter):
         draft, target = self._draft, self._target
         # A step in flight may have written the newest token's position already.
         behind = target.seen - (len(self._tokens) - 1)
-        read, stop = draft.shared.read(target.caches, behind)
+        layers = target.layers([*draft.shared.places.values()])
+        read, stop = draft.shared.read(layers, behind)
         position = position_of(draft.anchor, stop)
         for _ in range(count):
             out = draft.step(draft.embed(token), state, read, position)

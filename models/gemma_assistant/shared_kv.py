@@ -47,13 +47,13 @@ class SharedKv:
         for place in self.places.values():
             check_readable(caches[place], place)
 
-    def read(self, caches: Sequence[Any], behind: int) -> "tuple[Read, int]":
+    def read(self, caches: Any, behind: int) -> "tuple[Read, int]":
         """Return what each kind of layer sees, and how many positions there are.
 
         It has to be gone before the target writes again.
 
         Args:
-            caches: the target's.
+            caches: the target's, by layer.
             behind: how many of the last positions are left out.
         """
         offsets = {caches[place].offset for place in self.places.values()}

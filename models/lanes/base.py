@@ -78,11 +78,13 @@ class RequestLane(Protocol):
         model: an mlx-lm model.
         caches: of all requests, one per layer; none while a batch holds them.
         requests: how many there are.
+        holder: the batch that holds its one request; None: it does so itself.
     """
 
     model: nn.Module
     caches: list[Any]
     requests: int
+    holder: "RequestLane | None" = None
 
     @property
     def nbytes(self) -> int:
@@ -120,6 +122,16 @@ class RequestLane(Protocol):
         """Keep the requests at these places, in this order, and drop the others."""
         if not stay:
             self.caches = []
+
+    def layers(self, which: Sequence[int]) -> dict[int, Any]:
+        """Return some layers' caches of the one request, as `extract` does."""
+        if self.holder is not None:
+            return self.holder.layers_of(self, which)
+        return {index: self.caches[index] for index in which}
+
+    def layers_of(self, lane: "RequestLane", which: Sequence[int]) -> dict[int, Any]:
+        """Return some layers' caches of a request that had a lane of its own."""
+        raise NotImplementedError
 
     def extract(self, place: int) -> list[Any]:
         """Return caches of one request alone, to be read before the next round.

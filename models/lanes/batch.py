@@ -104,13 +104,16 @@ class BatchLane(RequestLane):
         pays = self.key_steps and meets_plans(self.caches)
         self._in_sizes = pays if used is None else used
         for lane in lanes:
-            lane.caches = []
+            lane.caches, lane.holder = [], self
         return self
 
     def leave(self, stay: Sequence[int]) -> None:
         """Keep these requests, in this order, and let go of the others."""
         self.requests = len(stay)
         self.stand = [self.stand[index] for index in stay]
+        for index, lane in enumerate(self.members):
+            if index not in stay:
+                lane.holder = None
         self.members = [self.members[index] for index in stay]
         size = self.size if self._wide else None
         if not stay:
@@ -122,6 +125,11 @@ class BatchLane(RequestLane):
         """Return a copy of what one request holds, in caches as its own lane had."""
         caches = [cache.extract(self.stand[place]) for cache in self.caches]
         return with_slack(caches) if self._slack else caches
+
+    def layers_of(self, lane: RequestLane, which: Sequence[int]) -> dict[int, Any]:
+        """Return copies of some layers' caches; see `RequestLane`."""
+        place = self.stand[self.members.index(lane)]
+        return {index: self.caches[index].extract(place) for index in which}
 
     def begin(self, count: int, *, whole: bool = False) -> "BatchRound":
         """Open a round, see `RequestLane`.

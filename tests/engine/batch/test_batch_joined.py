@@ -27,6 +27,7 @@ from mlx_speculation import (
 from mlx_speculation.caches import KVQuantization
 from mlx_speculation.engine.drafters.base import NOTHING, OpenDrafter, Proposal
 from mlx_speculation.engine.drafters.draft import Draft
+from mlx_speculation.engine.drafters.gemma_assistant import AssistantDrafter
 from mlx_speculation.engine.drafters.mtp import MtpDrafter
 from mlx_speculation.engine.result import Result
 from mlx_speculation.samplers import Constraint, TokenAutomaton
@@ -34,7 +35,7 @@ from mlx_speculation.samplers.constraints.llguidance import json_schema, regex
 from support.covering import covering
 from support.drafters.batch_heads import mtp_on
 from support.drafters.block_oracle import load_block
-from support.exact_drafters import peagle_on
+from support.exact_drafters import assistant_on, peagle_on
 from support.identity import prompt_of
 from support.models.tiny_models import TINY_MODELS, build, build_tiny
 from support.models.tiny_tokenizer import byte_tokenizer
@@ -228,6 +229,8 @@ def with_head(kind: str, *, lookup: bool) -> SpeculativeGenerator:
         target, draft = mtp_on("step3p5")
     elif kind == "peagle":
         target, draft = peagle_on("llama", (0, 1))
+    elif kind == "assistant":
+        target, draft = assistant_on("shared")
     else:
         target = build("llama")
         draft = load_block(kind, target, (0, 1))
@@ -270,22 +273,36 @@ class KnownDrafter(OpenDrafter):
 
 
 PROMPTS = (3, 9, 17, 30)
-HEADS = ["full", "dflash2", "deepspec", "speculators, given", "peagle", "chained"]
+HEADS = [
+    "full",
+    "dflash2",
+    "deepspec",
+    "speculators, given",
+    "peagle",
+    "assistant",
+    "chained",
+]
 Drafts = dict[tuple[int, ...], list[int]]
 
 
 def noted(monkeypatch: pytest.MonkeyPatch) -> Drafts:
     """Note what heads draft from now on, by the tokens that are known."""
-    plain, found = MtpDrafter.propose, Drafts()
+    found = Drafts()
 
-    def propose(self: Any, sequence: Any, limit: int, choose: Any) -> Any:
-        draft = plain(self, sequence, limit, choose)
-        if limit == 3:
-            tokens: Any = draft.tokens.tolist()
-            found[tuple(sequence.tokens)] = tokens
-        return draft
+    def noting(kind: Any) -> None:
+        plain = kind.propose
 
-    monkeypatch.setattr(MtpDrafter, "propose", propose)
+        def propose(self: Any, sequence: Any, limit: int, choose: Any) -> Any:
+            draft = plain(self, sequence, limit, choose)
+            if limit == 3:
+                tokens: Any = draft.tokens.tolist()
+                found[tuple(sequence.tokens)] = tokens
+            return draft
+
+        monkeypatch.setattr(kind, "propose", propose)
+
+    noting(MtpDrafter)
+    noting(AssistantDrafter)
     return found
 
 
