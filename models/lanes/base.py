@@ -125,13 +125,11 @@ class RequestLane(Protocol):
 
     def layers(self, which: Sequence[int]) -> dict[int, Any]:
         """Return some layers' caches of the one request, as `extract` does."""
-        if self.holder is not None:
-            return self.holder.layers_of(self, which)
-        return {index: self.caches[index] for index in which}
+        return (self.holder or self).layers_of(self, which)
 
     def layers_of(self, lane: "RequestLane", which: Sequence[int]) -> dict[int, Any]:
-        """Return some layers' caches of a request that had a lane of its own."""
-        raise NotImplementedError
+        """Return some layers' caches of a request that it holds."""
+        return {index: self.caches[index] for index in which}
 
     def extract(self, place: int) -> list[Any]:
         """Return caches of one request alone, to be read before the next round.
