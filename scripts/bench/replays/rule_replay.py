@@ -1,6 +1,6 @@
 """Replays traces through the policies: exact, without a clock.
 
-Rounds are those of `engine.round.decoder` and `engine.batch.decoder`: lookups propose
+Rounds are those of `engine.round.decoder` and `engine.batch.running`: lookups propose
 first, at no cost, and behind a plain step that is in flight as well.
 """
 
