@@ -295,9 +295,9 @@ def test_an_interrupt_anywhere_leaves_rows_and_head_as_they_were(
     first, every = calls
     for forward in range(first, 9, every):
         generator = made.generator(kind)
-        with BatchGenerator(generator) as batch, Watched(made.model, forward):
+        with BatchGenerator(generator) as batch:
             rows = {made.insert(batch, case): case for case in cases}
-            with pytest.raises(KeyboardInterrupt):
+            with Watched(made.model, forward), pytest.raises(KeyboardInterrupt):
                 run(batch)
             finish(made, batch, rows)
         assert knowing(generator).unknown == 0
