@@ -60,6 +60,7 @@ class Rounds:
         # Whose proposals are pending: neither settled nor discarded; by place
         self._asked: dict[int, OpenDrafter] = {}
         self._failed: dict[int, Exception] = {}  # with what, while drafting
+        self._together: list[Proposal] = []  # of the shared drafter
         self._committed = False
         self.in_flight: Pending | None = None
         self.next_token: int | None = None
@@ -68,7 +69,7 @@ class Rounds:
     def begin(self) -> Before:
         """Begin a round: return what `undo` goes back to."""
         self.last_round = None  # or the state before it would stay
-        self._committed, self._failed = False, {}
+        self._committed, self._failed, self._together = False, {}, []
         known, states = [], []
         for request in self.running.requests:
             known.append(len(request.sequence.tokens))
@@ -116,6 +117,7 @@ class Rounds:
         found = [NOTHING] * len(requests)
         if self.shared is not None and shared:
             found, self._failed = self.shared.propose(requests, shared)
+            self._together = [*found]
         for place, request in enumerate(requests):
             limit, drafter = limits[place], request.drafter
             if limit <= 0 or drafter is None:
@@ -275,6 +277,9 @@ class Rounds:
             else:
                 drafter.settle(count)
         if self.shared is not None:
+            for place, draft in enumerate(self._together):
+                if draft is not drafts[place]:  # such as forced tokens
+                    settled[place] = None
             self.shared.settle(settled)
 
     def _next_of(self, read: Read, one: Read) -> int | None:

@@ -89,9 +89,10 @@ class SharedModel(SharedDrafter):
         """Return the limits, or nothing where the lane has too much to read."""
         if not self._requests or self._lag() > LONGEST_LAG:
             return []
-        if any(limits) and self.lane.size is not None:
-            self._catch_up()  # else each lag would be a shape of its own
-        return limits
+        # Others may have drafted meanwhile; and each lag would be a shape of its own.
+        if any(limits) and (self.lane.size is not None or len(set(self._lags())) > 1):
+            self._catch_up()
+        return limits if len(set(self._lags())) == 1 else []
 
     def _drafted(self, most: list[int]) -> list[Proposal]:
         """Draft the longest chain for all; cut it to `most`."""
@@ -110,10 +111,16 @@ class SharedModel(SharedDrafter):
         lag = self._lag()
         self._round.commit([lag - 1 + count for count in accepted])
 
-    def _lag(self) -> int:
+    def _lags(self) -> list[int]:
         """Return how many known tokens of each request the lane does not hold."""
-        first = self._requests[0]
-        return len(first.sequence.tokens) - self._lanes[first].seen
+        return [
+            len(request.sequence.tokens) - self._lanes[request].seen
+            for request in self._requests
+        ]
+
+    def _lag(self) -> int:
+        """Return the longest lag."""
+        return max(self._lags())
 
     def _take_in(self, requests: Sequence[Drafted], limits: Sequence[int]) -> None:
         """Do `prepare`; what it raises is a fault."""
@@ -167,14 +174,18 @@ class SharedModel(SharedDrafter):
         """
         step = min(request.target.prefill_step for request in self._requests)
         most = max(1, step // len(self._requests))
-        for count in self._counts(min(most, self._lag() - LAG)):
-            missed = []
-            for request in self._requests:
+        left = [max(0, min(most, lag - LAG)) for lag in self._lags()]
+        for count in self._counts(max(left)):
+            fed, each = [], [min(count, own) for own in left]
+            for request, n in zip(self._requests, each, strict=True):
                 seen = self._lanes[request].seen
-                missed.append(request.sequence.tokens[seen : seen + count])
-            with self.lane.begin(count, whole=True) as lane_round:
-                mx.eval(lane_round.forward(mx.array(missed)))
-                lane_round.commit(count)
+                missed = request.sequence.tokens[seen : seen + n]
+                fed.append(missed + [0] * (count - n))
+            even = min(each) == count
+            with self.lane.begin(count, whole=even) as lane_round:
+                mx.eval(lane_round.forward(mx.array(fed)))
+                lane_round.commit(count if even else each)
+            left = [own - n for own, n in zip(left, each, strict=True)]
 
     def _counts(self, missed: int) -> list[int]:
         """Return the parts in which so many are fed: few sizes, where each is dear."""

@@ -30,6 +30,7 @@ from mlx_speculation.engine.drafters.draft import Draft
 from mlx_speculation.engine.drafters.gemma_assistant import AssistantDrafter
 from mlx_speculation.engine.drafters.mtp import MtpDrafter
 from mlx_speculation.engine.result import Result
+from mlx_speculation.models import Lane
 from mlx_speculation.samplers import Constraint, TokenAutomaton
 from mlx_speculation.samplers.constraints.llguidance import json_schema, regex
 from support.covering import covering
@@ -453,3 +454,28 @@ def test_quantized_requests_share_forwards() -> None:
         while batch.waiting or batch.running:
             batch.next()
         assert batch.stats.forwards <= 22
+
+
+def test_a_shared_draft_model_reads_what_others_have_drafted() -> None:
+    """Forced tokens and lookups leave requests at different lags."""
+    target = build("llama", vocab=260)
+    for draft in (target, CascadeDraft(target, LookupDraft())):
+        made = SpeculativeGenerator(target, TOKENIZER, draft=draft, draft_length=3)
+        with BatchGenerator(made) as batch:
+            for n, name in ((5, "automaton"), (9, None), (17, "schema"), (6, None)):
+                own = constraint(name or "")
+                batch.insert(prompt_of(n), max_tokens=30, constraint=own)
+            compared = 0
+            while batch.waiting or batch.running:
+                batch.next()
+                shared: Any = batch._groups[None]._rounds.shared
+                for place, request in enumerate(shared._requests):
+                    own_lane = shared._lanes[request]
+                    twin = Lane(target)
+                    twin.feed(request.sequence.tokens[: own_lane.seen])
+                    (held, *_), (expected, *_) = shared.lane.extract(place), twin.caches
+                    assert held.offset == expected.offset
+                    keys = expected.keys[..., : held.offset, :]
+                    assert mx.allclose(held.keys, keys, atol=1e-4).item()
+                    compared += 1
+            assert compared > 20
