@@ -208,7 +208,11 @@ def test_models_are_listed_for_both(
         ({"messages": []}, 400, "messages"),
         ({"messages": [{"role": "critic", "content": "x"}]}, 400, "messages[0].role"),
         ({"messages": user("x" * 30_000)}, 400, "prompt is too long: "),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "text"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            400,
+            "messages[0].content[0]",
+        ),
         (
             {
                 "messages": [
@@ -266,6 +270,7 @@ def test_a_schema_and_a_forced_tool_constrain_messages(
         assert block.input["a"] in ("x", "y")
 
 
+BROKEN = {"type": "function_call", "name": "f", "call_id": "1", "arguments": "{"}
 OF_RESPONSES: Any = [
     {"type": "function", **READ},
     {"type": "custom", "name": "look", "description": "Looks."},
@@ -347,7 +352,7 @@ def test_a_namespace_is_flattened_for_the_model_and_named_in_its_calls(
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
         ({"input": [{"type": "mcp_call"}]}, "input[0]"),
         (
-            {"input": [{"type": "function_call", "name": "f", "arguments": "{"}]},
+            {"input": [BROKEN]},
             "input[0].arguments",
         ),
     ],

@@ -20,6 +20,7 @@ from mlx_speculation.server.prompts.rendering import ChatTemplate
 from mlx_speculation.server.prompts.traits import Traits
 from mlx_speculation.server.request import Chat, GenerationRequest
 from support.models.tiny_tokenizer import byte_tokenizer
+from support.processes.servers import read_body
 
 SETTINGS = Settings(names=("local",), reads_images=False)
 TOOL: dict[str, Any] = {"name": "f", "input_schema": {"type": "object"}}
@@ -37,17 +38,17 @@ def chat_of(request: GenerationRequest) -> Chat:
 
 def messages(*turns: Any, **more: Any) -> Chat:
     """Return the chat of a body of the Messages API."""
-    body = CountBody.model_validate({"messages": list(turns), **more})
+    body = read_body(CountBody, {"messages": list(turns), **more})
     return chat_of(messages_request(body, SETTINGS))
 
 
 def chat(*turns: Any, **more: Any) -> Chat:
-    body = ChatBody.model_validate({"messages": list(turns), **more})
+    body = read_body(ChatBody, {"messages": list(turns), **more})
     return chat_of(chat_request(body, SETTINGS))
 
 
 def responses(*items: Any, **more: Any) -> Chat:
-    body = ResponsesBody.model_validate({"input": list(items), **more})
+    body = read_body(ResponsesBody, {"input": list(items), **more})
     return chat_of(responses_request(body, SETTINGS).request)
 
 
@@ -142,7 +143,7 @@ def test_empty_results_and_those_of_images_are_texts() -> None:
     call = turn("assistant", [used("f", "1")])
     image = {
         "type": "image",
-        "source": {"type": "base64", "data": "", "media_type": ""},
+        "source": {"type": "base64", "data": "", "media_type": "image/png"},
     }
     for content, seen in (
         (None, ""),
@@ -175,6 +176,48 @@ def test_a_deferred_tool_is_described_where_it_is_named() -> None:
     ]
     assert '"name": "late"' in pairs(after)[-1][1]
     assert "Placeholder" not in json.dumps(after.messages)
+
+
+def allowed(api: str, mode: str, *names: str) -> tuple[list[str], Any]:
+    """Return the tools shown, and those of which one is forced, of three."""
+    three = [{**FUNCTION["function"], "name": name} for name in ("f", "g", "h")]
+    if api == "chat":
+        named: Any = [{"type": "function", "function": {"name": n}} for n in names]
+        form: dict[str, Any] = {"allowed_tools": {"mode": mode, "tools": named}}
+        tools = [{"type": "function", "function": each} for each in three]
+        body: Any = {"messages": [turn("user", "Q")], "tools": tools}
+        body["tool_choice"] = {"type": "allowed_tools", **form}
+        made = chat_request(read_body(ChatBody, body), SETTINGS)
+    else:
+        named = [{"type": "function", "name": name} for name in names]
+        flat = [{"type": "function", **each} for each in three]
+        body = {"input": "Q", "tools": flat}
+        form = {"type": "allowed_tools", "mode": mode, "tools": named}
+        body["tool_choice"] = form
+        made = responses_request(read_body(ResponsesBody, body), SETTINGS).request
+    calls = made.calls and [each["name"] for each in made.calls]
+    return [tool["function"]["name"] for tool in chat_of(made).tools], calls
+
+
+@pytest.mark.parametrize("api", ["chat", "responses"])
+def test_allowed_tools_are_the_only_ones(api: str) -> None:
+    assert allowed(api, "auto", "h", "f") == (["f", "h"], None)
+    assert allowed(api, "required", "g") == (["g"], ["g"])
+    assert allowed(api, "auto") == ([], None)
+    for names in (("x",), ()):
+        with pytest.raises(ApiError, match="tools are: ") as refused:
+            allowed(api, "required", *names)
+        assert refused.value.param == "tool_choice"
+
+
+def test_tools_run_by_a_provider_may_be_allowed_and_are_passed_over() -> None:
+    search = {"type": "web_search"}
+    tools = [{"type": "function", **FUNCTION["function"]}, search]
+    form = {"type": "allowed_tools", "tools": [search, tools[0]]}
+    made = responses(turn("user", "Q"), tools=tools, tool_choice=form)
+    assert [tool["function"]["name"] for tool in made.tools] == ["f"]
+    with pytest.raises(ApiError, match="not run here"):
+        responses(turn("user", "Q"), tools=tools, tool_choice=search)
 
 
 def test_reasoning_is_replayed_by_every_api() -> None:

@@ -13,11 +13,13 @@ import mlx.nn as nn
 import openai
 from mlx.utils import tree_map
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from pydantic import ValidationError
 
 from mlx_speculation import PrefixCache, SpeculativeGenerator
 from mlx_speculation.server import Defaults, Limits, Server, Settings
 from mlx_speculation.server.api_errors import ApiError
 from mlx_speculation.server.engine_thread import Worker
+from mlx_speculation.server.request.models import as_invalid
 from support.models.tiny_models import build
 from support.models.tiny_tokenizer import letter_tokenizer
 from support.processes.wait_until import until
@@ -247,3 +249,16 @@ def refusal(act: Callable[[], Any]) -> int:
         json.dumps(error.body)
         return error.status
     return 0
+
+
+def read_body(model: Any, body: Mapping[str, Any]) -> Any:
+    """Return a body as the server reads it.
+
+    Raises:
+        ApiError: it is none.
+    """
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        located = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
+        raise as_invalid(located, body) from error

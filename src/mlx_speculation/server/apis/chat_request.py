@@ -1,26 +1,22 @@
-"""Bodies of Chat Completions, and what of them an agent may send that OpenAI does not.
+"""Bodies of Chat Completions, with the fields that agents add to OpenAI's.
 
 Fields of messages that are not known are passed over: agents replay what they got, and
 add their own. Fields of the body that are not known are refused: see `StrictModel`.
 """
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import AliasChoices, Field
 
 from mlx_speculation.server.api_errors import invalid
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.request import Call, Chat, Conversation, GenerationRequest
 from mlx_speculation.server.request import options as read
-from mlx_speculation.server.request.images import image_part
-from mlx_speculation.server.request.models import RequestModel, StrictModel, short
+from mlx_speculation.server.request.content import Content, Loose, TextBlock
+from mlx_speculation.server.request.models import RequestModel, StrictModel
 from mlx_speculation.server.request.options import Count, Object, SamplingOptions
-from mlx_speculation.server.request.tools import Tools, chosen_tools, function_tool
-from mlx_speculation.server.request.transcript import (
-    IMAGE_NOTE,
-    Content,
-    read_arguments,
-)
+from mlx_speculation.server.request.tools import Choice, ToolBody, Toolbox
+from mlx_speculation.server.request.transcript import Arguments
 
 NOT_OFFERED = {  # fields of OpenAI's and mlx-lm's, and what to do instead
     "adapters": "Start the server with --adapter-path.",
@@ -89,15 +85,49 @@ class Prediction(RequestModel):
     """A text that the answer may be like."""
 
     type: Literal["content"]
-    content: str | list[Object]
+    content: Content
+
+
+class CalledFunction(RequestModel):
+    """The function of a tool call in the history, or its custom tool."""
+
+    name: str
+    arguments: Arguments = Field({})
+
+    @classmethod
+    def check_names(cls, values: Object) -> None:
+        """Take the text of a custom tool as the argument "input"."""
+        if "input" in values:
+            values["arguments"] = {"input": str(values["input"])}
+
+
+class ToolCallBody(RequestModel):
+    """A tool call in the history."""
+
+    id: Loose = ""
+    function: CalledFunction = Field(
+        validation_alias=AliasChoices("function", "custom")
+    )
+
+
+class ChatMessage(RequestModel):
+    """One message; agents replay what they got, and add fields of their own."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content = Field([])
+    name: Loose = ""
+    tool_call_id: Loose = ""
+    tool_calls: list[ToolCallBody] = Field([])
+    reasoning_content: Loose = ""
+    reasoning: Loose = ""
 
 
 class ChatBody(OpenAIBody):
     """A request for a chat's next message."""
 
-    messages: list[Object] = Field(min_length=1)
-    tools: list[Object] = Field(default_factory=list)
-    tool_choice: str | Object | None = None
+    messages: list[ChatMessage] = Field(min_length=1)
+    tools: list[ToolBody] = Field([])
+    tool_choice: str | Choice | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=-1, le=read.MOST_ALTERNATIVES)] | None = None
     chat_template_kwargs: Object = Field(default_factory=dict)
@@ -116,7 +146,7 @@ def chat_request(body: ChatBody, settings: Settings) -> GenerationRequest:
         ApiError: names the field that is wrong.
     """
     messages, images = _conversation(body.messages, settings).messages()
-    tools = _tools(body)
+    tools = Toolbox(body.tools).chosen(body.tool_choice)
     schema = read.schema_of(body.response_format)
     read.without_both(schema, tools.needed)
     args, budget = _thinking(body)
@@ -174,9 +204,8 @@ def alternatives(wanted: bool, top: int | None) -> int | None:
 def _predicted(given: Prediction | None) -> str | None:
     if given is None:
         return None
-    if isinstance(given.content, str):
-        return given.content
-    return "".join(str(part.get("text", "")) for part in given.content)
+    blocks = given.content
+    return "".join(each.text for each in blocks if isinstance(each, TextBlock))
 
 
 def _thinking(body: ChatBody) -> tuple[Object, int | None]:
@@ -210,111 +239,22 @@ def _thinking(body: ChatBody) -> tuple[Object, int | None]:
     return args, budget or None
 
 
-def _tools(body: ChatBody) -> Tools:
-    tools = []
-    for i, tool in enumerate(body.tools):
-        where = f"tools[{i}]"
-        custom = tool.get("custom") if tool.get("type") == "custom" else None
-        given = tool.get("function") if custom is None else custom
-        tools.append(function_tool(given, where))
-    choice: Any = body.tool_choice
-    if isinstance(choice, dict):
-        kind = choice.get("type")
-        inner = choice.get(kind) if kind in ("function", "custom") else None
-        name = inner.get("name") if isinstance(inner, dict) else None
-        choice = (name,) if isinstance(name, str) else short(choice)
-    return chosen_tools(tools, choice)
-
-
-def _conversation(messages: list[Object], settings: Settings) -> Conversation:
-    conversation, images = Conversation(), 0
+def _conversation(messages: list[ChatMessage], settings: Settings) -> Conversation:
+    conversation = Conversation(settings)
     for i, message in enumerate(messages):
-        where, role = f"messages[{i}]", message.get("role")
-        content = _content(message.get("content"), where, settings, role, images)
-        if isinstance(content, list):
-            images += sum(part["type"] == "image" for part in content)
-        name = message.get("name")
-        name = name if isinstance(name, str) else None
-        if role in ("system", "developer"):
-            conversation.system(_text(content))
-        elif role == "user":
-            conversation.user(content, name)
-        elif role == "assistant":
-            thought = message.get("reasoning_content") or message.get("reasoning")
-            conversation.assistant(
-                _text(content),
-                reasoning=thought if isinstance(thought, str) else "",
-                calls=_calls(message.get("tool_calls"), where),
-            )
-        elif role == "tool":
-            conversation.result(str(message.get("tool_call_id")), content, name)
+        where, content = f"messages[{i}].content", message.content
+        if message.role in ("system", "developer"):
+            conversation.system(content, where)
+        elif message.role == "user":
+            conversation.user(content, where, message.name)
+        elif message.role == "tool":
+            conversation.result(message.tool_call_id, content, where, message.name)
         else:
-            known = "system, developer, user, assistant or tool"
-            raise invalid(
-                f"{where}.role is {short(role)}, and {known} is needed.",
-                f"{where}.role",
-            )
+            calls = [
+                Call(each.id or f"call_{j}", function.name, function.arguments)
+                for j, each in enumerate(message.tool_calls)
+                for function in (each.function,)
+            ]
+            thought = message.reasoning_content or message.reasoning
+            conversation.assistant(content, where, reasoning=thought, calls=calls)
     return conversation
-
-
-def _content(
-    given: Any, where: str, settings: Settings, role: Any, images: int
-) -> Content:
-    """Return a content: a text, or its parts."""
-    if given is None or isinstance(given, str):
-        return given or ""
-    if not isinstance(given, list):
-        raise invalid(f"{where}.content is no text.", f"{where}.content")
-    parts = []
-    for i, part in enumerate(given):
-        kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get("text") if isinstance(part, dict) else None
-        if kind == "image_url":
-            if role == "tool" and not settings.reads_images:
-                parts.append({"type": "text", "text": IMAGE_NOTE})
-                continue
-            image = part.get("image_url")
-            url = image.get("url") if isinstance(image, dict) else image
-            place = f"{where}.content[{i}]"
-            parts.append(image_part(url, place, settings, images + len(parts)))
-        elif kind == "text" and isinstance(text, str):
-            parts.append({"type": "text", "text": text})
-        elif kind == "refusal" and isinstance(part.get("refusal"), str):
-            parts.append({"type": "text", "text": part["refusal"]})
-        else:
-            raise invalid(
-                f"{where}.content holds a part that is no text and no image. Audio and "
-                "files are not taken.",
-                f"{where}.content",
-            )
-    return parts
-
-
-def _text(content: Content) -> str:
-    if isinstance(content, str):
-        return content
-    return "".join(part.get("text", "") for part in content)
-
-
-def _calls(given: Any, where: str) -> list[Call]:
-    """Return the calls of a message of the model's."""
-    if given is None:
-        return []
-    if not isinstance(given, list):
-        raise invalid(f"{where}.tool_calls is no list.", f"{where}.tool_calls")
-    calls = []
-    for i, one in enumerate(given):
-        place = f"{where}.tool_calls[{i}]"
-        function = one.get("function") if isinstance(one, dict) else None
-        custom = one.get("custom") if isinstance(one, dict) else None
-        if function is None and isinstance(custom, dict):
-            value = {"input": str(custom.get("input", ""))}
-            function = {"name": custom.get("name"), "arguments": value}
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise invalid(f"{place} is no call of a function.", place)
-        field = f"{place}.function.arguments"
-        arguments = read_arguments(function.get("arguments"), field)
-        calls.append(
-            Call(str(one.get("id") or f"call_{i}"), function["name"], arguments)
-        )
-    return calls

@@ -14,12 +14,12 @@ from mlx_speculation.server.api_errors import ApiError
 from mlx_speculation.server.apis import usage as costs
 from mlx_speculation.server.apis.base import Ending, WholeText, event
 from mlx_speculation.server.apis.responses_request import (
-    Kind,
     ResponsesBody,
     responses_request,
 )
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.job import Token
+from mlx_speculation.server.request.tools import Kind
 
 Item = dict[str, Any]
 
@@ -225,14 +225,9 @@ def _head(
         "model": settings.names[0],
         "error": None,
         "incomplete_details": None,
-        "instructions": body.instructions,
-        "metadata": body.metadata,
-        "parallel_tool_calls": body.parallel_tool_calls,
-        "tool_choice": body.tool_choice or "auto",
-        "tools": body.tools,
+        **body.echo,
         "temperature": sampling["temperature"],
         "top_p": sampling["top_p"],
-        "max_output_tokens": body.max_output_tokens,
         "previous_response_id": None,
         "reasoning": {"effort": effort, "summary": None},
         "store": False,

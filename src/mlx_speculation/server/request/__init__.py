@@ -3,6 +3,7 @@
     request         `GenerationRequest`: a chat or prompts, and how the text is wanted
     models          pydantic models: what every body has in common, and its errors
     options         sampling, ends, schema and draft, as pydantic fields
+    content         the blocks of messages in all APIs, as pydantic models
     transcript      messages of a chat in one form, put in order
     tools           tools and which of them have to be called
     json_body       bytes to a JSON object, within limits
@@ -16,7 +17,7 @@ from mlx_speculation.server.request.images import opened
 from mlx_speculation.server.request.json_body import parsed
 from mlx_speculation.server.request.models import RequestModel, as_invalid
 from mlx_speculation.server.request.request import Chat, GenerationRequest
-from mlx_speculation.server.request.tools import Tools, chosen_tools
+from mlx_speculation.server.request.tools import Tools
 from mlx_speculation.server.request.transcript import Call, Conversation
 
 __all__ = [
@@ -27,7 +28,6 @@ __all__ = [
     "RequestModel",
     "Tools",
     "as_invalid",
-    "chosen_tools",
     "opened",
     "parsed",
 ]

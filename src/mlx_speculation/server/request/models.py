@@ -68,17 +68,17 @@ def as_invalid(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
         )
         if of_list or (isinstance(value, Mapping) and step in value):
             value = value[step]
-        elif error["type"] == "missing":
-            value = None
-        else:
-            break
-        path.append(step)
+            path.append(step)
+    if error["type"] == "missing":
+        value = None
+        path.append(error["loc"][-1])
     param = ""
     for step in path:
         param += f"[{step}]" if isinstance(step, int) else f".{str(step)[:100]}"
     param = param.removeprefix(".")
     shown = f"{param} is {short(value)}" if param else "The body"
-    return invalid(f"{shown}: {error['msg']}.", param or None)
+    why = error["msg"].removeprefix("Value error, ")
+    return invalid(f"{shown}: {why}.", param or None)
 
 
 def short(value: Any) -> str:

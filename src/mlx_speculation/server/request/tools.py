@@ -1,75 +1,169 @@
-"""Tools of a request, and which of them have to be called."""
+"""Tools of a request in the forms of all APIs, and those that have to be called.
 
-from collections.abc import Sequence
+    namespace   its tools are flattened for the chat template; calls get both names back
+    custom      a tool that takes a text is a function with the argument "input"
+    deferred    not shown in the head, but described where a message refers to it
+    other kinds are run by the provider's servers: they are passed over
+
+Flat and nested forms are read alike: {"type": "function", "name": ...} and
+{"type": "function", "function": {"name": ...}}.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_speculation.server.api_errors import invalid
-from mlx_speculation.server.request.models import short
+from pydantic import AliasChoices, Field
+
+from mlx_speculation.server.api_errors import ApiError, invalid
+from mlx_speculation.server.request.content import Loose
+from mlx_speculation.server.request.models import RequestModel
+from mlx_speculation.server.request.options import Object
 
 Tool = dict[str, Any]  # in OpenAI's form: {"type": "function", "function": {...}}
+INPUT = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+}
+
+
+class NestedModel(RequestModel):
+    """An object that may hold its fields under the name of its type."""
+
+    type: str = "function"
+    name: Loose = ""
+
+    @classmethod
+    def check_names(cls, values: Object) -> None:
+        """Flatten the object."""
+        for kind in ("function", "custom", "allowed_tools"):
+            if isinstance(values.get(kind), Mapping):
+                values |= {"type": kind, **values.pop(kind)}
+
+
+class ToolBody(NestedModel):
+    """A tool, or a namespace of tools."""
+
+    description: str | None = None
+    parameters: Object | None = Field(
+        None, validation_alias=AliasChoices("parameters", "input_schema")
+    )
+    defer_loading: bool = False
+    tools: list["ToolBody"] = Field([])
+
+
+class Choice(NestedModel):
+    """The tools that may be called, or have to be."""
+
+    namespace: Loose = ""
+    mode: str = "auto"
+    tools: list["Choice"] = Field([])
+    disable_parallel_tool_use: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A tool under its own name."""
+
+    name: str
+    namespace: str | None = None
+    custom: bool = False  # it takes a text
 
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """What the model may call, and what it has to call."""
+    """Tools that the model may call, and those of which it has to call one."""
 
     shown: tuple[Tool, ...] = ()
     # The functions of which one has to be called; None: the model is free.
     needed: tuple[dict[str, Any], ...] | None = None
 
 
-def function_tool(given: Any, where: str) -> Tool:
-    """Return a function with a name, in the form that chat templates know.
+def flat(name: str, namespace: str | None) -> str:
+    """Return the name of a tool in the chat template."""
+    return f"{namespace}__{name}" if namespace else name
 
-    Raises:
-        ApiError: it has no name, or its parameters are no schema.
+
+class Toolbox:
+    """The tools of a body.
+
+    Attributes:
+        deferred: tools that are not shown in the head.
+        kinds: all others by their flat names.
     """
-    name = given.get("name") if isinstance(given, dict) else None
-    if not isinstance(name, str) or not name:
-        raise invalid(f"{where} is no function with a name.", where)
-    parameters = given.get("parameters")
-    if parameters is not None and not isinstance(parameters, dict):
-        raise invalid(f"The parameters of {where} are no JSON schema.", where)
-    kept = ("name", "description", "parameters")
-    function = {key: given[key] for key in kept if given.get(key) is not None}
-    return {"type": "function", "function": function}
 
+    def __init__(self, given: Sequence[ToolBody]) -> None:
+        self._shown: list[Tool] = []
+        self.deferred: list[Tool] = []
+        self.kinds: dict[str, Kind] = {}
+        self._passed_over: list[str] = []
+        for i, tool in enumerate(given):
+            if tool.type == "namespace":
+                for j, inner in enumerate(tool.tools):
+                    self._add(inner, f"tools[{i}].tools[{j}]", tool.name)
+            else:
+                self._add(tool, f"tools[{i}]", None)
 
-def chosen_tools(
-    tools: Sequence[Tool],
-    choice: Any,  # "auto", "none", "required", or the name of a function in a tuple
-    *,
-    # Kinds that are not run here, by their names; none can be chosen.
-    passed_over: Sequence[str] = (),
-) -> Tools:
-    """Return the tools that the model is shown, and those that it has to call.
+    def chosen(self, choice: str | Choice | None) -> Tools:
+        """Return the tools that the model is shown, and those that it has to call.
 
-    Raises:
-        ApiError: the choice is none, or of a tool that is not there.
-    """
-    if choice in (None, "auto"):
-        return Tools(tuple(tools))
-    if choice == "none":
-        return Tools()
-    functions = [tool["function"] for tool in tools]
-    if isinstance(choice, tuple):
-        needed = [each for each in functions if each["name"] == choice[0]]
-        choice = choice[0]
-    elif choice == "required":
-        needed = functions
-    else:
-        raise invalid(
-            f"tool_choice is {short(choice)}, and 'auto', 'none', 'required' or a "
-            "function's name is needed.",
-            "tool_choice",
-        )
-    if not needed:
+        Raises:
+            ApiError: the choice is none, or of a tool that is not there.
+        """
+        if not isinstance(choice, Choice):
+            choice = Choice.model_validate({"type": choice or "auto"})
+        mode, shown = choice.type, self._shown
+        functions = [tool["function"] for tool in (*shown, *self.deferred)]
+        if mode == "allowed_tools":
+            names = [self._named(each, functions) for each in choice.tools]
+            shown = [tool for tool in shown if tool["function"]["name"] in names]
+            functions = [each for each in functions if each["name"] in names]
+            mode = choice.mode
+        if mode == "auto":
+            return Tools(tuple(shown))
+        if mode == "none":
+            return Tools()
+        if mode not in ("required", "any"):
+            name = self._named(choice, functions, forced=True)
+            functions = [each for each in functions if each["name"] == name]
+        if not functions:
+            raise self._unknown(mode, functions)
+        return Tools(tuple(shown), tuple(functions))
+
+    def _named(
+        self, choice: Choice, functions: Sequence[Object], *, forced: bool = False
+    ) -> str:
+        """Return the flat name of a tool that is there; empty: it is passed over."""
+        name = flat(choice.name, choice.namespace)
+        runs = choice.type in ("function", "custom", "tool")
+        if runs and any(each["name"] == name for each in functions):
+            return name
+        if runs or forced:
+            raise self._unknown(name or choice.type, functions)
+        return ""
+
+    def _unknown(self, name: str, functions: Sequence[Object]) -> ApiError:
         names = ", ".join(repr(each["name"]) for each in functions) or "none"
-        more = f" ({', '.join(map(repr, passed_over))}: not run here)"
-        raise invalid(
-            f"tool_choice is {choice!r}, and the tools are: {names}"
-            f"{more if passed_over else ''}.",
+        more = f" ({', '.join(map(repr, self._passed_over))}: not run here)"
+        return invalid(
+            f"tool_choice is {name[:200]!r}, and the tools are: {names}"
+            f"{more if self._passed_over else ''}.",
             "tool_choice",
         )
-    return Tools(tuple(tools), tuple(needed))
+
+    def _add(self, tool: ToolBody, where: str, namespace: str | None) -> None:
+        if tool.type not in ("function", "custom"):
+            self._passed_over.append(tool.name or tool.type)
+            return
+        if not tool.name:
+            raise invalid(f"{where} is no function with a name.", where)
+        custom = tool.type == "custom" and tool.parameters is None
+        name = flat(tool.name, namespace)
+        parameters = INPUT if custom else tool.parameters
+        fields = {"name": name, "description": tool.description}
+        fields |= {"parameters": parameters}  # type: ignore[dict-item]
+        function = {key: value for key, value in fields.items() if value is not None}
+        made = {"type": "function", "function": function}
+        self.kinds[name] = Kind(tool.name, namespace, custom)
+        (self.deferred if tool.defer_loading else self._shown).append(made)

@@ -10,20 +10,55 @@ Chat templates differ in more than this: see `prompts`.
 """
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
 
 from mlx_speculation.json_files import JsonFlawError, parse_json
 from mlx_speculation.server.api_errors import invalid
+from mlx_speculation.server.config import Settings
+from mlx_speculation.server.request.content import (
+    EMPTY,
+    Block,
+    DocumentBlock,
+    ImageBlock,
+    ReferenceBlock,
+    ResultBlock,
+    SearchBlock,
+    TextBlock,
+    ThinkingBlock,
+    UseBlock,
+)
+from mlx_speculation.server.request.images import image_part
 from mlx_speculation.server.request.json_body import DEEPEST
+from mlx_speculation.server.request.tools import Tool
 
 Part = dict[str, Any]  # of a content: a text, or an image with its bytes
 Content = str | list[Part]
 Message = dict[str, Any]
 
 REMINDER = "<system-reminder>\n{}\n</system-reminder>"
+# Of a client's own accounts, with values that change from request to request.
+BILLING = re.compile(r"\Ax-anthropic-[\w-]+:[^\n]*\n*")
 IMAGE_NOTE = "[An image, which this model cannot see.]"
+
+
+def _arguments(given: Any) -> Any:
+    """Return the arguments of a call in the history; none are an empty object."""
+    if not isinstance(given, str):
+        return given
+    try:
+        read = parse_json(given, deepest=DEEPEST) if given.strip() else None
+        json.dumps(read, ensure_ascii=False).encode()
+    except (JsonFlawError, UnicodeEncodeError) as error:
+        raise ValueError(f"it {error}") from error
+    return {} if read is None else read
+
+
+Arguments = Annotated[dict[str, Any], BeforeValidator(_arguments)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,38 +76,73 @@ class Call:
 
 
 class Conversation:
-    """Takes messages one by one.
+    """Takes messages one by one; contents are the blocks of any API.
 
     Args:
-        between: what stands between two texts of one content.
+        settings: of the server: which images it opens.
+        between: the text between two texts of one content.
+        deferred: tools that a block may refer to.
     """
 
-    def __init__(self, between: str = "") -> None:
-        self._between = between
+    def __init__(
+        self, settings: Settings, between: str = "", deferred: Sequence[Tool] = ()
+    ) -> None:
+        self._settings, self._between, self._images = settings, between, 0
+        self._deferred = {tool["function"]["name"]: tool for tool in deferred}
         self._messages: list[Message] = []
-        self.called: set[str] = set()  # ids of all calls
+        self._called: set[str] = set()  # ids of all calls
 
-    def __len__(self) -> int:
-        return len(self._messages)
+    def system(self, blocks: Sequence[Block], where: str) -> None:
+        """Add instructions, wherever they stand, without a client's billing line."""
+        parts = self._parts(blocks, where)
+        texts = [BILLING.sub("", part.get("text", "")) for part in parts]
+        between = "\n\n" if self._between else ""
+        self._add("system", between.join(text for text in texts if text))
 
-    def system(self, text: str) -> None:
-        """Add instructions, wherever they stand."""
-        self._add("system", text)
+    def user(self, blocks: Sequence[Block], where: str, name: str = "") -> None:
+        """Add a turn of the user: the results of tools first.
 
-    def user(self, content: Content, name: str | None = None) -> None:
-        """Add a turn of the user."""
-        self._add("user", content, name=name)
+        Raises:
+            ApiError: a result has no call before it.
+        """
+        rest = [None if isinstance(each, ResultBlock) else each for each in blocks]
+        for i, block in enumerate(blocks):
+            if not isinstance(block, ResultBlock):
+                continue
+            if block.tool_use_id not in self._called:
+                raise invalid(
+                    f"{where}[{i}] is the result of {block.tool_use_id[:200]!r}, and "
+                    "no tool_use before it has that id.",
+                    f"{where}[{i}]",
+                )
+            place = f"{where}[{i}].content"
+            parts = self._parts(block.content, place, result=True)
+            if block.is_error and not any(part.get("text") for part in parts):
+                parts = [*parts, {"type": "text", "text": "Error"}]
+            self._add("tool", parts, tool_call_id=block.tool_use_id)
+        said = self._parts(rest, where)
+        if None not in rest or any(part != EMPTY for part in said):
+            self._add("user", said, name=name)
 
     def assistant(
         self,
-        text: str,
+        blocks: Sequence[Block],
+        where: str,
         *,
         reasoning: str = "",
         calls: Sequence[Call] = (),
         joined: bool = False,  # to the message before, if that is the model's too
     ) -> None:
-        """Add what the model has said."""
-        self.called |= {call.id for call in calls}
+        """Add a turn of the model."""
+        other = (ThinkingBlock, UseBlock)
+        said = [None if isinstance(each, other) else each for each in blocks]
+        for block in blocks:
+            if isinstance(block, ThinkingBlock):
+                reasoning += block.thinking
+            elif isinstance(block, UseBlock):
+                calls = [*calls, Call(block.id, block.name, block.input)]
+        text = "".join(part.get("text", "") for part in self._parts(said, where))
+        self._called |= {call.id for call in calls}
         named = [call.as_object() for call in calls]
         last = self._messages[-1] if self._messages else {}
         if joined and last.get("role") == "assistant":
@@ -83,9 +153,51 @@ class Conversation:
             more = {"reasoning_content": reasoning, "tool_calls": named}
             self._add("assistant", text, **more)
 
-    def result(self, call: str, content: Content, name: str | None = None) -> None:
-        """Add what a tool has answered."""
-        self._add("tool", content, tool_call_id=call, name=name)
+    def result(
+        self, call: str, blocks: Sequence[Block], where: str, name: str = ""
+    ) -> None:
+        """Add the result of a tool."""
+        parts = self._parts(blocks, where, result=True)
+        self._add("tool", parts, tool_call_id=call, name=name)
+
+    def _parts(
+        self, blocks: Sequence[Block | None], where: str, *, result: bool = False
+    ) -> list[Part]:
+        """Return blocks as texts and images; None: a block that is taken already."""
+        parts = []
+        for i, block in enumerate(blocks):
+            if isinstance(block, ImageBlock) and (
+                self._settings.reads_images or not result
+            ):
+                place = f"{where}[{i}]"
+                part = image_part(block.url, place, self._settings, self._images)
+                self._images += 1
+                parts.append(part)
+            elif block is not None:
+                text = self._text(block, f"{where}[{i}]")
+                parts.append({"type": "text", "text": text})
+        return parts
+
+    def _text(self, block: Block, where: str) -> str:
+        match block:
+            case TextBlock():
+                return block.text
+            case ImageBlock():
+                return IMAGE_NOTE
+            case DocumentBlock():
+                texts = [block.title]
+            case SearchBlock():
+                texts = [block.title, block.source]
+            case ReferenceBlock():
+                tool = self._deferred.get(block.tool_name)
+                if tool is None:
+                    return f"The tool {block.tool_name} can be called now."
+                described = json.dumps(tool, ensure_ascii=False)
+                return f"This tool can be called now:\n{described}"
+            case _:
+                raise invalid(f"{where}: {block.type} does not belong here.", where)
+        texts += [self._text(each, where) for each in block.content]
+        return "\n".join(text for text in texts if text)
 
     def messages(self) -> tuple[tuple[Message, ...], tuple[Any, ...]]:
         """Return all messages in order, and the images of their parts."""
@@ -179,24 +291,3 @@ def _extended(message: Message, text: str, *, after: bool) -> Message:
         pair = (content, text) if after else (text, content)
         extended = "\n".join(each for each in pair if each)
     return {**message, "content": extended}
-
-
-def read_arguments(given: Any, where: str) -> dict[str, Any]:
-    """Return the arguments of a call in the history; none are an empty object.
-
-    Raises:
-        ApiError: they are no JSON object.
-    """
-    if isinstance(given, str):
-        if not given.strip():
-            return {}
-        try:
-            given = parse_json(given, deepest=DEEPEST)
-            json.dumps(given, ensure_ascii=False).encode()
-        except (JsonFlawError, UnicodeEncodeError) as error:
-            raise invalid(f"{where} {error}.", where) from error
-    if given is None:
-        return {}
-    if not isinstance(given, dict):
-        raise invalid(f"{where} is no JSON object.", where)
-    return given

@@ -1,0 +1,142 @@
+"""Contents of messages as pydantic models: the parts and blocks of all APIs.
+
+A text counts as a list with one text block. Blocks that belong to a provider's own
+servers are emptied, so that the places of the others stay.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AliasChoices, BeforeValidator, Field
+
+from mlx_speculation.server.request.models import RequestModel
+from mlx_speculation.server.request.options import Object
+
+EMPTY = {"type": "text", "text": ""}
+DROPPED = ("redacted_thinking", "server_tool_use", "fallback")
+IMAGE_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
+
+
+def _blocks(given: Any) -> Any:
+    if isinstance(given, str):
+        return [{"type": "text", "text": given}]
+    if not isinstance(given, list):
+        return [] if given is None else given
+    kinds = [each.get("type") if isinstance(each, Mapping) else "" for each in given]
+    return [
+        EMPTY if kind in DROPPED or str(kind).endswith("_tool_result") else each
+        for kind, each in zip(kinds, given, strict=True)
+    ]
+
+
+# Text of a field that does not matter enough to refuse anything else.
+Loose = Annotated[str, BeforeValidator(lambda it: it if isinstance(it, str) else "")]
+
+
+class TextBlock(RequestModel):
+    """A text, a refusal, or a text of reasoning."""
+
+    type: Literal[
+        "text",
+        "input_text",
+        "output_text",
+        "summary_text",
+        "reasoning_text",
+        "refusal",
+    ]
+    text: str = Field(validation_alias=AliasChoices("text", "refusal"))
+
+
+class ImageBlock(RequestModel):
+    """An image by its URL; bytes in base64 become a data URL."""
+
+    type: Literal["image_url", "input_image", "image"]
+    url: str
+
+    @classmethod
+    def check_names(cls, values: Object) -> None:
+        """Set the URL from the place where the API has it."""
+        given = values.get("image_url", values.get("source"))
+        if isinstance(given, Mapping) and given.get("type") == "base64":
+            kind = given.get("media_type")
+            if kind not in IMAGE_TYPES:
+                raise ValueError(f"media_type has to be one of {IMAGE_TYPES}")
+            given = {"url": f"data:{kind};base64,{given.get('data')}"}
+        values["url"] = given.get("url") if isinstance(given, Mapping) else given
+
+
+class ReferenceBlock(RequestModel):
+    """A deferred tool that may be called from here on."""
+
+    type: Literal["tool_reference"]
+    tool_name: str
+
+
+Leaf = TextBlock | ImageBlock | ReferenceBlock
+Leaves = Annotated[
+    list[Annotated[Leaf, Field(discriminator="type")]], BeforeValidator(_blocks)
+]
+
+
+class DocumentBlock(RequestModel):
+    """A document of plain text."""
+
+    type: Literal["document"]
+    title: Loose = ""
+    content: Leaves
+
+    @classmethod
+    def check_names(cls, values: Object) -> None:
+        """Set the content from the source."""
+        source = values.get("source")
+        source = source if isinstance(source, Mapping) else {}
+        field = {"text": "data", "content": "content"}.get(str(source.get("type")))
+        values["content"] = source.get(field)
+        if values["content"] is None:
+            raise ValueError("it is no plain text. PDFs and files are not taken")
+
+
+class SearchBlock(RequestModel):
+    """A result of a search."""
+
+    type: Literal["search_result"]
+    title: Loose = ""
+    source: Loose = ""
+    content: Leaves = Field([])
+
+
+Inner = Leaf | DocumentBlock | SearchBlock
+Result = Annotated[
+    list[Annotated[Inner, Field(discriminator="type")]], BeforeValidator(_blocks)
+]
+
+
+class ThinkingBlock(RequestModel):
+    """Reasoning that is replayed."""
+
+    type: Literal["thinking"]
+    thinking: str = ""
+
+
+class UseBlock(RequestModel):
+    """A tool call."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: Object = Field({})
+
+
+class ResultBlock(RequestModel):
+    """The result of a tool call."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Result = Field([])
+    is_error: bool = False
+
+
+Block = Inner | ThinkingBlock | UseBlock | ResultBlock
+Content = Annotated[
+    list[Annotated[Block, Field(discriminator="type")]], BeforeValidator(_blocks)
+]
