@@ -1,17 +1,21 @@
 """A face: one API's form of a request and of the events of its answer."""
 
 import json
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mlx_speculation.server.answer_parts import Part
+from mlx_speculation.server.answer_parts import Part, Reasoning, Text, ToolCall, joined
 from mlx_speculation.server.api_errors import ApiError
+from mlx_speculation.server.config import Settings
 from mlx_speculation.server.job import Token
 from mlx_speculation.server.request import GenerationRequest
 
 if TYPE_CHECKING:
     from mlx_speculation.engine import Result
+
+Block = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +97,81 @@ class Face(Protocol):
     def whole(self, texts: Sequence[WholeText]) -> dict[str, Any]:
         """Return an answer that is no stream."""
         ...
+
+
+class BlockFace:
+    """Answers of blocks, of which one is open at a time.
+
+    Text of nothing but white space between blocks is no block, and text behind another
+    block has no line feeds in front.
+    """
+
+    def __init__(self, request: GenerationRequest, settings: Settings) -> None:
+        self.request = request
+        self._draft = request.draft or settings.draft
+        self._answer: Block = {}  # as a whole, once it has ended
+        self._blocks: list[Block] = []  # that are complete
+        self._open: type[Text] | type[Reasoning] | None = None
+        self._text = ""  # of the open block
+        self._spaces = ""  # that a text block may begin with
+
+    def reading(self, tokens: int, of: int) -> Iterable[bytes]:
+        """Send nothing: the keep-alives tell that it goes on."""
+        return ()
+
+    def close(self, endings: Sequence[Ending]) -> Iterable[bytes]:
+        """End the stream, which the last event has done."""
+        return ()
+
+    def parts(
+        self, choice: int, parts: Sequence[Part], tokens: Sequence[Token]
+    ) -> Iterable[bytes]:
+        """Send what the text has grown by."""
+        for part in parts:
+            if isinstance(part, ToolCall):
+                yield from self._closed()
+                yield from self._call(part)
+                continue
+            text = part.text
+            if self._open is not type(part):
+                if isinstance(part, Text):
+                    text = self._spaces + text
+                    self._spaces = "" if text.strip() else text
+                    if self._spaces:
+                        continue
+                    text = text.lstrip("\n") if self._open or self._blocks else text
+                yield from self._closed()
+                self._open, self._text = type(part), ""
+                yield from self._begin()
+            self._text += text
+            yield self._delta(text)
+
+    def whole(self, texts: Sequence[WholeText]) -> dict[str, Any]:
+        """Return an answer that is no stream: that of its events."""
+        (text,) = texts
+        deque(self.parts(0, joined(text.parts), ()), maxlen=0)
+        deque(self.end_text(0, text.ending), maxlen=0)
+        return self._answer
+
+    def end_text(self, choice: int, ending: Ending) -> Iterable[bytes]:
+        """End the answer, and set `_answer`."""
+        raise NotImplementedError
+
+    def _begin(self) -> Iterable[bytes]:
+        """Open a block of the kind `_open`."""
+        raise NotImplementedError
+
+    def _delta(self, text: str) -> bytes:
+        """Send a piece of the open block."""
+        raise NotImplementedError
+
+    def _closed(self) -> Iterable[bytes]:
+        """Complete the open block, if there is one, and clear `_spaces`."""
+        raise NotImplementedError
+
+    def _call(self, call: ToolCall) -> Iterable[bytes]:
+        """Send a call as a block of its own."""
+        raise NotImplementedError
 
 
 def event(data: dict[str, Any], name: str | None = None) -> bytes:

@@ -6,82 +6,53 @@ Each item has one id in all its events. Events are numbered from 0 on.
 import json
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from mlx_speculation.server.answer_parts import Part, Text, ToolCall, joined
+from mlx_speculation.server.answer_parts import Reasoning, Text, ToolCall
 from mlx_speculation.server.api_errors import ApiError
 from mlx_speculation.server.apis import usage as costs
-from mlx_speculation.server.apis.base import Ending, WholeText, event
+from mlx_speculation.server.apis.base import Block, BlockFace, Ending, event
 from mlx_speculation.server.apis.responses_request import (
     ResponsesBody,
     responses_request,
 )
 from mlx_speculation.server.config import Settings
-from mlx_speculation.server.job import Token
 from mlx_speculation.server.request.tools import Kind
 
-Item = dict[str, Any]
+# Of an item: its type, the beginning of its id, the type of its part.
+NAMES: dict[type | None, tuple[str, str, str]] = {
+    Text: ("message", "msg", "output_text"),
+    Reasoning: ("reasoning", "rs", "reasoning_text"),
+}
 
 
-class ResponsesFace:
+class ResponsesFace(BlockFace):
     """The Responses API."""
 
     def __init__(self, body: ResponsesBody, settings: Settings) -> None:
         made = responses_request(body, settings)
-        self.request, self._kinds = made.request, made.kinds
-        self._draft = self.request.draft or settings.draft
+        super().__init__(made.request, settings)
+        self._kinds = made.kinds
         self._head = _head(body, self.request.sampling, settings)
         self._number = 0  # of the next event
-        self._items: list[Item] = []  # that are complete
-        self._open: Item | None = None
-        self._text = ""  # of the open item
-        self._spaces = ""  # that a message may begin with
+        self._id = ""  # of the open item
 
     def open(self, prompt_tokens: int) -> Iterable[bytes]:
         """Begin a response."""
         for name in ("created", "in_progress"):
             yield self._event(name, response=self._response("in_progress"))
 
-    def reading(self, tokens: int, of: int) -> Iterable[bytes]:
-        """Send nothing: the keep-alives tell that it goes on."""
-        return ()
-
     def keep_alive(self) -> Iterable[bytes]:
         """Say again that it is in progress: clients pass over comments."""
         yield self._event("in_progress", response=self._response("in_progress"))
 
-    def parts(
-        self, choice: int, parts: Sequence[Part], tokens: Sequence[Token]
-    ) -> Iterable[bytes]:
-        """Send what the items have grown by."""
-        for part in parts:
-            if isinstance(part, ToolCall):
-                yield from self._closed()
-                yield from self._call(part)
-                continue
-            kind = "message" if isinstance(part, Text) else "reasoning"
-            if self._open is None or self._open["type"] != kind:
-                if isinstance(part, Text):
-                    part = Text(self._spaces + part.text)
-                    self._spaces = "" if part.text.strip() else part.text
-                    if self._spaces:
-                        continue
-                    part = _first_text(part, self._open is None and not self._items)
-                yield from self._closed()
-                yield from self._opened(kind)
-            yield self._delta(part.text)
-
     def end_text(self, choice: int, ending: Ending) -> Iterable[bytes]:
         """End the response."""
-        yield from self._closed(complete=not ending.cut)
         status = "incomplete" if ending.cut else "completed"
-        response = self._response(status, ending)
-        yield self._event(status, response=response)
-
-    def close(self, endings: Sequence[Ending]) -> Iterable[bytes]:
-        """End the stream, which the last event has done."""
-        return ()
+        yield from self._closed(status)
+        self._answer = self._response(status, ending)
+        yield self._event(status, response=self._answer)
 
     def failed(self, error: ApiError) -> Iterable[bytes]:
         """End with an error, in the words that clients go by."""
@@ -90,31 +61,9 @@ class ResponsesFace:
         response["error"] = {"code": code or error.type, "message": error.message}
         yield self._event("failed", response=response)
 
-    def whole(self, texts: Sequence[WholeText]) -> dict[str, Any]:
-        """Return the response."""
-        (text,) = texts
-        for part in joined(text.parts):
-            if isinstance(part, ToolCall):
-                self._items.append(self._call_item(part))
-                continue
-            if isinstance(part, Text):
-                if not part.text.strip():
-                    continue
-                part = _first_text(part, not self._items)
-            kind = "message" if isinstance(part, Text) else "reasoning"
-            item = _item(kind)
-            _completed(item, part.text)
-            self._items.append(item)
-        status = "completed"
-        if text.ending.cut:
-            status = "incomplete"
-            if self._items and "call" not in self._items[-1]["type"]:
-                self._items[-1]["status"] = status
-        return self._response(status, text.ending)
-
     def _response(self, status: str, ending: Ending | None = None) -> dict[str, Any]:
         """Return the response as it is now."""
-        response = {**self._head, "status": status, "output": [*self._items]}
+        response = {**self._head, "status": status, "output": [*self._blocks]}
         if status == "incomplete":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         if ending is not None:
@@ -133,47 +82,49 @@ class ResponsesFace:
             "speculative": costs.speculative(ending.result, self._draft),
         }
 
-    def _opened(self, kind: str) -> Iterator[bytes]:
-        self._open, self._text = _item(kind), ""
-        item = {**self._open, "content": [], "status": "in_progress"}
+    def _begin(self) -> Iterator[bytes]:
+        self._id = _id(NAMES[self._open][1])
+        item = {**self._item("in_progress"), "content": []}
         yield self._of_item("output_item.added", item=item)
-        if kind == "message":
-            yield self._of_part("content_part.added", part=_output_text(""))
+        if self._open is Text:
+            yield self._of_part("content_part.added", part=self._part())
 
     def _delta(self, text: str) -> bytes:
-        assert self._open is not None
-        self._text += text
-        if self._open["type"] == "message":
-            return self._of_part("output_text.delta", delta=text, logprobs=[])
-        return self._of_part("reasoning_text.delta", delta=text)
+        return self._of_part(f"{NAMES[self._open][2]}.delta", delta=text)
 
-    def _closed(self, *, complete: bool = True) -> Iterator[bytes]:
-        """Complete the open item, if there is one."""
+    def _closed(self, status: str = "completed") -> Iterator[bytes]:
         self._spaces = ""
         if self._open is None:
             return
-        item, text = self._open, self._text
-        if item["type"] == "message":
-            yield self._of_part("output_text.done", text=text, logprobs=[])
-            yield self._of_part("content_part.done", part=_output_text(text))
-        else:
-            yield self._of_part("reasoning_text.done", text=text)
-        _completed(item, text)
-        if not complete:
-            item["status"] = "incomplete"
+        yield self._of_part(f"{NAMES[self._open][2]}.done", text=self._text)
+        if self._open is Text:
+            yield self._of_part("content_part.done", part=self._part())
+        item = self._item(status)
         yield self._of_item("output_item.done", item=item)
-        self._items.append(item)
+        self._blocks.append(item)
         self._open = None
+
+    def _item(self, status: str) -> Block:
+        """Return the open item."""
+        kind = NAMES[self._open][0]
+        more: Block = {"role": "assistant"}
+        if self._open is Reasoning:
+            more = {"summary": [], "encrypted_content": None}
+        item = {"id": self._id, "type": kind, **more, "status": status}
+        return {**item, "content": [self._part()]}
+
+    def _part(self) -> Block:
+        part = {"type": NAMES[self._open][2], "text": self._text}
+        more: Block = {"annotations": [], "logprobs": []} if self._open is Text else {}
+        return {**part, **more}
 
     def _call(self, call: ToolCall) -> Iterator[bytes]:
         item = self._call_item(call)
         field = "input" if item["type"] == "custom_tool_call" else "arguments"
         empty = {**item, field: "", "status": "in_progress"}
         yield self._of_item("output_item.added", item=empty)
-        name = "custom_tool_call_input"
-        if field == "arguments":
-            name = "function_call_arguments"
-        place = {"item_id": item["id"], "output_index": len(self._items)}
+        name = f"{item['type']}_{field}"
+        place = {"item_id": item["id"], "output_index": len(self._blocks)}
         value = item[field]
         yield self._event(f"{name}.delta", **place, delta=value)
         done = {field: value}
@@ -181,9 +132,9 @@ class ResponsesFace:
             done["name"] = item["name"]
         yield self._event(f"{name}.done", **place, **done)
         yield self._of_item("output_item.done", item=item)
-        self._items.append(item)
+        self._blocks.append(item)
 
-    def _call_item(self, call: ToolCall) -> Item:
+    def _call_item(self, call: ToolCall) -> Block:
         """Return a call under the names that the client has given its tool."""
         kind = self._kinds.get(call.name, Kind(call.name))
         item = {"status": "completed", "call_id": call.id, "name": kind.name}
@@ -198,12 +149,13 @@ class ResponsesFace:
         return {"id": _id("ctc"), "type": "custom_tool_call", **item, "input": shown}
 
     def _of_part(self, name: str, /, **fields: Any) -> bytes:
-        assert self._open is not None
-        place = {"item_id": self._open["id"], "output_index": len(self._items)}
+        place: Block = {"item_id": self._id, "output_index": len(self._blocks)}
+        if name.startswith("output_text"):
+            place["logprobs"] = []
         return self._event(name, **place, content_index=0, **fields)
 
     def _of_item(self, name: str, /, **fields: Any) -> bytes:
-        return self._event(name, output_index=len(self._items), **fields)
+        return self._event(name, output_index=len(self._blocks), **fields)
 
     def _event(self, name: str, /, **fields: Any) -> bytes:
         kind = f"response.{name}"
@@ -244,25 +196,3 @@ def _without_none(form: Any) -> dict[str, Any]:
 
 def _id(kind: str) -> str:
     return f"{kind}_{uuid.uuid4().hex}"
-
-
-def _item(kind: str) -> Item:
-    if kind == "message":
-        item: Item = {"id": _id("msg"), "type": kind, "role": "assistant"}
-    else:
-        item = {"id": _id("rs"), "type": kind, "summary": [], "encrypted_content": None}
-    return {**item, "status": "completed", "content": []}
-
-
-def _completed(item: Item, text: str) -> None:
-    part: Item = {"type": "reasoning_text", "text": text}
-    item["content"] = [_output_text(text) if item["type"] == "message" else part]
-
-
-def _output_text(text: str) -> Item:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def _first_text(part: Text, first: bool) -> Text:
-    """Return the beginning of a message, which behind other items has no line feeds."""
-    return part if first else Text(part.text.lstrip("\n"))
