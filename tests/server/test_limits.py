@@ -20,6 +20,7 @@ from starlette.datastructures import Headers
 from mlx_speculation import (
     InvalidRequestError,
     PrefixCache,
+    Sampling,
     SpeculativeGenerator,
 )
 from mlx_speculation.engine.batch.generator import BatchGenerator
@@ -362,7 +363,7 @@ def test_the_last_event_of_an_engine_that_is_gone_is_read() -> None:
         raise ApiError(503, "The engine has failed.")
 
     async def wait() -> None:
-        job = jobs.Job(GenerationRequest(sampling={}), seconds=60)
+        job = jobs.Job(GenerationRequest(sampling=Sampling()), seconds=60)
         job.put(ApiError(503, "The server is shutting down."))
         await asyncio.sleep(0)
         with pytest.raises(ApiError, match="shutting down"):

@@ -179,8 +179,8 @@ class Answering:
         if state != REASONING:
             return inner
         budget = request.thinking_budget
-        if inner is not None and request.max_tokens is not None:
-            most = max(1, int(request.max_tokens * THINKING_SHARE))
+        if inner is not None and "max_tokens" in request.options:
+            most = max(1, int(request.options["max_tokens"] * THINKING_SHARE))
             budget = most if budget is None else min(budget, most)
         if inner is None and budget is None:
             return None
@@ -266,7 +266,7 @@ class Answering:
             yield parts, event.tokens
             if event.result is None:
                 continue
-            most, result = job.request.max_tokens, event.result
+            most, result = job.request.options.get("max_tokens"), event.result
             # A prompt of several texts is read once, or its caches are copied.
             again = choice % face.request.count > 0
             yield Ending(
@@ -281,7 +281,7 @@ class Answering:
 
     def _stop_text(self, job: Job, tokens: list[int]) -> str | None:
         """Return which of the stop texts has ended a text."""
-        stops, tokenizer = job.request.stop, self._worker.tokenizer
+        stops, tokenizer = job.request.options.get("stop"), self._worker.tokenizer
         if not stops or not tokens or tokens[-1] in tokenizer.eos_token_ids:
             return None
         text = tokenizer.decode(tokens)

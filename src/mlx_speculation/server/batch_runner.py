@@ -4,15 +4,16 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mlx_speculation.engine import SpeculativeGenerator
 from mlx_speculation.engine.batch.generator import BatchGenerator
 from mlx_speculation.engine.detokenizer import TextDetokenizer
 from mlx_speculation.engine.mlx_lm_compat.prompt_cache import limited
+from mlx_speculation.engine.options import StreamKeywords
 from mlx_speculation.engine.prompt import Prompt
 from mlx_speculation.models import position_table
-from mlx_speculation.samplers import Sampling
 from mlx_speculation.server.api_errors import ApiError, as_api_error, late
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.job import Alternative, Job, Piece, Token
@@ -60,17 +61,9 @@ class Rows:
 
     def insert(self, job: Job, prompt: Prompt, length: int) -> None:
         """Give a request a row, whose prompt has so many tokens."""
-        options = self._options(job, self.longest - length)
-        reach = length + options["max_tokens"]
-        caches, quantization = limited(self.generator.model, reach, **self._kv)
-        uid = self._batch.insert(
-            prompt,
-            prompt_cache=caches.target,
-            kv_quantization=quantization,
-            **options,
-        )
+        uid = self._batch.insert(prompt, **self._options(job, length))
         self._jobs[uid] = job
-        if job.request.logprobs is not None:
+        if "logprobs" in job.request.options:
             self._texts[uid] = TokenTexts(self.generator.tokenizer)
         job.prompt_tokens = length
         job.alone = self._batch.why_alone(uid)
@@ -111,28 +104,31 @@ class Rows:
         for uid, own in pieces.items():
             self._hand_out(uid, own)
 
-    def _options(self, job: Job, room: int) -> dict[str, Any]:
-        """Return what a stream takes beside the prompt, of at most `room` tokens."""
-        request, tokenizer = job.request, self.generator.tokenizer
-        sampling = dict(request.sampling)
-        if sampling["xtc_probability"]:
+    def _options(self, job: Job, length: int) -> StreamKeywords:
+        """Return the options of a stream whose prompt has so many tokens."""
+        tokenizer, sampling = self.generator.tokenizer, job.request.sampling
+        if sampling.xtc_probability:
             line = tokenizer.encode("\n", add_special_tokens=False)
             ends = [int(token) for token in (*line, *tokenizer.eos_token_ids)]
-            sampling["xtc_special_tokens"] = ends
-        length, fixed = request.draft_length, self.generator.draft_length
-        if length is not None and fixed is not None:
-            length = min(length, fixed)
+            sampling = replace(sampling, xtc_special_tokens=ends)
+        options = job.request.options.copy()
+        if not self.predicts:
+            options.pop("prediction", None)
+        drafted, fixed = options.get("draft_length"), self.generator.draft_length
+        if isinstance(drafted, int) and fixed is not None:
+            options["draft_length"] = min(drafted, fixed)
+        room = self.longest - length
+        options["max_tokens"] = min(options.get("max_tokens", room), room)
+        reach = length + options["max_tokens"]
+        caches, quantization = limited(self.generator.model, reach, **self._kv)
         return {
-            "prediction": request.prediction if self.predicts else None,
-            "max_tokens": min(request.max_tokens or room, room),
-            "sampling": Sampling(**sampling),
-            "stop": request.stop,
-            "draft_length": length,
-            "max_draft": request.max_draft,
-            "logprobs": request.logprobs,
+            **options,
+            "sampling": sampling,
             "constraint": job.constraint,
             "prefill_step_size": self._settings.prefill_step,
             "prompt_progress": job.count_prefill,
+            "prompt_cache": caches.target,
+            "kv_quantization": quantization,
         }
 
     def _hand_out(self, uid: int, responses: "list[BatchResponse]") -> None:

@@ -13,12 +13,15 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
 from mlx_speculation.engine import SpeculativeGenerator
+from mlx_speculation.engine.options import GeneratorKeywords
 from mlx_speculation.errors import InvalidRequestError, SpeculationError
 from mlx_speculation.models.vision import VisionTarget
 from mlx_speculation.server.api_errors import ApiError, invalid, unavailable
@@ -274,7 +277,7 @@ class Worker:
     def _insert(self, job: Job) -> None:
         request = job.request
         draft = request.draft
-        if draft is None and request.prediction and self._drafts_nothing:
+        if draft is None and request.options.get("prediction") and self._drafts_nothing:
             draft = "lookup"
         rows = self._serving(draft, request.exact)
         chat = request.chat
@@ -332,19 +335,17 @@ def _beside(
     Raises:
         ApiError: the target cannot be decoded in exact mode.
     """
-    options: dict[str, Any] = {
+    options: GeneratorKeywords = {
         "draft": own.draft if draft is None else draft,
         "draft_length": own.draft_length if draft is None else None,
         "exact": exact or own.exact or False,
     }
+    make = partial(SpeculativeGenerator, own.model, own.tokenizer)
     if not exact:
-        try:
-            return SpeculativeGenerator(
-                own.model, own.tokenizer, prefix_cache=prefixes, **options
-            )
-        except InvalidRequestError:
-            return SpeculativeGenerator(own.model, own.tokenizer, **options)
+        with suppress(InvalidRequestError):
+            return make(**{**options, "prefix_cache": prefixes})
+        return make(**options)
     try:
-        return SpeculativeGenerator(own.model, own.tokenizer, **options)
+        return make(**options)
     except SpeculationError as error:
         raise invalid(str(error), "speculative.exact") from error

@@ -84,13 +84,32 @@ def _template_args(text: str) -> dict[str, Any]:
     return found
 
 
-def serve(
-    pair: PairOptions,
-    access: AccessOptions,
-    limits: Limits,
-    defaults: Defaults,
-    kv: KvLimits,
-    cache: CacheOptions,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageOptions:
+    """Images that requests may name."""
+
+    panel: ClassVar[str] = Limits.panel
+
+    image_folder: Path | None = option(
+        None,
+        "Folder whose files requests may name as images. Default: none.",
+        exists=True,
+        file_okay=False,
+    )
+    fetch_images: bool = option(
+        False, "Fetch images that requests name by http:// or https:// URLs."
+    )
+    fetch_private: bool = option(
+        False, "Fetch them from private, loopback and link-local addresses too."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingOptions:
+    """Running the engine and the server."""
+
+    panel: ClassVar[str] = "Options"
+
     max_rows: int = option(
         32,
         "Requests decoded at once.",
@@ -98,66 +117,64 @@ def serve(
         "--decode-concurrency",
         panel=Limits.panel,
         min=1,
-    ),
+    )
     prefill_step_size: int | None = option(
         None,
         "Prompt tokens read between two rounds. Default: 2048, and 256 on a CPU.",
         panel=Limits.panel,
         min=1,
-    ),
+    )
     chat_template_args: str = option(
         "{}",
         "JSON object of keyword arguments for the chat template.",
         panel=Defaults.panel,
-    ),
-    image_folder: Path | None = option(
-        None,
-        "Folder whose files requests may name as images. Default: none.",
-        panel=Limits.panel,
-        exists=True,
-        file_okay=False,
-    ),
-    fetch_images: bool = option(
-        False,
-        "Fetch images that requests name by http:// or https:// URLs.",
-        panel=Limits.panel,
-    ),
-    fetch_private: bool = option(
-        False,
-        "Fetch them from private, loopback and link-local addresses too.",
-        panel=Limits.panel,
-    ),
-    vision: bool = option(False, VISION),
+    )
+    vision: bool = option(False, VISION)
     grace_seconds: float = option(
         5.0, "Time for running requests at shutdown.", min=0.0
-    ),
-    log_level: Level = option("WARNING", "Level of the log."),
+    )
+    log_level: Level = option("WARNING", "Level of the log.")
+
+
+def serve(
+    pair: PairOptions,
+    access: AccessOptions,
+    limits: Limits,
+    defaults: Defaults,
+    kv: KvLimits,
+    cache: CacheOptions,
+    images: ImageOptions,
+    serving: ServingOptions,
 ) -> None:
     """Serve a model over HTTP with OpenAI's APIs and Anthropic's."""
     screen = Screen()
-    template_args = _template_args(chat_template_args)
+    template_args = _template_args(serving.chat_template_args)
     begin(pair.blas, screen)
     from mlx_speculation.server import Server
 
-    logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s %(message)s")
+    logging.basicConfig(
+        level=serving.log_level, format="%(asctime)s %(levelname)s %(message)s"
+    )
     settings = Settings(
         names=_names(pair.model, access.model_name),
         draft=None if pair.draft is None else _shown(pair.draft),
         api_key=access.key,
         allowed_origins=access.origins,
-        max_rows=max_rows,
-        prefill_step=prefill_step_size,
+        max_rows=serving.max_rows,
+        prefill_step=serving.prefill_step_size,
         chat_template_args=template_args,
         defaults=defaults,
         limits=limits,
         kv=kv,
-        image_folder=image_folder,
-        fetch_images=fetch_images,
-        fetch_private=fetch_private,
+        image_folder=images.image_folder,
+        fetch_images=images.fetch_images,
+        fetch_private=images.fetch_private,
     )
 
     def load(prefixes: "PrefixCache | None") -> "SpeculativeGenerator":
-        return open_pair(pair, screen, prefix_cache=prefixes, vision=vision or None)
+        return open_pair(
+            pair, screen, prefix_cache=prefixes, vision=serving.vision or None
+        )
 
     server = Server(
         settings,
@@ -167,7 +184,7 @@ def serve(
         port=access.port,
     )
     access.warn()
-    _until_stopped(server, settings, screen, grace_seconds)
+    _until_stopped(server, settings, screen, serving.grace_seconds)
 
 
 def _until_stopped(

@@ -62,7 +62,7 @@ class OpenAIFace:
         return {**packet, "usage": None} if self._counts and choices else packet
 
     def _usage(self, endings: Sequence[Ending]) -> dict[str, Any]:
-        predicted = self.request.prediction is not None
+        predicted = "prediction" in self.request.options
         return costs.total(
             [costs.usage(each, self._draft, predicted=predicted) for each in endings]
         )

@@ -4,10 +4,12 @@ Fields of messages that are not known are passed over: agents replay what they g
 add their own. Fields of the body that are not known are refused: see `StrictModel`.
 """
 
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, Field
 
+from mlx_speculation.engine.options import StreamKeywords
 from mlx_speculation.server.api_errors import invalid
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.request import Call, Chat, Conversation, GenerationRequest
@@ -147,50 +149,57 @@ def chat_request(body: ChatBody, settings: Settings) -> GenerationRequest:
     """
     messages, images = _conversation(body.messages, settings).messages()
     tools = Toolbox(body.tools).chosen(body.tool_choice)
-    schema = read.schema_of(body.response_format)
-    read.without_both(schema, tools.needed)
     args, budget = _thinking(body)
-    return GenerationRequest(
+    options: StreamKeywords = {
+        "logprobs": alternatives(body.logprobs, body.top_logprobs),
+        "prediction": _predicted(body.prediction),
+    }
+    return openai_request(
+        body,
+        settings,
+        options,
+        max_tokens=max_tokens(body, settings) or None,
         chat=Chat(
             messages=messages, tools=tools.shown, template_args=args, images=images
         ),
-        logprobs=alternatives(body.logprobs, body.top_logprobs),
-        schema=schema,
+        schema=read.schema_of(body.response_format),
         calls=tools.needed,
         most_calls=None if body.parallel_tool_calls else 1,
         thinking_budget=budget,
-        prediction=_predicted(body.prediction),
-        max_tokens=max_tokens(body, settings) or settings.defaults.max_tokens or None,
-        **shared(body, settings, 1),
     )
 
 
-def shared(body: OpenAIBody, settings: Settings, prompts: int) -> Object:
-    """Return the fields that chats and completions share; `prompts` are continued."""
+def openai_request(
+    body: OpenAIBody,
+    settings: Settings,
+    options: StreamKeywords,
+    *,
+    prompts: Sequence[str | list[int]] = (),
+    **more: Any,  # further fields of the request
+) -> GenerationRequest:
+    """Return a request with the fields that chats and completions share."""
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options is given without stream.", "stream_options")
-    read.checked_model(body.model, settings)
-    if body.n * prompts > settings.max_rows:
+    count = body.n * max(1, len(prompts))
+    if count > settings.max_rows:
         raise invalid(
-            f"{body.n * prompts} texts are asked for at once, and {settings.max_rows} "
-            "may be. Ask for fewer, or start the server with a larger --max-rows.",
+            f"{count} texts are asked for at once, and {settings.max_rows} may be. Ask "
+            "for fewer, or start the server with a larger --max-rows.",
             "n" if body.n > 1 else "prompt",
         )
-    return {
-        "count": body.n,
-        "stream": body.stream,
-        "sampling": read.sampling(body, settings),
-        "stop": read.stops(body.stop),
-        **read.drafts(body, settings),
-    }
+    options["stop"] = read.stops(body.stop)
+    return read.generation(
+        body, settings, options, prompts=tuple(prompts), count=body.n, **more
+    )
 
 
-def max_tokens(body: OpenAIBody, settings: Settings) -> int | None:
-    """Return how many tokens are asked for; None: it is not said."""
+def max_tokens(body: OpenAIBody, settings: Settings) -> int:
+    """Return the number of tokens that is asked for, or the default; 0: none."""
     most = settings.limits.max_tokens
     for name in ("max_tokens", "max_completion_tokens"):
         read.at_most(getattr(body, name), most, name, "max-tokens-limit")
-    return body.max_completion_tokens or body.max_tokens
+    given = body.max_completion_tokens or body.max_tokens
+    return given or settings.defaults.max_tokens
 
 
 def alternatives(wanted: bool, top: int | None) -> int | None:

@@ -13,7 +13,7 @@ from mlx_speculation.server.apis.chat_request import (
     OpenAIBody,
     alternatives,
     max_tokens,
-    shared,
+    openai_request,
 )
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.job import Token
@@ -47,13 +47,13 @@ def completion_request(body: CompletionBody, settings: Settings) -> GenerationRe
         logprobs = alternatives(bool(body.logprobs), body.top_logprobs)
     else:
         logprobs = body.logprobs
-    most = max_tokens(body, settings) or settings.defaults.max_tokens or LENGTH
-    return GenerationRequest(
-        prompts=tuple(prompts),
-        logprobs=logprobs,
+    return openai_request(
+        body,
+        settings,
+        {"logprobs": logprobs},
+        max_tokens=max_tokens(body, settings) or LENGTH,
+        prompts=prompts,
         schema=read.schema_of(body.response_format),
-        max_tokens=most,
-        **shared(body, settings, len(prompts)),
     )
 
 

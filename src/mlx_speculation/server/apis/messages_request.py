@@ -88,11 +88,16 @@ def messages_request(body: CountBody, settings: Settings) -> GenerationRequest:
         add = getattr(conversation, message.role)
         add(message.content, f"messages[{i}].content")
     messages, images = conversation.messages()
-    schema = _schema(body.output_config)
-    read.without_both(schema, chosen.needed)
     args, budget = _thinking(body)
     most, asked = settings.limits.max_tokens, getattr(body, "max_tokens", None)
-    return GenerationRequest(
+    stops = read.stops(getattr(body, "stop_sequences", None), "stop_sequences")
+    return read.generation(
+        body,
+        settings,
+        {"stop": stops},
+        # A client asks for what its own model has; it gets what there is.
+        max_tokens=min(asked, most) if asked and most else asked or most or None,
+        any_model=True,
         chat=Chat(
             messages=messages,
             tools=chosen.shown,
@@ -100,16 +105,10 @@ def messages_request(body: CountBody, settings: Settings) -> GenerationRequest:
             template_args=args,
             images=images,
         ),
-        stream=body.stream,
-        # A client asks for what its own model has; it gets what there is.
-        max_tokens=min(asked, most) if asked and most else asked or most or None,
-        sampling=read.sampling(body, settings),
-        stop=read.stops(getattr(body, "stop_sequences", None), "stop_sequences"),
-        schema=schema,
+        schema=_schema(body.output_config),
         calls=chosen.needed,
         most_calls=1 if choice and choice.disable_parallel_tool_use else None,
         thinking_budget=budget,
-        **read.drafts(body, settings),
     )
 
 

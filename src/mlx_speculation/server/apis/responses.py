@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from mlx_speculation.samplers import Sampling
 from mlx_speculation.server.answer_parts import Reasoning, Text, ToolCall
 from mlx_speculation.server.api_errors import ApiError
 from mlx_speculation.server.apis import usage as costs
@@ -164,7 +165,7 @@ class ResponsesFace(BlockFace):
 
 
 def _head(
-    body: ResponsesBody, sampling: dict[str, Any], settings: Settings
+    body: ResponsesBody, sampling: Sampling, settings: Settings
 ) -> dict[str, Any]:
     """Return what a response says in all its states."""
     form = None if body.text is None else body.text.format
@@ -178,8 +179,8 @@ def _head(
         "error": None,
         "incomplete_details": None,
         **body.echo,
-        "temperature": sampling["temperature"],
-        "top_p": sampling["top_p"],
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
         "previous_response_id": None,
         "reasoning": {"effort": effort, "summary": None},
         "store": False,

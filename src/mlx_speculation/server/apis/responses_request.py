@@ -158,30 +158,27 @@ def responses_request(body: ResponsesBody, settings: Settings) -> ResponsesReque
     Raises:
         ApiError: names the field that is wrong.
     """
-    read.checked_model(body.model, settings)
     toolbox = Toolbox(body.tools)
     chosen = toolbox.chosen(body.tool_choice)
     messages, images = _conversation(body, settings).messages()
-    schema = _schema(body.text)
-    read.without_both(schema, chosen.needed)
     effort = None if body.reasoning is None else body.reasoning.effort
     on = None if effort is None else effort != "none"
     most = settings.limits.max_tokens
     read.at_most(body.max_output_tokens, most, "max_output_tokens", "max-tokens-limit")
-    request = GenerationRequest(
+    request = read.generation(
+        body,
+        settings,
+        {},
+        max_tokens=body.max_output_tokens or most or None,
         chat=Chat(
             messages=messages,
             tools=chosen.shown,
             template_args=read.thinking_args(on, effort),
             images=images,
         ),
-        stream=body.stream,
-        max_tokens=body.max_output_tokens or most or None,
-        sampling=read.sampling(body, settings),
-        schema=schema,
+        schema=_schema(body.text),
         calls=chosen.needed,
         most_calls=None if body.parallel_tool_calls else 1,
-        **read.drafts(body, settings),
     )
     return ResponsesRequest(request, toolbox.kinds)
 

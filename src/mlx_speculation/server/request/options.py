@@ -1,16 +1,18 @@
 """Options of a text: sampling, ends, a schema, drafts, and whether to think."""
 
 import json
-import logging
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import asdict, fields
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import Field
 
+from mlx_speculation.engine.options import StreamKeywords
+from mlx_speculation.samplers import Sampling
 from mlx_speculation.server.api_errors import ApiError, invalid
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.request.models import RequestModel, StrictModel, short
+from mlx_speculation.server.request.request import GenerationRequest
 
-LOG = logging.getLogger("mlx_speculation.server")
 SEEDS = 2**64
 MOST_ALTERNATIVES = 20
 # Each token is compared with every beginning of a stop.
@@ -19,7 +21,6 @@ MOST_STOPS, LONGEST_STOP = 16, 500
 LARGEST_SCHEMA = 1 << 15
 # Logits are divided by it, and have to stay finite.
 SMALLEST_DIVISOR = 0.01
-PENALTIES = ("repetition", "presence", "frequency")
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Whole = Annotated[int, Field(ge=0, le=2**31)]
@@ -54,14 +55,14 @@ class SamplingOptions(TextOptions):
     """Options of OpenAI's older interfaces, with those of mlx-lm's server."""
 
     min_p: Share | None = None
-    xtc_probability: Share = 0.0
-    xtc_threshold: Annotated[float, Field(ge=0, le=0.5)] = 0.1
-    repetition_penalty: Annotated[float, Field(ge=0, le=100)] = 0.0
-    presence_penalty: Penalty = 0.0
-    frequency_penalty: Penalty = 0.0
-    repetition_context_size: Whole = 20
-    presence_context_size: Whole = 20
-    frequency_context_size: Whole = 20
+    xtc_probability: Share | None = None
+    xtc_threshold: Annotated[float, Field(ge=0, le=0.5)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0, le=100)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_context_size: Whole | None = None
+    presence_context_size: Whole | None = None
+    frequency_context_size: Whole | None = None
     logit_bias: dict[str, Penalty] = Field(default_factory=dict)
     seed: Annotated[int, Field(ge=-(2**63), lt=SEEDS)] | None = None
     stop: str | list[str] = Field(default_factory=list)
@@ -69,33 +70,57 @@ class SamplingOptions(TextOptions):
     draft_model: Literal["default_model"] | None = None
 
 
-def sampling(body: TextOptions, settings: Settings) -> dict[str, Any]:
-    """Return the options of `Sampling`."""
-    given = {name: getattr(body, name) for name in type(body).model_fields}
-    defaults = settings.defaults
-    for name in ("temperature", "top_p", "top_k", "min_p"):
-        if given.get(name) is None:
-            given[name] = getattr(defaults, name)
-    more = given if isinstance(body, SamplingOptions) else _PLAIN
-    seed, divisor = more["seed"], more["repetition_penalty"]
-    if 0 < divisor < SMALLEST_DIVISOR:
+def generation(
+    body: TextOptions,
+    settings: Settings,
+    options: StreamKeywords,
+    *,
+    max_tokens: int | None,
+    any_model: bool = False,  # whatever the client calls it
+    **more: Any,  # further fields of the request
+) -> GenerationRequest:
+    """Return a request: the options of its text that all APIs have, and its fields.
+
+    Raises:
+        ApiError: names the field that is wrong.
+    """
+    if not any_model:
+        _check_model(body.model, settings)
+    if more.get("schema") is not None and more.get("calls") is not None:
+        raise invalid(
+            "response_format asks for JSON, and tool_choice for a call. Leave one of "
+            "them out.",
+            "tool_choice",
+        )
+    drafted, draft, exact = _drafts(body, settings)
+    given = {**options, **drafted, "max_tokens": max_tokens}
+    given = {name: value for name, value in given.items() if value is not None}
+    return GenerationRequest(
+        stream=body.stream,
+        sampling=_sampling(body, settings),
+        options=cast("StreamKeywords", given),
+        draft=draft,
+        exact=exact,
+        **more,
+    )
+
+
+def _sampling(body: TextOptions, settings: Settings) -> Sampling:
+    names = {one.name for one in fields(Sampling)} & type(body).model_fields.keys()
+    values = {name: getattr(body, name) for name in names}
+    given = {name: value for name, value in values.items() if value is not None}
+    if 0 < (divisor := given.get("repetition_penalty", 0)) < SMALLEST_DIVISOR:
         raise invalid(
             f"repetition_penalty is {divisor}, and 0 or at least {SMALLEST_DIVISOR:g} "
             "is needed.",
             "repetition_penalty",
         )
-    options = {name: given[name] for name in ("temperature", "top_p", "top_k", "min_p")}
-    options |= {name: more[name] for name in ("xtc_probability", "xtc_threshold")}
-    for kind in PENALTIES:
-        for name in (f"{kind}_penalty", f"{kind}_context_size"):
-            options[name] = more[name]
-    options["logit_bias"] = _logit_bias(more["logit_bias"])
-    # Negative seeds count from the top.
-    options["seed"] = None if seed is None else seed % SEEDS
-    return options
-
-
-_PLAIN = SamplingOptions().model_dump()
+    given["logit_bias"] = _logit_bias(given.get("logit_bias", {}))
+    if "seed" in given:
+        given["seed"] %= SEEDS  # negative ones count from the top
+    defaults = asdict(settings.defaults)
+    del defaults["max_tokens"]
+    return Sampling(**{**defaults, **given})
 
 
 def _logit_bias(given: dict[str, float]) -> dict[int, float]:
@@ -121,7 +146,7 @@ def stops(given: str | list[str] | None, field: str = "stop") -> tuple[str, ...]
     return tuple(texts)
 
 
-def checked_model(name: str | None, settings: Settings) -> None:
+def _check_model(name: str | None, settings: Settings) -> None:
     """Raise where a model is asked for that is not served."""
     if name not in (None, "default_model", *settings.names):
         raise ApiError(
@@ -133,24 +158,25 @@ def checked_model(name: str | None, settings: Settings) -> None:
         )
 
 
-def at_most(value: int | None, most: int, field: str, option: str) -> int | None:
-    """Return a number that a limit of the server allows; a limit of 0 is none."""
+def at_most(value: int | None, most: int, field: str, option: str) -> None:
+    """Raise where a number is above a limit of the server; 0: no limit."""
     if value is not None and most and value > most:
         raise invalid(
             f"{field} is {short(value)}, and {most} may be. Ask for less, or start the "
             f"server with a larger --{option}.",
             field,
         )
-    return value
 
 
-def drafts(body: TextOptions, settings: Settings) -> dict[str, Any]:
-    """Return what drafts, how long, how long at most, and whether it is exact mode."""
+def _drafts(
+    body: TextOptions, settings: Settings
+) -> tuple[StreamKeywords, str | None, bool]:
+    """Return options of the drafts, the draft's name, and whether it is exact mode."""
     given, most = body.speculative, settings.limits.draft_tokens
     length = getattr(body, "num_draft_tokens", None)
     at_most(length, most or -1, "num_draft_tokens", "max-draft")
     if given is None:
-        return {"draft_length": length}
+        return {"draft_length": length}, None, False
     at_most(given.max_draft, most or -1, "speculative.max_draft", "max-draft")
     names = [one for one in (settings.draft, "lookup") if one is not None]
     name = given.draft
@@ -166,12 +192,9 @@ def drafts(body: TextOptions, settings: Settings) -> dict[str, Any]:
             "for drafts. Leave one of them out.",
             "speculative.off",
         )
-    return {
-        "draft": None if name == settings.draft else name,
-        "draft_length": 0 if given.off else length,
-        "max_draft": given.max_draft,
-        "exact": given.exact,
-    }
+    length = 0 if given.off else length
+    options: StreamKeywords = {"draft_length": length, "max_draft": given.max_draft}
+    return options, None if name == settings.draft else name, given.exact
 
 
 class NamedSchema(StrictModel):
@@ -223,16 +246,6 @@ def checked_schema(schema: Object, field: str) -> Object:
             f"The schema has {size} characters, and {LARGEST_SCHEMA} may be.", field
         )
     return schema
-
-
-def without_both(schema: object, calls: object) -> None:
-    """Raise where a text has to fit a schema and to be a call."""
-    if schema is not None and calls is not None:
-        raise invalid(
-            "response_format asks for JSON, and tool_choice for a call. Leave one of "
-            "them out.",
-            "tool_choice",
-        )
 
 
 def thinking_args(on: bool | None, effort: str | None = None) -> Object:

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mlx_speculation.samplers import derived_seed
+from mlx_speculation.engine.options import StreamKeywords
+from mlx_speculation.samplers import Sampling, derived_seed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,22 +33,16 @@ class GenerationRequest:
     prompts: tuple[str | list[int], ...] = ()  # of a completion, texts or token ids
     count: int = 1  # texts for each prompt
     stream: bool = False  # whether the answer comes in pieces
-    # Of the text; None: as many as the context has room for.
-    max_tokens: int | None = None
-    sampling: dict[str, Any]  # the options of `Sampling`
-    stop: tuple[str, ...] = ()  # texts that end it
-    # How many alternatives to report beside each token; None: nothing.
-    logprobs: int | None = None
+    sampling: Sampling
+    # Other options of the stream, as far as the request gives them. Without max_tokens
+    # the text has the room that the context has.
+    options: StreamKeywords = field(default_factory=StreamKeywords)
     schema: dict[str, Any] | None = None  # that the text has to fit; None: any text
     # The functions of which one has to be called; None: the model is free.
     calls: tuple[dict[str, Any], ...] | None = None
     most_calls: int | None = None  # tool calls of an answer; None: any number
     thinking_budget: int | None = None  # tokens of thinking; None: any number
-    prediction: str | None = None  # what the text may be like
     draft: str | None = None  # the name of what drafts; None: the server's own
-    draft_length: int | None = None  # tokens drafted in each round; None: what pays
-    # Tokens drafted in a round at most; None: no limit of its own.
-    max_draft: int | None = None
     exact: bool = False  # whether no draft may change a bit
 
     @property
@@ -68,9 +63,9 @@ class GenerationRequest:
         With a seed the first text is that of the seed alone.
         """
         prompts = [self.prompts[i : i + 1] for i in range(max(1, len(self.prompts)))]
-        seed, requests = self.sampling["seed"], []
+        seed, requests = self.sampling.seed, []
         for index, prompt in enumerate(p for p in prompts for _ in range(self.count)):
             own_seed = None if seed is None else derived_seed(seed, index)
-            sampling = {**self.sampling, "seed": own_seed}
+            sampling = replace(self.sampling, seed=own_seed)
             requests.append(replace(self, prompts=prompt, count=1, sampling=sampling))
         return requests
