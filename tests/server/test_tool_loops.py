@@ -11,7 +11,7 @@ from mlx_speculation.server.request import GenerationRequest
 from support.processes.scripted_servers import call, scripted
 from support.processes.servers import post
 
-TURNS, AGAIN = 20, 0.03
+TURNS, AGAIN, MANY = 20, 0.03, 200
 HEAD = " ".join(f"Rule {i}: leave file_{i}.py as it is." for i in range(400))
 PARAMETERS = {"type": "object", "properties": {"path": {"type": "string"}}}
 
@@ -107,3 +107,26 @@ def test_a_session_reads_little_again(
     total = sum(prompt for prompt, _, _ in turns)
     assert turns[0][0] > 5000
     assert again <= AGAIN * total, (again, total)
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_request_has_two_hundred_tools(server: Server, choice: str) -> None:
+    """All of them are in the prompt, and its next turn reads none of them again."""
+    name = "a description of some length, " * 5
+    function = {"description": name, "parameters": PARAMETERS}
+    functions = [{"name": f"tool_{i}", **function} for i in range(MANY)]
+    tools = [
+        {"type": "function", "function": each}
+        for each in (*functions, {"name": "read", **function})
+    ]
+    turns: list[Any] = [{"role": "user", "content": "Read all."}]
+    body = {"messages": turns, "tools": tools, "tool_choice": choice}
+    first = post(server, body, path="/v1/chat/completions").json
+    message = first["choices"][0]["message"]
+    (made,) = message["tool_calls"]
+    assert choice == "required" or made["function"]["name"] == "read"
+    turns += [message, {"role": "tool", "tool_call_id": made["id"], "content": "x"}]
+    usage = post(server, body, path="/v1/chat/completions").json["usage"]
+    assert first["usage"]["prompt_tokens"] > MANY * len(name) / 8
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    assert cached >= (1 - AGAIN) * first["usage"]["prompt_tokens"]

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, aclosing
 from dataclasses import replace
 from functools import partial
@@ -334,10 +335,12 @@ class _Exchange:
         Raises:
             ClientLeftError: the client has left.
         """
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[T] = loop.create_future()
-        done.add_done_callback(_seen)
-        thread = threading.Thread(target=_run, args=(act, done, loop), daemon=True)
+        outcome: Future[T] = Future()
+        outcome.set_running_or_notify_cancel()
+        done = asyncio.wrap_future(outcome)
+        # asyncio would log an exception where nobody waits any more.
+        done.add_done_callback(lambda it: it.cancelled() or it.exception())
+        thread = threading.Thread(target=_run, args=(act, outcome), daemon=True)
         thread.start()
         while True:
             await asyncio.wait([done], timeout=POLL_SECONDS)
@@ -355,24 +358,11 @@ class _Exchange:
             job.leave()
 
 
-def _seen(done: "asyncio.Future[Any]") -> None:
-    """Look at an exception, which asyncio would log where nobody waits any more."""
-    if not done.cancelled():
-        done.exception()
-
-
-def _run(act: Callable[[], T], done: "asyncio.Future[T]", loop: Any) -> None:
+def _run(act: Callable[[], T], outcome: "Future[T]") -> None:
     try:
-        outcome, result = done.set_result, act()
+        outcome.set_result(act())
     except BaseException as error:
-        outcome, result = done.set_exception, error  # type: ignore[assignment]
-
-    def tell() -> None:
-        if not done.done():
-            outcome(result)
-
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(tell)
+        outcome.set_exception(error)
 
 
 class EventStream(StreamingResponse):

@@ -17,7 +17,8 @@ from mlx_speculation.errors import (
 
 INVALID, OVERLOADED = "invalid_request_error", "overloaded_error"
 MESSAGES = "/v1/messages"  # the paths of the Messages API begin so
-_MESSAGES_TYPES = {
+_TYPES = {
+    408: "timeout_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
@@ -46,7 +47,8 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status, self.message = status, message
-        self.type = type or _type_of(status)
+        usual = INVALID if status < 500 else "server_error"
+        self.type = type or (usual if status == 413 else _TYPES.get(status, usual))
         self.param, self.code, self.retry = param, code, retry
 
     @property
@@ -64,9 +66,7 @@ class ApiError(Exception):
     @property
     def messages_body(self) -> dict[str, Any]:
         """The object that the Messages API has."""
-        kind = _MESSAGES_TYPES.get(self.status) or (
-            INVALID if self.status < 500 else "api_error"
-        )
+        kind = _TYPES.get(self.status, INVALID if self.status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": self.message}}
 
     def body_for(self, path: str) -> dict[str, Any]:
@@ -136,16 +136,3 @@ def as_api_error(error: BaseException) -> ApiError:
     return ApiError(
         500, f"The server failed ({type(error).__name__}); its log has the details."
     )
-
-
-def _type_of(status: int) -> str:
-    types = {
-        401: "authentication_error",
-        403: "permission_error",
-        404: "not_found_error",
-        408: "timeout_error",
-        429: "rate_limit_error",
-        503: OVERLOADED,
-        504: "timeout_error",
-    }
-    return types.get(status, INVALID if status < 500 else "server_error")

@@ -342,8 +342,9 @@ def _beside(
     }
     make = partial(SpeculativeGenerator, own.model, own.tokenizer)
     if not exact:
+        shared: GeneratorKeywords = {**options, "prefix_cache": prefixes}
         with suppress(InvalidRequestError):
-            return make(**{**options, "prefix_cache": prefixes})
+            return make(**shared)
         return make(**options)
     try:
         return make(**options)
