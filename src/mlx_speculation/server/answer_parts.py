@@ -95,7 +95,7 @@ class AnswerParser:
 
     @property
     def thinking(self) -> bool:
-        """Whether the next text is reasoning, as far as is known."""
+        """True if the next text is reasoning."""
         return self._name == REASONING
 
     def feed(self, text: str) -> list[Part]:

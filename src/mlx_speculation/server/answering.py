@@ -110,7 +110,7 @@ class Answering:
     async def _submitted(
         self, request: GenerationRequest, exchange: "_Exchange"
     ) -> Job:
-        """Let the engine begin with one text; `exchange` ends it."""
+        """Submit one text to the engine; `exchange` ends it."""
         job = Job(request, self._settings.limits.seconds)
         self._worker.take()
         exchange.add(job)

@@ -88,7 +88,7 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """What clients go by when they try again; the openai package reads both."""
+        """Headers for retries; the openai package reads both."""
         if self.retry is None:
             return {}
         if self.retry:

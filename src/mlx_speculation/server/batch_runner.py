@@ -71,7 +71,7 @@ class Rows:
             self._metrics.alone(job.alone)
 
     def round(self) -> None:
-        """Let go of what nobody waits for, and run a round of the rest.
+        """Remove cancelled requests, and run a round of the rest.
 
         If that fails as a whole, all requests get the error, and the batch begins anew.
         """

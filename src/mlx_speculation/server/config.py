@@ -1,4 +1,4 @@
-"""What a server is started with. Knows no HTTP and no models.
+"""Settings of a server, without HTTP and models.
 
 Limits and defaults are options of the command line too: each field says its own.
 """
@@ -92,7 +92,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Defaults:
-    """What holds where a request says nothing."""
+    """Defaults of request fields."""
 
     panel: ClassVar[str] = "Defaults of request fields"
 

@@ -92,17 +92,17 @@ class Worker:
 
     @property
     def ready(self) -> bool:
-        """Whether requests are taken."""
+        """True if requests are accepted."""
         return self._closed is None and self.loaded.done() and self.alive
 
     @property
     def alive(self) -> bool:
-        """Whether the thread runs, and has not failed."""
+        """True while the thread runs and has not failed."""
         return self._thread.is_alive() and not self._failed
 
     @property
     def stopping(self) -> bool:
-        """Whether the thread is to end.
+        """True if the thread has to end.
 
         Also at the end of the program that has started it: Python waits for it there.
         """
@@ -111,11 +111,11 @@ class Worker:
 
     @property
     def longest(self) -> int:
-        """How many tokens a prompt and its text may have together."""
+        """Maximum number of tokens of a prompt and its text."""
         return self._longest
 
     def refuse(self, why: str) -> None:
-        """Take no more requests."""
+        """Refuse new requests."""
         self._closed = why
 
     def take(self) -> None:
@@ -146,7 +146,7 @@ class Worker:
         return self._generator.encode(prompt)
 
     def submit(self, job: Job) -> None:
-        """Let the engine answer a request that was taken."""
+        """Queue an accepted request."""
         self._arrived.put(job)
 
     def done(self) -> None:

@@ -106,7 +106,7 @@ class BoundedProtocol(H11Protocol):
 
     @property
     def _answering(self) -> bool:
-        """Whether a request is being received or answered."""
+        """True while a request is received or answered."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def _arm(self) -> None:

@@ -59,14 +59,14 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """How many tokens of the prompt were read so far."""
+    """Tokens of the prompt read so far."""
 
     tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one round has added to a text."""
+    """Text of one round."""
 
     texts: tuple[str, ...]  # of each token, each may be empty
     tokens: tuple[Token, ...] = ()  # all of them, if their probabilities were asked for
@@ -102,16 +102,16 @@ class Job:
 
     @property
     def has_begun(self) -> bool:
-        """Whether it has had its turn: its prompt was read, or a part of it."""
+        """True once a part of its prompt was read."""
         return self.began is not None or self._read > 0
 
     @property
     def late(self) -> bool:
-        """Whether its time is over."""
+        """True past the deadline."""
         return time.monotonic() > self.deadline
 
     def cancel(self) -> None:
-        """Let the engine remove it before the next round."""
+        """Mark it for removal before the next round."""
         self.cancelled = True
 
     def leave(self) -> None:

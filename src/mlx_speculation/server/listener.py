@@ -60,7 +60,7 @@ class Listener:
 
     @property
     def connections(self) -> int:
-        """How many are open."""
+        """Number of open connections."""
         return len(self._server.server_state.connections)
 
     def start(self) -> None:

@@ -1,4 +1,4 @@
-"""What a server counts, for Prometheus, under vLLM's names where it has one.
+"""Prometheus metrics, under vLLM's names if it has one.
 
 prometheus-client is the extra "serve", and is imported when a server is made.
 """

@@ -61,7 +61,7 @@ class JsonRequest(Request):
 
 
 class Api:
-    """What the routes answer with.
+    """State of the routes.
 
     Attributes:
         answering: answers requests; set once the models are loaded.
@@ -141,12 +141,12 @@ class Api:
         @app.head("/", include_in_schema=False)
         @app.head("/api/hello", include_in_schema=False)
         async def welcome() -> dict[str, Any]:
-            """Say what is served here."""
+            """Describe the server."""
             return WELCOME
 
         @app.get("/health")
         async def health() -> Response:
-            """Say whether requests are taken."""
+            """Return the health of the engine."""
             ready = self.worker is not None and self.worker.ready
             status = "ok" if ready else "unavailable"
             return JSONResponse({"status": status}, 200 if ready else 503)

@@ -62,12 +62,12 @@ class Server:
 
     @property
     def connections(self) -> int:
-        """How many are open."""
+        """Number of open connections."""
         return self._listener.connections
 
     @property
     def url(self) -> str:
-        """Where it listens, without a path."""
+        """URL without a path."""
         return self._listener.url
 
     def start(self) -> None:

@@ -33,12 +33,12 @@ class Ending:
 
     @property
     def cut(self) -> bool:
-        """Whether it could have gone on."""
+        """True if a limit has cut it."""
         return self.result.finish_reason == "length"
 
     @property
     def tokens(self) -> int:
-        """How many were generated."""
+        """Number of generated tokens."""
         return len(self.result.tokens)
 
     @property
@@ -69,7 +69,7 @@ class Face(Protocol):
         ...
 
     def reading(self, tokens: int, of: int) -> Iterable[bytes]:
-        """Tell how much of the prompt was read."""
+        """Report the progress of the prefill."""
         ...
 
     def parts(
@@ -87,7 +87,7 @@ class Face(Protocol):
         ...
 
     def keep_alive(self) -> Iterable[bytes]:
-        """Tell that the stream goes on, after seconds of silence."""
+        """Keep the connection open after seconds of silence."""
         ...
 
     def failed(self, error: ApiError) -> Iterable[bytes]:

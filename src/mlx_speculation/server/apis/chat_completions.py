@@ -19,7 +19,7 @@ FINGERPRINT = f"mlx-speculation-{__version__}"
 
 
 class OpenAIFace:
-    """What streams of chats and of completions have in common."""
+    """Base of chats and completions."""
 
     prefix, whole_kind, chunk_kind = "", "", ""
 
@@ -55,6 +55,16 @@ class OpenAIFace:
     def failed(self, error: ApiError) -> Iterable[bytes]:
         """End with an error."""
         yield event(error.body)
+
+    def whole(self, texts: Sequence[WholeText]) -> dict[str, Any]:
+        """Return all texts."""
+        choices = [self._choice(index, text) for index, text in enumerate(texts)]
+        packet = self._packet(self.whole_kind, choices)
+        return {**packet, "usage": self._usage([text.ending for text in texts])}
+
+    def _choice(self, index: int, text: WholeText) -> dict[str, Any]:
+        """Return one text of an answer that is no stream."""
+        raise NotImplementedError
 
     def _packet(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         packet = {**self._head, "object": kind, "choices": choices}
@@ -107,19 +117,13 @@ class ChatFace(OpenAIFace):
         if choice + 1 < self.request.count:
             yield from self._role(choice + 1)
 
-    def whole(self, texts: Sequence[WholeText]) -> dict[str, Any]:
-        """Return all texts as messages."""
-        choices = [
-            {
-                "index": choice,
-                "message": _message(text.parts),
-                "finish_reason": _reason(text.ending),
-                "logprobs": self._logprobs(text.tokens),
-            }
-            for choice, text in enumerate(texts)
-        ]
-        packet = self._packet(self.whole_kind, choices)
-        return {**packet, "usage": self._usage([text.ending for text in texts])}
+    def _choice(self, index: int, text: WholeText) -> dict[str, Any]:
+        return {
+            "index": index,
+            "message": _message(text.parts),
+            "finish_reason": _reason(text.ending),
+            "logprobs": self._logprobs(text.tokens),
+        }
 
     def _role(self, choice: int) -> Iterator[bytes]:
         yield self._chunk(choice, {"role": "assistant", "content": ""})

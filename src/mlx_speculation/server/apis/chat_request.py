@@ -48,7 +48,7 @@ RESERVED = frozenset(
 
 
 class StreamOptions(StrictModel):
-    """What a stream has beside its text."""
+    """Options of a stream."""
 
     where: ClassVar[str] = "stream_options."
     no_effect: ClassVar[frozenset[str]] = frozenset(("include_obfuscation",))
@@ -71,16 +71,6 @@ class OpenAIBody(StrictModel, SamplingOptions):
     stream_options: StreamOptions | None = None
     response_format: read.ResponseFormat | None = None
     parallel_tool_calls: bool = True
-
-
-class Switch(RequestModel):
-    """Thinking, as Anthropic's, OpenRouter's and other interfaces switch it."""
-
-    type: str | None = None
-    enabled: bool | None = None
-    effort: str | None = None
-    budget_tokens: Annotated[int, Field(ge=0)] | None = None
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
 
 
 class Prediction(RequestModel):
@@ -135,8 +125,8 @@ class ChatBody(OpenAIBody):
     chat_template_kwargs: Object = Field(default_factory=dict)
     prediction: Prediction | None = None
     reasoning_effort: str | None = None
-    reasoning: Switch | None = None
-    thinking: Switch | None = None
+    reasoning: read.Switch | None = None
+    thinking: read.Switch | None = None
     enable_thinking: bool | None = None
     thinking_budget: Annotated[int, Field(ge=0)] | None = None
 
@@ -162,7 +152,7 @@ def chat_request(body: ChatBody, settings: Settings) -> GenerationRequest:
         chat=Chat(
             messages=messages, tools=tools.shown, template_args=args, images=images
         ),
-        schema=read.schema_of(body.response_format),
+        schema=read.schema_of(body.response_format, "response_format"),
         calls=tools.needed,
         most_calls=None if body.parallel_tool_calls else 1,
         thinking_budget=budget,
@@ -218,34 +208,20 @@ def _predicted(given: Prediction | None) -> str | None:
 
 
 def _thinking(body: ChatBody) -> tuple[Object, int | None]:
-    """Return keywords for the template, and the budget, of all switches there are."""
-    effort, on = body.reasoning_effort, body.enable_thinking
-    budget = body.thinking_budget
-    for switch in (body.reasoning, body.thinking):
-        if switch is None:
-            continue
-        effort = switch.effort or effort
-        on = switch.enabled if on is None else on
-        if on is None and switch.type is not None:
-            on = switch.type != "disabled"
-        budget = next(
-            (
-                value
-                for value in (budget, switch.budget_tokens, switch.max_tokens)
-                if value is not None
-            ),
-            None,
-        )
-    if on is None and (effort == "none" or budget == 0):
-        on = False
     for name in body.chat_template_kwargs:
         if name in RESERVED:
             raise invalid(
                 f"chat_template_kwargs holds {name!r}, which no request may set.",
                 "chat_template_kwargs",
             )
-    args = {**read.thinking_args(on, effort), **body.chat_template_kwargs}
-    return args, budget or None
+    args, budget = read.thinking(
+        body.reasoning,
+        body.thinking,
+        on=body.enable_thinking,
+        effort=body.reasoning_effort,
+        budget=body.thinking_budget,
+    )
+    return {**args, **body.chat_template_kwargs}, budget
 
 
 def _conversation(messages: list[ChatMessage], settings: Settings) -> Conversation:

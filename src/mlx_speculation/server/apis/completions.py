@@ -53,7 +53,7 @@ def completion_request(body: CompletionBody, settings: Settings) -> GenerationRe
         {"logprobs": logprobs},
         max_tokens=max_tokens(body, settings) or LENGTH,
         prompts=prompts,
-        schema=read.schema_of(body.response_format),
+        schema=read.schema_of(body.response_format, "response_format"),
     )
 
 
@@ -83,19 +83,9 @@ class CompletionFace(OpenAIFace):
         """Send why a text has ended."""
         yield self._chunk(choice, "", ending.result.finish_reason, self._sent(()))
 
-    def whole(self, texts: Sequence[WholeText]) -> dict[str, Any]:
-        """Return all texts."""
-        choices = [
-            _choice(
-                number,
-                _text(text.parts),
-                text.ending.result.finish_reason,
-                text.tokens,
-            )
-            for number, text in enumerate(texts)
-        ]
-        packet = self._packet(self.whole_kind, choices)
-        return {**packet, "usage": self._usage([text.ending for text in texts])}
+    def _choice(self, index: int, text: WholeText) -> dict[str, Any]:
+        reason = text.ending.result.finish_reason
+        return _choice(index, _text(text.parts), reason, text.tokens)
 
     def _chunk(
         self, choice: int, text: str, reason: str | None, tokens: Sequence[Token]

@@ -8,17 +8,16 @@ deferred tools   stand outside of the tools that the model is shown, and are
                  turns before stays as it was
 """
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from mlx_speculation.server.api_errors import invalid
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.request import Chat, Conversation, GenerationRequest
 from mlx_speculation.server.request import options as read
 from mlx_speculation.server.request.content import Content
 from mlx_speculation.server.request.models import RequestModel
-from mlx_speculation.server.request.options import Count, Object, TextOptions
+from mlx_speculation.server.request.options import Count, TextOptions
 from mlx_speculation.server.request.tools import Choice, ToolBody, Toolbox
 
 
@@ -29,31 +28,11 @@ class Message(RequestModel):
     content: Content = Field([])
 
 
-class Thinking(RequestModel):
-    """Whether the model thinks first, and for how long."""
-
-    type: str
-    budget_tokens: Annotated[int, Field(ge=0)] | None = None
-
-
-class Format(RequestModel):
-    """The form that the text has to have."""
-
-    type: str
-    json_schema: Object | None = Field(None, alias="schema")
-
-
 class OutputConfig(RequestModel):
     """Effort, and the form of the text."""
 
     effort: str | None = None
-    format: Format | None = None
-
-
-class MessagesTool(ToolBody):
-    """A tool, which without a type is a function."""
-
-    type: str = "custom"
+    format: read.TextFormat | None = None
 
 
 class CountBody(TextOptions):
@@ -61,10 +40,10 @@ class CountBody(TextOptions):
 
     messages: list[Message] = Field(min_length=1)
     system: Content = Field([])
-    tools: list[MessagesTool] = Field([])
+    tools: list[ToolBody] = Field([])
     tool_choice: Choice | None = None
-    thinking: Thinking | None = None
-    output_config: OutputConfig | None = None
+    thinking: read.Switch | None = None
+    output_config: OutputConfig = OutputConfig()
 
 
 class MessagesBody(CountBody):
@@ -80,7 +59,7 @@ def messages_request(body: CountBody, settings: Settings) -> GenerationRequest:
     Raises:
         ApiError: names the field that is wrong.
     """
-    toolbox, choice = Toolbox(body.tools), body.tool_choice
+    toolbox, choice, config = Toolbox(body.tools), body.tool_choice, body.output_config
     chosen = toolbox.chosen(choice)
     conversation = Conversation(settings, "\n", toolbox.deferred)
     conversation.system(body.system, "system")
@@ -88,7 +67,7 @@ def messages_request(body: CountBody, settings: Settings) -> GenerationRequest:
         add = getattr(conversation, message.role)
         add(message.content, f"messages[{i}].content")
     messages, images = conversation.messages()
-    args, budget = _thinking(body)
+    args, budget = read.thinking(body.thinking, effort=config.effort)
     most, asked = settings.limits.max_tokens, getattr(body, "max_tokens", None)
     stops = read.stops(getattr(body, "stop_sequences", None), "stop_sequences")
     return read.generation(
@@ -105,28 +84,8 @@ def messages_request(body: CountBody, settings: Settings) -> GenerationRequest:
             template_args=args,
             images=images,
         ),
-        schema=_schema(body.output_config),
+        schema=read.schema_of(config.format, "output_config.format"),
         calls=chosen.needed,
         most_calls=1 if choice and choice.disable_parallel_tool_use else None,
         thinking_budget=budget,
     )
-
-
-def _thinking(body: CountBody) -> tuple[Object, int | None]:
-    effort = None if body.output_config is None else body.output_config.effort
-    if body.thinking is None:
-        return read.thinking_args(None, effort), None
-    on = body.thinking.type != "disabled"
-    budget = body.thinking.budget_tokens if on else None
-    return read.thinking_args(on, effort), budget or None
-
-
-def _schema(given: OutputConfig | None) -> Object | None:
-    if given is None or given.format is None or given.format.type == "text":
-        return None
-    if given.format.type != "json_schema" or given.format.json_schema is None:
-        raise invalid(
-            "output_config.format is no json_schema with a schema.",
-            "output_config.format",
-        )
-    return read.checked_schema(given.format.json_schema, "output_config.format")

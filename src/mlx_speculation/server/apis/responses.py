@@ -45,7 +45,7 @@ class ResponsesFace(BlockFace):
             yield self._event(name, response=self._response("in_progress"))
 
     def keep_alive(self) -> Iterable[bytes]:
-        """Say again that it is in progress: clients pass over comments."""
+        """Repeat `in_progress`: clients ignore comments."""
         yield self._event("in_progress", response=self._response("in_progress"))
 
     def end_text(self, choice: int, ending: Ending) -> Iterable[bytes]:
@@ -168,9 +168,8 @@ def _head(
     body: ResponsesBody, sampling: Sampling, settings: Settings
 ) -> dict[str, Any]:
     """Return what a response says in all its states."""
-    form = None if body.text is None else body.text.format
+    form = body.text.format
     shown = {"type": "text"} if form is None else _without_none(form)
-    effort = None if body.reasoning is None else body.reasoning.effort
     return {
         "id": _id("resp"),
         "object": "response",
@@ -182,7 +181,7 @@ def _head(
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "previous_response_id": None,
-        "reasoning": {"effort": effort, "summary": None},
+        "reasoning": {"effort": body.reasoning.effort, "summary": None},
         "store": False,
         "text": {"format": shown},
         "truncation": "disabled",

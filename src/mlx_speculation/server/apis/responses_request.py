@@ -1,4 +1,4 @@
-"""Bodies of the Responses API: items in, and the tools of Codex and of OpenAI's SDK.
+"""Bodies of the Responses API: items in, and the tools of Codex and OpenAI's SDK.
 
     namespace   its tools are flattened for the chat template; calls get both names back
     custom      a tool that takes a text is a function with the argument "input"
@@ -37,23 +37,10 @@ ECHOED: Object = {  # fields that the response repeats, with their defaults
 }
 
 
-class Effort(RequestModel):
-    """Whether the model thinks first."""
-
-    effort: str | None = None
-
-
-class TextFormat(RequestModel):
-    """The form that the text has to have."""
-
-    type: str = "text"
-    json_schema: Object | None = Field(None, alias="schema")
-
-
 class TextConfig(RequestModel):
-    """How the text has to be."""
+    """Form of the text."""
 
-    format: TextFormat | None = None
+    format: read.TextFormat | None = None
 
 
 class MessageItem(RequestModel):
@@ -122,8 +109,8 @@ class ResponsesBody(TextOptions):
     tools: list[ToolBody] = Field([])
     tool_choice: str | Choice | None = None
     parallel_tool_calls: bool = True
-    text: TextConfig | None = None
-    reasoning: Effort | None = None
+    text: TextConfig = TextConfig()
+    reasoning: read.Switch = read.Switch()
     max_output_tokens: Count | None = None
     metadata: Object = Field({})
     echo: Object = Field({})  # fields that the response shows as they came
@@ -161,8 +148,8 @@ def responses_request(body: ResponsesBody, settings: Settings) -> ResponsesReque
     toolbox = Toolbox(body.tools)
     chosen = toolbox.chosen(body.tool_choice)
     messages, images = _conversation(body, settings).messages()
-    effort = None if body.reasoning is None else body.reasoning.effort
-    on = None if effort is None else effort != "none"
+    effort = body.reasoning.effort
+    args, _ = read.thinking(on=effort != "none" if effort else None, effort=effort)
     most = settings.limits.max_tokens
     read.at_most(body.max_output_tokens, most, "max_output_tokens", "max-tokens-limit")
     request = read.generation(
@@ -173,25 +160,14 @@ def responses_request(body: ResponsesBody, settings: Settings) -> ResponsesReque
         chat=Chat(
             messages=messages,
             tools=chosen.shown,
-            template_args=read.thinking_args(on, effort),
+            template_args=args,
             images=images,
         ),
-        schema=_schema(body.text),
+        schema=read.schema_of(body.text.format, "text.format"),
         calls=chosen.needed,
         most_calls=None if body.parallel_tool_calls else 1,
     )
     return ResponsesRequest(request, toolbox.kinds)
-
-
-def _schema(given: TextConfig | None) -> Object | None:
-    form = None if given is None else given.format
-    if form is None or form.type == "text":
-        return None
-    if form.type == "json_object":
-        return {"type": "object"}
-    if form.type != "json_schema" or form.json_schema is None:
-        raise invalid("text.format is no json_schema with a schema.", "text.format")
-    return read.checked_schema(form.json_schema, "text.format")
 
 
 def _conversation(body: ResponsesBody, settings: Settings) -> Conversation:

@@ -55,7 +55,7 @@ class ChatTemplate:
 
     @cached_property
     def traits(self) -> Traits:
-        """What the template knows; found out when a chat first comes."""
+        """Traits of the template, probed at the first chat."""
         if not self._has_template:
             return Traits(tools=False, calls=False)
         has_calls = bool(self._tokenizer.has_tool_calling)

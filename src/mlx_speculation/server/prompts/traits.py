@@ -29,7 +29,7 @@ TOOL = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
-    """What a chat template knows."""
+    """Features of a chat template."""
 
     system: bool = True  # messages of the role system
     neighbours: bool = True  # two messages of one role in a row

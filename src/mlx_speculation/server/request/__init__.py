@@ -1,4 +1,4 @@
-"""What a request asks for, in one form for all APIs.
+"""Requests in one form for all APIs.
 
     request         `GenerationRequest`: a chat or prompts, and how the text is wanted
     models          pydantic models: what every body has in common, and its errors

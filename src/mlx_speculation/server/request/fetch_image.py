@@ -1,4 +1,4 @@
-"""Fetching an image that a client names by its URL, where a server may do so.
+"""Fetching of images that a client names by URL, if the server allows it.
 
 Whoever may ask a server may make it ask others, so what is asked for is limited:
 
@@ -35,7 +35,7 @@ _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 @dataclass(frozen=True, slots=True)
 class FetchLimits:
-    """What is fetched at most, and from where."""
+    """Limits of a fetch."""
 
     bytes: int
     seconds: float

@@ -226,20 +226,28 @@ class ResponseFormat(StrictModel):
     json_schema: NamedSchema | None = None
 
 
-def schema_of(given: ResponseFormat | None) -> Object | None:
-    """Return the JSON schema that a text has to fit."""
+class TextFormat(RequestModel):
+    """The form of a text in APIs that have the schema beside its type."""
+
+    type: str = "text"
+    json_schema: Object | None = Field(None, alias="schema")
+
+
+def schema_of(given: ResponseFormat | TextFormat | None, field: str) -> Object | None:
+    """Return the JSON schema that a text has to fit.
+
+    Raises:
+        ApiError: there is none, or it is too large.
+    """
     if given is None or given.type == "text":
         return None
     if given.type == "json_object":
         return {"type": "object"}
-    if given.json_schema is None:
-        field = "response_format.json_schema"
-        raise invalid(f"{field} is None, and a JSON schema is needed.", field)
-    return checked_schema(given.json_schema.json_schema, "response_format")
-
-
-def checked_schema(schema: Object, field: str) -> Object:
-    """Return a schema that is not too large."""
+    schema = given.json_schema
+    if isinstance(schema, NamedSchema):
+        schema = schema.json_schema
+    if schema is None or given.type != "json_schema":
+        raise invalid(f"{field} has no JSON schema, and one is needed.", field)
     size = len(json.dumps(schema))
     if size > LARGEST_SCHEMA:
         raise invalid(
@@ -248,9 +256,36 @@ def checked_schema(schema: Object, field: str) -> Object:
     return schema
 
 
-def thinking_args(on: bool | None, effort: str | None = None) -> Object:
-    """Return keywords for a chat template; of those it knows it takes its own."""
+class Switch(RequestModel):
+    """Thinking, as the interfaces switch it."""
+
+    type: str | None = None
+    enabled: bool | None = None
+    effort: str | None = None
+    budget_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+
+
+def thinking(
+    *switches: Switch | None,
+    on: bool | None = None,
+    effort: str | None = None,
+    budget: int | None = None,
+) -> tuple[Object, int | None]:
+    """Return keywords for the chat template, and the budget, of all switches there are.
+
+    Of keywords a template takes those that it knows.
+    """
+    for switch in filter(None, switches):
+        effort = switch.effort or effort
+        on = switch.enabled if on is None else on
+        if on is None and switch.type is not None:
+            on = switch.type != "disabled"
+        budgets = (budget, switch.budget_tokens, switch.max_tokens)
+        budget = next((each for each in budgets if each is not None), None)
+    if on is None and (effort == "none" or budget == 0):
+        on = False
     args: Object = {} if on is None else {"enable_thinking": on}
     if effort is not None and effort != "none":
         args["reasoning_effort"] = effort
-    return args
+    return args, budget if budget and on is not False else None

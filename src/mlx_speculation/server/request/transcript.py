@@ -1,4 +1,4 @@
-"""Messages of a chat in one form, whichever API they came by, and in one order.
+"""Messages of a chat in one form and one order, for all APIs.
 
     system    the run of system and developer messages that leads is one message;
               each later one is a reminder in the user turn beside it, so that what was

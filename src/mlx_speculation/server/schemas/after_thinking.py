@@ -57,7 +57,7 @@ class ThinkingState:
 
     @property
     def may_end(self) -> bool:
-        """Whether the text may end here."""
+        """True if the text may end here."""
         if self._answer is not None:
             return self._answer.may_end
         return self._ended

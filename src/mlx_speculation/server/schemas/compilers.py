@@ -1,4 +1,4 @@
-"""Who may compile a schema, within which limits, and what went wrong.
+"""Schema compilers: places, limits and errors.
 
 A child is there from the compilation to the end of the text. There are `schemas` of
 them at most, of which `COMPILING` compile; other requests wait. So what all of them can
@@ -162,7 +162,7 @@ class SchemaCompilers:
             return None
 
     def _leave(self, template: Template, child: ChildProcess, needed: bool) -> str:
-        """Let go of a child, and return what is wrong if it was still needed."""
+        """End a child; return the error if it was still needed."""
         status = self._status(template, child)
         self._places.release()
         return self._refusal(status, masks=True).message if needed else ""

@@ -72,7 +72,7 @@ class SchemaConstraint:
             return self._place(self._last, self._asked(place, token))
 
     def forget(self, place: int) -> None:
-        """Let the process forget a place with its next step."""
+        """Free a place in the process with its next step."""
         self._unused.append(place)
 
     def _asked(self, place: int, token: int) -> bytes:
@@ -113,7 +113,7 @@ class Place:
         self.mask, self.may_end = mask, may_end
 
     def __del__(self) -> None:
-        """Let the process forget it."""
+        """Free it in the process."""
         self._schema.forget(self.number)
 
 
@@ -129,7 +129,7 @@ class SchemaState:
 
     @property
     def may_end(self) -> bool:
-        """Whether the text may end here."""
+        """True if the text may end here."""
         return self._place.may_end
 
     def advance(self, token: int) -> None:

@@ -77,7 +77,7 @@ class Template:
 
     @property
     def alive(self) -> bool:
-        """Whether it runs."""
+        """True while it runs."""
         return self._process.poll() is None
 
     def fork(self) -> ChildProcess:
