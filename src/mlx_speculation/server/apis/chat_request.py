@@ -4,7 +4,7 @@ Fields of messages that are not known are passed over: agents replay what they g
 add their own. Fields of the body that are not known are refused: see `StrictModel`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, Field
@@ -12,9 +12,16 @@ from pydantic import AliasChoices, Field
 from mlx_speculation.engine.options import StreamKeywords
 from mlx_speculation.server.api_errors import invalid
 from mlx_speculation.server.config import Settings
-from mlx_speculation.server.request import Call, Chat, Conversation, GenerationRequest
+from mlx_speculation.server.request import Chat, Conversation, GenerationRequest
 from mlx_speculation.server.request import options as read
-from mlx_speculation.server.request.content import Content, Loose, TextBlock
+from mlx_speculation.server.request.content import (
+    Block,
+    Content,
+    Loose,
+    TextBlock,
+    ThinkingBlock,
+    UseBlock,
+)
 from mlx_speculation.server.request.models import RequestModel, StrictModel
 from mlx_speculation.server.request.options import Count, Object, SamplingOptions
 from mlx_speculation.server.request.tools import Choice, ToolBody, Toolbox
@@ -112,6 +119,16 @@ class ChatMessage(RequestModel):
     tool_calls: list[ToolCallBody] = Field([])
     reasoning_content: Loose = ""
     reasoning: Loose = ""
+
+    def replayed(self) -> Iterator[Block]:
+        """Yield reasoning and calls as blocks."""
+        thought = self.reasoning_content or self.reasoning
+        yield ThinkingBlock(type="thinking", thinking=thought)
+        for i, each in enumerate(self.tool_calls):
+            name, given = each.function.name, each.function.arguments
+            yield UseBlock(
+                type="tool_use", id=each.id or f"call_{i}", name=name, input=given
+            )
 
 
 class ChatBody(OpenAIBody):
@@ -235,11 +252,5 @@ def _conversation(messages: list[ChatMessage], settings: Settings) -> Conversati
         elif message.role == "tool":
             conversation.result(message.tool_call_id, content, where, message.name)
         else:
-            calls = [
-                Call(each.id or f"call_{j}", function.name, function.arguments)
-                for j, each in enumerate(message.tool_calls)
-                for function in (each.function,)
-            ]
-            thought = message.reasoning_content or message.reasoning
-            conversation.assistant(content, where, reasoning=thought, calls=calls)
+            conversation.assistant([*content, *message.replayed()], where)
     return conversation

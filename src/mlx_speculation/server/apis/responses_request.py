@@ -14,9 +14,16 @@ from pydantic import BeforeValidator, Field
 
 from mlx_speculation.server.api_errors import invalid
 from mlx_speculation.server.config import Settings
-from mlx_speculation.server.request import Call, Chat, Conversation, GenerationRequest
+from mlx_speculation.server.request import Chat, Conversation, GenerationRequest
 from mlx_speculation.server.request import options as read
-from mlx_speculation.server.request.content import Block, Content, Loose, TextBlock
+from mlx_speculation.server.request.content import (
+    Block,
+    Content,
+    Loose,
+    TextBlock,
+    ThinkingBlock,
+    UseBlock,
+)
 from mlx_speculation.server.request.models import RequestModel
 from mlx_speculation.server.request.options import Count, Object, TextOptions
 from mlx_speculation.server.request.tools import Choice, Kind, ToolBody, Toolbox, flat
@@ -65,6 +72,14 @@ class CallItem(RequestModel):
         """Take the text of a custom tool as the argument "input"."""
         if values.get("type") == "custom_tool_call":
             values["arguments"] = {"input": str(values.get("input", ""))}
+
+    @property
+    def block(self) -> UseBlock:
+        """The call under its flat name."""
+        name = flat(self.name, self.namespace)
+        return UseBlock(
+            type="tool_use", id=self.call_id, name=name, input=self.arguments
+        )
 
 
 class OutputItem(RequestModel):
@@ -171,11 +186,10 @@ def responses_request(body: ResponsesBody, settings: Settings) -> ResponsesReque
 
 
 def _conversation(body: ResponsesBody, settings: Settings) -> Conversation:
-    conversation, thought = Conversation(settings, "\n"), ""
+    conversation, thoughts = Conversation(settings, "\n"), list[Block]()
     conversation.system(body.instructions, "instructions")
     for i, item in enumerate(body.input):
-        where, calls = f"input[{i}].content", list[Call]()
-        blocks: list[Block] = []
+        where = f"input[{i}].content"
         match item:
             case MessageItem(role="system" | "developer"):
                 conversation.system(item.content, where)
@@ -184,18 +198,13 @@ def _conversation(body: ResponsesBody, settings: Settings) -> Conversation:
             case OutputItem():
                 conversation.result(item.call_id, item.output, f"input[{i}].output")
             case ReasoningItem():
-                given = item.content or item.summary
-                thought += "".join(
-                    each.text for each in given if isinstance(each, TextBlock)
-                )
+                thoughts += [
+                    ThinkingBlock(type="thinking", thinking=each.text)
+                    for each in item.content or item.summary
+                    if isinstance(each, TextBlock)
+                ]
             case _:
-                if isinstance(item, CallItem):
-                    name = flat(item.name, item.namespace)
-                    calls = [Call(item.call_id, name, item.arguments)]
-                else:
-                    blocks = item.content
-                conversation.assistant(
-                    blocks, where, reasoning=thought, calls=calls, joined=True
-                )
-                thought = ""
+                said = [item.block] if isinstance(item, CallItem) else item.content
+                conversation.assistant([*said, *thoughts], where, joined=True)
+                thoughts = []
     return conversation

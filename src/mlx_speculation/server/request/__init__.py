@@ -18,10 +18,9 @@ from mlx_speculation.server.request.json_body import parsed
 from mlx_speculation.server.request.models import RequestModel, as_invalid
 from mlx_speculation.server.request.request import Chat, GenerationRequest
 from mlx_speculation.server.request.tools import Tools
-from mlx_speculation.server.request.transcript import Call, Conversation
+from mlx_speculation.server.request.transcript import Conversation
 
 __all__ = [
-    "Call",
     "Chat",
     "Conversation",
     "GenerationRequest",

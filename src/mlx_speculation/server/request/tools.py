@@ -38,8 +38,9 @@ class NestedModel(RequestModel):
     def check_names(cls, values: Object) -> None:
         """Flatten the object."""
         for kind in ("function", "custom", "allowed_tools"):
-            if isinstance(values.get(kind), Mapping):
-                values |= {"type": kind, **values.pop(kind)}
+            inner = values.get(kind)
+            if values.get("type", kind) == kind and isinstance(inner, Mapping):
+                values |= {**inner, "type": kind}
 
 
 class ToolBody(NestedModel):

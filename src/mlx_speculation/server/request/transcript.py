@@ -12,7 +12,6 @@ Chat templates differ in more than this: see `prompts`.
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator
@@ -59,20 +58,6 @@ def _arguments(given: Any) -> Any:
 
 
 Arguments = Annotated[dict[str, Any], BeforeValidator(_arguments)]
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A call of a tool in the history."""
-
-    id: str
-    name: str
-    arguments: dict[str, Any]
-
-    def as_object(self) -> dict[str, Any]:
-        """Return the call in the form that chat templates know."""
-        function = {"name": self.name, "arguments": self.arguments}
-        return {"id": self.id, "type": "function", "function": function}
 
 
 class Conversation:
@@ -129,28 +114,22 @@ class Conversation:
         blocks: Sequence[Block],
         where: str,
         *,
-        reasoning: str = "",
-        calls: Sequence[Call] = (),
         joined: bool = False,  # to the message before, if that is the model's too
     ) -> None:
-        """Add a turn of the model."""
+        """Add a turn of the model: texts, thinking and calls."""
         other = (ThinkingBlock, UseBlock)
         said = [None if isinstance(each, other) else each for each in blocks]
-        for block in blocks:
-            if isinstance(block, ThinkingBlock):
-                reasoning += block.thinking
-            elif isinstance(block, UseBlock):
-                calls = [*calls, Call(block.id, block.name, block.input)]
         text = "".join(part.get("text", "") for part in self._parts(said, where))
-        self._called |= {call.id for call in calls}
-        named = [call.as_object() for call in calls]
+        thoughts = [each.thinking for each in blocks if isinstance(each, ThinkingBlock)]
+        calls = [_call(each) for each in blocks if isinstance(each, UseBlock)]
+        self._called |= {call["id"] for call in calls}
+        more = {"reasoning_content": "".join(thoughts), "tool_calls": calls}
         last = self._messages[-1] if self._messages else {}
         if joined and last.get("role") == "assistant":
             last["content"] = self._joined([last["content"], text])
-            last["reasoning_content"] = last.get("reasoning_content", "") + reasoning
-            last["tool_calls"] = [*last.get("tool_calls", ()), *named]
+            for name, value in more.items():
+                last[name] += value
         else:
-            more = {"reasoning_content": reasoning, "tool_calls": named}
             self._add("assistant", text, **more)
 
     def result(
@@ -239,6 +218,12 @@ class Conversation:
                 calls = message.get("tool_calls") or ()
                 order = {call["id"]: place for place, call in enumerate(calls)}
                 yield message
+
+
+def _call(block: UseBlock) -> dict[str, Any]:
+    """Return a call in the form that chat templates know."""
+    function = {"name": block.name, "arguments": block.input}
+    return {"id": block.id, "type": "function", "function": function}
 
 
 def _without_images(results: Sequence[Message]) -> Iterator[Message]:
