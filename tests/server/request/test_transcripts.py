@@ -218,7 +218,7 @@ def test_tools_run_by_a_provider_may_be_allowed_and_are_passed_over() -> None:
     assert [tool["function"]["name"] for tool in made.tools] == ["f"]
     with pytest.raises(ApiError, match="not run here"):
         responses(turn("user", "Q"), tools=tools, tool_choice=search)
-    hosted = {"type": "mcp", "allowed_tools": {"tool_names": ["f"]}, "function": {}}
+    hosted = {"type": "mcp", "function": {"name": "x"}}
     assert responses(turn("user", "Q"), tools=[hosted, *tools]).tools == made.tools
 
 
