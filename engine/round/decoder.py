@@ -45,20 +45,16 @@ class Decoder:
         return plan is not None and (plan.length > 0 or self._following is not None)
 
     def next_round(self, budget: int, cut: Cut) -> str | None:
-        """Run one round and commit it.
+        """Run and commit one round; return why the generation ends with it, or None.
 
         Args:
             budget: how many tokens may still be emitted, from 1.
             cut: gets the emitted tokens before anything is committed.
 
-        Returns:
-            Why the generation ends with this round, or None.
-
         Raises:
             NonFiniteLogitsError: the target's logits are unusable.
             ConstraintError: the constraint allows nothing here, not even the end.
-            Exception: whatever the model, the drafter or the cut raised. Caches and
-                statistics are then as before the round.
+            Exception: of the model, the drafter or the cut; nothing has changed then.
         """
         request, prefill, rounds = self.request, self.prefill, self.rounds
         counts, context = request.statistics, request.target.seen
@@ -95,8 +91,7 @@ class Decoder:
             if drafts[0] is not NOTHING:
                 (outcome,) = rounds.verify(drafts, [cut])
             else:
-                drafts_next = following is not None and following.length > 0
-                ahead = length > 0 or not drafts_next
+                ahead = length > 0 or following is None or not following.length
                 (outcome,) = rounds.plain([cut], submit_next=ahead)
             seconds = request.clock.stop()
         except BaseException as error:
@@ -105,10 +100,9 @@ class Decoder:
         assert isinstance(outcome, RoundOutcome)
         self._plan, self._following = following, None
         counts.spend(seconds)
-        if not begun:
-            return outcome.reason
-        fresh = (counts.drafted - drafted, counts.accepted - accepted)
-        self._learn(context, plan, fresh, seconds, behind)
+        if begun:
+            fresh = (counts.drafted - drafted, counts.accepted - accepted)
+            self._learn(context, plan, fresh, seconds, behind)
         return outcome.reason
 
     def _learn(

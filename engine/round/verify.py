@@ -118,10 +118,9 @@ def _decided(
     failed: dict[int, Exception] = {}
     listed: Any = _read(before, matrix) if running.masked else None
     for place, request in enumerate(running.requests):
-        draft, known = drafts[place], request.sequence
-        tokens, count = draft.tokens, len(draft.tokens)
-        drafted = tokens if count else None
-        ahead = drafted
+        draft, known, tokens = drafts[place], request.sequence, drafts[place].tokens
+        count = len(tokens)
+        ahead = drafted = tokens if count else None
         if before is not None:
             ahead = mx.concatenate([before[place], tokens]) if count else before[place]
         rows = Rows(known.tokens, ahead, count + 1, known.start)

@@ -3,6 +3,7 @@
 prometheus-client is the extra "serve", and is imported when a server is made.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,16 @@ class Metrics:
         count = partial(made, prometheus.Counter)
         gauge = partial(made, prometheus.Gauge)
         histogram = partial(made, prometheus.Histogram, buckets=_SECONDS)
+        self._add_levels(gauge)
+        self._add_counts(count)
+        self._first = histogram(
+            "vllm:time_to_first_token_seconds", "From the request to the first token."
+        )
+        self._whole = histogram(
+            "vllm:e2e_request_latency_seconds", "From the request to the last token."
+        )
+
+    def _add_levels(self, gauge: Callable[..., Any]) -> None:
         self._running = gauge("vllm:num_requests_running", "Rows that are decoded.")
         self._waiting = gauge("vllm:num_requests_waiting", "Requests without a row.")
         self._cached = gauge(
@@ -62,13 +73,15 @@ class Metrics:
             "mlx_speculation:prefix_cache_evictions",
             "Parts that made room in the prefix cache so far.",
         )
+        self._active = gauge(
+            "mlx_speculation:active_memory_bytes", "Of all mlx arrays."
+        )
+
+    def _add_counts(self, count: Callable[..., Any]) -> None:
         self._sources = count(
             "mlx_speculation:prompt_tokens_by_source",
             "Tokens of prompts: reused from memory, from disk, or read.",
             "source",
-        )
-        self._active = gauge(
-            "mlx_speculation:active_memory_bytes", "Of all mlx arrays."
         )
         self._prompts = count("vllm:prompt_tokens", "Tokens of prompts.")
         self._generated = count("vllm:generation_tokens", "Tokens of texts.")
@@ -101,12 +114,6 @@ class Metrics:
             "mlx_speculation:rows_alone",
             "Rows that could not be decoded together with others.",
             "reason",
-        )
-        self._first = histogram(
-            "vllm:time_to_first_token_seconds", "From the request to the first token."
-        )
-        self._whole = histogram(
-            "vllm:e2e_request_latency_seconds", "From the request to the last token."
         )
 
     def level(self, *, running: int, waiting: int, cached: int, active: int) -> None:
