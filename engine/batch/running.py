@@ -228,9 +228,12 @@ class RunningTogether:
             drafter.begin(sequence)
             self._begun.add(row.uid)
         if shared is not None:
-            pairs = zip(self.rows, limits, strict=True)
+            requests, pairs = (
+                self._running.requests,
+                zip(self.rows, limits, strict=True),
+            )
             most = [limit if row.shares else 0 for row, limit in pairs]
-            shared.prepare(self._running.requests, most)
+            shared.prepare(requests, shared.within(requests, most))
 
     def _own(self, row: BatchRequest) -> OpenDrafter | None:
         """Return what reads the prompt of a request for itself."""

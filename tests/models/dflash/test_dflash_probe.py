@@ -82,7 +82,9 @@ def test_a_guess_is_said_to_who_loads_the_drafter(tmp_path: Path) -> None:
     assert offer.detail == f"of kind 'dflash', with the target's token ids. {notice}"
     (target / "speculation.json").write_text('{"draft": "../d"}', encoding="utf-8")
     auto = pair._auto(target, model, byte_tokenizer())
-    assert auto.detail.startswith("takes a DFlash drafter: speculation.json names it")
+    assert auto.detail.startswith(
+        "takes a DFlash drafter and a lookup: speculation.json names it"
+    )
     assert auto.detail.endswith(notice)
     result = made.generate(list(STARTS[0]), max_tokens=12, draft_length=1)
     assert result.stats.acceptance_rate > 0.3
