@@ -228,9 +228,9 @@ class RunningTogether:
             drafter.begin(sequence)
             self._begun.add(row.uid)
         if shared is not None:
-            requests, pairs = (
-                self._running.requests,
+            pairs, requests = (
                 zip(self.rows, limits, strict=True),
+                self._running.requests,
             )
             most = [limit if row.shares else 0 for row, limit in pairs]
             shared.prepare(requests, shared.within(requests, most))
@@ -267,8 +267,7 @@ class RunningTogether:
                     row.ruled.chosen = None
             most = shared.within(self._running.requests, most)
             return [0] * len(rows), most
-        fixed = any(n > 0 for n in most)
-        waits = fixed or self._lengths.expects(rows)
+        waits = any(n > 0 for n in most) or self._lengths.expects(rows)
         self._waits = bool(ahead) and not width and waits
         return own, []
 
