@@ -108,13 +108,13 @@ class RoundCosts:
         known = len(samples) >= LEAST_PLAIN
         return self._medians[bucket_of(context)][0] if known else None
 
-    def curve(self, context: int, longest: int) -> list[float]:
+    def curve(self, context: int, longest: int, plain: float) -> list[float]:
         """Return the seconds of rounds with 0 to `longest` drafts.
 
-        The plain step has to be known.
+        `plain` are those of a plain step where none is known here.
         """
         self._at(context)
-        known = sorted(self._medians[bucket_of(context)].items())
+        known = sorted({0: plain, **self._medians[bucket_of(context)]}.items())
         found: list[float] = []
         for (start, low), (stop, high) in pairwise(known):
             slope = (high - low) / (stop - start)

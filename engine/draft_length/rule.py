@@ -232,7 +232,7 @@ class DraftRule:
         measured = max(costs.longest(context) for costs in known)
         reach = min(len(tokens) - 1, max(FIRST_LENGTH, 2 * measured))
         curves = [
-            costs.curve(context, reach)
+            costs.curve(context, reach, plain)
             for costs in known
             if costs is known[0] or costs.longest(context) > known[0].longest(context)
         ]
@@ -290,7 +290,7 @@ class DraftRule:
         if not feedback.fresh and (lag <= 1 or not knows):
             costs.note(context, feedback.drafted, max(seconds, 0.1 * plain))
         # A machine that was busy for a moment tells nothing of drafts.
-        usual = costs.curve(context, feedback.drafted)[-1]
+        usual = costs.curve(context, feedback.drafted, plain)[-1]
         steps = min(seconds, SLOWEST * usual) / plain
         gain = feedback.accepted + 1 - steps
         self._gained += gain

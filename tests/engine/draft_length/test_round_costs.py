@@ -63,11 +63,11 @@ def test_one_plain_step_is_not_believed() -> None:
 
 def test_costs_of_an_unknown_context_are_those_of_the_nearest() -> None:
     costs = RoundCosts({0: {0: 1.0, 2: 2.0}, 3: {0: 3.0}})
-    assert costs.curve(100_000, 0) == [3.0]
-    assert costs.curve(600, 2) == pytest.approx([1.0, 1.5, 2.0])
+    assert costs.curve(100_000, 0, 1.0) == [3.0]
+    assert costs.curve(600, 2, 7.0) == pytest.approx([1.0, 1.5, 2.0])
     for _ in range(9):
         costs.note(600, 2, 9.0)
-    assert costs.curve(100, 2)[2] == 2.0
+    assert costs.curve(100, 2, 1.0)[2] == 2.0
 
 
 @given(st.dictionaries(st.integers(1, 16), st.floats(0.1, 9.0), max_size=6))
@@ -75,7 +75,7 @@ def test_a_curve_has_every_known_cost_and_straight_lines_between(
     drafts: dict[int, float],
 ) -> None:
     known = {0: 1.0, **drafts}
-    curve = RoundCosts({0: known}).curve(10, 16)
+    curve = RoundCosts({0: known}).curve(10, 16, 5.0)
     lengths = sorted(known)
     between = np.interp(range(lengths[-1] + 1), lengths, [known[n] for n in lengths])
     assert curve[: lengths[-1] + 1] == pytest.approx(between.tolist())
@@ -87,5 +87,11 @@ def test_a_curve_has_every_known_cost_and_straight_lines_between(
 
 def test_a_cost_beyond_the_longest_known_errs_to_the_cheap_side() -> None:
     """A length that looks too dear would never be tried."""
-    assert RoundCosts({0: {0: 1.0, 2: 2.0}}).curve(10, 4)[4] == pytest.approx(2.5)
-    assert RoundCosts({0: {0: 1.0}}).curve(10, 4)[4] == pytest.approx(2.0)
+    assert RoundCosts({0: {0: 1.0, 2: 2.0}}).curve(10, 4, 5.0)[4] == pytest.approx(2.5)
+    assert RoundCosts({0: {0: 1.0}}).curve(10, 4, 5.0)[4] == pytest.approx(2.0)
+
+
+def test_a_source_that_was_never_measured_begins_with_the_plain_step_of_another() -> (
+    None
+):
+    assert RoundCosts().curve(10, 4, 1.0) == RoundCosts({0: {0: 1.0}}).curve(10, 4, 5.0)

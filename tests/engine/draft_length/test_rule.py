@@ -137,3 +137,15 @@ def test_drafts_that_are_always_wrong_lose_the_credit_and_its_share() -> None:
         plain = not plan.length
         rule.note(CONTEXT, plan, Feedback(plan.length, 0, seconds, plain, plain))
     assert steps / 1000 < 1.02
+
+
+def test_a_free_source_may_know_no_costs_beside_one_that_was_calibrated() -> None:
+    """On a new machine; what it proposes costs like the other's drafts."""
+    model = Source(RoundCosts({0: {0: 1.0, 4: 1.4}}), False)
+    lookup = Source(RoundCosts(), True)
+    rule = DraftRule([model, lookup], Credit(), 16)
+    offers = [Offer(lookup, [[0.9] * 8]), Offer(model, [[0.1] * 8])]
+    assert rule.choose(10, 8, offers).reason == "measure"
+    plan = rule.choose(10, 8, offers)
+    assert plan.source is lookup
+    assert plan.length > 0
