@@ -19,8 +19,7 @@ from mlx_speculation.engine.drafters.draft import (
 from mlx_speculation.engine.drafters.reduced_vocabulary import checked_vocabulary
 from mlx_speculation.engine.drafters.resolve import Resolved, resolve
 from mlx_speculation.engine.options import GeneratorOptions
-from mlx_speculation.engine.prompt import Prompts
-from mlx_speculation.engine.prompt_replay import replay_of
+from mlx_speculation.engine.prompt import Prompts, replay_of
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.interrupts import finalize
 from mlx_speculation.models import (

@@ -173,7 +173,7 @@ class SpeculativeGenerator:
     def replayed(self, ids: list[int]) -> list[int]:
         """Return a prompt whose answers have the ids in which they were written.
 
-        Those of text and messages have them anyway; see `engine/prompt_replay.py`.
+        Those of text and messages have them anyway; see `engine.prompt.replayed`.
         """
         return self._setup.prompts.replay(ids)
 

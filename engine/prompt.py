@@ -5,14 +5,23 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeGuard
 
 import mlx.core as mx
 
-from mlx_speculation.caches import check_single, check_supported, position
+from mlx_speculation.caches import (
+    PrefixCache,
+    check_single,
+    check_supported,
+    position,
+)
 from mlx_speculation.errors import ContextLengthNotice, InvalidRequestError
 from mlx_speculation.models.vision import ImagePrompt
 from mlx_speculation.samplers import Rows
+
+CONTEXT = 8  # tokens before an answer that are decoded with it: a first space counts
+MOST = 64  # answers to one prompt that are compared
 
 # Text, token ids, the messages of a chat, or what a processor made of text and images.
 Prompt = str | SequenceOf[int] | SequenceOf[Mapping[str, Any]] | ImagePrompt
@@ -43,7 +52,7 @@ class Prompts:
         highest_id: the largest id that the target has a row for.
         context_length: tokens that the target was made for; None: it does not say.
         positions: that the target has a table of; None: it has none.
-        replay: returns ids with the same text, see `engine.prompt_replay`.
+        replay: returns ids with the same text, see `replayed`.
 
     Attributes:
         replay: as passed.
@@ -243,3 +252,58 @@ def _has_messages(prompt: Any) -> TypeGuard[SequenceOf[Any]]:
 
 def _is_message(value: Any) -> bool:
     return isinstance(value, Mapping) and "role" in value
+
+
+def replay_of(
+    cache: PrefixCache | None, tokenizer: Any
+) -> Callable[[list[int]], list[int]]:
+    """Return what replays the answers that a cache holds; None holds none."""
+    return list if cache is None else partial(replayed, cache, tokenizer)
+
+
+def replayed(cache: PrefixCache, tokenizer: Any, ids: SequenceOf[int]) -> list[int]:
+    """Return a prompt whose answers have the ids in which the target wrote them.
+
+    A later prompt has an answer as text, and a tokenizer may make other ids of that
+    than the target chose:
+
+        written        [The][ answer][ is][ 4][2]     what the prefix cache holds
+        the prompt     [The][ answer][ is][ 42]       the same text, encoded again
+
+    An answer in the prefix cache takes the place of the ids of a prompt only where all
+    ids before it are the same, and both are the same text, character for character. So
+    nothing comes in that the prompt does not say, such as the thinking of another
+    conversation.
+    """
+    prompt, done = list(ids), -1
+    while True:
+        start, answers = cache.answers(prompt)
+        if start <= done or not answers:
+            return prompt
+        done, first = start, max(0, start - CONTEXT)
+        rest = _text(tokenizer, prompt[first:])
+        for answer in answers[:MOST]:
+            text = _text(tokenizer, [*prompt[first:start], *answer])
+            stop = _end(tokenizer, prompt, first, text) if rest.startswith(text) else 0
+            if start < stop and prompt[start:stop] != answer:
+                prompt[start:stop] = answer
+                break
+
+
+def _end(tokenizer: Any, prompt: SequenceOf[int], first: int, text: str) -> int:
+    """Return where a text ends that the tokens from `first` begin with.
+
+    0: in the middle of a token.
+    """
+    low, high = first, min(len(prompt), first + CONTEXT + 4 * len(text))
+    while low < high:  # more tokens never have less text
+        middle = (low + high) // 2
+        if len(_text(tokenizer, prompt[first:middle])) < len(text):
+            low = middle + 1
+        else:
+            high = middle
+    return low if _text(tokenizer, prompt[first:low]) == text else 0
+
+
+def _text(tokenizer: Any, ids: SequenceOf[int]) -> str:
+    return str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))

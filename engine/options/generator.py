@@ -42,7 +42,7 @@ class GeneratorOptions:
             begin alike. Those with a `prompt_cache` of their own pass it by.
         replay: let answers that the prefix cache holds have the ids in a later prompt
             in which they were written, where their text is the same to the character;
-            see `engine/prompt_replay.py`. A prompt of token ids stays as it is.
+            see `engine.prompt.replayed`. A prompt of token ids stays as it is.
         draft_vocabulary: token ids that a draft model or an MTP head drafts from, see
             `reduced_vocabulary`; the text may hold every other one. None: all.
             "intersection": `draft` is the folder of a model with another tokenizer,

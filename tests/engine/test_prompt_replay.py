@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mlx_speculation import PrefixCache, SpeculativeGenerator
 from mlx_speculation.caches import Left
-from mlx_speculation.engine.prompt_replay import replayed
+from mlx_speculation.engine.prompt import replayed
 from support.caches.prefix_roles import ROWS, bound
 from support.models.tiny_models import build
 from support.models.tiny_tokenizer import merging_tokenizer
