@@ -64,10 +64,13 @@ def test_a_command_that_fails_leaves_its_error_without_the_path(tmp_path: Path) 
 
 
 def test_the_facts_of_a_machine_are_shared_without_its_variables(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("MLX_SPECULATION_CACHE", "someone/cache")
+    """Also where advice names the cache folder, here one that cannot be made."""
+    (tmp_path / "someone").write_text("a file")
+    monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path / "someone" / "cache"))
     measured = report._stage("doctor", ["doctor"])
+    assert "cannot be kept (cache)" in json.dumps(measured["advice"])
     assert "someone" not in json.dumps(measured)
     assert measured["packages"]["mlx"]
     text = report.markdown(

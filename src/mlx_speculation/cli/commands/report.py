@@ -1,6 +1,7 @@
 """`report`: measures a model on this machine, and writes a page to share."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -28,6 +29,7 @@ SHARED: Mapping[str, Sequence[str]] = {
     "calibrate": ("seconds_by_context",),
     "benchmark": ("drafts", "plain", "same", "passes", "tokens", "chat", "arms"),
 }
+_FOLDERS = re.compile(r"(?<![\w:/.])/(?:[^\s/\"']+/)+")
 ROWS = 8  # of exact mode
 LENGTH = 4  # of the arms with a fixed draft length
 
@@ -125,7 +127,7 @@ def _stage(name: str, words: Sequence[str]) -> Measured:
     except ValueError:
         lines = [line for line in done.stderr.splitlines() if line.startswith("error")]
         said = lines[-1] if lines else f"ended with status {done.returncode}"
-        return {"error": _without_paths(said, words)}
+        return {"error": _without_paths(said)}
     shared = {key: fields[key] for key in SHARED[name]}
     if name == "doctor":
         shared["threads"] = fields["facts"]["threads"]
@@ -137,7 +139,7 @@ def _stage(name: str, words: Sequence[str]) -> Measured:
         if isinstance(place, dict):  # tokens of texts
             place.pop("first", None)
             place.pop("partings", None)
-    result: Measured = plain(shared)
+    result: Measured = json.loads(_without_paths(json.dumps(plain(shared))))
     return result
 
 
@@ -146,10 +148,9 @@ def _shared_name(model: str) -> str:
     return Path(model).resolve().name if Path(model).exists() else model
 
 
-def _without_paths(line: str, words: Sequence[str]) -> str:
-    for word in words:
-        line = line.replace(word, _shared_name(word))
-    return line.replace(str(Path.home()), "~")
+def _without_paths(text: str) -> str:
+    """Return a text in which a path is its last part, and so names no user."""
+    return _FOLDERS.sub("", text.replace(str(Path.home()), ""))
 
 
 def markdown(page: Measured) -> str:
@@ -158,9 +159,7 @@ def markdown(page: Measured) -> str:
     lines = [f"# mlx-speculation on {here['device_name'] or here['cpu']}", ""]
     lines += [f"- model: {page['model']}"]
     lines += [f"- {key}: {value}" for key, value in here.items()]
-    lines += [
-        ", ".join(f"{k} {v}" for k, v in page["versions"].items()).join(("- ", ""))
-    ]
+    lines.append("- " + ", ".join(f"{k} {v}" for k, v in page["versions"].items()))
     for name, write in _SECTIONS.items():
         if name in page:
             own = page[name]
