@@ -82,7 +82,7 @@ def test_demo_finds_the_same_tokens_for_every_target_and_group(
     """Beginnings of its prompts: the stock BLAS is slow. The test of docs runs it."""
     prompts = [replace(each, text=each.text[:20]) for each in one_prompt_per_group()]
     monkeypatch.setattr(f"{DEMO}.one_prompt_per_group", lambda: prompts[:groups])
-    monkeypatch.setattr(f"{DEMO}._Told.warm", _keep_length)
+    monkeypatch.setattr(f"{DEMO}._Teller.warm", _keep_length)
     # With a length, so that it does not calibrate: test_calibrate_prints_... does.
     done = in_process.invoke(app, ["demo", "--max-tokens", "2", "--draft-length", "1"])
     assert done.exit_code == 0, done.output
