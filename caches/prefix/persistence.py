@@ -57,7 +57,11 @@ class Persistence:
 
     def link(self) -> None:
         """Add the nodes of segments that other processes have written since."""
-        for segment in self._folder.new_segments():
+        segments = self._folder.new_segments()
+        if segments:  # forget places that were evicted
+            places = self._places.items()
+            self._places = {key: each for key, each in places if _in_tree(each[0])}
+        for segment in segments:
             if (leading := self._leading_to(segment)) is None:
                 self._folder.remove(segment.name)
                 continue
@@ -78,7 +82,7 @@ class Persistence:
         """
         if segment.parent in self._places:
             node, digest = self._places[segment.parent]
-            if node.parent is not None or node.stop == 0:
+            if _in_tree(node):
                 return node, digest
         for node in self._tree.nodes():
             if node.start < segment.start <= node.stop:
@@ -191,6 +195,8 @@ class Persistence:
             for node in recent:  # others may have removed its file
                 if node.file is not None and node.file.name not in names:
                     node.file = None
+            noted = self._noted.items()
+            self._noted = {name: when for name, when in noted if name in names}
             self._since = max((node.seen for node in recent), default=self._since)
         for node in recent:
             file = node.file
@@ -238,6 +244,11 @@ class Persistence:
         while node.parent is not None and node.start > segment.start:
             node = node.parent
             node.file = node.file or segment
+
+
+def _in_tree(node: Node) -> bool:
+    """Return whether a node is still in the tree; the root always is."""
+    return node.parent is not None or node.stop == 0
 
 
 def plain(tokens: Sequence[Any]) -> bool:

@@ -16,6 +16,7 @@ import sys
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -267,3 +268,22 @@ def test_a_writer_that_is_killed_leaves_whole_files(tmp_path: Path) -> None:
             play(prefixes, digits * 2, kinds)
         prefixes.flush()
     assert len(files(folder)) > 100
+
+
+def test_places_of_segments_that_are_gone_are_forgotten(tmp_path: Path) -> None:
+    """What leads to new segments stays known; a server runs for weeks."""
+    folder = tmp_path / "shared"
+    one, _one_owners = bound(1 << 30, ROWS, folder=folder)
+    two, _two_owners = bound(1 << 30, ROWS, folder=folder)
+    sizes = []
+    for turn in range(6):
+        play(one, [turn, *PLAYED[0]], (ROWS,))
+        one.flush()
+        assert two.fetch([turn, *PLAYED[0]]) == 0
+        disk: Any = two._disk
+        sizes.append(len(disk._places))
+        for file in files(folder):
+            file.unlink()
+        for node in list(disk._tree.nodes()):
+            disk._tree._cut_off(node)
+    assert len(set(sizes)) == 1
