@@ -108,7 +108,7 @@ class PrefixCache:
 
     @property
     def restore_points(self) -> int:
-        """How many places of all texts layers with states can be resumed at."""
+        """Number of restore points of all texts."""
         with self._lock:
             stored = sum(bool(node.points) for node in self._tree.nodes())
             return stored + sum(len(points.taken) for points in self._running)
@@ -223,9 +223,9 @@ class PrefixCache:
                 self._touch(self._tree.path(tokens)[0], now)
                 last = missing[-1][1][-1]
                 for segment, nodes in missing:
-                    held = disk.read(segment)
+                    parts = disk.read(segment)
                     for node in nodes:
-                        if not self._fill(node, held, now, cost, end=node is last):
+                        if not self._fill(node, parts, now, cost, end=node is last):
                             return usable
         return usable
 

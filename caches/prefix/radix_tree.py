@@ -76,12 +76,12 @@ class Node:
 
     @property
     def resident(self) -> bool:
-        """Whether rows of the target are in memory."""
+        """True if rows of the target are in memory."""
         return 0 in self.rows
 
     @property
     def ways(self) -> int:
-        """How many nodes below it are in memory."""
+        """Number of children in memory."""
         return sum(child.resident for child in self.children.values())
 
     @property

@@ -132,11 +132,11 @@ def fingerprint(model: Any) -> str:
         parts.append(array.reshape(-1)[::step].view(mx.uint8))
     mx.eval(parts)
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
-    found = hashlib.sha256(f"{kind} {getattr(model, 'args', None)!r}".encode())
+    digest = hashlib.sha256(f"{kind} {getattr(model, 'args', None)!r}".encode())
     for (name, array), part in zip(arrays, parts, strict=True):
-        found.update(f"{name} {array.shape} {array.dtype} ".encode())
-        found.update(memoryview(part))
-    return found.hexdigest()
+        digest.update(f"{name} {array.shape} {array.dtype} ".encode())
+        digest.update(memoryview(part))
+    return digest.hexdigest()
 
 
 def _rows(shape: FixedShape | None) -> int | None:

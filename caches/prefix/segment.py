@@ -26,7 +26,7 @@ Arrays = dict[str, mx.array]
 
 
 class Held(NamedTuple):
-    """What one role has of a segment."""
+    """Rows and states of one role in a segment."""
 
     rows: Snapshot
     point: Point | None  # at its end
@@ -39,9 +39,9 @@ def encoded(held: Mapping[int, Held], marks: Sequence[str]) -> tuple[Arrays, Any
     for which, (rows, point) in held.items():
         counts = []
         for number, leaf in enumerate(rows.leaves):
-            found = leaf.rows[0].slices() if leaf.rows else ()
-            counts.append(len(found))
-            for place, array in enumerate(found):
+            parts = leaf.rows[0].slices() if leaf.rows else ()
+            counts.append(len(parts))
+            for place, array in enumerate(parts):
                 arrays[f"{which}.rows.{number}.{place}"] = array
         states: list[mx.array] = []
         fields = None
@@ -62,13 +62,13 @@ def decoded(
     Raises:
         FlawError: the caches here are others.
     """
-    found = {}
+    held = {}
     for which, role in enumerate(roles):
         if role.mark in plan:
             name, counts, fields = plan[role.mark]
             need(len(counts) == len(role.empty.leaves), "it has other layers")
-            found[which] = _held(arrays, role, str(name), counts, fields, start, stop)
-    return found
+            held[which] = _held(arrays, role, str(name), counts, fields, start, stop)
+    return held
 
 
 def _held(

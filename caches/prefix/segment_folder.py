@@ -65,7 +65,7 @@ class Segment:
 
     @property
     def stop(self) -> int:
-        """How many tokens lead to its end."""
+        """Tokens from the start of the text to its end."""
         return self.start + len(self.tokens)
 
 

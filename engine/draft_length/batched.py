@@ -169,17 +169,17 @@ class BatchDraftLength:
         feedback: Feedback,
     ) -> None:
         """Learn from a round of these, given what each one drafted and accepted."""
-        plan, told = self.plan, set[int]()
+        plan, noted = self.plan, set[int]()
         for row, count, right in zip(rows, drafted, accepted, strict=True):
             policy = row.policy
             if row.planned is None:
                 if count and plan is not None and isinstance(policy, RuleDraftLength):
                     source = self._rule.sources.index(plan.source)
                     policy.rates[source].note(count, right)
-            elif id(policy) not in told:
+            elif id(policy) not in noted:
                 own = replace(feedback, drafted=count, accepted=right)
                 policy.note(context, row.planned, own)
-                told.add(id(policy))
+                noted.add(id(policy))
             row.planned, row.following = row.following, None
         if plan is not None:
             mean = replace(feedback, accepted=sum(accepted) / len(rows))
