@@ -52,7 +52,7 @@ def is_known(value: object) -> bool:
     module, name = value.__module__, value.__qualname__
     if (module, name) not in DIGESTS or not _of_one_piece(value):
         return False
-    return _digest(module, name) == DIGESTS[module, name]
+    return source_digest(module, name) == DIGESTS[module, name]
 
 
 def _of_one_piece(value: type | FunctionType) -> bool:
@@ -68,8 +68,12 @@ def _of_one_piece(value: type | FunctionType) -> bool:
 
 
 @functools.cache
-def _digest(module: str, name: str) -> str | None:
-    """Return the digest of a source text; reading it takes some milliseconds."""
+def source_digest(module: str, name: str) -> str | None:
+    """Return the SHA-256 of a source text, which takes some milliseconds.
+
+    The text, as a syntax tree is another one in each version of Python. None where the
+    module is not imported, has no source here, or lacks the name.
+    """
     try:
         text = inspect.getsource(sys.modules[module])
     except (KeyError, OSError):

@@ -5,16 +5,12 @@ same results, which the transaction here can roll back. A class is replaced wher
 source is the one that was compared; a list keeps its length and order.
 """
 
-import ast
-import functools
-import hashlib
-import inspect
-import sys
 from typing import Any
 
 from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache
 
 from mlx_speculation.errors import UnsupportedCacheError
+from mlx_speculation.models.source_digests import source_digest
 from mlx_speculation.models.vision.families import CACHES, MLX_VLM_VERSION
 
 HOME = "mlx_vlm.models.cache"
@@ -49,7 +45,7 @@ def _native(place: int, cache: Any) -> Any:
             f"those of mlx-vlm that can be rolled back are {', '.join(CACHES)}. Take "
             "a model with these."
         )
-    if source_digest(kind) != CACHES[kind.__name__]:
+    if source_digest(HOME, kind.__name__) != CACHES[kind.__name__]:
         raise UnsupportedCacheError(
             f"The cache of layer {place} is a {kind.__name__} whose source is not that "
             f"of mlx-vlm {MLX_VLM_VERSION}. Install that version."
@@ -61,16 +57,3 @@ def _native(place: int, cache: Any) -> Any:
     if kind.__name__ == "RotatingKVCache":
         return RotatingKVCache(max_size=cache.max_size, keep=cache.keep)
     return KVCache()
-
-
-@functools.cache
-def source_digest(kind: type) -> str | None:
-    """Return the SHA-256 of a class's syntax tree; None: it has no source here."""
-    try:
-        tree = ast.parse(inspect.getsource(sys.modules[kind.__module__]))
-    except (KeyError, OSError):
-        return None
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef) and node.name == kind.__name__:
-            return hashlib.sha256(ast.dump(node).encode()).hexdigest()
-    return None
