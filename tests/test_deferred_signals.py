@@ -9,8 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,6 +19,7 @@ import pytest
 
 from mlx_speculation import interrupts
 from mlx_speculation.interrupts import DeferredSignals, finalize
+from support.processes.interrupts import at_opcode
 from support.processes.programs import python
 
 
@@ -32,27 +33,14 @@ class Dropped:
         finalize(self.clean_up)
 
 
-@contextmanager
-def signal_at(number: int) -> Iterator[list[int]]:
+def signal_at(number: int) -> AbstractContextManager[list[int]]:
     """Raise SIGINT at an opcode of the functions that `finalize` calls."""
-    left = [number]
-
-    def trace(frame: FrameType, event: str, _: object) -> Any:
-        if frame.f_code.co_filename != interrupts.__file__:
-            return None
-        frame.f_trace_opcodes = frame.f_code is not finalize.__code__
-        if event == "opcode":
-            left[0] -= 1
-            if left[0] == 0:
-                signal.raise_signal(signal.SIGINT)
-        return trace
-
-    outer = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        yield left
-    finally:
-        sys.settrace(outer)
+    return at_opcode(
+        number,
+        interrupts.__file__,
+        lambda: signal.raise_signal(signal.SIGINT),
+        skip=(finalize.__code__,),
+    )
 
 
 @pytest.fixture(name="dropped_errors")

@@ -11,11 +11,10 @@ which tests/test_deferred_signals.py is about.
 import gc
 import random
 import signal
-import sys
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -35,6 +34,7 @@ from mlx_speculation.engine.stream import Stream
 from mlx_speculation.interrupts import finalize
 from support.drafters.batches import Bench, Case, bench
 from support.identity import prompt_of
+from support.processes.interrupts import at_opcode
 
 OURS = str(Path(mlx_speculation.__file__).parent)
 NAMES = ("llama", "gemma3_text", "qwen3_5", "mamba", "recurrent_gemma")
@@ -101,29 +101,13 @@ def interruptions() -> Iterator[Interruptions]:
         assert signal.signal(signal.SIGALRM, before) == timer.handler
 
 
-@contextmanager
-def signal_at_opcode(number: int) -> Iterator[list[int]]:
+def signal_at_opcode(number: int) -> AbstractContextManager[list[int]]:
     """Raise the timer's signal at that opcode of this package's frames."""
-    left = [number]
-
-    def trace(frame: FrameType, event: str, _: object) -> Any:
-        if not frame.f_code.co_filename.startswith(OURS):
-            return None
-        code = frame.f_code
-        # These make no call, and signals are not handled, before finalize() is ready.
-        frame.f_trace_opcodes = code not in (Stream.__del__.__code__, finalize.__code__)
-        if event == "opcode":
-            left[0] -= 1
-            if left[0] == 0:
-                signal.raise_signal(signal.SIGALRM)
-        return trace
-
-    outer = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        yield left
-    finally:
-        sys.settrace(outer)
+    # Those two make no call, and signals are not handled, before finalize() is ready.
+    skip = (Stream.__del__.__code__, finalize.__code__)
+    return at_opcode(
+        number, OURS, lambda: signal.raise_signal(signal.SIGALRM), skip=skip
+    )
 
 
 CASES = [
@@ -218,7 +202,7 @@ def test_a_signal_at_any_opcode_of_a_call_changes_nothing(
     count = opcodes_of_a_call(made, kind, calls)
     met = 0
     with interruptions() as timer:
-        for opcode in range(1, count, count // many):
+        for opcode in range(1, count, -(-count // many)):
             played = Played(made, kind)
             for _ in range(calls):
                 played.next()
@@ -352,7 +336,7 @@ def test_a_signal_while_a_stream_is_dropped_is_raised_after_it(reuse: bool) -> N
         drop(generator(), 0)  # what is done once
         count, raised = -drop(generator(), 0), 0
         assert count > 100
-        for opcode in range(1, count, count // 12):
+        for opcode in range(1, count, -(-count // 12)):
             one = generator()
             try:
                 assert drop(one, opcode) > 0, opcode  # it ended before that

@@ -5,7 +5,6 @@ import sys
 from itertools import pairwise
 from random import Random
 from threading import Thread
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -16,32 +15,22 @@ from mlx_speculation.engine.lookup.automaton import BREAK, NO_MATCH, SuffixAutom
 from mlx_speculation.engine.lookup.history import BEFORE, AnswerHistory, TextPool
 from mlx_speculation.engine.lookup.lookup import Found, Lookup, SharedPlaces
 from mlx_speculation.engine.lookup.places import CHUNK, Cursor, GrowingIndex
+from support.processes.interrupts import at_opcode
 
 tokens_of = st.lists(st.integers(0, 3), max_size=40)
 
 
 def interrupt_at(opcode: int, call: Any) -> bool:
     """Run a call, and raise at that opcode of the lookup room, if there are as many."""
-    left = [opcode]
 
-    def trace(frame: FrameType, event: str, _: object) -> Any:
-        if "lookup" not in frame.f_code.co_filename:
-            return None
-        frame.f_trace_opcodes = True
-        if event == "opcode":
-            left[0] -= 1
-            if left[0] == 0:
-                raise KeyboardInterrupt
-        return trace
+    def interrupt() -> None:
+        raise KeyboardInterrupt
 
-    before = sys.gettrace()
-    sys.settrace(trace)
     try:
-        call()
+        with at_opcode(opcode, "lookup", interrupt):
+            call()
     except KeyboardInterrupt:
         return True
-    finally:
-        sys.settrace(before)
     return False
 
 

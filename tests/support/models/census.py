@@ -154,7 +154,8 @@ def _arguments(module: str, own: dict[str, Any]) -> dict[str, Any]:
 
 def _made(module: str, args: dict[str, Any]) -> nn.Module:
     imported = importlib.import_module(f"mlx_lm.models.{module}")
-    return cast(nn.Module, imported.Model(imported.ModelArgs.from_dict(args)))
+    # As mlx-lm loads it: dbrx sorts its experts otherwise where it is trained.
+    return cast(nn.Module, imported.Model(imported.ModelArgs.from_dict(args)).eval())
 
 
 def _draw(model: Any, module: str, args: dict[str, Any]) -> None:

@@ -1,9 +1,50 @@
-"""An exception at any line of chosen files, raised by a trace function."""
+"""An exception or a signal at any line or opcode of chosen files, by tracing."""
 
 import sys
-from collections.abc import Callable
-from types import FrameType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import CodeType, FrameType
 from typing import Any
+
+
+@contextmanager
+def at_opcode(
+    number: int,
+    traced: str,
+    action: Callable[[], object],
+    *,
+    skip: tuple[CodeType, ...] = (),
+) -> Iterator[list[int]]:
+    """Call `action` at the `number`-th opcode of files whose path contains `traced`.
+
+    Yields a list of how many opcodes are left to it, below 0 once it is over.
+
+    Args:
+        number: of the opcode; 0: none.
+        traced: part of a path.
+        action: raises an exception or a signal.
+        skip: code whose opcodes are not counted.
+    """
+    left = [number]
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        if traced not in frame.f_code.co_filename:
+            return None
+        frame.f_trace_opcodes = frame.f_code not in skip
+        if event == "opcode":
+            left[0] -= 1
+            if left[0] == 0:
+                action()
+        return trace
+
+    outer = sys.gettrace()
+    # Python 3.12 looks for frames with this set when a trace function is set.
+    sys._getframe().f_trace_opcodes = True
+    sys.settrace(trace)
+    try:
+        yield left
+    finally:
+        sys.settrace(outer)
 
 
 def raised_at(
