@@ -67,6 +67,10 @@ def submit_verify(
     clock, exact = running.clock, running.explain
     fed = unseen(running) if step is None else step.tokens[:, None]
     matrix = rectangle(drafts)
+    drafted = [draft.tokens for draft in drafts]
+    if matrix is not None:
+        # By itself: an array is there when all of its graph is, logits and all.
+        clock.submit("draft", *drafted)
     both = fed if matrix is None else mx.concatenate([fed, matrix], axis=1)
     logits = lane_round.forward(both)[:, fed.shape[1] - 1 :]
     if not exact:
@@ -74,7 +78,7 @@ def submit_verify(
     if step is not None:
         step.wait(clock)
     if matrix is not None:
-        clock.wait("draft", matrix)
+        clock.wait("draft", *drafted)
     if exact:
         clock.submit("verify", logits)
     # 5. The sampler turns each request's rows into choices and the acceptance.
