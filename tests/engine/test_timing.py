@@ -114,16 +114,6 @@ class Sleepy(ScriptedDrafter):
         return super().propose(sequence, limit, choose)
 
 
-class Trimmed(ScriptedDrafter):
-    """Returns tokens that were cut from more, and that nothing has submitted."""
-
-    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
-        draft = super().propose(sequence, limit, choose)
-        return replace(
-            draft, tokens=mx.concatenate([draft.tokens, draft.tokens])[:limit]
-        )
-
-
 class Late(ScriptedDrafter):
     """Returns tokens that are not computed yet, and take the device a while."""
 
@@ -212,15 +202,6 @@ def test_each_part_gets_what_is_slow_in_it(length: int, explain: bool) -> None:
         return logits
 
     script = PROMPT + text
-    trimmed = Trimmed(script, 1.0)
-    assert (
-        run(
-            SpeculativeGenerator(
-                SlowLogits(build("llama")), byte_tokenizer(), draft=trimmed
-            )
-        )[0]
-        == "verify"
-    )
     model, scripted = SlowLogits(build("llama")), ScriptedDrafter(script, 1.0)
     slow = SpeculativeGenerator(model, byte_tokenizer(), draft=scripted)
     assert run(slow)[0] == "verify"
