@@ -201,7 +201,8 @@ class SpeculativeGenerator:
         """Measure what rounds cost here, by draft length, and keep it in a file.
 
         It takes 72 rounds for each context; `round_parts` has the parts. Without it the
-        first streams measure what they need.
+        first streams measure what they need. 26 more find after how many layers a
+        round's forward is best submitted, on one rank and not in exact mode.
 
         Args:
             contexts: numbers of tokens in the caches to measure at. Costs between 512,
@@ -219,7 +220,8 @@ class SpeculativeGenerator:
         if not self._setup.decides:
             follow(start, contexts, self._setup.lengths.longest)
             return {}
-        return self._setup.lengths.calibrate(start, contexts, progress)
+        part = self.ranks == 1 and self.exact is None
+        return self._setup.lengths.calibrate(start, contexts, progress, part=part)
 
     def calibrate_batches(
         self,

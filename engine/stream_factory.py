@@ -159,6 +159,7 @@ class StreamFactory:
             sliding=setup.options.sliding,
             shape=setup.options.shape,
         )
+        target.part = setup.lengths.part
         target.prefill_step = options.prefill_step
         target.prefill_progress = options.prompt_progress
         target.quantization = checked_quantization(

@@ -65,6 +65,7 @@ from mlx_speculation.models.sharding import (
     mark_of,
     spread_as,
 )
+from mlx_speculation.models.submit_layers import PART_SIZES, usual_part
 from mlx_speculation.models.token_ids import (
     TokenIds,
     check_same_ids,
@@ -74,6 +75,7 @@ from mlx_speculation.models.token_ids import (
 )
 
 __all__ = [
+    "PART_SIZES",
     "PREFILL_STEP",
     "BatchLane",
     "BatchRound",
@@ -136,6 +138,7 @@ __all__ = [
     "stream_resources",
     "tree_forward",
     "tree_rows",
+    "usual_part",
     "usual_prefill_step",
     "why_alone",
     "wired",

@@ -20,30 +20,30 @@ Device = Literal["cuda", "x86"]
 _in_round: ContextVar[bool] = ContextVar("in_round", default=False)
 _device: ContextVar[Device | None] = ContextVar("device", default=None)
 _forward: ContextVar["Forward"] = ContextVar("forward")
-_positions_on_cpu: ContextVar[int] = ContextVar("positions_on_cpu", default=0)
+# Layers of a part of the forward that is built, and how many were built. By counts and
+# not by time, so that all ranks of a sharded model submit alike.
+_parts: ContextVar[list[int] | None] = ContextVar("parts", default=None)
 _exact_rows: ContextVar[int] = ContextVar("exact_rows", default=0)
 
-# Products of a forward from one submission to the next; a layer has some 7. A count,
-# and no time, so that all ranks of a sharded model submit alike.
-PRODUCTS_AT_ONCE = 32
+# Positions of a plain step that is submitted in parts on a CPU, of all rows; a chunk of
+# a prompt computes longer than it is built, and its layers would hold more at once.
+MOST_POSITIONS = 64
 
 
 class Forward:
     """What layers of one forward leave for each other.
 
     Attributes:
-        products: how many there were.
         kept: by the id of a layer that is likely to be called, what it will be fed, its
             product with that, and what to call if it was not asked for.
         masks: by what was asked for, a mask and the one that was made of it.
         tokens: how many it is fed, of all rows together.
     """
 
-    __slots__ = ("kept", "masks", "products", "tokens")
+    __slots__ = ("kept", "masks", "tokens")
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
-        self.products = 0
         self.kept: dict[int, tuple[mx.array, mx.array, Callable[[], None]]] = {}
         self.masks: dict[tuple[int, ...], tuple[Any, mx.array]] = {}
 
@@ -58,8 +58,8 @@ class Forward:
 
 in_round = _in_round.get
 forward_of_round = _forward.get
+parts_of_forward = _parts.get  # None: it is submitted as a whole
 device_of_round = _device.get  # found once for all layers of a forward
-positions_on_cpu = _positions_on_cpu.get  # of the plain step that is being built
 # How many rows of a forward in exact mode are no padding; 0: it is not one.
 rows_in_exact_mode = _exact_rows.get
 
@@ -105,12 +105,13 @@ class rows_of_a_round:  # noqa: N801 - used like the function that it stands for
 
     Args:
         tokens: how many the forward is fed; some ways are for few.
+        part: layers of it that are submitted at once; 0: all of them.
     """
 
-    __slots__ = ("_before", "_device", "_forward", "_token")
+    __slots__ = ("_before", "_device", "_forward", "_part", "_parts", "_token")
 
-    def __init__(self, tokens: int = 1) -> None:
-        self._forward = Forward(tokens)
+    def __init__(self, tokens: int = 1, part: int = 0) -> None:
+        self._forward, self._part = Forward(tokens), part
 
     def __enter__(self) -> None:
         here = _device_here()
@@ -120,12 +121,14 @@ class rows_of_a_round:  # noqa: N801 - used like the function that it stands for
             round_hooks.forwards += 1
         self._token, self._device = _in_round.set(True), _device.set(here)
         self._before = _forward.set(self._forward)
+        self._parts = _parts.set([self._part, 0] if self._part else None)
 
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         try:
             for _, _, not_taken in self._forward.kept.values() if kind is None else ():
                 not_taken()
         finally:
+            _parts.reset(self._parts)
             _forward.reset(self._before)
             _in_round.reset(self._token)
             _device.reset(self._device)
@@ -152,10 +155,14 @@ class plain_step:  # noqa: N801 - used like the function that it stands for
             with lock:
                 if not round_hooks.forwards:
                     round_hooks.turn(on=False)
-        self._token = _positions_on_cpu.set(self._positions if on_cpu() else 0)
+        # On a GPU a batch's step keeps what its rows are submitted by.
+        parts = _parts.get()
+        if on_cpu():
+            parts = [1, 0] if 0 < self._positions <= MOST_POSITIONS else None
+        self._token = _parts.set(parts)
 
     def __exit__(self, *error: Any) -> None:
-        _positions_on_cpu.reset(self._token)
+        _parts.reset(self._token)
 
 
 class fixed_shape_forward:  # noqa: N801 - like `rows_of_a_round`
@@ -183,16 +190,3 @@ class fixed_shape_forward:  # noqa: N801 - like `rows_of_a_round`
         _in_round.reset(self._round)
         _exact_rows.reset(self._token)
         self._plain.__exit__(*error)
-
-
-def submit_in_parts(product: mx.array) -> None:
-    """Submit the forward of a round as far as it is built, every so many products.
-
-    On a GPU the first layers run while the graph of the others is built. Without this
-    the device waits for all of it, since a round cannot be built before the last one
-    was read.
-    """
-    forward = _forward.get()
-    forward.products += 1
-    if forward.products % PRODUCTS_AT_ONCE == 0:
-        mx.async_eval(product)

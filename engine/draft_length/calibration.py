@@ -5,11 +5,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import astuple
 from functools import partial
 from statistics import median
+from time import perf_counter
 from typing import Any, Protocol
 
 from mlx_speculation.engine.draft_length.base import (
     DraftLengthPolicy,
     Feedback,
+    FixedDraftLength,
     Plan,
 )
 from mlx_speculation.engine.draft_length.costs import (
@@ -19,6 +21,7 @@ from mlx_speculation.engine.draft_length.costs import (
     few_lengths,
 )
 from mlx_speculation.engine.timing import RoundSeconds
+from mlx_speculation.models import PART_SIZES, usual_part
 
 # Medians of each part by itself, by context bucket and draft length; 0 is a plain step.
 PartsTable = dict[int, dict[int, RoundSeconds]]
@@ -30,10 +33,22 @@ PASSES = 3
 # Rounds of a pass: plain steps, of which the first and the last tell nothing, and
 # drafts of each length. The first draft after plain steps reads what it has missed.
 PLAIN_STEPS, DRAFTS = 7, 2
+# Rounds with each size of a part, and their drafted tokens. Another size than the usual
+# one has to save that share of a round.
+PART_ROUNDS, PART_DRAFT, PART_GAIN = 5, 4, 0.05
 
 
 class MeasuredStream(Protocol):
     """A stream whose rounds are measured; see `Stream`."""
+
+    @property
+    def request(self) -> Any:
+        """Whose `target` is the lane of the measured model."""
+        ...
+
+    def next_round(self) -> list[Any]:
+        """Run one round."""
+        ...
 
     def __iter__(self) -> Iterator[Any]: ...
 
@@ -134,6 +149,25 @@ def measure(start: Start, context: int, longest: int, report: Progress) -> Calib
             if policy.done >= policy.rounds:
                 break
     return policy
+
+
+def measure_part(start: Start, context: int) -> int:
+    """Return the layers of a part of a round's forward that takes least, by turns.
+
+    See `models.submit_layers`; 0: as a whole.
+    """
+    seconds: dict[int, list[float]] = {size: [] for size in PART_SIZES}
+    with start(calibration_prompt(context), FixedDraftLength(PART_DRAFT)) as stream:
+        stream.next_round()  # reads the prompt
+        for size in PART_SIZES * PART_ROUNDS:
+            stream.request.target.part = size
+            started = perf_counter()
+            stream.next_round()
+            seconds[size].append(perf_counter() - started)
+    usual = usual_part()
+    medians = {size: median(each) for size, each in seconds.items()}
+    best = min(medians, key=medians.__getitem__)
+    return best if medians[best] < (1 - PART_GAIN) * medians[usual] else usual
 
 
 def follow(start: Start, contexts: Iterable[int], longest: int) -> None:

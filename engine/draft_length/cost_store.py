@@ -19,8 +19,9 @@ from mlx_speculation.engine.draft_length.calibration import Calibration, PartsTa
 from mlx_speculation.engine.draft_length.costs import CostTable, RoundCosts
 from mlx_speculation.engine.timing import RoundSeconds
 from mlx_speculation.measured_file import MeasuredFile
+from mlx_speculation.models import PART_SIZES
 
-_VERSION = 6
+_VERSION = 7
 # A rate that differs by more from the saved one is saved.
 NEWS = 0.2
 
@@ -44,6 +45,7 @@ class Known:
     Attributes:
         free: whether it proposes at no cost.
         name: its kind.
+        part: layers of a part of a round's forward; None: not measured.
     """
 
     costs: RoundCosts = field(default_factory=RoundCosts)
@@ -51,6 +53,7 @@ class Known:
     parts: PartsTable = field(default_factory=dict)  # of calibrated rounds
     free: bool = False
     name: str = "draft"
+    part: int | None = None
     file: MeasuredFile | None = None
     _saved: list[float] = field(default_factory=list)  # the rates in the file
 
@@ -90,8 +93,9 @@ class Known:
         }
         rates = [round(rate, 4) for rate in self._saved]
         if self.file is not None:
+            seconds = self.costs.table()
             self.file.write(
-                {"seconds": self.costs.table(), "rates": rates, "parts": parts}
+                {"seconds": seconds, "rates": rates, "parts": parts, "part": self.part}
             )
 
     def save_if_new(self) -> None:
@@ -127,7 +131,9 @@ def _parsed(fields: Any) -> Known:
         raise ValueError(f"the rates are {rates}")
     if any(own and min(own) != 0 for own in costs.values()):
         raise ValueError("the cost of a plain step is not in it")
-    return Known(RoundCosts(costs), AcceptanceRates(rates), parts)
+    if fields["part"] not in (None, *PART_SIZES):
+        raise ValueError(f"a part has {fields['part']} layers")
+    return Known(RoundCosts(costs), AcceptanceRates(rates), parts, part=fields["part"])
 
 
 def _each(parts: dict[int, RoundSeconds]) -> list[float]:

@@ -17,6 +17,7 @@ from mlx_speculation.engine.draft_length.calibration import (
     Progress,
     Start,
     measure,
+    measure_part,
     most_tokens,
     part_of,
 )
@@ -33,7 +34,7 @@ from mlx_speculation.engine.draft_length.rule import (
 from mlx_speculation.engine.draft_length.ruled import RuleDraftLength
 from mlx_speculation.engine.drafters.draft import Draft, members_of, shape_of
 from mlx_speculation.errors import InvalidRequestError
-from mlx_speculation.models import Sliding, position_table
+from mlx_speculation.models import Sliding, position_table, usual_part
 
 # No adaptive draft length is longer. Greedy text that repeats itself is drafted well
 # for longer than that, but a verify of more rows costs by the row.
@@ -136,14 +137,31 @@ class PolicyFactory:
         """Where the time of calibrated rounds went."""
         return self.calibrated().parts
 
+    @property
+    def part(self) -> int:
+        """Layers of a part of a round's forward, see `models.submit_layers`."""
+        measured = self.calibrated().part
+        return usual_part() if measured is None else measured
+
     def calibrate(
         self,
         start: Start,
         contexts: SequenceOf[int],
         progress: Progress | None = None,
+        *,
+        part: bool = False,
     ) -> CostTable:
-        """Measure every length at these contexts, see the generator's `calibrate`."""
+        """Measure every length at these contexts, see the generator's `calibrate`.
+
+        Args:
+            start: starts the streams that are measured.
+            contexts: numbers of tokens.
+            progress: see there.
+            part: measure `part` first.
+        """
         self.check_calibration(contexts)
+        if part:
+            self.calibrated().part = measure_part(start, min(contexts))
         for number, context in enumerate(sorted(contexts)):
             report = part_of(progress, number, len(contexts))
             self.calibrated().take(measure(start, context, self.longest, report))

@@ -1,7 +1,7 @@
 """What `models/cpu` serves, as one `DeviceOps`.
 
 Round ops serve only with OpenBLAS in front, where rows differ from single rows by
-rounding anyway. Layers are submitted one by one, and drafts compiled, on any CPU.
+rounding anyway. Drafts are compiled on any CPU.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,6 @@ from mlx_lm.models.base import scaled_dot_product_attention
 
 from mlx_speculation.models.cpu import attention, exp, norm_rope
 from mlx_speculation.models.cpu.compiled_draft import compiled_steps
-from mlx_speculation.models.cpu.submit_layers import layer_hooks
 from mlx_speculation.models.device_ops import DeviceOps, RoundOp
 from mlx_speculation.models.round_context import device_of_round, x86_serves
 
@@ -100,6 +99,5 @@ OPS = DeviceOps(
     serves=serves,
     round_ops=_round_ops(),
     activations=frozenset({"nn", "swiglu", "precise_swiglu"}),
-    hooks=layer_hooks,
     compile_draft=compiled_steps,
 )

@@ -4,8 +4,7 @@ A verify is a forward over two and more rows, and a batch's plain step one over 
 many rows as it has. In it the linear layers of a model are asked by the kernels of
 `matmul`, whatever model it is: a layer's instance gets a class that does so, as
 mixers do (`models.instance_hooks`). Prompts, single rows, other dtypes and other ways
-to quantize keep mlx's products, and so does every other device. While a graph is built,
-these layers also submit what there is of it (`submit_in_parts`).
+to quantize keep mlx's products, and so does every other device.
 
 Layers of one module whose names say that they are fed the same, such as queries, keys
 and values, are multiplied together when the first of them is called; the others find
@@ -36,7 +35,6 @@ from mlx_speculation.models.round_context import (
     cuda_serves,
     device_of_round,
     forward_of_round,
-    submit_in_parts,
 )
 
 # Children of one module of mlx-lm that are mostly fed the same. Of other modules it is
@@ -146,8 +144,7 @@ def _asking_of(kind: type[nn.Module], together: _Together) -> type[nn.Module]:
     usual = getattr(kind, method)
 
     def call(self: nn.Module, x: mx.array) -> mx.array:
-        # Steps of a draft are single rows: for them there is no kernel, and they are
-        # submitted one by one.
+        # Steps of a draft are single rows, for which there is no kernel.
         if x.size == x.shape[-1] or device_of_round() != "cuda":
             plain: mx.array = usual(self, x)
             return plain
@@ -163,7 +160,6 @@ def _asking_of(kind: type[nn.Module], together: _Together) -> type[nn.Module]:
                 found = mx.distributed.all_sum(found, group=self.group)
             if "bias" in self:
                 found = found + self.bias
-        submit_in_parts(found)
         return found
 
     return derived(kind, {method: call})

@@ -79,12 +79,15 @@ class RequestLane(Protocol):
         caches: of all requests, one per layer; none while a batch holds them.
         requests: how many there are.
         holder: the batch that holds its one request; None: it does so itself.
+        part: layers of a round's forward that are submitted at once; 0: all of them.
+            See `models.submit_layers`.
     """
 
     model: nn.Module
     caches: list[Any]
     requests: int
     holder: "RequestLane | None" = None
+    part: int = 0
 
     @property
     def nbytes(self) -> int:

@@ -97,6 +97,7 @@ class BatchLane(RequestLane):
             self.caches = joining
         self._slack = SlidingKVCache in kinds
         self.requests += len(lanes)
+        self.part = lanes[0].part
         self.members = [*self.members, *lanes]
         self.places = self.requests
         self.stand = list(range(self.requests))
@@ -229,7 +230,7 @@ class BatchRound:
         with ExitStack() as stack:
             if self._taps is not None:
                 stack.enter_context(self._taps.collect(self._hidden))
-            stack.enter_context(rows_of_a_round(tokens.size))
+            stack.enter_context(rows_of_a_round(tokens.size, lane.part))
             if self._whole:
                 stack.enter_context(plain_step(tokens.size))
             logits: mx.array = lane.model(tokens, cache=self._speculation.caches)

@@ -17,6 +17,7 @@ from mlx_speculation.models.ops.latent_attention import ATTENTIONS, absorbing_ho
 from mlx_speculation.models.ops.round_ops import round_op_hooks
 from mlx_speculation.models.recurrent.mixers import COMPRESSORS, MIXERS
 from mlx_speculation.models.recurrent.recorder import mixer_hooks
+from mlx_speculation.models.submit_layers import layer_hooks
 
 # The first that serves a round does all of its ops.
 ROOMS: tuple[DeviceOps, ...] = (cuda.OPS, cpu.OPS)
@@ -32,6 +33,7 @@ def _hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
     yield from mixer_hooks(model)
     yield from absorbing_hooks(model)
     yield from round_op_hooks(model, MADE_AGAIN)
+    yield from layer_hooks(model)
     for room in registered():
         yield from room.hooks(model)
 

@@ -301,21 +301,21 @@ class LaneRound:
 
         With `taps` or a follower on the lane, their states are added to `hidden`.
         """
-        lane, batched = self._lane, tokens.ndim == 2
+        lane, n, batched = self._lane, tokens.shape[-1], tokens.ndim == 2
         tokens = tokens[0] if batched else tokens
-        self._width += tokens.shape[0]
+        self._width += n
         if self._width > lane.positions - lane._unknown - lane.seen:
             check_positions(self._width, lane._unknown + lane.seen, lane.positions)
         self._fed.append(tokens)
         if lane.shape is not None:
             logits = self._fixed(tokens, lane.shape)[None]
-        elif lane.compiled and lane.compiled.serves(lane.caches, len(tokens)):
+        elif lane.compiled and lane.compiled.serves(lane.caches, n):
             logits = lane.compiled.forward(tokens, lane.caches)[None]
         else:
             whole = self._whole and not lane.guesses  # a plain step, part of a prompt
-            ways: Any = plain_step if whole else rows_of_a_round
+            way: Any = plain_step(n) if whole else rows_of_a_round(n, lane.part)
             taps = NO_TAPS if self._taps is None else self._taps.collect(self._hidden)
-            with taps, ways(len(tokens)):
+            with taps, way:
                 logits = lane.run(tokens[None], cache=self.speculation.caches)
         return logits if batched else logits.squeeze(0)
 

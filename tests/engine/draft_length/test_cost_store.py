@@ -28,7 +28,7 @@ def saved() -> Known:
         for _ in range(3):
             known.costs.note(10, length, seconds)
     known.rates.note(drafted=2, accepted=1)
-    known.parts = PARTS
+    known.parts, known.part = PARTS, 4
     known.save_if_new()
     return known
 
@@ -44,6 +44,7 @@ def test_it_is_read_as_it_was_written() -> None:
     again = Known.read(KEY)
     assert again.costs.table() == {0: pytest.approx(COSTS)}
     assert again.parts == PARTS
+    assert again.part == 4
     assert again.rates.rates(2) == pytest.approx(known.rates.rates(2), abs=0.1)
 
 
@@ -96,6 +97,8 @@ def test_a_draft_without_a_name_keeps_nothing(tmp_path: Path) -> None:
         {"rates": [1.5]},
         {"rates": None},
         {"parts": None},
+        {"part": 3},
+        {"part": "all"},
         {"parts": {"0": {"4": [1.0, 2.0]}}},
         {"parts": {"0": {"4": [1.0, 2.0, -0.1, 0.0]}}},
     ],

@@ -355,8 +355,8 @@ def test_each_context_is_measured_and_counted(
     monkeypatch.setattr(StreamFactory, "make", make)
     generator = SpeculativeGenerator(build("llama"), byte_tokenizer(), draft=small)
     table = generator.calibrate(contexts=[8, 600])
-    assert prompts == [8, 600]
-    assert [stream.stats.rounds for stream in streams] == [72, 72]
+    assert prompts == [8, 8, 600]  # the first for the parts of a forward
+    assert [stream.stats.rounds for stream in streams] == [26, 72, 72]
     assert table[0] != table[1]
 
 

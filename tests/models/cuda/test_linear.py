@@ -18,7 +18,6 @@ from mlx_lm.models.gated_delta import gated_delta_ops
 from mlx_speculation.errors import DraftNotice
 from mlx_speculation.models import Lane, ModelHooks, round_context
 from mlx_speculation.models.cpu import registration as cpu_registration
-from mlx_speculation.models.cpu import submit_layers
 from mlx_speculation.models.cuda import attention as cuda_attention
 from mlx_speculation.models.cuda import gated_delta, linear, registration
 from mlx_speculation.models.cuda.available import kernels_compile
@@ -282,35 +281,6 @@ def test_layers_of_other_packages_are_multiplied_one_by_one(
     recorders.remove()
 
 
-def test_a_forward_over_rows_is_submitted_in_parts(
-    asked: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    submitted: list[tuple[mx.array, ...]] = []
-    submit: Any = mx.async_eval
-
-    def noted(*arrays: mx.array) -> None:
-        submitted.append(arrays)
-        submit(*arrays)
-
-    model = build("llama")
-    recorders = ModelHooks(model)
-    layers = len(cast(Any, model).layers)
-    lane = Lane(model, make_prompt_cache(model))
-    lane.feed(PROMPT)
-    monkeypatch.setattr(round_context, "PRODUCTS_AT_ONCE", 3)
-    monkeypatch.setattr(round_context, "on_cpu", lambda: False)
-    monkeypatch.setattr(mx, "async_eval", noted)
-    for rows in ([5], ROWS, ROWS):  # each forward is counted for itself
-        before = len(submitted)
-        with lane.begin() as lane_round:
-            lane_round.forward(mx.array(rows))
-        parts = 0 if len(rows) == 1 else (7 * layers + 1) // 3
-        assert len(submitted) - before == parts
-    lane.feed(ROWS)
-    assert len(submitted) == 2 * ((7 * layers + 1) // 3)
-    recorders.remove()
-
-
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("kind", [nn.Linear, nn.Embedding])
@@ -378,7 +348,6 @@ def test_where_kernels_do_not_compile_mlx_multiplies_and_it_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A machine without CUDA is such a place."""
-    monkeypatch.setattr(submit_layers, "on_cpu", lambda: False)
     monkeypatch.setattr(cpu_registration, "x86_serves", lambda: False)
     model = build("llama")
     recorders = ModelHooks(model)  # as on a device without kernels

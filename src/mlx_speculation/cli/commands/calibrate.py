@@ -65,6 +65,12 @@ def calibrate(
     costs, batches = _measured(generator, context or [64], batch or [], screen)
     parts = generator.round_parts
     screen.table(_table("Milliseconds of a round by draft length", costs, parts))
+    part = generator.lengths.part
+    screen.say(
+        f"Rounds are submitted after every {part} layers."
+        if part
+        else "Rounds are submitted as a whole."
+    )
     for rows, table in batches.items():
         screen.table(_table(f"Milliseconds of a round of {rows} rows", table, {}))
     screen.object(
@@ -77,6 +83,7 @@ def calibrate(
             512 * 2**bucket: {length: asdict(one) for length, one in own.items()}
             for bucket, own in parts.items()
         },
+        layers_of_a_part=part,
         notices=generator.notices,
         blas=chosen,
         versions=versions(),

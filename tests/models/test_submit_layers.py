@@ -1,4 +1,4 @@
-"""A plain step is submitted layer by layer on a CPU, and nothing else is."""
+"""A plain step is submitted layer by layer on a CPU, a round after so many layers."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,10 +7,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from mlx_speculation.models import Lane, ModelHooks
-from mlx_speculation.models.cpu.submit_layers import MOST_POSITIONS
+from mlx_speculation.models import PART_SIZES, Lane, ModelHooks
 from mlx_speculation.models.lanes.batch import BatchLane
-from mlx_speculation.models.round_context import plain_step
+from mlx_speculation.models.round_context import MOST_POSITIONS, plain_step
 from mlx_speculation.models.shape_buckets import RowSizes
 from support.identity import prompt_of
 from support.models.copies import left_on
@@ -70,6 +69,18 @@ def build_like(model: Any) -> nn.Module:
     return other
 
 
+@pytest.mark.parametrize("size", [*PART_SIZES, 1])
+def test_a_round_submits_after_so_many_layers_and_writes_the_same(
+    model: Any, size: int, submitted: list[tuple[int, ...]]
+) -> None:
+    lanes = Lane(model), Lane(build_like(model))
+    lanes[0].part = size
+    rows = [fed(lane, 3, whole=False) for lane in lanes]
+    parts = (len(model.layers) - 1) // size if size else 0
+    assert [shape[:2] for shape in submitted] == [(1, 3)] * parts
+    assert rows[0].tolist() == rows[1].tolist()
+
+
 def test_rounds_and_chunks_of_a_prompt_are_submitted_as_a_whole(
     model: Any, submitted: list[tuple[int, ...]]
 ) -> None:
@@ -79,7 +90,7 @@ def test_rounds_and_chunks_of_a_prompt_are_submitted_as_a_whole(
     assert submitted == []
 
 
-def test_a_step_of_a_batch_is_submitted_by_layers_and_its_round_is_not(
+def test_a_step_of_a_batch_is_submitted_by_layers_and_its_round_in_parts(
     submitted: list[tuple[int, ...]],
 ) -> None:
     model = build("llama")
@@ -87,14 +98,16 @@ def test_a_step_of_a_batch_is_submitted_by_layers_and_its_round_is_not(
     lanes = [Lane(model), Lane(model)]
     for lane in lanes:
         lane.feed(prompt_of(5))
+    lanes[0].part = 2
     batch = BatchLane(model, RowSizes())
     batch.join(lanes)
     submitted.clear()
-    for count, whole, layers in ((1, True, len(model.layers) - 1), (3, False, 0)):
+    every = len(model.layers) - 1
+    for count, whole, layers in ((1, True, every), (3, False, every // 2)):
         with batch.begin(count, whole=whole) as batch_round:
             batch_round.forward(mx.array([prompt_of(count)] * 2))
             batch_round.commit(count)
-        assert [shape[:2] for shape in submitted] == [(2, 1)] * layers
+        assert [shape[:2] for shape in submitted] == [(2, count)] * layers
         submitted.clear()
     recorders.remove()
 

@@ -1,0 +1,72 @@
+"""Parts of a round's forward are measured by turns, and kept with the costs."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mlx_speculation import SpeculativeGenerator
+from mlx_speculation.engine.draft_length import calibration
+from mlx_speculation.engine.draft_length.calibration import PART_ROUNDS, measure_part
+from mlx_speculation.models import PART_SIZES, usual_part
+from support.models.tiny_models import build
+from support.models.tiny_tokenizer import byte_tokenizer
+
+
+class Rounds:
+    """A stream whose rounds take as long as their table says, and its clock."""
+
+    def __init__(self, seconds: dict[int, float]) -> None:
+        self.seconds, self.run, self.now = seconds, list[int](), 0.0
+        self.request: Any = SimpleNamespace(target=SimpleNamespace(part=usual_part()))
+
+    def next_round(self) -> list[Any]:
+        self.run.append(self.request.target.part)
+        self.now += self.seconds[self.run[-1]]
+        return []
+
+    def __iter__(self) -> Any:
+        raise NotImplementedError
+
+    def __enter__(self) -> "Rounds":
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("times", "best"),
+    [
+        ({8: 5.0}, 8),
+        ({8: 9.7, 2: 9.9}, usual_part()),  # less than a twentieth
+        ({16: 4.0, 2: 5.0}, 16),
+    ],
+    ids=["a clear gain", "noise", "the larger gain"],
+)
+def test_the_fastest_size_is_taken_where_it_gains(
+    times: dict[int, float], best: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds = Rounds(dict.fromkeys(PART_SIZES, 10.0) | times)
+    monkeypatch.setattr(calibration, "perf_counter", lambda: rounds.now)
+    assert measure_part(lambda prompt, lengths: rounds, 64) == best
+    assert rounds.run[1:] == [*PART_SIZES] * PART_ROUNDS  # by turns
+
+
+def test_a_calibration_measures_it_once_for_streams_and_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path))
+    model, draft = build("llama"), build("llama", seed=1)
+
+    def made() -> SpeculativeGenerator:
+        return SpeculativeGenerator(model, byte_tokenizer(), draft=draft)
+
+    assert made().lengths.part == usual_part()
+    generator = made()
+    generator.calibrate()
+    generator.lengths.calibrated().part = 4  # whatever was measured
+    generator.calibrate_batches([1])
+    stream = generator.stream("a")
+    assert stream.request.target.part == 4
+    stream.close()
