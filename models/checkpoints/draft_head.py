@@ -164,7 +164,7 @@ class HeadCache(Protocol):
         tokens_of: TokensOf,
         choose: ChooseNext,
         count: int,
-    ) -> mx.array | None:
+    ) -> None:
         """Open a round: write positions of committed text, and draft behind them.
 
         Args:
@@ -175,11 +175,6 @@ class HeadCache(Protocol):
             choose: gets logits [1, vocab] for the next draft and returns it, [1].
             count: how many drafts to make; at least 1, and no more than the head's
                 depth.
-
-        Returns:
-            The probability that each draft is accepted where those before it are, as
-            far as the head knows them: float32 [count], which does not depend on the
-            draft itself. None: it makes none.
         """
         ...
 

@@ -46,7 +46,7 @@ class ParallelHead(Protocol):
         caches: Sequence[Any],
         count: int,
         choose: ChooseNext,
-    ) -> mx.array | None:
+    ) -> None:
         """Write positions of committed text, at least one, and draft behind them.
 
         Args:
@@ -55,9 +55,6 @@ class ParallelHead(Protocol):
             caches: what they are written to, and then what is drafted.
             count: how many drafts, at most the head's depth.
             choose: gets logits [1, n] for each draft in turn, and returns it, [1].
-
-        Returns:
-            See `HeadCache.draft`.
         """
         ...
 
@@ -118,12 +115,12 @@ class ParallelCache:
         tokens_of: TokensOf,  # gives the tokens after these positions
         choose: ChooseNext,  # gets logits of the next draft, returns it, [1]
         count: int,  # how many drafts to make; no more than the head's depth
-    ) -> mx.array | None:
+    ) -> None:
         """Open a round: write positions, and draft behind them; see `HeadCache`."""
         self._before, self._after = self.end, stop
         self._round = Speculation(self._caches)
         tokens = tokens_of(0, self.end, stop - self.end)
-        return self._head.draft(hidden, tokens, self._round.caches, count, choose)
+        self._head.draft(hidden, tokens, self._round.caches, count, choose)
 
     def commit(self) -> None:
         """Keep what of the round is of committed text."""

@@ -178,12 +178,11 @@ class DFlash:
         caches: Sequence[Any],
         count: int,
         choose: ChooseNext,
-    ) -> mx.array | None:
+    ) -> None:
         """Draft behind the last one of tokens [1, n]; see `ParallelHead`."""
         logits = self.block(context, tokens[:, -1:], caches, count)
         for index in range(count):
             choose(logits[:, index])
-        return None
 
     def _embedded(self, block: mx.array) -> mx.array:
         """Return the embeddings of a block of ids [batch, rows]."""

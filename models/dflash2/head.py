@@ -120,7 +120,7 @@ class DFlash2(DFlash):
         caches: Sequence[Any],
         count: int,
         choose: ChooseNext,
-    ) -> mx.array | None:
+    ) -> None:
         """Draft behind the last token, each among its candidates; see `DFlash`."""
         token = tokens[:, -1:]
         normed = self.rows(context, token, caches, count)
@@ -129,7 +129,6 @@ class DFlash2(DFlash):
         for index in range(count):
             edges = selector.edges(normed[:, index], before, ids[index])
             before = choose(logits[index : index + 1] + edges, ids[index])
-        return None
 
     def _embedded(self, block: mx.array) -> mx.array:
         found, scale = super()._embedded(block), self.head.own.embedding_scale

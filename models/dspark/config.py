@@ -50,8 +50,6 @@ class DSparkSettings:
     # Of Gemma 4's layers, as mlx-lm takes them; None: they are Qwen 3's
     gemma: gemma4_text.ModelArgs | None = None
     log_snr: LogSnr | None = None  # None: nothing is added
-    # What the logits of the confidence in each draft are divided by; None: nothing
-    temperatures: tuple[float, ...] | None = None
 
 
 def is_dspark(config: Config) -> bool:
@@ -96,7 +94,6 @@ def read_settings(config: Config) -> DSparkSettings:
         markov=kind,
         gemma=gemma,
         log_snr=_log_snr(own),
-        temperatures=_temperatures(own, blocks.depth),
     )
 
 
@@ -120,15 +117,3 @@ def _log_snr(own: Config) -> LogSnr | None:
         )
     least, most = (float(end) for end in ends)  # type: ignore[arg-type]
     return LogSnr(least, most)
-
-
-def _temperatures(own: Config, depth: int) -> tuple[float, ...] | None:
-    found = own.get("confidence_temperatures")
-    if found is None:
-        return None
-    if not isinstance(found, list) or len(found) < depth or not all(found):
-        raise ModelFolderError(
-            f"config.json of the {NAME} says confidence_temperatures {found!r}, and "
-            f"{depth} numbers other than 0 are needed. Take a whole checkpoint."
-        )
-    return tuple(float(each) for each in found)

@@ -40,7 +40,7 @@ _NAMES = {
     "dspark.hidden_norm.": "hidden_norm.",
     "dspark.markov_head_a.": "markov_head.markov_w1.",
     "dspark.markov_head_b.": "markov_head.markov_w2.",
-    "dspark.confidence_head.": "confidence_head.proj.",
+    "dspark.confidence_head.": "confidence_head.",
     "dspark.log_snr_fc": "log_snr_fc",
     "token_embd.": "embed_tokens.",
     "output_norm.": "norm.",

@@ -2,10 +2,9 @@
 
 A block is run as DFlash's, whose anchor is usually a row with a draft of its own. Its
 states g make base logits; the draft before adds a bias to those of the next one (see
-`heads`), and a confidence head says how likely it is accepted, before it is known:
+`heads`):
 
     logits of draft k = head(g_k) + bias(draft k-1, g_k)      draft 0 is the anchor
-    c_k = sigmoid(w [g_k | W1[draft k-1]] + b)
 """
 
 from collections.abc import Sequence
@@ -20,7 +19,6 @@ from mlx_speculation.models.dflash import DFlash, DFlashHead
 from mlx_speculation.models.dspark.config import DSparkSettings
 from mlx_speculation.models.dspark.gemma import GemmaBlockLayer
 from mlx_speculation.models.dspark.heads import (
-    ConfidenceHead,
     LogSnrEmbedding,
     MarkovHead,
     level_features,
@@ -36,7 +34,6 @@ class DSparkHead(DFlashHead):
         ends: those of its own.
         rows: how many token ids its Markov head knows.
         columns: of its logits.
-        confidence: numbers that its confidence head reads; None: it has none.
 
     Attributes:
         own: what config.json says on top of DFlash's.
@@ -49,7 +46,6 @@ class DSparkHead(DFlashHead):
         ends: OwnEnds,
         rows: int,
         columns: int,
-        confidence: int | None = None,
     ) -> None:
         blocks, layers = settings.blocks, None
         if settings.gemma is not None:
@@ -60,16 +56,8 @@ class DSparkHead(DFlashHead):
         dim, rank = blocks.layers.hidden_size, settings.rank
         if rank:
             self.markov_head = MarkovHead(settings.markov, dim, rank, rows, columns)
-        if confidence is not None:
-            self.confidence_head = ConfidenceHead(confidence)
-            self._reads_token = confidence > dim
         if settings.log_snr is not None:
             self.log_snr = LogSnrEmbedding(dim)
-
-    @property
-    def reads_token(self) -> bool:
-        """Whether the confidence head reads the token before."""
-        return self._reads_token
 
     def embedded(self, tokens: mx.array, target: Any, **options: bool) -> mx.array:
         """Return embeddings [batch, positions, dim]; Gemma's own are scaled."""
@@ -88,14 +76,9 @@ class DSparkHead(DFlashHead):
 
 
 class DSpark(DFlash):
-    """A drafter on its target; see `DFlash`.
-
-    Attributes:
-        confident: whether drafts come with their confidence.
-    """
+    """A drafter on its target; see `DFlash`."""
 
     head: DSparkHead
-    confident = False
 
     def draft(
         self,
@@ -104,23 +87,20 @@ class DSpark(DFlash):
         caches: Sequence[Any],
         count: int,
         choose: ChooseNext,
-    ) -> mx.array | None:
+    ) -> None:
         """Draft, each with what the one before adds; see `DFlash`."""
         head, token = self.head, tokens[:, -1:]
         normed = self.rows(context, token, caches, count)
         logits = self._logits(normed)
         markov: MarkovHead | None = head.get("markov_head")
-        last, memory, sure = token[0], None, []
+        last, memory = token[0], None
         for index in range(count):
-            state, row, before = normed[:, index], logits[:, index], None
+            row = logits[:, index]
             if markov is not None:
                 before = markov.before(last)
-                bias, memory = markov.bias(state, before, memory)
+                bias, memory = markov.bias(normed[:, index], before, memory)
                 row = row + bias
-            if self.confident:
-                sure.append(self._sureness(state, before, index))
             last = choose(row)
-        return mx.concatenate(sure) if sure else None
 
     def first_logits(self, context: mx.array, token: mx.array) -> mx.array:
         """Return logits of the first draft behind a token; see `DFlash`."""
@@ -131,17 +111,6 @@ class DSpark(DFlash):
             return logits
         bias, _ = markov.bias(normed[:, 0], markov.before(token[:, 0]), None)
         return logits + bias[:, None]
-
-    def _sureness(
-        self, state: mx.array, before: mx.array | None, index: int
-    ) -> mx.array:
-        """Return the confidence in a draft, float32 [1]."""
-        read = before if self.head.reads_token else None
-        logit = self.head.confidence_head.logit(state, read)
-        temperatures = self.head.own.temperatures
-        if temperatures is not None:
-            logit = logit / temperatures[index]
-        return mx.sigmoid(logit)
 
     def _embedded(self, block: mx.array) -> mx.array:
         found, snr = super()._embedded(block), self.head.own.log_snr

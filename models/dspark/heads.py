@@ -1,4 +1,4 @@
-"""The two small heads of a DSpark drafter: what the draft before adds, and confidence.
+"""The Markov head of a DSpark drafter: the bias that the draft before adds.
 
 With e = W1[the token before], g the block's state, and W2 back to the vocabulary:
 
@@ -67,34 +67,6 @@ class MarkovHead(nn.Module):
         gate, new, out = mx.split(self.joint_proj(joined), 3, axis=-1)
         gate = mx.sigmoid(gate)
         return self.markov_w2(mx.tanh(out)), gate * memory + (1 - gate) * mx.tanh(new)
-
-
-class ConfidenceHead(nn.Module):
-    """The probability that a draft is accepted, before it is known.
-
-    Args:
-        width: numbers that it reads: of the block's state, and of the embedding of the
-            token before, or of the state alone.
-    """
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.proj = nn.Linear(width, 1, bias=False)
-
-    def logit(self, state: mx.array, before: mx.array | None) -> mx.array:
-        """Return the logit of the probability, float32 [1].
-
-        Args:
-            state: the block's, [1, dim].
-            before: the embedding of the token before, [1, rank], if it reads that.
-        """
-        read = state if before is None else mx.concatenate([state, before], axis=-1)
-        if isinstance(self.proj, nn.QuantizedLinear):
-            return self.proj(read).astype(mx.float32)[:, 0]
-        found = read.astype(mx.float32) @ self.proj.weight.astype(mx.float32).T
-        if "bias" in self.proj:
-            found = found + self.proj.bias.astype(mx.float32)
-        return found[:, 0]
 
 
 class LogSnrEmbedding(nn.Module):

@@ -1,8 +1,8 @@
 """Loading a DSpark drafter: a folder or a GGUF file in, a module out.
 
-What the tensors show is taken from them: own ends, the kind of the Markov head, whether
-there is a confidence head and what it reads. What config.json leaves open is told by
-what the drafter guesses, see `models.dflash`.
+Own ends and the kind of the Markov head are taken from the tensors. What config.json
+leaves open is told by what the drafter guesses, see `models.dflash`. A confidence head
+is left out: to read it in each round costs about what cutting drafts by it gains.
 """
 
 from collections.abc import Sequence
@@ -98,7 +98,8 @@ def _read(folder: Path) -> tuple[Config, Weights]:
         for theirs, ours in _OTHER_NAMES.items():
             if own.startswith(theirs):
                 own = ours + own.removeprefix(theirs)
-        found[own] = value
+        if not own.startswith("confidence_head."):
+            found[own] = value
     check_kind(found, "dspark")
     return config, found
 
@@ -135,9 +136,4 @@ def _module(
     table = weights.get("markov_head.markov_w1.weight")
     rows = vocab if table is None else table.shape[0]
     columns = ends.output or vocab
-    projection = weights.get("confidence_head.proj.weight")
-    confidence = None
-    if projection is not None:
-        dim = settings.blocks.layers.hidden_size
-        confidence = dim if projection.shape[-1] == dim else dim + settings.rank
-    return DSparkHead(settings, width, ends, rows, columns, confidence)
+    return DSparkHead(settings, width, ends, rows, columns)

@@ -73,7 +73,7 @@ class PEagle(Eagle):
         caches: Sequence[Any],
         count: int,
         choose: ChooseNext,
-    ) -> mx.array | None:
+    ) -> None:
         """Write pairs, and draft behind them; see `ParallelHead`."""
         if count > 1:
             states, masks = self.head.masked(len(tokens), count - 1)
@@ -83,4 +83,3 @@ class PEagle(Eagle):
         logits = self._output(0, x[:, -count:]).logits
         for index in range(count):
             choose(logits[:, index])
-        return None

@@ -30,10 +30,6 @@ def test_every_packaging_is_read(name: str, tmp_path: Path) -> None:
     assert head.settings.anchor == ("samples" if head.depth == BLOCK else "given")
     assert (head.ids is not None) == ("reduced" in packaging.parts)
     assert ("markov_head" in head) == any("markov" in p for p in packaging.parts)
-    said = [part for part in packaging.parts if part.startswith("confidence")]
-    assert ("confidence_head" in head) == bool(said)
-    if said:
-        assert head.reads_token == (said == ["confidence"])
     kinds = {"markov gated": "gated", "markov rnn": "rnn"}
     kind = [kinds[part] for part in packaging.parts if part in kinds]
     assert head.own.markov == (kind[0] if kind else "vanilla")
@@ -114,7 +110,6 @@ def test_an_anchor_behind_the_block_is_not_a_row_of_it() -> None:
         ({"markov_head_type": "lstm"}, "markov_head_type 'lstm'"),
         ({"mask_token_id": -1}, "mask_token_id -1"),
         ({"dspark_block_size": 5}, "dspark_block_size 5: it is that of a DeepSeek V4"),
-        ({"confidence_temperatures": [1.0]}, "confidence_temperatures"),
         ({"log_snr_conditioning": True}, "levels from None to None"),
         ({"hidden_act": "relu"}, "hidden_act 'relu'"),
     ],

@@ -46,8 +46,7 @@ def forward(
     """Draft one block; without a Markov head and with a given anchor it is DFlash's.
 
     With ctx = rms(fc [h_1 | .. | h_m], hidden_norm) and g the normed rows of the block
-    (`run_block`): U_k = cap(lm_head g_k), z_k = U_k + bias(d_{k-1}, g_k), d_0 = anchor,
-    c_k = sigmoid(w [g_k | W1 d_{k-1}] + b).
+    (`run_block`): U_k = cap(lm_head g_k), z_k = U_k + bias(d_{k-1}, g_k), d_0 = anchor.
 
     Args:
         weights: Tensors under their published names, of any packaging.
@@ -141,19 +140,15 @@ def _walk(
     ids = target_ids(weights, base.shape[1])
     markov = MarkovHead(weights, config)
     previous, logits, tokens = anchor, [], []
-    believed: list[float | None] = []
     for step, (row, g) in enumerate(zip(base, states, strict=True)):
-        believed.append(_confidence(weights, config, g, previous, step))
         full = to_target(row + markov.bias(previous, g), ids, vocabulary)
         previous = predecessor_choice(full, chosen, step)
         logits.append(full)
         tokens.append(previous)
-    known = [value for value in believed if value is not None]
     return BlockDraft(
         logits=np.stack(logits),
         tokens=np.array(tokens),
         states=states,
-        confidence=np.array(known) if known else None,
     )
 
 
@@ -192,26 +187,3 @@ class MarkovHead:
         elif self._kind != "vanilla":
             raise ValueError(f"unknown markov_head_type {self._kind!r}")
         return linear(self._weights, "markov_head.markov_w2", e)
-
-
-def _confidence(
-    weights: Weights, config: Config, g: Array, previous: int, step: int
-) -> float | None:
-    """c_k from g_k and, if the width of the head says so, W1 of the id before.
-
-    With `confidence_temperatures`, one per drafted position: sigmoid(logit / T_k).
-    """
-    wide = weights.get("confidence_head.proj.weight")
-    if wide is None:
-        return None
-    read = g
-    if wide.size > len(g):
-        read = np.concatenate([g, weights["markov_head.markov_w1.weight"][previous]])
-    bias = weights.get("confidence_head.proj.bias", np.zeros(1))
-    logit = float(wide.reshape(-1) @ read + bias.reshape(-1)[0])
-    temperatures = weights.get(
-        "confidence_temperatures", option(config, "confidence_temperatures")
-    )
-    if temperatures is not None:
-        logit /= float(temperatures[step])
-    return float(sigmoid(np.array(logit)))

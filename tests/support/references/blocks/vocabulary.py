@@ -16,13 +16,11 @@ class BlockDraft:
         logits: [k, V] over ids of the target; -inf where the drafter cannot reach.
         tokens: [k] ids of the target: those given, else the most likely ones.
         states: [k, H], what the head reads (after the last norm).
-        confidence: [k] in (0, 1), or None for drafters without a confidence head.
     """
 
     logits: Array
     tokens: Array
     states: Array
-    confidence: Array | None = None
 
 
 def target_ids(weights: Weights, rows: int) -> Array:
