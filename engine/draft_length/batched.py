@@ -47,7 +47,6 @@ class BatchDraftLength:
     Args:
         rule: its sources are those of every request.
         costs: returns those of each source in rounds of so many requests.
-        save: keeps them.
 
     Attributes:
         plan: of the round, for all requests without a length of their own.
@@ -58,9 +57,8 @@ class BatchDraftLength:
         self,
         rule: DraftRule,
         costs: Callable[[int], SequenceOf[RoundCosts]],
-        save: Callable[[], None],
     ) -> None:
-        self._rule, self._costs, self._save = rule, costs, save
+        self._rule, self._costs = rule, costs
         self.bucket = self._context = 0
         self.plan: Plan | None = None
         self._next: Plan | None = None
@@ -191,9 +189,8 @@ class BatchDraftLength:
         self.plan = self._next = None
 
     def end(self) -> None:
-        """Keep what was learnt."""
+        """Pay for prompts that were read in vain."""
         self._rule.end()
-        self._save()
 
 
 def _plan_alone(

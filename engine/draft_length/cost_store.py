@@ -1,7 +1,8 @@
-"""Measured costs and acceptance, kept from one process to the next.
+"""Calibrated costs, kept from one process to the next.
 
 One file for each machine, mlx version, target and draft. What is in it can change how
-fast a text comes, never the text.
+fast a text comes, never the text. What texts teach is not kept: it would make up for a
+hundredth of the first 200 tokens, and a busy hour would outlive itself.
 """
 
 import math
@@ -22,8 +23,6 @@ from mlx_speculation.measured_file import MeasuredFile
 from mlx_speculation.models import PART_SIZES
 
 _VERSION = 7
-# A rate that differs by more from the saved one is saved.
-NEWS = 0.2
 
 
 def machine() -> dict[str, Any]:
@@ -40,9 +39,11 @@ def machine() -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Known:
-    """What is known of the rounds of one target with one draft.
+    """The rounds of one target with one draft: their costs, and what was accepted.
 
     Attributes:
+        seconds: of calibrated rounds.
+        parts: the same by what took them.
         free: whether it proposes at no cost.
         name: its kind.
         part: layers of a part of a round's forward; None: not measured.
@@ -50,59 +51,40 @@ class Known:
 
     costs: RoundCosts = field(default_factory=RoundCosts)
     rates: AcceptanceRates = field(default_factory=AcceptanceRates)
-    parts: PartsTable = field(default_factory=dict)  # of calibrated rounds
+    seconds: CostTable = field(default_factory=dict)
+    parts: PartsTable = field(default_factory=dict)
     free: bool = False
     name: str = "draft"
     part: int | None = None
     file: MeasuredFile | None = None
-    _saved: list[float] = field(default_factory=list)  # the rates in the file
 
     @classmethod
     def read(
         cls, key: dict[str, Any] | None, *, free: bool = False, name: str = "draft"
     ) -> "Known":
-        """Return what is known under a key; nothing is kept under None."""
+        """Return what was calibrated under a key; nothing is kept under None."""
         key = key and {"machine": machine(), **key}
         file = MeasuredFile(
             "costs", _VERSION, key, "What rounds cost is measured again."
         )
         known = file.read(_parsed) or cls()
-        known.file, known.costs.news = file, False
-        known.free, known.name = free, name
-        known._saved = known.rates.rates(known.rates.known)
+        known.file, known.free, known.name = file, free, name
         return known
-
-    def keep(self, rates: AcceptanceRates) -> None:
-        """Learn from a stream that has ended; write the file if something changed."""
-        self.rates = rates
-        self.save_if_new()
 
     def take(self, measured: Calibration) -> CostTable:
         """Learn from a calibration, and write the file; return all that is known."""
+        table = measured.costs.table()
+        self.costs.take(table)
+        self.seconds |= table
         self.parts |= measured.parts
-        self.costs.take(measured.costs.table())
-        self.save()
-        return self.costs.table()
-
-    def save(self) -> None:
-        """Write the file, all or nothing."""
-        self.costs.news, self._saved = False, self.rates.rates(self.rates.known)
         parts = {
             bucket: {length: astuple(one) for length, one in own.items()}
             for bucket, own in self.parts.items()
         }
-        rates = [round(rate, 4) for rate in self._saved]
         if self.file is not None:
-            seconds = self.costs.table()
-            self.file.write(
-                {"seconds": seconds, "rates": rates, "parts": parts, "part": self.part}
-            )
-
-    def save_if_new(self) -> None:
-        """Write the file when a length, a context or a rate is news to it."""
-        pairs = zip(self.rates.rates(len(self._saved)), self._saved, strict=True)
-        if self.costs.news or any(abs(now - saved) > NEWS for now, saved in pairs):
-            self.save()
+            kept = {"seconds": self.seconds, "parts": parts, "part": self.part}
+            self.file.write(kept)
+        return self.costs.table()
 
 
 def _parsed(fields: Any) -> Known:
@@ -122,18 +104,16 @@ def _parsed(fields: Any) -> Known:
         }
         for bucket, own in fields["parts"].items()
     }
-    rates = list(fields["rates"])
     if not all(0 < one < math.inf for own in costs.values() for one in own.values()):
         raise ValueError("a round in it takes no time, or all")
     if not all(0 <= part < math.inf for own in parts.values() for part in _each(own)):
         raise ValueError("a part of a round in it takes less than no time, or all")
-    if not all(0 <= rate <= 1 for rate in rates):
-        raise ValueError(f"the rates are {rates}")
     if any(own and min(own) != 0 for own in costs.values()):
         raise ValueError("the cost of a plain step is not in it")
     if fields["part"] not in (None, *PART_SIZES):
         raise ValueError(f"a part has {fields['part']} layers")
-    return Known(RoundCosts(costs), AcceptanceRates(rates), parts, part=fields["part"])
+    kept = RoundCosts(kept=costs)
+    return Known(kept, seconds=costs, parts=parts, part=fields["part"])
 
 
 def _each(parts: dict[int, RoundSeconds]) -> list[float]:

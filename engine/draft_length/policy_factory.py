@@ -108,13 +108,13 @@ class PolicyFactory:
             Source(RoundCosts(), each.free, each.kind, PAUSE) for each in self._each
         ]
         rule = DraftRule(sources, self._batch_credit, self.longest, share=BATCH_SHARE)
-        return BatchDraftLength(rule, self.batch_costs, self._save_batches)
+        return BatchDraftLength(rule, self.batch_costs)
 
     def batch_costs(self, rows: int) -> list[RoundCosts]:
         """Return what the rounds of batches with so many rows cost, of each drafter.
 
-        Those of so many rows that were never measured begin with the costs of the next
-        larger batch that was, which errs to shorter drafts, or of the next smaller.
+        Where none were measured they are taken for those of the next larger batch that
+        was, which errs to shorter drafts, or of the next smaller.
         """
         found = self.known(rows)
         for index, own in enumerate(found):
@@ -124,13 +124,8 @@ class PolicyFactory:
                 (n < rows, abs(n - rows), n) for n in self._known if n and n != rows
             ]
             tables = (self.known(n)[index].costs.table() for _, _, n in sorted(others))
-            own.costs.take(next(filter(None, tables), {}))
+            own.costs.kept = next(filter(None, tables), {})
         return [own.costs for own in found]
-
-    def _save_batches(self) -> None:
-        for rows, known in self._known.items():
-            for own in known if rows else ():
-                own.save_if_new()
 
     @property
     def parts(self) -> PartsTable:

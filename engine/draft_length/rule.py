@@ -229,12 +229,12 @@ class DraftRule:
         known = [offer.source.costs]
         if offer.source.free:
             known += [each.costs for each in self.sources]
-        measured = max(costs.longest(context) for costs in known)
+        measured = max(costs.longest() for costs in known)
         reach = min(len(tokens) - 1, max(FIRST_LENGTH, 2 * measured))
         curves = [
             costs.curve(context, reach, plain)
             for costs in known
-            if costs is known[0] or costs.longest(context) > known[0].longest(context)
+            if costs is known[0] or costs.longest() > known[0].longest()
         ]
         left = left_of_step(plain, self._cold) if behind else 0.0
         found = []

@@ -111,10 +111,10 @@ class RuleDraftLength:
         return chosen
 
     def end(self) -> None:
-        """Keep costs and acceptance."""
+        """Leave the rates to later streams."""
         self._rule.end()
         for known, rates in zip(self._known, self.rates, strict=True):
-            known.keep(rates)
+            known.rates = rates
 
 
 class RuledDrafter(CascadeDrafter):

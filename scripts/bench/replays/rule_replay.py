@@ -171,7 +171,7 @@ def replay_batch(
     sources = [Source(one.costs, one.free, one.name, PAUSE) for one in known.each]
     rule = DraftRule(sources, known.credit, LONGEST, share=BATCH_SHARE)
     costs = [one.costs for one in known.each]
-    lengths = BatchDraftLength(rule, lambda _: costs, lambda: None)
+    lengths = BatchDraftLength(rule, lambda _: costs)
     rows = [
         Member(RuleDraftLength(known.each, Credit(), LONGEST), text) for text in texts
     ]

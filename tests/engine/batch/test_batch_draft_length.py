@@ -45,7 +45,7 @@ def lengths_with(seconds: Any, *, free: bool = False) -> BatchDraftLength:
 
     credit, own = Credit(*BATCH_CREDIT), [Source(RoundCosts(), free=free, pause=PAUSE)]
     rule = DraftRule(own, credit, LONGEST, share=BATCH_SHARE)
-    return BatchDraftLength(rule, lambda rows: [costs(rows)], lambda: None)
+    return BatchDraftLength(rule, lambda rows: [costs(rows)])
 
 
 def policy(row: BatchRequest) -> RuleDraftLength:

@@ -155,7 +155,7 @@ def test_acceptance_is_noted_for_the_source_that_drafted() -> None:
 
 
 @pytest.mark.usefixtures("measured")
-def test_costs_are_kept_for_each_drafter_and_the_text_stays(
+def test_calibrated_costs_are_kept_and_the_text_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path))
@@ -169,12 +169,8 @@ def test_costs_are_kept_for_each_drafter_and_the_text_stays(
     table = generator.calibrate(contexts=[8])
     stream = generator.stream(PROMPT, explain=True, **options)
     assert [chunk.token for chunk in stream] == expected
-    for draft in (small, "lookup"):
-        other = SpeculativeGenerator(model, byte_tokenizer(), draft=draft)
-        known = other.lengths.known()[0].costs.table()
-        assert 0 in known[0]
-        if draft is small:  # it was calibrated, and a lookup learns in its rounds
-            assert set(table[0]) == set(known[0])
+    other = SpeculativeGenerator(model, byte_tokenizer(), draft=small)
+    assert set(other.lengths.known()[0].costs.table()[0]) == set(table[0])
     limited = generator.stream(PROMPT, explain=True, max_draft=2, **options)
     assert [chunk.token for chunk in limited] == expected
     assert max(plan.length for plan, _ in limited.decisions) <= 2

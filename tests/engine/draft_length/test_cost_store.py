@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mlx_speculation import CostFileWarning
-from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
+from mlx_speculation.engine.draft_length.calibration import Calibration
 from mlx_speculation.engine.draft_length.cost_store import Known
 from mlx_speculation.engine.timing import RoundSeconds
 from mlx_speculation.environment import cache_folder
@@ -24,12 +24,12 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def saved() -> Known:
     known = Known.read(KEY)
+    measured = Calibration(10, 4)
     for length, seconds in COSTS.items():
         for _ in range(3):
-            known.costs.note(10, length, seconds)
-    known.rates.note(drafted=2, accepted=1)
+            measured.costs.note(10, length, seconds)
     known.parts, known.part = PARTS, 4
-    known.save_if_new()
+    known.take(measured)
     return known
 
 
@@ -40,12 +40,22 @@ def path_of(known: Known) -> Path:
 
 
 def test_it_is_read_as_it_was_written() -> None:
-    known = saved()
+    saved()
     again = Known.read(KEY)
-    assert again.costs.table() == {0: pytest.approx(COSTS)}
+    assert again.seconds == again.costs.table() == {0: COSTS}
     assert again.parts == PARTS
     assert again.part == 4
-    assert again.rates.rates(2) == pytest.approx(known.rates.rates(2), abs=0.1)
+    assert again.costs.plain(10) is None  # its ratios count, and not its seconds
+    assert again.costs.curve(10, 4, 2.0)[4] == 4.0
+
+
+def test_another_context_is_added(tmp_path: Path) -> None:
+    saved()
+    known, more = Known.read(KEY), Calibration(1000, 4)
+    known.costs.kept = {}  # forgotten by many rounds
+    more.costs.take({1: COSTS})
+    known.take(more)
+    assert Known.read(KEY).seconds == {0: COSTS, 1: COSTS}
 
 
 def test_other_models_have_another_file() -> None:
@@ -53,31 +63,8 @@ def test_other_models_have_another_file() -> None:
     assert Known.read(KEY | {"target": "c"}).costs.table() == {}
 
 
-def test_nothing_is_written_where_nothing_is_new(tmp_path: Path) -> None:
-    saved()
-    known = Known.read(KEY)
-    path = path_of(known)
-    path.unlink()
-    known.costs.note(10, 4, 1.1)
-    known.save_if_new()
-    assert not path.exists()
-    known.costs.note(10, 8, 1.5)  # a length that is not in it
-    known.save_if_new()
-    assert Known.read(KEY).costs.table()[0].keys() == {0, 4, 8}
-
-
-def test_rates_that_have_changed_are_written() -> None:
-    known = saved()
-    before = Known.read(KEY).rates.rates(1)
-    rates = AcceptanceRates([0.1] * 2, 20.0)
-    known.keep(rates)
-    assert Known.read(KEY).rates.rates(1)[0] < before[0] - 0.2
-
-
 def test_a_draft_without_a_name_keeps_nothing(tmp_path: Path) -> None:
-    known = Known.read(None)
-    known.costs.note(10, 0, 1.0)
-    known.save()
+    Known.read(None).take(Calibration(10, 4))
     assert not list(tmp_path.iterdir())
 
 
@@ -94,8 +81,6 @@ def test_a_draft_without_a_name_keeps_nothing(tmp_path: Path) -> None:
         {"seconds": {"0": {"0": 0.0}}},
         {"seconds": {"0": {"0": math.inf}}},
         {"seconds": {"0": {"-1": 1.0, "0": 1.0}}},
-        {"rates": [1.5]},
-        {"rates": None},
         {"parts": None},
         {"part": 3},
         {"part": "all"},
@@ -125,11 +110,9 @@ def test_a_folder_that_cannot_be_written_is_said_once(
     file.write_text("", "utf-8")
     monkeypatch.setenv("MLX_SPECULATION_CACHE", str(file))
     known = Known.read(KEY)
-    for _ in range(3):
-        known.costs.note(10, 0, 1.0)
     with pytest.warns(CostFileWarning, match="MLX_SPECULATION_CACHE"):
-        known.save_if_new()
-    known.save_if_new()  # a second warning would be an error
+        known.take(Calibration(10, 4))
+    known.take(Calibration(10, 4))  # a second warning would be an error
 
 
 def test_the_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,11 @@ from bench.replays.rule_replay import Generator, replay_rule
 from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
 from mlx_speculation.engine.draft_length.base import Feedback, FixedDraftLength, Plan
 from mlx_speculation.engine.draft_length.cost_store import Known
-from mlx_speculation.engine.draft_length.costs import RoundCosts
+from mlx_speculation.engine.draft_length.costs import (
+    FORGETS,
+    LEAST_PLAIN,
+    RoundCosts,
+)
 from mlx_speculation.engine.draft_length.rule import (
     FIRST_CREDIT,
     FIRST_LENGTH,
@@ -156,6 +160,46 @@ def test_a_busy_moment_does_not_end_drafts_for_long() -> None:
     known = policy_of(4.0)
     noted(known, 2, 0, 99.0)
     assert known.credit.steps == pytest.approx(4.0 + SHARE + 1 - SLOWEST * CHEAP[2])
+
+
+def test_a_busy_hour_does_not_end_drafts_for_good() -> None:
+    """All drafts took 13 steps in it, and plain steps are measured when it is over."""
+    for length in (FIRST_LENGTH, 8):
+        known = known_of(RoundCosts({0: {0: 1.0, length: 13.0}}), [0.9] * 16)
+        found = played(machine_of(CHEAP), text_of(0.9), known)
+        drafts = [n for n, (plan, _) in enumerate(found.decisions or []) if plan.length]
+        assert drafts[0] <= 2 * FORGETS
+        assert found.speed > 1.5
+
+
+@pytest.mark.parametrize("costs", [CHEAP, DEAR])
+@pytest.mark.parametrize("wrong", [10.0, 0.1])
+@pytest.mark.parametrize("right", [0.0, 0.5, 0.9])
+def test_kept_costs_that_are_wrong_are_corrected(
+    costs: dict[int, float], wrong: float, right: float
+) -> None:
+    """Drafts, or all rounds, ten times as dear as they are, or a tenth of it."""
+    machine, text = machine_of(costs), text_of(right, 1000)
+    for plain in (1.0, wrong):
+        kept = {n: wrong * seconds if n else plain for n, seconds in costs.items()}
+        found = played(machine, text, known_of(RoundCosts(kept={0: kept})))
+        knew_nothing = played(machine, text)
+        assert found.speed > 0.97
+        steps = tokens = 0.0
+        for _, feedback in found.decisions or []:
+            steps += feedback.seconds
+            tokens += feedback.accepted + 1
+            most = FIRST_CREDIT + SHARE * tokens + costs[FIRST_LENGTH]
+            assert steps - tokens <= most
+            assert tokens < 400 or tokens / steps > 0.97
+        drafts = (n for n, (plan, _) in enumerate(found.decisions or []) if plan.length)
+        assert next(drafts) <= FORGETS + LEAST_PLAIN + 1
+        late = [
+            sum(each.accepted + 1 for _, each in (one.decisions or [])[-100:])
+            / sum(each.seconds for _, each in (one.decisions or [])[-100:])
+            for one in (found, knew_nothing)
+        ]
+        assert late[0] > 0.9 * late[1]
 
 
 def test_a_step_in_flight_is_no_part_of_a_round_behind_it() -> None:
