@@ -1,4 +1,4 @@
-"""What one cache does during a speculation.
+"""The journal of one cache during a speculation.
 
 A journal presents one leaf cache to the model and can keep a prefix of what the
 model wrote, or undo all of it. It knows one cache and nothing about the others, the
@@ -22,7 +22,7 @@ class Journal(Protocol):
 
     @property
     def presented(self) -> Any:
-        """What the model receives in this layer's place.
+        """The cache that the model receives in this layer's place.
 
         It is truthy, has no `__len__`, and returns exactly what the native cache
         would return.
@@ -31,7 +31,7 @@ class Journal(Protocol):
 
     @property
     def live(self) -> bool:
-        """Whether the model writes to the live cache, which then holds all it wrote."""
+        """Return whether the model writes to the live cache itself."""
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""How many positions each row of a batch keeps, checked against what is there.
+"""Numbers of positions that rows of a batch keep, checked against those there are.
 
 commit(3)            every row keeps 3
 commit([3, 0, 5])    rows 0, 1 and 2 of batch caches keep 3, 0 and 5

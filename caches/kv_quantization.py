@@ -24,7 +24,7 @@ Replaced = list[tuple[int, Any]]
 
 @dataclass(frozen=True, slots=True)
 class KVQuantization:
-    """When and how the caches of one model are quantized."""
+    """Options of quantized caches: bits, group size, and the position to begin at."""
 
     bits: int  # of a number
     group_size: int = 64  # numbers that share a scale, along the last axis

@@ -1,4 +1,4 @@
-"""Which cache kinds are known, and the journal of each.
+"""Registry of cache kinds and their journals.
 
 A `CacheList` has no journal: its members move by themselves, like layers do.
 The type has to match exactly: a subclass may write in a way that its parent's

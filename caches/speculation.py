@@ -141,19 +141,19 @@ class Speculation:
 
     @property
     def caches(self) -> list[Any]:
-        """What to pass to the model as `cache`."""
+        """The caches to pass to the model as `cache`."""
         if not self.open:
             self._refuse("caches")
         return self._presented
 
     @property
     def only_kv(self) -> bool:
-        """Whether all layers are rows of keys and values, and no mixer runs again."""
+        """Return whether all layers are rows of keys and values, without mixers."""
         return self._unopened is not None
 
     @property
     def start(self) -> int | None:
-        """How many positions the caches hold, see `position`. Legal until a write."""
+        """Positions that the caches hold, see `position`. Legal until a write."""
         if self._unopened is not None:
             return self._unopened.start
         return position(self._live)

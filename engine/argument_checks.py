@@ -1,4 +1,4 @@
-"""What a caller has passed, checked: numbers and choices."""
+"""Checks of arguments: numbers and choices."""
 
 from typing import Any, get_args
 

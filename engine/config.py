@@ -42,7 +42,7 @@ from mlx_speculation.warn import notice
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True, weakref_slot=True)
 class GeneratorConfig:
-    """What all streams of a generator share.
+    """Configuration that all streams of a generator share.
 
     When it is dropped, so are the recorders in its models: whatever runs keeps it.
     """
@@ -63,7 +63,7 @@ class GeneratorConfig:
 
     @property
     def decides(self) -> bool:
-        """Whether this rank drafts and decides, as the only one does too."""
+        """Return whether this rank drafts and decides, as the only one does too."""
         return self.ranked is None or self.ranked.leads
 
     @property

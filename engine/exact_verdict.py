@@ -21,7 +21,7 @@ _VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class ExactVerdict:
-    """What was found of one target."""
+    """Verdict on one target."""
 
     rows: int  # that were compared
     differing: int  # of them, in a bit
@@ -32,7 +32,7 @@ class ExactVerdict:
 
     @property
     def same(self) -> bool:
-        """Whether no row differs."""
+        """Return whether no row differs."""
         return self.differing == 0
 
     def __str__(self) -> str:

@@ -151,12 +151,12 @@ class SpeculativeGenerator:
 
     @property
     def ranks(self) -> int:
-        """How many ranks the target is spread over."""
+        """Number of ranks that the target is spread over."""
         return 1 if self._setup.ranked is None else self._setup.ranked.group.size
 
     @property
     def draft(self) -> Draft | None:
-        """What drafts; another generator of this target takes it too."""
+        """The draft; another generator of this target takes it too."""
         return self._setup.draft
 
     @property
@@ -187,7 +187,7 @@ class SpeculativeGenerator:
 
     @property
     def lengths(self) -> PolicyFactory:
-        """What decides draft lengths, for `BatchGenerator`."""
+        """Factory of draft length policies, for `BatchGenerator`."""
         return self._setup.lengths
 
     @property

@@ -1,4 +1,4 @@
-"""What a request with images asks of its lanes, and what is refused before that."""
+"""Image input: the checks and the lanes of a request with images."""
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass

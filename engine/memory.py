@@ -1,4 +1,4 @@
-"""What a generation holds in memory, and what a prompt will need, in bytes."""
+"""Memory of a generation, and the estimate for a prompt, in bytes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a generation gives back: its tokens and text, and who wrote each token."""
+"""Result of a generation: tokens, text, and the origin of each token."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -14,7 +14,7 @@ Writer = Literal["step", "accepted", "correction", "bonus"]
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Who wrote a token.
+    """Origin of a token.
 
     Attributes:
         writer: "accepted" for a drafted token; "correction" or "bonus" for the
@@ -31,7 +31,7 @@ STEP = Origin("step")
 
 @dataclass(frozen=True, slots=True)
 class LogProb:
-    """How probable a token was: after processors, before filters and temperature.
+    """Log-probability of a token: after processors, before filters and temperature.
 
     Attributes:
         value: the natural logarithm of its probability.

@@ -1,4 +1,4 @@
-"""Where the time of one round goes, by the clock of the thread that runs it.
+"""Timing of one round by part, by the clock of the thread that runs it.
 
     draft       proposing, and waiting for the drafted tokens
     verify      waiting for the target's logits
@@ -36,7 +36,7 @@ Part = Literal["draft", "verify", "sampler"]
 
 @dataclass(frozen=True, slots=True)
 class RoundSeconds:
-    """Where the time of a round went, in seconds; the module says what each part is."""
+    """Seconds of a round by part; the module defines the parts."""
 
     draft: float = 0.0
     verify: float = 0.0
@@ -77,7 +77,7 @@ class RoundClock:
         self._last = time.perf_counter()
 
     def note(self, part: Part | Literal["host"]) -> None:
-        """What was done since the last look at the clock belongs to a part."""
+        """Add the time since the last reading of the clock to a part."""
         now = time.perf_counter()
         self._spent[part] += now - self._last
         self._last = now

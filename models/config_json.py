@@ -1,4 +1,4 @@
-"""What a model folder's config.json says, as it stands there.
+"""config.json of a model folder, as it stands there.
 
 mlx-lm's arguments drop the keys that they do not know, and those of MTP heads are
 among them.

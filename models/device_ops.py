@@ -1,4 +1,4 @@
-"""What a room for one kind of machine serves, in place of mlx's and mlx-lm's own.
+"""Operations of a room for one kind of machine, in place of mlx's and mlx-lm's own.
 
 `models/cpu` and `models/cuda` each make one `DeviceOps`. Who installs hooks lists them
 (`models.lanes.install_hooks`), and `models.ops` asks those that are listed; nothing
@@ -19,7 +19,7 @@ from mlx_speculation.models.round_context import Device
 
 
 class RoundOp(NamedTuple):
-    """What a global name means in a layer's code, and what it is to mean in a round."""
+    """Meaning of a global name in a layer's code, and its meaning in a round."""
 
     theirs: Any  # what the name has to mean for `ours` to take its place
     ours: Any  # asks for itself whether it serves, and calls `theirs` where it does not
@@ -35,7 +35,7 @@ class Block(Protocol):
 
     @property
     def y(self) -> mx.array:
-        """What the scan returns for each row, [batch, rows, heads, Dv]."""
+        """Results of the scan for each row, [batch, rows, heads, Dv]."""
         ...
 
     def after(self, keep: int) -> mx.array:
@@ -51,7 +51,7 @@ class CompiledForward(Protocol):
     """The compiled forward of one draft model."""
 
     def serves(self, caches: Sequence[Any], count: int) -> bool:
-        """Whether `forward` can feed so many tokens to these caches."""
+        """Return whether `forward` can feed so many tokens to these caches."""
         ...
 
     def forward(self, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
@@ -65,7 +65,7 @@ def _no_hooks(_: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceOps:
-    """What one room serves.
+    """Operations of one room.
 
     Attributes:
         device: what `device_of_round` returns where its round ops serve.

@@ -47,7 +47,7 @@ def _is_one_of(model: nn.Module, names: Collection[str]) -> bool:
 
 
 def takes_key_steps(model: nn.Module) -> bool:
-    """Whether a model may see keys in whole steps: any other gets the native ones."""
+    """Return whether a model may see keys in whole steps."""
     return _is_one_of(model, KEY_STEPS)
 
 

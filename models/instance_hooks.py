@@ -31,7 +31,7 @@ import mlx.nn as nn
 
 
 class Hook(NamedTuple):
-    """How a class is made: `make(kind, *args)`."""
+    """Maker of a class: `make(kind, *args)`."""
 
     rank: int  # hooks of a lower rank are nearer to the plain class
     # Returns a class made by `derived`, the same one for the same arguments

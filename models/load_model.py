@@ -171,7 +171,7 @@ def check_target(path_or_repo: str | Path) -> None:
 
 
 def _needs_vision(path_or_repo: str | Path) -> bool:
-    """Whether a folder has a vision part and is of no architecture of mlx-lm."""
+    """Return whether a folder has a vision part and is of no architecture of mlx-lm."""
     config = read_config(model_folder(path_or_repo))
     kind = config.get("model_type")
     if "vision_config" not in config or not isinstance(kind, str):

@@ -17,7 +17,7 @@ NO_GGUF = (
 
 
 def is_there(path: Path) -> bool:
-    """Whether there is a file or folder of that name.
+    """Return whether there is a file or folder of that name.
 
     Raises:
         ModelFolderError: nobody can tell: the name is too long, or may not be read.

@@ -90,7 +90,7 @@ def _fits(layer: Any, size: int) -> bool:
 
 
 def runs_on_linux_cpu() -> bool:
-    """Whether arrays live on the CPU and no GPU backend could take them."""
+    """Return whether arrays live on the CPU and no GPU backend could take them."""
     on_cpu: bool = mx.default_device().type == mx.DeviceType.cpu
     return on_cpu and not mx.metal.is_available()
 

@@ -31,7 +31,7 @@ MOST_POSITIONS = 64
 
 
 class Forward:
-    """What layers of one forward leave for each other.
+    """State that layers of one forward leave for each other.
 
     Attributes:
         kept: by the id of a layer that is likely to be called, what it will be fed, its
@@ -65,13 +65,13 @@ rows_in_exact_mode = _exact_rows.get
 
 
 def on_cpu() -> bool:
-    """Whether what is computed here and now is computed by a processor."""
+    """Return whether what is computed here and now is computed by a processor."""
     found: bool = mx.default_device().type == mx.DeviceType.cpu
     return found
 
 
 def cuda_serves() -> bool:
-    """Whether what is computed here and now is computed with CUDA."""
+    """Return whether what is computed here and now is computed with CUDA."""
     on_gpu = mx.default_device().type == mx.DeviceType.gpu
     return on_gpu and mx.cuda.is_available()
 
@@ -88,7 +88,7 @@ def rows_differ(dtype: mx.Dtype) -> bool:
 
 
 def x86_serves() -> bool:
-    """Whether rows differ on a processor for which mlx has no vector code."""
+    """Return whether rows differ on a processor for which mlx has no vector code."""
     return platform.machine() in ("x86_64", "AMD64") and rows_differ(mx.float32)
 
 

@@ -1,4 +1,4 @@
-"""What a safetensors file holds, and where, without reading its tensors."""
+"""Layout of a safetensors file, without reading its tensors."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Which numbers of rows a batch shows to a model: few, where each new one is dear.
+"""Numbers of rows that a batch shows to a model: few, where each new one is dear.
 
 On CUDA, cuDNN plans attention of two and more positions anew, in some 40 ms, for each
 number of rows (`caches/types/padded_kv.py`). A batch of 32 rows that end one by one
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RowSizes:
-    """What a batch shows in place of so many rows.
+    """Number of rows that a batch shows in place of its own.
 
     Attributes:
         most: never more rows than this are live, so no size is larger; None: no end.

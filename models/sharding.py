@@ -124,12 +124,12 @@ def spread_as(model: nn.Module) -> Parallel | None:
 
 
 def has_split_output(model: nn.Module) -> bool:
-    """Whether each rank has some rows of the model's output layer only."""
+    """Return whether each rank has some rows of the model's output layer only."""
     return _split_output(model) is not None
 
 
 def can_join_output(model: nn.Module) -> bool:
-    """Whether the logits are what the output layer returns, and nothing else."""
+    """Return whether the logits are what the output layer returns, and nothing else."""
     return type(model).__module__ in _BARE_OUTPUT
 
 
@@ -166,7 +166,7 @@ def _split_output(model: nn.Module) -> nn.Module | None:
 
 
 def keeps_rows_alone(model: nn.Module) -> bool:
-    """Whether this rank's caches are rows of keys and values, and no states."""
+    """Return whether this rank's caches are rows of keys and values, and no states."""
     caches = leaves(make_prompt_cache(model))
     return all(isinstance(leaf, _ROWS) for _, leaf in caches)
 

@@ -1,4 +1,4 @@
-"""Which drafted tokens are accepted, and what a choice gives back.
+"""Acceptance of drafted tokens, and the results of a choice.
 
 The words used everywhere in this project:
 
@@ -34,7 +34,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Verified:
-    """What the target decided on k drafted tokens, nothing of it evaluated.
+    """The target's decision on k drafted tokens, lazy.
 
     Attributes:
         tokens: uint32 [k + 1]. The first `accepted + 1` are the accepted tokens and
@@ -52,7 +52,7 @@ class Verified:
 
     @property
     def first(self) -> "Verified":
-        """What was decided on the first row alone."""
+        """The decision on the first row alone."""
         report = self.log_probs
         if report is not None:
             report = report.first
@@ -97,7 +97,7 @@ class Group(NamedTuple):
 
 
 class Decided(NamedTuple):
-    """What was decided in a round."""
+    """Decisions of a round."""
 
     groups: tuple[Group, ...]
     failed: dict[int, Exception]  # what was raised for others, by their processors

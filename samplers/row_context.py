@@ -1,4 +1,4 @@
-"""Which tokens precede each row of some logits, and where the next one stands.
+"""Tokens before each row of some logits, and the position of the next one.
 
 A row of logits chooses the token after a prefix of one sequence. Position decides the
 noise, the prefix decides what processors do with the row. Some tokens of the prefix
@@ -75,7 +75,7 @@ class Rows:
 
     @property
     def lead(self) -> int:
-        """How many tokens are ahead of the known ones."""
+        """Number of tokens ahead of the known ones."""
         return 0 if self.ahead is None else self.ahead.shape[0]
 
     @property
@@ -91,7 +91,7 @@ class Rows:
 
     @property
     def lengths(self) -> range:
-        """How many tokens with a name precede each row."""
+        """Number of known tokens before each row."""
         stop = len(self.known) + self.lead + 1
         return range(stop - self.count, stop)
 

@@ -22,7 +22,7 @@ Sampler = Callable[[mx.array], mx.array]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How tokens are chosen: mlx-lm's options, with its defaults and in its order.
+    """Sampling options: mlx-lm's, with its defaults and in its order.
 
     1. Processors, on logits: `logit_bias`, the repetition, presence and frequency
        penalties, then `logits_processors` as they stand.
@@ -145,12 +145,12 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most probable token is always chosen."""
+        """Return whether the most probable token is always chosen."""
         return self.sampler is None and self.temperature < SMALLEST_TEMPERATURE
 
     @property
     def filters(self) -> bool:
-        """Whether any filter is on."""
+        """Return whether any filter is on."""
         nucleus = 0 < self.top_p < 1 or self.min_p > 0 or self.top_k > 0
         return nucleus or self.xtc_probability > 0
 

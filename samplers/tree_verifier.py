@@ -1,4 +1,4 @@
-"""What the target makes of a drafted tree: the path of its own choices.
+"""Verification of a drafted tree: the path of the target's own choices.
 
 From the root the path goes on to the child whose token is the target's choice, and ends
 where there is none. The choice of a node has the noise of its place in the text, so
@@ -31,7 +31,7 @@ FEW = 1024  # token ids that are sorted at once
 
 
 class VerifiedTree(NamedTuple):
-    """What was decided, nothing of it evaluated."""
+    """Decision on a tree, lazy."""
 
     verified: Verified  # of the levels of a tree, as of a chain with so many tokens
     path: mx.array  # int32 [levels], the accepted nodes, then anything
@@ -53,7 +53,7 @@ class _NoiseOfNodes:
 
 
 def serves_trees(verifier: Verifier) -> bool:
-    """Whether a request's choices follow from row and position alone.
+    """Return whether a request's choices follow from row and position alone.
 
     Those of processors and samplers of the user's do not, and the rules of rejection
     and block verification judge chains. XTC is left out for its coins.

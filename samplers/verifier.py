@@ -77,7 +77,7 @@ class Verifier:
 
     @property
     def indifferent(self) -> bool:
-        """Whether a proposal from unusable logits, such as NaN, does no harm.
+        """Return whether a proposal from unusable logits, such as NaN, does no harm.
 
         It is then a token like any other. Where `draft_probs` are kept they would be
         NaN too, and a logits processor of the user's would see it.

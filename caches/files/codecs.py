@@ -1,4 +1,4 @@
-"""Which kinds of cache a file can hold, and how each becomes fields and back.
+"""Codecs: the kinds of cache that a file can hold, as fields and back.
 
 The table is all that a class name of a file is looked up in. A kind that is not in it
 is refused, and so is a subclass: it may hold more than its parent. A `SlidingKVCache`

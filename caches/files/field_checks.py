@@ -1,4 +1,4 @@
-"""What the fields of one cache have to do with each other.
+"""Checks of the fields of one cache against each other.
 
 Each check refuses what no mlx-lm cache can be, and returns the leaf cut to the rows
 that count:

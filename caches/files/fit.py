@@ -1,4 +1,4 @@
-"""Whether what a file holds fits the caches that it is for."""
+"""Checks of a file's contents against the caches that they are for."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -85,7 +85,7 @@ def check_fits(leaf: Leaf, live: Any) -> None:
 
 
 def _alike(name: str, here: mx.array, there: mx.array) -> bool:
-    """Whether two shapes differ in the number of rows at most."""
+    """Return whether two shapes differ in the number of rows at most."""
     if here.ndim != there.ndim:
         return False
     free: Sequence[int] = ()

@@ -34,7 +34,7 @@ from mlx_speculation.errors import CacheFileError, InvalidRequestError
 
 @dataclass(frozen=True, slots=True)
 class LoadedCaches:
-    """What a file held."""
+    """Contents of a cache file."""
 
     caches: list[Any]  # the target's caches
     draft_caches: list[Any] | None  # the drafter's; None if there were none

@@ -50,7 +50,7 @@ DTYPES = {
 
 
 class FlawError(Exception):
-    """What is wrong with a file or with a cache; the caller says with which."""
+    """A flaw of a file or a cache; the caller names it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -186,7 +186,7 @@ def _form(array: mx.array, width: bool) -> tuple[int, ...]:
 
 
 def _converts(new: mx.array, held: mx.array) -> bool:
-    """Whether the write changes a dtype; token ids may be any integers."""
+    """Return whether the write changes a dtype; token ids may be any integers."""
     if new.dtype == held.dtype:
         return False
     return not all(mx.issubdtype(a.dtype, mx.integer) for a in (new, held))

@@ -62,7 +62,7 @@ class LayerWrite:
         return self.rows.shape[1]
 
     def explains(self, after: LayerCache) -> bool:
-        """Whether what led to the state `after` it is on record."""
+        """Return whether what led to the state `after` it is on record."""
         return self.call is not None or all(
             getattr(self.before, name) is getattr(after, name) for name in _COMPRESSED
         )

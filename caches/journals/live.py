@@ -12,7 +12,7 @@ JournalT = TypeVar("JournalT")
 
 
 class LiveJournal:
-    """What these journals have in common; one that can refuse a part says so.
+    """Base of journals on live caches; one that can refuse a part says so.
 
     Attributes:
         presented: what the model gets: the live cache, or what shares its attributes.

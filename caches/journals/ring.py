@@ -1,4 +1,4 @@
-"""What the journals of rings share: notes of all writes, and how the last is undone.
+"""Base of the journals of rings: notes of all writes, and the undoing of the last.
 
 How a ring writes decides how a write is undone (W is `max_size`, `count` the positions
 that were ever written):
@@ -47,7 +47,7 @@ class SavedSlots:
         return self.slots[..., index : index + 1, :]
 
     def holds(self, cache: Any, slot: int, count: int) -> bool:
-        """Whether what is now in `slot`, after `count` positions, is among them."""
+        """Return whether what is in `slot` after `count` positions is known."""
         index = slot - self.first_slot
         return (
             self.keys() is cache.keys

@@ -70,7 +70,7 @@ class PresentedSliding(SlidingKVCache):
         return ends is not None and ends.get(self.max_size) == self.offset
 
     def _takes_steps(self, n: int) -> bool:
-        """Whether the window shows all rows so far, and has room for a whole step."""
+        """Return whether the window shows all rows, and has room for a step."""
         return (
             self.keys is not None
             and asks_cudnn(self.keys.dtype)

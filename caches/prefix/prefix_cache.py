@@ -1,4 +1,4 @@
-"""What earlier requests left in the caches, kept for requests that begin alike.
+"""Caches of earlier requests, kept for requests that begin alike.
 
     prefixes = PrefixCache(max_bytes=4 << 30)
     generator = SpeculativeGenerator(model, tokenizer, prefix_cache=prefixes)

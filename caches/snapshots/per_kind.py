@@ -1,4 +1,4 @@
-"""How each cache kind is held by a snapshot: as rows, or as a whole state.
+"""Snapshots of each cache kind: as rows, or as a whole state.
 
     kind                                         held as
     KVCache, QuantizedKVCache, ConcatenateKVCache,   rows, which can be cut anywhere
@@ -47,7 +47,7 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """How one kind is held."""
+    """Snapshot form of one kind."""
 
     # The fields in which the source and the target must agree.
     settings: Callable[[Any], tuple[Any, ...]]
@@ -56,7 +56,7 @@ class Holding:
 
     @property
     def whole(self) -> bool:
-        """Whether it is held as a state."""
+        """Return whether it is held as a state."""
         return self.state is not None
 
 

@@ -1,4 +1,4 @@
-"""What a snapshot holds of a batch, whose rows have positions of their own.
+"""Snapshots of a batch, whose rows have positions of their own.
 
 A batch is held as a whole. Its positions are those of the row that is furthest, and
 each row lags behind that one; padding that all rows share is not held:

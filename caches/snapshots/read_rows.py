@@ -95,5 +95,5 @@ def _held_rows(cache: Any) -> int:
 
 
 def _in_order(ring: Any) -> bool:
-    """Whether rows [0, _idx) of a ring are in order, and all that it holds."""
+    """Return whether rows [0, _idx) of a ring are in order, and all that it holds."""
     return bool(ring._idx == ring.keys.shape[2] or ring._idx >= ring.offset)

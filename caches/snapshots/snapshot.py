@@ -37,7 +37,7 @@ from mlx_speculation.errors import InvalidRequestError, UnsupportedCacheError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldLeaf:
-    """What a snapshot holds of one leaf."""
+    """Snapshot of one leaf."""
 
     place: str  # where the leaf stands, such as `2` or `2.0`
     kind: type  # mlx-lm's class of it
@@ -49,7 +49,7 @@ class HeldLeaf:
 
     @property
     def whole(self) -> bool:
-        """Whether it is held as a state, not as rows."""
+        """Return whether it is held as a state, not as rows."""
         return HOLDINGS[self.kind].whole
 
     def buffers(self) -> list[mx.array]:
@@ -60,7 +60,7 @@ class HeldLeaf:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
-    """What the caches of one model hold for the tokens [start, stop)."""
+    """Snapshot of one model's caches for the tokens [start, stop)."""
 
     start: int  # the first position
     stop: int  # the position after the last; states are those after this many tokens

@@ -111,12 +111,12 @@ def extend_all(caches: Sequence[Any], others: Sequence[Any]) -> None:
 
 
 def has_states(caches: Sequence[Any]) -> bool:
-    """Whether a layer has a state that follows from all tokens, and no rows."""
+    """Return whether a layer has a state that follows from all tokens, and no rows."""
     return any(isinstance(leaf, ArraysCache) for leaf in flat(caches))
 
 
 def meets_plans(caches: Sequence[Any]) -> bool:
-    """Whether cuDNN plans attention over a batch, anew for each number of its rows."""
+    """Return whether cuDNN plans attention anew for each number of rows."""
     held = [leaf.keys for leaf in flat(caches) if is_batch(leaf)]
     return any(isinstance(keys, mx.array) and asks_cudnn(keys.dtype) for keys in held)
 
@@ -128,6 +128,6 @@ def columns_shown(caches: Sequence[Any]) -> tuple[int, ...]:
 
 
 def others_are_longer(caches: Sequence[Any], rows: Sequence[int]) -> bool:
-    """Whether a batch holds more columns than these of its rows need, by a step."""
+    """Return whether a batch has a step of columns more than these rows need."""
     found = [leaf for leaf in flat(caches) if isinstance(leaf, RaggedKVCache)]
     return any(leaf.needed() > leaf.needed(rows) for leaf in found)

@@ -26,7 +26,7 @@ BATCHES = frozenset(
 
 
 def is_batch(leaf: Any) -> bool:
-    """Whether a leaf is of a kind that counts the positions of each row."""
+    """Return whether a leaf is of a kind that counts the positions of each row."""
     return native_type(leaf) in BATCHES
 
 

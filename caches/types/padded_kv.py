@@ -33,7 +33,7 @@ PARTS = 8  # steps in a power of two, at the least
 
 
 def asks_cudnn(dtype: mx.Dtype) -> bool:
-    """Whether attention with these keys comes from cuDNN here."""
+    """Return whether attention with these keys comes from cuDNN here."""
     return (
         dtype in (mx.float16, mx.bfloat16)
         and os.environ.get("MLX_CUDA_USE_CUDNN_SDPA") != "0"
@@ -43,7 +43,7 @@ def asks_cudnn(dtype: mx.Dtype) -> bool:
 
 
 class KeySteps:
-    """What the layers of one round have in common.
+    """State that the layers of one round share.
 
     Attributes:
         ends: by window, None for a cache without, the offset behind the rows for which

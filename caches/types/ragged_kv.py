@@ -73,17 +73,17 @@ class RaggedKVCache(BatchKVCache):
 
     @property
     def columns(self) -> int:
-        """How many columns the longest row takes."""
+        """Columns of the longest row."""
         return max(self.lengths, default=0)
 
     def needed(self, rows: Sequence[int] | None = None) -> int:
-        """How many columns these rows take, or all, in whole steps."""
+        """Return the columns of these rows, or of all, in whole steps."""
         own = self.lengths if rows is None else [self.lengths[row] for row in rows]
         return self._whole(max(own, default=0))
 
     @property
     def shown(self) -> int:
-        """How many columns the last write has shown, and the next look does."""
+        """Columns that the last write showed, and the next read shows."""
         return self._shown(self.columns)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:

@@ -84,7 +84,7 @@ class Rows:
 
     @property
     def shared(self) -> bool:
-        """Whether the arrays are held by a live cache anyway."""
+        """Return whether the arrays are held by a live cache anyway."""
         cache = self._cache() if self._cache is not None else None
         return cache is not None and _same(buffers(cache), self._arrays)
 
@@ -134,7 +134,7 @@ def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 class _Watch:
-    """What a watched class adds to its native one."""
+    """Methods that a watched class adds to its native one."""
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         """Secure the rows that the write would overlap, then write as ever."""

@@ -155,7 +155,7 @@ class SlidingKVCache:
         return min(self.offset, self.max_size)
 
     def empty(self) -> bool:
-        """Whether nothing was ever written."""
+        """Return whether nothing was ever written."""
         return self.keys is None
 
     @property
@@ -164,11 +164,11 @@ class SlidingKVCache:
         return 0 if self.keys is None else int(self.keys.nbytes + self.values.nbytes)
 
     def can_trim(self, n: int) -> bool:
-        """Whether the window before the last `n` rows is still held."""
+        """Return whether the window before the last `n` rows is still held."""
         return 0 <= n <= self.offset and self._held_without(n)
 
     def is_trimmable(self) -> bool:
-        """Whether any number of rows can be trimmed: none has left the buffer yet."""
+        """Return whether any number of rows can be trimmed: none has left it yet."""
         return self._end == self.offset
 
     def trim(self, n: int) -> int:

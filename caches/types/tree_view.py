@@ -81,7 +81,7 @@ class TreeView:
 
 
 def holds_trees(caches: Sequence[Any]) -> bool:
-    """Whether the rows of these caches can be a tree."""
+    """Return whether the rows of these caches can be a tree."""
     return next(_without_trees(caches), None) is None
 
 

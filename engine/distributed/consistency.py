@@ -1,4 +1,4 @@
-"""What has to be the same on all ranks when a stream begins, as plain values."""
+"""Values that must be equal on all ranks when a stream begins."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence

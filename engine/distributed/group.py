@@ -44,7 +44,7 @@ _met: dict[tuple[Any, ...] | None, "RankGroup"] = {}
 
 
 class Place(NamedTuple):
-    """Where a program is; equal on all ranks that run the same one."""
+    """Position of a program; equal on all ranks that run the same one."""
 
     kind: str  # "make" a generator, "begin" a stream, its next "round", or a "draft"
     number: int  # of the generator or stream, in the order of their making
@@ -110,12 +110,12 @@ class RankGroup:
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """Number of ranks."""
         return self.group.size()
 
     @property
     def leads(self) -> bool:
-        """Whether this is rank 0."""
+        """Return whether this is rank 0."""
         return self.rank == 0
 
     def name(self, rank: int) -> str:

@@ -1,4 +1,4 @@
-"""What a decoder asks in each round, on rank 0 and on the others.
+"""Decisions of each round, made on rank 0 and received on the others.
 
     asked of       the leader, rank 0           a follower
     draft length   asks its own, and sends it   receives it

@@ -39,7 +39,7 @@ _LETTERS = 60  # of the name of what drafted, and of a plan's reason
 
 
 class LeaderFollower(Protocol):
-    """What a rank does where ranks could differ; see `leader_follower`.
+    """Decisions of a rank where ranks could differ; see `leader_follower`.
 
     `own` returns what this rank would do by itself. The leader calls it, says what it
     got and returns that. A follower does not call it, and returns what the leader has
@@ -96,12 +96,12 @@ class RankSession:
 
     @property
     def leads(self) -> bool:
-        """Whether this is rank 0."""
+        """Return whether this is rank 0."""
         return self.group.leads
 
     @property
     def running(self) -> bool:
-        """Whether the others count on this rank."""
+        """Return whether the others count on this rank."""
         return self._begun and not self._ended
 
     def with_seed(self, sampling: Sampling) -> Sampling:

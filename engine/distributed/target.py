@@ -54,7 +54,7 @@ class RankedTarget:
 
     @property
     def leads(self) -> bool:
-        """Whether this is rank 0."""
+        """Return whether this is rank 0."""
         return self.group.leads
 
     def own_draft(self, draft: Draft | None, prefix_cache: Any) -> Draft | None:

@@ -39,7 +39,7 @@ class Row:
 
     @property
     def differs(self) -> bool:
-        """Whether the choices do."""
+        """Return whether the choices do."""
         return self.at_once != self.one_by_one
 
 

@@ -46,7 +46,7 @@ class Parting:
 
     @property
     def near_tie(self) -> bool:
-        """Whether rounding explains the difference of the texts."""
+        """Return whether rounding explains the difference of the texts."""
         return self.margin <= self.allowed or self.edge <= 2 * self.difference
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""What the rows of drafts that were verified both ways say of a model, in one word.
+"""Verdict on a model from rows of drafts that were verified both ways.
 
     identical       all logits are equal bit for bit
     same choices    logits differ, and every row chooses the same token

@@ -64,7 +64,7 @@ class Caches:
 
     @property
     def held(self) -> int:
-        """How many positions the target's caches hold."""
+        """Number of positions that the target's caches hold."""
         return 0 if self.target is None else position(self.target) or 0
 
     def write_back(self) -> None:

@@ -34,7 +34,7 @@ class SpeculativeResponse(GenerationResponse):
 
 @dataclass(frozen=True, slots=True)
 class ResponseInfo:
-    """What responses say beside the chunk."""
+    """Fields of a response beside the chunk."""
 
     detokenizer: Any  # of mlx-lm, fresh
     ends: frozenset[int]  # the ids that end a text and are no part of it

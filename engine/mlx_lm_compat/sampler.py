@@ -1,4 +1,4 @@
-"""What a sampler in mlx-lm's sense means here."""
+"""Adapter of samplers in mlx-lm's sense."""
 
 import warnings
 from collections.abc import Sequence

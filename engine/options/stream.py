@@ -99,12 +99,12 @@ class StreamOptions:
 
     @property
     def prefill_step(self) -> int:
-        """How many tokens of a prompt are fed at once here."""
+        """Number of prompt tokens that are fed at once here."""
         return self.prefill_step_size or usual_prefill_step()
 
     @property
     def own_caches(self) -> bool:
-        """Whether the caller's caches are written to."""
+        """Return whether the caller's caches are written to."""
         return self.prompt_cache is not None or self.draft_cache is not None
 
 

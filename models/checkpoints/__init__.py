@@ -1,4 +1,4 @@
-"""What draft heads in folders of their own share: tensors, probes, speculation.json.
+"""Draft heads in folders of their own: tensors, probes, speculation.json.
 
 Reading and checking files, and finding by a short text which convention a drafter was
 trained with. No single kind of head is known here.

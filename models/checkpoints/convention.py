@@ -31,7 +31,7 @@ MIXED_NORMS = NORM_NAMES[:4]
 
 @dataclass(frozen=True, slots=True)
 class MtpConvention:
-    """What a head was trained with and its tensors do not show.
+    """Training convention of a head, which its tensors do not show.
 
     Attributes:
         hidden: which state of the target goes in: after or before its final norm.

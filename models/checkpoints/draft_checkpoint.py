@@ -1,4 +1,4 @@
-"""What drafters in folders of their own share: arguments, tensors, and their checks."""
+"""Draft checkpoints: arguments and tensors of a folder, checked."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What draft heads share: MTP heads, EAGLE heads and DFlash drafters on their targets.
+"""Base of draft heads: MTP heads, EAGLE heads and DFlash drafters on their targets.
 
 A head has a KV cache of its own. Position m of it pairs the target's hidden state at
 m with token m + 1 of the text.
@@ -44,7 +44,7 @@ class Ends(Protocol):
 
 
 class HeadOutput(NamedTuple):
-    """What a head makes of some positions of its cache."""
+    """Output of a head for some positions of its cache."""
 
     recycled: mx.array  # the states that go into its next step, [batch, positions, dim]
     logits: mx.array  # for the token after next, [batch, positions, vocab]
@@ -123,7 +123,7 @@ class HeadCache(Protocol):
 
     @property
     def lag(self) -> int:
-        """How many positions a layer is behind the first one."""
+        """Positions by which a layer lags the first one."""
         ...
 
     @property

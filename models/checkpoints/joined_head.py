@@ -1,4 +1,4 @@
-"""What heads share that read the outputs of several of their target's layers.
+"""Base of heads that read the outputs of several of their target's layers.
 
 EAGLE-3 heads and DFlash drafters join these outputs with a layer `fc`. Their decoder
 layers are mlx-lm's, and each may have an embedding and an output layer of its own, the
@@ -25,7 +25,7 @@ _BITS, _GROUPS = (2, 3, 4, 5, 6, 8), (16, 32, 64, 128)
 
 
 class OwnEnds(NamedTuple):
-    """Which ends a head has of its own."""
+    """Embedding and output of a head, where they are not the target's."""
 
     # The target's ids of its logits, uint32 [n]; None: all, in their order
     ids: mx.array | None = None

@@ -76,7 +76,7 @@ class ParallelCache:
 
     @property
     def lag(self) -> int:
-        """How far a layer is behind the first one: all are written together."""
+        """Positions by which a layer lags the first one: none."""
         return 0
 
     @property

@@ -1,4 +1,4 @@
-"""Which of several conventions a drafter was trained with: scores, and their verdict.
+"""Probe of a drafter's training convention: scores of candidates, and the verdict.
 
 A convention that no tensor shows is told by trying. The target writes some text of its
 own; each candidate guesses it, and is scored by
@@ -42,7 +42,7 @@ Candidate = TypeVar("Candidate", bound=Hashable)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Score:
-    """How well a candidate guesses a text."""
+    """Score of a candidate on a text."""
 
     values: NDArray[np.float64]  # float64 [places], expected log-probabilities in nats
     agreement: float  # the share of places where its most probable token is the text's
@@ -80,7 +80,7 @@ class Score:
 
     @property
     def above_chance(self) -> bool:
-        """Whether this is more than luck, and more than a wrong convention gets.
+        """Return whether this is more than luck, and more than a wrong convention gets.
 
         That is a chance-corrected agreement (Cohen's kappa) of `LEAST_AGREEMENT`.
         """

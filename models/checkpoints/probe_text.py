@@ -109,7 +109,7 @@ class OwnText:
 
     @property
     def positions(self) -> int:
-        """How many tokens there are in a row."""
+        """Number of tokens in a row."""
         return self.tokens.shape[1]
 
     def score(self, logits: mx.array, first: int) -> Score:

@@ -30,7 +30,7 @@ _ADVICE = "Correct it, or pass draft= something else than 'auto'."
 
 @dataclass(frozen=True, slots=True)
 class PairFile:
-    """What the file says."""
+    """Contents of speculation.json."""
 
     file: Path  # the file itself
     draft: str  # "mtp", "lookup", or the draft's folder as it is written there

@@ -1,4 +1,4 @@
-"""What kind of drafter a folder holds, told by the names of its tensors.
+"""Kind of the drafter in a folder, by the names of its tensors.
 
 config.json may claim another kind: a later one has the architecture of an earlier one,
 or the same keys. The parts that only one kind has do not lie.

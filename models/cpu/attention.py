@@ -102,7 +102,7 @@ def _block(
 
 
 def serves(queries: mx.array, keys: Any, values: Any, cache: Any, sinks: Any) -> bool:
-    """Whether products of BLAS do what mlx-lm's function does here, and better."""
+    """Return whether products of BLAS are right here, and faster."""
     if sinks is not None or hasattr(cache, "bits"):
         return False
     fewest = 1 if getattr(cache, "single_rows", False) else 2

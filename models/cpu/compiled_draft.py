@@ -35,7 +35,7 @@ _SAMPLE = (3, 1, 2, 0)
 
 
 class FixedKeys:
-    """What a model sees in a compiled step in the place of a `KVCache`.
+    """Stand-in for a `KVCache` in a compiled step.
 
     Args:
         keys: [1, heads, rows, dim], of which those before the offset are held.
@@ -97,7 +97,7 @@ class CompiledSteps:
         self._step = mx.compile(step, inputs=model.state)
 
     def serves(self, caches: Sequence[Any], count: int) -> bool:
-        """Whether `forward` can feed so many tokens to these caches."""
+        """Return whether `forward` can feed so many tokens to these caches."""
         if not 0 < count <= MOST_TOKENS:
             return False
         first = caches[0]

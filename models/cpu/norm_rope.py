@@ -51,7 +51,7 @@ _turned_compiled = mx.compile(_turned)
 
 
 def serves() -> bool:
-    """Whether this is a forward over few tokens."""
+    """Return whether this is a forward over few tokens."""
     return forward_of_round().tokens <= MOST_TOKENS
 
 

@@ -1,4 +1,4 @@
-"""What `models/cpu` serves, as one `DeviceOps`.
+"""Operations of `models/cpu`, as one `DeviceOps`.
 
 Round ops serve only with OpenBLAS in front, where rows differ from single rows by
 rounding anyway. Drafts are compiled on any CPU.
@@ -23,7 +23,7 @@ _FEWEST = 2048
 
 
 def serves() -> bool:
-    """Whether round ops serve here and now; compiles them, lest a text wait for it."""
+    """Return whether round ops serve here, compiled before a text needs them."""
     if not x86_serves():
         return False
     exp.compile_here()

@@ -182,7 +182,7 @@ def shows_whole_buffer(keys: mx.array, cache: Any) -> bool:
 def serves(
     queries: mx.array, keys: Any, values: Any, cache: Any, mask: Any, sinks: Any
 ) -> bool:
-    """Whether the kernel does what mlx-lm's function does here, and better."""
+    """Return whether the kernel does what mlx-lm's function does here, and better."""
     if sinks is not None or hasattr(cache, "bits"):
         return False
     batch, _, rows, dim = queries.shape

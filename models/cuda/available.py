@@ -11,7 +11,7 @@ from mlx_speculation.warn import notice
 
 @functools.cache
 def kernels_compile() -> bool:
-    """Whether mlx can compile kernels here; it is said once where it cannot.
+    """Return whether mlx can compile kernels here; it is said once where it cannot.
 
     mlx asks NVIDIA's compiler at run time, which needs header files that not every
     installation has. The first call takes some seconds.

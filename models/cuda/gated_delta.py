@@ -125,7 +125,7 @@ class Steps:
 
 
 def serves(q: mx.array, v: mx.array) -> bool:
-    """Whether the kernel is made for these dimensions."""
+    """Return whether the kernel is made for these dimensions."""
     dim, heads, shared = q.shape[-1], v.shape[2], q.shape[2]
     return dim % 32 == 0 and dim <= WIDEST and heads % shared == 0
 

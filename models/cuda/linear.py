@@ -83,7 +83,7 @@ def quantized_weight(layer: Any, x: mx.array) -> Weight | None:
 
 
 class _Way(NamedTuple):
-    """How a layer is asked."""
+    """Method and weight by which a layer is multiplied."""
 
     method: str  # which multiplies
     weight_of: WeightOf  # what it multiplies by

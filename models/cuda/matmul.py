@@ -239,7 +239,7 @@ _FOUR_BITS = f"""
 
 
 class Weight(NamedTuple):
-    """What x is multiplied by, transposed.
+    """Weight of a product, transposed.
 
     Attributes:
         arrays: [n, k] of the dtype of x; or as `mx.quantize` packs 4 bits, uint32

@@ -89,7 +89,7 @@ def _filled(mask: Any, rows: int, count: int, more_rows: int, more_keys: int) ->
 def serves(
     queries: mx.array, keys: Any, values: Any, cache: Any, mask: Any, sinks: Any
 ) -> bool:
-    """Whether cuDNN is asked here, which plans for each new number of rows and keys."""
+    """Return whether cuDNN plans here, for each new number of rows and keys."""
     if sinks is not None or hasattr(cache, "bits"):
         return False
     bools = isinstance(mask, mx.array)

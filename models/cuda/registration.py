@@ -1,4 +1,4 @@
-"""What `models/cuda` serves, as one `DeviceOps`."""
+"""Operations of `models/cuda`, as one `DeviceOps`."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +20,7 @@ from mlx_speculation.models.round_context import cuda_serves, device_of_round
 
 
 def serves() -> bool:
-    """Whether kernels can be had here and now."""
+    """Return whether kernels can be had here and now."""
     return cuda_serves() and kernels_compile()
 
 

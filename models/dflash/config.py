@@ -1,4 +1,4 @@
-"""What the config.json of a drafter of blocks says: DFlash, and what is built on it.
+"""Configuration of block drafters, from config.json: DFlash and its descendants.
 
 Of the target's layers, see `checkpoints.layer_readings`, the last one stands for what
 the final norm returns.

@@ -32,7 +32,7 @@ from mlx_speculation.models.introspect.hidden_states import HiddenStates
 
 
 class Reading(NamedTuple):
-    """How a drafter is read."""
+    """Reading of a drafter: one candidate of the probe."""
 
     layers: Layers  # of the target, from 0; -1: the embeddings
     anchor: Anchor  # what row j of a block is for

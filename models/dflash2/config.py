@@ -1,4 +1,4 @@
-"""What the config.json of a DFlash2 drafter says, on top of DFlash's."""
+"""Configuration of DFlash2 drafters, from config.json, on top of DFlash's."""
 
 from dataclasses import dataclass
 

@@ -46,7 +46,7 @@ class DFlash2Layer(DFlashLayer):
 
 
 class CandidateSelector(nn.Module):
-    """What a candidate's score depends on beside its logit: the token before it."""
+    """Scores of candidates by their logit and the token before."""
 
     def __init__(self, vocab: int, rank: int, dim: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the config.json of a DSpark drafter says, in each of its packagings.
+"""Configuration of DSpark drafters, from config.json, in each of its packagings.
 
     DeepSpec        flat; a copy of the target's config.json and more
     speculators     sizes in `transformer_layer_config`, the rest flat

@@ -20,7 +20,7 @@ from mlx_speculation.models.dspark.config import Markov
 
 
 class MarkovHead(nn.Module):
-    """What the token before adds to logits.
+    """Addition of the previous token to logits.
 
     Args:
         kind: which of the three.
@@ -70,7 +70,7 @@ class MarkovHead(nn.Module):
 
 
 class LogSnrEmbedding(nn.Module):
-    """What the level of noise of a row adds to its embedding."""
+    """Addition of a row's noise level to its embedding."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the config.json of an EAGLE-3 head says.
+"""Configuration of EAGLE-3 heads, from config.json.
 
 Five dialects are read: SGLang's and SpecForge's, vLLM's, the authors', DeepSpec's, and
 that of speculators, which keeps the layer's own sizes in a part. Their lists of layers
@@ -48,7 +48,7 @@ _MASKS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id"
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """What stands in positions that a P-EAGLE head drafts at without their tokens."""
+    """Placeholders in positions that a P-EAGLE head drafts at without their tokens."""
 
     token: int  # whose embedding they have
     depth: int | None = None  # the most drafts of a round; None: any number

@@ -70,7 +70,7 @@ class EagleHead(JoinedHead):
 
     @property
     def windowed(self) -> bool:
-        """Whether a layer of its own looks back through a window."""
+        """Return whether a layer of its own looks back through a window."""
         return any(window is not None for window in self._settings.windows)
 
     def joined(self, outputs: Sequence[mx.array]) -> mx.array:

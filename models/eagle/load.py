@@ -106,7 +106,7 @@ def load_peagle_head(
 
 
 class _Plan(NamedTuple):
-    """What a head is made of."""
+    """Parts of a head."""
 
     settings: EagleSettings
     features: int  # how many states of the target it reads

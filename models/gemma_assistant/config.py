@@ -1,4 +1,4 @@
-"""What config.json of a Gemma 4 assistant says, checked."""
+"""Configuration of Gemma 4 assistants, from config.json, checked."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +36,7 @@ class AssistantSettings:
 
 
 def is_assistant(config: Config) -> bool:
-    """Whether a config.json is that of a Gemma 4 assistant."""
+    """Return whether a config.json is that of a Gemma 4 assistant."""
     return config.get("model_type") in MODEL_TYPES
 
 

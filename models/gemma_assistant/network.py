@@ -30,7 +30,7 @@ Read = Mapping[str, tuple[mx.array, mx.array]]
 
 
 class AssistantOutput(NamedTuple):
-    """What a step makes."""
+    """Output of a step."""
 
     state: mx.array  # goes into the next step, [1, 1, target's dim]
     logits: mx.array  # for the next token, [1, n]
@@ -38,7 +38,7 @@ class AssistantOutput(NamedTuple):
 
 
 class TokenGroups(nn.Module):
-    """Which tokens are worth a look: those of the groups whose centroids fit best.
+    """Candidate tokens: those of the groups whose centroids fit best.
 
     Args:
         settings: how many groups.

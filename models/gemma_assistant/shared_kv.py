@@ -21,7 +21,7 @@ _KINDS = {SLIDING: RotatingKVCache, FULL: KVCache}
 
 
 class SharedKv:
-    """Where in the caches of a target an assistant reads.
+    """Layers of the target's caches that an assistant reads.
 
     Raises:
         UnsupportedModelError: the target has no layer of a kind that is read, or one

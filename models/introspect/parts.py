@@ -1,4 +1,4 @@
-"""Where a model has its embedding, decoder layers, final norm and head.
+"""Parts of a model: embedding, decoder layers, final norm and head.
 
 They are found by what one forward does (`trace`), not by their names, so that text
 models in wrappers and future families are covered:

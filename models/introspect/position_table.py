@@ -32,7 +32,7 @@ class _Table:
 
     @property
     def positions(self) -> int:
-        """How many positions have a row."""
+        """Number of positions with a row."""
         return _rows(self.module) - self.first
 
 

@@ -1,4 +1,4 @@
-"""What taps show of forwards: which call shows a hidden state, and what was seen."""
+"""Taps: calls that show a hidden state, and the states of a forward."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ BEFORE, AFTER = "before_norm", "after_norm"
 
 
 class Tap(NamedTuple):
-    """Where a hidden state is seen."""
+    """Place at which a hidden state is read."""
 
     key: Key  # its name; a number is a layer's, -1 the input of the first
     module: nn.Module  # whose call shows it
@@ -45,17 +45,17 @@ class States:
 
     @property
     def positions(self) -> int:
-        """How many positions were fed."""
+        """Number of positions that were fed."""
         return sum(next(iter(each.values())).shape[1] for each in self._forwards)
 
     @property
     def before_norm(self) -> mx.array:
-        """What the final norm was given, [batch, positions, dim]."""
+        """Input of the final norm, [batch, positions, dim]."""
         return self._joined(BEFORE)
 
     @property
     def after_norm(self) -> mx.array:
-        """What the final norm returned, [batch, positions, dim]."""
+        """Output of the final norm, [batch, positions, dim]."""
         return self._joined(AFTER)
 
     def layer(self, index: int) -> mx.array:
@@ -101,7 +101,7 @@ class States:
 
 
 class Notes(Observer):
-    """What the taps show during one block."""
+    """States that the taps read during one block."""
 
     def __init__(self, taps: Sequence[Tap]) -> None:
         self._taps = taps

@@ -53,7 +53,7 @@ class Trace(Observer):
 
     @property
     def logits(self) -> mx.array:
-        """What the model returned."""
+        """Output of the model."""
         found: mx.array = self.calls[0].result
         return found
 

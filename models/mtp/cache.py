@@ -42,7 +42,7 @@ from mlx_speculation.models.lanes import tree_forward
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """What the caches hold."""
+    """Contents of the caches."""
 
     ends: tuple[int, ...]  # for each layer, the position that comes next
     # For each layer, what the layer before made of positions from there to its own end,
@@ -77,7 +77,7 @@ class MtpCache:
 
     @property
     def lag(self) -> int:
-        """How many positions a layer of a chain is behind the first one."""
+        """Positions by which a layer of a chain lags the first one."""
         return self.end - min(self._held.ends)
 
     @property

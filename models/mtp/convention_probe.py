@@ -1,4 +1,4 @@
-"""Which convention an MTP head was trained with, found by what it makes of its target.
+"""Probe of an MTP head's training convention, by its agreement with its target.
 
 The target writes a little text. Over the pairs of its states and tokens the head
 guesses that text, once for each candidate: one field of the convention is changed at a
@@ -59,7 +59,7 @@ MIXTURE_GAIN = 0.05  # nats
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """What a probe found.
+    """Result of a probe.
 
     Attributes:
         convention: the best convention.

@@ -1,4 +1,4 @@
-"""What a family of MTP heads is.
+"""Families of MTP heads.
 
 A head guesses one token further than its target. Position i pairs the target's hidden
 state at position i with the token at position i + 1, and guesses the one at i + 2:
@@ -97,7 +97,7 @@ class MtpFamily:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor belongs."""
+    """Place of a tensor."""
 
     name: str | None  # its name in `MtpHead`; None: a copy that is not read
     layer: int  # the layer of the head that it belongs to

@@ -52,7 +52,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class HeadFiles:
-    """Where the tensors of a head are."""
+    """Files of a head's tensors."""
 
     tensors: Mapping[str, Stored]  # name in `MtpHead` -> where it is stored
     # Names that belong to a head and are not read: copies of the target's tensors, and
@@ -63,7 +63,7 @@ class HeadFiles:
 
     @property
     def layers(self) -> int:
-        """How many layers of a head there are tensors of."""
+        """Number of layers of a head with tensors."""
         return 1 + max(int(name.split(".")[1]) for name in self.tensors)
 
     def read(self) -> dict[str, mx.array]:

@@ -135,7 +135,7 @@ class Mtp(HeadOnTarget):
 
     @property
     def reads_output(self) -> bool:
-        """Whether a layer makes its logits with the target's output layer."""
+        """Return whether a layer makes its logits with the target's output layer."""
         return None in self._outputs
 
     def take_output(self, output: nn.Module) -> None:

@@ -54,7 +54,7 @@ class FoundHead:
 
     @property
     def norms(self) -> Norms | None:
-        """How its norms are stored, if that is known.
+        """Form in which its norms are stored; None: unknown.
 
         Norms lack their one in the original checkpoint, which shows by its convolutions
         [channels, 1, kernel] (Qwen) or by names that conversions change (Step). In

@@ -1,4 +1,4 @@
-"""Which operation runs in a round: dispatch between mlx's own and the rooms' ops.
+"""Dispatch of a round's operations between mlx's own and the rooms' ops.
 
 It replaces functions that mlx-lm's layers call, while a round runs and in its thread
 alone. It knows shapes and devices; it does not know drafters, caches or tokens, nor

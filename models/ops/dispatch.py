@@ -1,4 +1,4 @@
-"""Which room serves an operation here, among those that are listed.
+"""Dispatch of operations to the listed rooms.
 
     models.lanes.install_hooks     register([cpu.OPS, cuda.OPS]), when it is imported
     everybody else                 asks the functions below

@@ -49,7 +49,7 @@ ATTENTIONS = frozenset(
 
 
 class _Latents:
-    """What an attention gets in its cache's place: it keeps what the cache shows."""
+    """Stand-in for an attention's cache that keeps the latents it shows."""
 
     __slots__ = ("attention", "cache", "shown")
 

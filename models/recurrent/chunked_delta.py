@@ -41,7 +41,7 @@ LONGEST = 32
 
 
 class _Block(NamedTuple):
-    """What `_run` returns; heads are [key heads, value heads for each of them]."""
+    """Results of `_run`; heads are [key heads, value heads for each of them]."""
 
     y: mx.array  # [batch, rows, value heads, Dv], float32
     updates: mx.array  # the u_t that later rows see, [batch, *heads, rows, Dv]
@@ -108,7 +108,7 @@ def run_chunk(
 
 
 class _Pairs(NamedTuple):
-    """Which of all pairs of rows (t, i), [rows, rows]."""
+    """Masks of pairs of rows (t, i), [rows, rows]."""
 
     below: mx.array  # i < t, bool
     diagonal: mx.array  # 1 where i = t, float32

@@ -23,7 +23,7 @@ from mlx_speculation.models.recurrent.replay import (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mixer:
-    """How one class is replayed.
+    """Replay of one mixer class.
 
     Attributes:
         recipe: how its state follows from notes; None: it runs again.

@@ -166,7 +166,7 @@ def _mixer_of(module: nn.Module) -> Mixer | None:
 
 
 def replays_from_notes(module: nn.Module) -> bool:
-    """Whether the state of a mixer follows from notes, and no scan is unknown here."""
+    """Return whether the state of a mixer follows from notes, with known scans."""
     mixer = _mixer_of(module)
     if mixer is None or mixer.recipe is None:
         return False

@@ -1,4 +1,4 @@
-"""How the state after a prefix follows from what was noted during a mixer's call.
+"""Replay: the state after a prefix, from notes of a mixer's call.
 
 A mixer that runs again over its inputs reads its projections again, which is most of
 what a decode step reads. But its states follow from less:
@@ -54,7 +54,7 @@ class NotedCall(Protocol):
 
     @property
     def notes(self) -> Notes:
-        """What was noted."""
+        """Notes of a call."""
         ...
 
 
@@ -83,7 +83,7 @@ class Scan:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """What is noted: paths of parts, names of methods, a scan."""
+    """Calls to note: paths of parts, names of methods, a scan."""
 
     inputs: tuple[str, ...] = ()  # parts of the mixer whose first array is noted
     outputs: tuple[str, ...] = ()  # parts whose result is noted
@@ -96,12 +96,12 @@ class Recipe(Protocol):
 
     @property
     def watch(self) -> Watch:
-        """What has to be noted."""
+        """Calls to note."""
         ...
 
     @property
     def runs_again(self) -> bool:
-        """Whether the mixer may instead run again, on nothing but this cache."""
+        """Return whether the mixer may instead run again, on nothing but this cache."""
         ...
 
     def complete(self, call: NotedCall) -> bool:
@@ -238,7 +238,7 @@ class RgLru:
 
     @property
     def watch(self) -> Watch:
-        """What the convolution was given, and what the recurrence returned."""
+        """Input of the convolution and results of the recurrence."""
         return Watch(inputs=("conv_1d",), outputs=("rg_lru",))
 
     def complete(self, call: NotedCall) -> bool:

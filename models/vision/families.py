@@ -1,4 +1,4 @@
-"""Which families of mlx-vlm are decoded here, and why others are not.
+"""Families of mlx-vlm: those that are decoded here, and reasons why others are not.
 
 `families.toml` beside this file names every one with a vision part. One is decoded when
 its text was compared with mlx-vlm's own, with images and without, under drafts

@@ -24,7 +24,7 @@ ImageTensor = mx.array | list[Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImagePrompt:
-    """What the processor of a vision model makes of a text and its images.
+    """Output of a vision model's processor for a text and its images.
 
         inputs = mlx_vlm.prepare_inputs(processor, images=images, prompts=text)
         generator.stream(ImagePrompt(**inputs))

@@ -21,7 +21,7 @@ _SHOWN = 60  # characters of a source in a message
 
 @dataclass(frozen=True, slots=True)
 class ImageLimits:
-    """What an image may be at most."""
+    """Limits of an image."""
 
     file_bytes: int = 32 << 20  # as it is stored
     pixels: int = 40_000_000  # decoded: 3 bytes each

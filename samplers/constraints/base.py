@@ -1,4 +1,4 @@
-"""What a constraint is: which token ids may come next, asked of a state.
+"""Constraints: the token ids that may come next, by state.
 
 A grammar, a JSON schema or a list of allowed tokens is a `Constraint`. Its state
 stands somewhere in one text. It is forked for every draft position, and forks of
@@ -33,7 +33,7 @@ class ConstraintState(Protocol):
 
     @property
     def may_end(self) -> bool:
-        """Whether the text may end here. Changes nothing."""
+        """Return whether the text may end here. Changes nothing."""
         ...
 
     def advance(self, token: int) -> None:
@@ -54,7 +54,7 @@ class ConstraintState(Protocol):
 
 @runtime_checkable
 class Constraint(Protocol):
-    """What the generated text has to follow. Serves any number of generations."""
+    """Constraint on generated text. Serves any number of generations."""
 
     def begin(self) -> ConstraintState:
         """Return a state before the first generated token."""
@@ -127,7 +127,7 @@ class AutomatonState:
 
     @property
     def may_end(self) -> bool:
-        """Whether the text may end here."""
+        """Return whether the text may end here."""
         return self._place in self._accepting
 
     def advance(self, token: int) -> None:

@@ -40,7 +40,7 @@ COMPACT = {"whitespace_flexible": False}
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What a tokenizer's ids stand for, in the library's form."""
+    """Texts of a tokenizer's ids, in the library's form."""
 
     tokens: "LLTokenizer"  # the tokenizer's, and one that stands for the end of a text
     end: int  # the id of that one, the largest
@@ -116,7 +116,7 @@ class GrammarState:
 
     @property
     def may_end(self) -> bool:
-        """Whether the text may end here."""
+        """Return whether the text may end here."""
         return self._matcher.is_accepting()
 
     def advance(self, token: int) -> None:

@@ -1,4 +1,4 @@
-"""Which ids rows of logits may choose under a constraint.
+"""Masks of the ids that rows of logits may choose under a constraint.
 
 A mask depends on the tokens before its row, and drafted tokens are on the device. They
 are read while the device works on the row's logits; such a read is counted.

@@ -46,7 +46,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Followed:
-    """How far a round's emitted tokens go under the constraint."""
+    """Progress of a round's emitted tokens under the constraint."""
 
     keep: int  # how many of them stay
     complete: bool  # whether the text ends with the last one that stays
@@ -72,12 +72,12 @@ class Constrained:
 
     @property
     def goes_on(self) -> bool:
-        """Whether another token may follow the committed text."""
+        """Return whether another token may follow the committed text."""
         return self._committed.goes_on and not self._ended
 
     @property
     def complete(self) -> bool:
-        """Whether the committed text can only end."""
+        """Return whether the committed text can only end."""
         return self._committed.may_end and not self._committed.goes_on
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""What a logits processor promises: nothing, that it is pure, or how to put it back.
+"""Kinds of logits processors: serial, pure, or with a state that can be put back.
 
 `processors` says what follows from each. This module is for those who write them.
 """
@@ -71,17 +71,17 @@ def pure(processor: LogitsProcessor) -> PureProcessor:
 
 
 def is_pure(processor: LogitsProcessor) -> bool:
-    """Whether all rows can be processed at once."""
+    """Return whether all rows can be processed at once."""
     if isinstance(processor, PureProcessor):
         return True
     return getattr(processor, "__module__", None) == OF_MLX_LM
 
 
 def is_forkable(processor: LogitsProcessor) -> bool:
-    """Whether it has a state, and can put it back."""
+    """Return whether it has a state, and can put it back."""
     return not is_pure(processor) and isinstance(processor, ForkableProcessor)
 
 
 def is_serial(processor: LogitsProcessor) -> bool:
-    """Whether it may be called for emitted tokens only."""
+    """Return whether it may be called for emitted tokens only."""
     return not is_pure(processor) and not is_forkable(processor)

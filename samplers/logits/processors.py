@@ -31,7 +31,7 @@ States = tuple[Any, ...]  # of the forkable processors, in their order
 
 @dataclass(frozen=True, slots=True)
 class _Called:
-    """What a row's calls gave, for the case that its round fails and is run again."""
+    """Results of a row's calls, kept for a round that fails and runs again."""
 
     logits: mx.array
     states: States
@@ -80,12 +80,12 @@ class Processors:
 
     @property
     def parallel(self) -> bool:
-        """Whether all rows can be processed at once."""
+        """Return whether all rows can be processed at once."""
         return not any(is_serial(processor) for processor in self._users)
 
     @property
     def has_state(self) -> bool:
-        """Whether a round that fails, or whose drafts are rejected, leaves a trace."""
+        """Return whether a failed round, or a rejected draft, leaves a trace."""
         return bool(self._forkable) or not self.parallel
 
     def apply(self, logits: mx.array, rows: Rows) -> mx.array:

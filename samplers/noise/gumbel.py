@@ -86,7 +86,7 @@ class GumbelNoise:
         self._drawn: dict[int, mx.array] = {}
 
     def prefers_few(self, count: int) -> bool:
-        """Whether `at` for so many ids of a row costs less than `rows`.
+        """Return whether `at` for so many ids of a row costs less than `rows`.
 
         For 5 rows of 151,936 ids and a count of 50, finding the ids included: 1.4
         against 6.4 ms on a CPU; for 4096 ids 0.4 against 0.2 ms. On a GPU never.

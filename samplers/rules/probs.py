@@ -1,4 +1,4 @@
-"""What the acceptance rules share: distributions as rows of probabilities.
+"""Probabilities for acceptance rules: distributions as rows.
 
 Axes: `[..., k, vocab]`, with any batch axes in front. A rule gets k + 1 distributions
 of the target (`target_probs`, after each verify row), k of the draft (`draft_probs`),
@@ -26,7 +26,7 @@ from mlx_speculation.errors import InvalidRequestError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RuleOutcome:
-    """What a rule decided."""
+    """Decision of a rule."""
 
     accepted: mx.array  # how many drafted tokens are accepted, int32 [...]
     # The distribution of the token after them, [..., vocab]: of the correction, or of
@@ -37,7 +37,7 @@ class RuleOutcome:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Odds:
-    """How a rule accepts k drafted tokens, and what it takes off the target's rows."""
+    """Odds of accepting k drafted tokens, and the mass taken off the target's rows."""
 
     part: mx.array  # [..., k]; a coin passes below `quotient(part, whole)`
     whole: mx.array  # [..., k]

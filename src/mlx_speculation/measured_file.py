@@ -1,4 +1,4 @@
-"""What was measured on a machine, kept in files that may be lost, foreign or broken."""
+"""Measurements of a machine, kept in files that may be lost, foreign or broken."""
 
 import hashlib
 import json

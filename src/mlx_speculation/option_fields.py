@@ -25,7 +25,7 @@ def option(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvLimits:
-    """How large the target's caches may be, and how precise; as mlx-lm names it."""
+    """Size and precision of the target's caches, named as in mlx-lm."""
 
     panel: ClassVar[str] = "Key-value caches, as mlx-lm names it"
 

@@ -1,4 +1,4 @@
-"""What is said, and is no error."""
+"""Warnings of the package."""
 
 import warnings
 

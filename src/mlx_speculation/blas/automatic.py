@@ -60,7 +60,7 @@ def wanted_blas() -> BlasName:
 
 
 def _left() -> bool:
-    """Whether the BLAS is somebody else's choice, or does not matter."""
+    """Return whether the BLAS is somebody else's choice, or does not matter."""
     return (
         chosen_blas() is not None
         or wanted_blas() == "stock"
@@ -70,5 +70,5 @@ def _left() -> bool:
 
 
 def _is_inside(module: str) -> bool:
-    """Whether a module is of this package, or of what imports modules."""
+    """Return whether a module is of this package, or of what imports modules."""
     return module.partition(".")[0] in ("mlx_speculation", "importlib")

@@ -45,7 +45,7 @@ _LIBRARY = "libopenblas.so.0"  # the system's
 
 @dataclass(frozen=True, slots=True)
 class BlasChoice:
-    """Which BLAS is in use, and why; made to be printed.
+    """The BLAS in use and the reason for it, for printing.
 
     Attributes:
         name: The BLAS that mlx will use: "openblas", "stock" or "accelerate"; "other"
@@ -59,7 +59,7 @@ class BlasChoice:
 
 
 class _Process:
-    """What was decided in this process.
+    """Decision of this process.
 
     Attributes:
         choice: what `use_blas` last returned.

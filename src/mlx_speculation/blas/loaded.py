@@ -1,4 +1,4 @@
-"""Which BLAS stands in the global symbol scope of this process.
+"""The BLAS in the global symbol scope of this process.
 
 A library that is loaded later, mlx too, takes its calls from there first. What mlx's
 own libraries bring is not in it.
@@ -13,7 +13,7 @@ _PARALLEL = {0: "single-threaded", 1: "pthread", 2: "OpenMP"}
 
 
 class _Place(ctypes.Structure):
-    """What `dladdr` returns of an address: Dl_info."""
+    """Result of `dladdr`: Dl_info."""
 
     _fields_ = (
         ("file", ctypes.c_char_p),

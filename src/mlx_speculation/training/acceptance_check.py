@@ -1,4 +1,4 @@
-"""How many drafts of recorded text a target would accept.
+"""Acceptance of drafts on recorded text.
 
 The text is the target's own, so a draft is right where it is the recorded token: of
 greedy text this is what greedy decoding accepts. Of sampled text the probability of
@@ -34,7 +34,7 @@ _ROUNDED = 64  # rows are filled up to a multiple of so many tokens
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """What of drafts is accepted.
+    """Acceptance of drafts.
 
     Attributes:
         positions: by depth, how often it and all before it are.

@@ -33,7 +33,7 @@ Ended = str
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """Who is told what the loop does.
+    """Callbacks of the training loop.
 
     Attributes:
         step: called with the progress and the newest mean loss.
@@ -102,7 +102,7 @@ class TrainingLoop:
 
     @property
     def _runs_out(self) -> bool:
-        """Whether there is no time for more steps and an evaluation of them."""
+        """Return whether there is no time for more steps and an evaluation of them."""
         if self.deadline is None:
             return False
         needed = sum(self.took[part] for part in _PARTS)

@@ -1,4 +1,4 @@
-"""What a drafter is to learn of its target, and how far it is from that.
+"""Loss of a drafter against its target's distribution.
 
 At each slot the target's distribution over the draft's ids is wanted:
 
@@ -17,7 +17,7 @@ Slots = int | mx.array
 
 
 class Teacher(NamedTuple):
-    """What the target says of the token after each position, [rows, positions, ...]."""
+    """The target's distribution after each position, [rows, positions, ...]."""
 
     logits: mx.array  # of the draft's ids, [rows, positions, ids]
     # int32 [rows, positions], the column of the likeliest of all tokens; -1 where it is

@@ -1,4 +1,4 @@
-"""How much memory a training takes, before it begins.
+"""Estimate of the memory that a training takes.
 
 An estimate: the target's weights, four float32 arrays of the trained ones (weight,
 gradient, two moments), and what a batch leaves for its gradients. It has not been

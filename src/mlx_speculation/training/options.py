@@ -1,4 +1,4 @@
-"""What a training is asked for; each field is an option of `mlx-speculation train`."""
+"""Training options; each field is an option of `mlx-speculation train`."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -209,7 +209,7 @@ class TrainOptions:
 
     @property
     def blocks(self) -> bool:
-        """Whether a drafter of blocks is trained."""
+        """Return whether a drafter of blocks is trained."""
         return self.kind in _BLOCKS
 
     @property
@@ -221,7 +221,7 @@ class TrainOptions:
 
     @property
     def unrolled(self) -> int:
-        """How many tokens are drafted in training."""
+        """Number of tokens that are drafted in training."""
         if self.blocks:
             rows = self.block or BLOCK
             return rows if self.kind == "dspark" else rows - 1
@@ -230,12 +230,12 @@ class TrainOptions:
 
     @property
     def drafted_slots(self) -> int | None:
-        """How many slots of a row are drafted from; None: all."""
+        """Number of slots of a row that are drafted from; None: all."""
         return (self.anchors or ANCHORS) if self.blocks else None
 
     @property
     def vocabulary(self) -> int:
-        """How many token ids a new head drafts from; 0: all."""
+        """Number of token ids that a new head drafts from; 0: all."""
         usual = 0 if self.blocks else 16384
         return usual if self.draft_vocab is None else self.draft_vocab
 

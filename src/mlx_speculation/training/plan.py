@@ -37,7 +37,7 @@ TimeStep = Callable[[int, int], float]
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What was measured, in seconds."""
+    """Measured times, in seconds."""
 
     position: float  # of a step, for each slot of its rows
     token: float  # of one more token of a single dialogue

@@ -11,7 +11,7 @@ from mlx_speculation.training.state import Progress
 
 @dataclass(slots=True)
 class TrainingResult:
-    """What a training has come to.
+    """Result of a training.
 
     Attributes:
         folder: the draft's.

@@ -1,4 +1,4 @@
-"""Where a training stands, in two files that are replaced together or not at all.
+"""State of a training, in two files that are replaced together or not at all.
 
     state.safetensors   weights and the optimizer's moments, float32
     state.json          the step, the plan, what was measured, and the options
@@ -24,7 +24,7 @@ FORMAT = "mlx-speculation training 1"
 
 @dataclass(slots=True)
 class Progress:
-    """Where a training stands."""
+    """Progress of a training."""
 
     steps: int  # how many are planned
     dialogues: int  # how many are learned from

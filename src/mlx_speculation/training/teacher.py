@@ -15,7 +15,7 @@ from mlx_speculation.training.loss import Teacher
 
 
 class Lesson(NamedTuple):
-    """What a forward of the target shows."""
+    """Output of a forward of the target."""
 
     inputs: list[mx.array]  # what the drafter reads, each [rows, positions, dim]
     logits: mx.array  # of all ids, [rows, positions, vocab]

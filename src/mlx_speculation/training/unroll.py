@@ -25,7 +25,7 @@ Read = Callable[[int, mx.array], Made]
 
 
 class KeysValues(NamedTuple):
-    """What a depth has written, each [rows, heads, slots, size]."""
+    """Keys and values that a depth has written, each [rows, heads, slots, size]."""
 
     keys: mx.array
     values: mx.array

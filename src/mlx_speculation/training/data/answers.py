@@ -1,4 +1,4 @@
-"""What a target writes behind prompts: many at once, as token ids."""
+"""Answers of a target to prompts: many at once, as token ids."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

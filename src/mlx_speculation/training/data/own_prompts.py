@@ -78,7 +78,7 @@ SEEDS = (
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What stands around a user's text."""
+    """Tokens around a user's text."""
 
     before: tuple[int, ...]  # token ids; none where there is no chat template
     after: tuple[int, ...]  # token ids up to where the answer begins

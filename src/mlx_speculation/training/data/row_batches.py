@@ -47,7 +47,7 @@ class RowBatches:
 
     @property
     def per_pass(self) -> int:
-        """How many batches a pass over the dialogues has."""
+        """Number of batches in a pass over the dialogues."""
         return self._count // self._rows
 
     def batch(self, number: int) -> RowBatch:

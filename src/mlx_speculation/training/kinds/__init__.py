@@ -1,4 +1,4 @@
-"""What can be trained, each as a `Trainee`: see `trainee`.
+"""Kinds of drafters that can be trained, each as a `Trainee`.
 
     eagle_head      a new EAGLE-3 head
     block_drafter   a new drafter of blocks, DFlash or DSpark

@@ -1,4 +1,4 @@
-"""What new heads begin with: the target's sizes and output, and random matrices."""
+"""New heads: the target's sizes and output, and random matrices."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What the training needs to know of a drafter."""
+"""Trainee: a drafter as the training sees it."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a training leaves beside the draft: a record, a card, a plot, and its pairing.
+"""Outputs of a training beside the draft: record, card, plot, and pairing.
 
     record       training.json and README.md
     curves       the plot of loss and acceptance

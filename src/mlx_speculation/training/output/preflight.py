@@ -1,4 +1,4 @@
-"""What a training writes at its end is tried before it begins."""
+"""Preflight: the outputs of a training are written once before it begins."""
 
 import tempfile
 from collections.abc import Callable, Mapping

@@ -16,7 +16,7 @@ PAYS = 1.05  # times plain decoding: less is within what measurements differ by
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """What was measured."""
+    """Measured speeds."""
 
     plain: float  # tokens per second without a draft
     drafted: float  # with it, at lengths that adapt
@@ -26,7 +26,7 @@ class Speeds:
 
     @property
     def pays(self) -> bool:
-        """Whether the draft is worth its time."""
+        """Return whether the draft is worth its time."""
         return self.drafted > PAYS * self.plain
 
 
