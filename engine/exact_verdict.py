@@ -1,4 +1,4 @@
-"""Whether forwards of one shape keep their promise here, as it was measured.
+"""Measured verdict on forwards of one shape.
 
 `mlx-speculation check --exact` measures it, and leaves it in a file beside the costs of
 rounds, one for each machine, mlx version, target and number of rows. A generator in

@@ -1,4 +1,4 @@
-"""Whether a forward is one of a round, in this thread, and what helps it here.
+"""Context of a forward in this thread: a round's or another, and its operations.
 
 A round's forward is over a few rows, and is not the one that reads a prompt: some
 layers have a better way for it, and some of these ways are for one device.

@@ -49,7 +49,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What one arm did with a job; `speed` is that of all texts together."""
+    """Result of one arm with a job; `speed` is that of all texts together."""
 
     texts: list[list[int]]
     speed: float

@@ -1,4 +1,4 @@
-"""What speculation holds beside plain decoding: peak memory over many rounds, in bytes.
+"""Memory of speculation beside plain decoding: peak over many rounds, in bytes.
 
 The bound is 1.05 times the peak of mlx-lm's plain decoding of as many tokens, plus what
 speculation says that it holds: the slack of sliding windows, what one round records

@@ -1,4 +1,4 @@
-"""How near rounds come to the forwards in them, and what a round counts.
+"""Overhead of rounds over their forwards, and counts of a round.
 
 The ideal round takes the time of its drafting chain and of one forward of the target
 over the draft and the token before it, each as fast as in a long run of dependent,

@@ -52,7 +52,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """What was written."""
+    """Written files."""
 
     folder: Path  # where
     head: tuple[str, ...]  # the names of the tensors in the file of the head

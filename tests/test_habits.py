@@ -1,4 +1,4 @@
-"""What surrounds the code: workflows, templates, hooks, and what is published."""
+"""Files around the code: workflows, templates, hooks, and what is published."""
 
 import os
 import re

@@ -180,7 +180,9 @@ def folder_of(module: str) -> str:
 
 
 def is_opening(module: str) -> bool:
-    """Whether a module is the `__init__` of a whole folder, which exports its rooms."""
+    """Return whether a module is the `__init__` of a whole folder, which exports its
+    rooms.
+    """
     return module in {f"{folder}/__init__" for folder in ORDER}
 
 

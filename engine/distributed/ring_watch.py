@@ -1,4 +1,4 @@
-"""Whether a neighbour in mlx's ring is gone, seen from the connections of the ring.
+"""Watch of the neighbours in mlx's ring, by the connections of the ring.
 
 A rank that waits inside of mlx cannot be woken by Python. When the process at the other
 end of a connection ends, mlx's ring backend seldom raises: most often (9 of 10 kills of

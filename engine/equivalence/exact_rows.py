@@ -1,4 +1,4 @@
-"""Whether a row of a forward of one shape depends on its place or its company here.
+"""Rows of a forward of one shape: tests of their independence of place and company.
 
 Exact mode rests on one claim about the device: where every forward has the same shape,
 a row's bits follow from the tokens before it, wherever it stands in the forward and

@@ -1,4 +1,4 @@
-"""Whether two texts of one model are the same, up to the rounding of its rows.
+"""Comparison of two texts of one model, up to the rounding of its rows.
 
 A forward over k + 1 tokens and k + 1 forwards over one token compute the same logits,
 but with most matrix products not bit for bit. So two texts may part where two tokens

@@ -1,4 +1,4 @@
-"""Whether the kernels for few rows can be had."""
+"""Availability of the kernels for few rows."""
 
 import functools
 

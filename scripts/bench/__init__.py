@@ -1,4 +1,4 @@
-"""What the benchmarks share: options, prompts, models, arms that take turns, reports.
+"""Parts of the benchmarks: options, prompts, models, arms by turns, reports.
 
     options     the options of the command lines, and the bundled models by name
     report      runs a benchmark: the BLAS first; one table and one line of JSON at last

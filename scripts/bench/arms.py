@@ -30,7 +30,7 @@ Arrivals = Generator[tuple[int, int], None, None]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What an arm is to generate.
+    """Task of an arm.
 
     Attributes:
         prompt: token ids.
@@ -48,13 +48,13 @@ class Job:
 
     @property
     def sampling(self) -> Sampling:
-        """How our own arms choose."""
+        """Sampling of our own arms."""
         return Sampling(temperature=self.temperature, seed=self.seed)
 
 
 @dataclass(slots=True)
 class Run:
-    """What an arm has generated so far, and how long it took.
+    """Texts of an arm so far, and their time.
 
     Attributes:
         arrivals: the tokens that are still to come.
@@ -79,12 +79,12 @@ class Run:
 
     @property
     def timed(self) -> int:
-        """How many tokens arrived while the clock ran."""
+        """Number of tokens that arrived while the clock ran."""
         return sum(count for count, _ in self.slices)
 
     @property
     def seconds(self) -> float:
-        """What the clock showed in the end."""
+        """Seconds of the clock at the end."""
         return sum(seconds for _, seconds in self.slices)
 
     def take(self) -> None:

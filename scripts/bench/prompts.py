@@ -23,7 +23,7 @@ MT_BENCH = {
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked, in one turn or several.
+    """Question of one turn or several.
 
     Attributes:
         group: the kind of text.

@@ -1,4 +1,4 @@
-"""What each arm did with all prompts of a group: speed, acceptance, texts compared.
+"""Series of an arm over all prompts of a group: speed, acceptance, texts compared.
 
 At temperature 0 every text has to be plain decoding's of ours, or to part from it where
 two tokens are almost equally good; above it all of ours, since mlx-lm draws from the
@@ -58,7 +58,7 @@ class Series:
 
     @property
     def text(self) -> str:
-        """How its texts compare with those of our plain decoding."""
+        """Comparison of its texts with those of our plain decoding."""
         wrong = [each.index for each in self.partings if not each.near_tie]
         if wrong:
             return f"wrong from token {min(wrong)}"

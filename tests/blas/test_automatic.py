@@ -1,4 +1,4 @@
-"""What a program gets that chooses no BLAS; each case is a process of its own."""
+"""The BLAS of a program that chooses none; each case is a process of its own."""
 
 import json
 import re

@@ -121,7 +121,7 @@ def test_calibrate_prints_what_rounds_cost(
 
 
 def test_next_to_nothing_is_loaded_before_ctrl_c_is_looked_after() -> None:
-    """What Python loads at its own start aside; nobody can catch Ctrl-C in there."""
+    """Imports of Python's own start aside; nobody can catch Ctrl-C in there."""
     code = """
 import os, signal, sys
 before = set(sys.modules)

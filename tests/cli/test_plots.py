@@ -1,4 +1,4 @@
-"""What is drawn is what was given: points, bars, levels and predicted lines."""
+"""Plots draw what was given: points, bars, levels and predicted lines."""
 
 import subprocess
 import sys

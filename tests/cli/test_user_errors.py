@@ -1,4 +1,4 @@
-"""What a user can get wrong: a line that says so, a status, and never a traceback."""
+"""Errors of users: a line that says so, a status, and never a traceback."""
 
 import json
 import shutil

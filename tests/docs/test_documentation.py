@@ -1,4 +1,4 @@
-"""What the documentation shows is what there is: names, options, keywords, links."""
+"""The documentation shows what there is: names, options, keywords, links."""
 
 import ast
 import inspect

@@ -1,4 +1,4 @@
-"""What users read has the words of the field, and none that only its authors know."""
+"""Texts for users have the words of the field, and none that only authors know."""
 
 import re
 from pathlib import Path

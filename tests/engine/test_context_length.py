@@ -99,7 +99,7 @@ def test_a_config_says_the_length(args: dict[str, Any], longest: int | None) -> 
     ],
 )
 def test_lengths_have_several_names(name: str, field: str, longest: int | None) -> None:
-    """Where the value is that of mlx-lm's class, the model was built with it."""
+    """The value is here that of mlx-lm's class, the model was built with it."""
     model: Any = census.structure(name)
     default = type(model.args).__dataclass_fields__[field].default
     for said in (longest, default):

@@ -1,4 +1,4 @@
-"""How many tokens of a prompt are read at once where nobody says it."""
+"""Default number of prompt tokens that are read at once."""
 
 import mlx.core as mx
 import pytest

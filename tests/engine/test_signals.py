@@ -221,7 +221,7 @@ def test_a_signal_at_any_opcode_of_a_call_changes_nothing(
 def test_a_signal_at_any_opcode_of_a_streams_round_loses_no_token(
     kind: str, many: int
 ) -> None:
-    """What was yielded, what is said to be held and what the caches hold are alike."""
+    """Yielded tokens, the reported ones and what the caches hold are alike."""
     made, prompt = bench("llama"), prompt_of(17)
     generator, hits = made.generator(kind), 0
     options: dict[str, Any] = {"max_tokens": TOKENS, "stop_tokens": ()}
@@ -269,7 +269,7 @@ def test_a_signal_at_any_opcode_of_a_streams_round_loses_no_token(
 def test_a_signal_at_any_time_of_a_stream_closes_it(
     name: str, sampling: Sampling
 ) -> None:
-    """What was yielded is its result, and the caches go on from there."""
+    """Yielded tokens are its result, and the caches go on from there."""
     made, dice, hits = bench(name), random.Random(name), 0
     prompt, case = prompt_of(17), Case(17, sampling, TOKENS)
     for kind in KINDS:

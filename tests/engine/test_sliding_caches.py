@@ -1,4 +1,4 @@
-"""Which caches stand for sliding windows, and that a caller's own stay native."""
+"""Caches of sliding windows: a caller's own stay native."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Where the time of a round goes: nothing is lost, and each part gets its own.
+"""Timing of rounds: nothing is lost, and each part gets its own.
 
 Other programs may keep a round waiting anywhere. So what sleeps is timed by itself,
 and all of it has to be found in its part; what the device is slow in is judged by the

@@ -1,4 +1,4 @@
-"""Who wrote each token, compared with the statistics and with what was drafted."""
+"""Origins of tokens, compared with the statistics and with the drafts."""
 
 from functools import cache
 from typing import Any

@@ -1,4 +1,4 @@
-"""Which ways for a few rows there are here."""
+"""Operations for a few rows on this machine."""
 
 import platform
 from collections.abc import Iterator

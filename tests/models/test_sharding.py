@@ -1,4 +1,4 @@
-"""What ranks do with a model, as far as one rank can show it."""
+"""Sharded models, as far as one rank can show them."""
 
 from typing import Any
 

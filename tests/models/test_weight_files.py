@@ -1,4 +1,4 @@
-"""Which files of a folder hold weights: those that its index names, and no others.
+"""Weight files of a folder: those that its index names, and no others.
 
 mlx-lm takes every model*.safetensors; a stray file replaced weights, silently.
 """
@@ -142,7 +142,7 @@ def write_index(folder: Path, places: dict[str, str]) -> None:
 def test_a_file_that_lacks_what_the_index_says_is_named(
     family: str, tmp_path: Path
 ) -> None:
-    """Where mlx-lm would tie the output layer to the embedding, too."""
+    """Here mlx-lm would tie the output layer to the embedding, too."""
     folder = chat_folder(tmp_path / "model", family)
     divide(folder)
     places = index_of(folder)

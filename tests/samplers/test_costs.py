@@ -1,4 +1,4 @@
-"""What choosing costs, where no value would show it: how often, how much, not how long.
+"""Costs of choosing that no value shows: counts and sizes, no times.
 
 Each is a mutant that every other test let pass.
 """

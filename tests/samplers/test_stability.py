@@ -1,4 +1,4 @@
-"""What must not change between versions: a seed's noise, defaults, frozen values."""
+"""Values that must not change between versions: a seed's noise, defaults."""
 
 import inspect
 from dataclasses import FrozenInstanceError, fields
@@ -95,7 +95,7 @@ def test_the_smallest_temperature_draws_by_chance() -> None:
 def test_noise_of_a_long_text_is_forgotten(
     width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is held does not grow, and blocks of many positions are drawn once."""
+    """Memory does not grow, and blocks of many positions are drawn once."""
     drawn: list[int] = []
 
     def counted(key: mx.array, positions: mx.array, width: int) -> mx.array:

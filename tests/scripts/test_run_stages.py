@@ -1,4 +1,4 @@
-"""What `make test` runs its stages with."""
+"""The runner of the stages of `make test`."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""What the server answers, asked by the real openai client over loopback."""
+"""Answers of the server to the real openai client over loopback."""
 
 import json
 from collections.abc import Callable, Iterator

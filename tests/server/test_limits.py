@@ -1,4 +1,4 @@
-"""What the server refuses, and what it lets go of."""
+"""Limits of the server: refusals, and what is released."""
 
 import asyncio
 import gc

@@ -1,1 +1,1 @@
-"""What several tests share: tiny models."""
+"""Helpers of several tests: tiny models."""

@@ -21,7 +21,7 @@ from support.identity import GREEDY, ROUNDING, assert_same_up_to_ties
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a stream of responses said."""
+    """Contents of a stream of responses."""
 
     tokens: list[int]
     texts: list[str]

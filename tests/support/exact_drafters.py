@@ -47,7 +47,7 @@ Pair = tuple[nn.Module, Any]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """How a text with drafts compares with the one without.
+    """Comparison of a text with drafts and the one without.
 
     Attributes:
         tokens: how many of them differ, in exact mode.

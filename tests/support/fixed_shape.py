@@ -30,7 +30,7 @@ PROMPT = 9
 
 
 class Round(NamedTuple):
-    """What a round proposes.
+    """Proposal of a round.
 
     Attributes:
         drafted: how many tokens.

@@ -28,7 +28,7 @@ DRAFTERS = ("right", "wrong", "random", "turning")
 
 @dataclass(slots=True)
 class Compared:
-    """What a check of equal texts has seen."""
+    """Counts of a check of equal texts."""
 
     texts: int = 0
     near_ties: int = 0

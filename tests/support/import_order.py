@@ -1,10 +1,12 @@
-"""Whether a program imports mlx before this package."""
+"""Import order of a program: mlx before this package or after it."""
 
 import ast
 
 
 def mlx_comes_first(code: str) -> bool:
-    """Whether mlx or mlx_lm is imported before this package, which is imported too."""
+    """Return whether mlx or mlx_lm is imported before this package, which is imported
+    too.
+    """
     tops = []
     for node in ast.parse(code).body:
         if isinstance(node, ast.Import):

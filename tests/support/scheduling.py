@@ -1,4 +1,4 @@
-"""How the threads of the tests share the processor; imported before all else.
+"""Scheduling of the tests' threads; imported before all else.
 
 A worker of pytest for each core is parallel enough. Threads of a BLAS that wait for
 each other would spin on the cores of other workers, so that there is one.

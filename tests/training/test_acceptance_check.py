@@ -1,4 +1,4 @@
-"""What is accepted of recorded text, against rounds of the engine, and what is said."""
+"""Acceptance on recorded text, against rounds of the engine, and its report."""
 
 import json
 from pathlib import Path

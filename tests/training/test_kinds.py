@@ -1,4 +1,4 @@
-"""What is trained, kind by kind: it begins as it should, and its files load again."""
+"""Trained drafters, kind by kind: they begin as they should, and load again."""
 
 import json
 from dataclasses import replace
@@ -49,7 +49,7 @@ def flat(module: Any) -> dict[str, mx.array]:
 
 
 def nearly(one: mx.array, other: mx.array) -> bool:
-    """Whether two weights are the same but for 16 bits."""
+    """Return whether two weights are the same but for 16 bits."""
     scale = max(1.0, float(mx.abs(one).max()))
     return float(mx.abs(one - other).max()) <= 0.005 * scale
 

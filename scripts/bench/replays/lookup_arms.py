@@ -107,7 +107,7 @@ class Ours(Arm):
 
 
 class PromptLookup(Arm):
-    """What followed the last tokens in the text: of n-grams, the longest that is there.
+    """Tokens after an earlier place of the last ones: the longest n-gram that is there.
 
     Args:
         shortest: tokens of an n-gram at least.

@@ -53,7 +53,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Machine:
-    """What rounds cost, in plain steps.
+    """Costs of rounds, in plain steps.
 
     Attributes:
         rounds: of each drafter, a round with so many drafted tokens.
@@ -70,7 +70,7 @@ class Machine:
 
 @dataclass
 class Replayed:
-    """What came of a request or of several.
+    """Result of one request or several.
 
     Attributes:
         steps: what its rounds cost, in plain steps.

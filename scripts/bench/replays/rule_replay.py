@@ -28,7 +28,7 @@ LONGEST = 16
 
 
 class Generator:
-    """What is shared by the streams of a generator, which knows nothing at first."""
+    """State that streams of a generator share, which knows nothing at first."""
 
     def __init__(self, names: Sequence[str], credit: Credit | None = None) -> None:
         self.each = [Known(free="lookup" in name, name=name) for name in names]

@@ -1,4 +1,4 @@
-"""What is saved and loaded is what was there, in every kind and state."""
+"""Saved and loaded caches are those that were there, in every kind and state."""
 
 import linecache
 from collections.abc import Callable
@@ -303,7 +303,7 @@ def test_a_drafter_ahead_of_the_tokens_is_refused(seen: Any, tmp_path: Path) -> 
 
 
 def removes_the_temporary_file(frame: FrameType) -> bool:
-    """Whether a line is the one in `finally` that this test relies on."""
+    """Return whether a line is the one in `finally` that this test relies on."""
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
     return "unlink(missing_ok" in line
 

@@ -163,7 +163,8 @@ def test_single_rows_of_a_kv_cache_copy_nothing() -> None:
 def test_each_row_of_a_round_sees_what_it_would_see_alone(
     rows: int, asked: int | None, slack: bool, isolated: bool
 ) -> None:
-    """Where a model asks for more than the ring's window, rows of a round saw more.
+    """Rows: where a model asks for more than the ring's window, rows of a round saw
+    more.
 
     With plamo3 every row but the first saw one more, and the text was another one from
     the first round past the window on.

@@ -40,7 +40,7 @@ PREFILLS = st.lists(st.integers(1, 20), max_size=2)
 
 
 class StopError(Exception):
-    """What a round ends with when a forward fails."""
+    """Error of a forward that fails."""
 
 
 def twin(cache: Any) -> Any:

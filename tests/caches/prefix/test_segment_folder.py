@@ -1,4 +1,4 @@
-"""What a folder keeps is found by later processes, or by none: never another text.
+"""Segments of a folder are found by later processes, or by none: never another text.
 
 `request` compares all that a role finds with the rows of that very text. Killed by
 hand: names that are not compared with the content, digests that are not compared, a
@@ -271,7 +271,7 @@ def test_a_writer_that_is_killed_leaves_whole_files(tmp_path: Path) -> None:
 
 
 def test_places_of_segments_that_are_gone_are_forgotten(tmp_path: Path) -> None:
-    """What leads to new segments stays known; a server runs for weeks."""
+    """The way to new segments stays known; a server runs for weeks."""
     folder = tmp_path / "shared"
     one, _one_owners = bound(1 << 30, ROWS, folder=folder)
     two, _two_owners = bound(1 << 30, ROWS, folder=folder)

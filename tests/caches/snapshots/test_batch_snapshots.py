@@ -112,7 +112,7 @@ class Machine(Batch):
         self.play(Plan((width,), (width,) * MOST_ROWS, "native", *LITTLE))
 
     def goes_on(self, one: Taken, fed: Fed) -> bool:
-        """Whether each row holds what it held then, and the same number more."""
+        """Return whether each row holds what it held then, and the same number more."""
         pairs = list(zip(one.fed, fed, strict=False))
         heads = all(now[: len(then)] == then for then, now in pairs)
         return heads and len(one.fed) == len(fed)

@@ -1,4 +1,4 @@
-"""What follows from the lengths of a ragged batch, made once for all of its layers."""
+"""Masks and offsets of a ragged batch, made once for all of its layers."""
 
 from typing import Any
 

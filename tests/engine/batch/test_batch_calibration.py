@@ -1,4 +1,4 @@
-"""What rounds of a batch cost, measured before there are requests."""
+"""Costs of a batch's rounds, measured before there are requests."""
 
 from pathlib import Path
 from typing import Any

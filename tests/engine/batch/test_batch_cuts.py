@@ -146,7 +146,7 @@ def test_a_request_leaves_what_its_stream_leaves(name: str, kind: str) -> None:
 
 
 def inside_a_draft(result: Result) -> bool:
-    """Whether a text ends with an accepted token, and not with the round."""
+    """Return whether a text ends with an accepted token, and not with the round."""
     return result.finish_reason == "stop" and result.origins[-1].writer == "accepted"
 
 

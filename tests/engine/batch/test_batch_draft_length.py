@@ -93,7 +93,7 @@ def test_a_large_batch_whose_tokens_cost_like_rows_goes_down_to_plain_steps() ->
 
 @pytest.mark.usefixtures("measured")
 def test_a_batch_that_shrinks_does_not_try_anew_at_each_size() -> None:
-    """What trials lose at all sizes together is what they may lose at one."""
+    """The loss of trials at all sizes together is what they may lose at one."""
 
     def seconds(rows: int, drafted: int) -> float:
         return 1 + 0.5 * drafted  # pays where most is accepted

@@ -100,7 +100,7 @@ PROCESSORS: dict[str, Callable[[], Any]] = {
 
 @dataclass(frozen=True)
 class Asked:
-    """What a request asks for, and when it comes and goes."""
+    """A request, and when it comes and goes."""
 
     prompt: int
     joins: int  # in which round

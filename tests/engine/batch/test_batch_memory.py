@@ -1,4 +1,4 @@
-"""What a batch holds returns to the start, after many requests of all kinds."""
+"""Memory of a batch returns to the start, after many requests of all kinds."""
 
 import gc
 import random

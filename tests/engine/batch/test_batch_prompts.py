@@ -403,7 +403,7 @@ def test_a_draft_that_is_kept_to_the_last_token_of_a_prompt_is_in_step() -> None
 
 @pytest.mark.parametrize(("name", "chunks"), covering(["llama", "qwen3_5"], [1, 4]))
 def test_a_row_is_removed_while_it_is_read(name: str, chunks: int) -> None:
-    """What was read of it is there for the next one that begins so."""
+    """The part that was read is there for the next one that begins so."""
     made = bench(name)
     prefixes = PrefixCache(64 << 20, every=STEP)  # chunks end where states are kept
     generator = made.generator("model", prefix_cache=prefixes)

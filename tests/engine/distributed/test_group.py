@@ -1,4 +1,4 @@
-"""What a rank makes of the lines of an exchange."""
+"""Lines of an exchange, as a rank reads them."""
 
 import json
 from typing import Any

@@ -125,7 +125,7 @@ def test_two_ranks_write_the_text_of_one_and_rank_0_decides_until_one_is_lost(
 
 
 def _check_decisions(zero: dict[str, Any], one: dict[str, Any]) -> None:
-    """What depends on timing, faults and users is rank 0's, and the others follow."""
+    """Decisions by timing, faults and users are rank 0's, and the others follow."""
     plain = zero["plain"]["tokens"]
     for name in ("plain", "stopped", "no seed", "serial", "rejection", "block"):
         for what in ("tokens", "text", "reason", "cached", "seed", "accepted"):

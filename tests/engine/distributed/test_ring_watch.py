@@ -1,4 +1,4 @@
-"""How the loss of a neighbour becomes known, over real connections."""
+"""Loss of a neighbour, over real connections."""
 
 import json
 import socket

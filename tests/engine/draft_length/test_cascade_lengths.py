@@ -55,7 +55,7 @@ class Asked(OpenDrafter):
 
     @property
     def disabled(self) -> bool:
-        """Whether it has failed."""
+        """Return whether it has failed."""
         return self.failed
 
     def discard(self) -> None:

@@ -1,4 +1,4 @@
-"""What rounds cost is kept in a file, which may be lost, foreign or broken."""
+"""Costs are kept in a file, which may be lost, foreign or broken."""
 
 import json
 import math

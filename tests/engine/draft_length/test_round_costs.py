@@ -1,4 +1,4 @@
-"""What rounds cost and how often drafts are right: tables, medians, averages."""
+"""Costs and acceptance of rounds: tables, medians, averages."""
 
 import numpy as np
 import pytest

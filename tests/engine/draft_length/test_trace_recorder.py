@@ -1,4 +1,4 @@
-"""What is recorded and replayed is what a generation with drafts does."""
+"""Recorded and replayed rounds are those of a generation with drafts."""
 
 import json
 import re

@@ -308,7 +308,7 @@ def test_contexts_are_numbers_of_tokens(contexts: list[int]) -> None:
 
 @pytest.mark.usefixtures("one_pass")
 def test_calibration_leaves_nothing_to_later_requests() -> None:
-    """What it generates is of no use, and would push out what is."""
+    """Its text is of no use, and would push out what is."""
     prefixes, lookup = PrefixCache(max_bytes=1 << 20), LookupDraft(history=999)
     generator = SpeculativeGenerator(
         build("llama"),

@@ -1,4 +1,4 @@
-"""What every drafter promises: it proposes what follows the committed tokens.
+"""Contract of drafters: proposals follow from the committed tokens.
 
 Whatever rounds came before: rounds that keep all, a part or nothing of a draft, rounds
 that fail before or after they were settled, rounds without this drafter. Each draft is

@@ -232,7 +232,7 @@ def test_a_draft_without_rows_for_its_tokens_is_refused() -> None:
 
 
 def test_a_prefix_cache_keeps_the_target_alone() -> None:
-    """What the draft's lane holds has other names, and is not kept."""
+    """The content of the draft's lane has other names, and is not kept."""
     common = CommonTokens(TARGET, merging_tokenizer(2, 40))
     plain = SpeculativeGenerator(model("llama"), TARGET, draft=None)
     generator = SpeculativeGenerator(

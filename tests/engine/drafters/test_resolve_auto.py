@@ -142,7 +142,7 @@ def test_a_lookup_that_is_named_is_no_fall_back(tmp_path: Path) -> None:
 
 
 def test_a_convention_in_the_file_counts_as_a_named_one(tmp_path: Path) -> None:
-    """What it leaves out is the family's: MiMo reads the state before the norm."""
+    """The rest is the family's: MiMo reads the state before the norm."""
     made = write(tmp_path / "mimo", "mimo")
     pair(made.folder, draft="mtp", convention={"order": "embedding_first"})
     with said() as notices:

@@ -117,7 +117,7 @@ LAYOUTS_LEFT = sorted(
 
 @pytest.fixture(name="proposed")
 def _proposed(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """What heads propose, round by round."""
+    """Record the proposals of heads, round by round."""
     drafts: list[list[int]] = []
     for kind in (MtpDrafter, AssistantDrafter):
         propose = kind.propose

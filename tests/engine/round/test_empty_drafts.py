@@ -176,7 +176,7 @@ def test_what_is_drafted_behind_a_step() -> None:
 
 
 def test_a_wrong_first_token_costs_only_itself() -> None:
-    """What follows a changed token is often right again."""
+    """Tokens after a changed one are often right again."""
     model, text = known("llama")
     run = Run(model, text, [0, 5], {len(PROMPT) + 1})
     run.next_round()
@@ -217,7 +217,7 @@ def test_a_cut_behind_a_step_keeps_what_is_named(name: str, kept: int) -> None:
 
 
 class InjectedError(Exception):
-    """What the tests raise."""
+    """Error that the tests raise."""
 
 
 STEPS = [

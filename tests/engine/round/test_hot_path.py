@@ -1,4 +1,4 @@
-"""What one round costs in Python, and which modules it walks through, in which order.
+"""Python calls of one round, and the modules that it walks through, in order.
 
 `pytest -s` on this file prints the counts, and each module as a drafted round enters it
 for the first time: read from top to bottom, they are the steps of a round.

@@ -1,4 +1,4 @@
-"""What is read of decided rows: of one request, and of several side by side."""
+"""Outcomes of decided rows: of one request, and of several side by side."""
 
 import mlx.core as mx
 import pytest

@@ -36,7 +36,7 @@ TOKENS = 20
 
 
 class InjectedError(Exception):
-    """What the tests raise."""
+    """Error that the tests raise."""
 
 
 class Run:

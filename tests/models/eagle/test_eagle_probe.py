@@ -1,4 +1,4 @@
-"""Which layers an EAGLE-3 head reads: scores of both readings, and who is refused."""
+"""Layers that an EAGLE-3 head reads: scores of both readings, and refusals."""
 
 import json
 from pathlib import Path

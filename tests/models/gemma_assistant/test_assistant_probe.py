@@ -1,4 +1,4 @@
-"""Where an assistant stands: scores of both anchors, and who is refused."""
+"""Rows: where an assistant stands: scores of both anchors, and who is refused."""
 
 from functools import cache
 from typing import Any

@@ -1,4 +1,4 @@
-"""What is refused: models that do not show their parts without doubt."""
+"""Refusals of models that do not show their parts without doubt."""
 
 from typing import Any
 
@@ -212,7 +212,7 @@ def with_value(self: Any, ids: mx.array, cache: Any = None) -> mx.array:
 
 
 def test_two_norms_after_the_layers_leave_the_last_one() -> None:
-    """What that is given is not what the last layer returned: layers are refused."""
+    """Its input is not what the last layer returned: layers are refused."""
     model = build("llama", layers=4)
     model.model.norm = nn.Sequential(nn.RMSNorm(64), nn.LayerNorm(64))
     parts = refused(model, "layer 3 returns is not what the LayerNorm after", **LAYERS)

@@ -78,7 +78,7 @@ def everything(model: nn.Module) -> dict[str, Any]:
 
 
 class Spy:
-    """What modules are given and return, evaluated on the spot."""
+    """Inputs and outputs of modules, evaluated on the spot."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
         self.given: dict[int, list[Any]] = {id(module): [] for module in modules}

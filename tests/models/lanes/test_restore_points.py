@@ -18,7 +18,7 @@ REACH = 3
 
 
 class Caches:
-    """What is needed of a lane: caches, and how many tokens they hold."""
+    """A lane's caches, and the number of tokens that they hold."""
 
     def __init__(self) -> None:
         self.caches: list[Any] = [RotatingKVCache(max_size=4)]

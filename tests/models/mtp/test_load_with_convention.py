@@ -1,4 +1,4 @@
-"""Where the convention of a head comes from, and that a probe runs once."""
+"""Sources of a head's convention; a probe runs once."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Where a head is looked for, what wins, and what is read."""
+"""Rows: where a head is looked for, what wins, and what is read."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Which families of mlx-vlm are served: each stands in one table, with a reason."""
+"""Families of mlx-vlm: each stands in one table, with a reason."""
 
 import importlib.util
 import re

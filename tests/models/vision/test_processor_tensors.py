@@ -1,4 +1,4 @@
-"""What a processor returns, as arrays of mlx: lists of their own shapes stay lists."""
+"""Outputs of a processor, as arrays of mlx: ragged lists stay lists."""
 
 import mlx.core as mx
 import numpy as np

@@ -157,7 +157,7 @@ def test_a_draft_behind_a_step_in_flight_starts_before_it() -> None:
 
 
 def test_a_draft_that_begins_later_knows_nothing_of_the_draft_before() -> None:
-    """Where the first drafts were looked up, and no logits asked for."""
+    """The first drafts were looked up, and no logits asked for."""
     chooser, (processor,) = a_chooser(Sampling(seed=0), ["forkable"])
     draft_tokens(chooser, [1], [None] * 5)
     text = [1, *verify(chooser, [1], [], None)]

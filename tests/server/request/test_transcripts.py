@@ -1,4 +1,4 @@
-"""What agents send, as the chat template gets it: order, reminders, tools, images."""
+"""Transcripts of agents, as the chat template gets them: order, tools, images."""
 
 import json
 from typing import Any

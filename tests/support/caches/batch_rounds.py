@@ -40,7 +40,7 @@ def same(found: Any, expected: Any, what: str) -> None:
 
 
 class StopError(Exception):
-    """What a round ends with when a forward fails."""
+    """Error of a forward that fails."""
 
 
 @dataclass(slots=True)

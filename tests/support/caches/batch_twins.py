@@ -52,7 +52,7 @@ class BatchKind(Protocol):
 
     @property
     def any_width(self) -> bool:
-        """Whether a single cache is the same however its writes were grouped."""
+        """Return whether a single cache is the same however its writes were grouped."""
         ...
 
     def single(self) -> Any:

@@ -70,7 +70,7 @@ def detached(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Visible:
-    """What each of the next rows would see of a ring, oldest row first.
+    """Rows of a ring that each of the next rows would see, oldest first.
 
     Attributes:
         keys: what the write returns, [rows, 2].
@@ -192,7 +192,9 @@ class Kind(Protocol):
 
     @property
     def any_width(self) -> bool:
-        """Whether the content is the same however the rows were grouped in writes."""
+        """Return whether the content is the same however the rows were grouped in
+        writes.
+        """
         ...
 
     def make(self) -> Any:

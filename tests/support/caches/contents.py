@@ -1,4 +1,4 @@
-"""What caches hold, as numbers that can be compared."""
+"""Contents of caches, as numbers that can be compared."""
 
 from dataclasses import asdict
 from typing import Any

@@ -60,7 +60,7 @@ class KnownTexts:
 
 @dataclass(eq=False)
 class KnowingHead:
-    """What a head is asked about itself.
+    """Attributes of a head that callers read.
 
     Attributes:
         window: of its cache; None: it is not sliding.

@@ -29,12 +29,12 @@ WRONG: dict[str, Callable[[Proposal, int], Any]] = {
 
 
 class BrokenError(Exception):
-    """What broken drafters raise."""
+    """Error of broken drafters."""
 
 
 @dataclass(slots=True)
 class Happened:
-    """What has become of a planned fault.
+    """Outcome of a planned fault.
 
     Attributes:
         faults: how often it has come.

@@ -1,4 +1,4 @@
-"""What each kind of drafter proposes, made from the committed tokens alone.
+"""Proposals of each kind of drafter, made from the committed tokens alone.
 
 By the plain recipe, in one forward over the whole text and one for each further token,
 without any state of the rounds before: the twins of `test_contract.py`.

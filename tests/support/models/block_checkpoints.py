@@ -44,7 +44,7 @@ _SIZES = (
 
 @dataclass(frozen=True, slots=True)
 class Packaging:
-    """How the files of an origin look.
+    """Layout of an origin's files.
 
     Attributes:
         kind: "dflash", "dflash2" or "dspark".

@@ -1,4 +1,4 @@
-"""What there is on the modules of a model: classes, attributes, parameters."""
+"""Classes, attributes and parameters on the modules of a model."""
 
 from typing import Any
 

@@ -19,7 +19,7 @@ _IDS = "eagle_aux_hidden_state_layer_ids"
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How the files of an origin look.
+    """Layout of an origin's files.
 
     Attributes:
         architecture: what config.json says.

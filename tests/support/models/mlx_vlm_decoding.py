@@ -1,4 +1,4 @@
-"""What mlx-vlm itself writes."""
+"""Texts of mlx-vlm itself."""
 
 import mlx.core as mx
 

@@ -28,7 +28,7 @@ Weights = dict[str, mx.array]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the checkpoints of a family look.
+    """Layout of a family's checkpoints.
 
     Attributes:
         module: the target's under mlx_lm.models.
@@ -203,7 +203,7 @@ EACH_KIND = (
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What was written.
+    """Written files.
 
     Attributes:
         folder: where.

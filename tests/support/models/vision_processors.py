@@ -1,4 +1,4 @@
-"""What the processors of vision families read from a folder, for the tiny models.
+"""Processor files of vision families, for the tiny models.
 
     PROCESSORS    by family; prompts of others are tensors, see `tiny_vision`
 

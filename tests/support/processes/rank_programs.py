@@ -1,4 +1,4 @@
-"""What runs on every rank of a test with several; see `support.processes.ranks`."""
+"""Programs for every rank of a test with several; see `support.processes.ranks`."""
 
 import faulthandler
 import importlib

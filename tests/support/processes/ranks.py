@@ -31,7 +31,7 @@ SECONDS = float(os.environ.get("RANKS_SECONDS", "400"))
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How one rank's process has ended.
+    """End of one rank's process.
 
     Attributes:
         status: its exit status; negative: the signal that killed it.

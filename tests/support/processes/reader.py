@@ -27,7 +27,7 @@ PROGRAM = "from support.processes.reader import serve; serve()"
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What something printed, and the exit status of a command."""
+    """Output and exit status of a command."""
 
     out: str
     err: str

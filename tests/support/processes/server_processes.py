@@ -153,7 +153,7 @@ class Streaming:
 
     @property
     def events(self) -> int:
-        """How many have come."""
+        """Number of events so far."""
         return self._received.count(b"data: ")
 
     def close(self) -> None:

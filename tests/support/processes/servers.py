@@ -111,13 +111,13 @@ class Listening(Protocol):
 
     @property
     def url(self) -> str:
-        """Where it listens, without a path."""
+        """Its address, without a path."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came back over a socket.
+    """Response over a socket.
 
     Attributes:
         status: of HTTP; 0: nothing came.

@@ -16,7 +16,7 @@ _OWN = 1000.0
 
 
 class OracleHead:
-    """What a head is asked about itself.
+    """Attributes of a head that callers read.
 
     Args:
         layers: how many layers it has; more than one are a chain.

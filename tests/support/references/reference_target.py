@@ -38,7 +38,7 @@ def tables(layers: int = 8) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What a target knows of a text.
+    """Text that a target has read.
 
     Attributes:
         model: the target.

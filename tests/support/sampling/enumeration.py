@@ -56,7 +56,7 @@ class Tables:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a round emits: the distribution of k + 1 tokens, and the mean accepted."""
+    """Output of a round: the distribution of k + 1 tokens, and the mean accepted."""
 
     distribution: Array  # [pairs, vocab**(k + 1)]
     accepted: Array  # [pairs]
@@ -134,7 +134,8 @@ def chain_distribution(distributions: list[Array]) -> Array:
 
 
 def along_drafts(distributions: list[Array], k: int) -> Array:
-    """What all drafts of k tokens meet, [pairs, vocab**k, n, vocab]."""
+    """Return the distributions that all drafts of k tokens meet, [pairs, vocab**k, n,
+    vocab]."""
     vocab = distributions[0].shape[-1]
     drafts = np.arange(vocab**k)
     return np.stack(

@@ -58,7 +58,7 @@ SCHEMAS: st.SearchStrategy[Schema] = st.recursive(
 
 
 def fits(schema: Schema, value: Any) -> bool:
-    """Whether a value fits one of the schemas above."""
+    """Return whether a value fits one of the schemas above."""
     if "anyOf" in schema:
         return any(fits(one, value) for one in schema["anyOf"])
     if "enum" in schema:
@@ -85,7 +85,7 @@ def fits(schema: Schema, value: Any) -> bool:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values are equal as JSON, where true is not 1."""
+    """Return whether two values are equal as JSON, where true is not 1."""
     return one == other and isinstance(one, bool) == isinstance(other, bool)
 
 

@@ -50,7 +50,7 @@ def _name_patches(vlm: Any) -> None:
 
 
 def _masked(ids: mx.array) -> dict[str, mx.array]:
-    """Which ids are slots."""
+    """Return a mask of the ids that are slots."""
     return {"images_seq_mask": ids == IMAGE}
 
 
@@ -69,7 +69,7 @@ def _sliced(sizes: Sizes, key: mx.array) -> dict[str, mx.array]:
 
 
 def _bounds(ids: mx.array) -> dict[str, mx.array]:
-    """Where the slots of each image are, four of each."""
+    """Return the bounds of each image's slots, four of each."""
     starts: Any = _indexed(ids)["image_input_idx"][:, 0].tolist()
     found: Any = [mx.array([[start, start + 4] for start in starts])]
     return {"image_bound": found}
@@ -88,7 +88,7 @@ class _Sam(nn.Module):
 
 
 def _rows(pixels: mx.array, patch_embeds: mx.array) -> mx.array:
-    """What SAM has made, as rows."""
+    """Return SAM's output as rows."""
     return patch_embeds.flatten(1, 2)
 
 

@@ -1,4 +1,4 @@
-"""What a config says about the layers of a drafter, in one form for all packagings."""
+"""Layers of a drafter by its config, in one form for all packagings."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -60,7 +60,8 @@ def is_speculators(config: Config) -> bool:
 
 
 def is_gemma(config: Config) -> bool:
-    """Whether the layers are Gemma 4's, by the architecture or the type of the layers.
+    """Return whether the layers are Gemma 4's, by the architecture or the type of the
+    layers.
 
     `target_model_type` names the target only and is not asked.
     """
@@ -134,7 +135,7 @@ def _windows(config: Config, layers: int) -> tuple[int | None, ...]:
 def causal_layers(
     config: Config, body: Body, *, non_causal_default: bool
 ) -> tuple[bool, ...]:
-    """Whether rows of the block see only earlier rows of it, for each layer.
+    """Return whether rows of the block see only earlier rows of it, for each layer.
 
     A speculators file: full layers never, sliding ones unless
     `sliding_window_non_causal`. Others: `dflash_query_causal` true means everywhere;

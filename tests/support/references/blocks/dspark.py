@@ -84,7 +84,7 @@ def forward(
 
 
 def anchor_samples(config: Config) -> bool:
-    """Whether row 0, the anchor's, drafts the position behind it.
+    """Return whether row 0, the anchor's, drafts the position behind it.
 
     `sample_from_anchor` decides; then the number of proposals (block_size: it does, one
     less: it does not); else it does.
@@ -109,7 +109,7 @@ def _block_rows(config: Config, table: Array, anchor: int, rows: int) -> Array:
 
 
 def _log_snr_rows(weights: Weights, config: Config, rows: int) -> Array:
-    """What PrismML's conditioning adds to the embeddings: [rows, H].
+    """Return what PrismML's conditioning adds to the embeddings: [rows, H].
 
     The anchor has level `max_log_snr`, masks `min_log_snr`; t = 1000 (level - min) /
     (max - min); fc2 silu(fc1 [sin t f | cos t f]), f_i = 10000^(-i/64).

@@ -141,7 +141,7 @@ class EagleHead:
         return x
 
     def states(self, x: Array) -> Array:
-        """What the head reads: `rms(x, norm)`."""
+        """Return the head's input: `rms(x, norm)`."""
         return norm(self.weights, "norm", x, self.body)
 
     def logits(self, states: Array) -> Array:
@@ -168,7 +168,7 @@ class EagleHead:
 
 
 def default_norm_before_residual(config: Config) -> bool:
-    """What vLLM takes when the key is absent: true for speculators' eagle3 only."""
+    """Return vLLM's value when the key is absent: true for speculators' eagle3 only."""
     kind = config.get("speculators_model_type")
     return is_speculators(config) and kind == "eagle3"
 

@@ -145,7 +145,7 @@ def add_feed_forward(
 def seen_by_block(
     positions: Array, rows: int, window: int | None, causal: bool
 ) -> NDArray[np.bool_]:
-    """What each row of a block sees: [rows, context + rows].
+    """Return the keys that each row of a block sees: [rows, context + rows].
 
     Row j stands at position start + j. With a window it sees context position p iff
     start + j - p < window, and so the block if it is causal: up to the row itself.

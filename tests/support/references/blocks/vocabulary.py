@@ -1,4 +1,4 @@
-"""What a drafter returns, and the map from its vocabulary to that of the target."""
+"""Output of a drafter, and the map from its vocabulary to that of the target."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

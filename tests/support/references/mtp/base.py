@@ -21,7 +21,7 @@ Named = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True, slots=True)
 class MtpRows:
-    """What a layer of a head gives for each slot.
+    """Output of a head's layer for each slot.
 
     Attributes:
         logits: [n, V].
@@ -35,7 +35,7 @@ class MtpRows:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Where the tensors around one layer's block are.
+    """Names of the tensors around one layer's block.
 
     Attributes:
         project: the projection of the concatenation.
@@ -87,7 +87,7 @@ class Family:
 
     @property
     def chains(self) -> bool:
-        """Whether draft k is made by layer k, not by the first applied again."""
+        """Return whether draft k is made by layer k, not by the first applied again."""
         return (self.used or self.layers) > 1
 
     @property
