@@ -3,6 +3,8 @@
 Nothing is copied; what was written past a row's length is overwritten later.
 """
 
+from operator import add
+
 from mlx_speculation.caches.journal import Keep
 from mlx_speculation.caches.journals.live import LiveJournal
 from mlx_speculation.caches.types.ragged_kv import RaggedKVCache
@@ -15,11 +17,7 @@ class RaggedJournal(LiveJournal):
         self.presented = self._cache = cache
         self._lengths = cache.lengths
         self._was_empty = cache.keys is None
-
-    @property
-    def rows(self) -> int:
-        """Sequences in the batch."""
-        return len(self._lengths)
+        self.rows = len(cache.lengths)  # sequences in the batch
 
     @property
     def written(self) -> int:
@@ -28,10 +26,9 @@ class RaggedJournal(LiveJournal):
 
     def commit(self, keep: Keep) -> None:
         """Set every row's length."""
-        if self.written:
-            each = [keep] * self.rows if isinstance(keep, int) else list(keep)
-            pairs = zip(self._lengths, each, strict=True)
-            self._cache.lengths = [length + kept for length, kept in pairs]
+        if self._cache.lengths is not self._lengths:  # it has written
+            each = [keep] * self.rows if isinstance(keep, int) else keep
+            self._cache.lengths = [*map(add, self._lengths, each)]  # as many
 
     def rollback(self) -> None:
         """Give the lengths back; an empty cache becomes empty again."""

@@ -24,6 +24,7 @@ from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from mlx_speculation.caches.types.padded_kv import asks_cudnn, whole_steps
@@ -93,26 +94,30 @@ class RaggedKVCache(BatchKVCache):
             keys: [rows, heads, positions, dim].
             values: likewise.
         """
-        width = keys.shape[2]
+        width, lengths = keys.shape[2], self.lengths
         self.stepped = width > 1
-        stop = self._shown(self.columns + width)
-        # Each by itself: an interruption may have left one of them short.
-        self.keys = self._padded(self.keys, keys, self._whole(stop))
-        self.values = self._padded(self.values, values, self._whole(stop))
-        if self._even:
-            start = self.lengths[0]
+        stop = self._shown(max(lengths) + width)
+        empty = self.keys is None or self.values is None
+        if empty or min(self.keys.shape[2], self.values.shape[2]) < stop:
+            # Each by itself: an interruption may have left one of them short.
+            columns = self._whole(stop)
+            self.keys = self._padded(self.keys, keys, columns)
+            self.values = self._padded(self.values, values, columns)
+        if lengths.count(lengths[0]) == len(lengths):
+            start = lengths[0]
             self.keys[..., start : start + width, :] = keys
             self.values[..., start : start + width, :] = values
         else:
-            places = places_of(tuple(self.lengths), width)
+            places = places_of(tuple(lengths), width)
             self.keys = mx.put_along_axis(self.keys, places, keys, axis=2)
             self.values = mx.put_along_axis(self.values, places, values, axis=2)
-        self.lengths = [length + width for length in self.lengths]
-        return self.keys_and_values()
+        self.lengths = list(map(width.__add__, lengths))  # a comprehension is a call
+        return self.keys[..., :stop, :], self.values[..., :stop, :]
 
     def keys_and_values(self) -> Any:
         """Return the columns up to the longest row's end, or the end of its step."""
-        return self.keys[..., : self.shown, :], self.values[..., : self.shown, :]
+        stop = self.shown
+        return self.keys[..., :stop, :], self.values[..., :stop, :]
 
     def make_mask(  # type: ignore[override]
         self,
@@ -124,13 +129,14 @@ class RaggedKVCache(BatchKVCache):
 
         Rows of one length need no mask for one position, and a causal one for several.
         """
-        self.stepped = N > 1
-        stop = self._shown(self.columns + N)
-        more = stop > self.columns + N
-        if self._even and window_size is None and not return_array and not more:
+        self.stepped, lengths = N > 1, tuple(self.lengths)
+        written = max(lengths, default=0) + N
+        stop = self._shown(written)
+        even = len(set(lengths)) == 1 and stop == written
+        if even and window_size is None and not return_array:
             return None if N == 1 else "causal"
         columns = mx.arange(stop, dtype=mx.int32)
-        last = self.offset[:, None, None, None]
+        last = _offset(lengths)[:, None, None, None]
         last = last + mx.arange(N, dtype=mx.int32)[:, None]  # [rows, 1, N, 1]
         mask = columns <= last
         if window_size is not None:
@@ -205,10 +211,6 @@ class RaggedKVCache(BatchKVCache):
         return columns
 
     @property
-    def _even(self) -> bool:
-        return len(set(self.lengths)) == 1
-
-    @property
     def _columns_held(self) -> int:
         return 0 if self.keys is None else int(self.keys.shape[2])
 
@@ -246,7 +248,8 @@ def _offset(lengths: tuple[int, ...]) -> mx.array:
 @lru_cache(maxsize=4)
 def places_of(lengths: tuple[int, ...], width: int) -> mx.array:
     """Return the columns behind each row's last, int32 [rows, 1, width, 1]."""
-    return mx.array([[[[n + i] for i in range(width)]] for n in lengths], mx.int32)
+    places = np.add.outer(np.array(lengths), np.arange(width)).astype(np.int32)
+    return mx.array(places[:, None, :, None])
 
 
 def _refused(what: str) -> UnsupportedCacheError:

@@ -129,7 +129,7 @@ class RaggedQuantizedKVCache(RaggedKVCache):
         """Return what is held, with so many columns and new positions of each row."""
         coded = mx.quantize(new, group_size=self.group_size, bits=self.bits)
         parts, width = self._widened(held, coded, columns), new.shape[2]
-        if not self._even:
+        if len(set(self.lengths)) > 1:
             places = places_of(tuple(self.lengths), width)
             pairs = zip(parts, coded, strict=True)
             return tuple(
