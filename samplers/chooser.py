@@ -46,7 +46,7 @@ class Chooser:
         if sampling.seed is None:
             raise InvalidRequestError("The seed is None. Call sampling.with_seed().")
         self.sampling = sampling
-        self._greedy = sampling.greedy
+        self.greedy = sampling.greedy
         self._rows: int | None = None
         self.processors = Processors(sampling, width if limit is None else limit)
         self.width = width
@@ -67,7 +67,7 @@ class Chooser:
             return self
         other = copy(self)
         other.sampling = self.sampling.for_drafts
-        other._greedy = other.sampling.greedy
+        other.greedy = other.sampling.greedy
         return other
 
     def in_fixed_shape(self, rows: int) -> "Chooser":
@@ -105,7 +105,7 @@ class Chooser:
         """
         if self.sampling.sampler is not None:
             return called_on_rows(self.sampling.sampler, processed)
-        if self._greedy:
+        if self.greedy:
             return mx.argmax(processed, axis=-1)
         k = self.sampling.top_k
         if k == 0 or not self._noise.prefers_few(k):
@@ -119,7 +119,7 @@ class Chooser:
 
     def scores(self, processed: mx.array, rows: Rows) -> mx.array:
         """Return what the choice maximizes, [rows, ids]; float32 unless greedy."""
-        if self._greedy:
+        if self.greedy:
             return processed
         log_probs = self.log_probs(processed, rows)
         noise = self._noise.rows(rows.positions)

@@ -57,8 +57,8 @@ def decide(
     """
     groups: list[Group] = []
     failed: dict[int, Exception] = {}
-    for members, together in _grouped(asked):
-        if together:
+    for key, members in _grouped(asked).items():
+        if key is not None:
             groups.append(_together(asked, members, logits, drafted))
             continue
         for index in members:
@@ -107,11 +107,13 @@ def propose_all(
     order: list[int] = []
     probs: dict[int, mx.array] = {}
     failed: dict[int, Exception] = {}
-    for members, together in _grouped(asked):
+    for key, members in _grouped(asked).items():
         order += members
-        if together:
-            choosers = [asked[i].verifier.draft_chooser for i in members]
-            places = [range(positions[i], positions[i] + 1) for i in members]
+        if key is not None:
+            choosers, places = [], []
+            for index in members:
+                choosers.append(asked[index].verifier.draft_chooser)
+                places.append(positions[index])
             rows = logits if len(members) == len(asked) else logits[mx.array(members)]
             tokens.append(_picked(choosers, choosers[0].usable(rows, _ANY), places))
             continue
@@ -132,14 +134,14 @@ def propose_all(
 _ANY = Rows((0,))  # what precedes a row does not matter to those decided together
 
 
-def _grouped(asked: Sequence[Ask]) -> list[tuple[list[int], bool]]:
-    """Return the requests by what they have in common, and whether they have any."""
+def _grouped(asked: Sequence[Ask]) -> dict[Any, list[int]]:
+    """Return the requests by what they have in common; None: nothing."""
     groups: dict[Any, list[int]] = {}
     for index, one in enumerate(asked):
         shared = one.verifier.shared
         key = None if shared is None else (shared, one.top)
         groups.setdefault(key, []).append(index)
-    return [(members, key is not None) for key, members in groups.items()]
+    return groups
 
 
 def _together(
@@ -149,21 +151,25 @@ def _together(
     drafted: mx.array | None,
 ) -> Group:
     """Decide for requests that differ in seed, position and mask only."""
-    ours = [asked[index] for index in members]
-    if len(ours) < len(asked):
-        places = mx.array(members)
+    if len(members) < len(asked):
+        asked, places = [asked[index] for index in members], mx.array(members)
         logits = logits[places]
         drafted = None if drafted is None else drafted[places]
-    width, first = logits.shape[1], ours[0]
-    choosers = [one.verifier.chooser for one in ours]
-    starts = [one.rows.positions[0] for one in ours]
-    rows = replace(_ANY, allowed=_masks(ours, width))
+    width, first, counts = logits.shape[1], asked[0], []
+    choosers, drew = [], False
+    for one in asked:  # no comprehensions, which are calls
+        choosers.append(one.verifier.chooser)
+        counts.append(one.rows.count - 1)
+        drew = drew or one.drafted is not None
+    rows = replace(_ANY, allowed=_masks(asked, width))
     processed = choosers[0].usable(logits.flatten(0, 1), rows)
-    tokens = _picked(choosers, processed, [range(s, s + width) for s in starts])
+    chance = not choosers[0].greedy
+    starts = [one.rows.positions[0] for one in asked] if chance else []
+    tokens = _picked(choosers, processed, starts)
     accepted = None
-    if drafted is not None and any(one.drafted is not None for one in ours):
-        counts = mx.array([one.rows.count - 1 for one in ours])
-        accepted = count_accepted(drafted, tokens.reshape(-1, width), counts)
+    if drafted is not None and drew:
+        both = tokens.reshape(-1, width)
+        accepted = count_accepted(drafted, both, mx.array(counts))
     normals = peaks(processed) if first.top is None else normalizers(processed)
     report = None
     if first.top is not None:
@@ -189,23 +195,24 @@ def _masks(asked: Sequence[Ask], width: int) -> mx.array | None:
 
 
 def _picked(
-    choosers: Sequence[Chooser], processed: mx.array, positions: Sequence[range]
+    choosers: Sequence[Chooser], processed: mx.array, starts: Sequence[int]
 ) -> mx.array:
     """Return the ids with the largest scores, uint32 [rows].
 
     Args:
         choosers: of requests whose options are the same but for the seed.
         processed: [rows, ids], the rows of each request one after the other.
-        positions: of the rows of each.
+        starts: position of the first row of each, where chance takes part.
     """
-    sampling = choosers[0].sampling
-    if sampling.greedy:
+    sampling, width = choosers[0].sampling, len(processed) // len(choosers)
+    if choosers[0].greedy:
         return mx.argmax(processed, axis=-1)
-    pairs = list(zip(choosers, positions, strict=True))
+    each = zip(choosers, starts, strict=True)
+    pairs = [(chooser, range(start, start + width)) for chooser, start in each]
     thrown = None
     if sampling.xtc_probability > 0:
-        each = [chooser.coins(place) for chooser, place in pairs]
-        thrown = mx.concatenate([coins for coins in each if coins is not None])
+        coins = [chooser.coins(place) for chooser, place in pairs]
+        thrown = mx.concatenate([own for own in coins if own is not None])
     noise = mx.concatenate([chooser.noise(place) for chooser, place in pairs])
     scores = tempered(processed, sampling, thrown)
     return mx.argmax(scores + noise[:, : scores.shape[-1]], axis=-1)

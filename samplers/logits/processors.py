@@ -57,6 +57,9 @@ class Processors:
 
     Attributes:
         active: whether logits are changed at all.
+        parallel: whether all rows can be processed at once.
+        has_state: whether a round that fails, or whose drafts are rejected, leaves a
+            trace.
 
     Raises:
         InvalidRequestError: the logit bias or XTC's special tokens name an id that
@@ -71,22 +74,14 @@ class Processors:
         self._users = sampling.logits_processors
         self.active = self._penalties.active or bool(self._users)
         self._forkable: list[Any] = [user for user in self._users if is_forkable(user)]
+        self.parallel = not any(is_serial(processor) for processor in self._users)
+        self.has_state = bool(self._forkable) or not self.parallel
         self._known = KnownTokens()
         self._after: dict[int, States] = {}  # a position's row, and the one before
         self._drafted: dict[int, States] = {}  # a position's draft in this round
         self._last = range(0)  # the positions of the last rows
         self._called: dict[tuple[int, ...], _Called] = {}  # by tokens after the known
         self._called_after = 0  # known tokens
-
-    @property
-    def parallel(self) -> bool:
-        """Return whether all rows can be processed at once."""
-        return not any(is_serial(processor) for processor in self._users)
-
-    @property
-    def has_state(self) -> bool:
-        """Return whether a failed round, or a rejected draft, leaves a trace."""
-        return bool(self._forkable) or not self.parallel
 
     def apply(self, logits: mx.array, rows: Rows) -> mx.array:
         """Process all rows, [rows, vocab], which stay. Legal where `parallel`.
