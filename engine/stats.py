@@ -1,5 +1,6 @@
 """What happened in a generation, in the field's terms."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from mlx_speculation.engine.timing import RoundSeconds
@@ -88,12 +89,20 @@ class Statistics:
     host_seconds: float = 0.0
 
     def count(
-        self, *, drafted: int, accepted: int, emitted: int, source: str = "drafter"
+        self,
+        drafted: int,
+        accepted: int,
+        emitted: int,
+        source: str = "drafter",
+        first: int = 0,
     ) -> None:
-        """Count one round, and by the drafter's kind what was drafted in it."""
-        self.rounds += 1
-        self.emitted += emitted
-        if drafted:
+        """Count one round, and by the drafter's kind what was drafted in it.
+
+        Of a plain step that came first its own token is counted by itself, as `first`.
+        """
+        self.rounds += first + (emitted > 0)
+        self.emitted += first + emitted
+        if drafted and emitted:
             self.drafts += 1
             self.drafted += drafted
             self.accepted += accepted
@@ -104,13 +113,6 @@ class Statistics:
             counts.drafts += 1
             counts.drafted += drafted
             counts.accepted += accepted
-
-    def spend(self, seconds: RoundSeconds) -> None:
-        """Add the time of a round."""
-        self.draft_seconds += seconds.draft
-        self.verify_seconds += seconds.verify
-        self.sampler_seconds += seconds.sampler
-        self.host_seconds += seconds.host
 
     @property
     def acceptance_rate(self) -> float:
@@ -142,3 +144,12 @@ class Statistics:
     def tokens_per_second(self) -> float:
         """Emitted tokens over the time of all rounds, without prefill."""
         return self.emitted / self.decode_seconds if self.decode_seconds else 0.0
+
+
+def spend(each: Iterable[Statistics], seconds: RoundSeconds) -> None:
+    """Add the time of a round to the counts of all requests that took part in it."""
+    for counts in each:
+        counts.draft_seconds += seconds.draft
+        counts.verify_seconds += seconds.verify
+        counts.sampler_seconds += seconds.sampler
+        counts.host_seconds += seconds.host

@@ -54,9 +54,11 @@ class Stream:
 
     Attributes:
         text: as passed.
+        max_tokens: likewise.
         ready: chunks of the last round that were not yielded yet.
         reason: why the text ends with the last of them; None: it goes on.
         prefixes: as passed.
+        ended: whether the result is there.
         prefill: has target and drafter read the prompt.
     """
 
@@ -84,7 +86,7 @@ class Stream:
         self._statistics = decoder.request.statistics
         self._sequence = decoder.request.sequence
         self.text = text
-        self._max_tokens = max_tokens
+        self.max_tokens = max_tokens
         self._out_of_positions = out_of_positions
         self._seed = seed
         self._hold_all = hold_all
@@ -101,6 +103,7 @@ class Stream:
         self.ready: deque[Chunk] = deque()
         self._yielded: list[Chunk] = []
         self._result: Result | None = None
+        self.ended = False
 
     @property
     def request(self) -> Request:
@@ -132,11 +135,6 @@ class Stream:
         return self._seed
 
     @property
-    def ended(self) -> bool:
-        """Whether the result is there."""
-        return self._result is not None
-
-    @property
     def cached_tokens(self) -> list[int]:
         """The known tokens that the target's caches hold now, in order."""
         return self._sequence.tokens[: self.request.target.seen]
@@ -151,7 +149,7 @@ class Stream:
         if self._result is None:
             raise SpeculationError(
                 f"The stream has yielded {len(self._yielded)} of at most "
-                f"{self._max_tokens} tokens and is still running. Read it to its end, "
+                f"{self.max_tokens} tokens and is still running. Read it to its end, "
                 "or call close() first."
             )
         return self._result
@@ -211,7 +209,7 @@ class Stream:
                 self._advance()
                 if self._result is not None:
                     raise StopIteration
-                chunk = self.next_chunk()
+                (chunk,) = self.take_ready(1)
                 if session is not None:
                     session.settled()
                 return chunk
@@ -234,7 +232,7 @@ class Stream:
                 return
             if self._session is not None and self._decoder.planned:
                 self._session.turn()  # else the exchange of its plan begins it
-            budget = self._max_tokens - self._statistics.emitted
+            budget = self.max_tokens - self._statistics.emitted
             self.ready.clear()
             self.reason = self._decoder.next_round(budget, self.cut)
             if self.prefixes is not None:
@@ -251,17 +249,16 @@ class Stream:
                 self.end("error", hold_all=False)
             raise
 
-    def next_chunk(self) -> Chunk:
-        """Take the next chunk, which is there; the last one ends the stream."""
-        chunk = self.ready.popleft()
-        self._yielded.append(chunk if chunk.logprob is None else chunk.without_row)
-        if self.reason is not None and not self.ready:
+    def take_ready(self, most: int | None = None) -> list[Chunk]:
+        """Take the next chunks, all of the round or fewer; the last ends the stream."""
+        taken: list[Chunk] = []
+        for _ in range(len(self.ready) if most is None else most):
+            chunk = self.ready.popleft()
+            taken.append(chunk)
+            self._yielded.append(chunk if chunk.logprob is None else chunk.without_row)
+        if taken and self.reason is not None and not self.ready:
             self.end(self.reason)
-        return chunk
-
-    def take_ready(self) -> list[Chunk]:
-        """Take all the chunks of the last round."""
-        return [self.next_chunk() for _ in range(len(self.ready))]
+        return taken
 
     def __enter__(self) -> "Stream":
         return self
@@ -304,17 +301,12 @@ class Stream:
         if not self._prompt_read:
             self._prompt_read = self._decoder.prefill.target(fits)
         if self._prompt_read and not self._in_rounds:
-            spent = self._statistics.emitted == self._max_tokens
+            spent = self._statistics.emitted == self.max_tokens
             if spent or self.request.complete:
                 self.end("length" if spent else "stop")
             else:
                 self._in_rounds = True
         return self._prompt_read
-
-    @property
-    def budget(self) -> int:
-        """How many tokens may still be emitted."""
-        return self._max_tokens - self._statistics.emitted
 
     def warn_of_faults(self) -> None:
         """Warn once that a drafter is disabled; `stats` has every one."""
@@ -361,6 +353,7 @@ class Stream:
             logprobs=None if self.request.top is None else logprobs,
             origins=tuple(chunk.origin for chunk in self._yielded),
         )
+        self.ended = True
 
     def _leave_prefixes(self, reason: str) -> None:
         if self.prefixes is not None and reason == "error":
@@ -384,7 +377,7 @@ class Stream:
         for index, token in enumerate(outcome.tokens):
             text, stopped = self.text.add(token)
             complete = outcome.complete and index + 1 == len(outcome.tokens)
-            spent = before + len(self.ready) + 1 == self._max_tokens
+            spent = before + len(self.ready) + 1 == self.max_tokens
             if stopped:
                 reason = "stop"
             elif complete or spent:

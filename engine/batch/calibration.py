@@ -6,7 +6,6 @@ write does not matter: a round costs by its rows, its width and its context.
 
 from collections.abc import Callable, Sequence
 
-from mlx_speculation.engine.batch.prefill_budget import PrefillBudget
 from mlx_speculation.engine.batch.request import (
     BatchRequest,
     StreamSource,
@@ -24,7 +23,7 @@ from mlx_speculation.engine.draft_length.calibration import (
 from mlx_speculation.engine.draft_length.costs import CostTable
 from mlx_speculation.engine.stream import Stream
 from mlx_speculation.errors import InvalidRequestError
-from mlx_speculation.models import RowSizes
+from mlx_speculation.models import PrefillBudget, RowSizes
 
 StartStream = Callable[[list[int], DraftLengthPolicy], Stream]
 

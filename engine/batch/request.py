@@ -1,7 +1,6 @@
 """One row of a batch: a stream whose rounds the batch runs, and why some run alone."""
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Unpack
 
@@ -58,7 +57,7 @@ class BatchRequest:
     error: Exception | None = None  # what it has failed with
     # Of its last round, to be given out
     chunks: list[Chunk] = field(default_factory=list)
-    _before: Any = None  # its text before the round
+    before: Any = None  # its text before the round, which `take_back` goes back to
 
     # Found once, as they are asked for in each round:
     request: Request = field(init=False)  # what its rounds are run with
@@ -69,9 +68,11 @@ class BatchRequest:
     # that proposes nothing
     drafter: OpenDrafter = field(init=False)
     shares: bool = field(init=False)  # whether that can be a shared one
+    tokens: list[int] = field(init=False)  # its known tokens
 
     def __post_init__(self) -> None:
         request = self.request = self.stream.request
+        self.tokens = request.sequence.tokens
         policy = self.policy = request.policy
         self.ruled = policy.drafter if isinstance(policy, RuleDraftLength) else None
         drafter = self.drafter = request.open_drafter.shared
@@ -85,11 +86,6 @@ class BatchRequest:
             return None
         target.quantization.replace(target.caches)  # of a prompt of one token
         return replace(target.quantization, start=0)
-
-    @property
-    def tokens(self) -> list[int]:
-        """Its known tokens."""
-        return self.request.sequence.tokens
 
     @property
     def ended(self) -> bool:
@@ -122,38 +118,15 @@ class BatchRequest:
                 self.stream.end("error", hold_all=False)
             raise
 
-    def mark(self) -> None:
-        """Begin a round: remember what `take_back` goes back to."""
-        self.chunks = []
-        self.stream.ready.clear()
-        self._before = self.stream.text.fork()
-
     def take_back(self) -> None:
         """Go back to the state before a round that has failed for all."""
         self.stream.ready.clear()
-        self.stream.text.restore(self._before)
-
-    def take_chunks(self) -> None:
-        """Take the chunks of the tokens that were emitted; the last may end it."""
-        self.stream.warn_of_faults()
-        self.chunks = self.stream.take_ready()
-
-    @property
-    def keeps_caches(self) -> bool:
-        """Whether it leaves its caches to later requests."""
-        return self.stream.prefixes is not None
+        self.stream.text.restore(self.before)
 
     def keep_prompt(self) -> None:
         """Leave what was read of the prompt to later requests already now."""
         if self.stream.prefixes is not None:
             self.stream.prefixes.store(self.tokens, ended=False)
-
-    def between_rounds(
-        self, caches: Callable[[], AbstractContextManager[None]]
-    ) -> None:
-        """Take the restore points that are due, of the caches that it is lent."""
-        if self.stream.prefixes is not None:
-            self.stream.prefixes.between_rounds(caches)
 
     def fail(self, error: Exception | None = None) -> None:
         """End with an error; the others go on. None: one that was raised elsewhere."""

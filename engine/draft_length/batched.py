@@ -95,15 +95,22 @@ class BatchDraftLength:
         if self._next is None:
             self._next = self._planned(rows, context, room)
         _plan_alone(rows, context, room, "following")
-        plans = [self._next, *(row.following for row in rows)]
-        return any(plan is not None and plan.length > 0 for plan in plans)
+        if self._next is not None and self._next.length > 0:
+            return True
+        for row in rows:  # no generator: each of its values is a call
+            if row.following is not None and row.following.length > 0:
+                return True
+        return False
 
     def _planned(
         self, rows: SequenceOf[BatchMember], context: int, room: list[int]
     ) -> Plan | None:
         """Return the plan by forecasts, or the most; None: all keep to their own."""
-        ruled = [(row.policy, n) for row, n in zip(rows, room, strict=True)]
-        found = [(own, n) for own, n in ruled if isinstance(own, RuleDraftLength)]
+        found = [
+            (row.policy, limit)
+            for row, limit in zip(rows, room, strict=True)
+            if isinstance(row.policy, RuleDraftLength)
+        ]
         if not found:
             return None
         most = max(min(limit, own.longest, self._rule.longest) for own, limit in found)

@@ -10,6 +10,7 @@ from mlx_speculation.engine.round.outcome import Cut, RoundOutcome
 from mlx_speculation.engine.round.prefill import Prefill
 from mlx_speculation.engine.round.request import Request, Running
 from mlx_speculation.engine.round.round import Before, Rounds
+from mlx_speculation.engine.stats import spend
 from mlx_speculation.engine.timing import RoundSeconds
 
 
@@ -87,7 +88,9 @@ class Decoder:
             following = self._following
             request.clock.start(planning=planning, behind=behind)
             # 2 to 8 are the round itself.
-            drafts = rounds.propose([length]) if length > 0 else [NOTHING]
+            drafts = [NOTHING]
+            if length > 0:
+                drafts = rounds.proposals.propose(int(behind), [length])
             if drafts[0] is not NOTHING:
                 (outcome,) = rounds.verify(drafts, [cut])
             else:
@@ -99,7 +102,7 @@ class Decoder:
             raise
         assert isinstance(outcome, RoundOutcome)
         self._plan, self._following = following, None
-        counts.spend(seconds)
+        spend([counts], seconds)
         if begun:
             fresh = (counts.drafted - drafted, counts.accepted - accepted)
             self._learn(context, plan, fresh, seconds, behind)
@@ -140,6 +143,6 @@ class Decoder:
         except BaseException as error:
             rounds.undo(before, error)
             raise
-        request.statistics.spend(request.clock.stop())
+        spend([request.statistics], request.clock.stop())
         assert isinstance(outcome, RoundOutcome)
         return outcome

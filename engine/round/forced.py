@@ -33,6 +33,8 @@ def forced_drafts(
         limits: how many tokens each may draft, without that one.
     """
     found: dict[int, Proposal] = {}
+    if not running.masked:
+        return found
     ahead: Any = None
     for place, request in enumerate(running.requests):
         limit = min(limits[place], request.policy.longest)

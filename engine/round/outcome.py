@@ -8,13 +8,13 @@ bonus. A round without drafts emits a step.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
 
 from mlx_speculation.engine.drafters.base import NOTHING, Proposal
 from mlx_speculation.engine.result import STEP, LogProb, Origin, listed
-from mlx_speculation.engine.stats import Statistics
 from mlx_speculation.engine.timing import RoundClock
 from mlx_speculation.errors import NonFiniteLogitsError
 from mlx_speculation.models import RequestRound
@@ -61,33 +61,6 @@ class RoundOutcome:
             log_probs=[*step.log_probs, *self.log_probs],
             first=1,
         )
-
-    @property
-    def held(self) -> int:
-        """How many accepted tokens stay after a cut."""
-        return min(self.accepted, len(self.tokens) - self.first)
-
-    def settled(self, draft: Proposal) -> int:
-        """Return how many tokens of its draft a drafter keeps, after a cut."""
-        if not self.first:
-            return self.held
-        # The draft's first token stands for the step's.
-        right = self.tokens[:1] == draft.tokens[:1].tolist()
-        return 1 + self.held if right else 0
-
-    def count(self, statistics: Statistics, draft: Proposal | None) -> None:
-        """Count a step that came first, if any, and the round behind it."""
-        if self.first:
-            statistics.count(drafted=0, accepted=0, emitted=1)
-        if len(self.tokens) > self.first:
-            statistics.count(
-                drafted=self.drafted,
-                accepted=self.accepted,
-                emitted=len(self.tokens) - self.first,
-                source="nothing" if draft is None else draft.source,
-            )
-        if draft is not None:
-            statistics.reads += draft.reads
 
 
 # Cuts the emitted tokens at a stop or the budget, before anything is committed.
@@ -183,12 +156,15 @@ def outcomes(
         if not all(map(math.isfinite, normals[rows])):
             found.append(_unusable(normals[rows]))
             continue
-        origins = [STEP]
-        if k > 0:
-            origins = [origin_of(index, accepted, k) for index in range(emitted)]
+        origins = [*_origins(emitted, accepted, k)]
         report = () if verified.log_probs is None else listed(verified.log_probs, rows)
         found.append(RoundOutcome(tokens[rows], origins, k, accepted, report))
     return found
+
+
+@lru_cache
+def _origins(emitted: int, accepted: int, drafted: int) -> tuple[Origin, ...]:
+    return tuple(origin_of(index, accepted, drafted) for index in range(emitted))
 
 
 def origin_of(index: int, accepted: int, drafted: int) -> Origin:

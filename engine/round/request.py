@@ -13,6 +13,7 @@ from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.engine.round.warmup import Warmup
 from mlx_speculation.engine.stats import Statistics
 from mlx_speculation.engine.timing import RoundClock
+from mlx_speculation.errors import SpeculationError
 from mlx_speculation.models import Lane, RequestLane, cuda_serves
 from mlx_speculation.samplers import Constrained, Rows, Verified, Verifier
 from mlx_speculation.samplers.constraints.masks import Masks
@@ -108,9 +109,10 @@ class Running:
             then. Of others, one that fails keeps nothing of the round, and they go on.
         requests: as passed.
         masked: whether one of them has a constraint.
-        in_turn: whether rows of one of them are decided one after the other, see
+        in_turn: the places of those whose rows are decided one after the other, see
             `engine.round.sequential`.
         explain: whether the round's time is divided exactly.
+        interrupt: what is to be raised after a round that others have gone through.
     """
 
     def __init__(
@@ -122,14 +124,28 @@ class Running:
         alone: bool,
     ) -> None:
         self.lane, self.clock, self.alone = lane, clock, alone
+        self.interrupt: BaseException | None = None
         self.take(requests)
+
+    def failure(self, error: BaseException) -> Exception:
+        """Return what ends one request, while others go on; alone, it is raised."""
+        if self.alone:
+            raise error
+        if isinstance(error, Exception):
+            return error
+        self.interrupt = error  # not of a signal: these wait
+        return SpeculationError(
+            f"{type(error).__name__} was raised while this row took the tokens of a "
+            "round, by other code than a signal's handler. The row ends with what it "
+            "had before; insert its request again."
+        )
 
     def take(self, requests: SequenceOf[Request]) -> None:
         """Let these be the requests from now on."""
         self.requests = requests
         each = [one.verifier.chooser.processors for one in requests]
         self.masked = any(one.masks is not None for one in requests)
-        self.in_turn = not all(processors.parallel for processors in each)
+        self.in_turn = {place for place, own in enumerate(each) if not own.parallel}
         self.explain = any(one.explain for one in requests)
         # Of those that have a state, by place; asked once, as most have none.
         self.stateful = {i: own for i, own in enumerate(each) if own.has_state}

@@ -42,12 +42,105 @@ class Before(NamedTuple):
     processors: list[Any]
 
 
+class Proposals:
+    """What is proposed for the requests of a round, until it is settled or discarded.
+
+    Attributes:
+        shared: drafts for all of them at once; None: each has its own drafter.
+        failed: what requests have failed with while drafting, by place.
+    """
+
+    def __init__(self, running: Running) -> None:
+        self._running = running
+        self.shared: SharedDrafter | None = None
+        self.failed: dict[int, Exception] = {}
+        self._pending: dict[int, OpenDrafter] = {}  # neither settled nor discarded
+        self._together: list[Proposal] = []  # of the shared drafter
+
+    def propose(
+        self, ahead: int, limits: Sequence[int], shared: Sequence[int] = ()
+    ) -> list[Proposal]:
+        """Return a draft of each request; behind a step, one that stands for it too.
+
+        Args:
+            ahead: how many steps are in flight, 0 or 1.
+            limits: how many tokens each one's own drafter drafts at most; 0: none.
+            shared: the same of the shared drafter; legal where no step is in flight.
+        """
+        # 2. The drafter proposes up to k tokens, checked and submitted by its guard and
+        #    not read. One drafts for all requests, or each of them has its own.
+        running, requests = self._running, self._running.requests
+        running.clock.note("host")
+        found = [NOTHING] * len(requests)
+        if self.shared is not None and shared:
+            found, self.failed = self.shared.propose(requests, shared)
+            self._together = [*found]
+        for place, request in enumerate(requests):
+            limit, drafter = limits[place], request.drafter
+            if limit <= 0 or drafter is None:
+                continue
+            masks, tree = request.masks, 0 if ahead else request.tree
+            if not running.alone:  # one read of the drafts of all, and chains
+                masks, tree = None, 0
+            choices = CheckedChoose(request.verifier, masks, tree)
+            self._pending[place] = drafter
+            try:
+                draft = drafter.propose(request.sequence, ahead + limit, choices)
+            except Exception as error:
+                self.failed[place] = running.failure(error)
+                self._pending.pop(place).discard()
+                continue
+            if len(draft.tokens) > ahead:
+                found[place] = draft
+                continue
+            self._pending.pop(place).discard()
+            request.statistics.reads += draft.reads
+            request.statistics.empty_drafts += draft is not NOTHING
+        running.clock.note("draft")
+        return found
+
+    def settle(
+        self, drafts: Sequence[Proposal], found: Sequence[Read], kept: list[int]
+    ) -> None:
+        """Let drafters keep what stays of their drafts; below 0: nothing."""
+        settled = [*kept]
+        for place, one in enumerate(found):
+            if isinstance(one, RoundOutcome) and one.first:
+                # The draft's first token stands for the step's.
+                right = one.tokens[:1] == drafts[place].tokens[:1].tolist()
+                settled[place] = 1 + kept[place] if right else 0
+        for place, drafter in self._pending.items():
+            if settled[place] < 0:
+                drafter.discard()
+            else:
+                drafter.settle(settled[place])
+        if self.shared is not None:
+            for place, draft in enumerate(self._together):
+                if draft is not drafts[place]:  # such as forced tokens
+                    settled[place] = -1
+            self.shared.settle(settled)
+
+    def done(self) -> None:
+        """Let go of what could undo the round: the target has committed its own."""
+        self._pending, self._together = {}, []
+        if self.shared is not None:
+            self.shared.done()
+
+    def discard(self) -> None:
+        """Let drafters undo what they have proposed."""
+        pending, self._pending, self._together = self._pending, {}, []
+        for drafter in pending.values():
+            drafter.discard()
+        if self.shared is not None:
+            self.shared.discard()
+
+
 class Rounds:
     """Runs rounds, and keeps what one leaves for the next.
 
     Attributes:
         running: the requests.
-        shared: drafts for all of them at once; None: each has its own drafter.
+        proposals: what is drafted for them.
         in_flight: a step that was submitted, and is not read yet.
         next_token: what comes after the known tokens of one request, where a round has
             brought it.
@@ -56,11 +149,7 @@ class Rounds:
 
     def __init__(self, running: Running) -> None:
         self.running = running
-        self.shared: SharedDrafter | None = None
-        # Whose proposals are pending: neither settled nor discarded; by place
-        self._asked: dict[int, OpenDrafter] = {}
-        self._failed: dict[int, Exception] = {}  # with what, while drafting
-        self._together: list[Proposal] = []  # of the shared drafter
+        self.proposals = Proposals(running)
         self._committed = False
         self.in_flight: Pending | None = None
         self.next_token: int | None = None
@@ -69,7 +158,8 @@ class Rounds:
     def begin(self) -> Before:
         """Begin a round: return what `undo` goes back to."""
         self.last_round = None  # or the state before it would stay
-        self._committed, self._failed, self._together = False, {}, []
+        self._committed, self.running.interrupt = False, None
+        self.proposals.failed = {}
         known, states = [], []
         for request in self.running.requests:
             known.append(len(request.sequence.tokens))
@@ -83,7 +173,7 @@ class Rounds:
         stateful = running.stateful.values()
         for own, state in zip(stateful, before.processors, strict=True):
             own.restore(state)
-        self.discard()
+        self.proposals.discard()
         if self._committed:
             return
         for request, known in zip(running.requests, before.known, strict=True):
@@ -92,57 +182,6 @@ class Rounds:
         if self.in_flight is not None and isinstance(error, NonFiniteLogitsError):
             self.in_flight.lane_round.rollback()
             self.in_flight = None
-
-    def discard(self) -> None:
-        """Let drafters undo what they have proposed."""
-        asked, self._asked = self._asked, {}
-        for drafter in asked.values():
-            drafter.discard()
-        if self.shared is not None:
-            self.shared.discard()
-
-    def propose(
-        self, limits: Sequence[int], shared: Sequence[int] = ()
-    ) -> list[Proposal]:
-        """Return a draft of each request; behind a step, one that stands for it too.
-
-        Args:
-            limits: how many tokens each one's own drafter drafts at most; 0: none.
-            shared: the same of the shared drafter; legal where no step is in flight.
-        """
-        # 2. The drafter proposes up to k tokens, checked and submitted by its guard and
-        #    not read. One drafts for all requests, or each of them has its own.
-        ahead, requests = 0 if self.in_flight is None else 1, self.running.requests
-        self.running.clock.note("host")
-        found = [NOTHING] * len(requests)
-        if self.shared is not None and shared:
-            found, self._failed = self.shared.propose(requests, shared)
-            self._together = [*found]
-        for place, request in enumerate(requests):
-            limit, drafter = limits[place], request.drafter
-            if limit <= 0 or drafter is None:
-                continue
-            masks, tree = request.masks, 0 if ahead else request.tree
-            if not self.running.alone:  # one read of the drafts of all, and chains
-                masks, tree = None, 0
-            choices = CheckedChoose(request.verifier, masks, tree)
-            self._asked[place] = drafter
-            try:
-                draft = drafter.propose(request.sequence, ahead + limit, choices)
-            except Exception as error:
-                if self.running.alone:
-                    raise
-                self._failed[place] = error
-                self._asked.pop(place).discard()
-                continue
-            if len(draft.tokens) > ahead:
-                found[place] = draft
-                continue
-            self._asked.pop(place).discard()
-            request.statistics.reads += draft.reads
-            request.statistics.empty_drafts += draft is not NOTHING
-        self.running.clock.note("draft")
-        return found
 
     def plain(self, cuts: Sequence[Cut], *, submit_next: bool = True) -> list[Read]:
         """Run a step and, with `submit_next`, submit the next one; see `verify`."""
@@ -203,12 +242,16 @@ class Rounds:
                         read[place] = one.behind(first)
             # 7. Cut at stop tokens and budget; settle the drafter; commit the target.
             found = self._cut(read, cuts, pending, ours)
-            keep = [
-                0 if isinstance(one, Exception) else pending.fed + one.held
-                for one in found
-            ]
+            kept: list[int] = []  # accepted tokens of each; -1: its round has failed
+            keep: list[int] = []
+            for one in found:
+                count = -1
+                if isinstance(one, RoundOutcome):
+                    count = min(one.accepted, len(one.tokens) - one.first)
+                kept.append(count)
+                keep.append(0 if count < 0 else pending.fed + count)
             lane_round.prepare(keep)
-            self._settle(drafts, found)
+            self.proposals.settle(drafts, found, kept)
             # Before the commit, so that what the caches hold always has its name.
             for request, one in zip(running.requests, found, strict=True):
                 if isinstance(one, RoundOutcome):
@@ -218,10 +261,8 @@ class Rounds:
             self._committed = True
             self.last_round = lane_round if running.alone else None
         # 8. Nothing above has failed: constraint, processors and counts follow.
-        self._asked = {}
-        if self.shared is not None:
-            self.shared.done()
-        self.next_token = self._next_of(read[0], found[0])
+        self.proposals.done()
+        self.next_token = self._next_of(read[0], found[0], kept[0])
         self._count(found, ours)
         return found
 
@@ -238,8 +279,8 @@ class Rounds:
         for place, one in enumerate(read):
             request = running.requests[place]
             try:
-                if place in self._failed:
-                    raise self._failed[place]
+                if place in self.proposals.failed:
+                    raise self.proposals.failed[place]
                 if isinstance(one, Exception):
                     raise one
                 text = None if request.masks is None else request.masks.text
@@ -248,12 +289,10 @@ class Rounds:
                     turns[place] = Turn(pending.turns[place], cuts[place], text, k)
                     continue
                 found[place] = cuts[place](one if text is None else one.under(text))
-            except Exception as error:
-                if running.alone:
-                    raise
-                found[place] = error
+            except BaseException as error:
+                found[place] = running.failure(error)
         if turns:
-            for place, one in decide_in_turn(turns, alone=running.alone).items():
+            for place, one in decide_in_turn(turns, running.failure).items():
                 found[place] = one
                 if isinstance(one, RoundOutcome):
                     reads = len(one.tokens) - 1 + (turns[place].drafted > 0)
@@ -261,33 +300,12 @@ class Rounds:
             running.clock.note("sampler")
         return found
 
-    def _settle(self, drafts: Sequence[Proposal], found: Sequence[Read]) -> None:
-        """Let drafters keep what stays of their drafts."""
-        settled: list[int | None] = []
-        for place, one in enumerate(found):
-            count = None
-            if isinstance(one, RoundOutcome):
-                count = one.settled(drafts[place])
-            settled.append(count)
-            drafter = self._asked.get(place)
-            if drafter is None:
-                continue
-            if count is None:
-                drafter.discard()
-            else:
-                drafter.settle(count)
-        if self.shared is not None:
-            for place, draft in enumerate(self._together):
-                if draft is not drafts[place]:  # such as forced tokens
-                    settled[place] = None
-            self.shared.settle(settled)
-
-    def _next_of(self, read: Read, one: Read) -> int | None:
+    def _next_of(self, read: Read, one: Read, kept: int) -> int | None:
         """Return the token after the known ones of a text that was cut."""
         if isinstance(read, Exception) or isinstance(one, Exception):
             return None
         keep = len(one.tokens)
-        all_held = keep < len(read.tokens) and one.first + one.held == keep
+        all_held = keep < len(read.tokens) and one.first + kept == keep
         return read.tokens[keep] if all_held else None
 
     def _count(self, found: Sequence[Read], drafts: Sequence[Proposal] | None) -> None:
@@ -305,5 +323,7 @@ class Rounds:
                 draft = drafts[place]
                 if place in self.running.stateful and rows:
                     self.running.stateful[place].keep(rows)
-            one.count(counts, draft)
+                counts.reads += draft.reads
+            source = "nothing" if draft is None else draft.source
+            counts.count(one.drafted, one.accepted, rows, source, one.first)
             counts.reruns, counts.mixer_reruns = target.reruns, target.mixer_reruns

@@ -51,12 +51,14 @@ class Turn:
         return place is None or place.goes_on
 
 
-def decide_in_turn(turns: dict[int, Turn], *, alone: bool) -> dict[int, Read]:
+def decide_in_turn(
+    turns: dict[int, Turn], failure: Callable[[BaseException], Exception]
+) -> dict[int, Read]:
     """Decide rows up to a rejection, the end of each text, or the last row.
 
     Args:
         turns: of the requests, by their places.
-        alone: raise what one raises; else it is its outcome, and the others go on.
+        failure: returns what one has failed with, or raises it.
 
     Returns:
         What all rows of each request together brought.
@@ -69,10 +71,8 @@ def decide_in_turn(turns: dict[int, Turn], *, alone: bool) -> dict[int, Read]:
             if act():
                 return
             found[place] = turns[place].whole
-        except Exception as error:
-            if alone:
-                raise
-            found[place] = error
+        except BaseException as error:
+            found[place] = failure(error)
         del live[place]
 
     while live:

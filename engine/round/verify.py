@@ -143,19 +143,20 @@ def _decided(
                 logits[0], rows, drafted, draft.probs, top=request.top
             )
             return Decided((Group((0,), verified),), {}), turns
-        if request.verifier.chooser.processors.parallel:
+        if place not in running.in_turn:
             asked[place] = Ask(verifier, rows, drafted, draft.probs, request.top)
             continue
         own = logits[place, : count + 1]
         turns[place] = verifier.in_turn(
             own, rows, drafted, draft.probs, top=request.top
         )
-    if len(asked) < len(drafts) and asked:
+    if len(asked) == len(drafts):
+        return decide([*asked.values()], logits, matrix), turns
+    decided = Decided((), {})
+    if asked:
         index = mx.array([*asked])
-        logits = logits[index]
         matrix = None if matrix is None else matrix[index]
-    decided = decide([*asked.values()], logits, matrix) if asked else Decided((), {})
-    decided = decided.at([*asked])
+        decided = decide([*asked.values()], logits[index], matrix).at([*asked])
     decided.failed.update(failed)
     return decided, turns
 

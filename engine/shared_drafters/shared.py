@@ -100,8 +100,8 @@ class SharedDrafter(ABC):
                         failed[place] = self._chain.failed[index]
         return found, failed
 
-    def settle(self, accepted: Sequence[int | None]) -> None:
-        """Keep so many tokens of each request's draft; None: the request has failed.
+    def settle(self, accepted: Sequence[int]) -> None:
+        """Keep so many tokens of each request's draft; below 0: it has failed.
 
         Legal once the round was read. Raises nothing for what a drafter does.
         """
@@ -109,7 +109,7 @@ class SharedDrafter(ABC):
             return
         self._chain.disable_unusable()
         with self._disabling("settle", self._requests):
-            self._keep([accepted[place] or 0 for place in self._places])
+            self._keep([max(0, accepted[place]) for place in self._places])
 
     def discard(self) -> None:
         """Undo the last `propose` and `settle`. Never raises."""

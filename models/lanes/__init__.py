@@ -18,7 +18,11 @@ from mlx_speculation.models.lanes.draft_tree import (
 )
 from mlx_speculation.models.lanes.fixed_shape import check_fixed_shape
 from mlx_speculation.models.lanes.install_hooks import ModelHooks
-from mlx_speculation.models.lanes.prefill_step import PREFILL_STEP, usual_prefill_step
+from mlx_speculation.models.lanes.prefill_step import (
+    PREFILL_STEP,
+    PrefillBudget,
+    usual_prefill_step,
+)
 from mlx_speculation.models.lanes.quantizable import checked_quantization
 from mlx_speculation.models.lanes.rehearsal import (
     plans_by_keys,
@@ -36,6 +40,7 @@ __all__ = [
     "Lane",
     "LaneRound",
     "ModelHooks",
+    "PrefillBudget",
     "RequestLane",
     "RequestRound",
     "RestorePoints",

@@ -53,8 +53,8 @@ def test_sources_by_turns_change_no_text(
         while batch.waiting or batch.running:
             batch.next()
             if len(batch.running) > 1:
-                assert batch._groups[None]._turns
-                assert batch._groups[None]._rounds.shared is not None
+                assert batch._groups[None]._drafting._sequential
+                assert batch._groups[None]._rounds.proposals.shared is not None
         assert batch.stats.row_rounds > 2 * batch.stats.forwards
         for uid, case in zip(uids, cases, strict=True):
             assert batch.why_alone(uid) is None

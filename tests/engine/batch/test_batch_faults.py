@@ -164,7 +164,7 @@ def test_a_target_that_cannot_commit_leaves_the_draft_as_it_was(
 
 def assert_two_behind(batch: BatchGenerator) -> None:
     """Require that the draft's caches hold all that is known of each row but two."""
-    drafter = batch._groups[None]._rounds.shared
+    drafter = batch._groups[None]._rounds.proposals.shared
     assert isinstance(drafter, SharedModel)
     offsets: Any = drafter.lane.caches[0].offset.tolist()
     known = [len(one.sequence.tokens) for one in drafter._requests]

@@ -250,7 +250,7 @@ def test_rounds_without_drafts_are_caught_up_with(
             most = 0
             while batch.waiting or batch.running:
                 batch.next()
-                shared: Any = batch._groups[None]._rounds.shared
+                shared: Any = batch._groups[None]._rounds.proposals.shared
                 most = max(most, 0, *shared._counts())
             finish(made, batch, rows)
             assert batch.stats.forwards < 20

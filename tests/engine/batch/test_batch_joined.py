@@ -468,7 +468,7 @@ def test_a_shared_draft_model_reads_what_others_have_drafted() -> None:
             compared = 0
             while batch.waiting or batch.running:
                 batch.next()
-                shared: Any = batch._groups[None]._rounds.shared
+                shared: Any = batch._groups[None]._rounds.proposals.shared
                 for place, request in enumerate(shared._requests):
                     own_lane = shared._lanes[request]
                     twin = Lane(target)

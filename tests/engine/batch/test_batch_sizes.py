@@ -239,7 +239,7 @@ def test_a_draft_that_has_missed_tokens_reads_them_in_few_widths() -> None:
         batch = BatchGenerator(generator, row_sizes=sizes)
         with batch, Watched(made.draft) as shapes:
             uids = [batch.insert(prompt_of(3), max_tokens=60) for _ in range(5)]
-            drafts = batch.next() and batch._groups[None]._rounds.shared
+            drafts = batch.next() and batch._groups[None]._rounds.proposals.shared
             found[sizes] = set[int]()
             for missed in (0, 1, 5, 11, 14):
                 let_draft(batch, 0)

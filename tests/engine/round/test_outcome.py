@@ -57,10 +57,14 @@ def test_what_is_accepted_is_counted_before_the_cut_and_what_is_emitted_after() 
     step = outcome_of(verified([9], 0))
     found = good(outcome_of(verified([1, 2, 3, 4], 3)).behind(step))
     assert found.tokens == [9, 1, 2, 3, 4]
-    statistics = Statistics()
-    found.until(3, "stop").count(statistics, None)
+
+    def counted(stays: RoundOutcome) -> Statistics:
+        statistics, rows = Statistics(), len(stays.tokens) - stays.first
+        statistics.count(stays.drafted, stays.accepted, rows, first=stays.first)
+        return statistics
+
+    statistics = counted(found.until(3, "stop"))
     assert (statistics.rounds, statistics.drafts) == (2, 1)
     assert (statistics.drafted, statistics.accepted, statistics.emitted) == (3, 3, 3)
-    statistics = Statistics()
-    found.until(1, "stop").count(statistics, None)
+    statistics = counted(found.until(1, "stop"))
     assert (statistics.rounds, statistics.drafts, statistics.emitted) == (1, 0, 1)

@@ -1,0 +1,198 @@
+"""Drafts of a batch: who drafts for each request in a round, and how many tokens.
+
+Requests share one drafter where their drafters are of one kind that can, and have their
+own otherwise, such as lookups. Each reads its prompt before its first draft, all of
+them one chunk's worth between two rounds.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from mlx_speculation.engine.batch.request import BatchRequest
+from mlx_speculation.engine.draft_length.batched import BatchDraftLength
+from mlx_speculation.engine.drafters.base import NOTHING, OpenDrafter, Proposal
+from mlx_speculation.engine.drafters.fault_guard import CheckedChoose
+from mlx_speculation.engine.round.round import Rounds
+from mlx_speculation.engine.shared_drafters.shared import SharedDrafter
+from mlx_speculation.engine.shared_drafters.shared_head import SharedHead
+from mlx_speculation.engine.shared_drafters.shared_model import SharedModel
+from mlx_speculation.models import BatchLane, PrefillBudget, RowSizes
+
+
+class BatchDrafting:
+    """Plans the drafts of the requests that run together, and has them proposed.
+
+    Attributes:
+        lengths: decides the widths.
+    """
+
+    def __init__(
+        self, rounds: Rounds, lengths: BatchDraftLength, sizes: RowSizes
+    ) -> None:
+        self._running, self._proposals = rounds.running, rounds.proposals
+        self.lengths, self._sizes = lengths, sizes
+        self._rows: Sequence[BatchRequest] = ()
+        self._opened = False
+        self._sequential = True  # whether requests have drafters of their own
+        self._begun: set[int] = set()  # requests whose own drafters have read prompts
+        self._reading = False  # whether some have prompts to read
+        self._waits = False  # whether the shared drafter waits for a step to be read
+
+    def take(self, rows: Sequence[BatchRequest]) -> None:
+        """Let these be the requests from now on; plans for others are void."""
+        if rows and not self._opened:
+            self._opened = True
+            self._proposals.shared = shared = self._shared_by(rows[0])
+            own = rows[0].drafter is not rows[0].request.open_drafter
+            self._sequential = shared is None or own
+        self._rows = rows
+        self._begun &= {row.uid for row in rows}
+        self.lengths.rows_changed()
+
+    def _shared_by(self, row: BatchRequest) -> SharedDrafter | None:
+        """Return what drafts for requests like this one at once, if anything can."""
+        lane, head = row.drafter.batch_lane, row.drafter.batch_head
+        if lane is not None:
+            return SharedModel(BatchLane(lane.model, self._sizes))
+        return None if head is None else SharedHead()
+
+    def limits(
+        self, room: list[int], context: int, forced: Mapping[int, Proposal]
+    ) -> list[int]:
+        """Return how many tokens each request is drafted, but for those forced."""
+        size, shared = self._running.lane.size, self._proposals.shared
+        limits = self.lengths.limits(self._rows, context, room, size)
+        if not self._sequential and shared is not None:
+            limits = shared.within(self._running.requests, limits)
+        for place in forced:
+            limits[place] = 0
+        return limits
+
+    def propose(self, limits: list[int], ahead: int) -> list[Proposal]:
+        """Return each request's draft, tokens ahead included; starts the clock."""
+        nothing = [NOTHING] * len(self._rows)
+        asks = any(limits) and (not ahead or self._drafts_behind)
+        if asks:
+            self._prepare(limits)
+            self.met_new_shapes()  # outside of the round
+        self._running.clock.start(behind=bool(ahead))
+        if not asks:
+            return nothing
+        found = self._proposals.propose(ahead, *self._divided(limits, ahead))
+        if found.count(NOTHING) < len(found):
+            return found
+        self._proposals.discard()
+        return nothing
+
+    def submits_next(
+        self, limits: list[int], room: list[int], context: int, ahead: int
+    ) -> bool:
+        """Return whether a plain step is submitted ahead of the next round.
+
+        It is not where that is expected to draft, unless drafts can stand behind it.
+        """
+        if any(limits):  # asked in vain, or the draft waits for a step to be read
+            return self._drafts_behind
+        after = []
+        for limit in room:
+            after.append(limit - 1 + ahead)
+        return not self.lengths.early(self._rows, context + 1, after)
+
+    @property
+    def _drafts_behind(self) -> bool:
+        """Whether drafts can be made behind a token that is not read yet.
+
+        What is shared cannot; where it is expected to pay, no step is submitted ahead.
+        And no step should be measured beside prompts that are read.
+        """
+        return self._sequential and not self._reading and not self._waits
+
+    def met_new_shapes(self) -> bool:
+        """Return whether a lane met new shapes since the last call."""
+        fresh, shared = self._running.lane.met_new_shapes(), self._proposals.shared
+        return (shared is not None and shared.met_new_shapes()) or fresh
+
+    def _prepare(self, limits: list[int]) -> None:
+        """Let drafters read one chunk's worth of prompts."""
+        self._reading, shared = False, self._proposals.shared
+        room: PrefillBudget | None = None
+        most = []
+        for row, limit in zip(self._rows, limits, strict=True):
+            most.append(limit if row.shares else 0)
+            if limit <= 0 or self._reading or row.uid in self._begun:
+                continue
+            drafter, sequence = self._own(row), row.request.sequence
+            if drafter is None:
+                continue
+            room = room or PrefillBudget(row.request.target.prefill_step)
+            self._reading = not drafter.read_ahead(sequence, room.fits)
+            if not self._reading:
+                drafter.begin(sequence)
+                self._begun.add(row.uid)
+        if shared is not None:
+            requests = self._running.requests
+            shared.prepare(requests, shared.within(requests, most))
+
+    def _own(self, row: BatchRequest) -> OpenDrafter | None:
+        """Return what reads the prompt of a request for itself."""
+        if self._proposals.shared is None:
+            return row.request.drafter
+        if row.ruled is not None:
+            return row.ruled.lookups
+        return None if row.shares else row.request.drafter
+
+    def _divided(self, limits: list[int], ahead: int) -> tuple[list[int], list[int]]:
+        """Return how many tokens each request's own drafter drafts, and the shared one.
+
+        Requests with a length of their own draft with what is shared, if there is any.
+        """
+        rows, shared, self._waits = self._rows, self._proposals.shared, False
+        index, width = self._choose(limits, ahead)
+        own, most = [], []
+        for row, limit in zip(rows, limits, strict=True):
+            begun = row.uid in self._begun and self._own(row) is not None
+            own.append(limit if begun else 0)
+            costs = row.ruled is None or row.ruled.costs(index)
+            limit = limit if row.ruled is None else min(limit, width)
+            most.append(limit if costs and row.shares else 0)
+        if shared is None:
+            return own, []
+        drafts = max(most) > 0
+        if not ahead and drafts:
+            for row in rows:
+                if row.ruled is not None:
+                    row.ruled.chosen = None
+            return [0] * len(rows), shared.within(self._running.requests, most)
+        waits = drafts or self.lengths.expects(rows)
+        self._waits = bool(ahead) and not width and waits
+        return own, []
+
+    def _choose(self, limits: list[int], ahead: int) -> tuple[int, int]:
+        """Let the rule choose for requests that offer it several sources, or free ones.
+
+        The others were planned before.
+
+        Returns:
+            The source and the width.
+        """
+        asked = [
+            (row, drafter, limit)
+            for row, limit in zip(self._rows, limits, strict=True)
+            if (drafter := row.ruled) and limit > 0 and row.uid in self._begun
+        ]
+        if not asked:
+            return 0, 0
+        offered = [
+            drafter.offer(
+                row.request.sequence,
+                ahead + limit,
+                CheckedChoose(row.request.verifier),
+                costly=not ahead or self._proposals.shared is None,
+            )
+            for row, drafter, limit in asked
+        ]
+        context = max(len(row.tokens) for row in self._rows)
+        most = max(limit for _, _, limit in asked)
+        chosen = self.lengths.choose(context, most, offered, behind=ahead > 0)
+        for _, drafter, limit in asked:
+            drafter.chosen = chosen[0], min(limit, chosen[1])
+        return chosen

@@ -1,0 +1,153 @@
+"""Requests of a batch on their way: they wait, join, run together or alone, and end."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from mlx_speculation.caches import array_bytes
+from mlx_speculation.engine.batch.request import BatchRequest
+from mlx_speculation.engine.batch.results import BatchResponse, BatchStatistics
+from mlx_speculation.engine.batch.running import RowGroups, RunningTogether
+from mlx_speculation.interrupts import raised_by_signal
+from mlx_speculation.models import PrefillBudget
+
+
+class BatchQueue:
+    """The requests of a batch, which is told how many may run at once.
+
+    Attributes:
+        rows: all that were not forgotten, by their names.
+        waiting: those whose prompts are not read to the end, in their order.
+        running: those that are generating, in the order of their responses.
+        groups: those that run together.
+        ready: responses that were not handed out yet.
+    """
+
+    def __init__(
+        self,
+        new_group: Callable[[], RunningTogether],
+        statistics: BatchStatistics,
+        most: int,
+    ) -> None:
+        self.rows: dict[int, BatchRequest] = {}
+        self.waiting: deque[BatchRequest] = deque()
+        self.running: list[BatchRequest] = []
+        self.groups = RowGroups(new_group)
+        self.ready: list[BatchResponse] = []
+        self._joining: list[BatchRequest] = []  # their prompts were read
+        self._statistics, self._most = statistics, most
+
+    def add(self, row: BatchRequest) -> None:
+        """Let a request wait."""
+        self.rows[row.uid] = row
+        self.waiting.append(row)
+        self._count_alone(row)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the caches of all that have not ended, as allocated."""
+        rows = (*self.running, *self.waiting)
+        own = sum(array_bytes(lane.caches) for row in rows for lane in row.lanes)
+        return sum(group.nbytes for group in self.groups.values()) + own
+
+    def advance(self) -> None:
+        """Read prompts, let their rows join, and run one round of every row."""
+        if self.waiting or self._joining:
+            self._join()
+        self._statistics.rounds += bool(self.running)
+        drain = bool(self.waiting) and len(self.running) < self._most
+        for group in self.groups.values():
+            rows = tuple(group.rows)
+            try:
+                if rows:
+                    group.next_round(drain=drain)
+            finally:  # what was read before an error is handed out
+                self._respond(rows)
+        alone = []
+        for row in self.running:  # no comprehension, which is a call
+            if row.alone is not None:
+                alone.append(row)
+        if alone:
+            steps = [row.request.target.prefill_step for row in alone]
+            drafts = PrefillBudget(max(steps))
+            for row in alone:
+                self._round_alone(row, drafts)
+
+    def close(self, row: BatchRequest) -> None:
+        """End a row that has not ended, whatever it is about."""
+        if row.ended:
+            return
+        for rows in (self.waiting, self.running, self._joining):
+            if row in rows:
+                rows.remove(row)
+        self._statistics.finished += 1
+        try:
+            self.groups.leave(row)
+            row.stream.close()
+        except Exception:  # such as running out of memory
+            row.fail()
+            raise
+        finally:
+            row.let_go()
+
+    def _join(self) -> None:
+        """Read prompts while there is room, and let those rows join that are read."""
+        if any(group.in_flight for group in self.groups.values()):
+            return
+        room: PrefillBudget | None = None
+        while self.waiting and len(self.running) < self._most:
+            row = self.waiting[0]
+            room = room or PrefillBudget(row.request.target.prefill_step)
+            try:
+                if not row.begin(room.fits):
+                    break
+            except Exception as error:
+                if raised_by_signal(error):
+                    raise
+                row.error = error
+            if row.alone is None and not row.ended:
+                row.keep_prompt()
+                self._joining.append(row)
+            self.running.append(self.waiting.popleft())
+            if row.ended:
+                self._respond([row])
+        for row in self.groups.join(self._joining):
+            self._count_alone(row)
+        self._joining = []
+
+    def _count_alone(self, row: BatchRequest) -> None:
+        if row.alone is not None:
+            counts = self._statistics.alone
+            counts[row.alone] = counts.get(row.alone, 0) + 1
+
+    def _round_alone(self, row: BatchRequest, room: PrefillBudget) -> None:
+        """Run a round of one row by itself, with room for what its draft reads."""
+        counts, stats = self._statistics, row.stream.stats
+        drafted, accepted = stats.drafted, stats.accepted
+        try:
+            row.chunks = row.stream.next_round(room.fits)
+        except Exception as error:
+            if raised_by_signal(error):
+                raise
+            row.error = error
+        counts.drafted += stats.drafted - drafted
+        counts.accepted += stats.accepted - accepted
+        counts.emitted += len(row.chunks)
+        self._respond([row])
+
+    def _respond(self, rows: Sequence[BatchRequest]) -> None:
+        """Give out what rows have got in this round, and let go of those that end."""
+        for row in rows:
+            uid, chunks, row.chunks = row.uid, row.chunks, []
+            for chunk in chunks:
+                self.ready.append(BatchResponse(uid, chunk, chunk.finish_reason))
+            if row.error is not None:
+                self.ready.append(BatchResponse(uid, None, "error", row.error))
+                self._statistics.failed += 1
+            elif not row.stream.ended:
+                continue
+            elif not chunks:
+                reason = row.stream.result.finish_reason
+                self.ready.append(BatchResponse(uid, None, reason))
+            row.let_go()
+            self.running.remove(row)
+            self._statistics.finished += 1
