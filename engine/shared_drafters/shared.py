@@ -12,7 +12,7 @@ from mlx_speculation.engine.drafters.base import NOTHING, OpenDrafter, Proposal
 from mlx_speculation.engine.drafters.fault_guard import what_is_wrong
 from mlx_speculation.engine.prompt import Sequence as Tokens
 from mlx_speculation.models import Lane
-from mlx_speculation.samplers import Ask, Verifier, peaks, propose_all
+from mlx_speculation.samplers import Ask, Rows, Verifier, peaks, propose_all
 
 Failed = dict[int, Exception]  # what requests' own processors have raised, by place
 
@@ -189,15 +189,20 @@ class SharedChain:
         self._requests, self._ids = requests, ids
         self._columns: list[mx.array] = []
         self._probs: list[list[mx.array]] = [[] for _ in requests]
-        # As alone, unusable logits are replaced only where they could do harm.
-        self._replaces = not all(one.verifier.indifferent for one in requests)
         self.unusable = mx.zeros((len(requests),), mx.bool_)
         self.failed = Failed()
-        self._asks = [Ask(one.verifier, one.sequence.rows(None)) for one in requests]
-        self._firsts = [ask.rows.positions[0] for ask in self._asks]
-        self._alone = [
-            index for index, one in enumerate(requests) if one.verifier.shared is None
-        ]
+        self._asks: list[Ask] = []
+        self._firsts: list[int] = []
+        self._alone: list[int] = []
+        self._replaces = False
+        for index, one in enumerate(requests):
+            verifier, known = one.verifier, one.sequence
+            self._asks.append(Ask(verifier, Rows(known.tokens, start=known.start)))
+            self._firsts.append(known.start + len(known.tokens))
+            # As alone, unusable logits are replaced only where they could do harm.
+            self._replaces = self._replaces or not verifier.indifferent
+            if verifier.shared is None:
+                self._alone.append(index)
 
     def choose(self, logits: mx.array, ids: mx.array | None = None) -> mx.array:
         """Choose the next token of every request, uint32 [requests], and submit it.

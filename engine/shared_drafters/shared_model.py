@@ -27,7 +27,7 @@ from mlx_speculation.engine.shared_drafters.shared import (
     SharedChain,
     SharedDrafter,
 )
-from mlx_speculation.models import BatchLane, Lane
+from mlx_speculation.models import BatchLane, Lane, PrefillBudget
 
 LAG = 2
 
@@ -64,8 +64,13 @@ class SharedModel(SharedDrafter):
 
     def within(self, requests: Sequence[Drafted], limits: list[int]) -> list[int]:
         """Return as many as the model has positions for, of each request."""
-        pairs = zip(requests, limits, strict=True)
-        return [max(0, min(limit, self._room(request))) for request, limit in pairs]
+        found = []
+        for request, limit in zip(requests, limits, strict=True):
+            lane, room = self._lanes.get(request), 0
+            if lane is not None:
+                room = lane.positions - len(request.sequence.tokens) + 1
+            found.append(max(0, min(limit, room)))
+        return found
 
     def prepare(self, requests: Sequence[Drafted], limits: Sequence[int]) -> None:
         """Let the lane hold all that draft, each up to its last two tokens.
@@ -124,7 +129,9 @@ class SharedModel(SharedDrafter):
 
     def _take_in(self, requests: Sequence[Drafted], limits: Sequence[int]) -> None:
         """Do `prepare`; what it raises is a fault."""
-        self.leave([one for one in self._requests if self._room(one) <= 0])
+        rooms = self.within(self._requests, [1] * len(self._requests))
+        places = zip(self._requests, rooms, strict=True)
+        self.leave([request for request, room in places if not room])
         inside = set(self._requests)
         new = [
             request
@@ -147,22 +154,13 @@ class SharedModel(SharedDrafter):
     def _read(self, requests: Sequence[Drafted]) -> list[Drafted]:
         """Read one chunk's worth of the texts; return the requests that are read."""
         found: list[Drafted] = []
-        left: int | None = None
-
-        def fits(chunk: int) -> bool:
-            nonlocal left
-            assert left is not None
-            if chunk > left:
-                return False
-            left -= chunk
-            return True
-
+        room: PrefillBudget | None = None
         for request in requests:
             lane, tokens = self._lanes[request], request.sequence.tokens
             if lane.seen > len(tokens) - LAG:
                 continue  # an earlier request left one more: after this round it fits
-            left = lane.prefill_step if left is None else left
-            if not lane.feed(tokens[lane.seen : -LAG], fits=fits):
+            room = room or PrefillBudget(lane.prefill_step)
+            if not lane.feed(tokens[lane.seen : -LAG], fits=room.fits):
                 break
             found.append(request)
         return found
@@ -193,8 +191,3 @@ class SharedModel(SharedDrafter):
             return [missed] if missed else []
         bits = range(missed.bit_length())
         return [1 << bit for bit in reversed(bits) if missed >> bit & 1]
-
-    def _room(self, request: Drafted) -> int:
-        """Return how many tokens of a request the model has positions to draft."""
-        lane = self._lanes.get(request)
-        return 0 if lane is None else lane.positions - len(request.sequence.tokens) + 1
