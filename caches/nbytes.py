@@ -18,9 +18,9 @@ _PLAIN = (str, int, float, bool, bytes, NoneType, type, nn.Module)
 
 def arrays_in(*things: Any) -> dict[int, mx.array]:
     """Return all arrays in lists, tuples, dicts, caches and journals, by identity."""
-    found: dict[int, mx.array] = {}
-    _collect(things, found, set())
-    return found
+    result: dict[int, mx.array] = {}
+    _collect(things, result, set())
+    return result
 
 
 def array_bytes(*things: Any) -> int:
@@ -31,26 +31,26 @@ def array_bytes(*things: Any) -> int:
 def bytes_beside(things: Sequence[Any], known: Sequence[Any]) -> int:
     """Return the bytes of the arrays in some things that known ones do not hold."""
     others = arrays_in(*known)
-    found = arrays_in(*things)
-    return sum(array.nbytes for name, array in found.items() if name not in others)
+    result = arrays_in(*things)
+    return sum(array.nbytes for name, array in result.items() if name not in others)
 
 
-def _collect(thing: Any, found: dict[int, mx.array], seen: set[int]) -> None:
+def _collect(thing: Any, result: dict[int, mx.array], seen: set[int]) -> None:
     if isinstance(thing, mx.array):
-        found[id(thing)] = thing
+        result[id(thing)] = thing
         return
     if isinstance(thing, _PLAIN) or id(thing) in seen:
         return
     seen.add(id(thing))
     if isinstance(thing, list | tuple):
         for item in thing:
-            _collect(item, found, seen)
+            _collect(item, result, seen)
     elif isinstance(thing, dict):
         for item in thing.values():
-            _collect(item, found, seen)
+            _collect(item, result, seen)
     elif type(thing).__module__.startswith(_OWN):
-        _collect(getattr(thing, "__dict__", None), found, seen)
+        _collect(getattr(thing, "__dict__", None), result, seen)
         for kind in type(thing).__mro__:
             slots = kind.__dict__.get("__slots__", ())
             for name in [slots] if isinstance(slots, str) else slots:
-                _collect(getattr(thing, name, None), found, seen)
+                _collect(getattr(thing, name, None), result, seen)

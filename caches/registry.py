@@ -78,14 +78,14 @@ def check_supported(caches: Sequence[Any]) -> list[Any]:
         InvalidRequestError: there is no cache, or one object stands in two places.
         UnsupportedCacheError: a leaf is of an unknown kind.
     """
-    found = flat(caches)
-    known = set(map(type, found)) <= JOURNALS.keys()
-    if not (found and known and len(set(map(id, found))) == len(found)):
+    result = flat(caches)
+    known = set(map(type, result)) <= JOURNALS.keys()
+    if not (result and known and len(set(map(id, result))) == len(result)):
         names = (kind.__name__ for kind in KNOWN)
         checked_leaves(
             caches, lambda leaf: type(leaf) in JOURNALS, "rolled back", names
         )
-    return found
+    return result
 
 
 def check_fixed(caches: Sequence[Any]) -> list[Any]:
@@ -96,28 +96,28 @@ def check_fixed(caches: Sequence[Any]) -> list[Any]:
         UnsupportedCacheError: a leaf is of another kind.
     """
     kinds = [*FIXED, ArraysCache]
-    found = checked_leaves(
+    result = checked_leaves(
         caches,
         lambda leaf: native_type(leaf) in kinds,
         "shown in a fixed shape (a RotatingKVCache with keep=0: by "
         "mlx_speculation.caches.with_slack)",
         (kind.__name__ for kind in kinds),
     )
-    return [leaf for _, leaf in found]
+    return [leaf for _, leaf in result]
 
 
-def open_fixed(found: Sequence[Any], shape: FixedShape) -> list[Journal]:
+def open_fixed(result: Sequence[Any], shape: FixedShape) -> list[Journal]:
     """Return a journal for each of the leaves that `check_fixed` has passed."""
     return [
         JOURNALS[type(leaf)](leaf, False)
         if type(leaf) is ArraysCache
         else _FIXED[native_type(leaf)](leaf, shape=shape)
-        for leaf in found
+        for leaf in result
     ]
 
 
 def open_journals(
-    found: Sequence[Any],
+    result: Sequence[Any],
     *,
     whole: bool,
     isolated: bool = False,
@@ -125,8 +125,8 @@ def open_journals(
 ) -> list[Journal]:
     """Return a journal for each of the leaves that `check_supported` has passed."""
     if not isolated and steps is None:  # a plain step: every call in it counts
-        return [JOURNALS[type(leaf)](leaf, whole) for leaf in found]
-    return [_opened(leaf, whole, isolated, steps) for leaf in found]
+        return [JOURNALS[type(leaf)](leaf, whole) for leaf in result]
+    return [_opened(leaf, whole, isolated, steps) for leaf in result]
 
 
 def _opened(leaf: Any, whole: bool, isolated: bool, steps: KeySteps | None) -> Journal:

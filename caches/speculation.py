@@ -225,8 +225,8 @@ class Speculation:
             self._to_change = [] if keep == wrote else [unopened]
             self._prepared = self._keep = keep
             return
-        asked = keep if isinstance(keep, int) else numbers(keep)
-        keep = asked if isinstance(asked, int) else per_row(asked, self._leaves)
+        counts = keep if isinstance(keep, int) else numbers(keep)
+        keep = counts if isinstance(counts, int) else per_row(counts, self._leaves)
         each = [leaf.written for leaf in self._leaves]
         written: int | None = each[0]
         if not (written and keep == written and each.count(written) == len(each)):
@@ -245,7 +245,7 @@ class Speculation:
             self._to_change = [j for j in self._leaves if not (everything and j.live)]
             for journal in self._to_change:
                 journal.prepare(keep)
-        self._prepared = asked
+        self._prepared = counts
         self._keep = keep
 
     def commit(self, keep: Keep) -> None:

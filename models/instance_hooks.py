@@ -50,7 +50,7 @@ _left: list["Hooked"] = []
 
 # By id, modules with hooks: of each rank the hook, and how many owners it has. Not on
 # the modules, whose copies would have it too where no class of ours takes it off.
-_held: dict[int, tuple[nn.Module, dict[int, tuple[Hook, int]]]] = {}
+_registry: dict[int, tuple[nn.Module, dict[int, tuple[Hook, int]]]] = {}
 
 
 @dataclass(slots=True)
@@ -109,12 +109,12 @@ def made_again(method: FunctionType, names: Mapping[str, Any]) -> FunctionType:
 def derived(kind: type[nn.Module], methods: dict[str, Any]) -> type[nn.Module]:
     """Return a subclass of `kind` that goes by the same name, and copies as `kind`."""
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    own = {**names, "__doc__": kind.__doc__, "_hooked_from": kind, **methods}
-    own["__reduce_ex__"] = _reduced
+    names_of_class = {**names, "__doc__": kind.__doc__, "_hooked_from": kind, **methods}
+    names_of_class["__reduce_ex__"] = _reduced
     for name in ("__copy__", "__deepcopy__"):
         if hasattr(kind, name):
-            own[name] = _copying(kind, name)
-    return type(kind.__name__, (kind,), own)
+            names_of_class[name] = _copying(kind, name)
+    return type(kind.__name__, (kind,), names_of_class)
 
 
 def _reduced(module: nn.Module, protocol: Any) -> Any:
@@ -126,10 +126,10 @@ def _reduced(module: nn.Module, protocol: Any) -> Any:
         return unhooked(hooked).__reduce_ex__(module, protocol)
     twin = _plain_twin(module)
     registered = copyreg.dispatch_table.get(type(twin))
-    found = registered(twin) if registered else twin.__reduce_ex__(protocol)
-    if isinstance(found, str):
-        return found
-    make, args, *rest = found
+    result = registered(twin) if registered else twin.__reduce_ex__(protocol)
+    if isinstance(result, str):
+        return result
+    make, args, *rest = result
     # Pickle knows copyreg's two functions by their names, and takes them only where the
     # object's class is the one that they name.
     name = getattr(make, "__name__", "")
@@ -218,22 +218,22 @@ def _change() -> Iterator[None]:
 
 def _count(module: nn.Module, hook: Hook, change: int) -> None:
     """Count an owner of a hook in or out, and give the module its class."""
-    _, held = _held.get(id(module), (module, {}))
-    first, count = held.get(hook.rank, (hook, 0))
-    held = {**held, hook.rank: (first, count + change)}
-    if not held[hook.rank][1]:
-        del held[hook.rank]
+    _, hooks = _registry.get(id(module), (module, {}))
+    first, count = hooks.get(hook.rank, (hook, 0))
+    hooks = {**hooks, hook.rank: (first, count + change)}
+    if not hooks[hook.rank][1]:
+        del hooks[hook.rank]
     within = outside = plain_class(module)
-    for rank, (each, _) in sorted(held.items()):
+    for rank, (each, _) in sorted(hooks.items()):
         within = each.make(within, *each.args)
         if rank != OF_ROUNDS:
             outside = each.make(outside, *each.args)
-    if held:
-        _held[id(module)] = module, held
+    if hooks:
+        _registry[id(module)] = module, hooks
     else:
-        _held.pop(id(module), None)
+        _registry.pop(id(module), None)
         _forget(module)
-    if OF_ROUNDS in held:
+    if OF_ROUNDS in hooks:
         round_hooks.modules[id(module)] = (module, within, outside)
     else:
         round_hooks.modules.pop(id(module), None)

@@ -161,8 +161,8 @@ def check_target(path_or_repo: str | Path) -> None:
         return
     config = read_config(folder)
     kind = next((name for name, is_kind in _DRAFTERS.items() if is_kind(config)), None)
-    if kind is None and (found := kind_by_tensors(tensor_names(folder), "")):
-        kind = f"{NAMES[found]} tensors"
+    if kind is None and (result := kind_by_tensors(tensor_names(folder), "")):
+        kind = f"{NAMES[result]} tensors"
     if kind is not None:
         raise ModelFolderError(
             f"{str(path_or_repo)!r} holds {kind}: this is a drafter for another model. "
@@ -248,9 +248,9 @@ def _load_trunk(
                 return name in beside or is_leftover(kind.__module__, name, trunk)
 
             check_index(folder, is_spare)
-            own = {name: each for name, each in weights.items() if not is_spare(name)}
+            kept = {name: each for name, each in weights.items() if not is_spare(name)}
             theirs = getattr(kind, "sanitize", None)
-            cleaned: dict[str, Any] = own if theirs is None else theirs(self, own)
+            cleaned: dict[str, Any] = kept if theirs is None else theirs(self, kept)
             return cleaned
 
         return derived(kind, {"sanitize": sanitize}), arguments

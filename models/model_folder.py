@@ -100,8 +100,8 @@ def model_folder(path_or_repo: str | Path) -> Path:
 
 def _meant(path: Path, words: Sequence[str]) -> str:
     """Return a question after a word or a folder whose name is nearly the same."""
-    own = path.parent
-    beside = own.iterdir() if own.is_dir() else ()
+    parent = path.parent
+    beside = parent.iterdir() if parent.is_dir() else ()
     meant = {each.name: str(each) for each in beside if each.is_dir()}
     if path.name == str(path):  # a word has no folder before it
         meant |= {word: word for word in words}

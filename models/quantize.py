@@ -50,17 +50,17 @@ def quantize_weights(module: nn.Module, bits: int) -> int:
         InvalidRequestError: there is nothing to quantize.
     """
     check_bits(bits)
-    own = getattr(module, "quant_predicate", None)
+    predicate = getattr(module, "quant_predicate", None)
     count = 0
 
     def how(path: str, layer: nn.Module) -> dict[str, int] | bool:
         nonlocal count
         group = _group_size(layer)
-        asked = True if own is None else own(path, layer)
-        if group is None or not asked:
+        quantizes = True if predicate is None else predicate(path, layer)
+        if group is None or not quantizes:
             return False
         count += 1
-        more = asked.get("bits", bits) if isinstance(asked, dict) else bits
+        more = quantizes.get("bits", bits) if isinstance(quantizes, dict) else bits
         return {"group_size": group, "bits": max(bits, more)}
 
     nn.quantize(module, class_predicate=how)

@@ -66,8 +66,8 @@ rows_in_exact_mode = _exact_rows.get
 
 def on_cpu() -> bool:
     """Return whether what is computed here and now is computed by a processor."""
-    found: bool = mx.default_device().type == mx.DeviceType.cpu
-    return found
+    result: bool = mx.default_device().type == mx.DeviceType.cpu
+    return result
 
 
 def cuda_serves() -> bool:

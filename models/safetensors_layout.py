@@ -104,10 +104,10 @@ def spare_files(folder: Path) -> list[Path]:
     unnamed = unnamed_files(folder)
     if not unnamed:
         return []
-    own: set[str] = set()
+    kept: set[str] = set()
     for file in weight_files(folder):
-        own.update(header(file)[0])
-    return [file for file in unnamed if own.isdisjoint(header(file)[0])]
+        kept.update(header(file)[0])
+    return [file for file in unnamed if kept.isdisjoint(header(file)[0])]
 
 
 def check_index(
@@ -129,14 +129,14 @@ def check_index(
         return
     named, files = _weight_map(folder / INDEX), weight_files(folder)
     for file in files:
-        held = header(file)[0].keys()
+        names_in_file = header(file)[0].keys()
         wanted = {name for name, place in named.items() if folder / place == file}
         lacking = sorted(
             name
-            for name in wanted - held
+            for name in wanted - names_in_file
             if not is_spare(name) and not name.endswith("rotary_emb.inv_freq")
         )
-        if lacking and not wanted.isdisjoint(held):
+        if lacking and not wanted.isdisjoint(names_in_file):
             raise ModelFolderError(
                 f"{INDEX} says that {file.name!r} in {str(folder)!r} holds "
                 f"{lacking[0]!r}, and it does not. Download both again."

@@ -90,12 +90,12 @@ def spread(model: nn.Module, group: Group, parallel: Parallel = "tensor") -> Non
     """
     check_parallel(parallel)
     name = type(model).__module__
-    found: Any = model
+    result: Any = model
     method = None
     if parallel == "tensor":
-        method = getattr(found, "shard", None)
-    elif hasattr(found, "model"):
-        method = getattr(found.model, "pipeline", None)
+        method = getattr(result, "shard", None)
+    elif hasattr(result, "model"):
+        method = getattr(result.model, "pipeline", None)
     if method is None:
         other = "pipeline" if parallel == "tensor" else "tensor"
         raise UnsupportedModelError(
@@ -153,15 +153,15 @@ def joined_output(model: nn.Module, group: Group) -> nn.Module | None:
         form = (split.group_size, split.bits, split.mode)
         made = nn.QuantizedLinear(512, 8, "bias" in rows, *form)
     made.update(rows)
-    found: nn.Module = made
-    return found
+    result: nn.Module = made
+    return result
 
 
 def _split_output(model: nn.Module) -> nn.Module | None:
     for name, module in model.named_modules():
         if isinstance(module, _SPLIT_OUTPUT) and "layers." not in name:
-            found: nn.Module = module
-            return found
+            result: nn.Module = module
+            return result
     return None
 
 

@@ -113,10 +113,10 @@ class Decided(NamedTuple):
     @property
     def arrays(self) -> list[mx.array]:
         """All there is to evaluate."""
-        found: list[mx.array] = []
+        result: list[mx.array] = []
         for _, verified in self.groups:
-            found += verified.arrays
-        return found
+            result += verified.arrays
+        return result
 
     def first_tokens(self) -> mx.array:
         """Return the first chosen token of each request, uint32 [requests].

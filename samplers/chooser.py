@@ -137,8 +137,8 @@ class Chooser:
         if self._rows is None or not self.sampling.filters:
             return tempered(processed, self.sampling, thrown)
         thrown = None if thrown is None else self.filled_up(thrown)
-        found = tempered(self.filled_up(processed), self.sampling, thrown)
-        return found[: len(processed)]
+        result = tempered(self.filled_up(processed), self.sampling, thrown)
+        return result[: len(processed)]
 
     def coins(self, positions: Sequence[int]) -> mx.array | None:
         """Return XTC's coins of these positions, float32 [rows]; None where it is off.
@@ -164,8 +164,10 @@ class Chooser:
         be called for it; see `Processors.for_draft`.
         """
         if self.processors.active:
-            own = self.processors
-            logits = (own.for_draft if for_draft else own.apply)(logits, rows)
+            processors = self.processors
+            logits = (processors.for_draft if for_draft else processors.apply)(
+                logits, rows
+            )
         return self.usable(logits, rows)
 
     def usable(self, logits: mx.array, rows: Rows) -> mx.array:

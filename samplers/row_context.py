@@ -28,7 +28,7 @@ class KnownTokens:
 
     def __init__(self) -> None:
         self._source: Sequence[int] = ()
-        self._held: NDArray[np.int32] = np.empty(256, dtype=np.int32)
+        self._buffer: NDArray[np.int32] = np.empty(256, dtype=np.int32)
         self._count = 0
 
     def since(self, known: Sequence[int], begin: int = 0) -> NDArray[np.int32]:
@@ -36,13 +36,13 @@ class KnownTokens:
         count = len(known)
         if known is not self._source:
             self._source, self._count = known, 0
-        if count > len(self._held):
+        if count > len(self._buffer):
             larger = np.empty(2 * count, dtype=np.int32)
-            larger[: self._count] = self._held[: self._count]
-            self._held = larger
-        self._held[self._count : count] = known[self._count :]
+            larger[: self._count] = self._buffer[: self._count]
+            self._buffer = larger
+        self._buffer[self._count : count] = known[self._count :]
         self._count = count
-        return self._held[begin:count]
+        return self._buffer[begin:count]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,40 +105,40 @@ class Rows:
         ahead = self.ahead[:more] if self.ahead is not None and more > 0 else None
         return Rows(known, ahead, count, self.start, allowed)
 
-    def windows(self, size: int, held: KnownTokens | None = None) -> Windows:
+    def windows(self, size: int, known: KnownTokens | None = None) -> Windows:
         """Return the last `size` tokens before each row, or all of them for size 0.
 
         Nothing is read from the device.
 
         Args:
             size: from 0.
-            held: makes large windows cheap, see `KnownTokens`.
+            known: makes large windows cheap, see `KnownTokens`.
         """
         first = self.lengths[0]
         size = size or max(self.lengths[-1], 1)
         begin = max(first - size, 0)
-        tail = self._since(begin, held)
+        tail = self._since(begin, known)
         offset = first - size - begin  # of the first row's window in the tail, <= 0
         steps = mx.arange(offset, offset + size)[None]
         index = steps + mx.arange(self.count)[:, None]
         return Windows(tail[mx.maximum(index, 0)].astype(mx.uint32), index >= 0)
 
-    def prefixes(self, held: KnownTokens | None = None) -> list[mx.array]:
+    def prefixes(self, known: KnownTokens | None = None) -> list[mx.array]:
         """Return the tokens before each row, int32 [n], not read from the device.
 
         Signed, as mlx-lm passes them to processors.
 
         Args:
-            held: makes long texts cheap, see `KnownTokens`.
+            known: makes long texts cheap, see `KnownTokens`.
         """
-        whole = self._since(0, held)
+        whole = self._since(0, known)
         return [whole[:length] for length in self.lengths]
 
-    def _since(self, begin: int, held: KnownTokens | None) -> mx.array:
+    def _since(self, begin: int, tokens: KnownTokens | None) -> mx.array:
         """Return all tokens from `begin` on, int32; one 0 where there are none."""
         known: Any
-        if held is not None:
-            known = held.since(self.known, begin)
+        if tokens is not None:
+            known = tokens.since(self.known, begin)
         else:
             known = np.array(self.known[begin:], dtype=np.int32)
         if self.ahead is None:

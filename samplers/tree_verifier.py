@@ -87,16 +87,16 @@ def verify_tree(
     agree = mx.concatenate([mx.array([True]), agree])
     taken = ~(seen & ~agree[None]).any(axis=1)
     on_path = taken[None] & (depths[None] == mx.arange(1, levels + 1)[:, None])
-    found = mx.argmax(on_path, axis=1).astype(mx.int32)  # [levels], rows
+    result = mx.argmax(on_path, axis=1).astype(mx.int32)  # [levels], rows
     accepted = on_path.any(axis=1).astype(mx.int32).sum()
-    path = mx.concatenate([mx.array([0], mx.int32), found])
+    path = mx.concatenate([mx.array([0], mx.int32), result])
     normals = peaks(processed) if top is None else normalizers(processed)
     report = None
     if top is not None:
         whole = verifier.whole_rows
         report = _taken(reported(processed, normals, choices, top, whole=whole), path)
     verified = Verified(choices[path], accepted, normals[path], report)
-    return VerifiedTree(verified, found - 1)
+    return VerifiedTree(verified, result - 1)
 
 
 def _taken(report: LogProbs, rows: mx.array) -> LogProbs:

@@ -37,9 +37,9 @@ def _one(token: Any) -> mx.array:
         one: mx.array = token.reshape(1).astype(mx.uint32)
         return one
     array = isinstance(token, mx.array)
-    found = f"{token.dtype}{list(token.shape)}" if array else repr(token)
+    result = f"{token.dtype}{list(token.shape)}" if array else repr(token)
     raise InvalidRequestError(
-        f"The sampler returned {found}, and one token id for log-probabilities [1, "
+        f"The sampler returned {result}, and one token id for log-probabilities [1, "
         "vocab] is needed, such as mx.argmax(log_probs, axis=-1) makes."
     )
 

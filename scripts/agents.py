@@ -42,13 +42,13 @@ Sessions = Sequence[Sequence[Turn]]
 
 def others() -> dict[str, Callable[[], Arm]]:
     """Return the arms of other engines, whose drafts do not depend on costs."""
-    found: dict[str, Callable[[], Arm]] = {
+    result: dict[str, Callable[[], Arm]] = {
         "prompt lookup as vLLM's": partial(PromptLookup, 3, 5, latest=True),
         "prompt lookup as transformers'": partial(PromptLookup, 1, 3, latest=False),
     }
     for longest in (4, 8, 16, 32):
-        found[f"suffix decoding, {longest}"] = partial(SuffixDecoding, longest)
-    return found
+        result[f"suffix decoding, {longest}"] = partial(SuffixDecoding, longest)
+    return result
 
 
 def run(arm: Arm, sessions: Sessions) -> Tally:
@@ -80,27 +80,27 @@ def ours(sessions: Sessions, history: int) -> dict[str, dict[str, float]]:
 
 def compare(arms: Mapping[str, Sessions], *, history: bool = True) -> dict[str, object]:
     """Return the figures of ours for each set of sessions, of others for the first."""
-    found: dict[str, object] = {}
+    result: dict[str, object] = {}
     for name, sessions in arms.items():
-        found[name] = ours(sessions, HISTORY)
-        _say(name, found[name])
+        result[name] = ours(sessions, HISTORY)
+        _say(name, result[name])
     first = next(iter(arms.values()))
     if history:
-        found["ours, no history"] = ours(first, 0)
-        _say("ours, no history", found["ours, no history"])
+        result["ours, no history"] = ours(first, 0)
+        _say("ours, no history", result["ours, no history"])
     for name, make in others().items():
         tally = run(make(), first)
-        found[name] = {each: figures(tally, cost) for each, cost in COSTS.items()}
-        _say(name, found[name])
-    return found
+        result[name] = {each: figures(tally, cost) for each, cost in COSTS.items()}
+        _say(name, result[name])
+    return result
 
 
-def _say(name: str, found: object) -> None:
-    assert isinstance(found, dict)
+def _say(name: str, result: object) -> None:
+    assert isinstance(result, dict)
     columns = (
         f"{c}: {one['tokens_a_round']:6.3f} a round, {one['accepted']} of "
         f"{one['drafted']}, speed {one['speed']:.3f}"
-        for c, one in found.items()
+        for c, one in result.items()
     )
     sys.stdout.write(f"{name:38} {'   '.join(columns)}\n")
     sys.stdout.flush()

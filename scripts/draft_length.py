@@ -103,15 +103,15 @@ def replay(
                 f"{file.name} has {', '.join(pairs)}; there is no {min(unknown)!r}"
             )
         costs = machines_of(recorded, each)[machine]
-        for found in judged(recorded, each, costs, tokens, explain=explain):
+        for result in judged(recorded, each, costs, tokens, explain=explain):
             if explain:
-                say(f"{draft} {found.group}", found.own.decisions or ())
+                say(f"{draft} {result.group}", result.own.decisions or ())
             report.add(
                 draft=draft,
-                group=found.group,
-                x_plain=found.over_plain,
-                x_best=found.over_best,
-                best=found.best,
+                group=result.group,
+                x_plain=result.over_plain,
+                x_best=result.over_best,
+                best=result.best,
             )
 
 
@@ -139,11 +139,11 @@ def explained(
             pass
         say(f"{draft} {question.group}", stream.decisions)
         counts.append(stream.stats)
-    found = total(counts)
+    result = total(counts)
     return {
-        "rounds": found.rounds,
-        "drafts": found.drafts,
-        "accepted": found.acceptance_rate,
+        "rounds": result.rounds,
+        "drafts": result.drafts,
+        "accepted": result.acceptance_rate,
     }
 
 

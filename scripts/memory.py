@@ -155,8 +155,8 @@ def slack(model: Any, prompt: list[int]) -> int:
             model(mx.array([prompt[start : start + 100]]), cache=caches)
             model(mx.array([prompt[:1]]), cache=caches)
             mx.eval([cache.state for cache in caches])
-        found = [leaf for _, leaf in leaves(caches) if isinstance(leaf, kind)]
-        return sum(int(leaf.nbytes) for leaf in found)
+        result = [leaf for _, leaf in leaves(caches) if isinstance(leaf, kind)]
+        return sum(int(leaf.nbytes) for leaf in result)
 
     native = held(make_prompt_cache(model), RotatingKVCache)
     return held(with_slack(make_prompt_cache(model)), SlidingKVCache) - native

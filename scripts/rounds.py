@@ -177,9 +177,9 @@ class Case:
                 for name, model in self.models.items()
             }
             calls = python_calls(stream.next_round)
-            found = {name: len(rows) for name, rows in noted.items()}
+            result = {name: len(rows) for name, rows in noted.items()}
             reads = 1 + stream.stats.reads - before
-        return {**found, "reads": reads, "python_calls": calls}
+        return {**result, "reads": reads, "python_calls": calls}
 
 
 def parts_of(stream: "Stream", count: int) -> list[dict[str, float]]:

@@ -137,8 +137,8 @@ def _written(
     for file in of_shards:
         mine: dict[str, tuple[Path, TensorPlace]] = {}
         for name, place in places_in(file).items():
-            found = head if is_leftover(module, name, trunk) else mine
-            found[name] = file, place
+            result = head if is_leftover(module, name, trunk) else mine
+            result[name] = file, place
         said = header(file)[1] or said
         if mine:
             _write(out / file.name, mine, said)

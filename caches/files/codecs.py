@@ -190,16 +190,16 @@ def _has_array(kind: Kind, name: str) -> bool:
 def attributes(leaf: Leaf) -> dict[str, Any]:
     """Return everything that a cache with these checked fields holds."""
     kind = KINDS[leaf.name]
-    held: dict[str, Any] = {k: leaf.arrays.get(k) for k in kind.arrays}
-    held |= {k: v for k, v in leaf.numbers.items() if k != "slots"}
-    held |= dict.fromkeys(kind.pending)
+    fields: dict[str, Any] = {k: leaf.arrays.get(k) for k in kind.arrays}
+    fields |= {k: v for k, v in leaf.numbers.items() if k != "slots"}
+    fields |= dict.fromkeys(kind.pending)
     if leaf.name == "ArraysCache":
         slots = leaf.numbers["slots"]
-        held["cache"] = [leaf.arrays.get(f"cache.{i}") for i in range(slots)]
+        fields["cache"] = [leaf.arrays.get(f"cache.{i}") for i in range(slots)]
     elif leaf.name == "QuantizedKVCache" and leaf.arrays:
         for key in _KV:
-            held[key] = tuple(leaf.arrays[f"{key}.{i}"] for i in range(3))
-    return held
+            fields[key] = tuple(leaf.arrays[f"{key}.{i}"] for i in range(3))
+    return fields
 
 
 def build(leaf: Leaf) -> Any:

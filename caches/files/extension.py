@@ -124,12 +124,12 @@ def _rows(rows: Any) -> Rows:
     return tuple(tuple(row) for row in rows)
 
 
-def check_digest(found: str, user: Mapping[str, str]) -> None:
+def check_digest(result: str, user: Mapping[str, str]) -> None:
     """Refuse a file that has changed since it was saved."""
     said = user.get(f"{PREFIX}digest")
     need(
-        found == said,
-        f"its content has the digest {found[:12]} and was saved with "
+        result == said,
+        f"its content has the digest {result[:12]} and was saved with "
         f"{shown(said and said[:12])}: it has changed since",
     )
 

@@ -92,7 +92,7 @@ def cut(leaf: Leaf, rows: int, names: Iterable[str] = ("keys", "values")) -> Lea
 
 def need_integers(leaf: Leaf, *names: str) -> list[list[int]]:
     """Return the values of arrays with one whole number for each row of the batch."""
-    found = []
+    result = []
     for name in names:
         need(name in leaf.arrays, f"it has no {name}")
         array = leaf.arrays[name]
@@ -105,6 +105,6 @@ def need_integers(leaf: Leaf, *names: str) -> list[list[int]]:
             max(map(abs, values)) <= MAX_COUNT,
             f"{name} goes from {min(values)} to {max(values)}",
         )
-        found.append(values)
-    need(len({len(values) for values in found}) == 1, f"{', '.join(names)} differ")
-    return found
+        result.append(values)
+    need(len({len(values) for values in result}) == 1, f"{', '.join(names)} differ")
+    return result

@@ -37,9 +37,9 @@ def check_like(
 def cast_to(caches: Sequence[Any], nodes: Sequence[Node]) -> None:
     """Let floating point arrays of nodes have the dtype of those of live caches."""
     for leaf, live in pairs_of(nodes, caches):
-        held = read_leaf(live).arrays
+        arrays = read_leaf(live).arrays
         for key, there in leaf.arrays.items():
-            here = held.get(key, there)
+            here = arrays.get(key, there)
             if all(mx.issubdtype(a.dtype, mx.floating) for a in (here, there)):
                 leaf.arrays[key] = there.astype(here.dtype)
 
@@ -69,14 +69,14 @@ def check_fits(leaf: Leaf, live: Any) -> None:
 
     A live cache without rows says what it is set to, and not which shapes it gets.
     """
-    held = read_leaf(live)
-    name = held.name
+    present = read_leaf(live)
+    name = present.name
     need(leaf.name == name, f"the file has a {leaf.name} and the live cache is {name}")
     for key in KINDS[name].settings:
-        ours, theirs = held.numbers[key], leaf.numbers[key]
+        ours, theirs = present.numbers[key], leaf.numbers[key]
         need(ours == theirs, f"{key} is {theirs} in the file and {ours} here")
     for key, there in leaf.arrays.items():
-        here = held.arrays.get(key, there)
+        here = present.arrays.get(key, there)
         need(
             here.dtype == there.dtype and _alike(name, here, there),
             f"{key} is {there.shape} {there.dtype} in the file and {here.shape} "

@@ -102,14 +102,14 @@ def load_into(
     if draft_caches is not None:
         assert content.drafter is not None
         pairs += pairs_of(content.drafter, draft_caches)
-    held = [vars(live) for _, live in pairs]
+    before = [vars(live) for _, live in pairs]
     new = [attributes_for(live, leaf) for leaf, live in pairs]
     mx.eval(new)
     result = _loaded(
         content, list(caches), None if draft_caches is None else list(draft_caches)
     )
     # One call that runs no Python in between, so that no Ctrl-C falls half-way.
-    deque(map(dict.update, held, new), maxlen=0)
+    deque(map(dict.update, before, new), maxlen=0)
     return result
 
 

@@ -214,9 +214,9 @@ def _complete_layer(leaf: Leaf, place: str, size: int) -> None:
     assert offset is not None
     value: Any = offset.item()
     leaf.numbers["offset"] = int(value)
-    held = window.shape[1] if window is not None and window.ndim == 3 else 0
-    if held < leaf.numbers["offset"]:
-        leaf.numbers["window_size"] = held
+    width = window.shape[1] if window is not None and window.ndim == 3 else 0
+    if width < leaf.numbers["offset"]:
+        leaf.numbers["window_size"] = width
     else:
         need(
             size > 0,
@@ -309,11 +309,11 @@ def _path_of(text: str) -> Path:
 
 def _grouped(values: Values) -> dict[int, Values]:
     """Return the values by the first step of their path, and the rest of it."""
-    found: dict[int, Values] = {}
+    result: dict[int, Values] = {}
     for path, value in values.items():
         need(bool(path), "a value stands where a list is due")
-        found.setdefault(path[0], {})[path[1:]] = value
-    return found
+        result.setdefault(path[0], {})[path[1:]] = value
+    return result
 
 
 def _items(values: Values, what: str) -> list[Any]:

@@ -116,7 +116,7 @@ def _draft_seen(
         seen = [given] if isinstance(given, int) else list(given)
     else:
         said = map(tree.positions, tree.leaves(nodes))
-        seen = next((held for held in said if held is not None), counts)
+        seen = next((count for count in said if count is not None), counts)
     check_seen(seen, counts)
     return tuple(seen)
 

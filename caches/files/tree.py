@@ -43,10 +43,10 @@ def need_known(name: Any, place: str) -> None:
 
 def check(nodes: Sequence[Node], what: str = "cache ") -> tuple[Node, ...]:
     """Check every leaf and that all are for one batch; return them cut."""
-    found = tuple(_check(node, f"{what}{i}") for i, node in enumerate(nodes))
-    sizes = {size for leaf in leaves(found) if (size := batch(leaf)) is not None}
+    result = tuple(_check(node, f"{what}{i}") for i, node in enumerate(nodes))
+    sizes = {size for leaf in leaves(result) if (size := batch(leaf)) is not None}
     need(len(sizes) < 2, f"its caches are for batches of {sorted(sizes)}")
-    return found
+    return result
 
 
 def _check(node: Node, place: str) -> Node:
@@ -91,8 +91,8 @@ def positions(leaf: Leaf) -> list[int] | None:
     if "offset" in leaf.arrays:
         if "keys" not in leaf.arrays:
             return None
-        found: Any = leaf.arrays["offset"].tolist()
-        return [int(offset) for offset in found]
+        result: Any = leaf.arrays["offset"].tolist()
+        return [int(offset) for offset in result]
     if leaf.numbers.get("offset", 0) == 0:
         return None
     return [leaf.numbers["offset"]] * (batch(leaf) or 1)
@@ -101,17 +101,19 @@ def positions(leaf: Leaf) -> list[int] | None:
 def check_tokens(nodes: Sequence[Node], counts: list[int], whose: str) -> None:
     """Require that every leaf holds as many tokens as there are, in every row."""
     for leaf in leaves(nodes):
-        held, size = positions(leaf), batch(leaf)
+        stored, size = positions(leaf), batch(leaf)
         need(
             size in (None, len(counts)),
             f"the {whose} caches are for a batch of {size} and the tokens for one of "
             f"{len(counts)}",
         )
-        if held is None or held == counts:
+        if stored is None or stored == counts:
             continue
-        need(len(held) == len(counts), f"the {whose} has {len(held)} rows in a batch")
-        row = next(i for i, count in enumerate(counts) if held[i] != count)
+        need(
+            len(stored) == len(counts), f"the {whose} has {len(stored)} rows in a batch"
+        )
+        row = next(i for i, count in enumerate(counts) if stored[i] != count)
         raise FlawError(
-            f"a {leaf.name} of the {whose} holds {held[row]} tokens in row {row} and "
+            f"a {leaf.name} of the {whose} holds {stored[row]} tokens in row {row} and "
             f"{counts[row]} are given"
         )

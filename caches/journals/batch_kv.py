@@ -55,8 +55,8 @@ def removable(cache: Any, padding: mx.array, keep: Sequence[int]) -> int:
     if added <= LOOSE:
         return 0
     _loose[cache] = 0
-    held: Any = padding.tolist()
-    common = min(p + longest - k for p, k in zip(held, keep, strict=True))
+    paddings: Any = padding.tolist()
+    common = min(p + longest - k for p, k in zip(paddings, keep, strict=True))
     return max(0, int(common))
 
 

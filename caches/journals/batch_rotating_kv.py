@@ -126,17 +126,17 @@ class BatchRotatingJournal(RingJournal):
 
     def _append(self, keys: mx.array, values: mx.array, keep: list[int]) -> None:
         """Append the first `keep[row]` positions to each row, in order."""
-        cache, held = self._cache, 0
+        cache, columns = self._cache, 0
         padding = cache.left_padding[...]
         if cache.keys is not None:
             old_keys, old_values = _ordered(cache)
-            held = old_keys.shape[2]
+            columns = old_keys.shape[2]
             keys = mx.concatenate([old_keys, keys], axis=2)
             values = mx.concatenate([old_values, values], axis=2)
         width = keys.shape[2] - removable(cache, padding, keep)
         width = min(width, cache.max_size)
         kept = mx.array(keep, dtype=cache.offset.dtype)
-        right = width - held - kept
+        right = width - columns - kept
         cache.keys = moved(keys, right, width)
         cache.values = moved(values, right, width)
         cache.left_padding = mx.maximum(padding + right, 0)

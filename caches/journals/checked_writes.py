@@ -99,8 +99,8 @@ def _check_slot(cache: Any, idx: int, value: Any) -> None:
 
 
 def _check_attribute(cache: Any, name: str, value: Any) -> None:
-    held = vars(cache).get(name)
-    if isinstance(value, mx.array) and isinstance(held, mx.array):
+    before = vars(cache).get(name)
+    if isinstance(value, mx.array) and isinstance(before, mx.array):
         _check(cache, name, value, _attribute(name))
 
 
@@ -130,23 +130,23 @@ def _held(cache: Any, read: Read) -> tuple[mx.array | None, bool]:
 
     Of packed parts it is the last, which has the dtype that was written.
     """
-    held = read(cache)
-    packed = isinstance(held, (list, tuple)) and bool(held)
-    held = held[-1] if packed else held
-    return (held if isinstance(held, mx.array) else None), packed
+    buffer = read(cache)
+    packed = isinstance(buffer, (list, tuple)) and bool(buffer)
+    buffer = buffer[-1] if packed else buffer
+    return (buffer if isinstance(buffer, mx.array) else None), packed
 
 
 def _check(
     cache: Any, what: str, new: mx.array, read: Read, *, width: bool = False
 ) -> None:
     """Refuse `new` where it does not fit what `read` finds in this or a like cache."""
-    held, packed = _held(cache, read)
-    if held is not None:
+    buffer, packed = _held(cache, read)
+    if buffer is not None:
         width = width and not packed
-        if _form(new, width) != _form(held, width) or _converts(new, held):
+        if _form(new, width) != _form(buffer, width) or _converts(new, buffer):
             raise InvalidRequestError(
                 f"An array of shape {new.shape}, {_dtype(new)}, was written to the "
-                f"{what} of a {_name(cache)}, {held.shape}, {_dtype(held)}. Rank, "
+                f"{what} of a {_name(cache)}, {buffer.shape}, {_dtype(buffer)}. Rank, "
                 "batch, head count, width and dtype have to stay. Use each model and "
                 "each batch with caches of its own."
             )
@@ -166,15 +166,15 @@ def _check_peers(cache: Any, what: str, new: mx.array, read: Read) -> None:
     """Refuse a first write whose batch or dtype is not that of the like caches."""
     for peer in _peers.get(cache, ()):
         other = peer()
-        held = None if other is None else _held(other, read)[0]
-        if held is None:
+        others = None if other is None else _held(other, read)[0]
+        if others is None:
             continue
-        if new.shape[:1] != held.shape[:1] or _converts(new, held):
+        if new.shape[:1] != others.shape[:1] or _converts(new, others):
             raise InvalidRequestError(
                 f"An array of shape {new.shape}, {_dtype(new)}, was written to the "
                 f"{what} of an empty {_name(cache)}, and another layer holds "
-                f"{held.shape}, {_dtype(held)}. Batch and dtype have to be those of "
-                "the other layers. Load the model in one dtype."
+                f"{others.shape}, {_dtype(others)}. Batch and dtype have to be those "
+                "of the other layers. Load the model in one dtype."
             )
         return
 
@@ -185,11 +185,11 @@ def _form(array: mx.array, width: bool) -> tuple[int, ...]:
     return (array.ndim, *array.shape[:1], *heads, *(array.shape[-1:] if width else ()))
 
 
-def _converts(new: mx.array, held: mx.array) -> bool:
+def _converts(new: mx.array, old: mx.array) -> bool:
     """Return whether the write changes a dtype; token ids may be any integers."""
-    if new.dtype == held.dtype:
+    if new.dtype == old.dtype:
         return False
-    return not all(mx.issubdtype(a.dtype, mx.integer) for a in (new, held))
+    return not all(mx.issubdtype(a.dtype, mx.integer) for a in (new, old))
 
 
 def _arrays(value: Any) -> Iterator[mx.array]:

@@ -47,8 +47,8 @@ class ChunkedJournal(KVJournal):
     def note(self) -> None:
         """Record the state before a trim of the front, if there will be one."""
         cache = self._cache
-        held = cache.offset - cache.start_position
-        if cache.keys is not None and held > cache.chunk_size:
+        kept = cache.offset - cache.start_position
+        if cache.keys is not None and kept > cache.chunk_size:
             self._trims.append(dict(vars(cache)))
 
     def commit(self, keep: int) -> None:

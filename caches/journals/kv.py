@@ -122,8 +122,8 @@ class KVJournals:
 
     def opened(self) -> list[KVJournal]:
         """Return a journal for every cache, as it was when this was made."""
-        held = zip(self._caches, self._starts, self._empty, strict=True)
-        return [KVJournal.since(cache, start, empty) for cache, start, empty in held]
+        states = zip(self._caches, self._starts, self._empty, strict=True)
+        return [KVJournal.since(cache, start, empty) for cache, start, empty in states]
 
 
 def even_out(cache: Any) -> None:

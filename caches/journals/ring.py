@@ -109,9 +109,9 @@ class RingJournal(LiveJournal):
         """Record the state before a write of these keys and values."""
         cache, width = self._cache, keys.shape[2]
         arrays, overwritten = None, None
-        held = 0 if cache.keys is None else cache.keys.shape[2]
-        grows = held <= self.count and held < cache.max_size
-        if width > 1 or grows or held > cache.max_size:
+        columns = 0 if cache.keys is None else cache.keys.shape[2]
+        grows = columns <= self.count and columns < cache.max_size
+        if width > 1 or grows or columns > cache.max_size:
             arrays = cache.keys, cache.values
             _saved.pop(cache, None)  # stale now
         elif self.count >= cache.max_size:

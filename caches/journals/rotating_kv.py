@@ -58,9 +58,9 @@ def _mask_with_first_rows(cache: Any, count: int) -> mx.array:
     Returns:
         bool [count, columns], for the columns that a write of several rows leaves.
     """
-    held = min(cache.max_size - 1, cache.offset)
-    columns = mx.arange(held + count)[None]
-    rows = mx.arange(held, held + count)[:, None]
+    kept = min(cache.max_size - 1, cache.offset)
+    columns = mx.arange(kept + count)[None]
+    rows = mx.arange(kept, kept + count)[:, None]
     recent = rows < columns + cache.max_size - cache.keep
     seen: mx.array = (rows >= columns) & (recent | (columns < cache.keep))
     return seen

@@ -108,7 +108,7 @@ class Persistence:
             points = {0} & node.points.keys() or {mark} & self._ends(node)
             if not stateful or (points and node.stop <= matched):
                 last = len(usable)
-        found: dict[str, tuple[Segment, list[Node]]] = {}
+        result: dict[str, tuple[Segment, list[Node]]] = {}
         for place, node in enumerate(usable[:last], 1):
             lacks = self._marks(node) - {self._roles[which].mark for which in node.rows}
             if place == last:
@@ -116,8 +116,8 @@ class Persistence:
                     self._roles[which].mark for which in node.points
                 }
             if node.file is not None and lacks & {role.mark for role in self._roles}:
-                found.setdefault(node.file.name, (node.file, []))[1].append(node)
-        return list(found.values())
+                result.setdefault(node.file.name, (node.file, []))[1].append(node)
+        return list(result.values())
 
     def _marks(self, node: Node) -> frozenset[str]:
         """Return the marks of the roles whose rows are in a file."""
@@ -211,12 +211,12 @@ class Persistence:
             text, start = node.text, node.start
             if not self._unsaved(node) or not plain(text):
                 return False
-            held = {
+            parts = {
                 which: Held(rows, node.points.get(which))
                 for which, rows in node.rows.items()
             }
         marks = [role.mark for role in self._roles]
-        arrays, plan = encoded(held, marks)
+        arrays, plan = encoded(parts, marks)
         segment = self._folder.write(
             text[:start], text[start:], arrays, plan, written=node.written
         )

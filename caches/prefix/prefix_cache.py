@@ -232,7 +232,7 @@ class PrefixCache:
     def _fill(
         self,
         node: Node,
-        held: Mapping[int, Held] | None,
+        kept: Mapping[int, Held] | None,
         now: int,
         cost: float,
         *,
@@ -243,7 +243,7 @@ class PrefixCache:
         Returns:
             False if it has no rows of the target: no room, or a file of no use.
         """
-        for which, (rows, point) in (held or {}).items():
+        for which, (rows, point) in (kept or {}).items():
             part = self._roles[which].part(rows, node.start, node.stop)
             if which not in node.rows and self._room(part.size, cost, now):
                 node.rows[which] = part.copied()
@@ -263,9 +263,9 @@ class PrefixCache:
             back: a role of rows alone is resumed so many tokens before their end.
         """
         with self._alone():
-            held, nodes = self._tree.longest(which, tokens, back)
+            kept, nodes = self._tree.longest(which, tokens, back)
             self._touch(nodes, next(self._clock))
-        return held
+        return kept
 
     def store(
         self, tokens: Tokens, left: Sequence[Left], prompt: int | None = None
@@ -290,11 +290,11 @@ class PrefixCache:
         path = self._tree.reach(tokens)
         self._touch(path, now := next(self._clock))
         cost = self._level + len(tokens)
-        held: dict[int, Snapshot] = {}
+        kept: dict[int, Snapshot] = {}
         ends: dict[int, int] = {}
         places: set[int] = set()
         for which, caches, stop, points, _ in left:
-            held[which] = snapshot(caches, 0, self._roles[which].rows(stop))
+            kept[which] = snapshot(caches, 0, self._roles[which].rows(stop))
             end = ends[which] = min(stop, len(tokens))
             points[:] = [point for point in points if 0 < point.stop <= end]
             places |= {end, *(point.stop for point in points)}
@@ -303,7 +303,7 @@ class PrefixCache:
         places.update(range((known // every + 1) * every, last, every))
         places |= {prompt} if known < prompt < last else set()
         for place in sorted(places):
-            there = {which: held[which] for which in held if place <= ends[which]}
+            there = {which: kept[which] for which in kept if place <= ends[which]}
             taken = [each.points for each in left]
             node = self._reach(tokens[:place], there, taken, now, cost)
             if node is None:
@@ -314,18 +314,18 @@ class PrefixCache:
                 if points and points[0].stop == place:
                     self._hang(node, which, points.pop(0), cost)
                 elif stop == place and self.stateful(which):
-                    states = held[which].states
+                    states = kept[which].states
                     self._hang(node, which, Point(stop, states, hidden), cost)
 
     def _reach(
         self,
         tokens: Tokens,
-        held: Mapping[int, Snapshot],
+        kept: Mapping[int, Snapshot],
         taken: Sequence[list[Point]],
         now: int,
         cost: float,
     ) -> Node | None:
-        """Let the nodes along `tokens` have the rows of the roles in `held`.
+        """Let the nodes along `tokens` have the rows of the roles in `kept`.
 
         What costs less gives way, and later points, among those `taken`. None: there
         is no room.
@@ -338,7 +338,7 @@ class PrefixCache:
         lacking = [
             (node, which, self._roles[which].part(rows.ranges, node.start, node.stop))
             for node in nodes[1:]
-            for which, rows in held.items()
+            for which, rows in kept.items()
             if which not in node.rows
         ]
         size = sum(rows.size for _, _, rows in lacking)

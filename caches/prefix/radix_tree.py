@@ -71,8 +71,8 @@ class Node:
     @property
     def nbytes(self) -> int:
         """Bytes of its rows and states."""
-        held: list[Snapshot | Point] = [*self.rows.values(), *self.points.values()]
-        return sum(each.nbytes for each in held)
+        kept: list[Snapshot | Point] = [*self.rows.values(), *self.points.values()]
+        return sum(each.nbytes for each in kept)
 
     @property
     def resident(self) -> bool:
@@ -148,18 +148,18 @@ class PrefixTree:
 
         The last node may be matched in part; the first is the start, or the root.
         """
-        found, matched = [start or self._root], 0
+        result, matched = [start or self._root], 0
         while matched < len(tokens):
-            child = found[-1].children.get(tokens[matched])
+            child = result[-1].children.get(tokens[matched])
             if child is None:
                 break
             run = child.tokens
             common = _common(run, tokens[matched : matched + len(run)])
-            found.append(child)
+            result.append(child)
             matched += common
             if common < len(run):
                 break
-        return found, matched
+        return result, matched
 
     def answers(self, tokens: Tokens) -> tuple[int, list[list[int]]]:
         """Return where `tokens` part from what the target wrote, and what it wrote.
@@ -179,13 +179,13 @@ class PrefixTree:
         while last.parent is not None and last.written:
             last = last.parent
         waiting = [child for child in last.children.values() if child.written]
-        found: list[Node] = []
+        result: list[Node] = []
         while waiting:
             node = waiting.pop()
-            found.append(node)
+            result.append(node)
             waiting += [child for child in node.children.values() if child.written]
-        found.sort(key=lambda node: (node.stop, node.used), reverse=True)
-        return last.stop, [node.text[last.stop :] for node in found]
+        result.sort(key=lambda node: (node.stop, node.used), reverse=True)
+        return last.stop, [node.text[last.stop :] for node in result]
 
     def usable(self, which: int, tokens: Tokens) -> tuple[list[Node], int]:
         """Return the nodes along `tokens` that a role can use, and how many of these.

@@ -40,9 +40,9 @@ class Role(NamedTuple):
         """Return how many rows follow from so many tokens."""
         return max(0, stop - self.lag)
 
-    def part(self, held: Snapshot, start: int, stop: int) -> Snapshot:
+    def part(self, kept: Snapshot, start: int, stop: int) -> Snapshot:
         """Return the rows that belong to the tokens [start, stop)."""
-        return split(split(held, self.rows(stop))[0], self.rows(start))[1]
+        return split(split(kept, self.rows(stop))[0], self.rows(start))[1]
 
 
 class Roles(list[Role]):

@@ -32,11 +32,11 @@ class Held(NamedTuple):
     point: Point | None  # at its end
 
 
-def encoded(held: Mapping[int, Held], marks: Sequence[str]) -> tuple[Arrays, Any]:
+def encoded(kept: Mapping[int, Held], marks: Sequence[str]) -> tuple[Arrays, Any]:
     """Return the arrays of a segment, and the plan of them."""
     arrays: Arrays = {}
     plan: dict[str, Any] = {}
-    for which, (rows, point) in held.items():
+    for which, (rows, point) in kept.items():
         counts = []
         for number, leaf in enumerate(rows.leaves):
             parts = leaf.rows[0].slices() if leaf.rows else ()
@@ -62,13 +62,13 @@ def decoded(
     Raises:
         FlawError: the caches here are others.
     """
-    held = {}
+    kept = {}
     for which, role in enumerate(roles):
         if role.mark in plan:
             name, counts, fields = plan[role.mark]
             need(len(counts) == len(role.empty.leaves), "it has other layers")
-            held[which] = _held(arrays, role, str(name), counts, fields, start, stop)
-    return held
+            kept[which] = _held(arrays, role, str(name), counts, fields, start, stop)
+    return kept
 
 
 def _held(

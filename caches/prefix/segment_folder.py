@@ -89,7 +89,7 @@ class SegmentFolder:
             )
         self.path, self._max_bytes = Path(folder), int(gigabytes * 1e9)
         self._model = ""
-        self._held, self._counted = 0, 0.0  # bytes of all files, and when
+        self._bytes, self._counted = 0, 0.0  # bytes of all files, and when
         self._known: set[str] = set()  # names that were looked at
         self._scanned = -1  # the folder's time then
         try:
@@ -105,8 +105,8 @@ class SegmentFolder:
     def _check_mode(self) -> None:
         status = self.path.lstat()
         mode = stat.S_IMODE(status.st_mode)
-        own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
-        if not own or mode & 0o077:
+        private = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+        if not private or mode & 0o077:
             raise FlawError(
                 f"it has mode {mode:04o} and the owner {status.st_uid}, and a folder "
                 f"of mode 0700 of user {os.geteuid()} is needed"
@@ -136,8 +136,8 @@ class SegmentFolder:
 
     def digest(self, tokens: Sequence[int]) -> Any:
         """Return an HMAC that has seen the tokens before a segment."""
-        found = hmac.new(self._key, self._model.encode(), "sha256")
-        return extended(found, tokens)
+        result = hmac.new(self._key, self._model.encode(), "sha256")
+        return extended(result, tokens)
 
     def _name(self, parent: str, tokens: Sequence[int]) -> str:
         text = json.dumps([self._model, parent, [*tokens]])
@@ -151,11 +151,11 @@ class SegmentFolder:
         with suppress(OSError):
             now = self.path.stat().st_mtime_ns
             if now != self._scanned:
-                found = self.names()
-                new = sorted(found - self._known)
+                result = self.names()
+                new = sorted(result - self._known)
                 # A later file of the same tick leaves the folder's time as it is.
                 settled = time.time_ns() - now > SETTLED_NANOSECONDS
-                self._known, self._scanned = found, now if settled else -1
+                self._known, self._scanned = result, now if settled else -1
                 read = [self._looked_at(name) for name in new if self._is_own(name)]
                 segments = [each for each in read if each is not None]
                 return sorted(segments, key=lambda each: each.start)
@@ -271,8 +271,8 @@ class SegmentFolder:
         if size > self._max_bytes:
             raise OSError(f"a segment has {size} bytes of {self._max_bytes} in all")
         now = time.time()
-        self._held += size
-        if self._held <= self._max_bytes and now - self._counted < COUNTED_SECONDS:
+        self._bytes += size
+        if self._bytes <= self._max_bytes and now - self._counted < COUNTED_SECONDS:
             return
         files = []
         for entry in os.scandir(self.path):
@@ -284,16 +284,16 @@ class SegmentFolder:
                 elif old and _UNFINISHED.fullmatch(entry.name):
                     self.remove(entry.name)
         self._counted = now
-        self._held = size + sum(each[1] for each in files)
+        self._bytes = size + sum(each[1] for each in files)
         for _, taken, name in sorted(files):
-            if self._held <= self._max_bytes:
+            if self._bytes <= self._max_bytes:
                 return
             self.remove(name)
-            self._held -= taken
+            self._bytes -= taken
 
 
 def extended(digest: Any, tokens: Sequence[int]) -> Any:
     """Return a digest that has seen further tokens too."""
-    found = digest.copy()
-    found.update(array("I", tokens).tobytes())
-    return found
+    result = digest.copy()
+    result.update(array("I", tokens).tobytes())
+    return result

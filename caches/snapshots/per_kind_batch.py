@@ -45,11 +45,11 @@ def batch_extent(batches: Sequence[tuple[str, Any]]) -> tuple[int, Lags]:
     (first, leaf), *others = used
     offsets: list[int] = leaf.offset.tolist()
     for place, other in others:
-        found = other.offset.tolist()
-        if found != offsets:
+        result = other.offset.tolist()
+        if result != offsets:
             raise InvalidRequestError(
                 f"The rows of layer {first} hold {offsets} tokens, and those of layer "
-                f"{place} {found}. The layers of a model move together: pass caches "
+                f"{place} {result}. The layers of a model move together: pass caches "
                 "that were fed the same tokens."
             )
     for place, other in used:

@@ -59,8 +59,8 @@ def read_rows(cache: Any, stop: int, count: int | None) -> tuple[mx.array, mx.ar
     Raises:
         InvalidRequestError: the cache holds none of them.
     """
-    held = _held_rows(cache)
-    first = cache.offset - held  # the position of row 0, once they are in order
+    kept = _held_rows(cache)
+    first = cache.offset - kept  # the position of row 0, once they are in order
     start = max(0, 0 if count is None else stop - count, first)
     if not start < stop <= cache.offset:
         raise InvalidRequestError(
@@ -77,7 +77,7 @@ def read_rows(cache: Any, stop: int, count: int | None) -> tuple[mx.array, mx.ar
         return keys, values
     keys, values = cache.keys, cache.values
     wrapped = native_type(cache) is RotatingKVCache and not _in_order(cache)
-    if wrapped and rows != slice(0, held):
+    if wrapped and rows != slice(0, kept):
         keys, values = map(cache._temporal_order, (keys, values))
     return keys[..., rows, :], values[..., rows, :]
 

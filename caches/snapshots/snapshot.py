@@ -147,7 +147,7 @@ def merge(parent: Snapshot, child: Snapshot) -> Snapshot:
     return Snapshot(parent.start, child.stop, joined, child.lags)
 
 
-def split(held: Snapshot, at: int) -> tuple[Snapshot, Snapshot]:
+def split(whole: Snapshot, at: int) -> tuple[Snapshot, Snapshot]:
     """Cut [a, c) to [a, at) and [at, c), without a copy. `merge` is the inverse.
 
     States stay with the part that ends where they were taken; at `stop` itself that
@@ -157,26 +157,26 @@ def split(held: Snapshot, at: int) -> tuple[Snapshot, Snapshot]:
         UnsupportedCacheError: a layer's state cannot be cut there.
         InvalidRequestError: `at` is outside of the range.
     """
-    if not held.start <= at <= held.stop:
+    if not whole.start <= at <= whole.stop:
         raise InvalidRequestError(
-            f"The cut is at {at}, and the snapshot holds [{held.start}, {held.stop}). "
-            "Cut inside of it."
+            f"The cut is at {at}, and the snapshot holds "
+            f"[{whole.start}, {whole.stop}). Cut inside of it."
         )
-    state = next((leaf for leaf in held.leaves if leaf.state is not None), None)
-    if state is not None and held.start < at < held.stop:
+    state = next((leaf for leaf in whole.leaves if leaf.state is not None), None)
+    if state is not None and whole.start < at < whole.stop:
         raise UnsupportedCacheError(
             f"Layer {state.place} is a {state.kind.__name__}, which can be cut at "
-            f"{held.stop} only, where it was taken, and not at {at}. Cut there, or "
+            f"{whole.stop} only, where it was taken, and not at {at}. Cut there, or "
             "cut the snapshot's `ranges`."
         )
-    parts = (held.start, at), (at, held.stop)
-    with_states = at == held.stop, at < held.stop
+    parts = (whole.start, at), (at, whole.stop)
+    with_states = at == whole.stop, at < whole.stop
     head, tail = (
         replace(
-            held,
+            whole,
             start=part[0],
             stop=part[1],
-            leaves=tuple(_cut(leaf, *part, states) for leaf in held.leaves),
+            leaves=tuple(_cut(leaf, *part, states) for leaf in whole.leaves),
         )
         for part, states in zip(parts, with_states, strict=True)
     )

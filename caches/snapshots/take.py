@@ -50,28 +50,28 @@ def snapshot(
             cut at `stop`.
         InvalidRequestError: the range is not in the caches, or they are out of step.
     """
-    found = _supported(caches)
-    held, lags = _extent(caches)
+    result = _supported(caches)
+    extent, lags = _extent(caches)
     if stop is None:
-        stop = held
+        stop = extent
     if stop is None:
         raise InvalidRequestError(
             "No cache knows how many tokens it holds, and stop is None. Pass the "
             "number of tokens that the caches were fed."
         )
-    if not 0 <= start <= stop or (held is not None and stop > held):
+    if not 0 <= start <= stop or (extent is not None and stop > extent):
         raise InvalidRequestError(
             f"The range [{start}, {stop}) was asked for, and the caches hold "
-            f"[0, {stop if held is None else held}). Ask for a part of that."
+            f"[0, {stop if extent is None else extent}). Ask for a part of that."
         )
-    for place, leaf, _ in found:
-        _check_offset(place, leaf, held, stop)
-    taken = tuple(_taken(*one, held, start, stop) for one in found)
+    for place, leaf, _ in result:
+        _check_offset(place, leaf, extent, stop)
+    taken = tuple(_taken(*one, extent, start, stop) for one in result)
     mx.eval([leaf.state for leaf in taken])
     return Snapshot(start, stop, taken, lags)
 
 
-def restore(held: Snapshot, target: Sequence[Any]) -> None:
+def restore(saved: Snapshot, target: Sequence[Any]) -> None:
     """Let the caches hold [0, stop) of a snapshot, in place of what they hold.
 
     A snapshot that begins at `start` goes on from caches that hold `start` tokens.
@@ -83,39 +83,39 @@ def restore(held: Snapshot, target: Sequence[Any]) -> None:
             hold `start` tokens.
         UnsupportedCacheError: a layer's state is missing.
     """
-    found = _supported(target)
-    if held.stateless is not None:
-        leaf = held.stateless
+    result = _supported(target)
+    if saved.stateless is not None:
+        leaf = saved.stateless
         raise UnsupportedCacheError(
             f"Layer {leaf.place} is a {leaf.kind.__name__}, and this snapshot of "
-            f"[{held.start}, {held.stop}) has no state of it. Restore at an offset "
+            f"[{saved.start}, {saved.stop}) has no state of it. Restore at an offset "
             "where one was taken."
         )
-    check_same([_bare(*one) for one in found], held.leaves)
-    if held.start:
-        _check_continues(target, held)
-    pairs = list(zip(found, held.leaves, strict=True))
-    fields = [_restored(cache, leaf, held) for (_, cache, _), leaf in pairs]
+    check_same([_bare(*one) for one in result], saved.leaves)
+    if saved.start:
+        _check_continues(target, saved)
+    pairs = list(zip(result, saved.leaves, strict=True))
+    fields = [_restored(cache, leaf, saved) for (_, cache, _), leaf in pairs]
     mx.eval(fields)
-    before = [dict(vars(cache)) for _, cache, _ in found]
+    before = [dict(vars(cache)) for _, cache, _ in result]
     try:
-        for (_, cache, _), values in zip(found, fields, strict=True):
+        for (_, cache, _), values in zip(result, fields, strict=True):
             vars(cache).update(values)
     except BaseException:
-        for (_, cache, _), values in zip(found, before, strict=True):
+        for (_, cache, _), values in zip(result, before, strict=True):
             vars(cache).update(values)
         raise
 
 
 def _supported(caches: Sequence[Any]) -> list[tuple[str, Any, Holding]]:
     """Return every leaf with its place and how it is held; refuse unknown kinds."""
-    found = checked_leaves(
+    result = checked_leaves(
         caches,
         lambda leaf: native_type(leaf) in HOLDINGS,
         "held by a snapshot",
         (kind.__name__ for kind in HOLDINGS),
     )
-    return [(place, leaf, HOLDINGS[native_type(leaf)]) for place, leaf in found]
+    return [(place, leaf, HOLDINGS[native_type(leaf)]) for place, leaf in result]
 
 
 def _extent(caches: Sequence[Any]) -> tuple[int | None, Lags]:
@@ -124,11 +124,11 @@ def _extent(caches: Sequence[Any]) -> tuple[int | None, Lags]:
     return batch_extent(batches) if batches else (position(caches), ())
 
 
-def _check_offset(place: str, leaf: Any, held: int | None, stop: int) -> None:
+def _check_offset(place: str, leaf: Any, extent: int | None, stop: int) -> None:
     """Refuse a leaf that does not hold `stop` tokens and cannot be cut there."""
     kind = native_type(leaf)
     # The rows of batch caches were compared already.
-    offset = held if is_batch(leaf) else getattr(leaf, "offset", held)
+    offset = extent if is_batch(leaf) else getattr(leaf, "offset", extent)
     if (offset == 0 or is_batch(leaf)) and leaf.empty():
         return  # the model does not use this layer, or nothing was fed
     if HOLDINGS[kind].whole and offset is not None and offset != stop:
@@ -136,9 +136,9 @@ def _check_offset(place: str, leaf: Any, held: int | None, stop: int) -> None:
             f"Layer {place} is a {kind.__name__}, which can be cut at {offset} only, "
             f"where it stands, and not at {stop}. Take the snapshot there."
         )
-    if offset is not None and held is not None and offset != held:
+    if offset is not None and extent is not None and offset != extent:
         raise InvalidRequestError(
-            f"Layer {place} holds {offset} tokens, and another {held}. The layers of "
+            f"Layer {place} holds {offset} tokens, and another {extent}. The layers of "
             "a model move together: pass caches that were fed the same tokens."
         )
 
@@ -148,7 +148,7 @@ def _bare(place: str, leaf: Any, holding: Holding) -> HeldLeaf:
 
 
 def _taken(
-    place: str, leaf: Any, holding: Holding, held: int | None, start: int, stop: int
+    place: str, leaf: Any, holding: Holding, extent: int | None, start: int, stop: int
 ) -> HeldLeaf:
     bare = _bare(place, leaf, holding)
     if holding.state is not None:
@@ -156,39 +156,39 @@ def _taken(
     empty = leaf.empty() if is_batch(leaf) else leaf.offset == 0
     if start == stop or empty:
         return bare
-    first = _first_position(leaf, held)
+    first = _first_position(leaf, extent)
     return replace(bare, rows=(Rows(buffers(leaf), first, start, stop, leaf),))
 
 
-def _first_position(leaf: Any, held: int | None) -> int:
+def _first_position(leaf: Any, extent: int | None) -> int:
     """Return the position that row 0 of the buffers has: below 0 in padding."""
-    return 0 if held is None or not is_batch(leaf) else held - leaf._idx
+    return 0 if extent is None or not is_batch(leaf) else extent - leaf._idx
 
 
-def _check_continues(target: Sequence[Any], held: Snapshot) -> None:
+def _check_continues(target: Sequence[Any], saved: Snapshot) -> None:
     """Refuse a target that does not hold the tokens before the snapshot's."""
     offset, lags = _extent(target)
-    if offset is not None and offset != held.start:
+    if offset is not None and offset != saved.start:
         raise InvalidRequestError(
             f"The caches hold {offset} tokens, and the snapshot of "
-            f"[{held.start}, {held.stop}) goes on from {held.start}. Restore what is "
-            "before it first, or merge the two."
+            f"[{saved.start}, {saved.stop}) goes on from {saved.start}. Restore "
+            "what is before it first, or merge the two."
         )
-    check_lags(lags, held.lags)
+    check_lags(lags, saved.lags)
 
 
-def _restored(cache: Any, leaf: HeldLeaf, held: Snapshot) -> Fields:
+def _restored(cache: Any, leaf: HeldLeaf, saved: Snapshot) -> Fields:
     """Return the fields that let a cache hold what a leaf held."""
     if leaf.whole:
         return aliased(leaf.state)  # type: ignore[no-any-return]
     if not leaf.rows:
         kept = buffers(cache)
-        return {} if held.start and kept else row_fields(cache, (), 0, held.lags)
+        return {} if saved.start and kept else row_fields(cache, (), 0, saved.lags)
     parts = []
-    if held.start:
-        rows = slice(-_first_position(cache, held.start), None)
+    if saved.start:
+        rows = slice(-_first_position(cache, saved.start), None)
         before = (array[..., rows, :] for array in buffers(cache))
-        parts.append(tuple(array[..., : held.start, :] for array in before))
+        parts.append(tuple(array[..., : saved.start, :] for array in before))
     parts += [rows.slices() for rows in leaf.rows]
     stop = leaf.rows[-1].stop
-    return row_fields(cache, with_room(cache, parts, stop), stop, held.lags)
+    return row_fields(cache, with_room(cache, parts, stop), stop, saved.lags)

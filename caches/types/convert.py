@@ -70,26 +70,26 @@ def merged(rows: Sequence[Sequence[Any]], *, in_steps: bool = False) -> list[Any
         rows: the caches of each, one per layer.
         in_steps: see `RaggedKVCache`.
     """
-    found = _merged([as_native(caches) for caches in rows])
-    for leaf in flat(found):
+    result = _merged([as_native(caches) for caches in rows])
+    for leaf in flat(result):
         if type(leaf) is RaggedKVCache:
             leaf.in_steps = in_steps
-    mx.eval(states(found))
-    return found
+    mx.eval(states(result))
+    return result
 
 
 def _merged(rows: Sequence[Sequence[Any]]) -> list[Any]:
-    found: list[Any] = []
+    result: list[Any] = []
     for layer in zip(*rows, strict=True):
         if type(layer[0]) is CacheList:
-            found.append(CacheList(*_merged([one.caches for one in layer])))
+            result.append(CacheList(*_merged([one.caches for one in layer])))
         elif native_type(layer[0]) is KVCache:
-            found.append(RaggedKVCache.merge(layer))
+            result.append(RaggedKVCache.merge(layer))
         elif native_type(layer[0]) is QuantizedKVCache:
-            found.append(RaggedQuantizedKVCache.merge(layer))
+            result.append(RaggedQuantizedKVCache.merge(layer))
         else:
-            found.append(type(layer[0]).merge(list(layer)))
-    return found
+            result.append(type(layer[0]).merge(list(layer)))
+    return result
 
 
 def extend_all(caches: Sequence[Any], others: Sequence[Any]) -> None:
@@ -100,8 +100,8 @@ def extend_all(caches: Sequence[Any], others: Sequence[Any]) -> None:
     """
     before = [(vars(leaf), dict(vars(leaf))) for leaf in flat(caches)]
     try:
-        for own, other in zip(caches, others, strict=True):
-            own.extend(other)
+        for cache, other in zip(caches, others, strict=True):
+            cache.extend(other)
         mx.eval(states(caches))  # out of memory shows here, not in a round
     except BaseException:
         for attributes, old in before:
@@ -117,17 +117,19 @@ def has_states(caches: Sequence[Any]) -> bool:
 
 def meets_plans(caches: Sequence[Any]) -> bool:
     """Return whether cuDNN plans attention anew for each number of rows."""
-    held = [leaf.keys for leaf in flat(caches) if is_batch(leaf)]
-    return any(isinstance(keys, mx.array) and asks_cudnn(keys.dtype) for keys in held)
+    buffers = [leaf.keys for leaf in flat(caches) if is_batch(leaf)]
+    return any(
+        isinstance(keys, mx.array) and asks_cudnn(keys.dtype) for keys in buffers
+    )
 
 
 def columns_shown(caches: Sequence[Any]) -> tuple[int, ...]:
     """Return the numbers of columns that a batch's last write has shown, each once."""
-    found = [leaf for leaf in flat(caches) if isinstance(leaf, RaggedKVCache)]
-    return tuple(sorted({leaf.shown for leaf in found}))
+    result = [leaf for leaf in flat(caches) if isinstance(leaf, RaggedKVCache)]
+    return tuple(sorted({leaf.shown for leaf in result}))
 
 
 def others_are_longer(caches: Sequence[Any], rows: Sequence[int]) -> bool:
     """Return whether a batch has a step of columns more than these rows need."""
-    found = [leaf for leaf in flat(caches) if isinstance(leaf, RaggedKVCache)]
-    return any(leaf.needed() > leaf.needed(rows) for leaf in found)
+    result = [leaf for leaf in flat(caches) if isinstance(leaf, RaggedKVCache)]
+    return any(leaf.needed() > leaf.needed(rows) for leaf in result)

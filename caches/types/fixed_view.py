@@ -93,11 +93,11 @@ def fixed_mask(
     Returns:
         bool [rows, stop - first].
     """
-    own = mx.minimum(mx.arange(offset, offset + rows), stop - 1)[:, None]
+    positions = mx.minimum(mx.arange(offset, offset + rows), stop - 1)[:, None]
     columns = mx.arange(first, stop)[None]
-    mask = columns <= own
+    mask = columns <= positions
     if window is not None:
-        mask = mask & (columns > own - window)
+        mask = mask & (columns > positions - window)
     return mask
 
 
@@ -204,14 +204,14 @@ class FixedSlidingKVCache(SlidingKVCache):
             _fit(self, size)
             return
         begin = max(held_from, first)  # rows before it are hidden from all that follow
-        held = slice(begin - held_from, self._end)
+        kept = slice(begin - held_from, self._end)
         place = slice(begin - first, self.offset - first)
         made = []
         for old, new in ((self.keys, keys), (self.values, values)):
             batch, heads, _, dim = new.shape
             buffer = mx.zeros((batch, heads, size, dim), new.dtype)
             if old is not None:
-                buffer[..., place, :] = old[..., held, :]
+                buffer[..., place, :] = old[..., kept, :]
             made.append(buffer)
         self.keys, self.values = made
         self._end = self.offset - first
@@ -234,16 +234,16 @@ def in_fixed_view(cache: Any, shape: FixedShape) -> Any:
 
 def _fit(cache: Any, rows: int) -> None:
     """Let buffers that hold the rows up to the offset be of `rows` rows."""
-    held = buffers(cache)
-    if held and held[0].shape[-2] != rows:
+    arrays = buffers(cache)
+    if arrays and arrays[0].shape[-2] != rows:
         both = (cache.keys, cache.values)
         cache.keys, cache.values = tree_map(lambda x: _resized(x, rows), both)
 
 
 def _resized(buffer: mx.array, rows: int) -> mx.array:
     """Return a buffer [..., rows, dim] that begins like another one."""
-    *lead, held, dim = buffer.shape
-    if held > rows:
+    *lead, present, dim = buffer.shape
+    if present > rows:
         return mx.contiguous(buffer[..., :rows, :])
-    more = mx.zeros((*lead, rows - held, dim), buffer.dtype)
+    more = mx.zeros((*lead, rows - present, dim), buffer.dtype)
     return mx.concatenate([buffer, more], axis=-2)

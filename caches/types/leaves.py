@@ -54,8 +54,8 @@ def checked_leaves(
         UnsupportedCacheError: a leaf is of an unknown kind.
     """
     places: dict[int, str] = {}
-    found = list(leaves(caches))
-    for place, leaf in found:
+    result = list(leaves(caches))
+    for place, leaf in result:
         if not known(leaf):
             raise UnsupportedCacheError(
                 f"{whose} of layer {place} is a {type(leaf).__name__}, and the kinds "
@@ -68,22 +68,22 @@ def checked_leaves(
                 "does."
             )
         places[id(leaf)] = place
-    if not found:
+    if not result:
         raise InvalidRequestError(
             f"The list of caches holds {len(caches)} items and no leaf. Pass what "
             "mlx_lm.models.cache.make_prompt_cache(model) returns."
         )
-    return found
+    return result
 
 
 def flat(caches: Sequence[Any]) -> list[Any]:
     """Return every leaf cache. Every step asks, so no place is worked out here."""
     if CacheList not in map(type, caches):
         return list(caches)
-    found: list[Any] = []
+    result: list[Any] = []
     for cache in caches:
-        found += flat(cache.caches) if type(cache) is CacheList else (cache,)
-    return found
+        result += flat(cache.caches) if type(cache) is CacheList else (cache,)
+    return result
 
 
 def check_single(caches: Sequence[Any]) -> None:
@@ -96,9 +96,9 @@ def check_single(caches: Sequence[Any]) -> None:
         several = type(leaf) is ArraysCache and leaf.batch_size > 1
         if several or is_batch(leaf):
             place = next(p for p, other in leaves(caches) if other is leaf)
-            held = f"{type(leaf).__name__} with {_rows(leaf)} rows"
+            content = f"{type(leaf).__name__} with {_rows(leaf)} rows"
             raise UnsupportedCacheError(
-                f"The cache of layer {place} is a {held}, and 1 sequence is decoded "
+                f"The cache of layer {place} is a {content}, and 1 sequence is decoded "
                 "here. Pass cache.extract(row) of every layer, or run the batch in a "
                 "Speculation of its own, with a number for each row."
             )

@@ -136,8 +136,8 @@ def whole_steps(rows: int) -> int:
     return -(-rows // step) * step
 
 
-def with_room(held: mx.array, rows: int, room: int) -> mx.array:
-    """Return a buffer of `room` rows that begins with the first `rows` of `held`."""
-    batch, heads, _, dim = held.shape
-    more = mx.zeros((batch, heads, room - rows, dim), held.dtype)
-    return mx.concatenate([held[..., :rows, :], more], axis=2)
+def with_room(old: mx.array, rows: int, room: int) -> mx.array:
+    """Return a buffer of `room` rows that begins with the first `rows` of `old`."""
+    batch, heads, _, dim = old.shape
+    more = mx.zeros((batch, heads, room - rows, dim), old.dtype)
+    return mx.concatenate([old[..., :rows, :], more], axis=2)

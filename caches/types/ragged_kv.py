@@ -62,8 +62,10 @@ class RaggedKVCache(BatchKVCache):
         """Return a batch that holds copies of what these caches of one row do."""
         merged = cls(len(caches))
         merged.lengths = [int(cache.offset) for cache in caches]
-        held: list[tuple[int, Any]] = [(i, x) for i, x in enumerate(caches) if x.offset]
-        for row, cache in held:
+        filled: list[tuple[int, Any]] = [
+            (i, x) for i, x in enumerate(caches) if x.offset
+        ]
+        for row, cache in filled:
             columns = merged._whole(merged.columns)
             merged.keys = merged._padded(merged.keys, cache.keys, columns)
             merged.values = merged._padded(merged.values, cache.values, columns)
@@ -79,8 +81,8 @@ class RaggedKVCache(BatchKVCache):
 
     def needed(self, rows: Sequence[int] | None = None) -> int:
         """Return the columns of these rows, or of all, in whole steps."""
-        own = self.lengths if rows is None else [self.lengths[row] for row in rows]
-        return self._whole(max(own, default=0))
+        lengths = self.lengths if rows is None else [self.lengths[row] for row in rows]
+        return self._whole(max(lengths, default=0))
 
     @property
     def shown(self) -> int:
@@ -175,8 +177,8 @@ class RaggedKVCache(BatchKVCache):
             cache.keys = mx.contiguous(self.keys[idx : idx + 1, :, :stop])
             cache.values = mx.contiguous(self.values[idx : idx + 1, :, :stop])
             cache.offset = stop
-        found: KVCache = cache
-        return found
+        result: KVCache = cache
+        return result
 
     @property
     def state(self) -> Any:

@@ -125,10 +125,10 @@ class RaggedQuantizedKVCache(RaggedKVCache):
     def _columns_held(self) -> int:
         return 0 if self.keys is None else int(self.keys[0].shape[2])
 
-    def _written(self, held: Parts | None, new: mx.array, columns: int) -> Parts:
+    def _written(self, old: Parts | None, new: mx.array, columns: int) -> Parts:
         """Return what is held, with so many columns and new positions of each row."""
         coded = mx.quantize(new, group_size=self.group_size, bits=self.bits)
-        parts, width = self._widened(held, coded, columns), new.shape[2]
+        parts, width = self._widened(old, coded, columns), new.shape[2]
         if len(set(self.lengths)) > 1:
             places = places_of(tuple(self.lengths), width)
             pairs = zip(parts, coded, strict=True)
@@ -140,9 +140,9 @@ class RaggedQuantizedKVCache(RaggedKVCache):
             part[..., start : start + width, :] = one
         return parts
 
-    def _widened(self, held: Parts | None, like: Parts, columns: int) -> Parts:
+    def _widened(self, old: Parts | None, like: Parts, columns: int) -> Parts:
         """Return parts of these rows with so many columns at least, or zeros."""
-        each = held or (None,) * len(like)
+        each = old or (None,) * len(like)
         pairs = zip(each, like, strict=True)
         return tuple(self._padded(part, one, columns) for part, one in pairs)
 

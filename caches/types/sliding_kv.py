@@ -211,8 +211,8 @@ class SlidingKVCache:
         The next write to either copies the buffers.
         """
         keys, values, *rest = self.state
-        own = (None if a is None else a[...] for a in (keys, values))
-        return SlidingKVCache.from_state((*own, *rest))  # type: ignore[arg-type]
+        copies = (None if a is None else a[...] for a in (keys, values))
+        return SlidingKVCache.from_state((*copies, *rest))  # type: ignore[arg-type]
 
     def _append(
         self, keys: mx.array, values: mx.array, undo: int
@@ -241,8 +241,8 @@ class SlidingKVCache:
         fits = end + width <= self.max_size + self.slack
         kept = end if fits else min(end, self.max_size + undo)
         size, rows = self._size_for(kept + width), slice(end - kept, end)
-        held = self.keys[..., rows, :], self.values[..., rows, :]
-        self.keys, self.values = (_buffer(part, size, filled=True) for part in held)
+        window = self.keys[..., rows, :], self.values[..., rows, :]
+        self.keys, self.values = (_buffer(part, size, filled=True) for part in window)
         self._end = kept
 
     def _size_for(self, rows: int) -> int:

@@ -67,14 +67,14 @@ class TreeView:
             window = min(window_size or cache.max_size, cache.max_size)
         before = written - rows.seen.shape[1]  # columns of committed rows
         seen = mx.broadcast_to(mx.array(True), (N, before))
-        own = rows.seen
+        visible = rows.seen
         if window is not None:
             # Row i stands at `before` + depths[i], counted from the first column.
             reach = rows.depths[:, None] - window
             seen = mx.arange(before)[None] > before + reach
-            if own.shape[1] == N:
-                own = own & (rows.depths[None] > reach)
-        mask = mx.concatenate([seen, own], axis=1)
+            if visible.shape[1] == N:
+                visible = visible & (rows.depths[None] > reach)
+        mask = mx.concatenate([seen, visible], axis=1)
         # More are shown, where keys are in whole steps.
         shown: int = written if native is None else native.shape[-1]
         return mx.pad(mask, [(0, 0), (0, shown - written)])
@@ -125,14 +125,14 @@ def move_rows(caches: Sequence[Any], written: int, rows: Sequence[int]) -> None:
     kept = next((i for i, row in enumerate(rows) if row != i), len(rows))
     if kept == len(rows):
         return
-    found: dict[int, mx.array] = {}  # by where the round began, the rows
+    result: dict[int, mx.array] = {}  # by where the round began, the rows
     for cache in caches:
         start = _end(cache) - written
-        if start not in found:
-            found[start] = mx.array([start + row for row in rows[kept:]])
+        if start not in result:
+            result[start] = mx.array([start + row for row in rows[kept:]])
         place = slice(start + kept, start + len(rows))
-        _move(cache.keys, found[start], place)
-        _move(cache.values, found[start], place)
+        _move(cache.keys, result[start], place)
+        _move(cache.values, result[start], place)
 
 
 def _end(cache: Any) -> int:

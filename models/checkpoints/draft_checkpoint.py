@@ -78,8 +78,8 @@ def layer_args(
     }
     for rotation in rotations:
         check_rotation(rotation, name, dims=size, positions=positions)
-    found: Args = kind.from_dict(fields)
-    return found
+    result: Args = kind.from_dict(fields)
+    return result
 
 
 def layer_part(config: Config) -> Config:
@@ -145,13 +145,13 @@ def read_tensors(folder: Path, name: str) -> Weights:
             "other kinds are not read: convert them."
         )
     check_index(folder)
-    found: Weights = {}
+    result: Weights = {}
     for file in files:
         header(file)  # cut files are refused with a clear error
-        held: Any = mx.load(str(file))
-        found |= {each.removeprefix("model."): value for each, value in held.items()}
+        arrays: Any = mx.load(str(file))
+        result |= {each.removeprefix("model."): value for each, value in arrays.items()}
     return unpacked(
-        {n: v for n, v in found.items() if not n.endswith("rotary_emb.inv_freq")}
+        {n: v for n, v in result.items() if not n.endswith("rotary_emb.inv_freq")}
     )
 
 
@@ -245,8 +245,8 @@ def quantize_like(module: nn.Module, weights: Weights) -> None:
     def packed(path: str, part: nn.Module) -> bool | dict[str, Any]:
         if f"{path}.scales" not in weights or not hasattr(part, "to_quantized"):
             return False
-        found: dict[str, Any] = infer_quant_config(path, part, weights)
-        return found
+        result: dict[str, Any] = infer_quant_config(path, part, weights)
+        return result
 
     try:
         nn.quantize(module, class_predicate=packed)
@@ -265,8 +265,8 @@ def check_shapes(
 ) -> None:
     """Refuse weights of other names or shapes than a module has."""
 
-    def some(found: set[str]) -> str:
-        shown = sorted(map(file_name, found))
+    def some(result: set[str]) -> str:
+        shown = sorted(map(file_name, result))
         more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
         return ", ".join(shown[:_SHOWN]) + more
 

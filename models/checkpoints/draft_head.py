@@ -143,7 +143,7 @@ class HeadCache(Protocol):
         """
         ...
 
-    def resume(self, held: Snapshot) -> None:
+    def resume(self, snapshot: Snapshot) -> None:
         """Hold the rows that `kept` has returned, of a beginning of the text."""
         ...
 

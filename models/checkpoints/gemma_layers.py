@@ -33,14 +33,14 @@ def gemma_args(config: Config, layers: int, name: str) -> gemma4_text.ModelArgs:
     Raises:
         ModelFolderError: their rotation is not understood.
     """
-    own: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "layer_types": [FULL] * layers,
         "num_kv_shared_layers": 0,
         "hidden_size_per_layer_input": 0,
         "use_double_wide_mlp": False,
         "enable_moe_block": False,
     }
-    made = gemma4_text.ModelArgs.from_dict({**layer_part(config), **own})
+    made = gemma4_text.ModelArgs.from_dict({**layer_part(config), **fields})
     return with_rotations(made, config, name)
 
 

@@ -61,14 +61,14 @@ class JoinedHead(nn.Module):
     @property
     def dtype(self) -> mx.Dtype:
         """The dtype of its states; the target's may be another."""
-        found: mx.Dtype = self.norm.weight.dtype
-        return found
+        result: mx.Dtype = self.norm.weight.dtype
+        return result
 
     def embedded(self, tokens: mx.array, target: Any, **options: bool) -> mx.array:
         """Return embeddings [batch, positions, dim], the target's if it has none."""
         if "embed_tokens" in self:
-            own: mx.array = self.embed_tokens(tokens)
-            return own
+            result: mx.array = self.embed_tokens(tokens)
+            return result
         rows: mx.array = target.embed(tokens, **options)
         return rows.astype(self.dtype)
 
@@ -76,8 +76,8 @@ class JoinedHead(nn.Module):
         """Return the logits of states after the norm, the target's if it has none."""
         if "lm_head" not in self:
             return target.head(normed)
-        own: mx.array = self.lm_head(normed)
-        return own
+        result: mx.array = self.lm_head(normed)
+        return result
 
 
 def take_own_ends(
@@ -96,8 +96,8 @@ def take_own_ends(
         ModelFolderError: they do not fit this target, or one another.
     """
     ids = take_draft_ids(weights, vocab, name)
-    found = OwnEnds(ids, _rows(weights, "lm_head"), _rows(weights, "embed_tokens"))
-    kinds = {"embedding": found.embedding, "output layer": found.output}
+    result = OwnEnds(ids, _rows(weights, "lm_head"), _rows(weights, "embed_tokens"))
+    kinds = {"embedding": result.embedding, "output layer": result.output}
     lacks = [kind for kind, rows in kinds.items() if rows is None]
     if lacks and dim != target_dim:
         raise ModelFolderError(
@@ -105,14 +105,14 @@ def take_own_ends(
             f"{lacks[0]} of its own it has to be the target's, {target_dim}. Choose "
             f"the {name} of this target."
         )
-    columns = found.output or vocab
+    columns = result.output or vocab
     if columns != (vocab if ids is None else ids.size):
-        own = "no d2t" if ids is None else f"a d2t of {ids.size}"
+        table = "no d2t" if ids is None else f"a d2t of {ids.size}"
         raise ModelFolderError(
-            f"The {name} has {columns} columns of logits and {own}, and the target "
+            f"The {name} has {columns} columns of logits and {table}, and the target "
             f"{vocab} ids. Take a whole checkpoint of this target's {name}."
         )
-    return found
+    return result
 
 
 def features_of(
@@ -180,5 +180,5 @@ def check_layers(
 
 
 def _rows(weights: Weights, name: str) -> int | None:
-    found = weights.get(f"{name}.weight")
-    return None if found is None else int(found.shape[0])
+    result = weights.get(f"{name}.weight")
+    return None if result is None else int(result.shape[0])

@@ -22,14 +22,14 @@ def unpacked(weights: dict[str, mx.array]) -> dict[str, mx.array]:
     if not parts:
         return weights
     norms = (v.dtype for name, v in weights.items() if name.endswith("norm.weight"))
-    found, dtype = dict(weights), next(norms, mx.bfloat16)
+    result, dtype = dict(weights), next(norms, mx.bfloat16)
     for part in parts:
-        packed, scale = found.pop(f"{part}.weight"), found.pop(f"{part}{_SCALE}")
-        whole = found.pop(f"{part}{_WHOLE}")
-        found.pop(f"{part}.input_scale", None)  # of activations
+        packed, scale = result.pop(f"{part}.weight"), result.pop(f"{part}{_SCALE}")
+        whole = result.pop(f"{part}{_WHOLE}")
+        result.pop(f"{part}.input_scale", None)  # of activations
         numbers = _numbers(packed) * _repeated(scale) * whole
-        found[f"{part}.weight"] = numbers.astype(dtype)
-    return found
+        result[f"{part}.weight"] = numbers.astype(dtype)
+    return result
 
 
 def _numbers(packed: mx.array) -> mx.array:

@@ -93,10 +93,10 @@ class ParallelCache:
         """Return caches and how many rows each holds; see `MtpCache`."""
         return None if self.first else first_rows(self._caches, self.end)
 
-    def resume(self, held: Snapshot) -> None:
+    def resume(self, snapshot: Snapshot) -> None:
         """Hold the rows that `kept` has returned, of a beginning of the text."""
-        restore(held, self._caches)
-        self.end = self._before = self._after = held.stop
+        restore(snapshot, self._caches)
+        self.end = self._before = self._after = snapshot.stop
 
     def feed(self, hidden: mx.array, stop: int, tokens_of: TokensOf) -> None:
         """Write positions of committed text, and keep them; see `HeadCache`."""

@@ -64,12 +64,12 @@ class Score:
         values = (mx.exp(target_log_probs) * guesses).sum(axis=-1)
         guessed = mx.argmax(guesses, axis=-1)
         mx.eval(values, guessed)
-        found, right = np.array(guessed), np.array(tokens)
-        length, width = max(1, len(found)), logits.shape[-1]
-        often = [np.bincount(each, minlength=width) for each in (found, right)]
+        result, right = np.array(guessed), np.array(tokens)
+        length, width = max(1, len(result)), logits.shape[-1]
+        often = [np.bincount(each, minlength=width) for each in (result, right)]
         return cls(
             np.array(values, dtype=np.float64),
-            float((found == right).sum() / length),
+            float((result == right).sum() / length),
             float(np.dot(*often) / length**2),
         )
 

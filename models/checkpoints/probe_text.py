@@ -52,8 +52,8 @@ class OwnText:
     """A text in rows of one length."""
 
     tokens: mx.array  # ids [rows, positions]
-    own: int  # the first position that the target wrote; 1 where it read them all
-    # Its log-probabilities there, float32 [rows, positions - own, vocab]
+    written: int  # the first position that the target wrote; 1 where it read them all
+    # Its log-probabilities there, float32 [rows, positions - written, vocab]
     target_log_probs: mx.array
     # Its states at all positions but the last, [rows, positions - 1, dim]
     after_norm: mx.array
@@ -69,8 +69,8 @@ class OwnText:
         steps: int = STEPS,  # how many tokens to write in each row
     ) -> "OwnText":
         """Let a target write."""
-        own = min(len(start) for start in starts)
-        rows = mx.array([list(start[:own]) for start in starts], mx.uint32)
+        shortest = min(len(start) for start in starts)
+        rows = mx.array([list(start[:shortest]) for start in starts], mx.uint32)
         target: Any = model
         caches, seen = make_prompt_cache(model), taps.states()
         tokens, target_log_probs = [rows], []
@@ -82,7 +82,7 @@ class OwnText:
             mx.async_eval(tokens[-1])
         text = cls(
             mx.concatenate(tokens, axis=1),
-            own,
+            shortest,
             mx.concatenate(target_log_probs, axis=1),
             seen.after_norm,
             seen.before_norm,
@@ -122,7 +122,7 @@ class OwnText:
         stop = first + logits.shape[1]
         rows, columns = self._places(first, stop)
         at = mx.array(columns)
-        target_log_probs = self.target_log_probs[mx.array(rows), at - self.own]
+        target_log_probs = self.target_log_probs[mx.array(rows), at - self.written]
         return Score.of(
             logits[mx.array(rows), at - first],
             target_log_probs,
@@ -132,10 +132,10 @@ class OwnText:
     def _places(self, first: int, stop: int) -> tuple[list[int], list[int]]:
         """Return rows and positions of tokens that do not follow the same two again."""
         ids: list[list[int]] = np.array(self.tokens).tolist()
-        found: dict[tuple[int, ...], tuple[int, int]] = {}
+        result: dict[tuple[int, ...], tuple[int, int]] = {}
         for row, line in enumerate(ids):
             for column in range(first, stop):
-                found.setdefault(
+                result.setdefault(
                     tuple(line[max(0, column - 2) : column + 1]), (row, column)
                 )
-        return [row for row, _ in found.values()], [col for _, col in found.values()]
+        return [row for row, _ in result.values()], [col for _, col in result.values()]

@@ -103,24 +103,24 @@ def _folder(file: Path, draft: str) -> Path:
             '"../draft", is',
         )
     try:
-        found = (target / draft).resolve()
-        is_folder = found.is_dir()
+        result = (target / draft).resolve()
+        is_folder = result.is_dir()
     except (OSError, ValueError) as error:  # a name that is too long, or no text
         raise _wrong(
             file, f"draft = {draft[:60]!r}, which is no name", _NEAR
         ) from error
-    if not found.is_relative_to(target.parent if beside else target):
-        raise _wrong(file, f"draft = {draft!r}, which leads to {str(found)!r}", _NEAR)
-    if not is_folder or found == target:
+    if not result.is_relative_to(target.parent if beside else target):
+        raise _wrong(file, f"draft = {draft!r}, which leads to {str(result)!r}", _NEAR)
+    if not is_folder or result == target:
         raise _wrong(file, f"draft = {draft!r}, and there is no such folder", _NEAR)
-    return found
+    return result
 
 
 _NEAR = "a folder in the target's or beside it is"
 
 
-def _wrong(file: Path, found: str, wanted: str) -> ModelFolderError:
+def _wrong(file: Path, result: str, wanted: str) -> ModelFolderError:
     return ModelFolderError(
-        f"{str(file)!r} has {found}, and {wanted}"
+        f"{str(file)!r} has {result}, and {wanted}"
         f"{'' if wanted.endswith('known') else ' needed'}. {_ADVICE}"
     )

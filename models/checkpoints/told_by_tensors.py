@@ -54,11 +54,11 @@ def kind_by_tensors(names: Iterable[str], claimed: str) -> str:
         claimed: the kind that config.json says, which counts where the names do not
             tell.
     """
-    held = set(names)
+    present = set(names)
     for sign, kind in _SIGNS.items():
-        if any(name.startswith(sign) for name in held):
+        if any(name.startswith(sign) for name in present):
             return kind
-    if held >= _BLOCKS and claimed not in (*_PLAIN_BLOCKS, "dflash2"):
+    if present >= _BLOCKS and claimed not in (*_PLAIN_BLOCKS, "dflash2"):
         return "dflash"
     return claimed
 
@@ -69,10 +69,10 @@ def check_kind(names: Iterable[str], kind: str) -> None:
     Raises:
         ModelFolderError: names both kinds.
     """
-    found = kind_by_tensors(names, kind)
-    if found != kind:
+    result = kind_by_tensors(names, kind)
+    if result != kind:
         raise ModelFolderError(
             f"The folder was to be loaded as a {NAMES[kind]}, and its tensors are "
-            f"those of a {NAMES[found]}. Pass the folder as draft=, which tells them "
+            f"those of a {NAMES[result]}. Pass the folder as draft=, which tells them "
             "apart."
         )

@@ -34,8 +34,8 @@ class _LastMask(local):
         if self.shape != (rows, count):
             self.mask = mx.tri(rows, count, k=count - rows, dtype=mx.bool_)
             self.shape = (rows, count)
-        found: mx.array = self.mask
-        return found
+        result: mx.array = self.mask
+        return result
 
 
 _causal = _LastMask()
@@ -62,18 +62,18 @@ def attention(
         return _block(queries, keys, values, scale, mask)
     blocks = []
     for start in range(0, rows, ROWS_AT_ONCE):
-        stop, seen, own = min(start + ROWS_AT_ONCE, rows), count, mask
+        stop, seen, part = min(start + ROWS_AT_ONCE, rows), count, mask
         if isinstance(mask, str):
             seen = count - rows + stop
         elif mask is not None and mask.shape[-2] > 1:
-            own = mask[..., start:stop, :]
+            part = mask[..., start:stop, :]
         blocks.append(
             _block(
                 queries[:, :, start:stop],
                 keys[:, :, :seen],
                 values[:, :, :seen],
                 scale,
-                own,
+                part,
             )
         )
     return mx.concatenate(blocks, axis=2)

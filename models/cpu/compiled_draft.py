@@ -88,10 +88,12 @@ class CompiledSteps:
             tokens: mx.array, offset: mx.array, *buffers: mx.array
         ) -> tuple[mx.array, ...]:
             pairs = zip(buffers[::2], buffers[1::2], strict=True)
-            held = [FixedKeys(keys, values, offset) for keys, values in pairs]
+            caches = [FixedKeys(keys, values, offset) for keys, values in pairs]
             with rows_of_a_round():
-                logits = model(tokens[None], cache=held)
-            written = [array for cache in held for array in (cache.keys, cache.values)]
+                logits = model(tokens[None], cache=caches)
+            written = [
+                array for cache in caches for array in (cache.keys, cache.values)
+            ]
             return logits.squeeze(0), *written
 
         self._step = mx.compile(step, inputs=model.state)
@@ -131,16 +133,16 @@ class CompiledSteps:
         return logits
 
 
-def _in_steps(held: mx.array, rows: int, room: int) -> mx.array:
+def _in_steps(old: mx.array, rows: int, room: int) -> mx.array:
     """Return a buffer of whole steps, so that few numbers of rows are compiled.
 
     Args:
-        held: [1, heads, n, dim].
+        old: [1, heads, n, dim].
         rows: how many of its rows count.
         room: how many are needed.
     """
     room = whole_steps(room)
-    return held if held.shape[2] == room else with_room(held, rows, room)
+    return old if old.shape[2] == room else with_room(old, rows, room)
 
 
 def compiled_steps(model: nn.Module) -> CompiledSteps:

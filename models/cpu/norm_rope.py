@@ -65,8 +65,8 @@ def rms_norm(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:
         eps: added to the mean square.
     """
     if weight is None or not x.dtype == weight.dtype == mx.float32 or not serves():
-        found: mx.array = mx.fast.rms_norm(x, weight, eps)
-        return found
+        result: mx.array = mx.fast.rms_norm(x, weight, eps)
+        return result
     squares = mx.square(x).sum(axis=-1, keepdims=True)
     part = _scalar(1.0 / x.shape[-1])
     normed: mx.array = _normed(x, squares, part, _scalar(eps), weight)
@@ -85,8 +85,8 @@ def turned(
         by_swapped: [1, rows, width].
     """
     turn = _turned_compiled if serves() else _turned
-    found: mx.array = turn(x, swapped, by_x, by_swapped)
-    return found
+    result: mx.array = turn(x, swapped, by_x, by_swapped)
+    return result
 
 
 @functools.cache
@@ -105,7 +105,7 @@ class _Tables(local):
     """
 
     place: tuple[int, int] | None = None
-    held: dict[Any, tuple[Any, mx.array, mx.array]] | None = None
+    tables: dict[Any, tuple[Any, mx.array, mx.array]] | None = None
 
     def of(
         self, rows: int, width: int, dims: int, freqs: Any, offset: int, **how: Any
@@ -114,10 +114,10 @@ class _Tables(local):
 
         Values past `dims` stay as they are.
         """
-        if self.place != (rows, offset) or self.held is None:
-            self.place, self.held = (rows, offset), {}
+        if self.place != (rows, offset) or self.tables is None:
+            self.place, self.tables = (rows, offset), {}
         key = (width, dims, id(freqs), *how.values())
-        if key not in self.held:
+        if key not in self.tables:
             turned = mx.fast.rope(
                 _unit(rows, dims), dims, **how, offset=offset, freqs=freqs
             )
@@ -126,8 +126,8 @@ class _Tables(local):
             by_x = mx.concatenate([cosines, cosines, mx.ones(rest)], axis=-1)
             by_swapped = mx.concatenate([-sines, sines, mx.zeros(rest)], axis=-1)
             # The frequencies are held too, or their id could become another's.
-            self.held[key] = freqs, by_x, by_swapped
-        return self.held[key][1:]
+            self.tables[key] = freqs, by_x, by_swapped
+        return self.tables[key][1:]
 
 
 _tables = _Tables()
@@ -148,8 +148,8 @@ def rope(
     ours = rows > 1 and x.dtype == mx.float32 and isinstance(offset, int)
     how: dict[str, Any] = {"traditional": traditional, "base": base, "scale": scale}
     if traditional or not ours or dims % 2 or dims > width:
-        found: mx.array = mx.fast.rope(x, dims, **how, offset=offset, freqs=freqs)
-        return found
+        result: mx.array = mx.fast.rope(x, dims, **how, offset=offset, freqs=freqs)
+        return result
     half = dims // 2
     by_x, by_swapped = _tables.of(rows, width, dims, freqs, offset, **how)
     parts = [x[..., half:dims], x[..., :half]]

@@ -43,10 +43,10 @@ def attend(
     """Do what `mlx_lm.models.base.scaled_dot_product_attention` does, on x86-64."""
     if attention.serves(queries, keys, values, cache, sinks):
         return attention.attention(queries, keys, values, scale, mask)
-    found: mx.array = scaled_dot_product_attention(
+    result: mx.array = scaled_dot_product_attention(
         queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks
     )
-    return found
+    return result
 
 
 def _for_many(

@@ -94,14 +94,14 @@ def _run(
     together = [mx.contiguous(array) for array in (g, beta, state)]
     if mask is not None:
         together.append(mx.contiguous(mx.broadcast_to(mask, (batch, rows))))
-    found: list[mx.array] = _kernel(dim, g.ndim == 4, mask is not None)(
+    result: list[mx.array] = _kernel(dim, g.ndim == 4, mask is not None)(
         inputs=[q, k, v, *together],
         grid=(-(-width // WARPS) * WARPS * 32, heads, batch),
         threadgroup=(WARPS * 32, 1, 1),
         output_shapes=[(batch, rows, heads, width), state.shape],
         output_dtypes=[mx.float32, mx.float32],
     )
-    return found
+    return result
 
 
 @dataclass(frozen=True, slots=True)

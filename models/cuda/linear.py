@@ -122,13 +122,13 @@ class _Together:
         """Multiply them no more: a result was not asked for."""
         self._others = []
 
-    def found(self, own: Weight, x: mx.array, weight_of: WeightOf) -> mx.array:
+    def found(self, weight: Weight, x: mx.array, weight_of: WeightOf) -> mx.array:
         """Return the product of the first layer, and keep those of the others."""
         others = [(layer, weight_of(layer, x)) for layer in self._others]
-        weights = [w for _, w in others if w is not None and w.group == own.group]
+        weights = [w for _, w in others if w is not None and w.group == weight.group]
         if len(weights) < len(others):
             weights, others = [], []
-        first, *more = products(x, [own, *weights])
+        first, *more = products(x, [weight, *weights])
         kept = forward_of_round().kept
         for (layer, _), result in zip(others, more, strict=True):
             kept[id(layer)] = (x, result, self.leave_out)
@@ -148,19 +148,19 @@ def _asking_of(kind: type[nn.Module], together: _Together) -> type[nn.Module]:
         if x.size == x.shape[-1] or device_of_round() != "cuda":
             plain: mx.array = usual(self, x)
             return plain
-        found = forward_of_round().take(id(self), x)
-        if found is None:
+        result = forward_of_round().take(id(self), x)
+        if result is None:
             weight = weight_of(self, x)
             if weight is not None:
-                found = together.found(weight, x, weight_of)
-        if found is None:
-            found = usual(self, x)
+                result = together.found(weight, x, weight_of)
+        if result is None:
+            result = usual(self, x)
         else:
             if summed:
-                found = mx.distributed.all_sum(found, group=self.group)
+                result = mx.distributed.all_sum(result, group=self.group)
             if "bias" in self:
-                found = found + self.bias
-        return found
+                result = result + self.bias
+        return result
 
     return derived(kind, {method: call})
 
@@ -176,10 +176,10 @@ def _groups(model: nn.Module) -> Iterator[list[nn.Module]]:
         if not plain_class(module).__module__.startswith("mlx_lm.models."):
             continue
         for names in _TOGETHER:
-            found = [module[name] for name in names if name in module]
-            kinds = {plain_class(each) for each in found}
-            if len(found) > 1 and len(kinds) == 1 and kinds < set(_LAYERS):
-                yield found
+            result = [module[name] for name in names if name in module]
+            kinds = {plain_class(each) for each in result}
+            if len(result) > 1 and len(kinds) == 1 and kinds < set(_LAYERS):
+                yield result
 
 
 def few_row_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:

@@ -55,10 +55,10 @@ def attention(
         queries = mx.pad(queries, [(0, 0), (0, 0), (0, more_rows), (0, 0)])
         room = [(0, 0), (0, 0), (0, more_keys), (0, 0)]
         keys, values = mx.pad(keys, room), mx.pad(values, room)
-    found: mx.array = mx.fast.scaled_dot_product_attention(
+    result: mx.array = mx.fast.scaled_dot_product_attention(
         queries, keys, values, scale=scale, mask=mask
     )
-    return found[:, :, :rows] if more_rows else found
+    return result[:, :, :rows] if more_rows else result
 
 
 def _filled(mask: Any, rows: int, count: int, more_rows: int, more_keys: int) -> Any:
@@ -68,8 +68,8 @@ def _filled(mask: Any, rows: int, count: int, more_rows: int, more_keys: int) ->
     a forward have the same mask, which is filled up once.
     """
     done = forward_of_round().masks
-    asked = (id(mask), rows, count)
-    if asked not in done:
+    key = (id(mask), rows, count)
+    if key not in done:
         if mask is None:
             seen = mx.ones((rows, count), mx.bool_)
         elif isinstance(mask, str):
@@ -82,8 +82,8 @@ def _filled(mask: Any, rows: int, count: int, more_rows: int, more_keys: int) ->
         added = (*seen.shape[:-2], more_rows, count + more_keys)
         both = [seen, mx.broadcast_to(first, added)]
         # The mask itself is kept with it, so that no other gets its id.
-        done[asked] = (mask, mx.concatenate(both, axis=-2))
-    return done[asked][1]
+        done[key] = (mask, mx.concatenate(both, axis=-2))
+    return done[key][1]
 
 
 def serves(

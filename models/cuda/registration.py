@@ -43,10 +43,10 @@ def attend(
         return attention.attention(queries, keys, values, scale, mask, contiguous=whole)
     if padded_attention.serves(queries, keys, values, cache, mask, sinks):
         return padded_attention.attention(queries, keys, values, scale, mask)
-    found: mx.array = scaled_dot_product_attention(
+    result: mx.array = scaled_dot_product_attention(
         queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks
     )
-    return found
+    return result
 
 
 def gated_delta_kernel(q: mx.array, v: mx.array) -> RunBlock | None:

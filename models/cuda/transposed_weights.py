@@ -88,22 +88,22 @@ def transposed_weights(model: nn.Module) -> Iterator[None]:
 
     Weights that are not evaluated yet are.
     """
-    held: list[_Held] = []
+    kept: list[_Held] = []
     stream = object()
     try:
         if cuda_serves():
-            _take(model, stream, held)
+            _take(model, stream, kept)
         yield
     finally:
         with lock:
-            for each in held:
+            for each in kept:
                 each.streams.discard(stream)
                 if not each.streams:
                     each.pair = _NOTHING
 
 
-def _take(model: nn.Module, stream: object, held: list[_Held]) -> None:
-    """Make the views for a stream; add to `held` where they are."""
+def _take(model: nn.Module, stream: object, kept: list[_Held]) -> None:
+    """Make the views for a stream; add to `kept` where they are."""
     layers = [
         layer
         for layer in _layers(model)
@@ -115,6 +115,6 @@ def _take(model: nn.Module, stream: object, held: list[_Held]) -> None:
         for layer, pair in zip(layers, pairs, strict=True):
             if _HELD not in vars(layer):
                 object.__setattr__(layer, _HELD, _Held())  # no parameter
-            held.append(vars(layer)[_HELD])
-            held[-1].streams.add(stream)
-            held[-1].pair = pair
+            kept.append(vars(layer)[_HELD])
+            kept[-1].streams.add(stream)
+            kept[-1].pair = pair

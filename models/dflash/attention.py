@@ -58,8 +58,8 @@ class DFlashAttention(qwen3.Attention):
     def write(self, rows: mx.array, cache: Any) -> tuple[mx.array, mx.array]:
         """Write keys and values of rows, and return all that the cache then holds."""
         keys, values = self.keys_values(rows, cache.offset)
-        found: tuple[mx.array, mx.array] = cache.update_and_fetch(keys, values)
-        return found
+        result: tuple[mx.array, mx.array] = cache.update_and_fetch(keys, values)
+        return result
 
     def attend(self, x: mx.array, context: mx.array, cache: Any) -> mx.array:
         """Attend from a block [1, block, dim] behind new context [1, rows, dim]."""
@@ -69,7 +69,7 @@ class DFlashAttention(qwen3.Attention):
             queries, gates = mx.split(queries, 2, axis=-1)
         queries = self.rope(self.q_norm(queries), offset=start)
         keys, values = self.write(mx.concatenate([context, x], axis=1), cache)
-        found = attended(
+        result = attended(
             queries,
             keys,
             values,
@@ -79,8 +79,8 @@ class DFlashAttention(qwen3.Attention):
             sinks=self.get(SINKS),
         )
         if gates is not None:
-            found = found * mx.sigmoid(gates)
-        out: mx.array = self.o_proj(found.swapaxes(1, 2).flatten(2))
+            result = result * mx.sigmoid(gates)
+        out: mx.array = self.o_proj(result.swapaxes(1, 2).flatten(2))
         return out
 
 
@@ -104,7 +104,7 @@ def attended(
     if window is not None:
         rows = min(rows, window - 1 + size)
         keys, values = keys[..., -rows:, :], values[..., -rows:, :]
-    found: mx.array = scaled_dot_product_attention(
+    result: mx.array = scaled_dot_product_attention(
         queries,
         keys,
         values,
@@ -113,7 +113,7 @@ def attended(
         mask=_mask(size, rows, window, causal),
         sinks=sinks,
     )
-    return found
+    return result
 
 
 def _mask(size: int, rows: int, window: int | None, causal: bool) -> mx.array | None:

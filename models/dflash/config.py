@@ -84,15 +84,17 @@ def read_settings(config: Config) -> DFlashSettings:
     Raises:
         ModelFolderError: something is missing, or not known.
     """
-    own = own_keys(config)
-    kind = own.get("projector_type")
-    if kind not in (None, "dflash") or own.get("markov_rank"):
+    fields = own_keys(config)
+    kind = fields.get("projector_type")
+    if kind not in (None, "dflash") or fields.get("markov_rank"):
         raise ModelFolderError(
             f"config.json of the {NAME} says projector_type {kind!r} and markov_rank "
-            f"{own.get('markov_rank')!r}, and its tensors are those of a {NAME}. Take "
-            "a whole checkpoint, or choose another drafter."
+            f"{fields.get('markov_rank')!r}, and its tensors are those of a {NAME}. "
+            "Take a whole checkpoint, or choose another drafter."
         )
-    gemma = "gemma4" in f"{config.get('architectures')} {own.get('model_type')}".lower()
+    gemma = (
+        "gemma4" in f"{config.get('architectures')} {fields.get('model_type')}".lower()
+    )
     return block_settings(config, NAME, mask_token=4 if gemma else None)
 
 
@@ -115,30 +117,34 @@ def block_settings(
         ModelFolderError: something is missing, or not known.
     """
     text = layer_part(config)
-    own = own_keys(config)
-    mask = own.get("mask_token_id", mask_token)
+    fields = own_keys(config)
+    mask = fields.get("mask_token_id", mask_token)
     if not isinstance(mask, int) or isinstance(mask, bool) or mask < 0:
         raise ModelFolderError(
             f"config.json of the {name} says mask_token_id {mask!r}, and a token id is "
             "needed. Take a whole checkpoint."
         )
     anchor = stated_anchor(config) or anchor
-    block = number(own, "block_size", name)
-    if own.get("dspark_bonus_anchor") and anchor == "samples":
+    block = number(fields, "block_size", name)
+    if fields.get("dspark_bonus_anchor") and anchor == "samples":
         block -= 1  # it counts the token behind the block too
     if block < (1 if anchor == "samples" else 2):
         raise ModelFolderError(
             f"config.json of the {name} says block_size {block}, and at least 2 are "
             "needed: the known token and one draft."
         )
-    keys = text | own
-    if copied and own.get("use_swa") and SLIDING not in (keys.get("layer_types") or ()):
+    keys = text | fields
+    if (
+        copied
+        and fields.get("use_swa")
+        and SLIDING not in (keys.get("layer_types") or ())
+    ):
         keys = keys | {"layer_types": None}
-    windows = _windows(keys, own, number(text, "num_hidden_layers", name, 1), name)
+    windows = _windows(keys, fields, number(text, "num_hidden_layers", name, 1), name)
     rotations = rotations_of(config, name, windows)
     layers = layer_args(text, name, qwen3.ModelArgs, rotations=rotations, act=act)
     of_qwen3_5 = str(text.get("model_type")).startswith("qwen3_5")
-    neox = own.get("rope_is_neox_style", own.get("is_neox_style"))
+    neox = fields.get("rope_is_neox_style", fields.get("is_neox_style"))
     return DFlashSettings(
         layers=layers,
         block=block,
@@ -150,8 +156,8 @@ def block_settings(
         # Elsewhere it is left over from the target: whole heads are rotated.
         partial=of_qwen3_5,
         pairs=neox is False,
-        value_scale=float(own.get("attention_value_scale") or 1.0),
-        gated=bool(own.get("enable_qwen35_gated_q_proj")),
+        value_scale=float(fields.get("attention_value_scale") or 1.0),
+        gated=bool(fields.get("enable_qwen35_gated_q_proj")),
         plus_one=of_qwen3_5,
     )
 
@@ -167,13 +173,16 @@ def stated_anchor(config: Config) -> Anchor | None:
 
     speculators names the number of drafts too: that of a block's rows, or one less.
     """
-    own = own_keys(config)
-    said = own.get("sample_from_anchor")
+    fields = own_keys(config)
+    said = fields.get("sample_from_anchor")
     if said is not None:
         return "samples" if said else "given"
     methods = nested(config, "speculators_config", "proposal_methods")
     first = methods[0] if isinstance(methods, list) and methods else None
-    drafts, block = nested({"": first}, "", "speculative_tokens"), own.get("block_size")
+    drafts, block = (
+        nested({"": first}, "", "speculative_tokens"),
+        fields.get("block_size"),
+    )
     if not isinstance(drafts, int) or not isinstance(block, int):
         return None
     return {block: "samples", block - 1: "given"}.get(drafts)  # type: ignore[return-value]
@@ -226,33 +235,37 @@ def open_readings(config: Config) -> tuple[bool, bool]:
     `sample_from_anchor`, some take an anchor for given, and others do not. Nobody says
     what the list of a GGUF file counts.
     """
-    own = own_keys(config)
+    fields = own_keys(config)
     speculators = config.get("speculators_model_type") is not None
-    listed = own.get("target_layer_ids") is None or "gguf_layers" in own
+    listed = fields.get("target_layer_ids") is None or "gguf_layers" in fields
     return (
-        listed and (speculators or "gguf_layers" in own),
+        listed and (speculators or "gguf_layers" in fields),
         speculators and stated_anchor(config) is None,
     )
 
 
 def _causal(config: Config, window: int | None, usual: bool) -> bool:
     """Return whether a layer's rows see no later positions of the block."""
-    own = own_keys(config)
-    if own.get("dflash_query_causal"):
+    fields = own_keys(config)
+    if fields.get("dflash_query_causal"):
         return True
-    for said in (config.get("is_causal"), own.get("is_causal"), own.get("causal")):
+    for said in (
+        config.get("is_causal"),
+        fields.get("is_causal"),
+        fields.get("causal"),
+    ):
         if said is not None:
             return bool(said)
     if window is None:
         return False
-    apart = own.get("sliding_window_non_causal")
+    apart = fields.get("sliding_window_non_causal")
     return usual if apart is None else not apart
 
 
 def _windows(
-    keys: Config, own: Config, layers: int, name: str
+    keys: Config, fields: Config, layers: int, name: str
 ) -> tuple[int | None, ...]:
-    swa = own.get("use_swa")
+    swa = fields.get("use_swa")
     usual = SLIDING if swa else FULL
     kinds = keys.get("layer_types") or [usual] * layers
     sliding = SLIDING in kinds
@@ -268,6 +281,6 @@ def _windows(
         )
     if not sliding:
         return (None,) * layers
-    key = "swa_window_size" if own.get("swa_window_size") else "sliding_window"
+    key = "swa_window_size" if fields.get("swa_window_size") else "sliding_window"
     window = number(keys, key, name)
     return tuple(window if kind == SLIDING else None for kind in kinds)

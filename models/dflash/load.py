@@ -114,13 +114,13 @@ def read_blocks(folder: Path, name: str) -> Weights:
             f"The folder of the {name} has {extra.name}: its mask is no token, which "
             "is not known here. Choose another drafter."
         )
-    found: Weights = {}
-    for own, value in read_tensors(folder, name).items():
+    result: Weights = {}
+    for key, value in read_tensors(folder, name).items():
         for theirs, ours in _OTHER_NAMES.items():
-            if own.startswith(theirs):
-                own = ours + own.removeprefix(theirs)
-        found[own] = value
-    return found
+            if key.startswith(theirs):
+                key = ours + key.removeprefix(theirs)
+        result[key] = value
+    return result
 
 
 def build(

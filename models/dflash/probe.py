@@ -105,7 +105,7 @@ class _Scorer:
     def __call__(self, reading: Reading) -> Score:
         """Score the first draft behind every token that the target wrote."""
         head, text = self._head, self._text
-        before, first = head.settings, max(text.own, 2)
+        before, first = head.settings, max(text.written, 2)
         head.settings = replace(before, anchor=reading.anchor)
         try:
             drafter = self._on_target(head, self._taps, reading.layers)

@@ -39,7 +39,7 @@ def read_settings(config: Config) -> DFlash2Settings:
     Raises:
         ModelFolderError: something is missing, or not known.
     """
-    own = own_keys(config)
+    fields = own_keys(config)
     speculators = config.get("speculators_model_type") is not None
     # speculators leaves sliding layers non-causal where its key is not given.
     blocks = block_settings(config, NAME, causal=not speculators)
@@ -48,21 +48,21 @@ def read_settings(config: Config) -> DFlash2Settings:
             f"config.json of the {NAME} says sample_from_anchor true, and the drafts "
             "of this kind begin behind the anchor. Take a whole checkpoint."
         )
-    group, dim = number(own, "conv_group_size", NAME, 16), blocks.layers.hidden_size
+    group, dim = number(fields, "conv_group_size", NAME, 16), blocks.layers.hidden_size
     if dim % group:
         raise ModelFolderError(
             f"config.json of the {NAME} says conv_group_size {group} and hidden_size "
             f"{dim}, which it does not divide. Take a whole checkpoint."
         )
-    softcap = own.get("final_logit_softcapping")
+    softcap = fields.get("final_logit_softcapping")
     return DFlash2Settings(
         blocks=blocks,
-        taps=number(own, "conv_kernel_size", NAME, 2),
+        taps=number(fields, "conv_kernel_size", NAME, 2),
         group=group,
-        rank=number(own, "selector_rank", NAME, 256),
-        top=number(own, "selector_top_k", NAME, 16),
-        vocab=number(own, "vocab_size", NAME) if own.get("vocab_size") else None,
+        rank=number(fields, "selector_rank", NAME, 256),
+        top=number(fields, "selector_top_k", NAME, 16),
+        vocab=number(fields, "vocab_size", NAME) if fields.get("vocab_size") else None,
         softcap=float(softcap) if softcap else None,
-        embedding_scale=float(own.get("input_embedding_scale") or 1.0),
-        logit_scale=float(own.get("output_multiplier") or 1.0),
+        embedding_scale=float(fields.get("input_embedding_scale") or 1.0),
+        logit_scale=float(fields.get("output_multiplier") or 1.0),
     )

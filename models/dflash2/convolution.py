@@ -47,8 +47,8 @@ class BlockConvolution(nn.Module):
         return side(0), side(1)
 
     def _convolved(self, kernel: mx.array, y: mx.array) -> mx.array:
-        found = kernel[:, :, 0] * y
+        result = kernel[:, :, 0] * y
         for tap in range(1, min(self._taps, y.shape[1])):
             part = kernel[:, tap:, tap] * y[:, :-tap]
-            found = found + mx.pad(part, [(0, 0), (tap, 0), (0, 0)])
-        return found
+            result = result + mx.pad(part, [(0, 0), (tap, 0), (0, 0)])
+        return result

@@ -63,8 +63,8 @@ class CandidateSelector(nn.Module):
             ids: of the candidates, uint32 [candidates].
         """
         mixed = self.predecessor_codebook[token] * self.hidden_projection(state)
-        found: mx.array = (mixed @ self.successor_codebook[ids].T).astype(mx.float32)
-        return found
+        result: mx.array = (mixed @ self.successor_codebook[ids].T).astype(mx.float32)
+        return result
 
 
 class DFlash2Head(DFlashHead):
@@ -86,7 +86,7 @@ class DFlash2Head(DFlashHead):
         blocks = settings.blocks
         layers = [DFlash2Layer(settings, i) for i in range(len(blocks.windows))]
         super().__init__(blocks, width, ends, layers)
-        self.own = settings
+        self.selection = settings
         dim = blocks.layers.hidden_size
         self.candidate_selector = CandidateSelector(vocab, settings.rank, dim)
 
@@ -106,10 +106,13 @@ class DFlash2(DFlash):
             ids uint32 [drafts, candidates], which differ, in no order; and
             float32 [drafts, candidates].
         """
-        own, logits = self.head.own, self._logits(normed)[0].astype(mx.float32)
-        if own.vocab is not None:
-            logits = logits[:, : own.vocab]
-        top = min(own.top, logits.shape[-1])
+        settings, logits = (
+            self.head.selection,
+            self._logits(normed)[0].astype(mx.float32),
+        )
+        if settings.vocab is not None:
+            logits = logits[:, : settings.vocab]
+        top = min(settings.top, logits.shape[-1])
         ids = mx.argpartition(logits, -top, axis=-1)[:, -top:]
         return ids, mx.take_along_axis(logits, ids, axis=-1)
 
@@ -131,14 +134,14 @@ class DFlash2(DFlash):
             before = choose(logits[index : index + 1] + edges, ids[index])
 
     def _embedded(self, block: mx.array) -> mx.array:
-        found, scale = super()._embedded(block), self.head.own.embedding_scale
-        return found if scale == 1 else found * scale
+        result, scale = super()._embedded(block), self.head.selection.embedding_scale
+        return result if scale == 1 else result * scale
 
     def _logits(self, normed: mx.array) -> mx.array:
-        own = self.head.own
+        settings = self.head.selection
         logits = super()._logits(normed)
-        if own.logit_scale != 1:
-            logits = logits * own.logit_scale
-        if own.softcap is None:
+        if settings.logit_scale != 1:
+            logits = logits * settings.logit_scale
+        if settings.softcap is None:
             return logits
-        return mx.tanh(logits.astype(mx.float32) / own.softcap) * own.softcap
+        return mx.tanh(logits.astype(mx.float32) / settings.softcap) * settings.softcap

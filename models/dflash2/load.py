@@ -85,8 +85,8 @@ def _on_target(settings: DFlash2Settings, model: nn.Module) -> DFlash2Settings:
     }
     if settings.softcap in caps:
         settings = replace(settings, softcap=None)
-    asked = settings.softcap is not None or settings.logit_scale != 1
-    if asked and not find_parts(model).bare:
+    changed = settings.softcap is not None or settings.logit_scale != 1
+    if changed and not find_parts(model).bare:
         raise ModelFolderError(
             f"config.json of the {NAME} says final_logit_softcapping "
             f"{settings.softcap} and output_multiplier {settings.logit_scale}, and "

@@ -54,12 +54,12 @@ class DSparkSettings:
 
 def is_dspark(config: Config) -> bool:
     """Return whether a config.json is that of a DSpark drafter."""
-    own = own_keys(config)
+    fields = own_keys(config)
     return bool(
         "dspark" in str(config.get("architectures")).lower()
         or config.get("speculators_model_type") == "dspark"
-        or own.get("projector_type") == "dspark"
-        or own.get("markov_rank")
+        or fields.get("projector_type") == "dspark"
+        or fields.get("markov_rank")
         or "dspark_block_size" in config
     )
 
@@ -70,7 +70,7 @@ def read_settings(config: Config) -> DSparkSettings:
     Raises:
         ModelFolderError: something is missing, or not known.
     """
-    own, text = own_keys(config), layer_part(config)
+    fields, text = own_keys(config), layer_part(config)
     if "dspark_block_size" in config:
         raise ModelFolderError(
             f"config.json says dspark_block_size {config['dspark_block_size']!r}: it "
@@ -81,8 +81,8 @@ def read_settings(config: Config) -> DSparkSettings:
     blocks = block_settings(
         config, NAME, anchor="samples", act=act_of(gemma), copied=True
     )
-    rank = own.get("markov_rank") or 0
-    kind: Any = own.get("markov_head_type") or "vanilla"
+    rank = fields.get("markov_rank") or 0
+    kind: Any = fields.get("markov_head_type") or "vanilla"
     if kind not in get_args(Markov):
         raise ModelFolderError(
             f"config.json of the {NAME} says markov_head_type {kind!r}, and "
@@ -90,10 +90,10 @@ def read_settings(config: Config) -> DSparkSettings:
         )
     return DSparkSettings(
         blocks=blocks,
-        rank=number(own, "markov_rank", NAME) if rank else 0,
+        rank=number(fields, "markov_rank", NAME) if rank else 0,
         markov=kind,
         gemma=gemma,
-        log_snr=_log_snr(own),
+        log_snr=_log_snr(fields),
     )
 
 
@@ -105,10 +105,10 @@ def _gemma(config: Config, text: Config) -> gemma4_text.ModelArgs | None:
     return gemma_args(config, number(text, "num_hidden_layers", NAME), NAME)
 
 
-def _log_snr(own: Config) -> LogSnr | None:
-    if not own.get("log_snr_conditioning"):
+def _log_snr(fields: Config) -> LogSnr | None:
+    if not fields.get("log_snr_conditioning"):
         return None
-    ends = own.get("min_log_snr"), own.get("max_log_snr")
+    ends = fields.get("min_log_snr"), fields.get("max_log_snr")
     if not all(isinstance(end, int | float) for end in ends) or ends[0] == ends[1]:
         raise ModelFolderError(
             f"The {NAME} says log_snr_conditioning with levels from {ends[0]!r} to "

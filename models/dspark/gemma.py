@@ -43,7 +43,7 @@ class GemmaBlockAttention(gemma4_text.Attention):
         queries = self.q_norm(by_head(self.q_proj(x), self.n_heads))
         queries = self.rope(queries, offset=start)
         keys, values = self.write(mx.concatenate([context, x], axis=1), cache)
-        found = attended(
+        result = attended(
             queries,
             keys,
             values,
@@ -51,7 +51,7 @@ class GemmaBlockAttention(gemma4_text.Attention):
             window=self._window,
             causal=self._causal,
         )
-        out: mx.array = self.o_proj(found.swapaxes(1, 2).flatten(2))
+        out: mx.array = self.o_proj(result.swapaxes(1, 2).flatten(2))
         return out
 
 
@@ -66,8 +66,8 @@ class GemmaBlockLayer(gemma4_text.DecoderLayer):
 
     def run(self, x: mx.array, context: mx.array, cache: Any) -> mx.array:
         """Run a block behind new context; both are written to the cache."""
-        found = self.self_attn.attend(self.input_layernorm(x), context, cache)
-        x = x + self.post_attention_layernorm(found)
-        found = self.mlp(self.pre_feedforward_layernorm(x))
-        out: mx.array = x + self.post_feedforward_layernorm(found)
+        result = self.self_attn.attend(self.input_layernorm(x), context, cache)
+        x = x + self.post_attention_layernorm(result)
+        result = self.mlp(self.pre_feedforward_layernorm(x))
+        out: mx.array = x + self.post_feedforward_layernorm(result)
         return out * self.layer_scalar

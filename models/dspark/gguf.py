@@ -82,8 +82,8 @@ def read_gguf(file: Path) -> tuple[Config, Weights]:
         ModelFolderError: it cannot be read, or holds something else.
     """
     try:
-        found: Any = mx.load(str(file), return_metadata=True)
-        tensors, metadata = found
+        result: Any = mx.load(str(file), return_metadata=True)
+        tensors, metadata = result
     except (RuntimeError, ValueError, OSError) as error:
         raise ModelFolderError(f"{str(file)!r} cannot be read: {error}.") from error
     kind = metadata.get("general.architecture")

@@ -52,7 +52,7 @@ class DSparkHead(DFlashHead):
             count = range(len(blocks.windows))
             layers = [GemmaBlockLayer(settings.gemma, blocks, i) for i in count]
         super().__init__(blocks, width, ends, layers)
-        self.own = settings
+        self.dspark = settings
         dim, rank = blocks.layers.hidden_size, settings.rank
         if rank:
             self.markov_head = MarkovHead(settings.markov, dim, rank, rows, columns)
@@ -61,18 +61,18 @@ class DSparkHead(DFlashHead):
 
     def embedded(self, tokens: mx.array, target: Any, **options: bool) -> mx.array:
         """Return embeddings [batch, positions, dim]; Gemma's own are scaled."""
-        found = super().embedded(tokens, target, **options)
-        if self.own.gemma is None or "embed_tokens" not in self:
-            return found
-        return found * mx.array(found.shape[-1] ** 0.5, found.dtype)
+        result = super().embedded(tokens, target, **options)
+        if self.dspark.gemma is None or "embed_tokens" not in self:
+            return result
+        return result * mx.array(result.shape[-1] ** 0.5, result.dtype)
 
     def logits(self, normed: mx.array, target: Ends) -> mx.array:
         """Return the logits of states after the norm; Gemma's own have a cap."""
-        found = super().logits(normed, target)
-        if self.own.gemma is None or "lm_head" not in self:
-            return found
-        cap = self.own.gemma.final_logit_softcapping
-        return mx.tanh(found / cap) * cap if cap else found
+        result = super().logits(normed, target)
+        if self.dspark.gemma is None or "lm_head" not in self:
+            return result
+        cap = self.dspark.gemma.final_logit_softcapping
+        return mx.tanh(result / cap) * cap if cap else result
 
 
 class DSpark(DFlash):
@@ -113,12 +113,12 @@ class DSpark(DFlash):
         return logits + bias[:, None]
 
     def _embedded(self, block: mx.array) -> mx.array:
-        found, snr = super()._embedded(block), self.head.own.log_snr
+        result, snr = super()._embedded(block), self.head.dspark.log_snr
         if snr is None:
-            return found
+            return result
         masks = block.shape[1] - 1
         levels = [snr.most] + [snr.least] * masks
-        features = level_features(levels, snr.least, snr.most).astype(found.dtype)
+        features = level_features(levels, snr.least, snr.most).astype(result.dtype)
         added = self.head.log_snr
-        out: mx.array = found + added.log_snr_fc2(nn.silu(added.log_snr_fc1(features)))
+        out: mx.array = result + added.log_snr_fc2(nn.silu(added.log_snr_fc1(features)))
         return out

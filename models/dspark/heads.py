@@ -43,8 +43,8 @@ class MarkovHead(nn.Module):
 
     def before(self, token: mx.array) -> mx.array:
         """Return the embedding of the token before, [1, rank] of [1]."""
-        found: mx.array = self.markov_w1(token)
-        return found
+        result: mx.array = self.markov_w1(token)
+        return result
 
     def bias(
         self, state: mx.array, before: mx.array, memory: mx.array | None

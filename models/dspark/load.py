@@ -71,8 +71,8 @@ def load_dspark(
     settings = _by_tensors(read_settings(config), weights)
 
     def make(blocks: DFlashSettings, width: int, ends: OwnEnds) -> DSparkHead:
-        own, vocab = replace(settings, blocks=blocks), logit_width(model)
-        return _module(own, weights, width, ends, vocab)
+        whole, vocab = replace(settings, blocks=blocks), logit_width(model)
+        return _module(whole, weights, width, ends, vocab)
 
     return build(
         config,
@@ -93,15 +93,15 @@ def _read(folder: Path) -> tuple[Config, Weights]:
         if file is None
         else read_gguf(file)
     )
-    found: Weights = {}
-    for own, value in weights.items():
+    result: Weights = {}
+    for key, value in weights.items():
         for theirs, ours in _OTHER_NAMES.items():
-            if own.startswith(theirs):
-                own = ours + own.removeprefix(theirs)
-        if not own.startswith("confidence_head."):
-            found[own] = value
-    check_kind(found, "dspark")
-    return config, found
+            if key.startswith(theirs):
+                key = ours + key.removeprefix(theirs)
+        if not key.startswith("confidence_head."):
+            result[key] = value
+    check_kind(result, "dspark")
+    return config, result
 
 
 def _by_tensors(settings: DSparkSettings, weights: Weights) -> DSparkSettings:

@@ -129,12 +129,12 @@ def read_settings(config: Config) -> EagleSettings:
     Raises:
         ModelFolderError: something is missing, or not known.
     """
-    own = layer_part(config)
-    gemma = _gemma(config, own)
-    windows = _windows(own, number(own, "num_hidden_layers", NAME, 1))
+    fields = layer_part(config)
+    gemma = _gemma(config, fields)
+    windows = _windows(fields, number(fields, "num_hidden_layers", NAME, 1))
     rotations = rotations_of(config, NAME, windows)
     layer = layer_args(
-        own, NAME, llama.ModelArgs, rotations=rotations, act=act_of(gemma)
+        fields, NAME, llama.ModelArgs, rotations=rotations, act=act_of(gemma)
     )
     speculators = config.get("speculators_model_type") == "eagle3"
     vocab = config.get("draft_vocab_size")
@@ -151,17 +151,17 @@ def read_settings(config: Config) -> EagleSettings:
         logit_scale=float(config.get("logit_scale") or 1.0),
         tied=config.get("tie_word_embeddings") is True,
         gemma=gemma,
-        latents=_latents(own),
+        latents=_latents(fields),
         mask=_masks(config),
     )
 
 
-def _gemma(config: Config, own: Config) -> gemma4_text.ModelArgs | None:
+def _gemma(config: Config, fields: Config) -> gemma4_text.ModelArgs | None:
     """Return the arguments of Gemma 4's layers, if that is what it has."""
-    names = f"{config.get('architectures')} {own.get('model_type')}".lower()
+    names = f"{config.get('architectures')} {fields.get('model_type')}".lower()
     if "gemma4" not in names:
         return None
-    count = number(own, "num_hidden_layers", NAME, 1)
+    count = number(fields, "num_hidden_layers", NAME, 1)
     if count != 1:
         raise ModelFolderError(
             f"config.json of the {NAME} says num_hidden_layers {count}, and of Gemma 4 "
@@ -170,22 +170,22 @@ def _gemma(config: Config, own: Config) -> gemma4_text.ModelArgs | None:
     return gemma_args(config, 1, NAME)
 
 
-def _latents(own: Config) -> Latents | None:
-    if own.get("kv_lora_rank") is None:
+def _latents(fields: Config) -> Latents | None:
+    if fields.get("kv_lora_rank") is None:
         return None
-    query = own.get("q_lora_rank")
+    query = fields.get("q_lora_rank")
     return Latents(
-        rank=number(own, "kv_lora_rank", NAME),
-        query_rank=None if query is None else number(own, "q_lora_rank", NAME),
-        plain=number(own, "qk_nope_head_dim", NAME),
-        rotated=number(own, "qk_rope_head_dim", NAME),
-        values=number(own, "v_head_dim", NAME),
-        pairs=own.get("rope_interleave") is not False,  # as in DeepSeek's own layers
+        rank=number(fields, "kv_lora_rank", NAME),
+        query_rank=None if query is None else number(fields, "q_lora_rank", NAME),
+        plain=number(fields, "qk_nope_head_dim", NAME),
+        rotated=number(fields, "qk_rope_head_dim", NAME),
+        values=number(fields, "v_head_dim", NAME),
+        pairs=fields.get("rope_interleave") is not False,  # as in DeepSeek's own layers
     )
 
 
-def _windows(own: Config, count: int) -> tuple[int | None, ...]:
-    kinds = own.get("layer_types") or [FULL] * count
+def _windows(fields: Config, count: int) -> tuple[int | None, ...]:
+    kinds = fields.get("layer_types") or [FULL] * count
     known = isinstance(kinds, list) and set(kinds) <= {FULL, SLIDING}
     if not known or len(kinds) != count:
         raise ModelFolderError(
@@ -194,7 +194,7 @@ def _windows(own: Config, count: int) -> tuple[int | None, ...]:
         )
     if SLIDING not in kinds:
         return (None,) * count
-    window = number(own, "sliding_window", NAME)
+    window = number(fields, "sliding_window", NAME)
     return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
@@ -202,13 +202,13 @@ def _masks(config: Config) -> Masks | None:
     """Return the mask that config.json names, if it does."""
     named = [nested(config, "dflash_config", "mask_token_id")]
     named += [config.get(key) for key in _MASKS]
-    found = next((token for token in named if token is not None), None)
-    if not isinstance(found, int) or isinstance(found, bool) or found < 0:
+    result = next((token for token in named if token is not None), None)
+    if not isinstance(result, int) or isinstance(result, bool) or result < 0:
         return None
     methods = nested(config, "speculators_config", "proposal_methods")
     first = methods[0] if isinstance(methods, list) and methods else None
     depth = nested({"first": first}, "first", "speculative_tokens")
-    return Masks(found, depth if isinstance(depth, int) and depth > 0 else None)
+    return Masks(result, depth if isinstance(depth, int) and depth > 0 else None)
 
 
 def layer_readings(

@@ -100,18 +100,18 @@ class EagleHead(JoinedHead):
 
     def embedded(self, tokens: mx.array, target: Any, **options: bool) -> mx.array:
         """Return embeddings [batch, positions, dim]; Gemma's own are scaled."""
-        found = super().embedded(tokens, target, **options)
+        result = super().embedded(tokens, target, **options)
         if self._settings.gemma is None or "embed_tokens" not in self:
-            return found
-        return found * mx.array(found.shape[-1] ** 0.5, found.dtype)
+            return result
+        return result * mx.array(result.shape[-1] ** 0.5, result.dtype)
 
     def logits(self, normed: mx.array, target: Ends) -> mx.array:
         """Return the logits of states after the norm; Gemma's own have a cap."""
-        found, settings = super().logits(normed, target), self._settings
+        result, settings = super().logits(normed, target), self._settings
         if settings.gemma is not None and "lm_head" in self:
             cap = settings.gemma.final_logit_softcapping
-            found = mx.tanh(found / cap) * cap if cap else found
-        return found if settings.logit_scale == 1 else found * settings.logit_scale
+            result = mx.tanh(result / cap) * cap if cap else result
+        return result if settings.logit_scale == 1 else result * settings.logit_scale
 
     def ends(self, x: mx.array) -> tuple[mx.array, mx.array]:
         """Return what is recycled of states [batch, positions, dim], and their norm."""

@@ -28,49 +28,49 @@ class LatentAttention(nn.Module):
 
     def __init__(self, args: llama.ModelArgs, latents: Latents, width: int) -> None:
         super().__init__()
-        heads, eps, own = args.num_attention_heads, args.rms_norm_eps, latents
-        queries = heads * (own.plain + own.rotated)
-        if own.query_rank is None:
+        heads, eps, dims = args.num_attention_heads, args.rms_norm_eps, latents
+        queries = heads * (dims.plain + dims.rotated)
+        if dims.query_rank is None:
             self.q_proj = nn.Linear(width, queries, bias=False)
         else:
-            self.q_a_proj = nn.Linear(width, own.query_rank, bias=False)
-            self.q_a_layernorm = nn.RMSNorm(own.query_rank, eps=eps)
-            self.q_b_proj = nn.Linear(own.query_rank, queries, bias=False)
-        joined, made = own.rank + own.rotated, heads * (own.plain + own.values)
+            self.q_a_proj = nn.Linear(width, dims.query_rank, bias=False)
+            self.q_a_layernorm = nn.RMSNorm(dims.query_rank, eps=eps)
+            self.q_b_proj = nn.Linear(dims.query_rank, queries, bias=False)
+        joined, made = dims.rank + dims.rotated, heads * (dims.plain + dims.values)
         self.kv_a_proj_with_mqa = nn.Linear(width, joined, bias=False)
-        self.kv_a_layernorm = nn.RMSNorm(own.rank, eps=eps)
-        self.kv_b_proj = nn.Linear(own.rank, made, bias=False)
-        self.o_proj = nn.Linear(heads * own.values, args.hidden_size, bias=False)
+        self.kv_a_layernorm = nn.RMSNorm(dims.rank, eps=eps)
+        self.kv_b_proj = nn.Linear(dims.rank, made, bias=False)
+        self.o_proj = nn.Linear(heads * dims.values, args.hidden_size, bias=False)
         self.rope = initialize_rope(
-            own.rotated,
+            dims.rotated,
             args.rope_theta,
-            own.pairs,
+            dims.pairs,
             args.rope_scaling,
             args.max_position_embeddings,
         )
         self._scale = apply_yarn_mscale(
-            (own.plain + own.rotated) ** -0.5, args.rope_scaling
+            (dims.plain + dims.rotated) ** -0.5, args.rope_scaling
         )
-        self._heads, self._latents = heads, own
+        self._heads, self._latents = heads, dims
 
     def __call__(
         self, x: mx.array, mask: mx.array | None = None, cache: Any = None
     ) -> mx.array:
         """Attend from positions that follow the cache's, [batch, positions, width]."""
-        own = self._latents
-        if own.query_rank is None:
-            found = self.q_proj(x)
+        dims = self._latents
+        if dims.query_rank is None:
+            result = self.q_proj(x)
         else:
-            found = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
-        queries, turned = mx.split(self._by_head(found), [own.plain], axis=-1)
+            result = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        queries, turned = mx.split(self._by_head(result), [dims.plain], axis=-1)
         queries = mx.concatenate(
             [queries, self.rope(turned, offset=cache.offset)], axis=-1
         )
-        latent, shared = mx.split(self.kv_a_proj_with_mqa(x), [own.rank], axis=-1)
+        latent, shared = mx.split(self.kv_a_proj_with_mqa(x), [dims.rank], axis=-1)
         both = self._by_head(self.kv_b_proj(self.kv_a_layernorm(latent)))
-        keys, values = mx.split(both, [own.plain], axis=-1)
+        keys, values = mx.split(both, [dims.plain], axis=-1)
         shared = self.rope(shared[:, None], offset=cache.offset)
-        shared = mx.broadcast_to(shared, (*keys.shape[:-1], own.rotated))
+        shared = mx.broadcast_to(shared, (*keys.shape[:-1], dims.rotated))
         keys = mx.concatenate([keys, shared], axis=-1)
         keys, values = cache.update_and_fetch(keys, values)
         mixed = scaled_dot_product_attention(

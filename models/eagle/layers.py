@@ -37,8 +37,8 @@ class NormedAttention(llama.Attention):
 
     @property
     def _kv_heads(self) -> int:
-        found: Any = self.n_kv_heads
-        return int(found)
+        result: Any = self.n_kv_heads
+        return int(result)
 
     def __call__(
         self, x: mx.array, mask: mx.array | None = None, cache: Any = None
@@ -50,10 +50,10 @@ class NormedAttention(llama.Attention):
         queries = self.rope(queries, offset=cache.offset)
         keys = self.rope(keys, offset=cache.offset)
         keys, values = cache.update_and_fetch(keys, values)
-        found = scaled_dot_product_attention(
+        result = scaled_dot_product_attention(
             queries, keys, values, cache=cache, scale=self.scale, mask=mask
         )
-        out: mx.array = self.o_proj(found.swapaxes(1, 2).flatten(2))
+        out: mx.array = self.o_proj(result.swapaxes(1, 2).flatten(2))
         return out
 
     def _by_head(self, x: mx.array, heads: int, norm: Any) -> mx.array:
@@ -135,8 +135,8 @@ class GemmaEagleLayer(gemma4_text.DecoderLayer):
         joined = mx.concatenate([self.input_layernorm(embedded), normed], axis=-1)
         residual = normed if self._normed_residual else state
         mask = create_attention_mask(joined, cache)
-        found, *_ = self.self_attn(joined, mask, cache)
-        x = residual + self.post_attention_layernorm(found)
-        found = self.mlp(self.pre_feedforward_layernorm(x))
-        out: mx.array = x + self.post_feedforward_layernorm(found)
+        result, *_ = self.self_attn(joined, mask, cache)
+        x = residual + self.post_attention_layernorm(result)
+        result = self.mlp(self.pre_feedforward_layernorm(x))
+        out: mx.array = x + self.post_feedforward_layernorm(result)
         return out * self.layer_scalar

@@ -134,8 +134,8 @@ def _planned(
             "target_hidden_size", settings.target_dim, f"this target has {parts.dim}"
         )
     vocab, dim = logit_width(model), settings.layer.hidden_size
-    own = weights.get("embed_tokens.weight")
-    if settings.tied and own is not None and "lm_head.weight" not in weights:
+    embedding = weights.get("embed_tokens.weight")
+    if settings.tied and embedding is not None and "lm_head.weight" not in weights:
         weights |= {
             name.replace("embed_tokens.", "lm_head."): value
             for name, value in weights.items()
@@ -191,7 +191,7 @@ def _check_mask(plan: _Plan, weights: Weights, model: nn.Module) -> None:
 
 
 def _renamed(weights: Weights) -> Weights:
-    found: Weights = {}
+    result: Weights = {}
     for name, value in weights.items():
         for theirs, ours in _OTHER_NAMES.items():
             if name.startswith(theirs):
@@ -200,8 +200,8 @@ def _renamed(weights: Weights) -> Weights:
         if name.startswith("layers.") and layer.isdigit():
             rest = _LATER_NAMES.get(rest, rest)
             name = f"later.{int(layer) - 1}.{rest}"
-        found[name] = value
-    return found
+        result[name] = value
+    return result
 
 
 def _file_name(name: str) -> str:
@@ -214,8 +214,8 @@ def _file_name(name: str) -> str:
 
 def _norms(weights: Weights) -> frozenset[str]:
     kinds = {"fc_norm": "each", "input_norm": "joined"}
-    found = {name.split(".")[0] for name in weights}
-    return frozenset(kind for name, kind in kinds.items() if name in found)
+    result = {name.split(".")[0] for name in weights}
+    return frozenset(kind for name, kind in kinds.items() if name in result)
 
 
 def _refuse(key: str, value: Any, instead: str) -> NoReturn:

@@ -67,7 +67,7 @@ class EagleProbe:
     def score(self, layers: Layers) -> Score:
         """Score the first drafts, as rounds that begin at every token make them."""
         text, eagle = self._text, Eagle(self._head, self._taps, layers)
-        first = max(text.own, 2)
+        first = max(text.written, 2)
         hidden = eagle.states(self._states)[:, :-1]
         caches = self._head.new_caches()[0]
         out = eagle.rows(hidden, text.tokens[:, 1:-1], caches)

@@ -88,11 +88,11 @@ def _layers(config: Config) -> gemma4_text.ModelArgs:
                 "that is known has it. Choose another drafter."
             )
     # No layer has keys and values of its own, whatever some files say.
-    own = {
+    fields = {
         "num_kv_shared_layers": count,
         "hidden_size_per_layer_input": 0,
         "use_double_wide_mlp": False,
         "enable_moe_block": False,
     }
-    args = gemma4_text.ModelArgs.from_dict({**text, **own})
+    args = gemma4_text.ModelArgs.from_dict({**text, **fields})
     return with_rotations(args, config, NAME)

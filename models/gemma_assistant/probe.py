@@ -83,7 +83,7 @@ class AssistantProbe:
 
     def score(self, anchor: Anchor) -> Score:
         """Score the first drafts, as rounds that begin at every token make them."""
-        first = max(self._text.own, 2)
+        first = max(self._text.written, 2)
         places = range(first, self._text.positions)
         guesses = [self._guesses(place, anchor) for place in places]
         return self._text.score(mx.concatenate(guesses, axis=1), first)

@@ -59,11 +59,11 @@ class SharedKv:
         offsets = {caches[place].offset for place in self.places.values()}
         stop = max(offsets) - behind
         counts = {SLIDING: self._window, FULL: None}
-        found = {
+        result = {
             kind: read_rows(caches[place], stop, counts[kind])
             for kind, place in self.places.items()
         }
-        return found, stop
+        return result, stop
 
 
 def _last(caches: Iterable[Any], kind: str, model: nn.Module) -> int:
@@ -79,10 +79,10 @@ def _last(caches: Iterable[Any], kind: str, model: nn.Module) -> int:
 
 def _check_shapes(attention: Any, cache: Any, place: int) -> None:
     heads, dims = cache.keys.shape[1], (cache.keys.shape[3], cache.values.shape[3])
-    own, dim = attention.n_heads, attention.head_dim
-    if dims != (dim, dim) or own % heads:
+    count, dim = attention.n_heads, attention.head_dim
+    if dims != (dim, dim) or count % heads:
         raise UnsupportedModelError(
-            f"The {NAME} has {own} heads of {dim}, and the keys and values of layer "
+            f"The {NAME} has {count} heads of {dim}, and the keys and values of layer "
             f"{place} are {heads} heads of {dims[0]} and {dims[1]}. Choose the "
             "assistant that belongs to this model."
         )

@@ -139,14 +139,14 @@ def _only_normalises(
     hidden = 3 * mx.random.normal((1, 4, dim), key=mx.random.key(0))
     hooked = Hooked([(layer, OBSERVED), (trunk, OBSERVED)])
     try:
-        found = tail_of(model, layer, trunk, hidden)
+        result = tail_of(model, layer, trunk, hidden)
     finally:
         hooked.remove()
     expected = hidden * mx.rsqrt(mx.mean(hidden**2, axis=-1, keepdims=True))
-    if found.shape != expected.shape:
+    if result.shape != expected.shape:
         return False
     # The norm's epsilon is not known, and 16 bit types round to a hundredth.
-    return float(mx.abs(found - expected).max()) < 0.03
+    return float(mx.abs(result - expected).max()) < 0.03
 
 
 def _layers(
@@ -163,9 +163,9 @@ def _layers(
         raise _MissingError("the final norm was not found, nor what it is given.")
     shape = end.hidden.shape
     for index, run in enumerate(runs):
-        own = run.result if isinstance(run.result, tuple | list) else [run.result]
-        hidden = [value for value in own if traced.is_hidden(value)]
-        if len(hidden) != 1 or first_array(own).shape != shape:
+        outputs = run.result if isinstance(run.result, tuple | list) else [run.result]
+        hidden = [value for value in outputs if traced.is_hidden(value)]
+        if len(hidden) != 1 or first_array(outputs).shape != shape:
             raise _MissingError(
                 f"layer {index} does not return one hidden state per position, of "
                 f"shape {shape}, but {_described(run.result)}."
@@ -207,13 +207,13 @@ def _embedding(traced: Trace, runs: list[ModuleCall], end: _End | None) -> nn.Mo
     outer = [c for c in calls if not any(other.contains(c) for other in calls)]
     heads = {id(call.module) for call in traced.calls if call.method == "as_linear"}
     tied = [call for call in outer if id(call.module) in heads]
-    found = tied or outer
-    if len(found) != 1:
+    result = tied or outer
+    if len(result) != 1:
         raise _MissingError(
-            f"{len(found)} modules make hidden states of the token ids alone, before "
+            f"{len(result)} modules make hidden states of the token ids alone, before "
             "the first of model.layers, and one was looked for."
         )
-    return found[0].module
+    return result[0].module
 
 
 def _output(traced: Trace, end: _End) -> ModuleCall | None:

@@ -74,11 +74,11 @@ class HiddenStates:
                 )
         ends = [(BEFORE, before_norm), (AFTER, after_norm)]
         self._keys: list[Key] = [int(index) for index in layers]
-        self._keys += [key for key, asked in ends if asked]
+        self._keys += [key for key, wanted in ends if wanted]
         self._taps = [tap_for(parts, key) for key in dict.fromkeys(self._keys)]
         modules = [tap.module for tap in self._taps]
-        own = [parts.trunk, parts.norm, parts.entry]
-        modules += [module for module in own if module is not None]
+        parts_here = [parts.trunk, parts.norm, parts.entry]
+        modules += [module for module in parts_here if module is not None]
         hooked = Hooked((module, OBSERVED) for module in modules)
         self._finalizer = weakref.finalize(self, finalize, hooked.remove)
         self._finalizer.atexit = False
@@ -102,12 +102,12 @@ class HiddenStates:
             UnsupportedModelError: a module that was to be seen was not called.
         """
         self._check_open()
-        found = self.states() if states is None else states
+        result = self.states() if states is None else states
         notes = Notes(self._taps)
         with observing(notes):
-            yield found
+            yield result
         for forward in notes.forwards():
-            found.add(forward)
+            result.add(forward)
 
     def embed(self, tokens: mx.array, *, scaled: bool = False) -> mx.array:
         """Return the embeddings of token ids.

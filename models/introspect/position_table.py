@@ -45,15 +45,15 @@ def position_table(model: nn.Module) -> int | None:
     return min((table.positions for table in _tables(model)), default=None)
 
 
-def check_positions(fed: int, held: int, positions: int | None) -> None:
+def check_positions(fed: int, seen: int, positions: int | None) -> None:
     """Refuse to feed tokens behind those that are held, where no rows are left.
 
     Raises:
         InvalidRequestError: the table ends before them.
     """
-    if positions is not None and held + fed > positions:
+    if positions is not None and seen + fed > positions:
         raise InvalidRequestError(
-            f"{fed} tokens were to be fed behind {held}, and the model has a table of "
+            f"{fed} tokens were to be fed behind {seen}, and the model has a table of "
             f"{positions} positions, which no forward may leave. Shorten the text."
         )
 
@@ -92,14 +92,14 @@ def _look(model: nn.Module) -> list[_Table]:
     """
     kinds = (nn.Embedding, nn.QuantizedEmbedding)
     modules = [each for each in model.modules() if isinstance(each, kinds)]
-    found = []
+    result = []
     for call in trace(model).of(modules) if len(modules) > 1 else ():
         indices = call.values[0] if call.method == "__call__" else None
         if isinstance(indices, mx.array) and indices.size == POSITIONS:
-            asked: Any = indices.flatten().tolist()
-            if asked == [asked[0] + place for place in range(POSITIONS)]:
-                found.append(_Table(call.module, asked[0]))
-    return found
+            positions: Any = indices.flatten().tolist()
+            if positions == [positions[0] + place for place in range(POSITIONS)]:
+                result.append(_Table(call.module, positions[0]))
+    return result
 
 
 def _rows(module: nn.Module) -> int:
@@ -112,7 +112,7 @@ def _bounded(kind: Any) -> type[nn.Module]:
     """Return a class that looks up its last row for those behind it."""
 
     def call(self: nn.Module, x: mx.array) -> mx.array:
-        found: mx.array = kind.__call__(self, mx.minimum(x, _rows(self) - 1))
-        return found
+        result: mx.array = kind.__call__(self, mx.minimum(x, _rows(self) - 1))
+        return result
 
     return derived(kind, {"__call__": call})

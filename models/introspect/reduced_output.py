@@ -69,8 +69,8 @@ class ReducedOutput(Observer):
         """Return the reduced product for that of the output layer."""
         if module is not self._module or method != self._method:
             return None
-        found: mx.array = self.layer(values[0])
-        return found
+        result: mx.array = self.layer(values[0])
+        return result
 
     def _check(self, parts: Parts) -> None:
         """Refuse a model that does to its logits what depends on their number."""
@@ -133,23 +133,27 @@ def sliced(layer: nn.Module, ids: mx.array) -> nn.Module:
         TypeError: it is something else.
     """
     kind = plain_class(layer)
-    own: Any = layer
-    found: Any
+    copied: Any = layer
+    result: Any
     names = ["weight", "bias"]
     if kind in (nn.QuantizedLinear, nn.QuantizedEmbedding):
-        found = nn.QuantizedLinear(64, 1, group_size=64, bits=4)
-        found.group_size, found.bits, found.mode = own.group_size, own.bits, own.mode
+        result = nn.QuantizedLinear(64, 1, group_size=64, bits=4)
+        result.group_size, result.bits, result.mode = (
+            copied.group_size,
+            copied.bits,
+            copied.mode,
+        )
         names += ["scales", "biases"]
     elif kind in (nn.Linear, nn.Embedding):
-        found = nn.Linear(1, 1)
+        result = nn.Linear(1, 1)
     else:
         raise TypeError(f"its output layer is a {kind.__name__}")
     for name in names:
-        rows = own.get(name)
+        rows = copied.get(name)
         if rows is None:
-            found.pop(name, None)
+            result.pop(name, None)
         else:
-            found[name] = rows[ids]
-    mx.eval(found.parameters())
-    made: nn.Module = found
+            result[name] = rows[ids]
+    mx.eval(result.parameters())
+    made: nn.Module = result
     return made

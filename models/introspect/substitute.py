@@ -67,8 +67,8 @@ def input_of(model: nn.Module, module: nn.Module, tokens: mx.array) -> mx.array:
         with observing(_Instead(module, None), alone=True):
             model(tokens)
     except _ReachedError as reached:
-        found: mx.array = reached.args[0]
-        return found
+        result: mx.array = reached.args[0]
+        return result
     raise _changed(model, module)
 
 
@@ -89,8 +89,8 @@ def tail_of(
         model(ids)
     calls = seen.of([trunk])
     _check(instead.given and bool(calls), model, trunk)
-    found: mx.array = calls[-1].result
-    return found
+    result: mx.array = calls[-1].result
+    return result
 
 
 def _check(called: bool, model: nn.Module, module: nn.Module) -> None:

@@ -54,8 +54,8 @@ class Trace(Observer):
     @property
     def logits(self) -> mx.array:
         """Output of the model."""
-        found: mx.array = self.calls[0].result
-        return found
+        result: mx.array = self.calls[0].result
+        return result
 
     def enter(
         self, module: nn.Module, method: str, values: tuple[Any, ...]
@@ -94,11 +94,11 @@ class Trace(Observer):
 
 def trace(model: nn.Module) -> Trace:
     """Feed a model two tokens, with caches of its own, and note all calls."""
-    found = Trace(mx.zeros((1, POSITIONS), mx.int32))
+    result = Trace(mx.zeros((1, POSITIONS), mx.int32))
     hooked = Hooked((module, OBSERVED) for _, module in model.named_modules())
     try:
-        with evaluating_changes(model), observing(found, alone=True):
-            model(found.ids, cache=make_prompt_cache(model))
+        with evaluating_changes(model), observing(result, alone=True):
+            model(result.ids, cache=make_prompt_cache(model))
     finally:
         hooked.remove()
-    return found
+    return result

@@ -48,13 +48,13 @@ class BatchMtpCache:
 
         If it fails, the cache is as before.
         """
-        joining = merged([own.caches for own in each])
+        joining = merged([cache.caches for cache in each])
         if self.ends:
-            for own, other in zip(self.caches, joining, strict=True):
-                own.extend(other)
+            for cache, other in zip(self.caches, joining, strict=True):
+                cache.extend(other)
         else:
             self.caches = joining
-        self.ends = self.ends + [own.end for own in each]
+        self.ends = self.ends + [cache.end for cache in each]
 
     def leave(self, stay: Sequence[int]) -> None:
         """Keep these rows, in this order, and let go of the others."""

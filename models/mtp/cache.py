@@ -41,7 +41,7 @@ from mlx_speculation.models.lanes import tree_forward
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _State:
     """Contents of the caches."""
 
     ends: tuple[int, ...]  # for each layer, the position that comes next
@@ -65,20 +65,20 @@ class MtpCache:
         self.mtp = mtp
         layers = mtp.head.new_caches()
         self._caches = [with_slack(caches) for caches in layers]
-        self._held = _Held((first,) * len(layers), (None,) * len(layers))
-        self._before = self._after = self._held
+        self._state = _State((first,) * len(layers), (None,) * len(layers))
+        self._before = self._after = self._state
         self._round: list[Speculation] = []
         self.first = first
 
     @property
     def end(self) -> int:
         """The position that comes next."""
-        return self._held.ends[0]
+        return self._state.ends[0]
 
     @property
     def lag(self) -> int:
         """Positions by which a layer of a chain lags the first one."""
-        return self.end - min(self._held.ends)
+        return self.end - min(self._state.ends)
 
     @property
     def caches(self) -> list[Any]:
@@ -88,7 +88,7 @@ class MtpCache:
     @property
     def held(self) -> list[Any]:
         """The caches, and states that wait, for a count of bytes."""
-        return [self._caches, self._held.waiting]
+        return [self._caches, self._state.waiting]
 
     @property
     def again(self) -> int:
@@ -100,16 +100,16 @@ class MtpCache:
 
         None where they do not begin there, or hold a window.
         """
-        rows = min(self._held.ends)
+        rows = min(self._state.ends)
         flat = [cache for caches in self._caches for cache in caches]
         return None if self.first else first_rows(flat, rows)
 
-    def resume(self, held: Snapshot) -> None:
+    def resume(self, snapshot: Snapshot) -> None:
         """Hold the rows that `kept` has returned, of a beginning of the text."""
-        restore(held, [cache for caches in self._caches for cache in caches])
+        restore(snapshot, [cache for caches in self._caches for cache in caches])
         layers = len(self._caches)
-        self._held = _Held((held.stop,) * layers, (None,) * layers)
-        self._before = self._after = self._held
+        self._state = _State((snapshot.stop,) * layers, (None,) * layers)
+        self._before = self._after = self._state
 
     def feed(self, hidden: mx.array, stop: int, tokens_of: TokensOf) -> None:
         """Write positions to all layers, and keep them, or none; see `HeadCache`."""
@@ -118,12 +118,12 @@ class MtpCache:
         except BaseException:
             self.rollback()
             raise
-        self._round, self._before = [], self._held
+        self._round, self._before = [], self._state
 
     def _feed(self, hidden: mx.array, stop: int, tokens_of: TokensOf) -> None:
-        held = self._before = self._after = self._held
+        state = self._before = self._after = self._state
         inputs: mx.array | None = hidden
-        ends, waiting, self._round = list(held.ends), list(held.waiting), []
+        ends, waiting, self._round = list(state.ends), list(state.waiting), []
         for layer, caches in enumerate(self._caches):
             if layer:
                 inputs = _joined(waiting[layer], inputs)
@@ -144,7 +144,7 @@ class MtpCache:
             waiting[layer] = rest if layer else None
             ends[layer] += width
             inputs = made
-        self._after = _Held(tuple(ends), tuple(waiting))
+        self._after = _State(tuple(ends), tuple(waiting))
         self.commit()
         held_arrays = [array for array in waiting if array is not None]
         mx.eval([states(caches) for caches in self._caches], held_arrays)
@@ -158,10 +158,10 @@ class MtpCache:
         count: int,
     ) -> None:
         """Open a round; see `HeadCache`."""
-        held, head = self._held, self.mtp.head
-        ends, waiting = list(held.ends), list(held.waiting)
+        state, head = self._state, self.mtp.head
+        ends, waiting = list(state.ends), list(state.waiting)
         layers = count if head.chained else 1
-        self._round, self._before, self._after = [], held, held
+        self._round, self._before, self._after = [], state, state
         inputs, out, token = hidden, None, None
         for layer in range(layers):
             joined = _joined(waiting[layer], inputs) if layer else inputs
@@ -176,14 +176,14 @@ class MtpCache:
             token = choose(out.logits[:, -1])
             end = max(ends[layer], stop - layer)
             if layer:
-                begun = ends[layer]
-                waiting[layer] = _some(joined[:, end - begun : ends[layer - 1] - begun])
+                start = ends[layer]
+                waiting[layer] = _some(joined[:, end - start : ends[layer - 1] - start])
             ends[layer], inputs = end, out.recycled
         if layers < len(ends):
             joined = _joined(waiting[layers], inputs)
             assert joined is not None
             waiting[layers] = _some(joined[:, : ends[layers - 1] - ends[layers]])
-        self._after = _Held(tuple(ends), tuple(waiting))
+        self._after = _State(tuple(ends), tuple(waiting))
         for _ in range(layers, count):
             assert out is not None
             assert token is not None
@@ -194,28 +194,28 @@ class MtpCache:
         self, hidden: mx.array, stop: int, tokens_of: TokensOf
     ) -> "TreeRound":
         """Open a round as `draft` does, of a head that is no chain; see `TreeRound`."""
-        held = self._held
-        self._before = self._after = held
+        state = self._state
+        self._before = self._after = state
         speculation = Speculation(self._caches[0], key_steps=True)
         self._round = [speculation]
-        tokens = tokens_of(0, held.ends[0], hidden.shape[1])
+        tokens = tokens_of(0, state.ends[0], hidden.shape[1])
         out = self.mtp.step(hidden, tokens, speculation.caches, 0)
-        self._after = _Held((max(held.ends[0], stop),), (None,))
+        self._after = _State((max(state.ends[0], stop),), (None,))
         return TreeRound(self.mtp, speculation, out)
 
     def commit(self) -> None:
         """Keep what of the round is of committed text."""
         for layer, speculation in enumerate(self._round):
-            speculation.commit(self._after.ends[layer] - self._held.ends[layer])
-        self._before, self._held = self._held, self._after
+            speculation.commit(self._after.ends[layer] - self._state.ends[layer])
+        self._before, self._state = self._state, self._after
 
     def rollback(self) -> None:
         """Undo the round, also after its commit. Never raises."""
         for speculation in self._round:
             speculation.rollback()
-        if self._held is self._after:
-            self._held = self._before
-        self._after = self._held
+        if self._state is self._after:
+            self._state = self._before
+        self._after = self._state
         self._round = []
 
     def _again(self, out: HeadOutput, token: mx.array) -> HeadOutput:

@@ -113,13 +113,13 @@ class HeadProbe:
 
     def first(self, convention: MtpConvention) -> Score:
         """Score the first draft: position i guesses token i + 2."""
-        first = max(self._text.own, 2)
+        first = max(self._text.written, 2)
         out = self._rows(convention, self._text.positions - 2)
         return self._text.score(out.logits[:, first - 2 :], first)
 
     def second(self, convention: MtpConvention) -> Score:
         """Score the second draft, which reads what the head made for the first."""
-        first = max(self._text.own, 3)
+        first = max(self._text.written, 3)
         if self._head.chained:
             return self._text.score(self._chain(convention)[:, first - 3 :], first)
         stop = min(first + SECOND_DRAFTS, self._text.positions)
@@ -152,7 +152,7 @@ class HeadProbe:
         Every guess stands on true positions, and on one that was drafted and is undone.
         """
         self.assume(convention)
-        caches, found = self._head.new_caches()[0], []
+        caches, result = self._head.new_caches()[0], []
         if first > 3:
             self._mtp.history(*self._pairs(convention, 0, first - 3), caches)
         for position in range(first - 3, stop - 3):
@@ -162,8 +162,8 @@ class HeadProbe:
             with Speculation(caches) as drafted:
                 out = self._mtp.step(recycled, token, drafted.caches)
                 mx.eval(out.logits)
-            found.append(out.logits)
-        return mx.concatenate(found, axis=1)
+            result.append(out.logits)
+        return mx.concatenate(result, axis=1)
 
 
 def probe(
@@ -284,8 +284,8 @@ def _other_norms(best: MtpConvention) -> list[MtpConvention]:
     return [replace(best, norms=norms) for norms in sorted(values, key=str)]
 
 
-def _refusal(found: Probed, source: str) -> str:
-    lines = "\n  ".join(found.lines())
+def _refusal(result: Probed, source: str) -> str:
+    lines = "\n  ".join(result.lines())
     return (
         f"The MTP head in {source} guesses its target's own text by no convention:\n"
         f"  {lines}\n"

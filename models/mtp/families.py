@@ -229,14 +229,14 @@ def family_of(module: str) -> MtpFamily | None:
 
 def arguments_of(model: nn.Module) -> Any:
     """Return the arguments that the layers of a text model were made from."""
-    own = getattr(model, "as_mlx_lm", None)  # of a target that reads images
-    if own is not None:
-        return own[1]
+    adapter = getattr(model, "as_mlx_lm", None)  # of a target that reads images
+    if adapter is not None:
+        return adapter[1]
     inner: Any = getattr(model, "language_model", model)
     return inner.args
 
 
 def module_of(model: nn.Module) -> str:
     """Return the module of mlx-lm that a model is from."""
-    own = getattr(model, "as_mlx_lm", None)
-    return plain_class(model).__module__ if own is None else str(own[0])
+    adapter = getattr(model, "as_mlx_lm", None)
+    return plain_class(model).__module__ if adapter is None else str(adapter[0])

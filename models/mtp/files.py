@@ -73,8 +73,8 @@ class HeadFiles:
             files.setdefault(stored.file, {})[name] = stored.name
         arrays: dict[str, mx.array] = {}
         for file, names in files.items():
-            held: Any = mx.load(str(file))  # lazy: an array is read when it is used
-            arrays |= {name: held[theirs] for name, theirs in names.items()}
+            tensors: Any = mx.load(str(file))  # lazy: an array is read when it is used
+            arrays |= {name: tensors[theirs] for name, theirs in names.items()}
         return arrays
 
 
@@ -101,11 +101,13 @@ def find_head(
         ModelFolderError: there is none, or a file cannot be read.
     """
     for files, in_shards in _places(folder, config):
-        held = _held(files, family, trunk, bare=not in_shards)
-        if held.tensors:
+        files_of_head = _held(files, family, trunk, bare=not in_shards)
+        if files_of_head.tensors:
             names = ", ".join(str(file.relative_to(folder)) for file in files)
             source = "the shards" if in_shards else names
-            return HeadFiles(held.tensors, tuple(held.skipped), in_shards, source)
+            return HeadFiles(
+                files_of_head.tensors, tuple(files_of_head.skipped), in_shards, source
+            )
     raise ModelFolderError(_none_message(folder, config, family, trunk))
 
 
@@ -135,13 +137,13 @@ def find_split_head(folder: Path, family: MtpFamily, trunk: int) -> HeadFiles:
             f"{' or '.join(name + SPLIT for name in family.modules)}. Choose the head "
             "that was split from this target."
         )
-    found = _held(weight_files(folder), family, trunk, bare=True, split=True)
-    if not found.tensors:
+    result = _held(weight_files(folder), family, trunk, bare=True, split=True)
+    if not result.tensors:
         raise ModelFolderError(
             f"{str(folder)!r} holds no MTP head of the {family.name} family that is "
             "known. Split it again, or take the original checkpoint."
         )
-    return HeadFiles(found.tensors, tuple(found.skipped), False, str(folder))
+    return HeadFiles(result.tensors, tuple(result.skipped), False, str(folder))
 
 
 def sidecar_names(folder: Path) -> set[str]:
@@ -207,7 +209,7 @@ def _held(
     split: bool = False,  # whether the family's names in split folders count
 ) -> _Found:
     """Return what of a head some files hold."""
-    found = _Found()
+    result = _Found()
     for file in files:
         shapes = header(file)[0]
         places = {name: family.place(name, trunk, split=split) for name in shapes}
@@ -218,17 +220,17 @@ def _held(
                 continue
             unused = family.layers == "first" and place.layer > 0
             if place.name is None or unused or "rotary_emb.inv_freq" in name:
-                found.skipped.append(name)
-            elif place.name in found.tensors:
-                other = found.tensors[place.name]
+                result.skipped.append(name)
+            elif place.name in result.tensors:
+                other = result.tensors[place.name]
                 raise ModelFolderError(
                     f"{name!r} in {file.name!r} and {other.name!r} in "
                     f"{other.file.name!r} are the same tensor of the MTP head. Take "
                     "one of the files away."
                 )
             else:
-                found.tensors[place.name] = Stored(file, name, shapes[name])
-    return found
+                result.tensors[place.name] = Stored(file, name, shapes[name])
+    return result
 
 
 def _none_message(

@@ -33,18 +33,18 @@ def target_hash(folder: Path) -> str:
     Raises:
         ModelFolderError: a file cannot be read.
     """
-    found = hashlib.sha256()
+    result = hashlib.sha256()
     try:
-        _add(found, (folder / "config.json").read_bytes())
+        _add(result, (folder / "config.json").read_bytes())
         for file in weight_files(folder):
             size = file.stat().st_size
-            _add(found, file.name.encode(), str(size).encode())
+            _add(result, file.name.encode(), str(size).encode())
             with file.open("rb") as opened:
-                _add(found, opened.read(_data_start(opened)))
-                _add(found, *_sampled(opened, 0, size, whole=0))
+                _add(result, opened.read(_data_start(opened)))
+                _add(result, *_sampled(opened, 0, size, whole=0))
     except OSError as error:
         raise _unreadable(folder, error) from error
-    return found.hexdigest()
+    return result.hexdigest()
 
 
 def head_hash(files: HeadFiles) -> str:
@@ -53,7 +53,7 @@ def head_hash(files: HeadFiles) -> str:
     Raises:
         ModelFolderError: a file cannot be read.
     """
-    found = hashlib.sha256()
+    result = hashlib.sha256()
     by_file: dict[Path, list[tuple[str, Stored]]] = {}
     for name, stored in sorted(files.tensors.items()):
         by_file.setdefault(stored.file, []).append((name, stored))
@@ -64,17 +64,17 @@ def head_hash(files: HeadFiles) -> str:
                 for name, stored in tensors:
                     place = places[stored.name]
                     kind = f"{place.dtype} {place.shape}"
-                    _add(found, name.encode(), kind.encode())
-                    _add(found, *_sampled(opened, place.begin, place.end))
+                    _add(result, name.encode(), kind.encode())
+                    _add(result, *_sampled(opened, place.begin, place.end))
         except OSError as error:
             raise _unreadable(file, error) from error
-    return found.hexdigest()
+    return result.hexdigest()
 
 
-def _add(found: "hashlib._Hash", *parts: bytes) -> None:
+def _add(result: "hashlib._Hash", *parts: bytes) -> None:
     for part in parts:
-        found.update(len(part).to_bytes(8, "little"))
-        found.update(part)
+        result.update(len(part).to_bytes(8, "little"))
+        result.update(part)
 
 
 def _data_start(opened: BinaryIO) -> int:

@@ -126,12 +126,14 @@ class Mtp(HeadOnTarget):
     ) -> None:
         self.head: MtpHead = head
         self._ends = ends
-        own: list[nn.Module | None] = [
+        outputs: list[nn.Module | None] = [
             layer.output if "output" in layer else None for layer in head.layers
         ]
         if ids is not None:
-            own = [None if layer is None else sliced(layer, ids) for layer in own]
-        self._outputs = own
+            outputs = [
+                None if layer is None else sliced(layer, ids) for layer in outputs
+            ]
+        self._outputs = outputs
 
     @property
     def reads_output(self) -> bool:
@@ -140,7 +142,7 @@ class Mtp(HeadOnTarget):
 
     def take_output(self, output: nn.Module) -> None:
         """Make logits with this copy of the target's output layer in its place."""
-        self._outputs = [output if own is None else own for own in self._outputs]
+        self._outputs = [output if kept is None else kept for kept in self._outputs]
 
     def step(
         self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
@@ -159,18 +161,18 @@ class Mtp(HeadOnTarget):
         return module.run(self._x(module, hidden, tokens), caches)
 
     def _x(self, layer: MtpLayer, hidden: mx.array, tokens: mx.array) -> mx.array:
-        own = "embedding" in layer
-        embedded = layer.embedding(tokens) if own else self._ends.embed(tokens)
+        embeds = "embedding" in layer
+        embedded = layer.embedding(tokens) if embeds else self._ends.embed(tokens)
         return layer.joined(hidden, embedded)
 
     def _output(self, layer: int, states: mx.array) -> HeadOutput:
-        module, own = self.head.layers[layer], self._outputs[layer]
+        module, output = self.head.layers[layer], self._outputs[layer]
         normed = module.final(states) if "final" in module else states
         after = self.head.convention.recycled == "after_norm"
-        logits = self._ends.head(normed) if own is None else _applied(own, normed)
+        logits = self._ends.head(normed) if output is None else _applied(output, normed)
         return HeadOutput(normed if after else states, logits)
 
 
 def _applied(layer: Any, x: mx.array) -> mx.array:
-    found: mx.array = layer(x)
-    return found
+    result: mx.array = layer(x)
+    return result

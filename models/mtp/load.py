@@ -101,12 +101,12 @@ def find_mtp_head(
 
 
 def build_mtp_head(
-    found: FoundHead, model: nn.Module, convention: MtpConvention
+    result: FoundHead, model: nn.Module, convention: MtpConvention
 ) -> tuple[MtpHead, Weights]:
     """Read a head.
 
     Args:
-        found: where it is.
+        result: where it is.
         model: the target.
         convention: what it was trained with, norms included.
 
@@ -116,19 +116,19 @@ def build_mtp_head(
     Raises:
         ModelFolderError: it is not complete.
     """
-    files, norms = found.files, convention.norms
+    files, norms = result.files, convention.norms
     assert norms is not None
-    head = _build(found.family, convention, arguments_of(model), found.config, files)
+    head = _build(result.family, convention, arguments_of(model), result.config, files)
     weights = transformed(files.read(), shapes_of(head))
     stored = norms_of(weights)
     weights |= with_ones(stored, norms)
     quantize_like(head, weights)
-    name = f"MTP head in {files.source}, of the {found.family.name} family,"
+    name = f"MTP head in {files.source}, of the {result.family.name} family,"
     check_shapes(
         shapes_of(head),
         weights,
         name,
-        lambda one: found.family.file_name(one, found.trunk),
+        lambda one: result.family.file_name(one, result.trunk),
     )
     head.load_weights(list(weights.items()))
     head.eval()
@@ -136,18 +136,18 @@ def build_mtp_head(
     return head, stored
 
 
-def decided(convention: MtpConvention | None, found: FoundHead) -> MtpConvention:
+def decided(convention: MtpConvention | None, result: FoundHead) -> MtpConvention:
     """Return a convention with norms, the family's when it is omitted.
 
     Raises:
         ModelFolderError: how norms are stored cannot be told, or cannot be so.
     """
-    convention, family = convention or found.family.convention, found.family
-    norms = convention.norms or found.norms
+    convention, family = convention or result.family.convention, result.family
+    norms = convention.norms or result.norms
     if norms is None:
         raise ModelFolderError(
-            f"The norms of the MTP head in {found.files.source} of "
-            f'{str(found.folder)!r} may be stored as "plus_one" (w, applied as 1 + w) '
+            f"The norms of the MTP head in {result.files.source} of "
+            f'{str(result.folder)!r} may be stored as "plus_one" (w, applied as 1 + w) '
             'or "stored" (as they are), and nothing in the folder tells. Name it: '
             "convention=MtpConvention(norms=...)."
         )

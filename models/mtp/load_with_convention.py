@@ -74,38 +74,38 @@ def load_mtp_head(
         ModelFolderError: the folder has no head, it is not complete, or a convention
             is named and how norms are stored cannot be told.
     """
-    found = find_mtp_head(folder, model, split=split)
+    value = find_mtp_head(folder, model, split=split)
     pack = None
     if convention is None and split is None:
-        pack = pack_convention(found.folder, found.config)
-        convention = pack if found.norms is not None else None
+        pack = pack_convention(value.folder, value.config)
+        convention = pack if value.norms is not None else None
     if convention is None:
-        head_folder = next(iter(found.files.tensors.values())).file.parent
-        pair = Pair(target_hash(found.folder), head_hash(found.files))
+        head_folder = next(iter(value.files.tensors.values())).file.parent
+        pair = Pair(target_hash(value.folder), head_hash(value.files))
         saved = SavedConventions(head_folder, pair)
         kept = saved.find()
         convention = None if kept is None else kept[0]
     if convention is not None:
-        head, _ = build_mtp_head(found, model, decided(convention, found))
+        head, _ = build_mtp_head(value, model, decided(convention, value))
         return _ready(head)
-    head, result = _probed(found, model, pack, tokenizer)
-    _say_mixture(found, result.convention)
+    head, result = _probed(value, model, pack, tokenizer)
+    _say_mixture(value, result.convention)
     first, second = _scores(result.first), _scores(result.second)
     saved.save(result.convention, {"first draft": first, "second draft": second})
     return head
 
 
 def _probed(
-    found: FoundHead, model: nn.Module, pack: MtpConvention | None, tokenizer: Any
+    value: FoundHead, model: nn.Module, pack: MtpConvention | None, tokenizer: Any
 ) -> tuple[MtpHead, Probed]:
     """Return the head with the convention that it agrees with the target by."""
-    norms = found.norms
-    usual = replace(pack or found.family.convention, norms=norms or "stored")
-    usual = decided(usual, found)
-    head, stored = build_mtp_head(found, model, usual)
+    norms = value.norms
+    usual = replace(pack or value.family.convention, norms=norms or "stored")
+    usual = decided(usual, value)
+    head, stored = build_mtp_head(value, model, usual)
     head = _ready(head)
-    free = free_fields(found, head, norms is not None) if pack is None else ["norms"]
-    encode = _encode(found, tokenizer)
+    free = free_fields(value, head, norms is not None) if pack is None else ["norms"]
+    encode = _encode(value, tokenizer)
     result = probe_mtp_head(
         head,
         stored,
@@ -113,8 +113,8 @@ def _probed(
         [encode(start) for start in STARTS],
         usual,
         free,
-        source=found.files.source,
-        passage=encode(PASSAGE) if found.family.plus_one else None,
+        source=value.files.source,
+        passage=encode(PASSAGE) if value.family.plus_one else None,
     )
     return head, result
 
@@ -125,18 +125,18 @@ def usual_convention(model: nn.Module) -> MtpConvention:
     return MtpConvention() if family is None else family.convention
 
 
-def free_fields(found: FoundHead, head: MtpHead, norms: bool) -> list[str]:
+def free_fields(result: FoundHead, head: MtpHead, norms: bool) -> list[str]:
     """Return the fields of a convention that a probe has to find.
 
     Args:
-        found: the head in its folder.
+        result: the head in its folder.
         head: the head.
         norms: whether the files say how norms are stored.
     """
     free = ["order", "hidden"]
     if not norms:
         free.append("norms")
-    recycles = found.family.depth is None or found.family.depth > 1
+    recycles = result.family.depth is None or result.family.depth > 1
     if recycles and "final" in head.layers[0]:
         free.append("recycled")
     return free
@@ -182,31 +182,31 @@ def probe_mtp_head(
         taps.remove()
 
 
-def _say_mixture(found: FoundHead, convention: MtpConvention) -> None:
+def _say_mixture(result: FoundHead, convention: MtpConvention) -> None:
     """Say that norms are not stored as the files say, or not all in one form."""
     norms = convention.norms
     if isinstance(norms, tuple):
         form = f"as w, applied as 1 + w, for {', '.join(norms)} alone"
-    elif found.norms not in (None, norms):
+    elif result.norms not in (None, norms):
         form = f'all as "{norms}"'
     else:
         return
     notice(
-        f"The norms of the MTP head in {found.files.source} of {str(found.folder)!r} "
+        f"The norms of the MTP head in {result.files.source} of {str(result.folder)!r} "
         f"seem to be stored {form}: so it guesses more of what the target writes. It "
         "is read so; convention= names another form."
     )
 
 
-def _encode(found: FoundHead, tokenizer: Any) -> Callable[[str], list[int]]:
+def _encode(result: FoundHead, tokenizer: Any) -> Callable[[str], list[int]]:
     """Return what makes token ids of a text."""
     if tokenizer is None:
         try:
-            tokenizer = load_tokenizer(found.folder)
+            tokenizer = load_tokenizer(result.folder)
         except Exception as error:
             raise ModelFolderError(
-                f"The convention of the MTP head in {found.files.source} is found on "
-                f"text, and {str(found.folder)!r} has no tokenizer that can be read: "
+                f"The convention of the MTP head in {result.files.source} is found on "
+                f"text, and {str(result.folder)!r} has no tokenizer that can be read: "
                 f"{error}. Pass tokenizer=, or name the convention."
             ) from error
     encode: Callable[[str], list[int]] = tokenizer.encode

@@ -81,13 +81,13 @@ def is_norm(name: str) -> bool:
 
 def _without_fp8(weights: Weights) -> Weights:
     ending = "_scale_inv"
-    found: Weights = {}
+    result: Weights = {}
     for name, value in weights.items():
         if name.endswith(f".weight{ending}"):
             continue
         scales = weights.get(name + ending)
-        found[name] = value if scales is None else _from_fp8(name, value, scales)
-    return found
+        result[name] = value if scales is None else _from_fp8(name, value, scales)
+    return result
 
 
 def _from_fp8(name: str, weight: mx.array, scales: mx.array) -> mx.array:
@@ -106,12 +106,12 @@ def _from_fp8(name: str, weight: mx.array, scales: mx.array) -> mx.array:
 
 
 def _stacked_experts(weights: Weights, wanted: Shapes) -> Weights:
-    found: Weights = {}
+    result: Weights = {}
     experts: dict[tuple[str, str, str], dict[int, mx.array]] = {}
     for name, value in weights.items():
         match = _EXPERT.fullmatch(name)
         if match is None:
-            found[name] = value
+            result[name] = value
         else:
             block, index, part, kind = match.groups()
             experts.setdefault((block, part, kind), {})[int(index)] = value
@@ -126,8 +126,8 @@ def _stacked_experts(weights: Weights, wanted: Shapes) -> Weights:
                 f"{'missing' if missing else 'not expected'}: "
                 f"{block}.experts.{wrong[0]}.{part}.{kind}. Take a whole checkpoint."
             )
-        found[f"{place}.{kind}"] = mx.stack([values[e] for e in range(count)])
-    return found
+        result[f"{place}.{kind}"] = mx.stack([values[e] for e in range(count)])
+    return result
 
 
 def _expert_place(block: str, part: str, wanted: Shapes) -> str:
@@ -139,25 +139,25 @@ def _expert_place(block: str, part: str, wanted: Shapes) -> str:
 
 
 def _split_fused_experts(weights: Weights) -> Weights:
-    found: Weights = {}
+    result: Weights = {}
     for name, value in weights.items():
         match = _FUSED.fullmatch(name)
         if match is None:
-            found[name] = value
+            result[name] = value
             continue
         place = f"{match[1]}.switch_mlp"
         if match[2] == "down_proj":
-            found[f"{place}.down_proj.weight"] = value
+            result[f"{place}.down_proj.weight"] = value
         else:
             gate, up = mx.split(value, 2, axis=-2)
-            found[f"{place}.gate_proj.weight"] = gate
-            found[f"{place}.up_proj.weight"] = up
-    return found
+            result[f"{place}.gate_proj.weight"] = gate
+            result[f"{place}.up_proj.weight"] = up
+    return result
 
 
 def _split_latent(weights: Weights, wanted: Shapes) -> Weights:
     """Split kv_b_proj; packed weights stay unpacked, which costs memory and no bits."""
-    found = dict(weights)
+    result = dict(weights)
     for name in weights:
         path = name.removesuffix(".kv_b_proj.weight")
         query = wanted.get(f"{path}.embed_q.weight")
@@ -165,12 +165,14 @@ def _split_latent(weights: Weights, wanted: Shapes) -> Weights:
             continue
         heads, rank, nope = query
         packed = {
-            part: found.pop(f"{path}.kv_b_proj.{part}", None) for part in _PARTS[:3]
+            part: result.pop(f"{path}.kv_b_proj.{part}", None) for part in _PARTS[:3]
         }
         both = _unpacked(name, packed, rank).reshape(heads, -1, rank)
-        found[f"{path}.embed_q.weight"] = mx.contiguous(both[:, :nope].swapaxes(-1, -2))
-        found[f"{path}.unembed_out.weight"] = mx.contiguous(both[:, nope:])
-    return found
+        result[f"{path}.embed_q.weight"] = mx.contiguous(
+            both[:, :nope].swapaxes(-1, -2)
+        )
+        result[f"{path}.unembed_out.weight"] = mx.contiguous(both[:, nope:])
+    return result
 
 
 def _unpacked(name: str, parts: Mapping[str, mx.array | None], inputs: int) -> mx.array:
@@ -188,14 +190,14 @@ def _unpacked(name: str, parts: Mapping[str, mx.array | None], inputs: int) -> m
 
 
 def _split_qkv(weights: Weights, wanted: Shapes) -> Weights:
-    found: Weights = {}
+    result: Weights = {}
     for name, value in weights.items():
         path, _, part = name.rpartition(".qkv_proj.")
         rows = [wanted.get(f"{path}.{each}_proj.weight", (0,))[0] for each in "qkv"]
         if not path or not all(rows):
-            found[name] = value
+            result[name] = value
             continue
         pieces = mx.split(value, [rows[0], rows[0] + rows[1]], axis=0)
         for each, piece in zip("qkv", pieces, strict=True):
-            found[f"{path}.{each}_proj.{part}"] = piece
-    return found
+            result[f"{path}.{each}_proj.{part}"] = piece
+    return result

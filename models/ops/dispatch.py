@@ -62,8 +62,8 @@ def compiled_steps(model: nn.Module) -> CompiledForward:
 @contextmanager
 def stream_resources(model: nn.Module) -> Iterator[None]:
     """Let rooms hold what serves the streams of a model, inside the block."""
-    with ExitStack() as held:
+    with ExitStack() as stack:
         for room in _rooms:
             if room.stream_resources is not None:
-                held.enter_context(room.stream_resources(model))
+                stack.enter_context(room.stream_resources(model))
         yield

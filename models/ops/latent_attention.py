@@ -85,7 +85,7 @@ def _attend(
         )
         return made
     attention, latents = cache.attention, cache.shown
-    found: mx.array = scaled_dot_product_attention(
+    result: mx.array = scaled_dot_product_attention(
         attention.embed_q(queries),
         latents,
         latents,
@@ -93,7 +93,7 @@ def _attend(
         scale=scale,
         mask=mask,
     )
-    out: mx.array = attention.unembed_out(found)
+    out: mx.array = attention.unembed_out(result)
     return out
 
 
@@ -107,14 +107,14 @@ def _absorbing(kind: Any) -> type[nn.Module]:
 
     def call(self: nn.Module, x: mx.array, *args: Any, **kwargs: Any) -> Any:
         current: Any = kind.__call__
-        held = [v for v in (*args, *kwargs.values()) if isinstance(v, KVCache)]
+        caches = [v for v in (*args, *kwargs.values()) if isinstance(v, KVCache)]
         ours = current is original and theirs[name] is scaled_dot_product_attention
-        if not (in_round() and 1 < x.shape[1] <= MOST_ROWS and held and ours):
+        if not (in_round() and 1 < x.shape[1] <= MOST_ROWS and caches and ours):
             return current(self, x, *args, **kwargs)
-        latents = _Latents(self, held[0])
+        latents = _Latents(self, caches[0])
 
         def swap(value: Any) -> Any:
-            return latents if value is held[0] else value
+            return latents if value is caches[0] else value
 
         named = {key: swap(value) for key, value in kwargs.items()}
         return again(self, x, *map(swap, args), **named)

@@ -98,10 +98,10 @@ def scan_of(kind: type[nn.Module], watch: Watch) -> Call | None:
     """Return the scan that `kind` calls now, if it is the one that was read."""
     if watch.scan is None:
         return None
-    found = vars(sys.modules[kind.__module__]).get(watch.scan.name)
-    if getattr(found, "__module__", None) != watch.scan.module or not is_known(found):
+    result = vars(sys.modules[kind.__module__]).get(watch.scan.name)
+    if getattr(result, "__module__", None) != watch.scan.module or not is_known(result):
         return None
-    return cast(Call, found)
+    return cast(Call, result)
 
 
 def _noting_method(kind: type[nn.Module], name: str) -> Call:

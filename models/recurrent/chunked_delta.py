@@ -124,9 +124,9 @@ def _pairs(rows: int) -> _Pairs:
         same = t // (2 * size) == i // (2 * size)
         levels.append(same & (t // size > i // size))
         size *= 2
-    found = _Pairs(t > i, mx.eye(rows), levels)
-    mx.eval(found)
-    return found
+    result = _Pairs(t > i, mx.eye(rows), levels)
+    mx.eval(result)
+    return result
 
 
 def _inverse(lower: mx.array, pairs: _Pairs) -> mx.array:
@@ -136,10 +136,10 @@ def _inverse(lower: mx.array, pairs: _Pairs) -> mx.array:
     [ C D ]    = [ -D^-1 C A^-1  D^-1 ]
     """
     first, *others = pairs.levels
-    found = pairs.diagonal - mx.where(first, lower, 0)
+    result = pairs.diagonal - mx.where(first, lower, 0)
     for level in others:
-        found = mx.addmm(found, found @ mx.where(level, lower, 0), found, alpha=-1)
-    return found
+        result = mx.addmm(result, result @ mx.where(level, lower, 0), result, alpha=-1)
+    return result
 
 
 def _run(
@@ -158,7 +158,7 @@ def _run(
     both = mx.contiguous(both)[:, :, None]  # [batch, key heads, 1, 2 rows, Dk]
     keys = both[..., :rows, :]
     products = both @ keys.swapaxes(-1, -2)  # [batch, key heads, 1, 2 rows, rows]
-    held = both @ state.swapaxes(-1, -2)  # [batch, *heads, 2 rows, Dv]
+    from_state = both @ state.swapaxes(-1, -2)  # [batch, *heads, 2 rows, Dv]
     by_head = (0, 2, 3, 1, 4)
     v, g, beta = (each.transpose(by_head) for each in (v, g, beta))
     seen = None if seen is None else seen.transpose(by_head)
@@ -167,15 +167,15 @@ def _run(
     total = decays[..., :1] * chain[..., :1, :]
     before, start = mx.where(pairs.below, decays, 0), total
     if seen is not None:
-        own = mx.where(seen, 1, g)  # the decay of a row that only itself sees
-        before = mx.where(seen.swapaxes(-1, -2), before * own, 0)
-        start = start * own
-    updates = beta * (v - start * held[..., :rows, :])
+        decay = mx.where(seen, 1, g)  # the decay of a row that only itself sees
+        before = mx.where(seen.swapaxes(-1, -2), before * decay, 0)
+        start = start * decay
+    updates = beta * (v - start * from_state[..., :rows, :])
     if rows > 1:
         lower = beta * before * products[..., :rows, :]
         updates = _inverse(lower, pairs) @ updates
     weights = (before + pairs.diagonal) * products[..., rows:, :]
-    y = mx.addmm(start * held[..., rows:, :], weights, updates)
+    y = mx.addmm(start * from_state[..., rows:, :], weights, updates)
     y = y.transpose(0, 3, 1, 2, 4).flatten(2, 3)
     if seen is not None:
         updates = mx.where(seen, updates, 0)

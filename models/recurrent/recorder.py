@@ -79,8 +79,8 @@ class MixerCall:
     @property
     def inputs(self) -> mx.array:
         """The first array that the mixer was given."""
-        found: mx.array = _first(mx.array, (*self.args, *self.kwargs.values()))
-        return found
+        result: mx.array = _first(mx.array, (*self.args, *self.kwargs.values()))
+        return result
 
     def replay(self, cache: Any, keep: int) -> None:
         """Take `cache` from the state before the call to that after `keep` rows.

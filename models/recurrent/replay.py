@@ -123,8 +123,8 @@ def part_of(mixer: nn.Module, path: str) -> Any:
 
 def _only(call: NotedCall, key: Any) -> Any:
     """Return what was noted under `key`, if that was one thing; None otherwise."""
-    found = call.notes.get(key, ())
-    return found[0] if len(found) == 1 else None
+    result = call.notes.get(key, ())
+    return result[0] if len(result) == 1 else None
 
 
 @functools.cache
@@ -280,8 +280,8 @@ class LastKeyAndValue:
 
     def complete(self, call: NotedCall) -> bool:
         """Keys and values [batch, heads, positions, dim] of the whole block."""
-        found = call.notes.get(self.method, ())
-        sizes = [rows.shape[2] for rows in found]
+        result = call.notes.get(self.method, ())
+        sizes = [rows.shape[2] for rows in result]
         return sizes == [call.width] * 2
 
     def replay(self, call: NotedCall, cache: ArraysCache, keep: int) -> None:

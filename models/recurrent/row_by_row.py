@@ -41,19 +41,19 @@ def run_by_row(
         name: axis for name, axis in scan.rows.items() if given.get(name) is not None
     }
     axis = scan.axis
-    state, found, states = given.get(scan.state), [], []
+    state, result, states = given.get(scan.state), [], []
     for row in range(rows):
         one = {name: _row(given[name], row, along) for name, along in lined.items()}
         y, state = function(**{**given, **one, scan.state: state})
-        found.append(y)
+        result.append(y)
         states.append(state)
     first = next(iter(lined))
     padding = given[first].shape[lined[first]] - rows
     if padding:
-        shape = list(found[0].shape)
+        shape = list(result[0].shape)
         shape[axis] = padding
-        found.append(mx.zeros(shape, found[0].dtype))
-    return RowByRow(mx.concatenate(found, axis=axis), states)
+        result.append(mx.zeros(shape, result[0].dtype))
+    return RowByRow(mx.concatenate(result, axis=axis), states)
 
 
 def _row(array: mx.array, row: int, axis: int) -> mx.array:

@@ -112,7 +112,7 @@ class ImageForward:
         """Return what the language model is given for tokens [start, stop)."""
         fields = self._read()
         # A new array: gemma3 scales what it is given in place.
-        found: dict[str, Any] = {
+        result: dict[str, Any] = {
             "inputs_embeds": fields["inputs_embeds"][:, start:stop]
         }
         if self.one_pass:
@@ -120,23 +120,23 @@ class ImageForward:
             assert stop >= self._end
             ids = self._prompt.input_ids[:, :stop]
             kinds = (ids == self._target.placeholder).astype(mx.int32)
-            found["mm_token_type_ids"] = kinds
+            result["mm_token_type_ids"] = kinds
         for name, axis in _ALONG.items():
             value = fields.get(name)
             if value is not None:
                 along = value[..., start:stop] if axis == -1 else value[:, start:stop]
-                found[name] = along
+                result[name] = along
         stack = fields.get(_PER_SLOT)
         if isinstance(stack, mx.array):  # the model takes its part of the whole itself
-            found |= {name: fields[name] for name in (_PER_SLOT, "visual_pos_masks")}
-            return found
+            result |= {name: fields[name] for name in (_PER_SLOT, "visual_pos_masks")}
+            return result
         first, last = slots_of(self.slots, start, stop)
         if stack is not None and first < last:
             layers = getattr(stack, "embeddings", stack)
-            found[_PER_SLOT] = [layer[first:last] for layer in layers]
+            result[_PER_SLOT] = [layer[first:last] for layer in layers]
         else:
-            found.pop("visual_pos_masks", None)
-        return found
+            result.pop("visual_pos_masks", None)
+        return result
 
 
 def _images(prompt: ImagePrompt) -> int:

@@ -70,20 +70,20 @@ class ImagePrompt:
         """
         given = {n: v for n, v in inputs.items() if v is not None}
         other = {n for n in given if "audio" in n or "video" in n or "feature" in n}
-        held = sorted(n for n in other if any(map(_size, _parts(given[n]))))
-        if held:
+        filled = sorted(n for n in other if any(map(_size, _parts(given[n]))))
+        if filled:
             raise InvalidRequestError(
-                f"The inputs hold {held[0]!r}, and images are all that can be read "
+                f"The inputs hold {filled[0]!r}, and images are all that can be read "
                 "beside text. Leave audio and video out."
             )
-        own = {n: v for n, v in given.items() if n not in {*_OF_TEXT, *other}}
-        return cls(inputs["input_ids"], own)
+        kept = {n: v for n, v in given.items() if n not in {*_OF_TEXT, *other}}
+        return cls(inputs["input_ids"], kept)
 
     @property
     def tokens(self) -> list[int]:
         """The token ids, and -1 where a model has a number below 0 for a slot."""
-        found: Any = self.input_ids[0].tolist()
-        return [max(token, SLOT) for token in found]
+        result: Any = self.input_ids[0].tolist()
+        return [max(token, SLOT) for token in result]
 
     def slots(self, placeholder: int) -> list[tuple[int, int]]:
         """Return where placeholders stand: [start, stop) of each run of them."""
@@ -111,13 +111,13 @@ class ImagePrompt:
         ]
 
     def _digest(self) -> bytes:
-        found = hashlib.sha256()
+        result = hashlib.sha256()
         for name, value in sorted(self.inputs.items()):
             for part in _parts(value):
                 array = np.array(part.astype(mx.float32) if _is_float(part) else part)
-                found.update(f"{name} {array.dtype} {array.shape}".encode())
-                found.update(array.tobytes())
-        return found.digest()
+                result.update(f"{name} {array.dtype} {array.shape}".encode())
+                result.update(array.tobytes())
+        return result.digest()
 
 
 def _parts(value: Any) -> Iterator[Any]:

@@ -214,9 +214,9 @@ def usable(processor: Any, config: Any) -> Any:
     """
     if getattr(config, "model_type", None) != "llava":
         return processor
-    found = copy.copy(processor)  # the caller's stays as it is
-    found.image_processor = _WithoutPadding(processor.image_processor)
-    return found
+    result = copy.copy(processor)  # the caller's stays as it is
+    result.image_processor = _WithoutPadding(processor.image_processor)
+    return result
 
 
 class _WithoutPadding:

@@ -24,8 +24,8 @@ def native_caches(language_model: Any) -> list[Any]:
             source has changed.
     """
     make = getattr(language_model, "make_cache", None)
-    own = _plain(language_model) if make is None else make()
-    return [_native(place, cache) for place, cache in enumerate(own)]
+    theirs = _plain(language_model) if make is None else make()
+    return [_native(place, cache) for place, cache in enumerate(theirs)]
 
 
 def _plain(language_model: Any) -> list[Any]:

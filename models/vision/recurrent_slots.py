@@ -64,8 +64,8 @@ class RecurrentSlots:
     @property
     def cache(self) -> list[Any]:
         """The slots."""
-        found: list[Any] = self._cache.cache
-        return found
+        result: list[Any] = self._cache.cache
+        return result
 
     @property
     def lengths(self) -> Any:

@@ -73,8 +73,8 @@ class VisionTarget(nn.Module):
     @property
     def layers(self) -> list[nn.Module]:
         """The decoder layers."""
-        found: list[nn.Module] = self.language_model.layers
-        return found
+        result: list[nn.Module] = self.language_model.layers
+        return result
 
     @property
     def as_mlx_lm(self) -> tuple[str, Any] | None:
@@ -93,17 +93,17 @@ class VisionTarget(nn.Module):
         """The token id that stands for a slot of an image."""
         if self.family.slots in ("beyond", "bounds"):
             return SLOT
-        own = self.family.placeholder
-        if isinstance(own, int):
-            return own
-        names = ("image_token_id", "image_token_index") if own is None else (own,)
+        token = self.family.placeholder
+        if isinstance(token, int):
+            return token
+        names = ("image_token_id", "image_token_index") if token is None else (token,)
         values = [getattr(self.vlm.config, name, None) for name in names]
-        found = next((value for value in values if value is not None), None)
-        if not isinstance(found, int):
+        result = next((value for value in values if value is not None), None)
+        if not isinstance(result, int):
             raise InvalidRequestError(
                 f"The config of {self.family.name} names no token for images."
             )
-        return found
+        return result
 
     def image_prompt(
         self,
@@ -144,14 +144,14 @@ class VisionTarget(nn.Module):
     def embedded(self, prompt: ImagePrompt) -> dict[str, Any]:
         """Return mlx-vlm's embeddings of a whole prompt, and what is beside them."""
         ids = prompt.input_ids if prompt.given is None else prompt.given
-        found: dict[str, Any] = vars(
+        result: dict[str, Any] = vars(
             self.vlm.get_input_embeddings(
                 ids,
                 mask=mx.ones_like(ids),
                 **{"pixel_values": None, **prompt.inputs},
             )
         )
-        return found
+        return result
 
     def positions(self, prompt: ImagePrompt) -> tuple[mx.array, mx.array]:
         """Return positions of three axes for a family whose features have none.
@@ -159,12 +159,12 @@ class VisionTarget(nn.Module):
         Returns:
             Positions [3, 1, n], and what text behind the prompt is shifted by [1, 1].
         """
-        found, shift = self.language_model.get_rope_index(
+        result, shift = self.language_model.get_rope_index(
             prompt.input_ids,
             image_grid_thw=prompt.inputs.get("image_grid_thw"),
             attention_mask=mx.ones_like(prompt.input_ids),
         )
-        return mx.moveaxis(found, -1, 0) if self.family.axes_last else found, shift
+        return mx.moveaxis(result, -1, 0) if self.family.axes_last else result, shift
 
     def make_cache(self) -> list[Any]:
         """Return new empty caches, of mlx-lm's classes."""

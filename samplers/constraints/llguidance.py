@@ -126,13 +126,13 @@ class GrammarState:
                 f"Token {token} is not allowed here: the tokenizer's ids go from 0 to "
                 f"{self._end - 1}. Take one that allowed() names."
             )
-        following = self._matcher.deep_copy()  # a failure would be for good
-        if not following.consume_token(token):
+        moved = self._matcher.deep_copy()  # a failure would be for good
+        if not moved.consume_token(token):
             raise ConstraintError(
-                f"Token {token} is not allowed here: {_plain(following.get_error())}. "
+                f"Token {token} is not allowed here: {_plain(moved.get_error())}. "
                 "Take one that allowed() names."
             )
-        self._matcher = following
+        self._matcher = moved
 
     def fork(self) -> "GrammarState":
         """Return a state at the same place."""

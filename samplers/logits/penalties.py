@@ -25,11 +25,11 @@ class Penalties:
         self.active = bool(some.biases) or any(kinds)
 
     def apply(
-        self, logits: mx.array, rows: Rows, held: KnownTokens | None = None
+        self, logits: mx.array, rows: Rows, known: KnownTokens | None = None
     ) -> mx.array:
         """Return the logits [rows, vocab] with bias and penalties, of their dtype.
 
-        Ids from `vocab` on are passed over. `held` makes windows over a whole text
+        Ids from `vocab` on are passed over. `known` makes windows over a whole text
         cheap.
         """
         options = self._sampling
@@ -43,7 +43,7 @@ class Penalties:
         windows: dict[int, Windows] = {}  # mostly of one size
         for penalize, penalty, size in kinds:
             if penalty:
-                windows[size] = windows.get(size) or rows.windows(size, held)
+                windows[size] = windows.get(size) or rows.windows(size, known)
                 logits = penalize(logits, windows[size], penalty)
         return logits
 
@@ -64,18 +64,18 @@ def repetition(logits: mx.array, windows: Windows, penalty: float) -> mx.array:
     Paper: Keskar et al., "CTRL" (2019), equation of section 4.1; with the sign, as in
     mlx-lm.
     """
-    tokens, found = _own(windows, logits.shape[-1])
+    tokens, result = _own(windows, logits.shape[-1])
     chosen = mx.take_along_axis(logits, tokens, axis=-1)
     changed = mx.where(chosen < 0, chosen * penalty, chosen / penalty)
-    changed = mx.where(found, changed, chosen)
+    changed = mx.where(result, changed, chosen)
     return mx.put_along_axis(logits, tokens, changed, axis=-1)
 
 
 def presence(logits: mx.array, windows: Windows, penalty: float) -> mx.array:
     """Subtract the penalty once from the logit of each earlier token."""
-    tokens, found = _own(windows, logits.shape[-1])
+    tokens, result = _own(windows, logits.shape[-1])
     chosen = mx.take_along_axis(logits, tokens, axis=-1)
-    changed = mx.where(found, chosen - penalty, chosen)
+    changed = mx.where(result, chosen - penalty, chosen)
     return mx.put_along_axis(logits, tokens, changed, axis=-1)
 
 
@@ -103,7 +103,7 @@ def _own(windows: Windows, width: int) -> tuple[mx.array, mx.array]:
     """
     valid = windows.valid & (windows.tokens < width)
     some = mx.argmax(valid, axis=-1, keepdims=True)
-    found = mx.take_along_axis(valid, some, axis=-1)
+    result = mx.take_along_axis(valid, some, axis=-1)
     other = mx.take_along_axis(windows.tokens, some, axis=-1)
-    tokens = mx.where(valid, windows.tokens, mx.where(found, other, 0))
-    return tokens, found
+    tokens = mx.where(valid, windows.tokens, mx.where(result, other, 0))
+    return tokens, result

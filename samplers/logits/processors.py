@@ -194,9 +194,9 @@ class Processors:
         for processor in users:
             result = processor(tokens, logits)
             if not isinstance(result, mx.array) or result.shape != logits.shape:
-                found = result.shape if isinstance(result, mx.array) else result
+                value = result.shape if isinstance(result, mx.array) else result
                 raise InvalidRequestError(
-                    f"The logits processor {_name(processor)} returned {found}, and "
+                    f"The logits processor {_name(processor)} returned {value}, and "
                     f"logits [1, {self._width}] are needed. Let it return the logits."
                 )
             logits = result

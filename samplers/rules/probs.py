@@ -69,11 +69,11 @@ class Rule:
             InvalidRequestError: the shapes do not fit.
         """
         draft = draft_distributions(target_probs, draft_probs, drafted)
-        own = self.odds(target_probs, draft, drafted)
+        odds = self.odds(target_probs, draft, drafted)
         check_shape("coins", coins, drafted.shape)
-        accepted = self.count(passes(coins, own.part, own.whole)).astype(mx.int32)
-        following = probs_after(target_probs, draft, own.shares, accepted)
-        return RuleOutcome(accepted, following, quotient(own.part, own.whole))
+        accepted = self.count(passes(coins, odds.part, odds.whole)).astype(mx.int32)
+        rest = probs_after(target_probs, draft, odds.shares, accepted)
+        return RuleOutcome(accepted, rest, quotient(odds.part, odds.whole))
 
 
 def draft_distributions(
@@ -100,8 +100,8 @@ def token_probs(probs: mx.array, tokens: mx.array) -> mx.array:
     """
     known = tokens.astype(mx.uint32) < probs.shape[-1]  # -1 becomes a large number
     ids = mx.where(known, tokens, 0)[..., None]
-    found = mx.take_along_axis(probs, ids, axis=-1)[..., 0]
-    return mx.where(known, found, 0)
+    result = mx.take_along_axis(probs, ids, axis=-1)[..., 0]
+    return mx.where(known, result, 0)
 
 
 def quotient(part: mx.array, whole: mx.array) -> mx.array:

@@ -137,9 +137,9 @@ class Bench:
         if name == "lookup":
             return name
         name, _, bits = name.partition("@")
-        found = self.draft_folder if name == "model" else folder_of(name)
+        result = self.draft_folder if name == "model" else folder_of(name)
         return find_draft(
-            name if name == "mtp" else found,
+            name if name == "mtp" else result,
             target=self.folder,
             quantize_draft=int(bits) if bits else None,
         )

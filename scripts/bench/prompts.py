@@ -54,11 +54,11 @@ class Question:
 
 def bundled(groups: Sequence[str] | None, count: int) -> dict[str, list[Question]]:
     """Return the first bundled prompts of each group; None: of all groups."""
-    found = [
+    result = [
         Question(each.group, each.source, (each.text,), chat=False)
         for each in demo_prompts()
     ]
-    return _grouped(found, groups, count)
+    return _grouped(result, groups, count)
 
 
 def read_questions(
@@ -69,11 +69,11 @@ def read_questions(
     Raises:
         ValueError: a line is no question, or there is none of a group.
     """
-    found = []
+    result = []
     for number, line in enumerate(path.read_text("utf-8").splitlines(), start=1):
         if line.strip():
-            found.append(_question(line, f"{path.name}, line {number}"))
-    return _grouped(found, groups, count)
+            result.append(_question(line, f"{path.name}, line {number}"))
+    return _grouped(result, groups, count)
 
 
 def _question(line: str, where: str) -> Question:
@@ -98,12 +98,12 @@ def _is_text(turn: Any) -> bool:
 def _grouped(
     questions: Sequence[Question], groups: Sequence[str] | None, count: int
 ) -> dict[str, list[Question]]:
-    found: dict[str, list[Question]] = defaultdict(list)
+    result: dict[str, list[Question]] = defaultdict(list)
     for question in questions:
-        if len(found[question.group]) < count:
-            found[question.group].append(question)
-    if missing := set(groups or ()) - found.keys():
+        if len(result[question.group]) < count:
+            result[question.group].append(question)
+    if missing := set(groups or ()) - result.keys():
         raise ValueError(
-            f"there is no group {min(missing)!r}; the groups are {', '.join(found)}"
+            f"there is no group {min(missing)!r}; the groups are {', '.join(result)}"
         )
-    return {group: found[group] for group in groups or found}
+    return {group: result[group] for group in groups or result}

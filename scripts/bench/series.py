@@ -114,15 +114,15 @@ def speed_of(slices: Sequence[tuple[int, float]]) -> float:
 
 def total(counts: Iterable[Statistics]) -> Statistics:
     """Return the counts of several generations together."""
-    found = Statistics()
+    result = Statistics()
     names = ("rounds", "drafts", "drafted", "accepted", "emitted", "reads")
     for each in counts:
         for name in (*names, "empty_drafts"):
-            setattr(found, name, getattr(found, name) + getattr(each, name))
-        found.reached += [0] * (len(each.reached) - len(found.reached))
+            setattr(result, name, getattr(result, name) + getattr(each, name))
+        result.reached += [0] * (len(each.reached) - len(result.reached))
         for index, reached in enumerate(each.reached):
-            found.reached[index] += reached
-    return found
+            result.reached[index] += reached
+    return result
 
 
 def compare(
@@ -138,20 +138,20 @@ def compare(
     Raises:
         AssertionError: a text of ours is not that of our plain decoding.
     """
-    found = [Series(arm) for arm in arms]
+    result = [Series(arm) for arm in arms]
     for number, job in enumerate(jobs):
         if number == 0:
             short = replace(job, tokens=min(job.tokens, WARM_UP_TOKENS))
-            _run(bench, found, short)
-        runs = _run(bench, found, job)
+            _run(bench, result, short)
+        runs = _run(bench, result, job)
         say(f"{bench.name}: text {number + 1} of {len(job.prompt)} prompt tokens")
-        expected = runs[found[0].arm.name]
-        for each in found:
+        expected = runs[result[0].arm.name]
+        for each in result:
             if each.failure is None:
                 run = runs[each.arm.name]
                 each.runs.append(run)
                 _check(bench, each, job, expected.tokens, run.tokens)
-    return found
+    return result
 
 
 def _run(bench: Bench, series: list[Series], job: Job) -> dict[str, Run]:
@@ -171,13 +171,13 @@ def _check(
     if got == expected or (job.temperature > 0 and not series.arm.ours):
         return
     width = 1 + max(series.arm.length or 0, len(series.runs[-1].statistics.reached))
-    found = bench.parting(job.prompt, job.sampling, expected, got, width=width)
-    assert found is not None
+    result = bench.parting(job.prompt, job.sampling, expected, got, width=width)
+    assert result is not None
     must = series.arm.ours or not series.arm.draft
-    assert found.near_tie or not must, (
-        f"{bench.name}, {series.arm.name}: not the text of our plain decoding: {found}"
+    assert result.near_tie or not must, (
+        f"{bench.name}, {series.arm.name}: not the text of our plain decoding: {result}"
     )
-    series.partings.append(found)
+    series.partings.append(result)
 
 
 def rows_of(series: list[Series]) -> list[dict[str, Any]]:
@@ -235,10 +235,10 @@ def add_groups(
         jobs = jobs_of(
             bench, questions, tokens=tokens, temperature=temperature, seed=seed
         )
-        found = compare(bench, arms, jobs, report.say)
-        for row in rows_of(found):
+        result = compare(bench, arms, jobs, report.say)
+        for row in rows_of(result):
             report.add(target=bench.name, group=group, **row)
-        for all_groups, own in zip(whole, found, strict=True):
+        for all_groups, own in zip(whole, result, strict=True):
             all_groups.runs += own.runs
             all_groups.partings += own.partings
             all_groups.failure = all_groups.failure or own.failure

@@ -92,13 +92,13 @@ class Server:
         self, requests: Sequence[Request], clients: int
     ) -> tuple[list[Served], float]:
         """Let some clients ask side by side; return texts in order, and the seconds."""
-        found: dict[int, Served] = {}
+        result: dict[int, Served] = {}
 
         def run(which: int) -> None:
             options = {"base_url": self.url, "api_key": "none", "max_retries": 0}
             with openai.OpenAI(**options, timeout=600) as client:  # type: ignore[arg-type]
                 for number in range(which, len(requests), clients):
-                    found[number] = self.ask(client, requests[number])
+                    result[number] = self.ask(client, requests[number])
 
         threads = [threading.Thread(target=run, args=(i,)) for i in range(clients)]
         started = time.perf_counter()
@@ -107,9 +107,9 @@ class Server:
         for thread in threads:
             thread.join()
         seconds = time.perf_counter() - started
-        if len(found) < len(requests):
-            raise SystemExit(f"{self.name} answered {len(found)} of {len(requests)}.")
-        return [found[number] for number in range(len(requests))], seconds
+        if len(result) < len(requests):
+            raise SystemExit(f"{self.name} answered {len(result)} of {len(requests)}.")
+        return [result[number] for number in range(len(requests))], seconds
 
 
 def widened(source: Path, folder: Path) -> Path:
@@ -137,8 +137,8 @@ def our_server(name: str, model: Path, blas: str, *options: str) -> Iterator[Ser
         said = ""
         for line in process.stderr:
             said += line
-            if found := re.search(r"http://\S+/v1", said.replace("\n", "")):
-                yield Server(name, found[0])
+            if result := re.search(r"http://\S+/v1", said.replace("\n", "")):
+                yield Server(name, result[0])
                 return
         raise SystemExit(f"{name} did not start: {said}")
 

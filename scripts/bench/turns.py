@@ -54,10 +54,10 @@ def in_turns(
         repeats: counted turns.
         warm_up: turns before them, which count from 0 too.
     """
-    found: dict[Name, list[T]] = {name: [] for name in acts}
+    result: dict[Name, list[T]] = {name: [] for name in acts}
     for number in range(-warm_up, repeats):
         for name in order([*acts], number):
             given = acts[name](max(0, number))
             if number >= 0:
-                found[name].append(given)
-    return found
+                result[name].append(given)
+    return result

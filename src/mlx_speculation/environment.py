@@ -95,14 +95,14 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
     Returns:
         The smallest quota of the group and those above it; None: there is none.
     """
-    found = []
+    result = []
     for files, path in _cpu_groups(root):
         # Within a container the path may be the machine's; its own group is the root.
         for group in (path, *path.parents):
             quota = _quota(root / files / group.relative_to("/"))
             if quota is not None:
-                found.append(quota)
-    return min(found, default=None)
+                result.append(quota)
+    return min(result, default=None)
 
 
 def _cpu_groups(root: Path) -> Iterator[tuple[str, Path]]:

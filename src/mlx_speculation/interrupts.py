@@ -125,17 +125,17 @@ def finalize(
     if ending():
         return
     fault: Exception | None = None
-    begun = False
+    started = False
     try:
         with DeferredSignals():
-            begun = True
+            started = True
             try:
                 clean_up()
             except Exception as error:
                 fault = error
     except BaseException as error:  # of a handler
         _raise_later(error)
-        if not begun:
+        if not started:
             finalize(clean_up)
     if fault is not None:
         raise fault

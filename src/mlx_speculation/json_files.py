@@ -110,19 +110,19 @@ def deeper_than(levels: int, text: str) -> bool:
     if text.count("[") + text.count("{") <= levels:
         return False
     depth = 0
-    for found in _STRINGS_AND_BRACKETS.finditer(text):
-        depth += _STEPS.get(found[0], 0)
+    for result in _STRINGS_AND_BRACKETS.finditer(text):
+        depth += _STEPS.get(result[0], 0)
         if depth > levels:
             return True
     return False
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    result = dict(pairs)
+    if len(result) != len(pairs):
         twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
         raise JsonFlawError(f"has the key {_short(repr(twice))} twice in one object")
-    return found
+    return result
 
 
 def _no_constant(name: str) -> None:

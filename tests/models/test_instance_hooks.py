@@ -69,7 +69,7 @@ def test_the_class_follows_from_the_hooks_that_are_left(
         left.remove(hooks[index])
     assert type(norm) is nn.RMSNorm
     assert not left_on(norm)
-    assert id(norm) not in instance_hooks._held
+    assert id(norm) not in instance_hooks._registry
 
 
 def test_of_one_rank_the_first_hook_counts_until_its_last_owner_leaves() -> None:
@@ -231,7 +231,7 @@ def test_an_owner_that_is_collected_in_the_middle_of_a_change_leaves_behind_it(
     stays.remove()
     assert [type(norm) for norm in norms] == [nn.RMSNorm] * 3
     assert not any(left_on(norm) for norm in norms)
-    assert not instance_hooks._held.keys() & {id(norm) for norm in norms}
+    assert not instance_hooks._registry.keys() & {id(norm) for norm in norms}
 
 
 def test_a_module_whose_owners_have_left_is_not_kept() -> None:

@@ -40,12 +40,12 @@ def test_noise_of_few_ids_is_drawn_for_those_alone(
 
 def test_a_growing_text_is_moved_seldom() -> None:
     held, text = KnownTokens(), [0] * 100
-    buffers = [held._held]
+    buffers = [held._buffer]
     for token in range(5_000):
         text.append(token)
         held.since(text)
-        if held._held is not buffers[-1]:
-            buffers.append(held._held)
+        if held._buffer is not buffers[-1]:
+            buffers.append(held._buffer)
     assert len(buffers) <= 6
 
 

@@ -57,15 +57,15 @@ def replay(arm: Arm, turns: Sequence[Turn], tally: Tally) -> None:
         arm.begin(known, turn.prediction)
         while (left := len(turn.tokens) - len(known)) > 0:
             started = time.process_time()
-            found = arm.propose(known, left - 1)
+            result = arm.propose(known, left - 1)
             tally.seconds.append(time.process_time() - started)
             after = turn.tokens[len(known) :]
-            agree = [a == b for a, b in zip(found, after, strict=False)]
+            agree = [a == b for a, b in zip(result, after, strict=False)]
             accepted = [*agree, False].index(False)
             known += after[: accepted + 1]
-            arm.note(len(found), accepted)
+            arm.note(len(result), accepted)
             tally.rounds += 1
-            tally.drafted += len(found)
+            tally.drafted += len(result)
             tally.accepted += accepted
             tally.tokens += accepted + 1
         arm.end(known, turn.answer)
@@ -90,10 +90,10 @@ class Ours(Arm):
 
     def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
         """Return what the rule drafts of what was found."""
-        found = self._lookup.propose(tokens, LONGEST)
-        plan = self._rule.choose(1, limit, [Offer(self._source, [found.survival])])
+        result = self._lookup.propose(tokens, LONGEST)
+        plan = self._rule.choose(1, limit, [Offer(self._source, [result.survival])])
         self._last = plan, len(tokens)
-        return found.tokens[: plan.length]
+        return result.tokens[: plan.length]
 
     def end(self, tokens: Sequence[int], answer: int) -> None:
         """Leave the answer to later requests."""
@@ -135,9 +135,9 @@ class PromptLookup(Arm):
                         self._ends[gram] = end
         self._known = len(tokens)
         for length in self._lengths:
-            found = self._ends.get(tuple(tokens[-length:]))
-            if found is not None:
-                return list(tokens[found : found + min(limit, LONGEST)])
+            result = self._ends.get(tuple(tokens[-length:]))
+            if result is not None:
+                return list(tokens[result : result + min(limit, LONGEST)])
         return []
 
 
@@ -218,9 +218,9 @@ class SuffixTree:
 
     def _path(self, state: int, limit: int) -> list[tuple[int, float]]:
         """Follow the most frequent token while the path is probable."""
-        found: list[tuple[int, float]] = []
+        result: list[tuple[int, float]] = []
         chance = 1.0
-        while len(found) < limit:
+        while len(result) < limit:
             children = (pair for pair in self._next[state].items() if pair[0] >= 0)
             token, child = max(
                 children, key=lambda pair: self._count[pair[1]], default=(-1, 0)
@@ -228,9 +228,9 @@ class SuffixTree:
             chance *= self._count[child] / max(1, self._count[state])
             if token < 0 or chance < LEAST_CHANCE:
                 break
-            found.append((token, chance))
+            result.append((token, chance))
             state = child
-        return found
+        return result
 
 
 class SuffixDecoding(Arm):

@@ -89,7 +89,7 @@ class Replayed:
 
 
 def replay(
-    policy: DraftLengthPolicy, machine: Machine, text: Text, found: Replayed
+    policy: DraftLengthPolicy, machine: Machine, text: Text, result: Replayed
 ) -> None:
     """Generate a text, and add what came of it."""
     at, behind, rounds = 0, False, 0
@@ -117,11 +117,11 @@ def replay(
         observed = steps * machine.noise[rounds % len(machine.noise)]
         outcome = Feedback(drafted, min(accepted, emitted), observed, behind, ahead)
         policy.note(context, plan, outcome)
-        if found.decisions is not None:
-            found.decisions.append((plan, outcome))
+        if result.decisions is not None:
+            result.decisions.append((plan, outcome))
         at, rounds, behind = at + emitted, rounds + 1, ahead
-        found.steps += steps
-        found.tokens += emitted
+        result.steps += steps
+        result.tokens += emitted
         plan, following = following, None
     policy.end()
 
@@ -133,8 +133,8 @@ def _drafted(
     length = min(plan.length, limit)
     if length <= 0:
         return 0, 0, 0
-    for drafter, (found, right) in enumerate(zip(text.found, text.right, strict=True)):
-        count = min(int(found[at]), length + behind)
+    for drafter, (result, right) in enumerate(zip(text.found, text.right, strict=True)):
+        count = min(int(result[at]), length + behind)
         if count > 0:
             return drafter, max(0, count - behind), int(right[at])
     return 0, 0, 0
@@ -151,11 +151,11 @@ def texts_of(
         each = [traces[f"{pair}/{group}/{what}"] for pair in pairs]
         return tuple(array[row, :tokens].tolist() for array in each)
 
-    found: dict[str, list[Text]] = {}
+    result: dict[str, list[Text]] = {}
     for group in groups:
         contexts = traces[f"{pairs[0]}/{group}/context"]
         tokens = traces[f"{pairs[0]}/{group}/tokens"]
-        found[group] = [
+        result[group] = [
             Text(
                 int(context),
                 rows(group, "right", row, count),
@@ -163,7 +163,7 @@ def texts_of(
             )
             for row, (context, count) in enumerate(zip(contexts, tokens, strict=True))
         ]
-    return found
+    return result
 
 
 # What a drafted token takes of a plain step where a GPU is, by the kind of drafter: a
@@ -213,8 +213,8 @@ def run(
     explain: bool = False,
 ) -> Replayed:
     """Generate texts as requests of so many tokens, each with a policy of its own."""
-    found = Replayed(decisions=[] if explain else None)
+    result = Replayed(decisions=[] if explain else None)
     for text in texts:
         for request in text.requests(tokens):
-            replay(make(), machine, request, found)
-    return found
+            replay(make(), machine, request, result)
+    return result

@@ -40,7 +40,7 @@ def replay_rule(
     known: Generator,
     machine: Machine,
     text: Text,
-    found: Replayed,
+    result: Replayed,
 ) -> None:
     """Generate a text, and add what came of it."""
     policy = RuleDraftLength(known.each, known.credit, LONGEST)
@@ -82,11 +82,11 @@ def replay_rule(
         for index, own in buckets.items():
             right = min(int(text.right[index][at]), emitted)
             known.lookups.note(own[:emitted], right)
-        if found.decisions is not None:
-            found.decisions.append((plan, feedback))
+        if result.decisions is not None:
+            result.decisions.append((plan, feedback))
         at, rounds, behind = at + emitted, rounds + 1, ahead
-        found.steps += steps
-        found.tokens += emitted
+        result.steps += steps
+        result.tokens += emitted
         plan, following = following, None
     policy.end()
 
@@ -161,7 +161,7 @@ def replay_batch(
     known: Generator,
     machine: Machine,
     texts: Sequence[Text],
-    found: Replayed,
+    result: Replayed,
 ) -> None:
     """Generate texts as one batch: all requests are fed the same width.
 
@@ -228,6 +228,6 @@ def replay_batch(
             row.policy.end()
             lengths.rows_changed()
         behind = ahead
-        found.steps += steps * len(live) / len(texts)
-        found.tokens += sum(emitted)
+        result.steps += steps * len(live) / len(texts)
+        result.tokens += sum(emitted)
     lengths.end()

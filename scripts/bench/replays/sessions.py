@@ -49,7 +49,7 @@ def turns_of(messages: Sequence[dict[str, Any]], tokenizer: Any) -> list[Turn]:
     Its answer ends with the token that ends a message.
     """
     chat = [{"role": one["role"], "content": said(one)} for one in messages]
-    found: list[Turn] = []
+    result: list[Turn] = []
     known: list[int] = []
     for number, message in enumerate(chat):
         if message["role"] != "assistant":
@@ -60,8 +60,8 @@ def turns_of(messages: Sequence[dict[str, Any]], tokenizer: Any) -> list[Turn]:
             raise ValueError("the chat template does not go on with the text before it")
         stop = whole.index(tokenizer.eos_token_id, len(prompt)) + 1
         known = whole[:stop]
-        found.append(Turn(known, len(prompt)))
-    return found
+        result.append(Turn(known, len(prompt)))
+    return result
 
 
 def _ids(chat: Sequence[dict[str, str]], tokenizer: Any, **more: bool) -> list[int]:
@@ -91,7 +91,7 @@ def edits(tokenizer: Any, folder: Path | None = None) -> list[Turn]:
         tokenizer: has a chat template.
         folder: holds the wheels; None: they are fetched from the package index.
     """
-    found = []
+    result = []
     for old, new in _changed(folder):
         ask = f"Bring this file up to date.\n\n{old}"
         chat = [{"role": "user", "content": ask}]
@@ -99,8 +99,8 @@ def edits(tokenizer: Any, folder: Path | None = None) -> list[Turn]:
         encode = tokenizer.encode
         answer = [*encode(new, add_special_tokens=False), tokenizer.eos_token_id]
         prediction = encode(old, add_special_tokens=False)
-        found.append(Turn([*prompt, *answer], len(prompt), prediction))
-    return found
+        result.append(Turn([*prompt, *answer], len(prompt), prediction))
+    return result
 
 
 def unrelated(turns: Sequence[Turn]) -> list[Turn]:

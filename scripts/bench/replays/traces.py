@@ -124,7 +124,7 @@ def record(
         raise RuntimeError(str(result.stats.drafter_faults[0]))
     text, length = [*prompt, *result.tokens], min(tokens, len(result.tokens))
     right = np.zeros(tokens, np.uint8)
-    found = np.zeros(tokens, np.uint8)
+    value = np.zeros(tokens, np.uint8)
     sure = np.zeros((tokens, SURE), np.uint8)
     for known, (drafted, probs) in source.drafts.items():
         place = known - len(prompt)
@@ -132,11 +132,11 @@ def record(
             continue
         agree = [a == b for a, b in zip(drafted, text[known:], strict=False)]
         right[place] = [*agree, False].index(False)
-        found[place] = len(drafted)
+        value[place] = len(drafted)
         for index, one in enumerate(probs[:SURE]):
             sure[place, index] = round(15 * one)
     count = np.array(length, np.int32)
-    return {"right": right, "found": found, "sure": sure, "tokens": count}
+    return {"right": right, "found": value, "sure": sure, "tokens": count}
 
 
 def costs_of(model: Any, tokenizer: Any, draft: Draft) -> list[float]:
@@ -163,18 +163,18 @@ def costs_of(model: Any, tokenizer: Any, draft: Draft) -> list[float]:
 
 def prompts_of(options: argparse.Namespace, tokenizer: Any) -> dict[str, list[Any]]:
     """Return token ids by group."""
-    found: dict[str, list[Any]] = defaultdict(list)
+    result: dict[str, list[Any]] = defaultdict(list)
     if options.prompts is None:
         for prompt in demo_prompts():
-            found[prompt.group].append(tokenizer.encode(prompt.text))
+            result[prompt.group].append(tokenizer.encode(prompt.text))
     else:
         for line in options.prompts.read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
             said = [{"role": "user", "content": row["turns"][0]}]
             ids = tokenizer.apply_chat_template(said, add_generation_prompt=True)
-            found[row.get("group", row.get("category"))].append(ids)
+            result[row.get("group", row.get("category"))].append(ids)
     stop = options.first + options.per_group
-    return {name: each[options.first : stop] for name, each in found.items()}
+    return {name: each[options.first : stop] for name, each in result.items()}
 
 
 def main() -> None:

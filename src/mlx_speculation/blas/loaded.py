@@ -61,5 +61,5 @@ def _file_of(symbol: str) -> str | None:
     place = _Place()
     if not everything.dladdr(address, ctypes.byref(place)) or place.file is None:
         return None
-    found: bytes = place.file
-    return found.decode(errors="surrogateescape")
+    result: bytes = place.file
+    return result.decode(errors="surrogateescape")

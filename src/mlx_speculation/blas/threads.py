@@ -182,9 +182,9 @@ class OtherPrograms:
         if not _SHORTEST <= now[0] - self._before[0] <= _LONGEST:
             time.sleep(_SHORTEST)
             self._before, now = now, self._sample() or now
-        seconds, busy, own = (b - a for a, b in zip(self._before, now, strict=True))
+        seconds, busy, process = (b - a for a, b in zip(self._before, now, strict=True))
         self._before = now
-        others = max(0.0, busy - own) / max(seconds, 1e-9)
+        others = max(0.0, busy - process) / max(seconds, 1e-9)
         return max(0.0, (os.cpu_count() or 1) - others)
 
     def _sample(self) -> tuple[float, float, float] | None:

@@ -73,16 +73,16 @@ def check_acceptance(
         InvalidRequestError: no answer is long enough to be drafted.
     """
     depths = depths_of(trainee, depths)
-    found: dict[str, list[NDArray[np.float64]]] = {"greedy": [], "sampled": []}
+    result: dict[str, list[NDArray[np.float64]]] = {"greedy": [], "sampled": []}
     for group in _groups(dialogues, rows):
         temperature = group[0].temperature
         shares = _shares(trainee, target, group, temperature, depths, longest)
         for dialogue, own in zip(group, shares, strict=True):
             part = _counting(dialogue, own, trainee.first, longest)
-            found["sampled" if temperature else "greedy"].append(part)
+            result["sampled" if temperature else "greedy"].append(part)
     accepted = {
         name: _summed(parts, walk=name == "greedy")
-        for name, parts in found.items()
+        for name, parts in result.items()
         if any(map(len, parts))
     }
     if not accepted:
@@ -97,13 +97,13 @@ def lookup_acceptance(
     dialogues: Sequence[Dialogue], depths: int = ROUND
 ) -> dict[str, Acceptance]:
     """Return the same of prompt lookup, at rounds that follow each other."""
-    found: dict[str, list[list[int]]] = {"greedy": [], "sampled": []}
+    result: dict[str, list[list[int]]] = {"greedy": [], "sampled": []}
     for dialogue in dialogues:
         tokens = dialogue.tokens.tolist()
         at = int(np.argmax(dialogue.counts)) + 1
         drafter, known = LookupDrafter(LookupDraft(history=0)), Known(tokens[:at])
         drafter.begin(known)
-        own = found["sampled" if dialogue.temperature else "greedy"]
+        own = result["sampled" if dialogue.temperature else "greedy"]
         while at < len(tokens):
             known.tokens[:] = tokens[:at]
             drafted: Any = drafter.propose(known, depths, _no_choice).tokens.tolist()
@@ -116,7 +116,7 @@ def lookup_acceptance(
             at += right + 1
     return {
         name: _summed([np.array(rounds, np.float64)], walk=False)
-        for name, rounds in found.items()
+        for name, rounds in result.items()
         if rounds
     }
 
@@ -159,8 +159,8 @@ def _shares(
         column = mx.argmax(logits, axis=-1)
         drafted = column if ids is None else ids[column]
         after = depth + trainee.first
-        found = drafted == tokens[:, after : after + n]
-        return _evaluated(found)
+        result = drafted == tokens[:, after : after + n]
+        return _evaluated(result)
 
     def overlap(depth: int, logits: mx.array) -> mx.array:
         after = depth + trainee.first - 1

@@ -155,15 +155,15 @@ class TrainingLoop:
         """Evaluate, keep what is better, and save the state."""
         progress, began = self.progress, time.monotonic()
         self.phase(f"evaluation after step {progress.step}")
-        found = self.evaluate()
+        result = self.evaluate()
         self.took["evaluation"] = time.monotonic() - began
-        lengths = [each.length for each in found.values()]
+        lengths = [each.length for each in result.values()]
         length = sum(lengths) / len(lengths)
         progress.history.append(
             {
                 "step": progress.step,
                 "seconds": round(progress.seconds, 1),
-                "acceptance": {name: asdict(each) for name, each in found.items()},
+                "acceptance": {name: asdict(each) for name, each in result.items()},
             }
         )
         if not progress.step:

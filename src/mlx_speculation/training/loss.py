@@ -59,23 +59,23 @@ def distance(
     weights = mx.where(teacher.likeliest >= 0, weights, 0.0)[..., None]
 
     def parts(logits: mx.array) -> tuple[mx.array, mx.array]:
-        found = logits.astype(mx.float32)
-        return found, mx.logsumexp(found, axis=-1, keepdims=True)
+        result = logits.astype(mx.float32)
+        return result, mx.logsumexp(result, axis=-1, keepdims=True)
 
     @mx.custom_function
     def summed(logits: mx.array) -> mx.array:
-        found, total = parts(logits)
+        result, total = parts(logits)
         target = teacher.logits.astype(mx.float32) - wanted
-        soft = (mx.exp(target) * (target - (found - total))).sum(-1, keepdims=True)
+        soft = (mx.exp(target) * (target - (result - total))).sum(-1, keepdims=True)
         likeliest = mx.take_along_axis(logits, index, -1).astype(mx.float32)
         return (weights * (soft + hard * (total - likeliest))).sum()
 
     @summed.vjp
     def backward(primal: mx.array, cotangent: mx.array, _: Any) -> mx.array:
-        found, total = parts(primal)
+        result, total = parts(primal)
         target = teacher.logits.astype(mx.float32) - wanted
         likeliest = mx.arange(primal.shape[-1]) == columns
-        slope = (1 + hard) * mx.exp(found - total) - mx.exp(target) - hard * likeliest
+        slope = (1 + hard) * mx.exp(result - total) - mx.exp(target) - hard * likeliest
         return (cotangent * weights * slope).astype(primal.dtype)
 
     made: Any = summed(logits)

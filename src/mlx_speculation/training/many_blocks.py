@@ -40,14 +40,14 @@ class _BlocksAttention(DFlashAttention):
             return super().attend(x, context, cache)
         starts = cache.slots.flatten() + 1
         queries = self.q_norm(by_head(self.q_proj(x), self.n_heads))
-        found = attend_blocks(
+        result = attend_blocks(
             self.rope(queries, offset=starts),
             self.keys_values(context, 0),
             self.keys_values(x, starts),
             cache.slots,
             self.scale,
         )
-        out: mx.array = self.o_proj(found.swapaxes(1, 2).flatten(2))
+        out: mx.array = self.o_proj(result.swapaxes(1, 2).flatten(2))
         return out
 
 

@@ -104,8 +104,8 @@ def choose_checkpoint(
         InvalidRequestError: the memory is not enough.
     """
     fixed = weight_bytes(model) + 4 * trained_bytes(trained)
-    found = [available(), None if limit is None else int(limit * _GB)]
-    known = min((each for each in found if each is not None), default=None)
+    result = [available(), None if limit is None else int(limit * _GB)]
+    known = min((each for each in result if each is not None), default=None)
     if known is None:
         return asked, fixed + shape.bytes(asked)
     most = _SHARE * known

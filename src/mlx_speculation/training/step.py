@@ -135,13 +135,13 @@ class TrainingStep:
         teacher = Teacher(logits, likeliest)
         every = slots_of(trainee, tokens, self._depths) if slots is None else slots
 
-        def read(depth: int, found: mx.array) -> mx.array:
+        def read(depth: int, result: mx.array) -> mx.array:
             after = depth + trainee.first - 1  # the position that the drafted one is of
             own = teacher.behind(after, every)
             weights = at_slots(counts, after + 1, every).astype(mx.float32)
             number = (weights * (own.likeliest >= 0)).sum()
             weights = weights / mx.maximum(number, 1)
-            return distance(found, own, weights, HARD)
+            return distance(result, own, weights, HARD)
 
         trainee.module.update(
             tree_map(lambda weight: weight.astype(self._dtype), parameters)

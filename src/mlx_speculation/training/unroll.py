@@ -104,8 +104,8 @@ class _SplitAttention(llama.Attention):
         )
         queries = self.rope(queries, offset=cache.offset)
         newest = KeysValues(self.rope(keys, offset=cache.offset), values)
-        found = cache.attend(queries, newest, self.scale).swapaxes(1, 2)
-        out: mx.array = self.o_proj(found.reshape(*x.shape[:2], -1))
+        result = cache.attend(queries, newest, self.scale).swapaxes(1, 2)
+        out: mx.array = self.o_proj(result.reshape(*x.shape[:2], -1))
         return out
 
 
@@ -170,7 +170,7 @@ def unroll(
     head: Any = model.head
     n, chained = hidden.shape[1], head.chained
     past: list[list[KeysValues]] = [[] for _ in head.new_caches()[0]]
-    found = []
+    result = []
     for depth in range(depths):
         if chained:  # each layer has a cache of its own
             past = [[] for _ in head.new_caches()[depth]]
@@ -189,7 +189,7 @@ def unroll(
         run = mx.checkpoint(one) if checkpoint else one
         hidden, written, made = run(parameters, hidden, past)
         head.update(parameters)
-        found.append(made)
+        result.append(made)
         for own, newest in zip(past, written, strict=True):
             own.append(newest)
-    return found
+    return result

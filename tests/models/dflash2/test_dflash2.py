@@ -84,7 +84,7 @@ def test_its_own_cap_is_not_put_on_the_targets(tmp_path: Path) -> None:
     }
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     head: Any = load_dflash2(folder, gemma).head
-    assert head.own.softcap is None
+    assert head.selection.softcap is None
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def test_every_packaging_is_read(name: str, tmp_path: Path) -> None:
     assert ("markov_head" in head) == any("markov" in p for p in packaging.parts)
     kinds = {"markov gated": "gated", "markov rnn": "rnn"}
     kind = [kinds[part] for part in packaging.parts if part in kinds]
-    assert head.own.markov == (kind[0] if kind else "vanilla")
+    assert head.dspark.markov == (kind[0] if kind else "vanilla")
 
 
 def test_noise_of_the_targets_rope_is_left_out(tmp_path: Path) -> None:

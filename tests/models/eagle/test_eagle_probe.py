@@ -45,23 +45,23 @@ def test_guesses_are_those_of_a_round_that_begins_there(tmp_path: Path) -> None:
     class Text:
         """The text, which keeps the guesses."""
 
-        tokens, own, target_log_probs = text.tokens, text.own, text.target_log_probs
+        tokens, written, target_log_probs = text.tokens, text.written, text.target_log_probs
 
         def score(self, logits: mx.array, first: int) -> Any:
             seen.append(logits)
-            assert first == text.own
+            assert first == text.written
             return scored(logits, first)
 
     trial = EagleProbe(head, model, taps, Text())  # type: ignore[arg-type]
     trial.score(layers)
     eagle = EagleDraft(model, head, layers).eagle
     assert head.ids is not None
-    for place in (text.own, 11, text.positions - 1):
+    for place in (text.written, 11, text.positions - 1):
         known = text.tokens[1:, :place]
         with taps.collect() as states:
             model(known[:, :-1])
         out = eagle.rows(eagle.states(states), known[:, 1:], head.new_caches()[0])
-        row = np.array(seen[0][1, place - text.own])
+        row = np.array(seen[0][1, place - text.written])
         assert np.allclose(row[np.array(head.ids)], out.logits[0, -1], atol=1e-4)
         assert np.isinf(row).sum() == 256 - head.ids.size
 

@@ -47,7 +47,7 @@ def test_guesses_are_those_of_a_round_that_begins_there(
     target: Any = made.target
     shared = SharedKv(target, made.assistant)
     taps = HiddenStates(target, after_norm=True)
-    for place in (text.own, 19, text.positions - 1):
+    for place in (text.written, 19, text.positions - 1):
         row, known = 1, place - 1
         caches = make_prompt_cache(target)
         with taps.collect() as states:

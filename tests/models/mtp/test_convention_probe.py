@@ -354,7 +354,7 @@ def test_the_second_draft_is_that_of_a_head_that_starts_over(name: str) -> None:
     mtp = Mtp(head, taps)
     hidden = text.after_norm if usual.hidden == "after_norm" else text.before_norm
     for convention in (usual, wrong(usual, "recycled")):
-        first = max(text.own, 3)
+        first = max(text.written, 3)
         if head.chained:
             logits = trial._chain(convention)[:, first - 3 :]
         else:

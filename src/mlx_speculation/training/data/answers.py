@@ -36,19 +36,19 @@ def write_answers(
     )
     try:
         numbers = generator.insert([list(prompt) for prompt in prompts])
-        found: dict[int, list[int]] = {number: [] for number in numbers}
+        result: dict[int, list[int]] = {number: [] for number in numbers}
         ended = 0
         while ended < len(prompts):
             for each in generator.next_generated():
-                found[each.uid].append(each.token)
+                result[each.uid].append(each.token)
                 ended += each.finish_reason is not None
             if report is not None:
                 report(ended, len(prompts))
-            if max(map(len, found.values())) >= LEAST and stop():
+            if max(map(len, result.values())) >= LEAST and stop():
                 break
     finally:
         generator.close()
-    return list(found.values())
+    return list(result.values())
 
 
 def _sampler(temperature: float, min_p: float, seed: int) -> Callable[..., mx.array]:

@@ -108,7 +108,7 @@ class Collector:
                 seed=seed,
             )
         done = len(dialogues.all)
-        found = [
+        result = [
             self._dialogue(prompt, answer, held, True, temperature)
             for prompt, answer in zip(
                 prompts, self._answers(prompts, temperature, seed + 1), strict=True
@@ -119,16 +119,16 @@ class Collector:
             self._prompts[(dialogues.used + i) % len(self._prompts)]
             for i in range(used)
         ]
-        found += self._conversations(taken, held, temperature, seed)
+        result += self._conversations(taken, held, temperature, seed)
         wanted = self._options.dialogues + self._options.held_out
-        report(done + len(found), max(wanted, done + len(found)))
-        return found, used
+        report(done + len(result), max(wanted, done + len(result)))
+        return result, used
 
     def _conversations(
         self, asked: Sequence[Messages], held: bool, temperature: float, seed: int
     ) -> list[Dialogue]:
         """Answer conversations turn by turn; each turn is a dialogue of its own."""
-        found = []
+        result = []
         histories: list[Messages] = [[] for _ in asked]
         remaining = [list(messages) for messages in asked]
         turn = 0
@@ -144,13 +144,13 @@ class Collector:
             prompts = [self._encoded(history) for history in live]
             answers = self._answers(prompts, temperature, seed + 2 + turn)
             for history, prompt, answer in zip(live, prompts, answers, strict=True):
-                found.append(self._dialogue(prompt, answer, held, False, temperature))
+                result.append(self._dialogue(prompt, answer, held, False, temperature))
                 text = self._tokenizer.decode(
                     [token for token in answer if token not in self._ends]
                 )
                 history.append({"role": "assistant", "content": text})
             turn += 1
-        return found
+        return result
 
     def _encoded(self, messages: Messages) -> list[int]:
         tokenizer = self._tokenizer

@@ -146,9 +146,9 @@ class Dialogues:
 
 
 def _parted(held: dict[str, Any]) -> list[Dialogue]:
-    found, begin = [], 0
+    result, begin = [], 0
     for number, end in enumerate(held["ends"].tolist()):
-        found.append(
+        result.append(
             Dialogue(
                 held["tokens"][begin:end],
                 held["counts"][begin:end].astype(np.bool_),
@@ -159,4 +159,4 @@ def _parted(held: dict[str, Any]) -> list[Dialogue]:
             )
         )
         begin = end
-    return found
+    return result

@@ -33,11 +33,11 @@ def choose_ids(
 
 def needed_ids(tokenizer: Any) -> list[int]:
     """Return ids without which texts cannot end, or be laid out."""
-    found = [int(end) for end in tokenizer.eos_token_ids if end is not None]
+    result = [int(end) for end in tokenizer.eos_token_ids if end is not None]
     for text in ("\n", "\n\n", " ", *"0123456789"):
-        found += tokenizer.encode(text, add_special_tokens=False)[:1]
+        result += tokenizer.encode(text, add_special_tokens=False)[:1]
     added = sorted(getattr(tokenizer, "added_tokens_decoder", {}))
-    return [*found, *added[:_MOST_SPECIAL]]
+    return [*result, *added[:_MOST_SPECIAL]]
 
 
 def coverage(dialogues: Sequence[Dialogue], ids: NDArray[np.int64]) -> float:

@@ -144,12 +144,12 @@ def write_prompts(
         seed=seed,
         min_p=_WORD_BY_WORD,
     )
-    found: dict[tuple[int, ...], None] = {}
+    result: dict[tuple[int, ...], None] = {}
     for words, more in zip(begun, written, strict=True):
         text = [*words, *_without(more, ends)]
         if len(text) >= _SHORTEST:
-            found[(*frame.before, *text, *frame.after)] = None
-    return [list(each) for each in found]
+            result[(*frame.before, *text, *frame.after)] = None
+    return [list(each) for each in result]
 
 
 def _without(tokens: Sequence[int], ends: Sequence[int]) -> Sequence[int]:

@@ -28,17 +28,17 @@ def read_prompts(file: Path) -> list[Messages]:
             f"The prompts in {str(file)!r} cannot be read: {error}. A file of JSON "
             "Lines is needed."
         ) from error
-    found = [
+    result = [
         _messages(line, f"Line {number} of {str(file)!r}")
         for number, line in enumerate(lines, 1)
         if line.strip()
     ]
-    if not found:
+    if not result:
         raise InvalidRequestError(
             f"{str(file)!r} has 0 prompts, and at least 1 is needed. Write one JSON "
             'object a line, such as {"prompt": "Explain recursion."}.'
         )
-    return found
+    return result
 
 
 def _messages(line: str, where: str) -> Messages:

@@ -81,9 +81,9 @@ class RowBatches:
             order = np.random.default_rng([self._seed, epoch]).permutation(
                 len(self._dialogues)
             )
-            found = [self._dialogues[number] for number in order]
-            tokens = np.concatenate([each.tokens for each in found])
-            counts = np.concatenate([each.counts for each in found])
+            result = [self._dialogues[number] for number in order]
+            tokens = np.concatenate([each.tokens for each in result])
+            counts = np.concatenate([each.counts for each in result])
             # What a pass leaves over at its end is another text in each pass.
             shift = int(np.random.default_rng([self._seed, epoch, 1]).integers(1 << 30))
             shift %= len(tokens)

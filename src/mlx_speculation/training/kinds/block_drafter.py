@@ -147,7 +147,7 @@ class BlockTrainee:
             slots = text.slots
             states = self._states(context, tokens, slots, depths, checkpoint)
         parameters = head.trainable_parameters()
-        found = []
+        result = []
         for depth in range(depths):
 
             def one(parameters: Any, states: mx.array, depth: int = depth) -> Made:
@@ -156,9 +156,9 @@ class BlockTrainee:
                 return read(depth, self._logits(states, before))
 
             made = mx.checkpoint(one) if checkpoint else one
-            found.append(made(parameters, states[:, :, depth]))
+            result.append(made(parameters, states[:, :, depth]))
             head.update(parameters)
-        return found
+        return result
 
     def _states(
         self,
@@ -269,6 +269,6 @@ def looked_up(table: mx.array, ids: mx.array) -> mx.array:
         summed = mx.zeros(primal.shape, mx.float32).at[ids.flatten()].add(flat)
         return summed.astype(primal.dtype)
 
-    found: Any = taken(table)
-    rows: mx.array = found
+    result: Any = taken(table)
+    rows: mx.array = result
     return rows

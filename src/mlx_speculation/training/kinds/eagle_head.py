@@ -110,15 +110,15 @@ def usual_layers(count: int) -> tuple[int, ...]:
     Raises:
         UnsupportedModelError: there are too few.
     """
-    found = sorted({min(1, count - 1), count // 2 - 1, count - 4} - {-1})
+    result = sorted({min(1, count - 1), count // 2 - 1, count - 4} - {-1})
     if count < 6:
-        found = list(range(count))
-    if len(found) < 2:
+        result = list(range(count))
+    if len(result) < 2:
         raise UnsupportedModelError(
             f"The target has {count} layers, and an EAGLE-3 head reads at least 2. "
             "Choose another kind of draft."
         )
-    return tuple(found)
+    return tuple(result)
 
 
 def head_config(
