@@ -52,6 +52,28 @@ settings.register_profile(
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let tests of large matrices have the process with OpenBLAS, if this is another.
+
+    There it is what all programs get that do not choose.
+    """
+    if os.environ["MLX_SPECULATION_BLAS"] != "auto":
+        for item in items:
+            if isinstance(item, pytest.Function) and item.get_closest_marker("openblas"):
+                item.fixturenames.append("reader")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run such a test there."""
+    reader = pyfuncitem.funcargs.get("reader")
+    if reader is None or pyfuncitem.get_closest_marker("openblas") is None:
+        return None
+    said = reader.test(pyfuncitem.nodeid)
+    assert said.status == 0, said.out
+    return True
+
+
 def pytest_collection_finish() -> None:
     """Let no test that collects garbage look through all modules for it.
 

@@ -482,10 +482,12 @@ def test_the_trained_assistant_is_often_right(temperature: float) -> None:
     assert drafted.stats.acceptance_rate > 0.3
 
 
+@pytest.mark.openblas
 def test_the_probe_leaves_the_trained_assistant_where_it_was_trained() -> None:
     assert demo()._setup.draft.anchor == "state"  # type: ignore[union-attr]
 
 
+@pytest.mark.openblas
 def test_the_probe_finds_another_anchor_where_it_is_surely_better(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

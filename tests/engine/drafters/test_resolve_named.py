@@ -83,6 +83,7 @@ def _tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.mark.openblas
 @pytest.mark.usefixtures("short_probe")
 @pytest.mark.parametrize(
     ("name", "form"),

@@ -239,6 +239,7 @@ def test_forced_tokens_stand_behind_a_step_in_flight() -> None:
     assert (found.stats.rounds, found.stats.drafted) == (3, 3)
 
 
+@pytest.mark.openblas
 @pytest.mark.parametrize("acceptance", ["rejection", "block"])
 def test_the_choice_behind_forced_tokens_is_the_models(acceptance: Any) -> None:
     """Chi-square of 3 ids, 2 degrees of freedom; the bound has odds of 1e-4."""

@@ -40,6 +40,7 @@ def unlisted(config: dict[str, Any]) -> None:
         part.pop(AUX, None)
 
 
+@pytest.mark.openblas
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
 def test_layers_that_are_not_listed_are_found_by_a_probe(
     kind: str, tmp_path: Path
@@ -54,6 +55,7 @@ def test_layers_that_are_not_listed_are_found_by_a_probe(
     assert "It reads [0, 5, 7], found by a probe (it agrees" in probed.notice
 
 
+@pytest.mark.openblas
 @pytest.mark.parametrize("counted", ["tuple", "layers"])
 def test_the_list_of_a_dflash_drafter_is_probed(counted: str, tmp_path: Path) -> None:
     """speculators' list counts the embedding too, as a rule."""
@@ -67,6 +69,7 @@ def test_the_list_of_a_dflash_drafter_is_probed(counted: str, tmp_path: Path) ->
     assert load_dflash(folder, model, layer_ids=counted).notice == ""  # type: ignore[arg-type]
 
 
+@pytest.mark.openblas
 def test_a_guess_is_said_to_who_loads_the_drafter(tmp_path: Path) -> None:
     model = bigram_target(8)
     folder = changed(

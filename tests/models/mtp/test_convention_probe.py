@@ -54,6 +54,7 @@ def found(truth: Truth, usual: MtpConvention, free: Sequence[str]) -> MtpConvent
     return probe(trial_of(truth), usual, free, source="the test").convention
 
 
+@pytest.mark.openblas
 @pytest.mark.parametrize(
     ("truth", "field"),
     [
@@ -77,6 +78,7 @@ def test_every_wrong_field_scores_lower_and_is_found(truth: Truth, field: str) -
     assert found(truth, other, ["order", "hidden", "recycled"]) == right
 
 
+@pytest.mark.openblas
 @pytest.mark.slow
 def test_what_cannot_be_told_of_the_head_as_it_is_stays_usual() -> None:
     """Before and after a norm with a nearly constant weight are the same to a norm."""
@@ -102,6 +104,7 @@ MIXED: list[Any] = [
 ]
 
 
+@pytest.mark.openblas
 @pytest.mark.parametrize("norms", MIXED)
 def test_norms_that_lack_their_one_are_found(norms: Norms) -> None:
     made = trained()
@@ -153,6 +156,7 @@ MIXTURES: list[Any] = [
 ]
 
 
+@pytest.mark.openblas
 @pytest.mark.parametrize(("said", "truth"), MIXTURES)
 def test_norms_that_are_not_all_stored_as_the_files_say_are_found(
     said: Norms, truth: Norms
@@ -186,6 +190,7 @@ def test_norms_that_are_not_all_stored_as_the_files_say_are_found(
     assert len(reads) <= 1 + len(GROUPS) * len(GROUPS)
 
 
+@pytest.mark.openblas
 @pytest.mark.parametrize(
     ("norms", "free"),
     [
@@ -261,6 +266,7 @@ def test_every_norm_that_may_lack_its_one_has_a_name(name: str) -> None:
     assert {each for group in GROUPS for each in group} == set(NORM_NAMES)
 
 
+@pytest.mark.openblas
 @pytest.mark.slow
 def test_the_head_of_another_model_is_refused() -> None:
     made = trained()

@@ -45,6 +45,7 @@ def _hybrid(tmp_path: Path) -> Path:
     return copy_of("hybrid", tmp_path / "hybrid")
 
 
+@pytest.mark.openblas
 @pytest.mark.usefixtures("short_probe")
 def test_a_probe_finds_the_convention_once_and_saves_it(
     hybrid: Path, monkeypatch: pytest.MonkeyPatch
@@ -92,6 +93,7 @@ def mix_norms(hybrid: Path) -> None:
     save(shard, dict(weights), kind="mlx")
 
 
+@pytest.mark.openblas
 def test_norms_in_two_forms_are_found_and_said(
     hybrid: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,6 +112,7 @@ def test_norms_in_two_forms_are_found_and_said(
     assert again.convention == head.convention
 
 
+@pytest.mark.openblas
 @pytest.mark.slow
 def test_norms_in_two_forms_cost_no_acceptance(hybrid: Path) -> None:
     right = accepted(load_mtp_head(hybrid, trained().model, convention=RIGHT))
@@ -190,6 +193,7 @@ def test_a_mixed_convention_can_be_named(tmp_path: Path) -> None:
         assert mx.array_equal(weight, stored[f"{theirs}.weight"] + one), ours
 
 
+@pytest.mark.openblas
 @pytest.mark.slow
 def test_a_sidecar_has_its_convention_beside_it(hybrid: Path) -> None:
     shard = hybrid / "model.safetensors"

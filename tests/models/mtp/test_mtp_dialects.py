@@ -97,6 +97,7 @@ def test_a_pack_s_convention_that_is_not_understood_is_passed_over(
         assert pack_convention(tmp_path, {}) is None
 
 
+@pytest.mark.openblas
 @pytest.mark.usefixtures("short_probe")
 def test_what_a_pack_does_not_say_of_its_norms_is_probed(tmp_path: Path) -> None:
     """The rest is taken from it, whatever a probe would have found."""
@@ -196,6 +197,7 @@ def test_a_head_in_a_folder_of_its_own_drafts(name: str, tmp_path: Path) -> None
     assert chosen.generate(prompt_of(20), max_tokens=12).tokens == result.tokens
 
 
+@pytest.mark.openblas
 @pytest.mark.usefixtures("short_probe")
 def test_a_split_head_is_probed_and_its_convention_saved_beside_it(
     tmp_path: Path,

@@ -1,7 +1,8 @@
 """A process in which what the documentation shows runs, as a reader runs it.
 
 It has OpenBLAS where that is installed, as a program has that chooses nothing: tests
-keep the reference BLAS, which takes three times as long. One process runs one thing
+keep the reference BLAS, which takes three times as long, and ten times where matrices
+are large. Tests of such, marked `openblas`, run here too. One process runs one thing
 after the other, since each would take seconds to import the package.
 """
 
@@ -13,11 +14,14 @@ import subprocess
 import sys
 import traceback
 import warnings
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
+
+import pytest
 
 from support.processes.programs import python
 
@@ -58,6 +62,10 @@ class Reader:
         """Run one of our commands in a folder, with a text as its standard input."""
         return self._ask({"command": words, "folder": str(folder), "text": text})
 
+    def test(self, name: str) -> Said:
+        """Run a test, named as pytest names it."""
+        return self._ask({"test": name, "folder": str(ROOT)})
+
     def close(self) -> None:
         """End the process."""
         if self._process is not None:
@@ -92,7 +100,8 @@ def serve() -> None:
     """Run what is asked for on standard input, and answer each in a line."""
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)  # what a library prints is no answer
-        _as_in_tests()
+        import mlx_speculation.engine  # noqa: F401  chooses the BLAS
+
         _answer(answers)
 
 
@@ -109,25 +118,36 @@ def _answer(answers: TextIO) -> None:
         answers.flush()
 
 
-def _as_in_tests() -> None:
+@contextmanager
+def _as_in_tests() -> Iterator[None]:
     """A warning is an error, and no draft length depends on how long a round takes.
 
     Rounds are measured in one pass, and heads are probed on less text.
     """
-    import mlx_speculation.engine  # noqa: F401  chooses the BLAS
     from mlx_speculation.engine.draft_length import calibration
     from mlx_speculation.models.checkpoints import probe_text
     from support import usual_length
 
     usual_length.install()
-    of: Any = partial(probe_text.OwnText.of, steps=8)
-    setattr(probe_text.OwnText, "of", of)  # noqa: B010  for mypy
-    probe_text.LONGEST_PASSAGE = 64
-    calibration.PASSES = 1
-    warnings.simplefilter("error")
+    of = partial(probe_text.OwnText.of, steps=8)
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("error")
+        patch.setattr(probe_text.OwnText, "of", of)
+        patch.setattr(probe_text, "LONGEST_PASSAGE", 64)
+        patch.setattr(calibration, "PASSES", 1)
+        yield
 
 
 def _run(job: dict[str, Any]) -> int:
+    if "test" in job:
+        os.chdir(job["folder"])
+        options = ["-q", "-m", "", "-p", "no:cacheprovider", "--assert=plain"]
+        return int(pytest.main([job["test"], *options]))
+    with _as_in_tests():
+        return _shown(job)
+
+
+def _shown(job: dict[str, Any]) -> int:
     if "program" in job:
         runpy.run_path(job["program"], run_name="__main__")
         return 0
