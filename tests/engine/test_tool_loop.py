@@ -1,6 +1,6 @@
 """A session of an agent reads its context once: what is read again is counted.
 
-A head of 8,000 tokens (quick: 1,000), then 20 turns: an answer, its end, the result of
+A head of 8,000 tokens (quick: 1,000), then 20 turns (quick: 4): an answer, its end, the result of
 a tool, and the beginning of the next answer. As chat templates do, a later prompt shows
 the beginning of an answer without the last tokens after which it was written, so each
 answer is read once more. Killed by hand: no restore points at ends of turns, and none
@@ -121,11 +121,11 @@ def share(sessions: list[Session]) -> float:
     return again / sum(session.prompts for session in sessions)
 
 
-def check(kind: str, runs: Runs, several: bool, head: int, every: int) -> None:
-    run = runs(generator(kind, PrefixCache(1 << 30, every=every)))
+def check(kind: str, runs: Runs, several: bool, head: int, turns: int) -> None:
+    run = runs(generator(kind, PrefixCache(1 << 30, every=head // 16)))
     start = noise(1, head)
     sessions = [Session(start, seed) for seed in ((2, 3) if several else (2,))]
-    play(run, sessions, TURNS, side=several)
+    play(run, sessions, turns, side=several)
     assert share(sessions) <= MOST
     assert max(max(session.again) for session in sessions) <= LEAST
 
@@ -136,7 +136,7 @@ def check(kind: str, runs: Runs, several: bool, head: int, every: int) -> None:
 def test_a_tool_loop_reads_its_context_once(
     kind: str, runs: Runs, several: bool
 ) -> None:
-    check(kind, runs, several, HEAD // 8, 64)
+    check(kind, runs, several, HEAD // 8, TURNS // 5)
 
 
 @pytest.mark.parametrize("kind", ["sliding", "hybrid"])
@@ -148,16 +148,17 @@ def test_a_third_session_reads_nothing_of_what_the_first_two_share(kind: str) ->
     assert reused == [0, 256, 300]
 
 
-def after_a_restart(kind: str, head: int, every: int) -> None:
+def after_a_restart(kind: str, head: int, before: int) -> None:
     with TemporaryDirectory() as folder:
         sessions = [Session(noise(1, head), seed) for seed in (2, 3)]
-        for turns in (1, 2):
-            prefixes = PrefixCache(1 << 30, every=every, folder=Path(folder, "own"))
+        for after, turns in enumerate((before, 1)):
+            place = Path(folder, "own")
+            prefixes = PrefixCache(1 << 30, every=head // 16, folder=place)
             run = streams(generator(kind, prefixes))
             for session in sessions:
                 session.again.clear()
                 session.prompts = 0
-            play(run, sessions, TURNS // 2 if turns == 1 else 1, side=turns == 1)
+            play(run, sessions, turns, side=not after)
             prefixes.flush()
         assert share(sessions) <= MOST_AFTER_RESTART
         for session in sessions:
@@ -166,13 +167,13 @@ def after_a_restart(kind: str, head: int, every: int) -> None:
 
 @pytest.mark.parametrize("kind", others_slow(KINDS, ["hybrid, mtp"]))
 def test_a_restart_with_the_folder_reads_little_again(kind: str) -> None:
-    after_a_restart(kind, HEAD // 8, 64)
+    after_a_restart(kind, HEAD // 8, 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_restart_after_eight_thousand_tokens(kind: str) -> None:
-    after_a_restart(kind, HEAD, 512)
+    after_a_restart(kind, HEAD, TURNS // 2)
 
 
 def test_where_the_tokens_of_a_prompt_come_from_is_counted(tmp_path: Path) -> None:
@@ -195,4 +196,4 @@ def test_where_the_tokens_of_a_prompt_come_from_is_counted(tmp_path: Path) -> No
 def test_a_tool_loop_of_eight_thousand_tokens(
     kind: str, runs: Runs, several: bool
 ) -> None:
-    check(kind, runs, several, HEAD, 512)
+    check(kind, runs, several, HEAD, TURNS)

@@ -139,7 +139,7 @@ def rounds_of(
 ) -> dict[str, Any]:
     """Return what a request does round by round."""
     proposed.clear()
-    options = {"max_tokens": 12, "stop_tokens": (), **options}
+    options = {"max_tokens": 8, "stop_tokens": (), **options}
     result = generator.generate(prompt, **options)
     assert not result.stats.drafter_faults
     return {
@@ -171,8 +171,7 @@ def test_warm_rounds_are_those_of_a_cold_request(
         "the same prompt": prompt,
         "a further turn": turn,
         "parted in the middle": [*prompt[:21], *prompt_of(12)],
-        "the same turn": turn,
-        "a beginning": prompt[:30],
+        "a beginning": turn[:50],
     }
     for name, tokens in requests.items():
         wanted = rounds_of(cold, tokens, proposed, sampling=sampling)
@@ -226,12 +225,12 @@ def test_what_a_closed_request_leaves_is_of_use(proposed: list[list[int]]) -> No
     )
     cold = SpeculativeGenerator(target, byte_tokenizer(), draft=draft, draft_length=3)
     prompt = prompt_of(37)
+    wanted = rounds_of(cold, prompt, proposed)
     for rounds in (0, 1, 3):
         prefixes.clear()
         with warm.stream(prompt, max_tokens=20, stop_tokens=()) as stream:
             for _ in range(rounds):
                 stream.next_round()
-        wanted = rounds_of(cold, prompt, proposed)
         assert rounds_of(warm, prompt, proposed) == wanted
 
 
@@ -259,16 +258,13 @@ def test_rows_of_a_head_go_with_those_of_its_target(
             target, byte_tokenizer(), draft=draft, draft_length=3, prefix_cache=prefixes
         )
 
-    prompts = [[seed, *prompt_of(40)[:30]] for seed in range(6)]
+    prompts = [[seed, *prompt_of(40)[:30]] for seed in range(4)]
     generator = made(unlimited)
-    for prompt in prompts:
-        rounds_of(generator, prompt, proposed)
+    cold = [rounds_of(generator, prompt, proposed) for prompt in prompts]
     budget = unlimited.nbytes // 2
     prefixes = PrefixCache(budget)
-    generator, cold = made(prefixes), made(None)
-    for prompt in [*prompts, *reversed(prompts)]:
-        assert rounds_of(generator, prompt, proposed) == rounds_of(
-            cold, prompt, proposed
-        )
+    generator = made(prefixes)
+    for number in (0, 1, 2, 3, 3, 2, 1, 0):
+        assert rounds_of(generator, prompts[number], proposed) == cold[number]
         assert prefixes.nbytes <= budget
         assert all(node.rows.keys() == {0, 1} for node in prefixes._tree.nodes())
