@@ -59,7 +59,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     if os.environ["MLX_SPECULATION_BLAS"] != "auto":
         for item in items:
-            if isinstance(item, pytest.Function) and item.get_closest_marker("openblas"):
+            if isinstance(item, pytest.Function) and item.get_closest_marker(
+                "openblas"
+            ):
                 item.fixturenames.append("reader")
 
 

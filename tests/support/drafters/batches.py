@@ -1,5 +1,6 @@
 """Batches of tiny models: known texts, and drafts that are right now and then."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -86,10 +87,10 @@ class Bench:
         made: dict[str, Any] = {"draft": draft, "draft_length": 4}
         return SpeculativeGenerator(self.model, byte_tokenizer(), **(made | options))
 
-    def corpus(self) -> list[list[int]]:
+    def corpus(self, prompts: Sequence[int] = PROMPTS) -> list[list[int]]:
         """Return texts of some prompts, with a wrong token now and then."""
         found = []
-        for prompt in PROMPTS:
+        for prompt in prompts:
             for sampling in SAMPLINGS[:3]:
                 text = self.text(prompt, sampling)[:LONGEST]
                 wrong = [(t + (i % 9 == 8)) % 256 for i, t in enumerate(text)]
