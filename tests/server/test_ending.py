@@ -41,15 +41,21 @@ def test_a_program_that_ends_ends_its_server() -> None:
 @pytest.mark.parametrize(
     ("options", "body", "number"),
     [
-        (["--grace-seconds", "60"], {"prompt": "x", "max_tokens": 8000}, "SIGTERM"),
-        # One chunk, which no handler of Python's interrupts.
-        (
+        pytest.param(
+            ["--grace-seconds", "60"],
+            {"prompt": "x", "max_tokens": 8000},
+            "SIGTERM",
+            id="while a text comes",
+        ),
+        # One chunk, which no handler of Python's interrupts; see test_command_signals.
+        pytest.param(
             ["--prefill-step-size", "40000", "--max-model-len", "40000"],
             {"prompt": "def f(x): return x\n" * 2000, "max_tokens": 8},
             "SIGINT",
+            id="while a prompt is read",
+            marks=pytest.mark.slow,
         ),
     ],
-    ids=["while a text comes", "while a prompt is read"],
 )
 def test_a_second_signal_ends_a_server_at_once(
     options: list[str], body: dict[str, Any], number: str

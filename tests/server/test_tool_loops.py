@@ -11,7 +11,7 @@ from mlx_speculation.server.request import GenerationRequest
 from support.processes.scripted_servers import call, scripted
 from support.processes.servers import post
 
-TURNS, AGAIN, MANY = 20, 0.03, 200
+AGAIN, MANY = 0.03, 200
 HEAD = " ".join(f"Rule {i}: leave file_{i}.py as it is." for i in range(400))
 PARAMETERS = {"type": "object", "properties": {"path": {"type": "string"}}}
 
@@ -35,13 +35,13 @@ def result(turn: int) -> str:
     return f"{turn}: " + "def value(x): return x + 1  # kept\n" * 5
 
 
-def chats(server: Server) -> Iterator[tuple[int, int, int]]:
+def chats(server: Server, count: int) -> Iterator[tuple[int, int, int]]:
     """Yield of each turn the prompt's tokens, those cached, and those generated."""
     tools = [{"type": "function", "function": {"name": "read"}}]
     tools[0]["function"]["parameters"] = PARAMETERS  # type: ignore[index]
     messages: list[Any] = [{"role": "system", "content": HEAD}]
     messages.append({"role": "user", "content": "Read all."})
-    for turn in range(TURNS):
+    for turn in range(count):
         body = {"messages": messages, "tools": tools}
         answer = post(server, body, path="/v1/chat/completions").json
         message = answer["choices"][0]["message"]
@@ -54,12 +54,12 @@ def chats(server: Server) -> Iterator[tuple[int, int, int]]:
         yield usage["prompt_tokens"], cached, usage["completion_tokens"]
 
 
-def messages(server: Server) -> Iterator[tuple[int, int, int]]:
+def messages(server: Server, count: int) -> Iterator[tuple[int, int, int]]:
     tools = [{"name": "read", "input_schema": PARAMETERS}]
     turns: list[Any] = [{"role": "user", "content": "Read all."}]
     # The reminder keeps its place, but its form changes from turn to turn.
     turns.append({"role": "system", "content": [{"type": "text", "text": "Be brief."}]})
-    for turn in range(TURNS):
+    for turn in range(count):
         head = [{"type": "text", "text": f"x-anthropic-billing-header: cch={turn:05};"}]
         head.append({"type": "text", "text": HEAD, "cache_control": {}})  # type: ignore[dict-item]
         body = {"max_tokens": 32_000, "system": head, "messages": turns, "tools": tools}
@@ -77,11 +77,11 @@ def messages(server: Server) -> Iterator[tuple[int, int, int]]:
         yield usage["input_tokens"] + cached, cached, usage["output_tokens"]
 
 
-def responses(server: Server) -> Iterator[tuple[int, int, int]]:
+def responses(server: Server, count: int) -> Iterator[tuple[int, int, int]]:
     tools = [{"type": "function", "name": "read", "parameters": PARAMETERS}]
     items: list[Any] = [{"role": "developer", "content": HEAD}]
     items.append({"role": "user", "content": "Read all."})
-    for turn in range(TURNS):
+    for turn in range(count):
         body = {"input": items, "tools": tools, "store": False}
         answer = post(server, body, path="/v1/responses").json
         items += answer["output"]
@@ -93,11 +93,14 @@ def responses(server: Server) -> Iterator[tuple[int, int, int]]:
         yield usage["input_tokens"], cached, usage["output_tokens"]
 
 
+@pytest.mark.parametrize("count", [5, pytest.param(20, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("api", [chats, messages, responses])
 def test_a_session_reads_little_again(
-    api: Callable[[Server], Iterator[tuple[int, int, int]]], server: Server
+    api: Callable[[Server, int], Iterator[tuple[int, int, int]]],
+    count: int,
+    server: Server,
 ) -> None:
-    turns = list(api(server))
+    turns = list(api(server, count))
     again, seen = 0, turns[0][0]
     for prompt, cached, generated in turns[1:]:
         new = prompt - seen  # of it the model has generated some, and holds them
