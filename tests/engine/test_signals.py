@@ -192,7 +192,7 @@ def opcodes_of_a_call(made: Bench, kind: str, calls: int) -> int:
     return -left[0]
 
 
-@pytest.mark.parametrize("many", [8, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("many", [5, pytest.param(64, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("kind", "calls"), [("model", 0), ("model", 3), ("none", 2)])
 def test_a_signal_at_any_opcode_of_a_call_changes_nothing(
     kind: str, calls: int, many: int

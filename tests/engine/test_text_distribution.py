@@ -46,7 +46,7 @@ from support.models.tiny_tokenizer import letter_tokenizer
 
 VOCAB, EMITTED = 4, 3
 NORMAL = 3.719  # what a normal variable exceeds with odds of 1e-4
-CONTROL = 200  # generations: the fault is large
+CONTROL = 100  # generations: the fault is large
 PROMPT = [0, 2, 1, 3, 3]
 TEXTS = list(product(range(VOCAB), repeat=EMITTED))
 

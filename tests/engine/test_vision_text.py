@@ -222,7 +222,7 @@ def test_a_head_behind_images_drafts_warm_as_it_does_cold(
     turn = [*prompt.tokens, *answer, *b" and then?"]
     other = prompt_with(name, ONE, seed=5)
     further = ImagePrompt(mx.array([turn]), prompt.inputs)
-    for each in (prompt, further, other, prompt, other):
+    for each in (prompt, further, other, prompt):
         wanted = cold.generate(each, **options())
         found = warm.generate(each, **options())
         assert found.tokens == wanted.tokens

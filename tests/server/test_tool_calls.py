@@ -3,7 +3,7 @@
 import importlib
 import json
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import openai
@@ -119,12 +119,15 @@ def with_calls(wrapped: TokenizerWrapper, kind: str) -> TokenizerWrapper:
     )
 
 
+@cache
+def marks_of(kind: str) -> Any:
+    return _marks(with_calls(byte_tokenizer(), kind))
+
+
 def divided(kind: str, pieces: list[str], **options: Any) -> list[Part]:
     """Return the parts of an answer that comes in these pieces."""
-    tokenizer = with_calls(byte_tokenizer(), kind)
-    marks = _marks(tokenizer)
-    read = partial(read_calls, parser=tokenizer.tool_parser, tools=TOOLS)
-    parser = AnswerParser(marks, read=read, **options)
+    read = partial(read_calls, parser=parser_of(kind).parse_tool_call, tools=TOOLS)
+    parser = AnswerParser(marks_of(kind), read=read, **options)
     parts = [part for piece in pieces for part in parser.feed(piece)]
     return joined([*parts, *parser.end()])
 

@@ -74,8 +74,7 @@ def test_neither_does_it_on_texts_that_chose_no_constant(
     check(HELD_OUT, [*PAIRS, ("dense-model-0.8",)], name, tokens, HELD_OUT_SUM)
 
 
-@pytest.mark.parametrize("rows", [8, 32])
-@pytest.mark.parametrize("tokens", [48, 100])
+@pytest.mark.parametrize(("rows", "tokens"), covering([8, 32], [48, 100]))
 def test_a_batch_on_a_busy_device_loses_nothing_from_its_first_job_on(
     rows: int, tokens: int
 ) -> None:
