@@ -26,7 +26,7 @@ from support.models.tiny_tokenizer import byte_tokenizer
 
 TOKENS = 16
 # The last one of llama's and qwen3_5's: its state is that after the norm.
-LAYERS = {"llama": (0, 1), "llama(sliding)": (0, 1), "gemma3_text": (0, 1, 2)}
+LAYERS = {"gemma3_text": (0, 1, 2)}
 # One of each kind, and of each way to read a block.
 KINDS = ("full", "dflash2", "deepspec", "speculators, given")
 CASES = [
@@ -48,7 +48,7 @@ target_of, text_of, generator = TARGETED.target, TARGETED.text, TARGETED.generat
 @cache
 def draft_of(variant: str, name: str) -> DFlashDraft:
     """Return a random drafter on a target."""
-    return load_block(variant, target_of(name), LAYERS.get(name, (0, 1, 3)))
+    return load_block(variant, target_of(name), LAYERS.get(name, (0, 1)))
 
 
 @pytest.mark.parametrize(

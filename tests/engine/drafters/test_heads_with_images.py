@@ -98,9 +98,9 @@ def draft_of(kind: str, target: VisionTarget, folder: Path) -> Any:
         randomise(assistant, embedding=0.5)
         return AssistantDraft(target, assistant)
     if kind == PEAGLE:
-        written = eagle_checkpoints.write_eagle(folder, "aws", (0, 1, 3))
+        written = eagle_checkpoints.write_eagle(folder, "aws", (0, 1))
         return PEagleDraft.from_folder(written, target)
-    return load_block(kind, target, (0, 1, 3))
+    return load_block(kind, target, (0, 1))
 
 
 def generate(

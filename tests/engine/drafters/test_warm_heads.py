@@ -87,7 +87,7 @@ KINDS: dict[str, Callable[[], Made]] = {
     CHAIN: lambda: chain(*["full_attention"] * 4),
     "mtp, a chain on windows": lambda: chain(*["sliding_attention"] * 2),
     "eagle": lambda: eagle("llama", 4),
-    "eagle, recurrent target": lambda: eagle("qwen3_5", 8),
+    "eagle, recurrent target": lambda: eagle("qwen3_5", 4),
     "eagle, sliding target": lambda: eagle("gemma3_text", None),
     "peagle": lambda: peagle("llama"),
     "peagle, recurrent target": lambda: peagle("qwen3_5"),
