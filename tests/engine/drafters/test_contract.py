@@ -141,7 +141,7 @@ def of_mtp(layout: str) -> Kind:
 
 @cache
 def of_eagle(dialect: str, name: str) -> Kind:
-    depths = {"llama": 4, "qwen3_5": 8}
+    depths = {"llama": 4, "qwen3_5": 4}
     model = build(name, layers=depths.get(name))
     draft = eagle_on(model, dialect)
     return Kind(model, draft.open, from_nothing.of_eagle(draft))

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*lists no layers of its target"
 TOKENS = 16
 LAYERS = {"llama(sliding)": (0, 1), "gemma3_text": (0, 1, 2)}
 # Heads of the authors name no layers, and the usual ones need seven.
-DEPTHS = {"llama": 4, "qwen3_5": 8}
+DEPTHS = {"llama": 4, "qwen3_5": 4}
 
 
 TARGETED = DraftedTargets(TOKENS, DEPTHS)

@@ -141,10 +141,10 @@ def test_what_was_not_asked_for_is_not_there() -> None:
 def test_a_batch_has_states_for_each_row() -> None:
     model = build("qwen3_5")
     rows = mx.array([TOKENS[:9], TOKENS[20:29]])
-    with removed(taps := HiddenStates(model, layers=(3,), **EVERYTHING)):
+    with removed(taps := HiddenStates(model, layers=(1,), **EVERYTHING)):
         with taps.collect() as states:
             logits = model(rows)
-        assert states.layer(3).shape == states.after_norm.shape == (2, 9, 64)
+        assert states.layer(1).shape == states.after_norm.shape == (2, 9, 64)
         assert_same(read(taps.head(states.after_norm)), read(logits), "two rows")
 
 
@@ -221,13 +221,13 @@ def test_taps_that_are_made_inside_a_block_are_not_collected() -> None:
 def test_threads_on_one_model_do_not_meet() -> None:
     model = build("qwen3_5")
     prompts = [mx.array([TOKENS[start : start + 12]]) for start in (0, 12, 24)]
-    taps = HiddenStates(model, layers=(0, 3), **EVERYTHING)
+    taps = HiddenStates(model, layers=(0, 1), **EVERYTHING)
 
     def states_of(prompt: mx.array) -> Any:
         with taps.collect() as states:
             logits = model(prompt, cache=make_prompt_cache(model))
         head = taps.head(states.after_norm)
-        return read([logits, head, states.layer(0), states.layer(3)])
+        return read([logits, head, states.layer(0), states.layer(1)])
 
     alone = [states_of(prompt) for prompt in prompts]
     found: list[list[Any]] = [[] for _ in prompts]
