@@ -1,4 +1,4 @@
-"""What happened in a generation, in the field's terms."""
+"""Statistics of a generation."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from mlx_speculation.engine.timing import RoundSeconds
 
 @dataclass(slots=True)
 class SourceCounts:
-    """What one kind of drafter drafted."""
+    """Counts of one kind of drafter."""
 
     drafts: int = 0  # rounds with its drafts
     drafted: int = 0  # its tokens

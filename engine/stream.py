@@ -107,7 +107,7 @@ class Stream:
 
     @property
     def request(self) -> Request:
-        """What its rounds are run with."""
+        """The request of its rounds."""
         return self._decoder.request
 
     @property
@@ -131,7 +131,7 @@ class Stream:
 
     @property
     def seed(self) -> int:
-        """What decides the text at a temperature above 0."""
+        """Seed of the text at a temperature above 0."""
         return self._seed
 
     @property

@@ -33,7 +33,7 @@ from mlx_speculation.samplers.verifier import Verifier, spread
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ask:
-    """What is to be decided for one request."""
+    """Inputs of the decision for one request."""
 
     verifier: Verifier  # decides for it
     rows: Rows  # what precedes its rows, one more than it has drafts

@@ -76,7 +76,7 @@ class Verifier:
         self._streams: dict[int, mx.array] = {}
 
     @property
-    def indifferent(self) -> bool:
+    def tolerates_invalid_logits(self) -> bool:
         """Return whether a proposal from unusable logits, such as NaN, does no harm.
 
         It is then a token like any other. Where `draft_probs` are kept they would be
@@ -142,7 +142,7 @@ class Verifier:
         processed = self.chooser.processed(logits, rows)
         return self._decide(processed, rows, drafted, draft_probs, None, top)
 
-    def in_turn(
+    def sequential(
         self,
         logits: mx.array,
         rows: Rows,

@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run such a test there."""
-    reader = pyfuncitem.funcargs.get("reader")
+    reader: Any = pyfuncitem.funcargs.get("reader")
     if reader is None or pyfuncitem.get_closest_marker("openblas") is None:
         return None
     said = reader.test(pyfuncitem.nodeid)

@@ -99,7 +99,7 @@ class BatchDrafting:
 
     @property
     def _drafts_behind(self) -> bool:
-        """Whether drafts can be made behind a token that is not read yet.
+        """Return whether drafts can be made behind a token that is not read yet.
 
         What is shared cannot; where it is expected to pay, no step is submitted ahead.
         And no step should be measured beside prompts that are read.

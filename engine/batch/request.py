@@ -80,7 +80,7 @@ class BatchRequest:
 
     @property
     def quantization(self) -> KVQuantization | None:
-        """How its caches are quantized by now, which those beside it have to be too."""
+        """Quantization of its caches, which those beside it must share."""
         target = self.request.target
         if target.quantization is None:
             return None
@@ -89,7 +89,7 @@ class BatchRequest:
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended, or failed."""
+        """Return whether it has ended, or failed."""
         return self.error is not None or self.stream.ended
 
     @property

@@ -1,4 +1,4 @@
-"""What a batch gives back: a response for each token, and counts over all rows."""
+"""Results of a batch: a response for each token, and counts over all rows."""
 
 from dataclasses import dataclass, field
 

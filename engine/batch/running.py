@@ -60,7 +60,7 @@ class RunningTogether:
 
     @property
     def in_flight(self) -> bool:
-        """Whether a step was submitted and not read: no request can join then."""
+        """Return whether a submitted step is unread: no request can join then."""
         return self._rounds.in_flight is not None
 
     def join(self, rows: Sequence[BatchRequest]) -> None:

@@ -179,7 +179,7 @@ class RankedDecisions:
 
         return self._role.verify(own, logits, k + 1, drafted is not None)
 
-    def in_turn(
+    def sequential(
         self,
         logits: mx.array,
         rows: Rows,
@@ -190,7 +190,7 @@ class RankedDecisions:
     ) -> Iterator[Verified]:
         """Yield the leader's decisions on row after row, see `Verifier`."""
         k = 0 if drafted is None else len(drafted)
-        turns = self._inner.in_turn(logits, rows, drafted, draft_probs, top=top)
+        turns = self._inner.sequential(logits, rows, drafted, draft_probs, top=top)
         for index in range(k + 1):
             yield self._role.verify(lambda: next(turns), logits, 1, index < k)
 

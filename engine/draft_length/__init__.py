@@ -1,4 +1,4 @@
-"""How many tokens a round drafts, and by whom: fixed, or by one rule.
+"""Draft lengths and sources of rounds: fixed, or by one rule.
 
     base                        the protocol of a policy, and its plan
     rule                        the most expected tokens for their time

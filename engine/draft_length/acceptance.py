@@ -1,4 +1,4 @@
-"""How probable it is that a drafted token is accepted, position by position."""
+"""Acceptance rates of drafted tokens, by position."""
 
 from collections.abc import Iterable
 from itertools import accumulate
@@ -58,7 +58,7 @@ class AcceptanceRates:
 
     @property
     def known(self) -> int:
-        """How many positions were ever tried."""
+        """Number of positions that were ever tried."""
         return len(self._tries)
 
     def loosened(self) -> "AcceptanceRates":

@@ -1,4 +1,4 @@
-"""How many tokens to draft in a round: what decides it, and what it learns from.
+"""Contract of draft length policies: plans, and the feedback of rounds.
 
 Knows neither models nor tokens: a plan is made from counts and seconds alone.
 """
@@ -54,7 +54,7 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How many tokens to draft in the next round, and why.
+    """Plan of the next round: the number of tokens to draft, and the reason.
 
     fixed     the caller has named the length
     best      of the options
@@ -83,7 +83,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """What became of a round."""
+    """Feedback of a round."""
 
     drafted: int  # tokens; fewer than planned is possible
     accepted: float  # of them, before a cut at a stop; of a batch the mean
@@ -102,7 +102,7 @@ class Feedback:
 
     @property
     def steady(self) -> bool:
-        """Whether it is a plain step between two others.
+        """Return whether it is a plain step between two others.
 
         Where a step is computed while it is submitted, as on a CPU, the first of a run
         takes the time of two, and of the last one hardly any is left.

@@ -43,7 +43,7 @@ class MeasuredStream(Protocol):
 
     @property
     def request(self) -> Any:
-        """Whose `target` is the lane of the measured model."""
+        """The stream's request; its `target` is the lane of the measured model."""
         ...
 
     def next_round(self) -> list[Any]:
@@ -102,7 +102,7 @@ class Calibration:
 
     @property
     def parts(self) -> PartsTable:
-        """Where the time of the rounds went."""
+        """Median seconds of the rounds by part."""
         found = {n: _medians(each) for n, each in sorted(self._parts.items())}
         return {bucket_of(self._context): found}
 

@@ -1,4 +1,4 @@
-"""What a round costs, by the number of drafted tokens and the length of the context.
+"""Costs of rounds, by drafted tokens and length of the context.
 
 Costs are medians of the last rounds of a length, so that one slow round decides
 nothing. Lengths between measured ones are on straight lines, those beyond go on at half
@@ -111,7 +111,7 @@ class RoundCosts:
             self.kept, self._recent = {}, set()
 
     def knows(self, context: int, length: int) -> bool:
-        """Whether rounds of a length were measured."""
+        """Return whether rounds of a length were measured."""
         return length in self._medians.get(bucket_of(context), ())
 
     def longest(self) -> int:

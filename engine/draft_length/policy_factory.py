@@ -129,7 +129,7 @@ class PolicyFactory:
 
     @property
     def parts(self) -> PartsTable:
-        """Where the time of calibrated rounds went."""
+        """Median seconds of calibrated rounds by part."""
         return self.calibrated().parts
 
     @property

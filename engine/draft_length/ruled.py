@@ -151,7 +151,7 @@ class RuledDrafter(CascadeDrafter):
         return CascadeDrafter(*(each for each in self._drafters if each.free))
 
     def costs(self, index: int) -> bool:
-        """Whether a source is not free."""
+        """Return whether a source is not free."""
         return not self._drafters[index].free
 
     def offer(

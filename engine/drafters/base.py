@@ -89,7 +89,7 @@ class Proposal:
 
     @property
     def length(self) -> int:
-        """How many tokens were proposed."""
+        """Number of proposed tokens."""
         return self.tokens.shape[0]
 
 
@@ -156,12 +156,12 @@ class OpenDrafter(Drafter):
 
     @property
     def disabled(self) -> bool:
-        """Whether it has failed, and is not asked any more."""
+        """Return whether it has failed, and is not asked any more."""
         return False
 
     @property
     def free(self) -> bool:
-        """Whether it proposes at no cost, and says how probable each token is."""
+        """Return whether it proposes at no cost, with a probability for each token."""
         return False
 
     @property

@@ -52,12 +52,12 @@ class CascadeDraft(Draft):
 
     @property
     def reusable(self) -> bool:
-        """Whether all of its members are."""
+        """Return whether all of its members are."""
         return all(member.reusable for member in self.members())
 
     @property
     def trees(self) -> bool:
-        """Whether one of its members drafts trees; the others draft chains."""
+        """Return whether one of its members drafts trees; the others draft chains."""
         return any(member.trees for member in self.members())
 
     @property
@@ -123,7 +123,7 @@ class CascadeDrafter(OpenDrafter):
 
     @property
     def disabled(self) -> bool:
-        """Whether all of its drafters have failed."""
+        """Return whether all of its drafters have failed."""
         return all(each.disabled for each in self._drafters)
 
     @property

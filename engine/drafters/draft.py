@@ -80,12 +80,12 @@ class Draft(Protocol):
 
     @property
     def reusable(self) -> bool:
-        """Whether several of its drafters may be open at once."""
+        """Return whether several of its drafters may be open at once."""
         return True
 
     @property
     def trees(self) -> bool:
-        """Whether its drafters can propose trees; an EAGLE-3 head's do."""
+        """Return whether its drafters can propose trees; an EAGLE-3 head's do."""
         return False
 
     @property
@@ -110,7 +110,7 @@ class Draft(Protocol):
 
     @property
     def reads_output(self) -> bool:
-        """Whether its head makes its logits with the target's output layer."""
+        """Return whether its head makes its logits with the target's output layer."""
         return False
 
     def take_output(self, output: nn.Module) -> None:

@@ -115,7 +115,7 @@ class ModelDraft(FolderDraft):
             own = Lane(self.model, *held, sliding=options.sliding)
             own.prefill_step = step
             own.compiled = self._compiled
-            own.guesses = True
+            own.is_draft = True
             return own
 
         if draft_cache is None:

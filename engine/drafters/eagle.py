@@ -123,7 +123,7 @@ class EagleDraft(HeadDraft):
 
     @property
     def trees(self) -> bool:
-        """Whether it drafts trees: it does, unless it has a window of its own."""
+        """Return whether it drafts trees: not with a window of its own."""
         return not self.head.windowed
 
     def new_cache(self, first: int) -> HeadCache:
@@ -148,7 +148,7 @@ class PEagleDraft(EagleDraft):
 
     @property
     def trees(self) -> bool:
-        """Whether it drafts trees: what it says of a draft follows from none before."""
+        """Return whether it drafts trees, whose levels are made together."""
         return False
 
     def new_cache(self, first: int) -> HeadCache:

@@ -62,7 +62,7 @@ class CheckedProposal:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """What is submitted before the target's forward."""
+        """Arrays that are submitted before the target's forward."""
         arrays = [self.draft.tokens, self.proposed]
         return arrays if self.peaks is None else [*arrays, self.peaks]
 
@@ -110,7 +110,7 @@ class CheckedChoose:
         """
         _check_rows(logits, rows, ids)
         self._seen.append(logits)
-        if not self._verifier.indifferent:
+        if not self._verifier.tolerates_invalid_logits:
             usable = mx.isfinite(peaks(logits))[:, None]
             logits = mx.where(usable, logits, mx.array(0, logits.dtype))
         try:
@@ -197,7 +197,7 @@ class FaultGuard(WrappedDrafter):
 
     @property
     def disabled(self) -> bool:
-        """Whether the drafter has failed, and is not asked any more."""
+        """Return whether the drafter has failed, and is not asked any more."""
         return self._disabled
 
     @property

@@ -42,7 +42,7 @@ LEAST_SHARE = 0.25
 
 
 class TokenTexts:
-    """What the ids of a tokenizer stand for.
+    """Texts of a tokenizer's ids.
 
     Args:
         tokenizer: a fast tokenizer of transformers, or mlx-lm's wrapper of one.
@@ -121,7 +121,7 @@ class TokenTexts:
 
     @property
     def begin(self) -> list[int]:
-        """What the tokenizer puts before every text."""
+        """Tokens that the tokenizer puts before every text."""
         found = list(self._tokenizer.encode(""))
         return [token for token in found if token != self.end]
 
@@ -163,7 +163,7 @@ class CommonTokens:
 
     @property
     def share(self) -> str:
-        """How many tokens they have in common, in words."""
+        """Description of the tokens that they have in common."""
         count = len(self.pairs)
         of = [("target", self.target), ("draft", self.draft)]
         said = " and ".join(

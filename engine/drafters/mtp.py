@@ -139,7 +139,7 @@ class MtpDraft(HeadDraft):
 
     @property
     def reads_output(self) -> bool:
-        """Whether it has no output layer of its own."""
+        """Return whether it has no output layer of its own."""
         return self.mtp.reads_output
 
     def take_output(self, output: nn.Module) -> None:

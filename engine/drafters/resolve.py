@@ -1,4 +1,4 @@
-"""What a `draft=` argument becomes: a name, then a `Draft`.
+"""Resolution of `draft=`: a name, then a `Draft`.
 
     find_draft    text        what loads it, and from where; nothing is loaded yet
     resolve       all else    a `Draft`: heads and lookups are, models and drafters of

@@ -32,7 +32,7 @@ class CustomDraft(Draft):
 
     @property
     def trees(self) -> bool:
-        """Whether it proposes trees where it may: it says so in an attribute."""
+        """Return whether it proposes trees where it may: it says so in an attribute."""
         return bool(getattr(self.inner, "trees", False))
 
     @property

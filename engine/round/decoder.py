@@ -41,7 +41,7 @@ class Decoder:
 
     @property
     def planned(self) -> bool:
-        """Whether the next round has all its plans, and asks for none."""
+        """Return whether the next round has all its plans, and asks for none."""
         plan = self._plan
         return plan is not None and (plan.length > 0 or self._following is not None)
 

@@ -1,4 +1,4 @@
-"""What a round brought to each of its requests.
+"""Outcomes of a round, by request.
 
 With k = 4 drafts of which 2 are accepted a round emits three tokens, accepted at place
 0, accepted at place 1 and the correction, and with all 4 accepted five, the last a

@@ -38,7 +38,7 @@ class Decisions(Protocol):
         """See `Verifier.verify`."""
         ...
 
-    def in_turn(
+    def sequential(
         self,
         logits: mx.array,
         rows: Rows,
@@ -47,7 +47,7 @@ class Decisions(Protocol):
         *,
         top: int | None = None,
     ) -> Iterator[Verified]:
-        """See `Verifier.in_turn`."""
+        """See `Verifier.sequential`."""
         ...
 
 
@@ -85,7 +85,7 @@ class Request:
 
     @property
     def drafts(self) -> bool:
-        """Whether it may ever be drafted for."""
+        """Return whether it may ever be drafted for."""
         return self.drafter is not None and self.policy.longest > 0
 
     @property
@@ -95,7 +95,7 @@ class Request:
 
     @property
     def complete(self) -> bool:
-        """Whether the constraint allows nothing but the end of the text."""
+        """Return whether the constraint allows nothing but the end of the text."""
         return self.masks is not None and self.masks.text.complete
 
 
@@ -109,7 +109,7 @@ class Running:
             then. Of others, one that fails keeps nothing of the round, and they go on.
         requests: as passed.
         masked: whether one of them has a constraint.
-        in_turn: the places of those whose rows are decided one after the other, see
+        sequential: the places of those whose rows are decided one after the other, see
             `engine.round.sequential`.
         explain: whether the round's time is divided exactly.
         interrupt: what is to be raised after a round that others have gone through.
@@ -145,7 +145,7 @@ class Running:
         self.requests = requests
         each = [one.verifier.chooser.processors for one in requests]
         self.masked = any(one.masks is not None for one in requests)
-        self.in_turn = {place for place, own in enumerate(each) if not own.parallel}
+        self.sequential = {place for place, own in enumerate(each) if not own.parallel}
         self.explain = any(one.explain for one in requests)
         # Of those that have a state, by place; asked once, as most have none.
         self.stateful = {i: own for i, own in enumerate(each) if own.has_state}

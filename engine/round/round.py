@@ -26,7 +26,7 @@ from mlx_speculation.engine.drafters.base import NOTHING, OpenDrafter, Proposal
 from mlx_speculation.engine.drafters.fault_guard import CheckedChoose
 from mlx_speculation.engine.round.outcome import Cut, Pending, Read, RoundOutcome
 from mlx_speculation.engine.round.request import Running
-from mlx_speculation.engine.round.sequential import Turn, decide_in_turn
+from mlx_speculation.engine.round.sequential import Turn, decide_sequentially
 from mlx_speculation.engine.round.tree_round import submit_tree
 from mlx_speculation.engine.round.verify import submit_step, submit_verify
 from mlx_speculation.engine.shared_drafters.shared import SharedDrafter
@@ -35,7 +35,7 @@ from mlx_speculation.models import RequestRound
 
 
 class Before(NamedTuple):
-    """What a round that fails goes back to."""
+    """State to which a failed round goes back."""
 
     known: list[int]
     in_flight: Pending | None
@@ -43,7 +43,7 @@ class Before(NamedTuple):
 
 
 class Proposals:
-    """What is proposed for the requests of a round, until it is settled or discarded.
+    """Proposals for the requests of a round, until they are settled or discarded.
 
     Attributes:
         shared: drafts for all of them at once; None: each has its own drafter.
@@ -186,7 +186,7 @@ class Rounds:
     def plain(self, cuts: Sequence[Cut], *, submit_next: bool = True) -> list[Read]:
         """Run a step and, with `submit_next`, submit the next one; see `verify`."""
         running = self.running
-        if running.in_turn:
+        if running.sequential:
             return self.verify([NOTHING] * len(running.requests), cuts)
         step, own = self.in_flight, []  # what this round has submitted
         try:
@@ -292,7 +292,7 @@ class Rounds:
             except BaseException as error:
                 found[place] = running.failure(error)
         if turns:
-            for place, one in decide_in_turn(turns, running.failure).items():
+            for place, one in decide_sequentially(turns, running.failure).items():
                 found[place] = one
                 if isinstance(one, RoundOutcome):
                     reads = len(one.tokens) - 1 + (turns[place].drafted > 0)

@@ -51,7 +51,7 @@ class Turn:
         return place is None or place.goes_on
 
 
-def decide_in_turn(
+def decide_sequentially(
     turns: dict[int, Turn], failure: Callable[[BaseException], Exception]
 ) -> dict[int, Read]:
     """Decide rows up to a rejection, the end of each text, or the last row.

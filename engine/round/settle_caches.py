@@ -1,4 +1,4 @@
-"""What the caches hold when a stream ends."""
+"""Contents of the caches at the end of a stream."""
 
 from mlx_speculation.engine.round.request import Request
 from mlx_speculation.engine.round.round import Rounds
@@ -13,7 +13,7 @@ def hold_all(rounds: Rounds) -> None:
     (request,) = rounds.running.requests
     tokens = request.sequence.tokens
     if request.target.seen < len(tokens):
-        if rounds.running.in_turn:  # to choose what comes next is to call processors
+        if rounds.running.sequential:  # to choose what comes next is to call processors
             request.target.feed(tokens[request.target.seen :])
             rounds.next_token = None
         else:

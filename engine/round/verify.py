@@ -138,16 +138,16 @@ def _decided(
                 failed[place] = error
                 continue
         verifier: Any = request.decisions or request.verifier
-        if running.alone and not running.in_turn:
+        if running.alone and not running.sequential:
             verified = verifier.verify(
                 logits[0], rows, drafted, draft.probs, top=request.top
             )
             return Decided((Group((0,), verified),), {}), turns
-        if place not in running.in_turn:
+        if place not in running.sequential:
             asked[place] = Ask(verifier, rows, drafted, draft.probs, request.top)
             continue
         own = logits[place, : count + 1]
-        turns[place] = verifier.in_turn(
+        turns[place] = verifier.sequential(
             own, rows, drafted, draft.probs, top=request.top
         )
     if len(asked) == len(drafts):

@@ -42,7 +42,7 @@ class Drafted(Protocol):
 
     @property
     def drafts(self) -> bool:
-        """Whether it may ever be drafted for."""
+        """Return whether it may ever be drafted for."""
         ...
 
 
@@ -172,7 +172,7 @@ class SharedDrafter(ABC):
 
 
 class SharedChain:
-    """What is drafted for some requests in one round. Nothing of it is read.
+    """Drafts for some requests of one round, lazy.
 
     Args:
         requests: for whom.
@@ -200,7 +200,7 @@ class SharedChain:
             self._asks.append(Ask(verifier, Rows(known.tokens, start=known.start)))
             self._firsts.append(known.start + len(known.tokens))
             # As alone, unusable logits are replaced only where they could do harm.
-            self._replaces = self._replaces or not verifier.indifferent
+            self._replaces = self._replaces or not verifier.tolerates_invalid_logits
             if verifier.shared is None:
                 self._alone.append(index)
 

@@ -59,10 +59,10 @@ class Score:
             target_log_probs: the target's log-probabilities, float32 [places, vocab].
             tokens: what the target chose, ids [places].
         """
-        guesses = log_probs(logits)
-        guesses = mx.where(mx.isnan(guesses), _FLOOR, mx.maximum(guesses, _FLOOR))
-        values = (mx.exp(target_log_probs) * guesses).sum(axis=-1)
-        guessed = mx.argmax(guesses, axis=-1)
+        drafted = log_probs(logits)
+        drafted = mx.where(mx.isnan(drafted), _FLOOR, mx.maximum(drafted, _FLOOR))
+        values = (mx.exp(target_log_probs) * drafted).sum(axis=-1)
+        guessed = mx.argmax(drafted, axis=-1)
         mx.eval(values, guessed)
         result, right = np.array(guessed), np.array(tokens)
         length, width = max(1, len(result)), logits.shape[-1]

@@ -85,10 +85,10 @@ class AssistantProbe:
         """Score the first drafts, as rounds that begin at every token make them."""
         first = max(self._text.written, 2)
         places = range(first, self._text.positions)
-        guesses = [self._guesses(place, anchor) for place in places]
-        return self._text.score(mx.concatenate(guesses, axis=1), first)
+        drafted = [self._rows_at(place, anchor) for place in places]
+        return self._text.score(mx.concatenate(drafted, axis=1), first)
 
-    def _guesses(self, place: int, anchor: Anchor) -> mx.array:
+    def _rows_at(self, place: int, anchor: Anchor) -> mx.array:
         """Return logits [rows, 1, vocab] for a place, from what is before it."""
         known = place - 1  # positions before the newest token's
         behind = self._text.positions - 1 - known
@@ -101,9 +101,9 @@ class AssistantProbe:
         )
         vocab = self._text.target_log_probs.shape[-1]
         rows = [_whole(*self._assistant.logits(row), vocab) for row in hidden]
-        guesses = mx.stack(rows)
-        mx.async_eval(guesses)
-        return guesses
+        drafted = mx.stack(rows)
+        mx.async_eval(drafted)
+        return drafted
 
 
 def _whole(logits: mx.array, ids: mx.array | None, vocab: int) -> mx.array:

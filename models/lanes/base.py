@@ -96,7 +96,7 @@ class RequestLane(Protocol):
 
     @property
     def size(self) -> int | None:
-        """How many requests the model is shown in wide rounds; None: `requests`."""
+        """Number of requests shown to the model in wide rounds; None: `requests`."""
         return None
 
     def met_new_shapes(self) -> bool:

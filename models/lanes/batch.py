@@ -83,7 +83,7 @@ class BatchLane(RequestLane):
 
     @property
     def size(self) -> int | None:
-        """How many rows a round of several positions shows; None: those there are."""
+        """Number of rows shown by a round of several positions; None: its own."""
         return self._sizes.of(self.requests) if self._in_sizes else None
 
     def join(self, lanes: Sequence[RequestLane]) -> "BatchLane":

@@ -119,5 +119,5 @@ class CommittedStates:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """What is held, to be evaluated."""
+        """Kept arrays, to be evaluated."""
         return self._parts

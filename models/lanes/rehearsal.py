@@ -25,7 +25,7 @@ def rehearse(lane: Lane, rows: int, before: int = 0) -> None:
 
 
 def plans_by_keys(caches: Sequence[Any]) -> bool:
-    """Whether attention over these caches is planned for each number of keys."""
+    """Return whether attention over these caches is planned for each number of keys."""
     dims = attention_dims()
     shown = [getattr(leaf, "keys", None) for _, leaf in leaves(caches)]
     arrays = [keys for keys in shown if isinstance(keys, mx.array)]

@@ -15,7 +15,7 @@ from mlx_speculation.caches import Point, PrefixCache, snapshot
 
 
 class HasCaches(Protocol):
-    """What is needed of a lane."""
+    """Part of a lane that is needed here."""
 
     caches: list[Any]
     seen: int

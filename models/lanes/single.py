@@ -81,9 +81,9 @@ class Lane(RequestLane):
         compiled: computes the forwards of rounds where it serves; of a draft's lane.
         positions: how many the model has; see `introspect.position_table`. A forward
             past them is refused.
-        guesses: whether its tokens only propose. Prompts are then read in the ways of a
-            round too, see `models.round_context`: faster, and other than mlx's by
-            rounding.
+        is_draft: whether its tokens only propose. Its prompts are then read by the
+            operations of a round too, see `models.round_context`: faster, and other
+            than mlx's by rounding.
         run: what is called for a forward: the model, or a request's `ImageForward`.
         sizes: which numbers of rows a batch shows that others make of it.
 
@@ -125,7 +125,7 @@ class Lane(RequestLane):
         self.prefill_progress: Callable[[int], None] | None = None
         self.quantization: KVQuantization | None = None
         self.compiled: CompiledForward | None = None
-        self.guesses = False
+        self.is_draft = False
         self.positions = position_table(model) or sys.maxsize
         check_supported(self.caches)
         if shape is not None:
@@ -140,7 +140,7 @@ class Lane(RequestLane):
 
     @property
     def room(self) -> int:
-        """How many tokens a round may feed: all its rows see the same kind of keys.
+        """Number of tokens that a round may feed, whose rows see one kind of keys.
 
         It ends where the caches are quantized, in exact mode with the shape, and with
         the model's table of positions.
@@ -312,7 +312,7 @@ class LaneRound:
         elif lane.compiled and lane.compiled.serves(lane.caches, n):
             logits = lane.compiled.forward(tokens, lane.caches)[None]
         else:
-            whole = self._whole and not lane.guesses  # a plain step, part of a prompt
+            whole = self._whole and not lane.is_draft  # a plain step, part of a prompt
             way: Any = plain_step(n) if whole else rows_of_a_round(n, lane.part)
             taps = NO_TAPS if self._taps is None else self._taps.collect(self._hidden)
             with taps, way:

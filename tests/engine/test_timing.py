@@ -41,17 +41,20 @@ def generator(draft: Any = None, name: str = "llama") -> SpeculativeGenerator:
     return SpeculativeGenerator(build(name), byte_tokenizer(), draft=draft)
 
 
-def in_turn(tokens: mx.array, logits: mx.array) -> mx.array:
+def sequential(tokens: mx.array, logits: mx.array) -> mx.array:
     return logits
 
 
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {"draft_length": 0},
     "drafted": {"draft_length": 3},
-    "in turn": {"draft_length": 3, "sampling": Sampling(logits_processors=(in_turn,))},
+    "in turn": {
+        "draft_length": 3,
+        "sampling": Sampling(logits_processors=(sequential,)),
+    },
     "plain in turn": {
         "draft_length": 0,
-        "sampling": Sampling(logits_processors=(in_turn,)),
+        "sampling": Sampling(logits_processors=(sequential,)),
     },
 }
 

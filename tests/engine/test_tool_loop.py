@@ -1,10 +1,9 @@
 """A session of an agent reads its context once: what is read again is counted.
 
-A head of 8,000 tokens (quick: 1,000), then 20 turns (quick: 4): an answer, its end, the result of
-a tool, and the beginning of the next answer. As chat templates do, a later prompt shows
-the beginning of an answer without the last tokens after which it was written, so each
-answer is read once more. Killed by hand: no restore points at ends of turns, and none
-where sessions part.
+A head of 8,000 tokens (quick: 1,000), then 20 turns (quick: 4): an answer, its end, the
+result of a tool, and the beginning of the next answer. As chat templates do, a later
+prompt shows the beginning of an answer without the last tokens after which it was
+written, so each answer is read once more.
 """
 
 from collections.abc import Callable

@@ -59,12 +59,12 @@ def emitted(verified: Verified) -> list[int]:
     return list(tokens[: count + 1])
 
 
-def in_turn(
+def sequential(
     verifier: Verifier, logits: mx.array, rows: Rows, *draft: mx.array | None
 ) -> list[int]:
     """Ask for rows until one is not accepted, or the last."""
     tokens: list[int] = []
-    for verified in verifier.in_turn(logits, rows, *draft):
+    for verified in verifier.sequential(logits, rows, *draft):
         tokens.append(verified.tokens.item())  # type: ignore[arg-type]
         if verified.accepted is not None and not verified.accepted.item():
             break
@@ -108,7 +108,7 @@ def test_rows_in_turn_decide_as_rows_at_once(
     rows = Rows(KNOWN, draft[0], k + 1)
     logits = logits_of(key + 1, k + 1)  # near the draft's, so that some are accepted
     together = emitted(verifier.verify(logits, rows, *draft))
-    assert in_turn(verifier, logits, rows, *draft) == together
+    assert sequential(verifier, logits, rows, *draft) == together
 
 
 @given(options=OPTIONS, key=st.integers(0, 999), k=st.integers(1, 4))
@@ -307,7 +307,7 @@ def test_every_draw_of_a_round_has_a_key_of_its_own(
 
 
 @pytest.mark.parametrize(
-    ("acceptance", "options", "indifferent"),
+    ("acceptance", "options", "tolerates_invalid_logits"),
     [
         ("keyed", {"seed": 1}, True),
         ("keyed", {"temperature": 0.7, "seed": 1}, True),
@@ -317,9 +317,12 @@ def test_every_draw_of_a_round_has_a_key_of_its_own(
     ],
 )
 def test_unusable_proposals_harm_where_something_is_kept_of_them(
-    acceptance: Acceptance, options: dict[str, Any], indifferent: bool
+    acceptance: Acceptance, options: dict[str, Any], tolerates_invalid_logits: bool
 ) -> None:
-    assert verifier_of(options, acceptance).indifferent == indifferent
+    assert (
+        verifier_of(options, acceptance).tolerates_invalid_logits
+        == tolerates_invalid_logits
+    )
 
 
 def test_decisions_have_a_fixed_shape_where_rows_are_named() -> None:

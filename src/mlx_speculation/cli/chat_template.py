@@ -19,7 +19,7 @@ Message = dict[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateOptions:
-    """What a chat template is given."""
+    """Arguments of a chat template."""
 
     panel: ClassVar[str] = TEMPLATE
 

@@ -1,4 +1,4 @@
-"""What commands show: tables, notes and progress on stderr, one JSON object on stdout.
+"""Console of commands: tables, notes and progress on stderr, one JSON object on stdout.
 
 Progress is shown on a terminal only, and is gone when it has ended.
 """
@@ -24,7 +24,7 @@ Report = Callable[[int, int], None]
 
 
 class Screen:
-    """Where a command shows what it does.
+    """Screen of a command.
 
     Args:
         json: print one JSON object on standard output, and no text or table there.

@@ -1,4 +1,4 @@
-"""What is wrong with an installation, or slower than it could be, and what to do.
+"""Advice of `doctor`: faults and slow choices of an installation, and remedies.
 
 It knows facts only, and asks no machine: `commands.doctor` finds the facts.
 """
@@ -30,7 +30,7 @@ OPTIONAL = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What an installation is."""
+    """Facts of an installation."""
 
     python: tuple[int, int, int]  # its version
     system: str  # "linux" or "darwin", as sys.platform says

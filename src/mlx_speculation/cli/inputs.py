@@ -1,4 +1,4 @@
-"""What commands read and write beside models: prompts, schemas, pages.
+"""Files of commands beside models: prompts, schemas, pages.
 
 What cannot be used is an `InvalidRequestError` that names the option, and a disk that
 is full a `SpeculationError`.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvOptions(KvLimits):
-    """How the prompt is read, and how much of it is kept."""
+    """Options of reading and keeping a prompt."""
 
     prefill_step_size: int | None = option(
         None, "Prompt tokens per prefill chunk. Default: 2048, and 256 on a CPU.", min=1

@@ -48,7 +48,7 @@ class Arm:
 
     @property
     def same(self) -> bool:
-        """Whether all texts are plain decoding's, up to ties that rounding decides."""
+        """Return whether all texts are plain decoding's, up to ties of rounding."""
         return all(parting.near_tie for parting in self.partings)
 
     def over(self, plain: Sequence[float]) -> Spread:
@@ -84,7 +84,7 @@ class Compared:
 
     @property
     def same(self) -> bool:
-        """Whether the texts are equal, or part where rounding decides."""
+        """Return whether the texts are equal, or part where rounding decides."""
         return self.parting is None or self.parting.near_tie
 
 

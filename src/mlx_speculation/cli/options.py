@@ -160,7 +160,7 @@ class DraftsOptions(TargetOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOptions:
-    """How tokens are chosen."""
+    """Sampling options."""
 
     panel: ClassVar[str] = "Sampling, as mlx-lm names it"
 
@@ -229,7 +229,7 @@ class SamplingOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndOptions:
-    """What ends a text."""
+    """Options that end a text."""
 
     max_tokens: int = option(
         256, "Maximum number of tokens to generate.", "--max-tokens", "-m", min=1

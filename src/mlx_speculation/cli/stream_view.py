@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class PromptBar:
-    """How much of a prompt was read.
+    """Progress bar of reading a prompt.
 
     Args:
         total: its tokens, without the last, which the first round reads.

@@ -322,7 +322,7 @@ def test_only_a_draft_model_reads_its_prompt_in_the_ways_of_a_round(
 
     def noted(self: LaneRound, tokens: mx.array) -> mx.array:
         if len(tokens) > 9:
-            guessed.append((self._lane.model, self._lane.guesses))
+            guessed.append((self._lane.model, self._lane.is_draft))
         return forward(self, tokens)
 
     monkeypatch.setattr(LaneRound, "forward", noted)

@@ -126,11 +126,11 @@ def of_cascade() -> Kind:
         each = (kind.open(lane, sequence) for kind in (lookup, model))
         return CascadeDrafter(*map(adapted, each))
 
-    def in_turn(sequence: Sequence, count: int, choose: Choose) -> list[int]:
+    def sequential(sequence: Sequence, count: int, choose: Choose) -> list[int]:
         found = lookup.twin(sequence, count, choose)
         return found or model.twin(sequence, count, choose)
 
-    return Kind(model.model, open_cascade, in_turn, model.others)
+    return Kind(model.model, open_cascade, sequential, model.others)
 
 
 @cache

@@ -171,7 +171,7 @@ def test_a_prompt_that_a_draft_reads_says_how_long_it_is(called: list[int]) -> N
     model = build("llama")
     recorders = ModelHooks(model)
     lane = Lane(model, make_prompt_cache(model))
-    lane.guesses = True
+    lane.is_draft = True
     lane.feed(list(range(1, 90)))
     recorders.remove()
     assert set(called) == {89}

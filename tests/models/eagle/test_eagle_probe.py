@@ -45,7 +45,11 @@ def test_guesses_are_those_of_a_round_that_begins_there(tmp_path: Path) -> None:
     class Text:
         """The text, which keeps the guesses."""
 
-        tokens, written, target_log_probs = text.tokens, text.written, text.target_log_probs
+        tokens, written, target_log_probs = (
+            text.tokens,
+            text.written,
+            text.target_log_probs,
+        )
 
         def score(self, logits: mx.array, first: int) -> Any:
             seen.append(logits)

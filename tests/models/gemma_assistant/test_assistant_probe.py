@@ -62,7 +62,7 @@ def test_guesses_are_those_of_a_round_that_begins_there(
             known - 1 if anchor == "state" else known,
         )
         wanted = _whole(out.logits, out.ids, 256)
-        found = trial._guesses(place, anchor)[row]
+        found = trial._rows_at(place, anchor)[row]
         assert mx.allclose(found, wanted, atol=1e-3), place
 
 

@@ -130,7 +130,7 @@ def test_a_lane_that_guesses_reads_prompts_as_in_a_round(called: list[str]) -> N
     wanted = model(mx.array([prompt]))[0]
     recorders = ModelHooks(model)
     lane = Lane(model, make_prompt_cache(model))
-    lane.guesses = True
+    lane.is_draft = True
     lane.feed(prompt[:-1])
     assert set(called) == {"attention", "exp", "activation"}
     with lane.begin() as one:

@@ -26,10 +26,10 @@ from support.sampling.scripted_rows import (
     Recorder,
     alternating,
     draft_tokens,
-    in_turn,
     plain_text,
     scripted,
     scripted_rows,
+    sequential,
     verify,
 )
 
@@ -122,7 +122,7 @@ def test_a_stop_token_is_the_last_to_be_called_for() -> None:
     chooser = Chooser(replace(sampling, logits_processors=(recorder,)), VOCAB)
     recorder.state = 1
     rows = Rows([1], mx.array(text[:3], dtype=mx.uint32), 4)
-    tokens = in_turn(chooser, scripted_rows([1], text[:3]), rows)
+    tokens = sequential(chooser, scripted_rows([1], text[:3]), rows)
     assert [next(tokens), next(tokens)] == text[:2]
     assert [tokens for tokens, _ in recorder.calls] == [[1], [1, text[0]]]
 

@@ -74,13 +74,13 @@ def plain_text(chooser: Chooser, prompt: Sequence[int], count: int) -> list[int]
     """Choose one token after another, with one call of each processor for each."""
     text = list(prompt)
     for _ in range(count):
-        text.append(next(in_turn(chooser, scripted_rows(text, []), Rows(text))))
+        text.append(next(sequential(chooser, scripted_rows(text, []), Rows(text))))
     return text
 
 
-def in_turn(chooser: Chooser, logits: mx.array, rows: Rows) -> Iterator[int]:
+def sequential(chooser: Chooser, logits: mx.array, rows: Rows) -> Iterator[int]:
     """Choose row after row, up to the first rejection; `ahead` is the draft."""
-    for verdict in Verifier(chooser).in_turn(logits, rows, rows.ahead):
+    for verdict in Verifier(chooser).sequential(logits, rows, rows.ahead):
         token: Any = verdict.tokens.item()
         yield token
         if verdict.accepted is None or not verdict.accepted.item():
@@ -127,7 +127,7 @@ def verify(
                 if index < len(drafted) and choice != drafted[index]:
                     break
         else:
-            for token in in_turn(chooser, logits, rows):
+            for token in sequential(chooser, logits, rows):
                 emitted.append(token)
                 if len(emitted) == fail_at:
                     raise FailedRoundError

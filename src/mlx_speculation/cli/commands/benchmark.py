@@ -176,7 +176,7 @@ def _report(
 
 
 def _same(arms: Sequence[Arm]) -> bool:
-    """Whether all texts are those of plain decoding."""
+    """Return whether all texts are those of plain decoding."""
     return all(arm.same for arm in arms)
 
 

@@ -94,7 +94,7 @@ class _Comparison:
 
     @property
     def same(self) -> bool:
-        """Whether all texts are equal, or part where rounding decides."""
+        """Return whether all texts are equal, or part where rounding decides."""
         return all(turn.same for turn in self.turns)
 
     @property

@@ -43,7 +43,7 @@ PLACE = "<query>"  # stands for a message, to find where a template puts it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputOptions:
-    """What becomes of the text."""
+    """Output options."""
 
     json_schema: Path | None = option(
         None, "File with a JSON schema that the text must match."

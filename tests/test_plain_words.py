@@ -1,0 +1,94 @@
+"""Plain words: openings of docstrings, and names that say nothing of the thing."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("engine", "caches", "samplers", "models", "src", "scripts", "tests")
+PRODUCT = FOLDERS[:5]
+RELATIVE = re.compile(r"(What|Which|Whether|How|Who|Whose|Where|When)\b")
+DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+# What is meant has a name: drafters, kept rows, requests, feedback, the next plan.
+NAMES = {"found", "own", "held", "asked", "became", "begun", "following"}
+# Their plain forms: tolerates_invalid_logits, is_draft, sequential, probed,
+# distribution, fix, received.
+WORDS = {"indifferent", "guesses", "in_turn", "told", "law", "mend", "heard"}
+
+
+def sources(folders: tuple[str, ...] = FOLDERS) -> Iterator[tuple[Path, ast.Module]]:
+    """Yield each module of the repository, once."""
+    for folder in folders:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            yield path.relative_to(ROOT), ast.parse(path.read_text(encoding="utf-8"))
+
+
+def relative_openings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield the line and the beginning of docstrings that open with a relative word."""
+    for node in ast.walk(tree):
+        text = ast.get_docstring(node) if isinstance(node, DOCUMENTED) else None
+        if text and RELATIVE.match(text):
+            yield getattr(node, "lineno", 1), text.partition("\n")[0]
+
+
+def names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield the line and the name of variables, arguments and attributes that are set.
+
+    Those of functions and classes too.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name | ast.Attribute):
+            if isinstance(node.ctx, ast.Store):
+                yield node.lineno, node.id if isinstance(node, ast.Name) else node.attr
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.lineno, node.name
+
+
+def test_docstrings_open_with_a_noun_or_a_verb() -> None:
+    opened = [
+        f"{path}:{line}: a relative opening: {text}"
+        for path, tree in sources()
+        for line, text in relative_openings(tree)
+    ]
+    assert not opened, "\n".join(opened)
+
+
+def test_names_say_the_thing() -> None:
+    bare = [
+        f"{path}:{line}: a name that says nothing of the thing: {name}"
+        for path, tree in sources()
+        for line, name in names(tree)
+        if name.strip("_") in NAMES
+    ]
+    assert not bare, "\n".join(bare)
+
+
+def test_words_of_the_dialect_are_gone_from_the_product() -> None:
+    used = [
+        f"{path}:{line}: a word of the dialect: {name}"
+        for path, tree in sources(PRODUCT)
+        for line, name in names(tree)
+        if any(re.search(rf"(^|_){word}(_|$)", name) for word in WORDS)
+    ]
+    assert not used, "\n".join(used)
+
+
+@pytest.mark.parametrize(
+    ("code", "openings", "bare"),
+    [
+        ('"""What drafts."""\ndef f(own): ...', 1, 1),
+        ('"""Batch drafters."""\nheld = 1\nself._found: int = 2', 0, 2),
+        ('class A:\n    """Whether it is."""\n    def held(self): ...', 1, 1),
+        ('"""Return whether it is."""\nother = held', 0, 0),
+    ],
+    ids=["opening", "names", "inside", "plain"],
+)
+def test_a_breach_is_seen(code: str, openings: int, bare: int) -> None:
+    tree = ast.parse(code)
+    assert len(list(relative_openings(tree))) == openings
+    assert sum(name.strip("_") in NAMES for _, name in names(tree)) == bare
