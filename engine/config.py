@@ -223,14 +223,14 @@ def _vocabulary(ids: Any, draft: Draft | None, target: TargetInfo) -> list[int] 
     """
     if ids is None:
         return None
-    found = checked_vocabulary(ids, target.highest_id + 1)
+    result = checked_vocabulary(ids, target.highest_id + 1)
     if not any(member.reducible for member in members_of(draft)):
         kind = "None" if draft is None else f"of kind {draft.kind!r}"
         raise InvalidRequestError(
             f"draft_vocabulary was passed, and the draft is {kind}, without a model "
             "or an MTP head to reduce. Leave it out."
         )
-    return found
+    return result
 
 
 def _bind(

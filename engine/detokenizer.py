@@ -26,30 +26,30 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
-        self.held = ""
+        self.unsaid = ""
 
     def add(self, text: str) -> tuple[str, bool]:
         """Take new text; return what may be shown, and whether a stop was found."""
-        self.held += text
-        found = [i for stop in self._stops if (i := self.held.find(stop)) >= 0]
-        if found:
-            shown, self.held = self.held[: min(found)], ""
+        self.unsaid += text
+        result = [i for stop in self._stops if (i := self.unsaid.find(stop)) >= 0]
+        if result:
+            shown, self.unsaid = self.unsaid[: min(result)], ""
             return shown, True
         keep = self._possible_start()
-        split = len(self.held) - keep
-        shown, self.held = self.held[:split], self.held[split:]
+        split = len(self.unsaid) - keep
+        shown, self.unsaid = self.unsaid[:split], self.unsaid[split:]
         return shown, False
 
     def flush(self) -> str:
         """Return what is still held back, at the end."""
-        shown, self.held = self.held, ""
+        shown, self.unsaid = self.unsaid, ""
         return shown
 
     def _possible_start(self) -> int:
         """Return the length of the longest end of the text that begins a stop."""
         longest = max((len(stop) - 1 for stop in self._stops), default=0)
-        for length in range(min(longest, len(self.held)), 0, -1):
-            if any(stop.startswith(self.held[-length:]) for stop in self._stops):
+        for length in range(min(longest, len(self.unsaid)), 0, -1):
+            if any(stop.startswith(self.unsaid[-length:]) for stop in self._stops):
                 return length
         return 0
 
@@ -79,14 +79,14 @@ class TextDetokenizer:
 
     def fork(self) -> tuple[Any, ...]:
         """Return what `restore` goes back to, after tokens that did not stay."""
-        held = None if self._strings is None else self._strings.held
-        return [*self._window], self._shown, self._whole, self._cut, held
+        unsaid = None if self._strings is None else self._strings.unsaid
+        return [*self._window], self._shown, self._whole, self._cut, unsaid
 
     def restore(self, fork: tuple[Any, ...]) -> None:
         """Go back to a fork; once only."""
-        self._window, self._shown, self._whole, self._cut, held = fork
+        self._window, self._shown, self._whole, self._cut, unsaid = fork
         if self._strings is not None:
-            self._strings.held = held
+            self._strings.unsaid = unsaid
 
     def add(self, token: int) -> tuple[str, bool]:
         """Take one token; return the text it makes certain, and whether it ends it."""

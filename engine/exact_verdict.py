@@ -36,15 +36,15 @@ class ExactVerdict:
         return self.differing == 0
 
     def __str__(self) -> str:
-        found = f"{self.differing} of {self.rows} rows differ in a bit"
+        result = f"{self.differing} of {self.rows} rows differ in a bit"
         if not self.same:
-            found += f", the largest difference of a logit is {self.largest:.3g}"
-        return found
+            result += f", the largest difference of a logit is {self.largest:.3g}"
+        return result
 
 
-def save_verdict(model: nn.Module, shape: FixedShape, found: ExactVerdict) -> None:
+def save_verdict(model: nn.Module, shape: FixedShape, result: ExactVerdict) -> None:
     """Keep what was found of a model, for later processes on this machine."""
-    _file(model, shape).write({"found": asdict(found)})
+    _file(model, shape).write({"found": asdict(result)})
 
 
 def read_verdict(model: nn.Module, shape: FixedShape) -> ExactVerdict | None:
@@ -58,11 +58,11 @@ def check_verdict(model: nn.Module, shape: FixedShape) -> None:
     Raises:
         InvalidRequestError: they were.
     """
-    found = read_verdict(model, shape)
-    if found is not None and not found.same:
+    result = read_verdict(model, shape)
+    if result is not None and not result.same:
         raise InvalidRequestError(
             f"exact={shape.rows} was passed, and mlx-speculation check --exact "
-            f"{shape.rows} has found of this model, on this machine: {found}. Leave "
+            f"{shape.rows} has found of this model, on this machine: {result}. Leave "
             "exact out, or check another number of rows."
         )
 

@@ -51,15 +51,15 @@ def image_input(
         InvalidRequestError: the target reads no images, or cannot do so with the other
             options, or an image or the prompt is of no use.
     """
-    asked = isinstance(prompt, ImagePrompt) or len(options.images) > 0
+    wanted = isinstance(prompt, ImagePrompt) or len(options.images) > 0
     if isinstance(model, VisionTarget):
-        _check_options(model, options, asked=asked)
-    elif asked:
+        _check_options(model, options, wanted=wanted)
+    elif wanted:
         raise InvalidRequestError(
             f"Images were passed, and {type(model).__module__} reads text only. Load a "
             "vision model with from_pretrained(path, vision=True)."
         )
-    if not asked:
+    if not wanted:
         return None
     made = model.with_slots(_prompt(model, prompt, options.images))
     return ImageInput(made, ImageForward(model, made))
@@ -79,7 +79,9 @@ def _prompt(
     return prompt
 
 
-def _check_options(model: VisionTarget, options: StreamOptions, *, asked: bool) -> None:
+def _check_options(
+    model: VisionTarget, options: StreamOptions, *, wanted: bool
+) -> None:
     """Refuse what was not tried, or would lose where images have moved positions to."""
     name = model.family.name
     if options.kv_quantization is not None and (
@@ -91,9 +93,9 @@ def _check_options(model: VisionTarget, options: StreamOptions, *, asked: bool) 
         )
     if not options.own_caches:
         return
-    held = options.cached_tokens
-    known = None if held is None else list(held)
-    if asked or known is None or model.placeholder in known:
+    cached = options.cached_tokens
+    known = None if cached is None else list(cached)
+    if wanted or known is None or model.placeholder in known:
         raise InvalidRequestError(
             "prompt_cache was passed, and images decide the positions of what follows "
             "them: pass the whole conversation with its images, and let a PrefixCache "

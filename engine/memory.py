@@ -77,19 +77,19 @@ def held_memory(
     weights: Weights,
     target: Lane,
     draft_lanes: Sequence[Lane | None],
-    held: Sequence[Any],
+    arrays: Sequence[Any],
     prefix_cache: PrefixCache | None,
 ) -> Memory:
     """Count the bytes of what a stream's target and draft hold."""
     target_weights, draft_weights, names = weights.bytes
     lanes = [target, *draft_lanes]
     known = names | arrays_in(target.caches).keys()
-    found = arrays_in(held).items()
+    result = arrays_in(arrays).items()
     return Memory(
         target_weights=target_weights,
         draft_weights=draft_weights,
         target_caches=array_bytes(target.caches),
-        draft_caches=sum(array.nbytes for name, array in found if name not in known),
+        draft_caches=sum(array.nbytes for name, array in result if name not in known),
         rounds=sum(lane.round_bytes for lane in lanes if lane is not None),
         prefix_cache=0 if prefix_cache is None else prefix_cache.nbytes,
     )

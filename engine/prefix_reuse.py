@@ -100,8 +100,10 @@ class PrefixReuse:
         """
         head, left = self._head(), []
         for which, lane in self._each():
-            own = lane.points
-            taken, hidden = (own.running.taken, own.hidden()) if own else ([], None)
+            points = lane.points
+            taken, hidden = (
+                (points.running.taken, points.hidden()) if points else ([], None)
+            )
             left.append(Left(which, lane.caches, lane.seen, taken, hidden))
         if head is not None and self._kept_head is not None:
             if ended:
@@ -152,8 +154,8 @@ class PrefixReuse:
 
         A draft model's that has no caches is left out: they are in a batch.
         """
-        found = []
+        result = []
         for which, lane in enumerate(self._lanes()):
             if lane is not None and (lane.caches or not which):
-                found.append((which, lane))
-        return found
+                result.append((which, lane))
+        return result

@@ -112,12 +112,12 @@ class Prompts:
             return Sequence(tokens), 0
         check_supported(prompt_cache)
         check_single(prompt_cache)
-        held = position(prompt_cache)
+        cached = position(prompt_cache)
         if known is None:
-            return Sequence(tokens, start=held or 0), 0
-        if held is not None and held != len(known):
+            return Sequence(tokens, start=cached or 0), 0
+        if cached is not None and cached != len(known):
             raise InvalidRequestError(
-                f"prompt_cache holds {held} tokens and cached_tokens names "
+                f"prompt_cache holds {cached} tokens and cached_tokens names "
                 f"{len(known)}. Pass the tokens that the caches were fed."
             )
         return Sequence(known + tokens), len(known)

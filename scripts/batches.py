@@ -174,18 +174,18 @@ def compared(
     first, second = list(runs)[:2]
     greedy = jobs[0].samplings[0].greedy
     rows = []
-    for name, own in runs.items():
+    for name, series in runs.items():
         compares = greedy or name != first  # above it mlx-lm's draws are its own
         reference = runs[first if greedy else second]
-        ties = sum(map(partial(near_ties, bench), jobs, own, reference)) * compares
-        speeds = [each.speed for each in own]
+        ties = sum(map(partial(near_ties, bench), jobs, series, reference)) * compares
+        speeds = [each.speed for each in series]
         row: dict[str, Any] = {
             "arm": name,
             "tokens_per_second": Spread.of(speeds).median,
             "x_mlx_lm": Spread.over(speeds, [each.speed for each in runs[first]]),
             "x_plain": Spread.over(speeds, [each.speed for each in runs[second]]),
         }
-        stats = [each.stats for each in own if each.stats is not None]
+        stats = [each.stats for each in series if each.stats is not None]
         if stats:
             drafted = sum(each.drafted for each in stats)
             forwards = sum(each.forwards for each in stats)
@@ -202,7 +202,7 @@ def _run(act: Callable[[Job], Run], jobs: list[Job], turn: int) -> Run:
     return act(jobs[turn])
 
 
-def near_ties(bench: "Bench", job: Job, own: Run, reference: Run) -> int:
+def near_ties(bench: "Bench", job: Job, ours: Run, reference: Run) -> int:
     """Return how many texts part from others at a near-tie.
 
     Raises:
@@ -214,7 +214,7 @@ def near_ties(bench: "Bench", job: Job, own: Run, reference: Run) -> int:
     weights: Any = tree_flatten(bench.model.parameters())
     most = OFF_BY if weights[0][1].dtype == mx.float32 else HALF_OFF_BY
     ties = 0
-    rows = zip(job.prompts, job.samplings, reference.texts, own.texts, strict=True)
+    rows = zip(job.prompts, job.samplings, reference.texts, ours.texts, strict=True)
     for prompt, sampling, expected, got in rows:
         if expected != got:
             parting = bench.parting(

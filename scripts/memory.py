@@ -50,7 +50,7 @@ def memory(
 
 
 def measure(
-    name: str, draft_model: str, held: int, rounds: int, length: int
+    name: str, draft_model: str, prompt_tokens: int, rounds: int, length: int
 ) -> dict[str, Any]:
     """Run plain decoding and speculation on the same prompt; return bytes."""
     import mlx.core as mx
@@ -63,7 +63,7 @@ def measure(
     groups = bundled(None, 1 << 20).values()
     text = "\n\n".join(question.turns[0] for group in groups for question in group)
     prompt = bench.tokenizer.encode(text)
-    prompt = (prompt * (1 + held // len(prompt)))[:held]
+    prompt = (prompt * (1 + prompt_tokens // len(prompt)))[:prompt_tokens]
     most = SETTLED + rounds * (length + 1)
     plain = peak_after(generate_step(mx.array(prompt), bench.bare, max_tokens=most))
     recorded, state = recorded_and_state(bench.model, prompt, length + 1)

@@ -203,7 +203,11 @@ def row_of(taken: list[Taken]) -> dict[str, Any]:
 
 
 def cases_of(
-    bench: "Bench", drafts: list[str], lengths: list[int], held: int, hooked: ExitStack
+    bench: "Bench",
+    drafts: list[str],
+    lengths: list[int],
+    prompt_tokens: int,
+    hooked: ExitStack,
 ) -> Iterator[Case]:
     """Make the cases of one target; its forwards run on a copy with the same hooks."""
     from bench.forwards import filled, head_step_of, held_by, holding, step_of
@@ -220,9 +224,9 @@ def cases_of(
     hook(copy)
     (question,) = bundled(["code"], 1)["code"]
     prompt = question.prompt(bench.tokenizer)
-    prompt = (prompt * (1 + held // len(prompt)))[:held]
+    prompt = (prompt * (1 + prompt_tokens // len(prompt)))[:prompt_tokens]
     caches = filled(copy, prompt)
-    kept, verify = held_by(caches, held), step_of(copy, caches)
+    kept, verify = held_by(caches, prompt_tokens), step_of(copy, caches)
     for name in ["plain", *drafts]:
         draft: Any = None
         step: Step | None = None
@@ -232,12 +236,15 @@ def cases_of(
             draft, other = load(bench.draft_folder)[0], load(bench.draft_folder)[0]
             caches = filled(other, prompt)
             hook(other)
-            step, own = step_of(other, caches, drafts=True), held_by(caches, held)
+            step, own = (
+                step_of(other, caches, drafts=True),
+                held_by(caches, prompt_tokens),
+            )
             models["draft_forwards"] = draft
         elif name == "mtp":
             draft = MtpDraft.from_folder(bench.folder, bench.model)
             head = MtpDraft.from_folder(bench.folder, copy).mtp
-            step = head_step_of(head, copy, held)
+            step = head_step_of(head, copy, prompt_tokens)
         elif name == "lookup":
             draft = name
         elif name != "plain":

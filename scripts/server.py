@@ -59,11 +59,11 @@ def server(
         with started(*models, blas, mlx_lm_length) as servers:
             for count in clients or [1, 4, 8]:
                 report.say(f"{count} clients")
-                asked = [
+                sessions = [
                     [*requests_of(number, requests, tokens, temperature)]
                     for number in range(repeats + 1)
                 ]
-                for row in measured(servers, asked, count):
+                for row in measured(servers, sessions, count):
                     report.add(clients=count, **row)
 
 
@@ -105,32 +105,32 @@ def requests_of(
 
 
 def measured(
-    servers: "list[Server]", asked: "list[list[Request]]", clients: int
+    servers: "list[Server]", requests: "list[list[Request]]", clients: int
 ) -> list[dict[str, Any]]:
     """Let all servers serve all passes, the first to warm up; return their rows."""
-    acts = {each.name: partial(_serve, each, asked[1:], clients) for each in servers}
+    acts = {each.name: partial(_serve, each, requests[1:], clients) for each in servers}
     for each in servers:
-        each.serve(asked[0], clients)
-    runs = in_turns(acts, len(asked) - 1, warm_up=0)
+        each.serve(requests[0], clients)
+    runs = in_turns(acts, len(requests) - 1, warm_up=0)
     (first, *_) = runs.values()
-    return [row_of(name, own, first) for name, own in runs.items()]
+    return [row_of(name, runs_of_arm, first) for name, runs_of_arm in runs.items()]
 
 
 def _serve(
-    server: "Server", asked: "list[list[Request]]", clients: int, number: int
+    server: "Server", requests: "list[list[Request]]", clients: int, number: int
 ) -> "tuple[list[Served], float]":
-    return server.serve(asked[number], clients)
+    return server.serve(requests[number], clients)
 
 
 def row_of(
     name: str,
-    own: "list[tuple[list[Served], float]]",
+    turns: "list[tuple[list[Served], float]]",
     reference: "list[tuple[list[Served], float]]",
 ) -> dict[str, Any]:
     """Return the figures of one server: of all texts, and the seconds of each pass."""
     import numpy as np
 
-    served = [one for texts, _ in own for one in texts]
+    served = [one for texts, _ in turns for one in texts]
     others = [one for texts, _ in reference for one in texts]
     row: dict[str, Any] = {"server": name}
     for part in ("first", "whole"):
@@ -141,7 +141,7 @@ def row_of(
     equal = sum(a.text == b.text for a, b in zip(served, others, strict=True))
     return {
         **row,
-        "tokens_per_second": tokens / sum(seconds for _, seconds in own),
+        "tokens_per_second": tokens / sum(seconds for _, seconds in turns),
         "tokens": tokens,
         "equal": f"{equal} of {len(served)}",
     }

@@ -92,15 +92,15 @@ class RankGroup:
         every = group.size() == mx.distributed.init().size()
         if every and None in _met:
             return _met[None]
-        found = gathered(_own(), group)
-        _check_versions(found)
-        key = None if every else tuple((each["host"], each["pid"]) for each in found)
+        result = gathered(_own(), group)
+        _check_versions(result)
+        key = None if every else tuple((each["host"], each["pid"]) for each in result)
         if key not in _met:
             names = [
                 f"rank {rank} ({each['host']}, process {each['pid']})"
-                for rank, each in enumerate(found)
+                for rank, each in enumerate(result)
             ]
-            _met[key] = cls(group, names, found[0]["word"])
+            _met[key] = cls(group, names, result[0]["word"])
         return _met[key]
 
     @property
@@ -209,12 +209,12 @@ class RankGroup:
                 f"Another rank has refused what this one takes. {refused}"
             )
 
-    def _refusals(self, place: Place, own: str) -> str:
+    def _refusals(self, place: Place, line: str) -> str:
         """Return which rank has refused something and why, or nothing."""
-        sizes = [size for (size,) in self.exchange(place, [len(own.encode())])]
+        sizes = [size for (size,) in self.exchange(place, [len(line.encode())])]
         if not any(sizes):
             return ""
-        texts = self.texts(own, max(sizes))
+        texts = self.texts(line, max(sizes))
         rank = next(rank for rank, text in enumerate(texts) if text)
         return f"Rank {rank} says: {texts[rank]}"
 
@@ -264,18 +264,18 @@ class RankGroup:
 
 def _own() -> dict[str, Any]:
     """Return what a rank says of itself when ranks meet."""
-    own = {"host": socket.gethostname()[:200], "pid": os.getpid()}
+    identity = {"host": socket.gethostname()[:200], "pid": os.getpid()}
     versions = {name: version(name) for name in _PACKAGES}
-    return {**own, **versions, "word": secrets.token_hex(16)}
+    return {**identity, **versions, "word": secrets.token_hex(16)}
 
 
-def _check_versions(found: Sequence[dict[str, Any]]) -> None:
-    for rank, each in enumerate(found):
+def _check_versions(result: Sequence[dict[str, Any]]) -> None:
+    for rank, each in enumerate(result):
         for name in _PACKAGES:
-            if each[name] != found[0][name]:
+            if each[name] != result[0][name]:
                 raise RankMismatchError(
                     f"Rank {rank} ({each['host']}) has {name} {each[name]}, and rank 0 "
-                    f"({found[0]['host']}) has {found[0][name]}. Install the same "
+                    f"({result[0]['host']}) has {result[0][name]}. Install the same "
                     "versions on all machines."
                 )
 
@@ -283,8 +283,8 @@ def _check_versions(found: Sequence[dict[str, Any]]) -> None:
 def _parsed(line: bytes) -> list[Any] | None:
     """Return what a line says; None for bytes of something else."""
     try:
-        found = json.loads(line)
+        result = json.loads(line)
     except ValueError:
         return None
-    whole = isinstance(found, list) and len(found) >= len(Place._fields)
-    return found if whole else None
+    whole = isinstance(result, list) and len(result) >= len(Place._fields)
+    return result if whole else None

@@ -36,19 +36,19 @@ class Leader:
     def __init__(self, session: RankSession) -> None:
         self._session = session
 
-    def plan(self, own: Callable[[], Plan]) -> Plan:
+    def plan(self, decide: Callable[[], Plan]) -> Plan:
         """Return its own plan, said to the others."""
         try:
-            plan = own()
+            plan = decide()
         except BaseException as error:
             self._session.leave("round", error)
             raise
         return self._session.plan(plan)
 
-    def draft(self, own: Callable[[], Proposal]) -> Proposal:
+    def draft(self, decide: Callable[[], Proposal]) -> Proposal:
         """Return its own draft, said to the others."""
         try:
-            draft = own()
+            draft = decide()
         except BaseException as error:
             self._session.leave("draft", error)
             raise
@@ -60,7 +60,7 @@ class Leader:
         return draft
 
     def verify(
-        self, own: Callable[[], Verified], logits: mx.array, rows: int, accepts: bool
+        self, decide: Callable[[], Verified], logits: mx.array, rows: int, accepts: bool
     ) -> Verified:
         """Decide, and send it.
 
@@ -68,18 +68,18 @@ class Leader:
         that cannot be used, so that they come out of the round too.
         """
         try:
-            found = own()
+            result = decide()
         except BaseException:
             nothing = mx.depends(_zeros(rows, accepts), logits)
             mx.async_eval(self._session.from_leader(nothing))
             self._session.settled()
             raise
-        parts = [found.tokens, mx.isfinite(found.normalizers)]
-        if found.accepted is not None:
-            parts.append(found.accepted[None])
+        parts = [result.tokens, mx.isfinite(result.normalizers)]
+        if result.accepted is not None:
+            parts.append(result.accepted[None])
         packed = mx.concatenate([part.astype(mx.uint32) for part in parts])
         packed = self._session.from_leader(packed)
-        return replace(_unpacked(packed, rows), log_probs=found.log_probs)
+        return replace(_unpacked(packed, rows), log_probs=result.log_probs)
 
 
 class Follower:
@@ -91,11 +91,11 @@ class Follower:
     def __init__(self, session: RankSession) -> None:
         self._session = session
 
-    def plan(self, own: Callable[[], Plan]) -> Plan:
+    def plan(self, decide: Callable[[], Plan]) -> Plan:
         """Return the leader's plan."""
         return self._session.plan(None)
 
-    def draft(self, own: Callable[[], Proposal]) -> Proposal:
+    def draft(self, decide: Callable[[], Proposal]) -> Proposal:
         """Return the leader's draft; its probabilities are the leader's alone."""
         length, source = self._session.draft(None)
         tokens = mx.zeros((length,), mx.uint32)
@@ -105,7 +105,7 @@ class Follower:
         return Proposal(tokens, source=source)
 
     def verify(
-        self, own: Callable[[], Verified], logits: mx.array, rows: int, accepts: bool
+        self, decide: Callable[[], Verified], logits: mx.array, rows: int, accepts: bool
     ) -> Verified:
         """Return what the leader decides on the same rows."""
         # Behind the logits, whose own sums over the ranks come first.
@@ -152,8 +152,8 @@ class RankedDrafter(WrappedDrafter):
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         """Return the leader's draft."""
-        own = partial(self.inner.propose, sequence, limit, choose)
-        return self._role.draft(own)
+        decide = partial(self.inner.propose, sequence, limit, choose)
+        return self._role.draft(decide)
 
 
 class RankedDecisions:

@@ -68,8 +68,10 @@ class RingWatch:
         while self._ranks:
             with self._lock:
                 if self._known is None:
-                    found = self._poll.poll(0)
-                    gone = {self._ranks[file] for file, event in found if event & _GONE}
+                    result = self._poll.poll(0)
+                    gone = {
+                        self._ranks[file] for file, event in result if event & _GONE
+                    }
                     if gone:
                         self._known = sorted(gone), time.monotonic()
                 if self._known is not None:
@@ -146,16 +148,16 @@ def ring_connections(
         ports = [{int(str(each).rpartition(":")[2]) for each in own} for own in listed]
         before, after = (rank - 1) % size, (rank + 1) % size
         ours, theirs = ports[rank], ports[after]
-        found: dict[int, list[socket.socket]] = {}
+        result: dict[int, list[socket.socket]] = {}
         for connection in _connected():
             own, other = connection.getsockname()[1], connection.getpeername()[1]
             if own in ours:
-                found.setdefault(before, []).append(connection)
+                result.setdefault(before, []).append(connection)
             elif other in theirs:
-                found.setdefault(after, []).append(connection)
+                result.setdefault(after, []).append(connection)
             else:
                 connection.close()
-        return found
+        return result
     return {}
 
 
@@ -165,13 +167,13 @@ def _connected() -> Iterator[socket.socket]:
         with suppress(OSError):
             if not stat.S_ISSOCK(os.fstat(int(path.name)).st_mode):
                 continue
-            found = socket.socket(fileno=os.dup(int(path.name)))
+            result = socket.socket(fileno=os.dup(int(path.name)))
             try:
-                found.getpeername()
-                whole = found.family in (socket.AF_INET, socket.AF_INET6)
+                result.getpeername()
+                whole = result.family in (socket.AF_INET, socket.AF_INET6)
             except OSError:
                 whole = False
-            if whole and found.type == socket.SOCK_STREAM:
-                yield found
+            if whole and result.type == socket.SOCK_STREAM:
+                yield result
             else:
-                found.close()
+                result.close()

@@ -46,21 +46,21 @@ class LeaderFollower(Protocol):
     said. All ranks make the same calls in the same order.
     """
 
-    def plan(self, own: Callable[[], Plan]) -> Plan:
+    def plan(self, decide: Callable[[], Plan]) -> Plan:
         """Return the leader's plan for a round; the ranks agree here where they are."""
         ...
 
-    def draft(self, own: Callable[[], Proposal]) -> Proposal:
+    def draft(self, decide: Callable[[], Proposal]) -> Proposal:
         """Return the leader's draft, its tokens not evaluated."""
         ...
 
     def verify(
-        self, own: Callable[[], Verified], logits: mx.array, rows: int, accepts: bool
+        self, decide: Callable[[], Verified], logits: mx.array, rows: int, accepts: bool
     ) -> Verified:
         """Return what the leader decides on rows of logits, not evaluated.
 
         Args:
-            own: decides.
+            decide: decides.
             logits: [rows, vocab], the last of a forward's on this rank.
             rows: how many are decided on.
             accepts: whether the decision counts accepted tokens.
@@ -230,10 +230,10 @@ class RankSession:
             self._raise_left(self.group.texts(error, LEFT_BYTES), error)
         return rows
 
-    def _raise_left(self, texts: Sequence[str], own: str) -> None:
+    def _raise_left(self, texts: Sequence[str], message: str) -> None:
         """Raise that another rank has left, unless this one did for the same reason."""
         rank = next(rank for rank, text in enumerate(texts) if text)
-        if texts[rank].partition(":")[0] == own.partition(":")[0]:
+        if texts[rank].partition(":")[0] == message.partition(":")[0]:
             return
         raise RankLostError(
             f"{self.group.name(rank)} has left the stream, which has ended on all "

@@ -46,11 +46,11 @@ class RankedTarget:
                 there is none.
             RankMismatchError: the ranks run other versions.
         """
-        found = None if group is None else RankGroup.of(group)
-        if found is None:
+        result = None if group is None else RankGroup.of(group)
+        if result is None:
             check_spread(model, 1)
             return None
-        return cls(model, found)
+        return cls(model, result)
 
     @property
     def leads(self) -> bool:

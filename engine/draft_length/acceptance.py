@@ -44,13 +44,13 @@ class AcceptanceRates:
 
     def rates(self, count: int) -> list[float]:
         """Return the rates of the first `count` positions."""
-        found, last = [], FIRST_GUESS
+        result, last = [], FIRST_GUESS
         for position in range(count):
             if position < len(self._tries):
                 hits, tries = self._hits[position], self._tries[position]
                 last = (hits + GUESSED * last) / (tries + GUESSED)
-            found.append(last)
-        return found
+            result.append(last)
+        return result
 
     def survival(self, longest: int) -> list[float]:
         """Return the chance of each token that it and those before it are right."""
@@ -63,8 +63,8 @@ class AcceptanceRates:
 
     def loosened(self) -> "AcceptanceRates":
         """Return the same rates for a new stream, of `KNOWN_WEIGHT` rounds at most."""
-        found = AcceptanceRates()
-        found._tries = [min(KNOWN_WEIGHT, tries) for tries in self._tries]
-        each = zip(self._hits, self._tries, found._tries, strict=True)
-        found._hits = [hits * own / tries for hits, tries, own in each]
-        return found
+        result = AcceptanceRates()
+        result._tries = [min(KNOWN_WEIGHT, tries) for tries in self._tries]
+        each = zip(self._hits, self._tries, result._tries, strict=True)
+        result._hits = [hits * weight / tries for hits, tries, weight in each]
+        return result

@@ -81,12 +81,12 @@ class BatchDraftLength:
         if self.plan is None:
             self.plan = self._planned(rows, context, room)
         _plan_alone(rows, context, room, "planned")
-        found = []
+        result = []
         for row, limit in zip(rows, room, strict=True):
             plan = self.plan if row.planned is None else row.planned
             most = min(limit, row.policy.longest, 0 if plan is None else plan.length)
-            found.append(max(0, most))
-        return found
+            result.append(max(0, most))
+        return result
 
     def early(
         self, rows: SequenceOf[BatchMember], context: int, room: list[int]
@@ -106,19 +106,21 @@ class BatchDraftLength:
         self, rows: SequenceOf[BatchMember], context: int, room: list[int]
     ) -> Plan | None:
         """Return the plan by forecasts, or the most; None: all keep to their own."""
-        found = [
+        result = [
             (row.policy, limit)
             for row, limit in zip(rows, room, strict=True)
             if isinstance(row.policy, RuleDraftLength)
         ]
-        if not found:
+        if not result:
             return None
-        most = max(min(limit, own.longest, self._rule.longest) for own, limit in found)
-        if found[0][0].late and not self._rule.measures(context):
+        most = max(
+            min(limit, member.longest, self._rule.longest) for member, limit in result
+        )
+        if result[0][0].late and not self._rule.measures(context):
             return Plan(most, "free") if most > 0 else Plan(0, "budget")
         offered = [
-            [survival[: max(0, limit)] for survival in own.survivals()]
-            for own, limit in found
+            [survival[: max(0, limit)] for survival in member.survivals()]
+            for member, limit in result
         ]
         return self._choice(context, most, offered)
 
@@ -182,8 +184,8 @@ class BatchDraftLength:
                     source = self._rule.sources.index(plan.source)
                     policy.rates[source].note(count, right)
             elif id(policy) not in noted:
-                own = replace(feedback, drafted=count, accepted=right)
-                policy.note(context, row.planned, own)
+                counted = replace(feedback, drafted=count, accepted=right)
+                policy.note(context, row.planned, counted)
                 noted.add(id(policy))
             row.planned, row.following = row.following, None
         if plan is not None:

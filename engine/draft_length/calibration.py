@@ -103,8 +103,8 @@ class Calibration:
     @property
     def parts(self) -> PartsTable:
         """Median seconds of the rounds by part."""
-        found = {n: _medians(each) for n, each in sorted(self._parts.items())}
-        return {bucket_of(self._context): found}
+        result = {n: _medians(each) for n, each in sorted(self._parts.items())}
+        return {bucket_of(self._context): result}
 
 
 def _lengths(longest: int) -> list[int]:
@@ -120,8 +120,8 @@ def most_tokens(longest: int) -> int:
     return sum(length + 1 for length in _lengths(longest))
 
 
-def _medians(found: Iterable[RoundSeconds]) -> RoundSeconds:
-    parts = zip(*(astuple(one) for one in found), strict=True)
+def _medians(result: Iterable[RoundSeconds]) -> RoundSeconds:
+    parts = zip(*(astuple(one) for one in result), strict=True)
     return RoundSeconds(*(median(part) for part in parts))
 
 

@@ -78,8 +78,8 @@ class Known:
         self.seconds |= table
         self.parts |= measured.parts
         parts = {
-            bucket: {length: astuple(one) for length, one in own.items()}
-            for bucket, own in self.parts.items()
+            bucket: {length: astuple(one) for length, one in each.items()}
+            for bucket, each in self.parts.items()
         }
         if self.file is not None:
             kept = {"seconds": self.seconds, "parts": parts, "part": self.part}
@@ -94,21 +94,21 @@ def _parsed(fields: Any) -> Known:
         ValueError: a number cannot be.
     """
     costs = {
-        int(bucket): {int(length): seconds for length, seconds in own.items()}
-        for bucket, own in fields["seconds"].items()
+        int(bucket): {int(length): seconds for length, seconds in each.items()}
+        for bucket, each in fields["seconds"].items()
     }
     parts = {
         int(bucket): {
             int(length): RoundSeconds(draft, verify, sampler, host)
-            for length, (draft, verify, sampler, host) in own.items()
+            for length, (draft, verify, sampler, host) in each.items()
         }
-        for bucket, own in fields["parts"].items()
+        for bucket, each in fields["parts"].items()
     }
-    if not all(0 < one < math.inf for own in costs.values() for one in own.values()):
+    if not all(0 < one < math.inf for each in costs.values() for one in each.values()):
         raise ValueError("a round in it takes no time, or all")
-    if not all(0 <= part < math.inf for own in parts.values() for part in _each(own)):
+    if not all(0 <= part < math.inf for each in parts.values() for part in _each(each)):
         raise ValueError("a part of a round in it takes less than no time, or all")
-    if any(own and min(own) != 0 for own in costs.values()):
+    if any(each and min(each) != 0 for each in costs.values()):
         raise ValueError("the cost of a plain step is not in it")
     if fields["part"] not in (None, *PART_SIZES):
         raise ValueError(f"a part has {fields['part']} layers")

@@ -80,9 +80,9 @@ class RoundCosts:
     def table(self) -> CostTable:
         """Return what is known of each bucket, in seconds."""
         measured = {
-            bucket: dict(sorted(own.items()))
-            for bucket, own in self._medians.items()
-            if 0 in own
+            bucket: dict(sorted(each.items()))
+            for bucket, each in self._medians.items()
+            if 0 in each
         }
         return dict(sorted({**self.kept, **measured}.items()))
 
@@ -116,14 +116,14 @@ class RoundCosts:
 
     def longest(self) -> int:
         """Return the longest measured draft."""
-        return max((max(own, default=0) for own in self._medians.values()), default=0)
+        return max((max(each, default=0) for each in self._medians.values()), default=0)
 
     def plain(self, context: int) -> float | None:
         """Return the seconds of a plain step in the nearest bucket, if any is known."""
         known = {
             bucket: self._medians[bucket][0]
-            for bucket, own in self._samples.items()
-            if len(own.get(0, ())) >= LEAST_PLAIN
+            for bucket, each in self._samples.items()
+            if len(each.get(0, ())) >= LEAST_PLAIN
         }
         return _nearest(known, bucket_of(context))
 
@@ -134,11 +134,11 @@ class RoundCosts:
         measured draft costs go on as the kept ones do, or those of the nearest bucket.
         """
         bucket = bucket_of(context)
-        own, shape = self._medians.get(bucket, {}), self.kept.get(bucket)
-        if len(own) < 2 and shape is None:
+        medians, shape = self._medians.get(bucket, {}), self.kept.get(bucket)
+        if len(medians) < 2 and shape is None:
             drafted = {b: each for b, each in self.table().items() if len(each) > 1}
             shape = _nearest(drafted, bucket)
-        known = sorted({0: plain, **own}.items())
+        known = sorted({0: plain, **medians}.items())
         last, at_last = known[-1]
         if shape and max(shape) > last:
             line = _line(sorted(shape.items()), longest)
@@ -157,13 +157,13 @@ def _nearest(known: Mapping[int, T], bucket: int) -> T | None:
 
 def _line(known: Sequence[tuple[int, float]], longest: int) -> list[float]:
     """Return seconds of 0 to `longest` drafts, given those of some."""
-    found: list[float] = []
+    result: list[float] = []
     for (start, low), (stop, high) in pairwise(known):
         slope = (high - low) / (stop - start)
-        found += [low + slope * n for n in range(stop - start)]
+        result += [low + slope * n for n in range(stop - start)]
     last, at_last = known[-1]
     rise = GUESSED_SHARE * at_last
     if last:
         rise = max(0.0, (at_last - known[0][1]) / last / 2)
-    found += [at_last + rise * n for n in range(longest - last + 1)]
-    return found[: longest + 1]
+    result += [at_last + rise * n for n in range(longest - last + 1)]
+    return result[: longest + 1]

@@ -116,16 +116,16 @@ class PolicyFactory:
         Where none were measured they are taken for those of the next larger batch that
         was, which errs to shorter drafts, or of the next smaller.
         """
-        found = self.known(rows)
-        for index, own in enumerate(found):
-            if own.costs.table():
+        result = self.known(rows)
+        for index, known in enumerate(result):
+            if known.costs.table():
                 continue
             others = [
                 (n < rows, abs(n - rows), n) for n in self._known if n and n != rows
             ]
             tables = (self.known(n)[index].costs.table() for _, _, n in sorted(others))
-            own.costs.kept = next(filter(None, tables), {})
-        return [own.costs for own in found]
+            known.costs.kept = next(filter(None, tables), {})
+        return [known.costs for known in result]
 
     @property
     def parts(self) -> PartsTable:
@@ -196,8 +196,8 @@ class PolicyFactory:
     def calibrated(self, rows: int = 0) -> Known:
         """Return what is known of the drafter whose rounds a calibration measures."""
         each = list(zip(self._each, self.known(rows), strict=True))
-        own = [known for draft, known in each if not draft.free]
-        return [*own, *self.known(rows), Known()][0]
+        costly = [known for draft, known in each if not draft.free]
+        return [*costly, *self.known(rows), Known()][0]
 
     def _key(self, draft: Draft, **more: int) -> dict[str, Any] | None:
         """Return what the costs belong to; None where they are not kept."""

@@ -127,7 +127,7 @@ class Offer:
 
     def mean(self, longest: int) -> list[float]:
         """Return the mean survival over the requests."""
-        each = [own[:longest] for own in self.survival]
+        each = [rates[:longest] for rates in self.survival]
         return [sum(column) / len(each) for column in zip_longest(*each, fillvalue=0.0)]
 
 
@@ -206,10 +206,10 @@ class DraftRule:
         trial: Plan | None = None
         for each in judged:
             source = each.source
-            own = max(each.options, key=lambda o: o.worth(rate), default=None)
-            if own is not None and own.worth(rate) > worth and credit > 0:
-                best = Plan(own.length, "best", source, *known)
-                worth = own.worth(rate)
+            option = max(each.options, key=lambda o: o.worth(rate), default=None)
+            if option is not None and option.worth(rate) > worth and credit > 0:
+                best = Plan(option.length, "best", source, *known)
+                worth = option.worth(rate)
             elif not source.free and trial is None:
                 length = self._trial(context, each, plain)
                 trial = Plan(length, "trial", source, *known) if length else None
@@ -237,13 +237,13 @@ class DraftRule:
             if costs is known[0] or costs.longest() > known[0].longest()
         ]
         left = left_of_step(plain, self._cold) if behind else 0.0
-        found = []
+        result = []
         for n in sorted({*few_lengths(reach), reach} - {0}):
             seconds = min(curve[n] for curve in curves)
             over = seconds / plain
             if n + 1 >= LEAST_GAIN * over and over - 1 <= self.credit.steps:
-                found.append(Option(n, tokens[n], seconds + left))
-        return Compared(offer.source, survival, tuple(found))
+                result.append(Option(n, tokens[n], seconds + left))
+        return Compared(offer.source, survival, tuple(result))
 
     def _trial(self, context: int, judged: Compared, plain: float) -> int:
         """Return the length of a draft that may not pay, but tells; 0: not due."""

@@ -54,7 +54,7 @@ class RuleDraftLength:
         longest: int,
     ) -> None:
         self.longest = longest
-        self.late = any(own.free for own in known) or len(known) > 1
+        self.late = any(each.free for each in known) or len(known) > 1
         self.forecast: Forecasts = lambda _: [None] * len(known)
         self.drafter: RuledDrafter | None = None
         self.rates = [one.rates.loosened() for one in known]
@@ -76,8 +76,10 @@ class RuleDraftLength:
         longest = self.longest + 1  # one may stand for the token of a step
         each = zip(self.forecast(longest), self.rates, self.sources, strict=True)
         return [
-            (() if source.free else rates.survival(longest)) if own is None else own
-            for own, rates, source in each
+            (() if source.free else rates.survival(longest))
+            if drafter is None
+            else drafter
+            for drafter, rates, source in each
         ]
 
     def choose(
@@ -167,8 +169,8 @@ class RuledDrafter(CascadeDrafter):
         self._found = {}
         for index, drafter in enumerate(self._drafters):
             if drafter.free:
-                found = proposed(drafter, sequence, limit, choose)
-                self._found[index], offered[index] = found, found.survival or ()
+                result = proposed(drafter, sequence, limit, choose)
+                self._found[index], offered[index] = result, result.survival or ()
         return offered
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
@@ -184,10 +186,10 @@ class RuledDrafter(CascadeDrafter):
         for other in self._found:
             if other != index or not length:
                 self._drafters[other].discard()
-        found = self._found.get(index, NOTHING)
+        result = self._found.get(index, NOTHING)
         if not length:
-            return found.until(0)
+            return result.until(0)
         self._asked = self._drafters[index]
         if self._asked.free:
-            return found.until(length + behind)
+            return result.until(length + behind)
         return proposed(self._asked, sequence, length + behind, choose)

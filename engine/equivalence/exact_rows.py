@@ -79,12 +79,12 @@ def check_exact(
         for number, start in enumerate(starts):
             lane.feed(text[lane.seen : start])
             alone, others = _both_ways(lane, text[start : start + width], draw, vocab)
-            for position, found in others:
+            for position, result in others:
                 expected = alone[position]
                 rows += 1
-                if found.tobytes() != expected.tobytes():
+                if result.tobytes() != expected.tobytes():
                     different += 1
-                    largest = max(largest, float(np.abs(found - expected).max()))
+                    largest = max(largest, float(np.abs(result - expected).max()))
             report(number + 1, len(starts))
         plain, exact = _seconds(lane)
         return ExactVerdict(rows, different, largest, lane.seen, plain, exact)
@@ -102,12 +102,12 @@ def _both_ways(
     """
     other = _twin(lane, lane.shape)
     alone: dict[int, Any] = {}
-    found: list[Row] = []
+    result: list[Row] = []
     for place, token in enumerate(text):
         fed = list(text[place : place + lane.room])
         strangers = draw.integers(vocab, size=len(fed)).tolist()
-        found += _rows(lane, fed, len(fed))
-        found += _rows(lane, [token, *strangers[1:]], 1)
+        result += _rows(lane, fed, len(fed))
+        result += _rows(lane, [token, *strangers[1:]], 1)
         ((position, logits),) = _rows(lane, [token], 1, keep=1)
         alone[position] = logits
     end = other.seen + len(text)
@@ -115,8 +115,8 @@ def _both_ways(
         fed = list(text[len(text) - (end - other.seen) :])[: other.room]
         right = int(draw.integers(len(fed))) + 1
         fed[right:] = draw.integers(vocab, size=len(fed) - right).tolist()
-        found += _rows(other, fed, right, keep=right)
-    return alone, found
+        result += _rows(other, fed, right, keep=right)
+    return alone, result
 
 
 def _rows(lane: Lane, fed: Sequence[int], count: int, keep: int = 0) -> list[Row]:
@@ -141,7 +141,7 @@ def _twin(lane: Lane, shape: FixedShape | None) -> Lane:
 
 def _seconds(lane: Lane) -> tuple[float, float]:
     """Return what a step takes without exact mode, and in it."""
-    found = []
+    result = []
     for one in (_twin(lane, None), lane):
         times = []
         for _ in range(TIMED):
@@ -149,5 +149,5 @@ def _seconds(lane: Lane) -> tuple[float, float]:
             with one.begin(whole=True) as lane_round:
                 mx.eval(lane_round.forward(mx.array([1])))
             times.append(time.perf_counter() - started)
-        found.append(median(times[2:]))
-    return found[0], found[1]
+        result.append(median(times[2:]))
+    return result[0], result[1]

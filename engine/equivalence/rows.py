@@ -136,7 +136,7 @@ def compare_rows(at_once: Any, one_by_one: Any) -> tuple[Row, ...]:
     Raises:
         NonFiniteLogitsError: a row holds NaN.
     """
-    found = []
+    result = []
     for index, (wide, single) in enumerate(zip(at_once, one_by_one, strict=True)):
         for name, row in (("at once", wide), ("one by one", single)):
             if missing := int(np.isnan(row).sum()):
@@ -149,5 +149,5 @@ def compare_rows(at_once: Any, one_by_one: Any) -> tuple[Row, ...]:
         with np.errstate(invalid="ignore"):  # minus infinity twice is no difference
             difference = np.where(wide == single, 0.0, np.abs(wide - single)).max()
         choices = int(wide.argmax()), int(single.argmax())
-        found.append(Row(index, *choices, float(first - second), float(difference)))
-    return tuple(found)
+        result.append(Row(index, *choices, float(first - second), float(difference)))
+    return tuple(result)

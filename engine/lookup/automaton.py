@@ -87,9 +87,9 @@ class SuffixAutomaton:
         """
         length, state = match
         for _ in range(LONGEST_FALL):
-            following = self._next(state, token)
-            if following >= 0:
-                return Match(length + 1, following)
+            target = self._next(state, token)
+            if target >= 0:
+                return Match(length + 1, target)
             if not state:
                 break
             state = self._link[state]
@@ -115,12 +115,12 @@ class SuffixAutomaton:
         they never run out.
         """
         end = self._end[state]
-        found = self.tokens[end : end + count].tolist()
-        if BREAK in found:
-            return found[: found.index(BREAK)]
-        while found and len(found) < count:
-            found += found[: count - len(found)]
-        return found
+        result = self.tokens[end : end + count].tolist()
+        if BREAK in result:
+            return result[: result.index(BREAK)]
+        while result and len(result) < count:
+            result += result[: count - len(result)]
+        return result
 
     def shares(self, state: int, tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Yield how often each token followed, and how often anything did there.
@@ -135,8 +135,8 @@ class SuffixAutomaton:
                 yield 0, 0
                 continue
             # The occurrence at the very end of the index is not counted yet.
-            own = max(1, count[state])
-            yield own, max(total, own)
+            all_counts = max(1, count[state])
+            yield all_counts, max(total, all_counts)
             total = count[state]
 
     def _note_end(self, *, goes_on: bool) -> None:
@@ -156,19 +156,19 @@ class SuffixAutomaton:
         link, length = self._link, self._length
         state = self._last
         new = self._last = self._add(length[state] + 1)
-        while state >= 0 and (following := self._next(state, token)) < 0:
+        while state >= 0 and (target := self._next(state, token)) < 0:
             self._set(state, token, new)
             state = link[state]
         if state < 0:
             link[new] = 0
-        elif length[following] == length[state] + 1:
-            link[new] = following
+        elif length[target] == length[state] + 1:
+            link[new] = target
         else:
-            clone = self._clone(following, length[state] + 1)
-            while state >= 0 and self._next(state, token) == following:
+            clone = self._clone(target, length[state] + 1)
+            while state >= 0 and self._next(state, token) == target:
                 self._set(state, token, clone)
                 state = link[state]
-            link[new] = link[following] = clone
+            link[new] = link[target] = clone
 
     def _add(self, length: int) -> int:
         self._length.append(length)

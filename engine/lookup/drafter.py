@@ -101,12 +101,12 @@ class LookupDrafter(OpenDrafter):
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         """Propose what followed the longest match; nothing where there is none."""
-        found = self._of(sequence).propose(sequence.tokens, limit)
-        if not found.tokens:
+        result = self._of(sequence).propose(sequence.tokens, limit)
+        if not result.tokens:
             return _NOTHING_FOUND
-        source = "prediction" if found.place == "prediction" else "lookup"
-        tokens = mx.array(found.tokens, mx.uint32)
-        return Proposal(tokens, source=source, survival=found.survival)
+        source = "prediction" if result.place == "prediction" else "lookup"
+        tokens = mx.array(result.tokens, mx.uint32)
+        return Proposal(tokens, source=source, survival=result.survival)
 
     def remember(self, tokens: SequenceOf[int], answer: int) -> None:
         """Leave the finished text, of which `tokens[answer:]` is new, to later ones."""

@@ -69,16 +69,16 @@ class TextPool:
 
         It is an empty one where there is none.
         """
-        found: GrowingIndex | None = None
+        result: GrowingIndex | None = None
         for index in self._indexes:
-            own = index.automaton.tokens
-            longer = found is None or len(own) > len(found.automaton.tokens)
-            if longer and _begins(tokens, own):
-                found = index
-        if found is None:
+            kept = index.automaton.tokens
+            longer = result is None or len(kept) > len(result.automaton.tokens)
+            if longer and _begins(tokens, kept):
+                result = index
+        if result is None:
             return GrowingIndex()
-        self._indexes = [index for index in self._indexes if index is not found]
-        return found
+        self._indexes = [index for index in self._indexes if index is not result]
+        return result
 
     def give(self, index: GrowingIndex) -> None:
         """Keep the index of a text that has ended."""
@@ -90,12 +90,12 @@ class TextPool:
         self._indexes = kept
 
 
-def _begins(tokens: Sequence[int], own: "array[int]") -> bool:
+def _begins(tokens: Sequence[int], kept: "array[int]") -> bool:
     """Return whether tokens begin with others; most differ near the end of those."""
-    size = len(own)
-    if not size or size > len(tokens) or tokens[size - 1] != own[-1]:
+    size = len(kept)
+    if not size or size > len(tokens) or tokens[size - 1] != kept[-1]:
         return False
     near = max(0, size - 64)
-    if array("i", tokens[near:size]) != own[near:]:
+    if array("i", tokens[near:size]) != kept[near:]:
         return False
-    return array("i", tokens[:near]) == own[:near]
+    return array("i", tokens[:near]) == kept[:near]

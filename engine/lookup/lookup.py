@@ -111,9 +111,9 @@ class Lookup:
             (self._predicted, self._prediction),
             *((each.index, each.tokens) for each in self._shared.history.generations),
         ]
-        for index, own in growing:
-            limit -= index.catch_up(own, limit)
-        return all(index.complete(own) for index, own in growing)
+        for index, text in growing:
+            limit -= index.catch_up(text, limit)
+        return all(index.complete(text) for index, text in growing)
 
     def propose(self, tokens: Sequence[int], limit: int) -> Found:
         """Return at most `limit` tokens that followed the longest match."""
@@ -127,16 +127,16 @@ class Lookup:
         if not matches:
             return NOTHING_FOUND
         (length, state), place, automaton = max(matches, key=_length)
-        found = automaton.continuation(state, limit)
+        result = automaton.continuation(state, limit)
         same: int | None = None
         for (_, other), _, elsewhere in matches:
             if elsewhere is not automaton:
                 ahead = elsewhere.continuation(other, limit)
-                agreeing = _agreeing(found, ahead)
+                agreeing = _agreeing(result, ahead)
                 same = agreeing if same is None else min(same, agreeing)
-        shares = automaton.shares(state, found)
+        shares = automaton.shares(state, result)
         survival, buckets = self._shared.rates.survival(length, place, shares, same)
-        proposal = Found(found, survival, PLACES[place], buckets)
+        proposal = Found(result, survival, PLACES[place], buckets)
         self._unjudged = len(tokens), proposal
         return proposal
 
@@ -158,28 +158,28 @@ class Lookup:
         """Return the longest match of each place that has one."""
         assert self._text is not None
         young, old = self._shared.history.generations
-        own = self._text.automaton
+        text = self._text.automaton
         places = [
             (PREDICTION, self._predicted.automaton),
             (HISTORY, young.index.automaton),
             (HISTORY, old.index.automaton),
             (DOCUMENT, self._shared.documents),
         ]
-        found = []
+        result = []
         if self._text.complete(tokens):  # else the end of the text is not in it yet
-            found.append((own.with_successor(own.match()), TEXT, own))
+            result.append((text.with_successor(text.match()), TEXT, text))
         for cursor, (place, automaton) in zip(self._cursors, places, strict=True):
             if automaton.tokens:
-                found.append((cursor.move(automaton, tokens), place, automaton))
-        return [each for each in found if each[0] is not NO_MATCH]
+                result.append((cursor.move(automaton, tokens), place, automaton))
+        return [each for each in result if each[0] is not NO_MATCH]
 
     def _judge(self, tokens: Sequence[int]) -> None:
         """Learn from the last proposal, as far as the text has grown since."""
-        at, found = self._unjudged
+        at, result = self._unjudged
         self._unjudged = 0, NOTHING_FOUND
-        following = tokens[at : at + len(found.tokens)]
-        right = _agreeing(found.tokens, following)
-        self._shared.rates.note(found.buckets[: len(following)], right)
+        actual = tokens[at : at + len(result.tokens)]
+        right = _agreeing(result.tokens, actual)
+        self._shared.rates.note(result.buckets[: len(actual)], right)
 
 
 def _length(match: tuple[Match, int, SuffixAutomaton]) -> int:

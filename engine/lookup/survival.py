@@ -60,11 +60,11 @@ class SurvivalRates:
         chances, buckets, chance = [], [], 1.0
         for index, (count, total) in enumerate(shares):
             if count < total:
-                own = 4 + min(4, 5 * count // total)
+                row = 4 + min(4, 5 * count // total)
             else:
-                own = min(total, 2) if total < 4 else 3
+                row = min(total, 2) if total < 4 else 3
             by_length = _LENGTH_OF[min(length + index, longest)]
-            each = ((by_length * len(PLACES) + place) * _SHARES + own) * 3
+            each = ((by_length * len(PLACES) + place) * _SHARES + row) * 3
             if same is not None:
                 each += AGREES if index < same else DIFFERS
             chance *= hits[each] / tries[each]

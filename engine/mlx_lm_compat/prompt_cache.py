@@ -56,10 +56,10 @@ class Caches:
                 f"prompt_cache is a {type(passed).__name__}, and the list that "
                 "mlx_lm.models.cache.make_prompt_cache(model) returns is needed."
             )
-        own = len(make_prompt_cache(model))
-        if len(drafts) == 1 and len(passed) > own:
+        layers = len(make_prompt_cache(model))
+        if len(drafts) == 1 and len(passed) > layers:
             check_supported(passed)  # no cache may stand in it twice
-            return cls(passed[:own], passed[own:], passed)
+            return cls(passed[:layers], passed[layers:], passed)
         return cls(passed, None, passed)
 
     @property

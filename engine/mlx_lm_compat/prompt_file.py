@@ -41,17 +41,17 @@ def load_prompt(path: str | Path, model: nn.Module) -> LoadedCaches:
             f"The caches in {str(path)!r} hold 0 tokens, and at least 1 is needed. "
             "Make the file of a prompt, with mlx_lm.cache_prompt."
         )
-    own = _used(model, kinds)
-    return load_into(path, own, cast=True)
+    fresh = _used(model, kinds)
+    return load_into(path, fresh, cast=True)
 
 
 def _used(model: nn.Module, kinds: list[Any]) -> list[Any]:
     """Return caches of a model of the same kinds as others, with one token in them."""
     windows = [cache for cache in kinds if isinstance(cache, RotatingKVCache)]
-    own = make_prompt_cache(model, windows[0].max_size if windows else None)
-    model(mx.zeros((1, 1), mx.int32), cache=own)
+    fresh = make_prompt_cache(model, windows[0].max_size if windows else None)
+    model(mx.zeros((1, 1), mx.int32), cache=fresh)
     for cache in kinds:
         if isinstance(cache, QuantizedKVCache):
-            KVQuantization(cache.bits, cache.group_size).replace(own)
+            KVQuantization(cache.bits, cache.group_size).replace(fresh)
             break
-    return own
+    return fresh

@@ -112,10 +112,10 @@ def _responses(
 ) -> Responses:
     """Return the responses of a text; arguments as in `vision_stream_generate`."""
     target: Any = generator.model
-    asked: Any = prompt
+    encoded: Any = prompt
     if images:
-        asked = Processor(processor, target.vlm.config).prompt(prompt, images, {})
-    stream = generator.stream(asked, **options)
+        encoded = Processor(processor, target.vlm.config).prompt(prompt, images, {})
+    stream = generator.stream(encoded, **options)
     length = len(stream.request.sequence.tokens)
     sampling = options["sampling"]
     greedy = sampling is None or sampling.greedy
@@ -175,12 +175,12 @@ def _as_list(image: Any) -> list[Any]:
 
 def _detokenizer(processor: Any, tokenizer: Any) -> Any:
     """Return mlx-vlm's own detokenizer of a processor, fresh, where it has one."""
-    own = getattr(processor, "detokenizer", None)
-    if own is None:
+    detokenizer = getattr(processor, "detokenizer", None)
+    if detokenizer is None:
         return tokenizer.detokenizer
-    found = copy.copy(own)  # other streams have theirs
-    found.reset()
-    return found
+    result = copy.copy(detokenizer)  # other streams have theirs
+    result.reset()
+    return result
 
 
 def _nothing() -> None:

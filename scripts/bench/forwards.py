@@ -65,11 +65,11 @@ def held_by(caches: list[Any], count: int) -> Snapshot:
     return snapshot(caches, 0, count).copied()
 
 
-def holding(model: nn.Module, held: Snapshot | None) -> list[Any]:
+def holding(model: nn.Module, snapshot: Snapshot | None) -> list[Any]:
     """Return new caches of a model that hold it."""
-    assert held is not None
+    assert snapshot is not None
     caches: list[Any] = with_slack(make_prompt_cache(model))
-    restore(held, caches)
+    restore(snapshot, caches)
     return caches
 
 
@@ -126,10 +126,10 @@ def steady_seconds(step: Step, width: int, count: int, clock: Clock) -> float:
     mx.synchronize()
     started = 0.0
     for index in range(count + WARM_UP):
-        following = step(tokens)
-        mx.async_eval(following)
+        chosen = step(tokens)
+        mx.async_eval(chosen)
         mx.eval(tokens)
-        tokens = following
+        tokens = chosen
         if index + 1 == WARM_UP:
             started = clock()
     # Both looks at the clock are as far behind the device: a forward is on its way, and

@@ -191,8 +191,8 @@ def bare(model: nn.Module) -> nn.Module:
     """
     shared: dict[int, Any] = {}
     for module in model.modules():  # ranks do not multiply
-        held = vars(module).values()
-        shared |= {id(v): v for v in held if isinstance(v, mx.distributed.Group)}
+        values = vars(module).values()
+        shared |= {id(v): v for v in values if isinstance(v, mx.distributed.Group)}
     parameters: Any = tree_flatten(model.parameters())
     shared |= {id(array): array for _, array in parameters}
     return copy.deepcopy(model, shared)

@@ -238,10 +238,10 @@ def add_groups(
         result = compare(bench, arms, jobs, report.say)
         for row in rows_of(result):
             report.add(target=bench.name, group=group, **row)
-        for all_groups, own in zip(whole, result, strict=True):
-            all_groups.runs += own.runs
-            all_groups.partings += own.partings
-            all_groups.failure = all_groups.failure or own.failure
+        for all_groups, part in zip(whole, result, strict=True):
+            all_groups.runs += part.runs
+            all_groups.partings += part.partings
+            all_groups.failure = all_groups.failure or part.failure
     if len(groups) > 1:
         for row in rows_of([each for each in whole if each.failure is None]):
             report.add(target=bench.name, group="all", **row)

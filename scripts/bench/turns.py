@@ -32,9 +32,9 @@ class Spread:
         return cls(median(values), lower, upper)
 
     @classmethod
-    def over(cls, own: Sequence[float], base: Sequence[float]) -> "Spread":
+    def over(cls, ours: Sequence[float], base: Sequence[float]) -> "Spread":
         """Summarise the ratios of values to others, pair by pair."""
-        return cls.of([one / other for one, other in zip(own, base, strict=True)])
+        return cls.of([one / other for one, other in zip(ours, base, strict=True)])
 
 
 def order(items: Sequence[T], number: int) -> list[T]:

@@ -177,11 +177,11 @@ class SuffixTree:
             count[state] += 1
             state = link[state]
 
-    def _add(self, length: int, following: dict[int, int]) -> int:
+    def _add(self, length: int, counts: dict[int, int]) -> int:
         self._length.append(length)
         self._link.append(0)
         self._count.append(0)
-        self._next.append(following)
+        self._next.append(counts)
         return len(self._length) - 1
 
     def follow_own(self) -> None:
@@ -261,9 +261,9 @@ class SuffixDecoding(Arm):
         self._known += new
         self._own.follow_own()
         self._answers.follow(tokens[-DEPTH:])
-        own = self._own.propose(self._limit)
+        mine = self._own.propose(self._limit)
         answers = self._answers.propose(self._limit)
-        return (own if own[0] >= answers[0] else answers)[1][:limit]
+        return (mine if mine[0] >= answers[0] else answers)[1][:limit]
 
     def end(self, tokens: Sequence[int], answer: int) -> None:
         """Count the rest of the answer, and end it."""

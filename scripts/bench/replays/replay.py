@@ -94,14 +94,14 @@ def replay(
     """Generate a text, and add what came of it."""
     at, behind, rounds = 0, False, 0
     plan: Plan | None = None
-    following: Plan | None = None
+    next_plan: Plan | None = None
     while at < len(text):
         budget, context = len(text) - at, text.context + at
         limit = budget - 1 - behind
         if plan is None:
             plan = policy.plan(context, limit)
-        if plan.length == 0 and following is None:
-            following = policy.plan(context + 1, budget - 2)
+        if plan.length == 0 and next_plan is None:
+            next_plan = policy.plan(context + 1, budget - 2)
         drafter, drafted, right = _drafted(plan, text, at, behind, limit)
         accepted = 0
         if drafted > 0:
@@ -110,7 +110,7 @@ def replay(
             steps = machine.rounds[drafter][drafted] + machine.left * behind
         else:
             emitted = 1
-            ahead = plan.length > 0 or (following is not None and following.length == 0)
+            ahead = plan.length > 0 or (next_plan is not None and next_plan.length == 0)
             steps = machine.left if behind else machine.cold
             steps += (1.0 - machine.left) * ahead
         emitted = min(emitted, budget)
@@ -122,7 +122,7 @@ def replay(
         at, rounds, behind = at + emitted, rounds + 1, ahead
         result.steps += steps
         result.tokens += emitted
-        plan, following = following, None
+        plan, next_plan = next_plan, None
     policy.end()
 
 

@@ -32,7 +32,7 @@ class Generator:
 
     def __init__(self, names: Sequence[str], credit: Credit | None = None) -> None:
         self.each = [Known(free="lookup" in name, name=name) for name in names]
-        self.free = [index for index, own in enumerate(self.each) if own.free]
+        self.free = [index for index, each in enumerate(self.each) if each.free]
         self.credit, self.lookups = credit or Credit(), SurvivalRates()
 
 
@@ -46,14 +46,14 @@ def replay_rule(
     policy = RuleDraftLength(known.each, known.credit, LONGEST)
     at, behind, rounds = 0, False, 0
     plan: Plan | None = None
-    following: Plan | None = None
+    next_plan: Plan | None = None
     while at < len(text):
         budget, context = len(text) - at, text.context + at
         limit = budget - 1 - behind
         if plan is None:
             plan = policy.plan(context, limit)
-        if plan.length == 0 and following is None:
-            following = policy.plan(context + 1, budget - 2)
+        if plan.length == 0 and next_plan is None:
+            next_plan = policy.plan(context + 1, budget - 2)
         source, length, buckets = 0, plan.length, {}
         if policy.late and length:
             survivals = policy.survivals()
@@ -72,22 +72,22 @@ def replay_rule(
             steps = machine.rounds[source][drafted] + machine.left * behind
         else:
             emitted = 1
-            ahead = plan.length > 0 or (following is not None and following.length == 0)
+            ahead = plan.length > 0 or (next_plan is not None and next_plan.length == 0)
             steps = machine.left if behind else machine.cold
             steps += (1.0 - machine.left) * ahead
         emitted = min(emitted, budget)
         observed = steps * machine.noise[rounds % len(machine.noise)]
         feedback = Feedback(drafted, min(accepted, emitted), observed, behind, ahead)
         plan = policy.note(context, plan, feedback)
-        for index, own in buckets.items():
+        for index, table in buckets.items():
             right = min(int(text.right[index][at]), emitted)
-            known.lookups.note(own[:emitted], right)
+            known.lookups.note(table[:emitted], right)
         if result.decisions is not None:
             result.decisions.append((plan, feedback))
         at, rounds, behind = at + emitted, rounds + 1, ahead
         result.steps += steps
         result.tokens += emitted
-        plan, following = following, None
+        plan, next_plan = next_plan, None
     policy.end()
 
 
@@ -135,12 +135,12 @@ def judged(
                 ).steps
                 fixed[f"{pair} {length}" if length else "plain"] = steps
         known = Generator(pairs)
-        own = Replayed(decisions=[] if explain else None)
+        ours = Replayed(decisions=[] if explain else None)
         for text in texts:
             for request in text.requests(tokens):
-                replay_rule(known, machine, request, own)
+                replay_rule(known, machine, request, ours)
         best = min(fixed, key=lambda name: fixed[name])
-        yield Judged(group, own, fixed["plain"], fixed[best], best)
+        yield Judged(group, ours, fixed["plain"], fixed[best], best)
 
 
 @dataclass
@@ -188,10 +188,10 @@ def replay_batch(
                 survivals = row.policy.survivals()
                 for index in known.free:
                     count = min(limit + behind, int(row.text.found[index][row.at]))
-                    survivals[index], own = known.lookups.survival(
+                    survivals[index], weights = known.lookups.survival(
                         count, 0, [(0, 0)] * count, None
                     )
-                    told.append((row, index, row.at, own))
+                    told.append((row, index, row.at, weights))
                 offered.append(survivals)
             source, width = lengths.choose(context, max(limits), offered, behind=behind)
             limits = [min(limit, width) for limit in limits]
@@ -221,9 +221,9 @@ def replay_batch(
         lengths.note(live, context, drafted, accepted, feedback)
         for row, count in zip(live, emitted, strict=True):
             row.at += count
-        for row, index, at, own in told:
+        for row, index, at, weights in told:
             hits = min(int(row.text.right[index][at]), row.at - at)
-            known.lookups.note(own[: row.at - at], hits)
+            known.lookups.note(weights[: row.at - at], hits)
         for row in (row for row in live if not len(row)):
             row.policy.end()
             lengths.rows_changed()

@@ -92,8 +92,8 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
 
     def run(**values: Any) -> None:
         for name, group in groups.items():
-            own = {x.name: values.pop(_flat_name(x.name, x)) for x in fields(group)}
-            values[name] = group(**own)
+            members = {x.name: values.pop(_flat_name(x.name, x)) for x in fields(group)}
+            values[name] = group(**members)
         command(**values)
 
     run.__name__, run.__doc__ = command.__name__, command.__doc__
@@ -104,33 +104,40 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _parameter(
-    own: str, hint: Any, field: "Field[Any]", group: Any, *, name: str | None = None
+    default_name: str,
+    hint: Any,
+    field: "Field[Any]",
+    group: Any,
+    *,
+    name: str | None = None,
 ) -> Parameter:
     """Return a field as a parameter; one of a group has its option's name."""
     option = {**field.metadata.get("option", {})}
     if option:
         del option["names"]
         panel = option.pop("panel") or getattr(group, "panel", None)
-        made = typer.Option(*_names(own, field), rich_help_panel=panel, **option)
+        made = typer.Option(
+            *_names(default_name, field), rich_help_panel=panel, **option
+        )
         hint = Annotated[hint, made]
     return Parameter(
-        name or _flat_name(own, field),
+        name or _flat_name(default_name, field),
         Parameter.KEYWORD_ONLY,
         default=Parameter.empty if field.default is MISSING else field.default,
         annotation=hint,
     )
 
 
-def _names(own: str, field: "Field[Any]") -> tuple[str, ...]:
+def _names(default_name: str, field: "Field[Any]") -> tuple[str, ...]:
     """Return the names of an option; by default that of its field or parameter."""
     return field.metadata.get("option", {}).get("names") or (
-        f"--{own.replace('_', '-')}",
+        f"--{default_name.replace('_', '-')}",
     )
 
 
-def _flat_name(own: str, field: "Field[Any]") -> str:
+def _flat_name(default_name: str, field: "Field[Any]") -> str:
     """Return a name that no field of another group has: that of the option."""
-    return _names(own, field)[0].removeprefix("--").replace("-", "_")
+    return _names(default_name, field)[0].removeprefix("--").replace("-", "_")
 
 
 for command in COMMANDS:

@@ -84,10 +84,10 @@ class TemplateOptions:
         """Return a message with images as a prompt, or a raw text with its markers."""
         model: Any = generator.model
         if not self.applies(generator.tokenizer):
-            asked: Any = said
+            messages: Any = said
         else:
-            asked = [*self._system(), {"role": "user", "content": said}]
-        made: ImagePrompt = model.image_prompt(asked, images, self._config())
+            messages = [*self._system(), {"role": "user", "content": said}]
+        made: ImagePrompt = model.image_prompt(messages, images, self._config())
         return made
 
     def _system(self) -> list[Message]:

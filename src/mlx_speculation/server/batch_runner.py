@@ -38,9 +38,9 @@ class Rows:
     ) -> None:
         self.generator = generator
         self._settings, self._metrics, self._done = settings, metrics, done
-        own = settings.limits.model_len or generator.context_length or sys.maxsize
+        length = settings.limits.model_len or generator.context_length or sys.maxsize
         self.positions = position_table(generator.model) or sys.maxsize
-        self.longest = min(own, self.positions)  # tokens of prompt and text together
+        self.longest = min(length, self.positions)  # tokens of prompt and text together
         draft = generator.draft
         # Whether a lookup is among what drafts; no other draft looks in a prediction.
         self.predicts = draft is not None and any(each.free for each in draft.members())
@@ -101,8 +101,8 @@ class Rows:
         pieces: dict[int, list[BatchResponse]] = {}
         for one in self._batch.next():
             pieces.setdefault(one.uid, []).append(one)
-        for uid, own in pieces.items():
-            self._hand_out(uid, own)
+        for uid, responses in pieces.items():
+            self._hand_out(uid, responses)
 
     def _options(self, job: Job, length: int) -> StreamKeywords:
         """Return the options of a stream whose prompt has so many tokens."""

@@ -165,11 +165,11 @@ class Worker:
 
         The words are those by which clients see that they have to shorten a history.
         """
-        own = self._settings.limits.prompt_tokens or sys.maxsize
-        most = min(own, self._longest - 1)  # and a token of the answer
+        longest = self._settings.limits.prompt_tokens or sys.maxsize
+        most = min(longest, self._longest - 1)  # and a token of the answer
         if tokens <= most:
             return
-        option = "max-prompt-tokens" if most == own else "max-model-len"
+        option = "max-prompt-tokens" if most == longest else "max-model-len"
         more = f", or start the server with a larger --{option}"
         if most == self._positions - 1:
             more = f": the model has a table of {self._positions} positions"
@@ -239,11 +239,11 @@ class Worker:
         Those that are not of the server's own draft and mode are made when they are
         first asked for.
         """
-        own = self._rows[None, False].generator
-        if own.exact is not None:
+        generator = self._rows[None, False].generator
+        if generator.exact is not None:
             exact = False  # all of them are
         if (draft, exact) not in self._rows:
-            made = _beside(own, draft, exact, self._prefixes)
+            made = _beside(generator, draft, exact, self._prefixes)
             self._rows[draft, exact] = self._rows_of(made)
         return self._rows[draft, exact]
 
@@ -322,7 +322,7 @@ class Worker:
 
 
 def _beside(
-    own: SpeculativeGenerator,
+    generator: SpeculativeGenerator,
     draft: str | None,
     exact: bool,
     prefixes: "PrefixCache | None",
@@ -336,11 +336,11 @@ def _beside(
         ApiError: the target cannot be decoded in exact mode.
     """
     options: GeneratorKeywords = {
-        "draft": own.draft if draft is None else draft,
-        "draft_length": own.draft_length if draft is None else None,
-        "exact": exact or own.exact or False,
+        "draft": generator.draft if draft is None else draft,
+        "draft_length": generator.draft_length if draft is None else None,
+        "exact": exact or generator.exact or False,
     }
-    make = partial(SpeculativeGenerator, own.model, own.tokenizer)
+    make = partial(SpeculativeGenerator, generator.model, generator.tokenizer)
     if not exact:
         shared: GeneratorKeywords = {**options, "prefix_cache": prefixes}
         with suppress(InvalidRequestError):

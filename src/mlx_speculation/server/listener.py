@@ -89,10 +89,10 @@ class Listener:
 
 def _bound(host: str, port: int) -> socket.socket:
     try:
-        found = socket.getaddrinfo(
+        result = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-        family, _, _, _, address = found[0]
+        family, _, _, _, address = result[0]
         return socket.create_server(address[:2], family=family, backlog=BACKLOG)
     except OSError as error:
         raise InvalidRequestError(

@@ -160,9 +160,9 @@ class Api:
         @app.get(MODELS)
         async def models() -> dict[str, Any]:
             """List what is served, for OpenAI's and Anthropic's clients."""
-            own = self._model()
-            ends = {"first_id": own["id"], "last_id": own["id"], "has_more": False}
-            return {"object": "list", "data": [own], **ends}
+            model = self._model()
+            ends = {"first_id": model["id"], "last_id": model["id"], "has_more": False}
+            return {"object": "list", "data": [model], **ends}
 
         # Names of repositories hold a slash.
         @app.get(f"{MODELS}/{{name:path}}")

@@ -77,8 +77,8 @@ def check_acceptance(
     for group in _groups(dialogues, rows):
         temperature = group[0].temperature
         shares = _shares(trainee, target, group, temperature, depths, longest)
-        for dialogue, own in zip(group, shares, strict=True):
-            part = _counting(dialogue, own, trainee.first, longest)
+        for dialogue, share in zip(group, shares, strict=True):
+            part = _counting(dialogue, share, trainee.first, longest)
             result["sampled" if temperature else "greedy"].append(part)
     accepted = {
         name: _summed(parts, walk=name == "greedy")
@@ -103,7 +103,7 @@ def lookup_acceptance(
         at = int(np.argmax(dialogue.counts)) + 1
         drafter, known = LookupDrafter(LookupDraft(history=0)), Known(tokens[:at])
         drafter.begin(known)
-        own = result["sampled" if dialogue.temperature else "greedy"]
+        counts = result["sampled" if dialogue.temperature else "greedy"]
         while at < len(tokens):
             known.tokens[:] = tokens[:at]
             drafted: Any = drafter.propose(known, depths, _no_choice).tokens.tolist()
@@ -112,7 +112,7 @@ def lookup_acceptance(
                 if token != recorded:
                     break
                 right += 1
-            own.append([int(depth < right) for depth in range(depths)])
+            counts.append([int(depth < right) for depth in range(depths)])
             at += right + 1
     return {
         name: _summed([np.array(rounds, np.float64)], walk=False)
@@ -128,10 +128,10 @@ def _no_choice(logits: mx.array, rows: Any, ids: mx.array | None = None) -> Any:
 def _groups(dialogues: Sequence[Dialogue], rows: int) -> Iterator[list[Dialogue]]:
     """Yield dialogues of one temperature and of about one length."""
     for temperature in sorted({each.temperature for each in dialogues}):
-        own = [each for each in dialogues if each.temperature == temperature]
-        own.sort(key=lambda each: len(each.tokens))
-        for begin in range(0, len(own), rows):
-            yield own[begin : begin + rows]
+        group = [each for each in dialogues if each.temperature == temperature]
+        group.sort(key=lambda each: len(each.tokens))
+        for begin in range(0, len(group), rows):
+            yield group[begin : begin + rows]
 
 
 def _shares(
@@ -167,8 +167,8 @@ def _shares(
         theirs = lesson.logits[:, after : after + n].astype(mx.float32) / temperature
         probs = mx.softmax(theirs, axis=-1)
         probs = probs if ids is None else mx.take(probs, ids, axis=-1)
-        own = mx.softmax(logits.astype(mx.float32) / temperature, axis=-1)
-        return _evaluated(mx.minimum(probs, own).sum(axis=-1))
+        drafted = mx.softmax(logits.astype(mx.float32) / temperature, axis=-1)
+        return _evaluated(mx.minimum(probs, drafted).sum(axis=-1))
 
     read: Callable[[int, mx.array], mx.array] = overlap if temperature else right
     made = trainee.run(Recorded(lesson.inputs, tokens, depths), read)

@@ -138,9 +138,11 @@ class TrainingLoop:
     def _step(self) -> mx.array:
         loss, gradients = self._gradients(self.progress.step * self.accumulate)
         for more in range(1, self.accumulate):
-            own, added = self._gradients(self.progress.step * self.accumulate + more)
+            gradient, added = self._gradients(
+                self.progress.step * self.accumulate + more
+            )
             gradients = tree_map(mx.add, gradients, added)
-            loss = loss + own
+            loss = loss + gradient
             mx.eval(gradients, loss)
         scale = 1 / self.accumulate
         if self.accumulate > 1:

@@ -83,7 +83,7 @@ def run_many_blocks(head: DFlashHead) -> None:
 def attend_blocks(
     queries: mx.array,
     context: tuple[mx.array, mx.array],
-    own: tuple[mx.array, mx.array],
+    block_kv: tuple[mx.array, mx.array],
     slots: mx.array,
     scale: float,
 ) -> mx.array:
@@ -95,7 +95,7 @@ def attend_blocks(
     Args:
         queries: [rows * blocks, heads, block, size].
         context: keys and values, each [rows, kv_heads, n, size].
-        own: those of the blocks, each [rows * blocks, kv_heads, block, size].
+        block_kv: those of the blocks, each [rows * blocks, kv_heads, block, size].
         slots: the last position that a block sees, int32 [rows, blocks].
         scale: of the products.
 
@@ -104,7 +104,7 @@ def attend_blocks(
     """
     rows, blocks = slots.shape
     # A product over texts that lie apart would be a kernel for each of them.
-    keys, values, own_keys, own_values = map(mx.contiguous, (*context, *own))
+    keys, values, own_keys, own_values = map(mx.contiguous, (*context, *block_kv))
     kv_heads, n, size = keys.shape[1:]
     block = queries.shape[2]
     # The queries that share a head of keys are rows of one product.

@@ -49,8 +49,8 @@ class BatchShape:
             + 24 * self.dim * self.item
         )
         kept = self.tokens * 6 * self.dim * self.item
-        held = depth + self.depths * kept if checkpoint else self.depths * depth
-        return held + teacher + depth
+        stored = depth + self.depths * kept if checkpoint else self.depths * depth
+        return stored + teacher + depth
 
     def _of_blocks(self, blocks: int, checkpoint: bool) -> int:
         """Return what gradients of blocks hold: each layer, and each draft's logits."""
@@ -88,7 +88,7 @@ def choose_checkpoint(
     model: nn.Module,
     trained: nn.Module,
     shape: BatchShape,
-    asked: bool,
+    wanted: bool,
     limit: float | None = None,
 ) -> tuple[bool, int]:
     """Return whether depths are computed again for gradients, and the bytes needed.
@@ -97,7 +97,7 @@ def choose_checkpoint(
         model: the target.
         trained: what is trained.
         shape: of a batch.
-        asked: whether they are even where the memory would be enough without.
+        wanted: whether they are even where the memory would be enough without.
         limit: what may be used at most, in 10^9 bytes; None: what there is.
 
     Raises:
@@ -107,9 +107,9 @@ def choose_checkpoint(
     result = [available(), None if limit is None else int(limit * _GB)]
     known = min((each for each in result if each is not None), default=None)
     if known is None:
-        return asked, fixed + shape.bytes(asked)
+        return wanted, fixed + shape.bytes(wanted)
     most = _SHARE * known
-    choices = (True,) if asked else (False, True)
+    choices = (True,) if wanted else (False, True)
     needed = 0
     for checkpoint in choices:
         needed = fixed + shape.bytes(checkpoint)

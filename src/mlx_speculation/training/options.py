@@ -241,10 +241,10 @@ class TrainOptions:
 
     def fixed(self) -> dict[str, Any]:
         """Return what has to be the same when the training is resumed."""
-        held = {field.name: getattr(self, field.name) for field in fields(self)}
-        held["draft_vocab"] = self.vocabulary
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values["draft_vocab"] = self.vocabulary
         return {
             name: str(value) if isinstance(value, Path) else value
-            for name, value in held.items()
+            for name, value in values.items()
             if name not in _FREE
         }

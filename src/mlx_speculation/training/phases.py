@@ -112,9 +112,9 @@ class Run:
             self.options.drafted_slots,
             trainee.first,
         )
-        held = self._evaluated_dialogues(dialogues)
+        evaluated = self._evaluated_dialogues(dialogues)
         self.reports.phase("lookups on held-out text")
-        self.lookup = lookup_acceptance(held)
+        self.lookup = lookup_acceptance(evaluated)
         fresh = progress is None
         if progress is None:
             steps = self._planned(stepper, batches)
@@ -122,7 +122,7 @@ class Run:
             progress = Progress(steps, len(learned), ids, sized=self.sized)
         optimizer = self._optimizer(trainee, progress, fresh)
         loop = self._loop(
-            trainee, stepper, target, optimizer, batches, progress, fixed, held
+            trainee, stepper, target, optimizer, batches, progress, fixed, evaluated
         )
         self.reports.say(
             f"{progress.steps} steps of {self.options.rows * self.options.accumulate} "
@@ -212,12 +212,12 @@ class Run:
 
     def _evaluated_dialogues(self, dialogues: Dialogues) -> list[Any]:
         """Return the held-out dialogues that there is time for, of both kinds."""
-        held = dialogues.held_out[: self.options.held_out]
+        chosen = dialogues.held_out[: self.options.held_out]
         if self.rates is None or self.options.minutes is None:
-            return held
+            return chosen
         count = evaluated(self.options, self.rates, 60 * self.options.minutes)
-        greedy = [each for each in held if not each.temperature]
-        sampled = [each for each in held if each.temperature]
+        greedy = [each for each in chosen if not each.temperature]
+        sampled = [each for each in chosen if each.temperature]
         return [*greedy[: -(-count // 2)], *sampled[: max(1, count // 2)]]
 
     def _loop(
@@ -229,7 +229,7 @@ class Run:
         batches: RowBatches,
         progress: Progress,
         fixed: dict[str, Any],
-        held: list[Any],
+        evaluated: list[Any],
     ) -> TrainingLoop:
         options = self.options  # a few slots may not hold a prompt and its answer
         longest = max(options.slots, options.prompt_tokens + options.answer_tokens)
@@ -243,7 +243,7 @@ class Run:
             fixed,
             self.out / RUN,
             lambda: check_acceptance(
-                trainee, target, held, rows=_EVALUATED_ROWS, longest=longest
+                trainee, target, evaluated, rows=_EVALUATED_ROWS, longest=longest
             ),
             lambda: trainee.save(self.out, self.options.bits),
             Watch(self.reports.step, self.reports.evaluated),
@@ -265,8 +265,8 @@ class Run:
     def _dialogues(
         self, fingerprint: str, prompts: list[Any], progress: Progress | None
     ) -> Dialogues:
-        own = self.out / RUN / "dialogues.safetensors"
-        file, *more = self.options.data or [own]
+        path = self.out / RUN / "dialogues.safetensors"
+        file, *more = self.options.data or [path]
         dialogues = Dialogues.open(file, fingerprint, more)
         collector = Collector(self.model, self.tokenizer, self.options, prompts)
         share = 1.0 if self.options.data_only else _DATA_SHARE
@@ -296,12 +296,12 @@ class Run:
 
     def _running_out(self, share: float) -> Callable[[], bool]:
         """Return what says whether another batch as the last one takes too long."""
-        asked = time.monotonic()
+        last = time.monotonic()
 
         def stop() -> bool:
-            nonlocal asked
+            nonlocal last
             now = time.monotonic()
-            took, asked = now - asked, now
+            took, last = now - last, now
             until = self._deadline(share)
             return until is not None and now + took > until
 
@@ -363,11 +363,11 @@ class Run:
         fixed: dict[str, Any],
         ended: str,
     ) -> TrainingResult:
-        held = dialogues.held_out
+        evaluated = dialogues.held_out
         data = described(dialogues, learned, (self.options.data or [])[1:])
         if trainee.ids is not None:
             ids = np.array(trainee.ids)
-            data["coverage"] = round(coverage(held, ids), 4)
+            data["coverage"] = round(coverage(evaluated, ids), 4)
         drawn(self.out / PLOT, progress, self.lookup, self.reports.say)
 
         def record(speeds: Speeds | None) -> dict[str, Any]:
@@ -391,7 +391,7 @@ class Run:
                 self.model,
                 self.tokenizer,
                 trainee,
-                held,
+                evaluated,
                 self.folder,
                 self.out,
                 self._deadline(),

@@ -129,8 +129,8 @@ def _sized_data(
             options = replace(options, held_out=max(least, options.held_out // 2))
         elif options.batch > least:
             batch = max(least, options.batch // 2)
-            held = min(options.held_out, 2 * batch)
-            options = replace(options, batch=batch, held_out=held)
+            held_out = min(options.held_out, 2 * batch)
+            options = replace(options, batch=batch, held_out=held_out)
         elif options.answer_tokens > _SHORTEST:
             most = max(_SHORTEST, options.answer_tokens // 2)
             options = replace(options, answer_tokens=most)

@@ -97,10 +97,10 @@ def read_progress(folder: Path, options: dict[str, Any]) -> Progress | None:
             f"{before.get(name)!r}, and now it is {options[name]!r}. Use the same "
             "options, or another folder."
         )
-    own = value["progress"]
-    own["best"] = tuple(own["best"])
-    own["losses"] = [tuple(each) for each in own["losses"]]
-    return Progress(**own)
+    progress = value["progress"]
+    progress["best"] = tuple(progress["best"])
+    progress["losses"] = [tuple(each) for each in progress["losses"]]
+    return Progress(**progress)
 
 
 def load_state(folder: Path, module: nn.Module, optimizer: optim.Optimizer) -> None:
@@ -112,16 +112,16 @@ def load_state(folder: Path, module: nn.Module, optimizer: optim.Optimizer) -> N
     value = _read(folder)
     assert value is not None
     try:
-        held: Any = mx.load(str(folder / value["weights"]))
+        arrays: Any = mx.load(str(folder / value["weights"]))
     except (OSError, RuntimeError, ValueError) as error:
         raise InvalidRequestError(
             f"The state of the training in {str(folder)!r} cannot be read: {error}. "
             "Take the folder away, and begin again."
         ) from error
-    weights = _part("weights.", held)
+    weights = _part("weights.", arrays)
     module.update(tree_unflatten(weights))
     optimizer.init(module.trainable_parameters())
-    optimizer.state = tree_unflatten(_part("optimizer.", held))
+    optimizer.state = tree_unflatten(_part("optimizer.", arrays))
     mx.eval(module.parameters(), optimizer.state)
 
 
@@ -147,10 +147,10 @@ def _flat(begin: str, tree: Any) -> dict[str, mx.array]:
     return {begin + name: value for name, value in flat}
 
 
-def _part(begin: str, held: dict[str, mx.array]) -> list[tuple[str, mx.array]]:
+def _part(begin: str, arrays: dict[str, mx.array]) -> list[tuple[str, mx.array]]:
     return [
         (name.removeprefix(begin), value)
-        for name, value in held.items()
+        for name, value in arrays.items()
         if name.startswith(begin)
     ]
 

@@ -137,11 +137,11 @@ class TrainingStep:
 
         def read(depth: int, result: mx.array) -> mx.array:
             after = depth + trainee.first - 1  # the position that the drafted one is of
-            own = teacher.behind(after, every)
+            rows = teacher.behind(after, every)
             weights = at_slots(counts, after + 1, every).astype(mx.float32)
-            number = (weights * (own.likeliest >= 0)).sum()
+            number = (weights * (rows.likeliest >= 0)).sum()
             weights = weights / mx.maximum(number, 1)
-            return distance(result, own, weights, HARD)
+            return distance(result, rows, weights, HARD)
 
         trainee.module.update(
             tree_map(lambda weight: weight.astype(self._dtype), parameters)

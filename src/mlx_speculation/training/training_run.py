@@ -69,8 +69,8 @@ def check_folder(out: Path) -> None:
         raise InvalidRequestError(
             f"{str(out)!r} is a file. Name a folder for the draft."
         )
-    held = sorted(each.name for each in out.iterdir())
-    if held and RUN not in held and RECORD not in held:
+    present = sorted(each.name for each in out.iterdir())
+    if present and RUN not in present and RECORD not in present:
         raise InvalidRequestError(
-            f"{str(out)!r} holds {held[0]!r} and no training. Name a new folder."
+            f"{str(out)!r} holds {present[0]!r} and no training. Name a new folder."
         )

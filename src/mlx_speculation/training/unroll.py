@@ -87,8 +87,8 @@ class UnrolledCache:
             return mx.fast.scaled_dot_product_attention(
                 queries, *newest, scale=scale, mask="causal"
             )
-        first, *own = (*self._past, newest)
-        return _split_attention(queries, first, own, scale)
+        first, *later = (*self._past, newest)
+        return _split_attention(queries, first, later, scale)
 
 
 class _SplitAttention(llama.Attention):
@@ -116,7 +116,7 @@ def attend_split(attention: llama.Attention) -> None:
 
 
 def _split_attention(
-    queries: mx.array, first: KeysValues, own: Sequence[KeysValues], scale: float
+    queries: mx.array, first: KeysValues, later: Sequence[KeysValues], scale: float
 ) -> mx.array:
     """Attend to depth 0 up to each slot, and to that slot at the other depths."""
     rows, heads, n, size = queries.shape
@@ -129,14 +129,14 @@ def _split_attention(
     scores = [
         (grouped * each.keys[:, :, None]).astype(mx.float32).sum(-1, keepdims=True)
         * scale
-        for each in own
+        for each in later
     ]
     total = mx.logsumexp(wide, axis=-1, keepdims=True)
     total = mx.logsumexp(mx.concatenate([total, *scores], axis=-1), -1, keepdims=True)
     weights = mx.exp(wide - total).astype(queries.dtype)
     out = weights.reshape(rows, kv_heads, -1, n) @ first.values
     out = out.reshape(*grouped.shape[:-1], -1)
-    for score, each in zip(scores, own, strict=True):
+    for score, each in zip(scores, later, strict=True):
         weight = mx.exp(score - total).astype(queries.dtype)
         out = out + weight * each.values[:, :, None]
     return out.reshape(rows, heads, n, -1)
@@ -179,7 +179,9 @@ def unroll(
             parameters: Any, hidden: mx.array, past: Any, depth: int = depth
         ) -> tuple[mx.array, list[KeysValues], Any]:
             head.update(parameters)
-            caches = [UnrolledCache([KeysValues(*kv) for kv in own]) for own in past]
+            caches = [
+                UnrolledCache([KeysValues(*kv) for kv in layers]) for layers in past
+            ]
             given = tokens[:, depth : depth + n]
             out = model.rows(hidden, given, caches, depth if chained else 0)
             written = [cache.newest for cache in caches if cache.newest is not None]
@@ -190,6 +192,6 @@ def unroll(
         hidden, written, made = run(parameters, hidden, past)
         head.update(parameters)
         result.append(made)
-        for own, newest in zip(past, written, strict=True):
-            own.append(newest)
+        for earlier, newest in zip(past, written, strict=True):
+            earlier.append(newest)
     return result

@@ -223,8 +223,8 @@ def _lengths(given: int | None, others: Sequence[int]) -> list[int | None]:
 
 def _bundled(*, chat: bool) -> list[str]:
     """Return the bundled messages for a chat model, and texts for another."""
-    found = chat_prompts() if chat else reversed(one_prompt_per_group())
-    return [each.text for each in found]
+    result = chat_prompts() if chat else reversed(one_prompt_per_group())
+    return [each.text for each in result]
 
 
 def _encoded(

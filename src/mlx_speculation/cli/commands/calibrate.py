@@ -78,10 +78,14 @@ def calibrate(
         model=model,
         draft=draft,
         seconds_by_context=_by_context(costs),
-        seconds_by_rows={rows: _by_context(own) for rows, own in batches.items()},
+        seconds_by_rows={
+            rows: _by_context(costs_of_rows) for rows, costs_of_rows in batches.items()
+        },
         parts_by_context={
-            512 * 2**bucket: {length: asdict(one) for length, one in own.items()}
-            for bucket, own in parts.items()
+            512 * 2**bucket: {
+                length: asdict(one) for length, one in costs_of_rows.items()
+            }
+            for bucket, costs_of_rows in parts.items()
         },
         layers_of_a_part=part,
         notices=generator.notices,
@@ -112,7 +116,7 @@ def _measured(
 
 
 def _by_context(costs: "CostTable") -> dict[int, dict[int, float]]:
-    return {512 * 2**bucket: own for bucket, own in costs.items()}
+    return {512 * 2**bucket: table for bucket, table in costs.items()}
 
 
 def _table(title: str, costs: "CostTable", parts: "PartsTable") -> Table:
@@ -124,10 +128,10 @@ def _table(title: str, costs: "CostTable", parts: "PartsTable") -> Table:
     for bucket, seconds in costs.items():
         cells = [f"{seconds[n] * 1e3:.1f}" if n in seconds else "-" for n in lengths]
         table.add_row(f"{512 * 2**bucket}", *cells)
-        own = parts.get(bucket, {})
-        for part in ("draft", "verify", "sampler", "host") if own else ():
+        shares = parts.get(bucket, {})
+        for part in ("draft", "verify", "sampler", "host") if shares else ():
             shown = [
-                f"{getattr(own[n], part) * 1e3:.1f}" if n in own else "-"
+                f"{getattr(shares[n], part) * 1e3:.1f}" if n in shares else "-"
                 for n in lengths
             ]
             table.add_row(f"  {part}", *shown, style="dim")

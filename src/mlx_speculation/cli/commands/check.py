@@ -87,23 +87,23 @@ def check(
     sampling.check()
     generator = open_pair(pair, screen)
     ids = encode(generator.tokenizer, text, rendered=False)
-    found: list[Place] = []
+    result: list[Place] = []
     compared, interrupted = None, False
     try:
         _rows(
-            generator, ids, compare.tokens, compare.rows, compare.places, screen, found
+            generator, ids, compare.tokens, compare.rows, compare.places, screen, result
         )
         if pair.draft is not None:
             compared = _compare(pair, generator, ids, compare.tokens, sampling, screen)
     except KeyboardInterrupt:
         interrupted = True
-    if not found:
+    if not result:
         raise KeyboardInterrupt
-    judged = _judged(found, compare.tolerance)
+    judged = _judged(result, compare.tolerance)
     same = judged.verdict != "different" and (compared is None or compared.same)
-    screen.table(_table(found))
+    screen.table(_table(result))
     texts = "" if pair.draft is None else ", and not at the texts"
-    stopped = f", as far as was looked before Ctrl-C: at {len(found)} places{texts}"
+    stopped = f", as far as was looked before Ctrl-C: at {len(result)} places{texts}"
     verdict = _verdict(judged, compared, same=same)
     screen.text(f"{verdict}{stopped if interrupted else ''}\n")
     screen.object(
@@ -113,7 +113,7 @@ def check(
         same=same,
         interrupted=interrupted,
         rows=judged,
-        places=found,
+        places=result,
         text=None if compared is None else _object(compared),
         notices=generator.notices,
         machine=machine(),
@@ -144,12 +144,12 @@ def _check_exact(pair: PairOptions, context: int, screen: Screen) -> None:
     generator = open_pair(replace(pair, draft=None, draft_length=None, exact=0), screen)
     model, shape = generator.model, FixedShape(pair.exact)
     with wired(model), screen.progress("feeding rows both ways") as report:
-        found = check_exact(model, shape, context, report=report)
-    save_verdict(model, shape, found)
-    plain, exact = found.plain_seconds * 1e3, found.exact_seconds * 1e3
-    result = "exact keeps its promise here" if found.same else "EXACT IS NOT EXACT HERE"
+        value = check_exact(model, shape, context, report=report)
+    save_verdict(model, shape, value)
+    plain, exact = value.plain_seconds * 1e3, value.exact_seconds * 1e3
+    result = "exact keeps its promise here" if value.same else "EXACT IS NOT EXACT HERE"
     screen.text(
-        f"rows: {found}, up to {found.context} positions\n"
+        f"rows: {value}, up to {value.context} positions\n"
         f"price: {exact:.2f} ms for a forward of {shape.rows} rows, where a plain step "
         f"takes {plain:.2f} ms: {exact / plain:.2f} times as much\n"
         f"result: {result}\n"
@@ -158,13 +158,13 @@ def _check_exact(pair: PairOptions, context: int, screen: Screen) -> None:
         command="check",
         model=pair.model,
         exact=shape.rows,
-        same=found.same,
-        found=asdict(found),
+        same=value.same,
+        found=asdict(value),
         machine=machine(),
         blas=blas,
         versions=versions(),
     )
-    if not found.same:
+    if not value.same:
         raise typer.Exit(FAILED)
 
 
@@ -175,9 +175,9 @@ def _rows(
     rows: int,
     places: int,
     screen: Screen,
-    found: list["Place"],
+    result: list["Place"],
 ) -> None:
-    """Verify drafts of the model's own text at once and one by one; fills `found`."""
+    """Verify drafts of the model's own text at once and one by one; fills `result`."""
     from mlx_speculation.engine.equivalence.rows import greedy_text, verify_both_ways
     from mlx_speculation.models import wired
 
@@ -186,21 +186,21 @@ def _rows(
     with wired(model), screen.progress("verifying drafts") as report:
         text = greedy_text(model, prompt, tokens)
         for place in verify_both_ways(model, prompt, text, sliding="slack", **options):
-            found.append(place)
-            report(len(found), places)
+            result.append(place)
+            report(len(result), places)
 
 
-def _judged(found: Sequence["Place"], tolerance: float | None) -> "RowVerdict":
+def _judged(result: Sequence["Place"], tolerance: float | None) -> "RowVerdict":
     from mlx_speculation.engine.equivalence.verdict import judge, usual_tolerance
 
-    return judge(found, usual_tolerance(found) if tolerance is None else tolerance)
+    return judge(result, usual_tolerance(result) if tolerance is None else tolerance)
 
 
-def _table(found: Sequence["Place"]) -> Table:
+def _table(result: Sequence["Place"]) -> Table:
     table = Table(title="Drafts verified at once and token by token")
     for column in ("after token", "rows", "rows that differ", "largest difference"):
         table.add_column(column, justify="right")
-    for place in found:
+    for place in result:
         differing = sum(row.differs for row in place.rows)
         numbers = (place.position, len(place.rows), differing)
         table.add_row(*map(str, numbers), f"{place.difference:.3g}")
@@ -217,15 +217,15 @@ def _compare(
 ) -> Compared:
     """Generate the text with and without the draft."""
     sampling = options.sampling(generator.tokenizer).with_seed()
-    asked: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "max_tokens": tokens,
         "sampling": sampling,
         "stop_tokens": (),
     }
     with screen.busy("generating with and without the draft"):
-        plain = generator.generate(prompt, draft_length=0, **asked)
+        plain = generator.generate(prompt, draft_length=0, **arguments)
         length = USUAL_LENGTH if pair.draft_length is None else pair.draft_length
-        drafted = generator.generate(prompt, draft_length=length, **asked)
+        drafted = generator.generate(prompt, draft_length=length, **arguments)
         parting = parting_of(generator, sampling, prompt, plain, drafted)
     return Compared(plain, drafted, parting)
 

@@ -167,12 +167,12 @@ def _table(facts: Facts, device: dict[str, Any]) -> Table:
         if facts.openblas:
             set_by = facts.threads or "as they were when it was loaded"
             table.add_row("its threads", set_by)
-    for name, found in (
+    for name, result in (
         ("BLAS of Python programs", facts.program_blas),
         ("where mlx is imported first", facts.late_program_blas),
     ):
-        if found is not None:
-            table.add_row(name, found)
+        if result is not None:
+            table.add_row(name, result)
     for name, value in facts.environment.items():
         table.add_row(name, value)
     table.add_row("costs are kept in", facts.cache_folder or "nothing")

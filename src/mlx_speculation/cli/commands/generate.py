@@ -106,21 +106,21 @@ def generate(
     kv.check()
     end.check()
     said = read_prompt(asks.prompt)
-    begun = sound_text("--prefill-response", asks.prefill_response or "")
+    prefix = sound_text("--prefill-response", asks.prefill_response or "")
     blas = begin(pair.blas, screen)
     sampling.check()
-    images = checked_images(asks.image or (), begun)
+    images = checked_images(asks.image or (), prefix)
     generator = open_pair(pair, screen, vision=True if images else None)
     before = kv.before(pair.model, generator)
-    asked: Prompt
+    prompt: Prompt
     if images:
         made = template.with_images(generator, said, images)
-        asked, tokens, text = made, made.tokens, said
+        prompt, tokens, text = made, made.tokens, said
     else:
         text, rendered = _prompt_text(
-            generator, template, said, begun, follows=before is not None
+            generator, template, said, prefix, follows=before is not None
         )
-        asked = tokens = encode(generator.tokenizer, text, rendered=rendered)
+        prompt = tokens = encode(generator.tokenizer, text, rendered=rendered)
     bar = PromptBar(len(tokens) - 1)
     options: StreamKeywords = {
         **end.for_stream(generator.tokenizer),
@@ -129,7 +129,7 @@ def generate(
         "logprobs": ALTERNATIVES if output.html is not None else None,
         "constraint": _constraint(schema, generator),
     }
-    stream = generator.stream(asked, **options)
+    stream = generator.stream(prompt, **options)
     chunks: list[Chunk] = []
     interrupted = show(stream, screen, chunks, bar, colour=output.colour)
     result = stream.result
@@ -202,7 +202,7 @@ def _prompt_text(
     generator: "SpeculativeGenerator",
     template: TemplateOptions,
     said: str,
-    begun: str,
+    prefix: str,
     *,
     follows: bool,
 ) -> tuple[str, bool]:
@@ -212,11 +212,11 @@ def _prompt_text(
     out, as in mlx-lm: `mlx_lm.cache_prompt` has read it, and the message's beginning.
     """
     if not template.applies(generator.tokenizer):
-        return said + begun, follows
+        return said + prefix, follows
 
     def rendered(content: str) -> str:
         message = [{"role": "user", "content": content}]
-        return template.render(generator.tokenizer, message, begun or None)
+        return template.render(generator.tokenizer, message, prefix or None)
 
     start = rendered(PLACE).find(PLACE) if follows else 0
     return rendered(said)[max(0, start) :], True

@@ -111,20 +111,20 @@ def _file(folder: Path) -> Offered:
 
     name = "speculation.json"
     try:
-        found = read_pair(folder, [draft.kind for draft in FOLDER_DRAFTS])
+        result = read_pair(folder, [draft.kind for draft in FOLDER_DRAFTS])
     except SpeculationError as error:
         return Offered(name, False, str(error))
-    if found is None:
+    if result is None:
         return Offered(name, False, "there is none")
     more = {
-        "kind": found.kind,
-        "convention": None if found.convention is None else dict(found.convention),
-        "draft_length": found.draft_length,
+        "kind": result.kind,
+        "convention": None if result.convention is None else dict(result.convention),
+        "draft_length": result.draft_length,
     }
     said = "".join(
         f", {key} {value}" for key, value in more.items() if value is not None
     )
-    return Offered(name, True, f"names {found.draft!r}{said}")
+    return Offered(name, True, f"names {result.draft!r}{said}")
 
 
 def _head(folder: Path, target: "nn.Module") -> Offered:
@@ -132,13 +132,13 @@ def _head(folder: Path, target: "nn.Module") -> Offered:
     from mlx_speculation.models.mtp import find_mtp_head
 
     try:
-        found = find_mtp_head(folder, target)
+        result = find_mtp_head(folder, target)
     except SpeculationError as error:
         return Offered("mtp", False, str(error))
-    files = found.files
+    files = result.files
     where = files.source if files.in_shards else f"the sidecar {files.source}"
     detail = (
-        f"a head of the {found.family.name} family in {where}: {len(files.tensors)} "
+        f"a head of the {result.family.name} family in {where}: {len(files.tensors)} "
         f"tensors, {files.layers} layer{'s' if files.layers > 1 else ''}"
     )
     return Offered("mtp", True, detail)
@@ -149,11 +149,11 @@ def _folder(
 ) -> Offered:
     """Say whether a folder can draft for the target."""
     try:
-        found = _resolved(draft, folder, target, tokenizer, trusted)
+        result = _resolved(draft, folder, target, tokenizer, trusted)
     except SpeculationError as error:
         return Offered(draft, False, str(error))
-    kind = None if found.draft is None else found.draft.kind
-    said = [f"of kind {kind!r}, with the target's token ids", *found.notices]
+    kind = None if result.draft is None else result.draft.kind
+    said = [f"of kind {kind!r}, with the target's token ids", *result.notices]
     return Offered(draft, True, ". ".join(said))
 
 

@@ -162,21 +162,28 @@ def markdown(page: Measured) -> str:
     lines.append("- " + ", ".join(f"{k} {v}" for k, v in page["versions"].items()))
     for name, write in _SECTIONS.items():
         if name in page:
-            own = page[name]
-            found = [f"not measured: {own['error']}"] if "error" in own else write(own)
-            lines += ["", f"## {name}", "", *found]
+            measured = page[name]
+            result = (
+                [f"not measured: {measured['error']}"]
+                if "error" in measured
+                else write(measured)
+            )
+            lines += ["", f"## {name}", "", *result]
     return "\n".join(lines) + "\n"
 
 
-def _doctor(own: Measured) -> list[str]:
-    lines = [f"- BLAS: {own['blas']}"]
-    if own["threads"] is not None:
-        lines.append(f"- threads: {own['threads']}")
-    return [*lines, *(f"- {each['level']}: {each['found']}" for each in own["advice"])]
+def _doctor(measured: Measured) -> list[str]:
+    lines = [f"- BLAS: {measured['blas']}"]
+    if measured["threads"] is not None:
+        lines.append(f"- threads: {measured['threads']}")
+    return [
+        *lines,
+        *(f"- {each['level']}: {each['found']}" for each in measured["advice"]),
+    ]
 
 
-def _check(own: Measured) -> list[str]:
-    rows = own["rows"]
+def _check(measured: Measured) -> list[str]:
+    rows = measured["rows"]
     return [
         f"Drafts verified at once and token by token: {rows['verdict']}, "
         f"{rows['differing_rows']} of {rows['rows']} rows differ, largest difference "
@@ -184,19 +191,19 @@ def _check(own: Measured) -> list[str]:
     ]
 
 
-def _exact(own: Measured) -> list[str]:
-    found = own["found"]
-    price = found["exact_seconds"] / found["plain_seconds"]
-    kept = "exact keeps its promise" if own["same"] else "EXACT IS NOT EXACT"
+def _exact(measured: Measured) -> list[str]:
+    result = measured["found"]
+    price = result["exact_seconds"] / result["plain_seconds"]
+    kept = "exact keeps its promise" if measured["same"] else "EXACT IS NOT EXACT"
     return [
-        f"{kept}: {found['differing']} of {found['rows']} rows differ, up to "
-        f"{found['context']} positions. A forward of {own['exact']} rows takes "
+        f"{kept}: {result['differing']} of {result['rows']} rows differ, up to "
+        f"{result['context']} positions. A forward of {measured['exact']} rows takes "
         f"{price:.2f} plain steps."
     ]
 
 
-def _calibrate(own: Measured) -> list[str]:
-    costs = own["seconds_by_context"]
+def _calibrate(measured: Measured) -> list[str]:
+    costs = measured["seconds_by_context"]
     lengths = sorted({int(n) for table in costs.values() for n in table})
     lines = _header("context up to", *(str(n or "plain") for n in lengths))
     for context, table in costs.items():
@@ -206,9 +213,9 @@ def _calibrate(own: Measured) -> list[str]:
     return ["Milliseconds of a round by tokens drafted:", "", *lines]
 
 
-def _benchmark(own: Measured) -> list[str]:
+def _benchmark(measured: Measured) -> list[str]:
     lines = _header("arm", "tokens/s", "x plain", "least", "most", "accepted")
-    for arm in own["arms"]:
+    for arm in measured["arms"]:
         over, counts = arm["over_plain"], arm["statistics"]
         accepted = "-"
         if counts is not None and counts["drafted"]:
@@ -216,9 +223,9 @@ def _benchmark(own: Measured) -> list[str]:
         ratios = (over["median"], over["low"], over["high"])
         speeds = (f"{arm['speed']['median']:.1f}", *(f"{each:.2f}" for each in ratios))
         lines.append(_row(arm["name"], *speeds, accepted))
-    same = "equal" if own["same"] else "NOT EQUAL"
-    kind = "chat messages" if own["chat"] else "texts"
-    size = f"{own['passes']} {kind} of up to {own['tokens']} tokens"
+    same = "equal" if measured["same"] else "NOT EQUAL"
+    kind = "chat messages" if measured["chat"] else "texts"
+    size = f"{measured['passes']} {kind} of up to {measured['tokens']} tokens"
     return [f"{size}, all {same} to plain decoding's:", "", *lines]
 
 

@@ -76,12 +76,12 @@ class AccessOptions:
 
 def _template_args(text: str) -> dict[str, Any]:
     """Return the object for the chat template."""
-    found = parsed_json("--chat-template-args", text)
-    if not isinstance(found, dict):
+    result = parsed_json("--chat-template-args", text)
+    if not isinstance(result, dict):
         raise InvalidRequestError(
             f"--chat-template-args is {text}, and a JSON object is needed."
         )
-    return found
+    return result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,8 +249,8 @@ def _names(model: str, name: str | None) -> tuple[str, ...]:
 
 def _shown(path_or_repo: str) -> str:
     """Return a name for clients, who need not know where a folder is."""
-    own = Path(path_or_repo).expanduser()
-    return own.resolve().name if own.is_dir() else path_or_repo
+    path = Path(path_or_repo).expanduser()
+    return path.resolve().name if path.is_dir() else path_or_repo
 
 
 def _is_loopback(host: str) -> bool:

@@ -148,10 +148,10 @@ def _line(say: Callable[[str], None]) -> Callable[[Any], None]:
         newest = progress.history[-1]
         loss = f", loss {progress.losses[-1][1]:.3f}" if progress.losses else ""
         parts = [
-            f"{name} {own['length']:.3f} ("
-            + " ".join(f"{share:.2f}" for share in own["positions"])
+            f"{name} {rates['length']:.3f} ("
+            + " ".join(f"{share:.2f}" for share in rates["positions"])
             + ")"
-            for name, own in newest["acceptance"].items()
+            for name, rates in newest["acceptance"].items()
         ]
         say(
             f"step {newest['step']}, {newest['seconds']:.0f} s{loss}: "
@@ -174,12 +174,12 @@ def _table(result: "TrainingResult") -> Table:
         "lookup",
         title=f"Held-out text, step {record['best']['step']}",
     )
-    for name, own in kept["acceptance"].items():
+    for name, rates in kept["acceptance"].items():
         lookup = record["lookup"].get(name)
         table.add_row(
             name,
-            f"{own['length']:.2f}",
-            " ".join(f"{share:.2f}" for share in own["positions"]),
+            f"{rates['length']:.2f}",
+            " ".join(f"{share:.2f}" for share in rates["positions"]),
             "-" if lookup is None else f"{lookup['length']:.2f}",
         )
     return table

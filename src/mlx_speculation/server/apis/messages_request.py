@@ -68,14 +68,14 @@ def messages_request(body: CountBody, settings: Settings) -> GenerationRequest:
         add(message.content, f"messages[{i}].content")
     messages, images = conversation.messages()
     args, budget = read.thinking(body.thinking, effort=config.effort)
-    most, asked = settings.limits.max_tokens, getattr(body, "max_tokens", None)
+    most, wanted = settings.limits.max_tokens, getattr(body, "max_tokens", None)
     stops = read.stops(getattr(body, "stop_sequences", None), "stop_sequences")
     return read.generation(
         body,
         settings,
         {"stop": stops},
         # A client asks for what its own model has; it gets what there is.
-        max_tokens=min(asked, most) if asked and most else asked or most or None,
+        max_tokens=min(wanted, most) if wanted and most else wanted or most or None,
         any_model=True,
         chat=Chat(
             messages=messages,

@@ -57,24 +57,24 @@ def total(usages: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return what several texts have cost together."""
     if len(usages) == 1:
         return usages[0]
-    own = [usage["speculative"] for usage in usages]
+    speculative = [usage["speculative"] for usage in usages]
     counts = {
-        name: sum(each[name] for each in own)
+        name: sum(each[name] for each in speculative)
         for name in ("rounds", "drafts", "drafted", "accepted", "drafter_faults")
     }
     drafts, drafted = counts["drafts"], counts["drafted"]
-    width = max(len(each["accepted_per_position"]) for each in own)
+    width = max(len(each["accepted_per_position"]) for each in speculative)
     reached = [
         sum(
             each["drafts"] * (*each["accepted_per_position"], *[0.0] * width)[place]
-            for each in own
+            for each in speculative
         )
         for place in range(width)
     ]
     return {
         **_sums(usages),
         "speculative": {
-            **own[0],
+            **speculative[0],
             **counts,
             "acceptance_rate": counts["accepted"] / drafted if drafted else 0.0,
             "mean_accepted_length": 1 + (counts["accepted"] / drafts if drafts else 0),

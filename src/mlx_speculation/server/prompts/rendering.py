@@ -43,12 +43,12 @@ class ChatTemplate:
         self._has_template = bool(tokenizer.has_chat_template)
         has_calls = bool(tokenizer.has_tool_calling)
         # Where a template has no tools, they are described to the model.
-        own = json_tools
-        self.tool_parser = tokenizer.tool_parser if has_calls else own.parse_tool_call
+        tools = json_tools
+        self.tool_parser = tokenizer.tool_parser if has_calls else tools.parse_tool_call
         self.call_marks = (
             (tokenizer.tool_call_start, tokenizer.tool_call_end)
             if has_calls
-            else (own.tool_call_start, own.tool_call_end)
+            else (tools.tool_call_start, tools.tool_call_end)
         )
         self._plain = _marks(tokenizer)
         self._with_calls = self._plain if has_calls else _marks(_Described(tokenizer))

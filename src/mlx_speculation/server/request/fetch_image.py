@@ -55,10 +55,10 @@ def fetch_image(url: str, limits: FetchLimits) -> bytes:
         port = parts.port or _PORTS[parts.scheme]
         addresses = _addresses(parts.hostname or "", port, private=limits.private)
         with _socket_to(addresses, port, parts, deadline) as opened:
-            found = _answer(opened, parts, limits)
+            result = _answer(opened, parts, limits)
         if time.monotonic() >= deadline:  # cut, which is an end like another
             raise TimeoutError
-        return found
+        return result
     except (OSError, HTTPException, ValueError) as error:
         if isinstance(error, InvalidRequestError):
             raise
@@ -105,12 +105,12 @@ def _addresses(host: str, port: int, *, private: bool) -> list[Address]:
     """Return the addresses of a host, of which each may be asked."""
     try:
         name = host.encode("idna").decode()
-        found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+        result = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise InvalidRequestError(
             f"The image's host {host[:60]!r} is not known here."
         ) from error
-    addresses = [ipaddress.ip_address(each[4][0]) for each in found]
+    addresses = [ipaddress.ip_address(each[4][0]) for each in result]
     if not private and not all(is_public(each) for each in addresses):
         raise InvalidRequestError(
             f"The image's host {host[:60]!r} is at an address that is not public, and "
@@ -186,10 +186,10 @@ def _answer(opened: socket.socket, parts: SplitResult, limits: FetchLimits) -> b
     """Ask, and return the body of the answer."""
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     headers = {"Accept": "image/*", "Accept-Encoding": "identity"}
-    with closing(HTTPConnection(parts.netloc)) as asked:
-        asked.sock = opened  # so that it opens none by itself
-        asked.request("GET", path, headers={**headers, "Connection": "close"})
-        with asked.getresponse() as answer:
+    with closing(HTTPConnection(parts.netloc)) as connection:
+        connection.sock = opened  # so that it opens none by itself
+        connection.request("GET", path, headers={**headers, "Connection": "close"})
+        with connection.getresponse() as answer:
             return _body(answer, limits)
 
 
@@ -209,14 +209,14 @@ def _body(answer: HTTPResponse, limits: FetchLimits) -> bytes:
         )
     if answer.length is not None and answer.length > limits.bytes:
         raise _too_large(answer.length, limits)
-    found = bytearray()
+    result = bytearray()
     while chunk := answer.read1(_CHUNK):
-        found += chunk
-        if len(found) > limits.bytes:
-            raise _too_large(len(found), limits)
+        result += chunk
+        if len(result) > limits.bytes:
+            raise _too_large(len(result), limits)
     if answer.length:  # what is left of what was promised
         raise HTTPException(f"{answer.length} bytes are missing")
-    return bytes(found)
+    return bytes(result)
 
 
 def _too_large(count: int, limits: FetchLimits) -> InvalidRequestError:

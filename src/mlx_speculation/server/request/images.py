@@ -65,15 +65,15 @@ def opened(images: Sequence[bytes], settings: Settings) -> tuple[Any, ...]:
     Raises:
         ApiError: names the first that is none.
     """
-    found = []
+    result = []
     for number, data in enumerate(images, 1):
         try:
-            found.append(open_image(data, limits_of(settings)))
+            result.append(open_image(data, limits_of(settings)))
         except InvalidRequestError as error:
             raise invalid(
                 f"Image {number} of {len(images)}: {error}", "messages"
             ) from error
-    return tuple(found)
+    return tuple(result)
 
 
 def limits_of(settings: Settings) -> ImageLimits:
@@ -108,9 +108,9 @@ def _read(url: str, where: str, settings: Settings) -> bytes:
             where,
         )
     try:
-        own = folder.resolve()
-        path = (own / unquote(parts.path)).resolve()  # links are followed first
-        if not path.is_relative_to(own):
+        root = folder.resolve()
+        path = (root / unquote(parts.path)).resolve()  # links are followed first
+        if not path.is_relative_to(root):
             raise _outside(where)
         if not path.is_file():  # no device, no pipe
             raise invalid(f"{where} names no file of the allowed folder.", where)

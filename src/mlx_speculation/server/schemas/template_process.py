@@ -84,12 +84,12 @@ class Child:
 
     def _timed_step(self, message: bytes) -> bytes:
         """Do a step in its own time and what others have left over."""
-        own = self._limits["step_seconds"]
-        signal.setitimer(signal.ITIMER_REAL, own + self._spare)
+        limit = self._limits["step_seconds"]
+        signal.setitimer(signal.ITIMER_REAL, limit + self._spare)
         started = time.monotonic()
         answer = self._step(message)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        over = max(0.0, time.monotonic() - started - own)
+        over = max(0.0, time.monotonic() - started - limit)
         self._spare = max(0.0, self._spare - over)  # a step may end as its time does
         return answer
 
@@ -98,11 +98,11 @@ class Child:
         place, token, new = STEP.unpack_from(message)
         for (unused,) in struct.iter_unpack("<I", message[STEP.size :]):
             del self._places[unused]
-        following = self._places[place].deep_copy()
-        self._places[new] = following
-        if not following.consume_token(token):
-            return _failed(following)
-        return _mask(following)
+        moved = self._places[place].deep_copy()
+        self._places[new] = moved
+        if not moved.consume_token(token):
+            return _failed(moved)
+        return _mask(moved)
 
 
 def _mask(matcher: Any) -> bytes:

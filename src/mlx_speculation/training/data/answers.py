@@ -59,12 +59,12 @@ def _sampler(temperature: float, min_p: float, seed: int) -> Callable[..., mx.ar
         nonlocal key
         if temperature == 0:
             return mx.argmax(logprobs, axis=-1)
-        key, own = mx.random.split(key)
+        key, drawn = mx.random.split(key)
         if min_p:
             best = logprobs.max(axis=-1, keepdims=True)
             least = best + mx.log(mx.array(min_p, logprobs.dtype))
             logprobs = mx.where(logprobs < least, -mx.inf, logprobs)
-        return mx.random.categorical(logprobs * (1 / temperature), key=own)
+        return mx.random.categorical(logprobs * (1 / temperature), key=drawn)
 
     return sample
 

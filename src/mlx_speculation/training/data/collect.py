@@ -59,11 +59,11 @@ class Collector:
         self._cut = cut
         fruitless = 0
         while True:
-            held, count = self._next(dialogues)
-            if not count or (not held and dialogues.training and stop()):
+            held_out, count = self._next(dialogues)
+            if not count or (not held_out and dialogues.training and stop()):
                 return
             report(len(dialogues.all), wanted)
-            more, used = self._batch(dialogues, held, count, report)
+            more, used = self._batch(dialogues, held_out, count, report)
             with DeferredSignals():
                 dialogues.add(more, used)
             fruitless = 0 if more else fruitless + 1
@@ -79,58 +79,62 @@ class Collector:
         if self._options.own_share == 0:
             most = min(most, len(self._prompts) - dialogues.used)
         half = -(-self._options.held_out // 2)
-        held = dialogues.held_out
+        held_out = dialogues.held_out
         for temperature in TEMPERATURES:
-            missing = half - sum(each.temperature == temperature for each in held)
+            missing = half - sum(each.temperature == temperature for each in held_out)
             if missing > 0 and most > 0:
                 return True, min(most, missing)
         missing = self._options.dialogues - len(dialogues.training)
         return False, max(0, min(most, missing))
 
     def _batch(
-        self, dialogues: Dialogues, held: bool, count: int, report: Report
+        self, dialogues: Dialogues, held_out: bool, count: int, report: Report
     ) -> tuple[list[Dialogue], int]:
         """Return a batch of dialogues, and how many prompts of the file it took."""
         number = dialogues.batches
         temperature = TEMPERATURES[number % 2]
-        if held:
+        if held_out:
             greedy = sum(each.temperature == 0 for each in dialogues.held_out)
             temperature = TEMPERATURES[greedy >= -(-self._options.held_out // 2)]
         seed = (self._options.seed << 20) + number
-        own = round(count * self._options.own_share)
+        own_count = round(count * self._options.own_share)
         prompts: list[list[int]] = []
-        if own:
+        if own_count:
             prompts = write_prompts(
                 self._model,
                 self._tokenizer,
-                own,
+                own_count,
                 most=self._options.prompt_tokens,
                 seed=seed,
             )
         done = len(dialogues.all)
         result = [
-            self._dialogue(prompt, answer, held, True, temperature)
+            self._dialogue(prompt, answer, held_out, True, temperature)
             for prompt, answer in zip(
                 prompts, self._answers(prompts, temperature, seed + 1), strict=True
             )
         ]
-        used = count - own
+        used = count - own_count
         taken = [
             self._prompts[(dialogues.used + i) % len(self._prompts)]
             for i in range(used)
         ]
-        result += self._conversations(taken, held, temperature, seed)
+        result += self._conversations(taken, held_out, temperature, seed)
         wanted = self._options.dialogues + self._options.held_out
         report(done + len(result), max(wanted, done + len(result)))
         return result, used
 
     def _conversations(
-        self, asked: Sequence[Messages], held: bool, temperature: float, seed: int
+        self,
+        conversations: Sequence[Messages],
+        held_out: bool,
+        temperature: float,
+        seed: int,
     ) -> list[Dialogue]:
         """Answer conversations turn by turn; each turn is a dialogue of its own."""
         result = []
-        histories: list[Messages] = [[] for _ in asked]
-        remaining = [list(messages) for messages in asked]
+        histories: list[Messages] = [[] for _ in conversations]
+        remaining = [list(messages) for messages in conversations]
         turn = 0
         while any(remaining):
             for history, rest in zip(histories, remaining, strict=True):
@@ -144,7 +148,9 @@ class Collector:
             prompts = [self._encoded(history) for history in live]
             answers = self._answers(prompts, temperature, seed + 2 + turn)
             for history, prompt, answer in zip(live, prompts, answers, strict=True):
-                result.append(self._dialogue(prompt, answer, held, False, temperature))
+                result.append(
+                    self._dialogue(prompt, answer, held_out, False, temperature)
+                )
                 text = self._tokenizer.decode(
                     [token for token in answer if token not in self._ends]
                 )

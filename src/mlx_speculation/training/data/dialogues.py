@@ -73,7 +73,7 @@ class Dialogues:
         try:
             with safe_open(file, "np") as opened:
                 said = opened.metadata() or {}
-                held = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+                tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise InvalidRequestError(
                 f"{str(file)!r} cannot be read: {error}. Name another file of data."
@@ -88,7 +88,9 @@ class Dialogues:
                 f"{said.get('target')!r}, and this one is {target!r}. Name another "
                 "file."
             )
-        return cls(file, target, _parted(held), int(said["batches"]), int(said["used"]))
+        return cls(
+            file, target, _parted(tensors), int(said["batches"]), int(said["used"])
+        )
 
     @property
     def all(self) -> list[Dialogue]:
@@ -145,17 +147,17 @@ class Dialogues:
         partial.replace(self.file)
 
 
-def _parted(held: dict[str, Any]) -> list[Dialogue]:
+def _parted(tensors: dict[str, Any]) -> list[Dialogue]:
     result, begin = [], 0
-    for number, end in enumerate(held["ends"].tolist()):
+    for number, end in enumerate(tensors["ends"].tolist()):
         result.append(
             Dialogue(
-                held["tokens"][begin:end],
-                held["counts"][begin:end].astype(np.bool_),
-                bool(held["held"][number]),
-                bool(held["own"][number]),
+                tensors["tokens"][begin:end],
+                tensors["counts"][begin:end].astype(np.bool_),
+                bool(tensors["held"][number]),
+                bool(tensors["own"][number]),
                 # As it was said: 0.8 is another number in float32
-                round(float(held["temperature"][number]), 6),
+                round(float(tensors["temperature"][number]), 6),
             )
         )
         begin = end

@@ -124,11 +124,11 @@ def write_prompts(
         InvalidRequestError: there is nothing to begin with.
     """
     frame, draw = frame_of(tokenizer), random.Random(seed)
-    begun = [
+    beginnings = [
         tokenizer.encode(draw.choice(SEEDS), add_special_tokens=False)
         for _ in range(count)
     ]
-    starts = [[*frame.before, *words] for words in begun]
+    starts = [[*frame.before, *words] for words in beginnings]
     if not all(starts):
         raise InvalidRequestError(
             "The tokenizer has neither a chat template nor a token that begins a text, "
@@ -145,7 +145,7 @@ def write_prompts(
         min_p=_WORD_BY_WORD,
     )
     result: dict[tuple[int, ...], None] = {}
-    for words, more in zip(begun, written, strict=True):
+    for words, more in zip(beginnings, written, strict=True):
         text = [*words, *_without(more, ends)]
         if len(text) >= _SHORTEST:
             result[(*frame.before, *text, *frame.after)] = None

@@ -52,9 +52,9 @@ def _messages(line: str, where: str) -> Messages:
     turns = [value] if isinstance(value, str) else value
     if isinstance(turns, list):
         made = [_message(turn) for turn in turns]
-        asked = [each for each in made if each and each["role"] != "assistant"]
-        if None not in made and any(each["role"] == "user" for each in asked):
-            return asked
+        kept = [each for each in made if each and each["role"] != "assistant"]
+        if None not in made and any(each["role"] == "user" for each in kept):
+            return kept
     raise InvalidRequestError(
         f"{where} is no prompt: a string, or an object with 'messages', 'turns', "
         "'prompt' or 'text' is needed, and a user's message in it."

@@ -86,9 +86,9 @@ class BlockTrainee:
         self.kind: str = kind
         self._ids, self._width = ids, logit_width(model)
         self.ids = None if ids is None else mx.array(ids.astype(np.uint32))
-        own: dict[str, Any] = {"mask_token_id": mask, "target_layer_ids": list(taken)}
+        extra: dict[str, Any] = {"mask_token_id": mask, "target_layer_ids": list(taken)}
         if kind == "dspark":
-            own |= {
+            extra |= {
                 "projector_type": "dspark",
                 "markov_rank": rank,
                 "markov_head_type": "vanilla",
@@ -102,7 +102,7 @@ class BlockTrainee:
             "num_target_layers": trunk,
             "block_size": block,
             "vocab_size": self._width,
-            "dflash_config": own,
+            "dflash_config": extra,
         }
         if ids is not None:
             self._config["draft_vocab_size"] = len(ids)
@@ -211,8 +211,8 @@ def begin_near(head: DFlashHead) -> None:
     """
     wide = head.fc.weight
     dim = wide.shape[0]
-    own = mx.eye(dim, wide.shape[1], wide.shape[1] - dim)
-    head.fc.weight = own + wide / 10
+    identity = mx.eye(dim, wide.shape[1], wide.shape[1] - dim)
+    head.fc.weight = identity + wide / 10
     for layer in head.layers:
         attention = layer.self_attn
         for name in ("k_proj", "v_proj", "o_proj"):

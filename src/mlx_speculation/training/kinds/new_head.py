@@ -55,8 +55,8 @@ def begin_head(head: Any, taps: HiddenStates, ids: mx.array | None, seed: int) -
         nonlocal key
         if value.ndim < 2:
             return mx.ones_like(value)
-        key, own = mx.random.split(key)
-        return SPREAD * mx.random.normal(value.shape, key=own)
+        key, part = mx.random.split(key)
+        return SPREAD * mx.random.normal(value.shape, key=part)
 
     head.update(tree_map(drawn, head.parameters()))
     rows = None if ids is None else output_rows(taps, ids)

@@ -54,8 +54,8 @@ class SmallModelTrainee:
     ) -> None:
         self._target, self._config = target, read_config(draft)
         if any(draft.glob("model*.safetensors")):
-            self.module, own = load(draft)
-            check_same_ids(tokenizer, own)
+            self.module, loaded_tokenizer = load(draft)
+            check_same_ids(tokenizer, loaded_tokenizer)
         else:
             self.module = _made(self._config, seed)
         self._config.pop("quantization", None)
@@ -119,9 +119,9 @@ def _made(config: dict[str, Any], seed: int) -> nn.Module:
         nonlocal key
         if value.ndim < 2:
             return value
-        key, own = mx.random.split(key)
+        key, part = mx.random.split(key)
         spread: float = min(0.02, value.shape[-1] ** -0.5)
-        return spread * mx.random.normal(value.shape, key=own)
+        return spread * mx.random.normal(value.shape, key=part)
 
     model.update(tree_map(drawn, model.parameters()))
     return model

@@ -33,8 +33,8 @@ def draw_curves(
     left.set_ylabel("loss")
     steps = [each["step"] for each in progress.history]
     for name, colour in _COLOURS.items():
-        own = [each["acceptance"].get(name) for each in progress.history]
-        lengths = [each["length"] for each in own if each is not None]
+        points = [each["acceptance"].get(name) for each in progress.history]
+        lengths = [each["length"] for each in points if each is not None]
         if len(lengths) == len(steps):
             right.plot(
                 steps, lengths, color=colour, marker="o", markersize=3, label=name

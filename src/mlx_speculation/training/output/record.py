@@ -60,11 +60,11 @@ def _card(record: dict[str, Any]) -> str:
         each for each in record["evaluations"] if each["step"] == record["best"]["step"]
     )
     rows = []
-    for name, own in kept["acceptance"].items():
-        shares = " ".join(f"{share:.2f}" for share in own["positions"])
+    for name, rates in kept["acceptance"].items():
+        shares = " ".join(f"{share:.2f}" for share in rates["positions"])
         lookup = record["lookup"].get(name)
         beside = "-" if lookup is None else f"{lookup['length']:.2f}"
-        rows.append(f"| {name} | {own['length']:.2f} | {shares} | {beside} |")
+        rows.append(f"| {name} | {rates['length']:.2f} | {shares} | {beside} |")
     speeds = record["speeds"]
     measured = (
         "Speed was not measured."

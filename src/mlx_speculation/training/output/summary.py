@@ -33,7 +33,7 @@ def measured(
     model: nn.Module,
     tokenizer: Any,
     trainee: Trainee,
-    held: Sequence[Dialogue],
+    dialogues: Sequence[Dialogue],
     folder: Path,
     out: Path,
     until: float | None,
@@ -44,7 +44,7 @@ def measured(
         model: the target.
         tokenizer: its tokenizer.
         trainee: what was trained.
-        held: dialogues whose prompts are answered.
+        dialogues: dialogues whose prompts are answered.
         folder: the target's.
         out: the draft's.
         until: when to end, of `time.monotonic`; None: when all texts are written.
@@ -54,7 +54,7 @@ def measured(
     """
     try:
         source = trainee.source(out)
-        speeds = measure_speeds(model, tokenizer, source, held, until=until)
+        speeds = measure_speeds(model, tokenizer, source, dialogues, until=until)
     except ConventionError as error:  # it has learned next to nothing
         return None, f"It drafts no better than by chance. {error}"
     except SpeculationError as error:  # the record is written all the same
