@@ -82,13 +82,17 @@ class PrefixReuse:
         """Take the restore points that are due.
 
         Args:
-            caches: lets the target's lane hold its caches meanwhile, where those of a
-                batch have them.
+            caches: lets the lanes hold their caches meanwhile, where those of a batch
+                have them.
         """
-        for which, lane in self._each():
-            points = lane.points
+        due = []
+        for lane in self._lanes():
+            points = None if lane is None else lane.points
             if points is not None and points.due(lane.seen, self._reach):
-                with nullcontext() if which else caches():
+                due.append((points, lane))
+        if due:
+            with caches():
+                for points, lane in due:
                     points.take(lane)
 
     def store(self, tokens: Sequence[int], *, ended: bool = True) -> None:

@@ -87,6 +87,8 @@ class RunningTogether:
         """Let a request that is to be closed have its caches again to keep them."""
         if row.stream.prefixes is not None:
             row.request.target.caches = self._lane.extract(self.rows.index(row))
+            if self._rounds.proposals.shared is not None:
+                self._rounds.proposals.shared.give_back(row.request)
 
     def leave(self, gone: Sequence[BatchRequest]) -> None:
         """Let requests leave, at any time between two rounds."""
@@ -231,6 +233,8 @@ class RunningTogether:
             yield
         finally:
             row.request.target.caches = []
+            if self._rounds.proposals.shared is not None:
+                self._rounds.proposals.shared.take_back(row.request)
 
 
 class RowGroups(dict[KVQuantization | None, RunningTogether]):

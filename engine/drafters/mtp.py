@@ -258,6 +258,10 @@ class MtpDrafter(OpenDrafter):
         """Let go of the caches, which are held elsewhere from now on."""
         self._cache = self._new_cache(self.committed.stop)
 
+    def take_back(self, cache: MtpCache) -> None:
+        """Hold these caches again, such as to keep them."""
+        self._cache = cache
+
     def let_go(self) -> None:
         """Let go of what it holds, as if it had seen nothing of the text."""
         self.handed_over()

@@ -121,6 +121,20 @@ class SharedDrafter(ABC):
         """Let go of what could undo the round: the target has committed its own."""
         self._round = self._chain = None
 
+    def give_back(self, request: Drafted) -> None:
+        """Let a request's own drafter hold a copy of its caches, to keep them."""
+        if request in self._requests:
+            with self._disabling("remember", [request]):
+                self._extract(self._requests.index(request))
+
+    @abstractmethod
+    def take_back(self, request: Drafted) -> None:
+        """Let go of that copy again."""
+
+    @abstractmethod
+    def _extract(self, index: int) -> None:
+        """Let the drafter of one of its requests hold a copy of its caches."""
+
     @abstractmethod
     def leave(self, gone: Sequence[Drafted]) -> None:
         """Let go of requests, and of those whose drafter is disabled."""

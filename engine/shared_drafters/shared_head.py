@@ -59,6 +59,16 @@ class SharedHead(SharedDrafter):
                 self._catch_up()
                 self._drop(evaluate=True)
 
+    def take_back(self, request: Drafted) -> None:
+        """Let go of that copy again."""
+        if request in self._requests:
+            _head(request).handed_over()
+
+    def _extract(self, index: int) -> None:
+        """Let the drafter of one of its requests hold a copy of its caches."""
+        assert self._cache is not None
+        _head(self._requests[index]).take_back(self._cache.extract(index))
+
     def leave(self, gone: Sequence[Drafted]) -> None:
         """Let go of requests, and of those whose drafter is disabled."""
         stay = self._staying(gone)

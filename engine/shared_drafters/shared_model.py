@@ -81,6 +81,15 @@ class SharedModel(SharedDrafter):
         with self._disabling("begin", requests):
             self._take_in(requests, limits)
 
+    def take_back(self, request: Drafted) -> None:
+        """Let go of that copy again."""
+        if request in self._requests:
+            self._lanes[request].caches = []
+
+    def _extract(self, index: int) -> None:
+        """Let the drafter of one of its requests hold a copy of its caches."""
+        self._lanes[self._requests[index]].caches = self.lane.extract(index)
+
     def leave(self, gone: Sequence[Drafted]) -> None:
         """Let go of requests, and of those whose drafter is disabled."""
         for request in gone:
@@ -145,10 +154,7 @@ class SharedModel(SharedDrafter):
         if self._requests and (new or self._lag() > LONGEST_LAG):
             self._catch_up()
         if new and (not self._requests or self._lag() == LAG):
-            lanes = [self._lanes[request] for request in new]
-            self.lane.join(lanes)
-            for lane in lanes:
-                lane.points = None
+            self.lane.join([self._lanes[request] for request in new])
             self._requests = self._requests + new
 
     def _read(self, requests: Sequence[Drafted]) -> list[Drafted]:

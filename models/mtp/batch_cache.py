@@ -31,12 +31,14 @@ class BatchMtpCache:
 
     Attributes:
         ends: for each row, the position that comes next.
+        firsts: for each row, the first position that is held.
     """
 
     def __init__(self, mtp: HeadOnTarget) -> None:
         self.mtp = mtp
         self.caches: list[Any] = []
         self.ends: list[int] = []
+        self.firsts: list[int] = []
 
     @property
     def nbytes(self) -> int:
@@ -55,6 +57,7 @@ class BatchMtpCache:
         else:
             self.caches = joining
         self.ends = self.ends + [cache.end for cache in each]
+        self.firsts = self.firsts + [cache.first for cache in each]
 
     def leave(self, stay: Sequence[int]) -> None:
         """Keep these rows, in this order, and let go of the others."""
@@ -66,6 +69,13 @@ class BatchMtpCache:
         else:
             self.caches = []
         self.ends = [self.ends[row] for row in stay]
+        self.firsts = [self.firsts[row] for row in stay]
+
+    def extract(self, row: int) -> MtpCache:
+        """Return a copy of what one row holds, as it would be held alone."""
+        alone = MtpCache(self.mtp, self.firsts[row])
+        alone.take([cache.extract(row) for cache in self.caches], self.ends[row])
+        return alone
 
     def begin(self) -> "BatchMtpRound":
         """Open a round."""

@@ -107,8 +107,16 @@ class MtpCache:
     def resume(self, snapshot: Snapshot) -> None:
         """Hold the rows that `kept` has returned, of a beginning of the text."""
         restore(snapshot, [cache for caches in self._caches for cache in caches])
+        self._begin(snapshot.stop)
+
+    def take(self, caches: list[Any], end: int) -> None:
+        """Hold these caches of a head of one layer, which end at a position."""
+        self._caches = [with_slack(caches)]
+        self._begin(end)
+
+    def _begin(self, end: int) -> None:
         layers = len(self._caches)
-        self._state = _State((snapshot.stop,) * layers, (None,) * layers)
+        self._state = _State((end,) * layers, (None,) * layers)
         self._before = self._after = self._state
 
     def feed(self, hidden: mx.array, stop: int, tokens_of: TokensOf) -> None:

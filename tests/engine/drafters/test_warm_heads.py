@@ -13,7 +13,13 @@ from typing import Any
 
 import pytest
 
-from mlx_speculation import CascadeDraft, LookupDraft, PrefixCache, SpeculativeGenerator
+from mlx_speculation import (
+    BatchGenerator,
+    CascadeDraft,
+    LookupDraft,
+    PrefixCache,
+    SpeculativeGenerator,
+)
 from mlx_speculation.engine import AssistantDraft, PEagleDraft
 from mlx_speculation.engine.drafters.gemma_assistant import AssistantDrafter
 from mlx_speculation.engine.drafters.mtp import MtpDrafter
@@ -268,3 +274,64 @@ def test_rows_of_a_head_go_with_those_of_its_target(
         assert rounds_of(generator, prompts[number], proposed) == cold[number]
         assert prefixes.nbytes <= budget
         assert all(node.rows.keys() == {0, 1} for node in prefixes._tree.nodes())
+
+
+@cache
+def small_model(name: str) -> Made:
+    return build(name), build(name)
+
+
+BATCHED: dict[str, Callable[[], Made]] = {
+    **{kind: KINDS[kind] for kind in ("mtp, one layer", "mtp, recurrent target")},
+    **{kind: made for kind, made in KINDS.items() if kind[:5] in ("eagle", "peagl")},
+    **{kind: KINDS[kind] for kind in ("mtp, windows", CHAIN, "dflash", "assistant")},
+    "cascade": KINDS["cascade"],
+    "draft model": lambda: small_model("llama"),
+    "recurrent draft model": lambda: small_model("qwen3_5"),
+}
+
+
+@pytest.mark.parametrize(("kind", "chosen"), covering(BATCHED, SAMPLINGS))
+def test_a_turn_after_a_batch_is_that_after_a_stream(
+    kind: str, chosen: str, proposed: list[list[int]]
+) -> None:
+    target, draft = BATCHED[kind]()
+    prompts = [prompt_of(count) for count in (37, 22)]
+    options: dict[str, Any] = {"sampling": SAMPLINGS[chosen], "max_tokens": 17}
+
+    def made() -> tuple[SpeculativeGenerator, PrefixCache]:
+        prefixes = PrefixCache(1 << 30, every=EVERY)
+        return (
+            SpeculativeGenerator(
+                target,
+                byte_tokenizer(),
+                draft=draft,
+                draft_length=3,
+                prefix_cache=prefixes,
+            ),
+            prefixes,
+        )
+
+    def second(
+        made: tuple[SpeculativeGenerator, PrefixCache], known: list[int]
+    ) -> dict[str, Any]:
+        generator, prefixes = made
+        rows = [prefixes.lookup(role, known) for role in range(len(prefixes._roles))]
+        stops = [each.stop for each in rows if each is not None]
+        found = {"missing": [stops[0] - stop for stop in stops]}
+        turn = [*known, *prompt_of(9)]
+        sampling = options["sampling"]
+        return found | rounds_of(generator, turn, proposed, sampling=sampling)
+
+    streams, batched = made(), made()
+    with BatchGenerator(batched[0]) as batch:
+        uids = [batch.insert(prompt, stop_tokens=(), **options) for prompt in prompts]
+        assert [batch.why_alone(uid) for uid in uids] == [None] * len(uids)
+        while batch.running or batch.waiting:
+            batch.next()
+        texts = [batch.result(uid).tokens for uid in uids]
+    for prompt, text in zip(prompts, texts, strict=True):
+        assert rounds_of(streams[0], prompt, proposed, **options)["text"] == text
+    for prompt, text in zip(prompts, texts, strict=True):
+        known = [*prompt, *text]
+        assert second(batched, known) == second(streams, known)
