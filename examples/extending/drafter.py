@@ -9,12 +9,14 @@ from itertools import pairwise
 from typing import Any
 
 from mlx_speculation import (
+    BatchGenerator,
     DrafterFaultWarning,
     Sampling,
     SpeculativeGenerator,
     demo_models,
 )
 from mlx_speculation.engine import Choose, Draft, Proposal, Sequence
+from mlx_speculation.engine.drafters.base import OpenDrafter
 from mlx_speculation.models import Lane
 
 # isort: split
@@ -67,19 +69,41 @@ assert result.tokens == plain.tokens
 print(result.stats.drafter_faults[0].reason)
 
 
+class OpenPairs(Pairs, OpenDrafter):
+    """The drafter of one request, which knows what earlier ones have left."""
+
+    def __init__(self, known: dict[int, int]) -> None:
+        self.known = known
+
+    def begin(self, sequence: Sequence) -> None:
+        self.next = dict(self.known)
+
+    def remember(self, tokens: Any, answer: int) -> None:
+        self.known.update(pairwise(tokens))
+
+
 class PairsDraft(Draft):
+    def __init__(self) -> None:
+        self.known: dict[int, int] = {}
+
     def open(
         self, lane: Lane, sequence: Sequence, draft_cache: list[Any] | None = None
-    ) -> Pairs:
-        return Pairs()
+    ) -> OpenPairs:
+        return OpenPairs(self.known)
 
 
 several = SpeculativeGenerator(
     generator.model, generator.tokenizer, draft=PairsDraft(), draft_length=4
 )
-results = several.generate_batch([prompt, "import os\n"], max_tokens=32)
+with BatchGenerator(several) as batch:
+    uids = [batch.insert(text, max_tokens=32) for text in (prompt, "import os\n")]
+    while batch.waiting or batch.running:
+        batch.next()
+    results = [batch.result(uid) for uid in uids]
 
 assert results[0].tokens == plain.tokens
+assert batch.stats.alone == {}  # no reason to run a request by itself
+assert batch.stats.mean_rows > 1  # requests of a forward of the target
 print([result.stats.accepted for result in results])
 
 
