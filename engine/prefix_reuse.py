@@ -85,11 +85,12 @@ class PrefixReuse:
             caches: lets the lanes hold their caches meanwhile, where those of a batch
                 have them.
         """
-        due = []
-        for lane in self._lanes():
-            points = None if lane is None else lane.points
-            if points is not None and points.due(lane.seen, self._reach):
-                due.append((points, lane))
+        due = [
+            (lane.points, lane)
+            for lane in self._lanes()
+            if lane is not None and lane.points is not None
+            if lane.points.due(lane.seen, self._reach)
+        ]
         if due:
             with caches():
                 for points, lane in due:

@@ -330,9 +330,9 @@ class StreamFactory:
             return None
 
         def lanes() -> list[Lane | None]:
-            found: list[Lane | None] = [target, *drafter.lanes]
+            result: list[Lane | None] = [target, *drafter.lanes]
             # A draft model's caches hold nothing of images.
-            return found if images is None else [target, *[None] * (len(found) - 1)]
+            return result if images is None else [target, *[None] * (len(result) - 1)]
 
         model: Any = self._setup.model
         keys = () if images is None else images.prefix_keys(model)
@@ -388,9 +388,9 @@ class StreamFactory:
 
 def _modules_of(draft: Draft | None) -> list[nn.Module]:
     """Return the modules of a draft, without what it shares with the target."""
-    found = [
+    result = [
         one
         for each in members_of(draft)
         for one in (each.own_weights, each.reduced_rows)
     ]
-    return [module for module in found if module is not None]
+    return [module for module in result if module is not None]

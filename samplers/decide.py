@@ -45,28 +45,28 @@ class Ask:
 
 
 def decide(
-    asked: Sequence[Ask], logits: mx.array, drafted: mx.array | None = None
+    requests: Sequence[Ask], logits: mx.array, drafted: mx.array | None = None
 ) -> Decided:
     """Decide for every request.
 
     Args:
-        asked: what each of them asks.
+        requests: what each of them asks.
         logits: [requests, n, vocab] of the target; of each, the rows it asks for come
             first.
         drafted: uint32 [requests, n - 1], padded with any tokens; None for n = 1.
     """
     groups: list[Group] = []
     failed: dict[int, Exception] = {}
-    for key, members in _grouped(asked).items():
+    for key, members in _grouped(requests).items():
         if key is not None:
-            groups.append(_together(asked, members, logits, drafted))
+            groups.append(_together(requests, members, logits, drafted))
             continue
         for index in members:
-            one = asked[index]
-            own = logits[index, : one.rows.count]
+            one = requests[index]
+            rows = logits[index, : one.rows.count]
             try:
                 verified = one.verifier.verify(
-                    own, one.rows, one.drafted, one.draft_probs, top=one.top
+                    rows, one.rows, one.drafted, one.draft_probs, top=one.top
                 )
                 groups.append(Group((index,), verified))
             except Exception as error:
@@ -86,7 +86,7 @@ class Proposed(NamedTuple):
 
 
 def propose_all(
-    asked: Sequence[Ask],
+    requests: Sequence[Ask],
     positions: Sequence[int],
     logits: mx.array,
     ids: mx.array | None = None,
@@ -94,7 +94,7 @@ def propose_all(
     """Choose the next drafted token of every request.
 
     Args:
-        asked: what each of them asks, for one row; all are of one target. What is
+        requests: what each of them asks, for one row; all are of one target. What is
             ahead may be left out of those that have much in common.
         positions: of the token that each chooses.
         logits: [requests, vocab] of a draft, or [requests, n] with `ids`.
@@ -102,23 +102,25 @@ def propose_all(
             see `Verifier.propose`.
     """
     if ids is not None:
-        logits = spread(logits, ids, asked[0].verifier.chooser.width)
+        logits = spread(logits, ids, requests[0].verifier.chooser.width)
     tokens: list[mx.array] = []
     order: list[int] = []
     probs: dict[int, mx.array] = {}
     failed: dict[int, Exception] = {}
-    for key, members in _grouped(asked).items():
+    for key, members in _grouped(requests).items():
         order += members
         if key is not None:
             choosers, places = [], []
             for index in members:
-                choosers.append(asked[index].verifier.draft_chooser)
+                choosers.append(requests[index].verifier.draft_chooser)
                 places.append(positions[index])
-            rows = logits if len(members) == len(asked) else logits[mx.array(members)]
+            rows = (
+                logits if len(members) == len(requests) else logits[mx.array(members)]
+            )
             tokens.append(_picked(choosers, choosers[0].usable(rows, _ANY), places))
             continue
         for index in members:
-            one, row = asked[index], logits[index : index + 1]
+            one, row = requests[index], logits[index : index + 1]
             try:
                 chosen = one.verifier.propose(row, one.rows)
             except Exception as error:
@@ -134,10 +136,10 @@ def propose_all(
 _ANY = Rows((0,))  # what precedes a row does not matter to those decided together
 
 
-def _grouped(asked: Sequence[Ask]) -> dict[Any, list[int]]:
+def _grouped(requests: Sequence[Ask]) -> dict[Any, list[int]]:
     """Return the requests by what they have in common; None: nothing."""
     groups: dict[Any, list[int]] = {}
-    for index, one in enumerate(asked):
+    for index, one in enumerate(requests):
         shared = one.verifier.shared
         key = None if shared is None else (shared, one.top)
         groups.setdefault(key, []).append(index)
@@ -145,26 +147,26 @@ def _grouped(asked: Sequence[Ask]) -> dict[Any, list[int]]:
 
 
 def _together(
-    asked: Sequence[Ask],
+    requests: Sequence[Ask],
     members: list[int],
     logits: mx.array,
     drafted: mx.array | None,
 ) -> Group:
     """Decide for requests that differ in seed, position and mask only."""
-    if len(members) < len(asked):
-        asked, places = [asked[index] for index in members], mx.array(members)
+    if len(members) < len(requests):
+        requests, places = [requests[index] for index in members], mx.array(members)
         logits = logits[places]
         drafted = None if drafted is None else drafted[places]
-    width, first, counts = logits.shape[1], asked[0], []
+    width, first, counts = logits.shape[1], requests[0], []
     choosers, drew = [], False
-    for one in asked:  # no comprehensions, which are calls
+    for one in requests:  # no comprehensions, which are calls
         choosers.append(one.verifier.chooser)
         counts.append(one.rows.count - 1)
         drew = drew or one.drafted is not None
-    rows = replace(_ANY, allowed=_masks(asked, width))
+    rows = replace(_ANY, allowed=_masks(requests, width))
     processed = choosers[0].usable(logits.flatten(0, 1), rows)
     chance = not choosers[0].greedy
-    starts = [one.rows.positions[0] for one in asked] if chance else []
+    starts = [one.rows.positions[0] for one in requests] if chance else []
     tokens = _picked(choosers, processed, starts)
     accepted = None
     if drafted is not None and drew:
@@ -178,13 +180,13 @@ def _together(
     return Group(tuple(members), Verified(tokens, accepted, normals, report))
 
 
-def _masks(asked: Sequence[Ask], width: int) -> mx.array | None:
+def _masks(requests: Sequence[Ask], width: int) -> mx.array | None:
     """Return what rows may choose, bool [requests * width, ids]; None: all may all."""
-    some = next((a.rows.allowed for a in asked if a.rows.allowed is not None), None)
+    some = next((a.rows.allowed for a in requests if a.rows.allowed is not None), None)
     if some is None:
         return None
     parts = []
-    for one in asked:
+    for one in requests:
         mask, free = one.rows.allowed, width
         if mask is not None:
             parts.append(mask)
@@ -212,7 +214,7 @@ def _picked(
     thrown = None
     if sampling.xtc_probability > 0:
         coins = [chooser.coins(place) for chooser, place in pairs]
-        thrown = mx.concatenate([own for own in coins if own is not None])
+        thrown = mx.concatenate([coin for coin in coins if coin is not None])
     noise = mx.concatenate([chooser.noise(place) for chooser, place in pairs])
     scores = tempered(processed, sampling, thrown)
     return mx.argmax(scores + noise[:, : scores.shape[-1]], axis=-1)

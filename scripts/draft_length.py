@@ -105,7 +105,7 @@ def replay(
         costs = machines_of(recorded, each)[machine]
         for result in judged(recorded, each, costs, tokens, explain=explain):
             if explain:
-                say(f"{draft} {result.group}", result.own.decisions or ())
+                say(f"{draft} {result.group}", result.ours.decisions or ())
             report.add(
                 draft=draft,
                 group=result.group,

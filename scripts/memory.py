@@ -33,7 +33,7 @@ def memory(
     context: typer.Context,
     target: opt.Targets = None,
     draft_model: opt.DraftModel = "draft",
-    held: Annotated[int, typer.Option(min=600, help="Prompt tokens.")] = 4096,
+    prompt: Annotated[int, typer.Option(min=600, help="Prompt tokens.")] = 4096,
     rounds: Annotated[int, typer.Option(min=1)] = 200,
     draft_length: Annotated[int, typer.Option(min=1)] = 4,
     blas: opt.Blas = "auto",
@@ -43,7 +43,7 @@ def memory(
     with reported(context) as report:
         for name in target or ["dense"]:
             report.say(name)
-            report.add(**measure(name, draft_model, held, rounds, draft_length))
+            report.add(**measure(name, draft_model, prompt, rounds, draft_length))
     over = [row["target"] for row in report.rows if row["peak"] > row["allowed"]]
     if over:
         raise SystemExit(f"above the bound: {', '.join(over)}")
@@ -150,7 +150,7 @@ def slack(model: Any, prompt: list[int]) -> int:
 
     from mlx_speculation.caches import SlidingKVCache, leaves, with_slack
 
-    def held(caches: list[Any], kind: type[Any]) -> int:
+    def kept(caches: list[Any], kind: type[Any]) -> int:
         for start in range(0, 600, 100):
             model(mx.array([prompt[start : start + 100]]), cache=caches)
             model(mx.array([prompt[:1]]), cache=caches)
@@ -158,8 +158,8 @@ def slack(model: Any, prompt: list[int]) -> int:
         result = [leaf for _, leaf in leaves(caches) if isinstance(leaf, kind)]
         return sum(int(leaf.nbytes) for leaf in result)
 
-    native = held(make_prompt_cache(model), RotatingKVCache)
-    return held(with_slack(make_prompt_cache(model)), SlidingKVCache) - native
+    native = kept(make_prompt_cache(model), RotatingKVCache)
+    return kept(with_slack(make_prompt_cache(model)), SlidingKVCache) - native
 
 
 def peak_after(steps: Iterator[Any]) -> int:

@@ -63,7 +63,7 @@ def rounds_(
         list[str] | None, typer.Option(help="model, mtp, lookup; by default the first.")
     ] = None,
     draft_length: opt.Lengths = None,
-    held: Annotated[
+    prompt: Annotated[
         list[int] | None,
         typer.Option("--context", min=16, help="Tokens; by default 256."),
     ] = None,
@@ -83,7 +83,7 @@ def rounds_(
         from bench.models import Bench
 
         cases: dict[tuple[str, str, int, int], Case] = {}
-        for name, count in product(target or ["dense"], held or [256]):
+        for name, count in product(target or ["dense"], prompt or [256]):
             bench, drafts = Bench.of(name, draft_model), draft or ["model"]
             for case in cases_of(bench, drafts, draft_length or [4], count, hooked):
                 cases[bench.name, case.draft, case.length, count] = case
@@ -230,13 +230,13 @@ def cases_of(
     for name in ["plain", *drafts]:
         draft: Any = None
         step: Step | None = None
-        own: Any = None  # what the caches of a draft model hold
+        snapshot: Any = None  # what the caches of a draft model hold
         models = {"forwards": bench.model}
         if name == "model":
             draft, other = load(bench.draft_folder)[0], load(bench.draft_folder)[0]
             caches = filled(other, prompt)
             hook(other)
-            step, own = (
+            step, snapshot = (
                 step_of(other, caches, drafts=True),
                 held_by(caches, prompt_tokens),
             )
@@ -257,7 +257,7 @@ def cases_of(
             length: int,
             generator: SpeculativeGenerator = generator,
             draft: Any = draft,
-            own: Any = own,
+            snapshot: Any = snapshot,
             explain: bool = False,
         ) -> "Stream":
             return generator.stream(
@@ -268,7 +268,7 @@ def cases_of(
                 explain=explain,
                 prompt_cache=holding(bench.model, kept),
                 cached_tokens=prompt,
-                draft_cache=None if own is None else holding(draft, own),
+                draft_cache=None if snapshot is None else holding(draft, snapshot),
             )
 
         for length in lengths if draft is not None else [0]:

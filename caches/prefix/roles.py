@@ -109,8 +109,10 @@ class Roles(list[Role]):
                 f"have computed, and exact={_rows(shape)} was asked for. Make a "
                 "PrefixCache for each."
             )
-        for own, other in zip(roles, new_roles, strict=True):
-            merge(own.empty, other.empty)  # refuses caches of other kinds and settings
+        for present, other in zip(roles, new_roles, strict=True):
+            merge(
+                present.empty, other.empty
+            )  # refuses caches of other kinds and settings
         return False
 
     def bind_head(self, owner: Any, caches: Sequence[Any], lag: int) -> int:

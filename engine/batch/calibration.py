@@ -49,13 +49,13 @@ def calibrate_batches(
             f"rows is {list(rows)}, and at least one number of rows from 1 is needed."
         )
     cases = [(count, n) for count in sorted(set(rows)) for n in sorted(contexts)]
-    found: dict[int, CostTable] = {}
+    result: dict[int, CostTable] = {}
     for number, (count, context) in enumerate(cases):
         report = part_of(progress, number, len(cases))
         policy = Calibration(context, lengths.longest)
         kept_as = _measure(generator, start, policy, (count, context), report)
-        found[kept_as] = lengths.calibrated(kept_as).take(policy)
-    return found
+        result[kept_as] = lengths.calibrated(kept_as).take(policy)
+    return result
 
 
 def _measure(

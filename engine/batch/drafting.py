@@ -33,7 +33,7 @@ class BatchDrafting:
         self._rows: Sequence[BatchRequest] = ()
         self._opened = False
         self._sequential = True  # whether requests have drafters of their own
-        self._begun: set[int] = set()  # requests whose own drafters have read prompts
+        self._started: set[int] = set()  # requests whose own drafters have read prompts
         self._reading = False  # whether some have prompts to read
         self._waits = False  # whether the shared drafter waits for a step to be read
 
@@ -42,10 +42,10 @@ class BatchDrafting:
         if rows and not self._opened:
             self._opened = True
             self._proposals.shared = shared = self._shared_by(rows[0])
-            own = rows[0].drafter is not rows[0].request.open_drafter
-            self._sequential = shared is None or own
+            alone = rows[0].drafter is not rows[0].request.open_drafter
+            self._sequential = shared is None or alone
         self._rows = rows
-        self._begun &= {row.uid for row in rows}
+        self._started &= {row.uid for row in rows}
         self.lengths.rows_changed()
 
     def _shared_by(self, row: BatchRequest) -> SharedDrafter | None:
@@ -77,9 +77,9 @@ class BatchDrafting:
         self._running.clock.start(behind=bool(ahead))
         if not asks:
             return nothing
-        found = self._proposals.propose(ahead, *self._divided(limits, ahead))
-        if found.count(NOTHING) < len(found):
-            return found
+        result = self._proposals.propose(ahead, *self._divided(limits, ahead))
+        if result.count(NOTHING) < len(result):
+            return result
         self._proposals.discard()
         return nothing
 
@@ -118,7 +118,7 @@ class BatchDrafting:
         most = []
         for row, limit in zip(self._rows, limits, strict=True):
             most.append(limit if row.shares else 0)
-            if limit <= 0 or self._reading or row.uid in self._begun:
+            if limit <= 0 or self._reading or row.uid in self._started:
                 continue
             drafter, sequence = self._own(row), row.request.sequence
             if drafter is None:
@@ -127,7 +127,7 @@ class BatchDrafting:
             self._reading = not drafter.read_ahead(sequence, room.fits)
             if not self._reading:
                 drafter.begin(sequence)
-                self._begun.add(row.uid)
+                self._started.add(row.uid)
         if shared is not None:
             requests = self._running.requests
             shared.prepare(requests, shared.within(requests, most))
@@ -147,15 +147,15 @@ class BatchDrafting:
         """
         rows, shared, self._waits = self._rows, self._proposals.shared, False
         index, width = self._choose(limits, ahead)
-        own, most = [], []
+        sequential, most = [], []
         for row, limit in zip(rows, limits, strict=True):
-            begun = row.uid in self._begun and self._own(row) is not None
-            own.append(limit if begun else 0)
+            started = row.uid in self._started and self._own(row) is not None
+            sequential.append(limit if started else 0)
             costs = row.ruled is None or row.ruled.costs(index)
             limit = limit if row.ruled is None else min(limit, width)
             most.append(limit if costs and row.shares else 0)
         if shared is None:
-            return own, []
+            return sequential, []
         drafts = max(most) > 0
         if not ahead and drafts:
             for row in rows:
@@ -164,7 +164,7 @@ class BatchDrafting:
             return [0] * len(rows), shared.within(self._running.requests, most)
         waits = drafts or self.lengths.expects(rows)
         self._waits = bool(ahead) and not width and waits
-        return own, []
+        return sequential, []
 
     def _choose(self, limits: list[int], ahead: int) -> tuple[int, int]:
         """Let the rule choose for requests that offer it several sources, or free ones.
@@ -174,12 +174,12 @@ class BatchDrafting:
         Returns:
             The source and the width.
         """
-        asked = [
+        members = [
             (row, drafter, limit)
             for row, limit in zip(self._rows, limits, strict=True)
-            if (drafter := row.ruled) and limit > 0 and row.uid in self._begun
+            if (drafter := row.ruled) and limit > 0 and row.uid in self._started
         ]
-        if not asked:
+        if not members:
             return 0, 0
         offered = [
             drafter.offer(
@@ -188,11 +188,11 @@ class BatchDrafting:
                 CheckedChoose(row.request.verifier),
                 costly=not ahead or self._proposals.shared is None,
             )
-            for row, drafter, limit in asked
+            for row, drafter, limit in members
         ]
         context = max(len(row.tokens) for row in self._rows)
-        most = max(limit for _, _, limit in asked)
+        most = max(limit for _, _, limit in members)
         chosen = self.lengths.choose(context, most, offered, behind=ahead > 0)
-        for _, drafter, limit in asked:
+        for _, drafter, limit in members:
             drafter.chosen = chosen[0], min(limit, chosen[1])
         return chosen

@@ -46,8 +46,8 @@ class BatchQueue:
     def nbytes(self) -> int:
         """Bytes of the caches of all that have not ended, as allocated."""
         rows = (*self.running, *self.waiting)
-        own = sum(array_bytes(lane.caches) for row in rows for lane in row.lanes)
-        return sum(group.nbytes for group in self.groups.values()) + own
+        lanes = sum(array_bytes(lane.caches) for row in rows for lane in row.lanes)
+        return sum(group.nbytes for group in self.groups.values()) + lanes
 
     def advance(self) -> None:
         """Read prompts, let their rows join, and run one round of every row."""

@@ -53,7 +53,7 @@ class BatchRequest:
     # Its own length for the next round; the batch decides where None
     planned: Plan | None = None
     # The same for the round after that, which is asked for early
-    following: Plan | None = None
+    next_plan: Plan | None = None
     error: Exception | None = None  # what it has failed with
     # Of its last round, to be given out
     chunks: list[Chunk] = field(default_factory=list)
@@ -95,8 +95,8 @@ class BatchRequest:
     @property
     def lanes(self) -> list[Lane]:
         """Its own lanes, of target and draft models; they are empty while shared."""
-        found = [self.request.target, *self.request.open_drafter.lanes]
-        return [lane for lane in found if lane is not None]
+        result = [self.request.target, *self.request.open_drafter.lanes]
+        return [lane for lane in result if lane is not None]
 
     def let_go(self) -> None:
         """Let go of what its lanes and its head hold, once it has ended."""
@@ -140,18 +140,18 @@ def reason_alone(stream: Stream, model: Any, options: Mapping[str, Any]) -> str 
     request = stream.request
     target = request.target
     first = len(request.sequence.tokens) == 1 and target.seen == 0
-    own = (options.get("prompt_cache"), options.get("draft_cache"))
+    passed = (options.get("prompt_cache"), options.get("draft_cache"))
     reasons = {
         "it is exact, and other rows would change its bits": target.shape is not None,
-        "it writes to caches of the caller's": any(c is not None for c in own),
+        "it writes to caches of the caller's": any(c is not None for c in passed),
         "its rounds are to be explained": bool(options.get("explain")),
         "its caches are quantized from a later position on": _quantized_later(stream),
         # mlx-lm puts zeros beside other rows' states, and not every model begins so.
         "its prompt of one token leaves recurrent layers without a state": first
         and has_states(target.caches),
     }
-    found = next((reason for reason, holds in reasons.items() if holds), None)
-    return found or why_alone(model)
+    result = next((reason for reason, holds in reasons.items() if holds), None)
+    return result or why_alone(model)
 
 
 def _quantized_later(stream: Stream) -> bool:

@@ -128,16 +128,16 @@ class RunningTogether:
             self._statistics.forwards += 1
             self._statistics.row_rounds += len(rows)
             if drafts.count(NOTHING) < len(drafts):
-                found = rounds.verify(drafts, cuts)
+                result = rounds.verify(drafts, cuts)
             else:
                 submit = drafting.submits_next(limits, room, context, ahead)
-                found = rounds.plain(cuts, submit_next=submit and not drain)
+                result = rounds.plain(cuts, submit_next=submit and not drain)
         except BaseException as error:
             rounds.undo(before, error)
             for row in rows:
                 row.take_back()
             raise
-        self._finish(found, drafts, context, ahead)
+        self._finish(result, drafts, context, ahead)
 
     def _begin(self) -> None:
         """Let go of what has ended, and end texts that can neither go on nor end."""
@@ -162,7 +162,7 @@ class RunningTogether:
 
     def _finish(
         self,
-        found: Sequence[Read],
+        result: Sequence[Read],
         drafts: Sequence[Proposal],
         context: int,
         ahead: int,
@@ -170,7 +170,7 @@ class RunningTogether:
         """Let each request take its tokens, learn, and let go of those that end."""
         seconds = self._running.clock.stop()
         spend([row.request.statistics for row in self.rows], seconds)
-        accepted = self._emit(found)
+        accepted = self._emit(result)
         drafted, gone = [], []
         for place, row in enumerate(self.rows):
             count = max(0, len(drafts[place].tokens) - ahead)
@@ -198,10 +198,10 @@ class RunningTogether:
         if self._running.interrupt is not None:
             raise self._running.interrupt
 
-    def _emit(self, found: Sequence[Read]) -> list[int]:
+    def _emit(self, result: Sequence[Read]) -> list[int]:
         """Turn what requests have got into chunks; return how many each accepted."""
         accepted = []
-        for row, one in zip(self.rows, found, strict=True):
+        for row, one in zip(self.rows, result, strict=True):
             stream, right = row.stream, 0
             try:
                 if isinstance(one, Exception):

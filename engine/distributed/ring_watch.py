@@ -145,13 +145,15 @@ def ring_connections(
         return {}
     with suppress(ValueError, TypeError, IndexError):
         listed = json.loads(Path(path).read_text("utf-8"))
-        ports = [{int(str(each).rpartition(":")[2]) for each in own} for own in listed]
+        ports = [
+            {int(str(each).rpartition(":")[2]) for each in local} for local in listed
+        ]
         before, after = (rank - 1) % size, (rank + 1) % size
         ours, theirs = ports[rank], ports[after]
         result: dict[int, list[socket.socket]] = {}
         for connection in _connected():
-            own, other = connection.getsockname()[1], connection.getpeername()[1]
-            if own in ours:
+            local, other = connection.getsockname()[1], connection.getpeername()[1]
+            if local in ours:
                 result.setdefault(before, []).append(connection)
             elif other in theirs:
                 result.setdefault(after, []).append(connection)

@@ -90,7 +90,7 @@ class RankSession:
         self._fields = dict(fields)
         self._needs = list(needs)
         self._step = 0
-        self._begun = self._ended = False
+        self._started = self._ended = False
         # The others wait, or may wait, for forwards of this rank.
         self._owes = False
 
@@ -102,7 +102,7 @@ class RankSession:
     @property
     def running(self) -> bool:
         """Return whether the others count on this rank."""
-        return self._begun and not self._ended
+        return self._started and not self._ended
 
     def with_seed(self, sampling: Sampling) -> Sampling:
         """Return the options with a seed, the same on all ranks."""
@@ -122,7 +122,7 @@ class RankSession:
             RankMismatchError: an option differs; on all ranks, and nothing has run.
             RankLostError: a rank is gone.
         """
-        self._begun = self._owes = True
+        self._started = self._owes = True
         text = json.dumps(self._fields)
         digest = hashlib.sha256(text.encode()).hexdigest()
         said = [digest[:16], len(text.encode()), self._needs]

@@ -24,11 +24,11 @@ class BatchMember(Protocol):
 
     Attributes:
         planned: its own plan of the next round; None: the batch decides.
-        following: the same for the round after that, which is asked for early.
+        next_plan: the same for the round after that, which is asked for early.
     """
 
     planned: Plan | None
-    following: Plan | None
+    next_plan: Plan | None
 
     @property
     def policy(self) -> DraftLengthPolicy:
@@ -94,11 +94,11 @@ class BatchDraftLength:
         """Plan the round after a plain one already; return whether it drafts."""
         if self._next is None:
             self._next = self._planned(rows, context, room)
-        _plan_alone(rows, context, room, "following")
+        _plan_alone(rows, context, room, "next_plan")
         if self._next is not None and self._next.length > 0:
             return True
         for row in rows:  # no generator: each of its values is a call
-            if row.following is not None and row.following.length > 0:
+            if row.next_plan is not None and row.next_plan.length > 0:
                 return True
         return False
 
@@ -187,7 +187,7 @@ class BatchDraftLength:
                 counted = replace(feedback, drafted=count, accepted=right)
                 policy.note(context, row.planned, counted)
                 noted.add(id(policy))
-            row.planned, row.following = row.following, None
+            row.planned, row.next_plan = row.next_plan, None
         if plan is not None:
             mean = replace(feedback, accepted=sum(accepted) / len(rows))
             self._rule.note(context, plan, mean)

@@ -137,7 +137,7 @@ class RuledDrafter(CascadeDrafter):
     ) -> None:
         super().__init__(*drafters)
         self._lengths, self._target = lengths, target
-        self._found: dict[int, Proposal] = {}
+        self._proposals: dict[int, Proposal] = {}
         self.chosen: tuple[int, int] | None = None
         lengths.drafter = self
 
@@ -166,16 +166,16 @@ class RuledDrafter(CascadeDrafter):
         offered: list[Survival] = [()] * len(self._drafters)
         if costly:
             offered = self._lengths.survivals()
-        self._found = {}
+        self._proposals = {}
         for index, drafter in enumerate(self._drafters):
             if drafter.free:
                 result = proposed(drafter, sequence, limit, choose)
-                self._found[index], offered[index] = result, result.survival or ()
+                self._proposals[index], offered[index] = result, result.survival or ()
         return offered
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         """Return the proposal that is worth most, cut where it pays for no more."""
-        self._asked = None
+        self._proposing = None
         behind = self._target.seen >= len(sequence.tokens)
         if self.chosen is None:
             offered = self.offer(sequence, limit, choose)
@@ -183,13 +183,13 @@ class RuledDrafter(CascadeDrafter):
                 self._target.seen, limit - behind, offered, behind=behind
             )
         (index, length), self.chosen = self.chosen, None
-        for other in self._found:
+        for other in self._proposals:
             if other != index or not length:
                 self._drafters[other].discard()
-        result = self._found.get(index, NOTHING)
+        result = self._proposals.get(index, NOTHING)
         if not length:
             return result.until(0)
-        self._asked = self._drafters[index]
-        if self._asked.free:
+        self._proposing = self._drafters[index]
+        if self._proposing.free:
             return result.until(length + behind)
-        return proposed(self._asked, sequence, length + behind, choose)
+        return proposed(self._proposing, sequence, length + behind, choose)

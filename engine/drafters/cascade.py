@@ -71,7 +71,7 @@ class CascadeDraft(Draft):
 
     def members(self) -> list[Draft]:
         """Return its drafts; a generator has made them of what was passed."""
-        return [found for draft in self.drafters for found in draft.members()]
+        return [result for draft in self.drafters for result in draft.members()]
 
     def check(self, target: TargetInfo) -> None:
         """Refuse what one of its members refuses, and more than one head."""
@@ -119,7 +119,7 @@ class CascadeDrafter(OpenDrafter):
 
     def __init__(self, *drafters: OpenDrafter) -> None:
         self._drafters = drafters
-        self._asked: OpenDrafter | None = None
+        self._proposing: OpenDrafter | None = None
 
     @property
     def disabled(self) -> bool:
@@ -169,37 +169,37 @@ class CascadeDrafter(OpenDrafter):
 
     def begin(self, sequence: Sequence) -> None:
         """Let every drafter begin."""
-        self._asked = None
+        self._proposing = None
         for drafter in self._drafters:
             drafter.begin(sequence)
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         """Return the first draft that is not empty."""
         draft = NOTHING  # stays so where none is asked any more
-        self._asked = None
+        self._proposing = None
         for drafter in self._drafters:
-            self._asked = drafter
-            found = proposed(drafter, sequence, limit, choose)
-            draft = draft if found is NOTHING else found
-            if found.length:
+            self._proposing = drafter
+            result = proposed(drafter, sequence, limit, choose)
+            draft = draft if result is NOTHING else result
+            if result.length:
                 break
             drafter.discard()
         return draft
 
     def settle(self, accepted: int) -> None:
         """Let the drafter settle whose draft it was."""
-        assert self._asked is not None
-        self._asked.settle(accepted)
+        assert self._proposing is not None
+        self._proposing.settle(accepted)
 
     def discard(self) -> None:
         """Let the drafter discard that was asked last; the others have done nothing."""
-        if self._asked is not None:
-            self._asked.discard()
+        if self._proposing is not None:
+            self._proposing.discard()
 
 
 def proposed(
     drafter: OpenDrafter, sequence: Sequence, limit: int, choose: Choose
 ) -> Proposal:
     """Return the proposal of one of several drafters, with a check of its own."""
-    own = choose.fresh() if isinstance(choose, CheckedChoose) else choose
-    return drafter.propose(sequence, limit, own)
+    inner = choose.fresh() if isinstance(choose, CheckedChoose) else choose
+    return drafter.propose(sequence, limit, inner)

@@ -111,12 +111,12 @@ class ModelDraft(FolderDraft):
         """
         step, options = lane.prefill_step, self._options
 
-        def make(*held: Any) -> Lane:
-            own = Lane(self.model, *held, sliding=options.sliding)
-            own.prefill_step = step
-            own.compiled = self._compiled
-            own.is_draft = True
-            return own
+        def make(*caches: Any) -> Lane:
+            lane = Lane(self.model, *caches, sliding=options.sliding)
+            lane.prefill_step = step
+            lane.compiled = self._compiled
+            lane.is_draft = True
+            return lane
 
         if draft_cache is None:
             first = make()
@@ -279,15 +279,15 @@ class ModelDrafter(OpenDrafter):
         self._round = None
 
 
-def _checked_lag(held: int | None, seen: int, start: int) -> int:
+def _checked_lag(known: int | None, seen: int, start: int) -> int:
     """Return how many known tokens the draft's caches hold, given their offset."""
-    if held is None or held == start + seen:
+    if known is None or known == start + seen:
         return seen
-    if start == 0 and held < seen:
-        return held
+    if start == 0 and known < seen:
+        return known
     raise InvalidRequestError(
-        f"draft_cache holds {held} tokens and prompt_cache {start + seen}. Pass caches "
-        "that hold the same tokens or, with cached_tokens, a beginning of them."
+        f"draft_cache holds {known} tokens and prompt_cache {start + seen}. Pass "
+        "caches that hold the same tokens or, with cached_tokens, a beginning of them."
     )
 
 

@@ -392,9 +392,9 @@ def _holds_ids(array: Any) -> bool:
     )
 
 
-def _said(found: Any) -> str:
+def _said(result: Any) -> str:
     """Describe what stands where token ids should."""
-    array = found.tokens if isinstance(found, Proposal) else found
+    array = result.tokens if isinstance(result, Proposal) else result
     if isinstance(array, mx.array):
         return f"an array {array.shape} of {array.dtype}"
     return f"a {type(array).__name__}"

@@ -73,11 +73,11 @@ class TokenTexts:
     @cached_property
     def ids(self) -> dict[bytes, int]:
         """The lowest id of each text that is not empty."""
-        found: dict[bytes, int] = {}
+        result: dict[bytes, int] = {}
         for i in sorted(self.bytes):
             if self.bytes[i]:
-                found.setdefault(self.bytes[i], i)
-        return found
+                result.setdefault(self.bytes[i], i)
+        return result
 
     @cached_property
     def longest(self) -> int:
@@ -107,23 +107,23 @@ class TokenTexts:
 
     def pieces(self, text: bytes) -> list[int]:
         """Return the longest tokens that make up a text; what has none is left out."""
-        found: list[int] = []
+        result: list[int] = []
         start = 0
         while start < len(text):
             for stop in range(min(len(text), start + self.longest), start, -1):
                 if (token := self.ids.get(text[start:stop])) is not None:
-                    found.append(token)
+                    result.append(token)
                     start = stop
                     break
             else:
                 start += 1
-        return found
+        return result
 
     @property
     def begin(self) -> list[int]:
         """Tokens that the tokenizer puts before every text."""
-        found = list(self._tokenizer.encode(""))
-        return [token for token in found if token != self.end]
+        result = list(self._tokenizer.encode(""))
+        return [token for token in result if token != self.end]
 
 
 class CommonTokens:
@@ -146,10 +146,10 @@ class CommonTokens:
         pairs = {
             i: named[name] for i, name in self.target.special.items() if name in named
         }
-        mine, own = self.target.end, self.draft.end
-        if mine is not None and own is not None:
-            pairs = {i: other for i, other in pairs.items() if other != own}
-            pairs[mine] = own
+        mine, theirs = self.target.end, self.draft.end
+        if mine is not None and theirs is not None:
+            pairs = {i: other for i, other in pairs.items() if other != theirs}
+            pairs[mine] = theirs
         taken = set(pairs.values())
         for text, i in self.target.ids.items():
             other = self.draft.ids.get(text)
@@ -189,7 +189,7 @@ class CommonTokens:
         """
         again = self.draft.encode(self.target.joined(tokens))
         if again is None:
-            again = [own for token in tokens for own in self.each(token)]
+            again = [part for token in tokens for part in self.each(token)]
         begin = self.draft.begin
         return (again if again[: len(begin)] == begin else begin + again) or [self._any]
 
@@ -307,9 +307,11 @@ class ForeignModelDrafter(OpenDrafter):
         self._inner, self._common = inner, common
         pairs = common.pairs
         self._theirs = mx.array(list(pairs), mx.uint32)  # [n], of the target
-        self._own = mx.array(list(pairs.values()), mx.uint32)  # [n], the same tokens
+        self._own_ids = mx.array(
+            list(pairs.values()), mx.uint32
+        )  # [n], the same tokens
         self._table = mx.zeros(max(pairs) + 1, mx.uint32)
-        self._table[self._theirs] = self._own
+        self._table[self._theirs] = self._own_ids
         self._text = Sequence([])  # in tokens of the draft
         self._read = 0  # how many tokens of the sequence are in it
 
@@ -340,11 +342,11 @@ class ForeignModelDrafter(OpenDrafter):
             logits: mx.array, rows: Rows, ids: mx.array | None = None
         ) -> Choice:
             ahead = Proposal.of(chosen).tokens if chosen else None
-            common = logits[:, self._own]
+            common = logits[:, self._own_ids]
             chosen.append(choose(common, sequence.rows(ahead), self._theirs))
-            found = chosen[-1].tokens
-            own = self._table[mx.minimum(found, len(self._table) - 1)]
-            return replace(chosen[-1], tokens=own)
+            result = chosen[-1].tokens
+            mapped = self._table[mx.minimum(result, len(self._table) - 1)]
+            return replace(chosen[-1], tokens=mapped)
 
         made = self._inner.propose(self._text, limit, choose_common)
         if not chosen:
@@ -362,9 +364,9 @@ class ForeignModelDrafter(OpenDrafter):
 
 def _seen(sequence: Sequence) -> list[int]:
     """Return the tokens without those that stand for images, which it does not see."""
-    found: list[int] = []
+    result: list[int] = []
     start = 0
     for begin, stop in sequence.images:
-        found += sequence.tokens[start:begin]
+        result += sequence.tokens[start:begin]
         start = stop
-    return found + sequence.tokens[start:]
+    return result + sequence.tokens[start:]

@@ -117,13 +117,13 @@ class MtpDraft(HeadDraft):
     @classmethod
     def load(cls, folder: Path, target: TargetInfo) -> "MtpDraft":
         """Load a head out of the target's folder or one of its own."""
-        own = target.folder or Path()
+        folder_of_target = target.folder or Path()
         return cls.from_folder(
-            own,
+            folder_of_target,
             target.model,
             convention=target.convention,
             tokenizer=target.tokenizer,
-            split=None if folder == own else folder,
+            split=None if folder == folder_of_target else folder,
         )
 
     def check_ids(self, highest: int) -> None:
@@ -236,10 +236,10 @@ class MtpDrafter(OpenDrafter):
             pairs = partial(self._pairs, chosen=())
             cache.feed(committed.between(cache.end, stop), stop, pairs)
 
-    def resume(self, held: Snapshot) -> None:
+    def resume(self, snapshot: Snapshot) -> None:
         """Begin with these rows, as if it had read the beginning of the text."""
         self._cache = self._new_cache(0)
-        self._cache.resume(held)
+        self._cache.resume(snapshot)
 
     def begin(self, sequence: Sequence) -> None:
         """Read the states of the prompt, which is fed by now."""

@@ -82,16 +82,16 @@ def checked_vocabulary(ids: Any, width: int) -> list[int]:
     Raises:
         InvalidRequestError: there are none, one is out of range, or comes twice.
     """
-    found = sorted(_checked_id(token) for token in ids)
-    if not found or found[0] < 0 or found[-1] >= width:
-        said = f"{found[0]} to {found[-1]}" if found else "0 ids"
+    result = sorted(_checked_id(token) for token in ids)
+    if not result or result[0] < 0 or result[-1] >= width:
+        said = f"{result[0]} to {result[-1]}" if result else "0 ids"
         raise InvalidRequestError(
             f"draft_vocabulary has {said}, and ids from 0 to {width - 1} are needed. "
             "Make one with reduced_vocabulary(...) and the target's tokenizer."
         )
-    if len(set(found)) < len(found):
-        twice = next(a for a, b in pairwise(found) if a == b)
+    if len(set(result)) < len(result):
+        twice = next(a for a, b in pairwise(result) if a == b)
         raise InvalidRequestError(
             f"draft_vocabulary has the id {twice} twice. Pass different ids."
         )
-    return found
+    return result

@@ -126,9 +126,9 @@ def find_draft(
         check_bits(quantize_draft)
         if loader is None and draft != "auto":
             plain = draft is None or isinstance(draft, str)
-            found = repr(draft) if plain else f"a {type(draft).__name__}"
+            result = repr(draft) if plain else f"a {type(draft).__name__}"
             raise InvalidRequestError(
-                f"quantize_draft is {quantize_draft}, and draft is {found}, which is "
+                f"quantize_draft is {quantize_draft}, and draft is {result}, which is "
                 "not loaded here. Leave it out; mlx.nn.quantize does the same to a "
                 "model of your own."
             )
@@ -173,12 +173,12 @@ def resolve(
         if follower and draft.loader in (ModelDraft, ForeignModelDraft):
             return Resolved(None)
         return _loaded(draft, target)
-    found = None
+    result = None
     if draft is not None:
-        found = adapted_draft(draft, lambda member: _member(member, target))
-    if foreign and (found is None or not found.foreign):
+        result = adapted_draft(draft, lambda member: _member(member, target))
+    if foreign and (result is None or not result.foreign):
         raise _not_foreign(type(draft).__name__)
-    return Resolved(None) if found is None else _said(found)
+    return Resolved(None) if result is None else _said(result)
 
 
 def _said(draft: Draft) -> Resolved:
@@ -220,8 +220,8 @@ def _loaded(named: DraftName, target: TargetInfo) -> Resolved:
     resolved = _kept(replace(named, history=None), target)
     if named.name != "auto" or resolved.length is not None:
         return resolved
-    found = resolved.draft
-    return replace(resolved, draft=CascadeDraft(found, lookup) if found else lookup)
+    result = resolved.draft
+    return replace(resolved, draft=CascadeDraft(result, lookup) if result else lookup)
 
 
 def _kept(named: DraftName, target: TargetInfo) -> Resolved:
@@ -245,16 +245,16 @@ def _kept(named: DraftName, target: TargetInfo) -> Resolved:
 
 def _placed(named: DraftName, target: TargetInfo) -> TargetInfo:
     """Return the target with its folder, which a draft in it needs."""
-    own = Path(str(getattr(target.tokenizer, "name_or_path", "") or ""))
+    place = Path(str(getattr(target.tokenizer, "name_or_path", "") or ""))
     if named.target is not None:
-        own = model_folder(named.target)
-    if named.folder is None and not (own / "config.json").is_file():
+        place = model_folder(named.target)
+    if named.folder is None and not (place / "config.json").is_file():
         raise InvalidRequestError(
             f"draft is {named.name!r}, which stands in the target's folder, and the "
-            f"tokenizer was loaded from {str(own)!r}, where there is no model. Use "
+            f"tokenizer was loaded from {str(place)!r}, where there is no model. Use "
             "SpeculativeGenerator.from_pretrained(folder, draft=...)."
         )
-    return replace(target, folder=own)
+    return replace(target, folder=place)
 
 
 def _offered(target: TargetInfo) -> Resolved:
@@ -281,16 +281,16 @@ def _of_pair(pair: PairFile, folder: Path, target: TargetInfo) -> Resolved:
     if pair.draft == "lookup":
         alone = LookupDraft() if pair.draft_length is not None else None
         return Resolved(alone, pair.draft_length)
-    own, loader = folder, FOLDER_DRAFTS[0]
+    source, loader = folder, FOLDER_DRAFTS[0]
     if pair.folder is not None:
-        own, loader = draft_folder(pair.folder)
+        source, loader = draft_folder(pair.folder)
     _check_kind(pair, loader)
     if pair.convention is not None:
         usual = usual_convention(target.model)
         convention = convention_of(pair.convention, str(pair.file), usual)
         target = replace(target, convention=convention)
     try:
-        loaded = _said(loader.load(own, target))
+        loaded = _said(loader.load(source, target))
         return replace(loaded, length=pair.draft_length)
     except ConventionError as error:
         why = f"there is no other draft that can be used. {error}"

@@ -38,8 +38,8 @@ class CustomDraft(Draft):
     @property
     def own_weights(self) -> nn.Module | None:
         """The module that it names as its own, if any."""
-        found = getattr(self.inner, "own_weights", None)
-        return found if isinstance(found, nn.Module) else None
+        result = getattr(self.inner, "own_weights", None)
+        return result if isinstance(result, nn.Module) else None
 
     def open(
         self, lane: Lane, sequence: Sequence, draft_cache: list[Any] | None = None

@@ -37,13 +37,13 @@ class Decoder:
         )
         self.fits: Callable[[int], bool] | None = None
         self._plan: Plan | None = None  # of the next round, where it is known
-        self._following: Plan | None = None  # of the round after that
+        self._next_plan: Plan | None = None  # of the round after that
 
     @property
     def planned(self) -> bool:
         """Return whether the next round has all its plans, and asks for none."""
         plan = self._plan
-        return plan is not None and (plan.length > 0 or self._following is not None)
+        return plan is not None and (plan.length > 0 or self._next_plan is not None)
 
     def next_round(self, budget: int, cut: Cut) -> str | None:
         """Run and commit one round; return why the generation ends with it, or None.
@@ -70,22 +70,22 @@ class Decoder:
             limit = min(limit, request.target.room - max(1, unseen))
         ready = request.warmup.limit(context, limit) if request.warmup else limit
         started = time.perf_counter()
-        if request.masks is not None and (found := self._forced(before, limit, cut)):
-            return found.reason
+        if request.masks is not None and (result := self._forced(before, limit, cut)):
+            return result.reason
         if self._plan is None:  # else it was made before, or its round has failed
             self._plan = request.policy.plan(context, ready)
-        if self._plan.length == 0 and self._following is None:
-            self._following = request.policy.plan(context + 1, budget - 2)
+        if self._plan.length == 0 and self._next_plan is None:
+            self._next_plan = request.policy.plan(context + 1, budget - 2)
         plan, planning = self._plan, time.perf_counter() - started
         drafted, accepted = counts.drafted, counts.accepted
         try:
             length = min(plan.length, ready) if request.drafter is not None else 0
-            begun = (
+            prepared = (
                 plan.length == 0 or prefill.drafter_begun or prefill.drafter(self.fits)
             )
-            if not begun:  # a plain step meanwhile, and what was planned after it
-                self._following, length = plan, 0
-            following = self._following
+            if not prepared:  # a plain step meanwhile, and what was planned after it
+                self._next_plan, length = plan, 0
+            next_plan = self._next_plan
             request.clock.start(planning=planning, behind=behind)
             # 2 to 8 are the round itself.
             drafts = [NOTHING]
@@ -94,16 +94,16 @@ class Decoder:
             if drafts[0] is not NOTHING:
                 (outcome,) = rounds.verify(drafts, [cut])
             else:
-                ahead = length > 0 or following is None or not following.length
+                ahead = length > 0 or next_plan is None or not next_plan.length
                 (outcome,) = rounds.plain([cut], submit_next=ahead)
             seconds = request.clock.stop()
         except BaseException as error:
             rounds.undo(before, error)
             raise
         assert isinstance(outcome, RoundOutcome)
-        self._plan, self._following = following, None
+        self._plan, self._next_plan = next_plan, None
         spend([counts], seconds)
-        if begun:
+        if prepared:
             fresh = (counts.drafted - drafted, counts.accepted - accepted)
             self._learn(context, plan, fresh, seconds, behind)
         return outcome.reason

@@ -32,9 +32,9 @@ def forced_drafts(
             which is read here. The masks of what follows it would wait for it too.
         limits: how many tokens each may draft, without that one.
     """
-    found: dict[int, Proposal] = {}
+    result: dict[int, Proposal] = {}
     if not running.masked:
-        return found
+        return result
     ahead: Any = None
     for place, request in enumerate(running.requests):
         limit = min(limits[place], request.policy.longest)
@@ -53,5 +53,5 @@ def forced_drafts(
             continue  # its masks fail too, which ends this request alone
         if forced:
             tokens = mx.array([*before, *forced], mx.uint32)
-            found[place] = Proposal(tokens, source="forced")
-    return found
+            result[place] = Proposal(tokens, source="forced")
+    return result

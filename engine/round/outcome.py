@@ -108,18 +108,18 @@ class Pending:
         Args:
             drafts: of each of them; of a step, none.
         """
-        found: dict[int, Read] = dict(self.decided.failed)
+        result: dict[int, Read] = dict(self.decided.failed)
         for members, verified in self.decided.groups:
             counts = []
             for place in members:
                 draft = drafts[place] if drafts else NOTHING
                 tree = draft.branches
                 counts.append(len(draft.tokens) if tree is None else tree.levels)
-            found.update(zip(members, outcomes(verified, counts), strict=True))
+            result.update(zip(members, outcomes(verified, counts), strict=True))
         for place in self.turns:
-            found[place] = EMPTY
-        places = range(len(found)) if self.places is None else self.places
-        return [*map(found.__getitem__, places)]
+            result[place] = EMPTY
+        places = range(len(result)) if self.places is None else self.places
+        return [*map(result.__getitem__, places)]
 
 
 EMPTY = RoundOutcome([], [])
@@ -127,10 +127,10 @@ EMPTY = RoundOutcome([], [])
 
 def outcome_of(verified: Verified) -> RoundOutcome:
     """Read what one request's rows were made of, or raise NonFiniteLogitsError."""
-    (found,) = outcomes(verified, [len(verified.tokens) - 1])
-    if isinstance(found, NonFiniteLogitsError):
-        raise found
-    return found
+    (result,) = outcomes(verified, [len(verified.tokens) - 1])
+    if isinstance(result, NonFiniteLogitsError):
+        raise result
+    return result
 
 
 def outcomes(
@@ -148,18 +148,18 @@ def outcomes(
     if isinstance(counts, int):
         counts = [counts] * len(drafted)
     width = len(tokens) // len(drafted)
-    found: list[RoundOutcome | NonFiniteLogitsError] = []
+    result: list[RoundOutcome | NonFiniteLogitsError] = []
     for place, (k, accepted) in enumerate(zip(drafted, counts, strict=True)):
         # Rows behind the first rejection mean nothing, and neither does padding.
         emitted = min(accepted + 1, width)  # one, where rows are decided in turn
         rows = slice(place * width, place * width + emitted)
         if not all(map(math.isfinite, normals[rows])):
-            found.append(_unusable(normals[rows]))
+            result.append(_unusable(normals[rows]))
             continue
         origins = [*_origins(emitted, accepted, k)]
         report = () if verified.log_probs is None else listed(verified.log_probs, rows)
-        found.append(RoundOutcome(tokens[rows], origins, k, accepted, report))
-    return found
+        result.append(RoundOutcome(tokens[rows], origins, k, accepted, report))
+    return result
 
 
 @lru_cache

@@ -145,7 +145,11 @@ class Running:
         self.requests = requests
         each = [one.verifier.chooser.processors for one in requests]
         self.masked = any(one.masks is not None for one in requests)
-        self.sequential = {place for place, own in enumerate(each) if not own.parallel}
+        self.sequential = {
+            place for place, processors in enumerate(each) if not processors.parallel
+        }
         self.explain = any(one.explain for one in requests)
         # Of those that have a state, by place; asked once, as most have none.
-        self.stateful = {i: own for i, own in enumerate(each) if own.has_state}
+        self.stateful = {
+            i: processors for i, processors in enumerate(each) if processors.has_state
+        }

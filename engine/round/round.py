@@ -71,10 +71,10 @@ class Proposals:
         #    not read. One drafts for all requests, or each of them has its own.
         running, requests = self._running, self._running.requests
         running.clock.note("host")
-        found = [NOTHING] * len(requests)
+        result = [NOTHING] * len(requests)
         if self.shared is not None and shared:
-            found, self.failed = self.shared.propose(requests, shared)
-            self._together = [*found]
+            result, self.failed = self.shared.propose(requests, shared)
+            self._together = [*result]
         for place, request in enumerate(requests):
             limit, drafter = limits[place], request.drafter
             if limit <= 0 or drafter is None:
@@ -91,20 +91,20 @@ class Proposals:
                 self._pending.pop(place).discard()
                 continue
             if len(draft.tokens) > ahead:
-                found[place] = draft
+                result[place] = draft
                 continue
             self._pending.pop(place).discard()
             request.statistics.reads += draft.reads
             request.statistics.empty_drafts += draft is not NOTHING
         running.clock.note("draft")
-        return found
+        return result
 
     def settle(
-        self, drafts: Sequence[Proposal], found: Sequence[Read], kept: list[int]
+        self, drafts: Sequence[Proposal], result: Sequence[Read], kept: list[int]
     ) -> None:
         """Let drafters keep what stays of their drafts; below 0: nothing."""
         settled = [*kept]
-        for place, one in enumerate(found):
+        for place, one in enumerate(result):
             if isinstance(one, RoundOutcome) and one.first:
                 # The draft's first token stands for the step's.
                 right = one.tokens[:1] == drafts[place].tokens[:1].tolist()
@@ -171,8 +171,8 @@ class Rounds:
         """Go back to the state before a round that has failed."""
         running = self.running
         stateful = running.stateful.values()
-        for own, state in zip(stateful, before.processors, strict=True):
-            own.restore(state)
+        for processors, state in zip(stateful, before.processors, strict=True):
+            processors.restore(state)
         self.proposals.discard()
         if self._committed:
             return
@@ -188,27 +188,27 @@ class Rounds:
         running = self.running
         if running.sequential:
             return self.verify([NOTHING] * len(running.requests), cuts)
-        step, own = self.in_flight, []  # what this round has submitted
+        step, submitted = self.in_flight, []  # what this round has submitted
         try:
             if step is None:
                 step = submit_step(running)
-                own.append(step)
-            following = None
+                submitted.append(step)
+            next_step = None
             if submit_next:
-                following = submit_step(running, step)
-                own.append(following)
+                next_step = submit_step(running, step)
+                submitted.append(next_step)
             step.wait(running.clock)
-            found = self._cut(step.read(), cuts)
+            result = self._cut(step.read(), cuts)
         except BaseException:
-            for pending in reversed(own):
+            for pending in reversed(submitted):
                 pending.lane_round.rollback()
             raise
-        for request, one in zip(running.requests, found, strict=True):
+        for request, one in zip(running.requests, result, strict=True):
             if isinstance(one, RoundOutcome):
                 request.sequence.tokens += one.tokens
-        self.in_flight, self._committed = following, True
-        self._count(found, None)
-        return found
+        self.in_flight, self._committed = next_step, True
+        self._count(result, None)
+        return result
 
     def verify(self, drafts: Sequence[Proposal], cuts: Sequence[Cut]) -> list[Read]:
         """Let the target verify drafts, and commit what is accepted.
@@ -241,19 +241,19 @@ class Rounds:
                     if isinstance(one, RoundOutcome):
                         read[place] = one.behind(first)
             # 7. Cut at stop tokens and budget; settle the drafter; commit the target.
-            found = self._cut(read, cuts, pending, ours)
+            result = self._cut(read, cuts, pending, ours)
             kept: list[int] = []  # accepted tokens of each; -1: its round has failed
             keep: list[int] = []
-            for one in found:
+            for one in result:
                 count = -1
                 if isinstance(one, RoundOutcome):
                     count = min(one.accepted, len(one.tokens) - one.first)
                 kept.append(count)
                 keep.append(0 if count < 0 else pending.fed + count)
             lane_round.prepare(keep)
-            self.proposals.settle(drafts, found, kept)
+            self.proposals.settle(drafts, result, kept)
             # Before the commit, so that what the caches hold always has its name.
-            for request, one in zip(running.requests, found, strict=True):
+            for request, one in zip(running.requests, result, strict=True):
                 if isinstance(one, RoundOutcome):
                     request.sequence.tokens += one.tokens
             self.in_flight = None
@@ -262,9 +262,9 @@ class Rounds:
             self.last_round = lane_round if running.alone else None
         # 8. Nothing above has failed: constraint, processors and counts follow.
         self.proposals.done()
-        self.next_token = self._next_of(read[0], found[0], kept[0])
-        self._count(found, ours)
-        return found
+        self.next_token = self._next_of(read[0], result[0], kept[0])
+        self._count(result, ours)
+        return result
 
     def _cut(
         self,
@@ -274,7 +274,7 @@ class Rounds:
         drafts: Sequence[Proposal] = (),
     ) -> list[Read]:
         """Return what stays of each request's tokens, and decide those in turn."""
-        running, found = self.running, [*read]
+        running, result = self.running, [*read]
         turns: dict[int, Turn] = {}
         for place, one in enumerate(read):
             request = running.requests[place]
@@ -288,17 +288,17 @@ class Rounds:
                     k = len(drafts[place].tokens)
                     turns[place] = Turn(pending.turns[place], cuts[place], text, k)
                     continue
-                found[place] = cuts[place](one if text is None else one.under(text))
+                result[place] = cuts[place](one if text is None else one.under(text))
             except BaseException as error:
-                found[place] = running.failure(error)
+                result[place] = running.failure(error)
         if turns:
             for place, one in decide_sequentially(turns, running.failure).items():
-                found[place] = one
+                result[place] = one
                 if isinstance(one, RoundOutcome):
                     reads = len(one.tokens) - 1 + (turns[place].drafted > 0)
                     running.requests[place].statistics.reads += reads
             running.clock.note("sampler")
-        return found
+        return result
 
     def _next_of(self, read: Read, one: Read, kept: int) -> int | None:
         """Return the token after the known ones of a text that was cut."""
@@ -308,9 +308,9 @@ class Rounds:
         all_held = keep < len(read.tokens) and one.first + kept == keep
         return read.tokens[keep] if all_held else None
 
-    def _count(self, found: Sequence[Read], drafts: Sequence[Proposal] | None) -> None:
+    def _count(self, result: Sequence[Read], drafts: Sequence[Proposal] | None) -> None:
         """Let constraint, processors (by the last forward's rows) and counts follow."""
-        for place, one in enumerate(found):
+        for place, one in enumerate(result):
             if isinstance(one, Exception):
                 continue
             request, draft = self.running.requests[place], None

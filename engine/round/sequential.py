@@ -63,16 +63,16 @@ def decide_sequentially(
     Returns:
         What all rows of each request together brought.
     """
-    found: dict[int, Read] = {}
+    result: dict[int, Read] = {}
     live = dict(turns)
 
     def attempt(place: int, act: Callable[[], bool]) -> None:
         try:
             if act():
                 return
-            found[place] = turns[place].whole
+            result[place] = turns[place].whole
         except BaseException as error:
-            found[place] = failure(error)
+            result[place] = failure(error)
         del live[place]
 
     while live:
@@ -90,7 +90,7 @@ def decide_sequentially(
         for place, verified in rows.items():
             turn = live[place]
             attempt(place, lambda turn=turn, v=verified: turn.take(v))  # type: ignore[misc]
-    return found
+    return result
 
 
 def _last_of(outcome: RoundOutcome) -> RoundOutcome:

@@ -57,5 +57,5 @@ def next_token(rounds: Rounds) -> int | None:
         return None
     if rounds.in_flight is None:
         return rounds.next_token
-    (found,) = rounds.in_flight.read()
-    return None if isinstance(found, Exception) else found.tokens[0]
+    (result,) = rounds.in_flight.read()
+    return None if isinstance(result, Exception) else result.tokens[0]

@@ -52,9 +52,9 @@ def nodes_for(request: Request, nodes: int) -> int:
     hold trees. A generator with trees has no ranks and no exact mode.
     """
     target = request.target
-    held = target.quantization is None and holds_trees(target.caches)
+    keeps = target.quantization is None and holds_trees(target.caches)
     free = request.masks is None and serves_trees(request.verifier)
-    return nodes if held and free else 0
+    return nodes if keeps and free else 0
 
 
 def submit_tree(
@@ -88,7 +88,7 @@ def submit_tree(
         clock.submit("verify", logits)
     known = request.sequence
     chain = mx.zeros(levels, mx.uint32)  # where tokens stand counts, not which
-    found = verify_tree(
+    result = verify_tree(
         request.verifier,
         logits,
         Rows(known.tokens, chain, levels + 1, known.start),
@@ -100,11 +100,11 @@ def submit_tree(
     )
     if exact:
         clock.wait("verify", logits)
-    arrays = [*found.verified.arrays, found.path]
+    arrays = [*result.verified.arrays, result.path]
     clock.submit("sampler" if exact else "verify", *arrays)
-    decided = Decided((Group((0,), found.verified),), {})
+    decided = Decided((Group((0,), result.verified),), {})
     lane = request.target
     shown = lane.taps is not None or lane.follower is not None
     return PendingTree(
-        lane_round, lead, logits, decided, fed, path=found.path, shown=shown
+        lane_round, lead, logits, decided, fed, path=result.path, shown=shown
     )

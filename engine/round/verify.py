@@ -117,7 +117,7 @@ def _decided(
     Returns:
         What is decided, and what decides on the next row of the others, by place.
     """
-    asked: dict[int, Ask] = {}
+    requests: dict[int, Ask] = {}
     turns: dict[int, Iterator[Verified]] = {}
     failed: dict[int, Exception] = {}
     listed: Any = _read(before, matrix) if running.masked else None
@@ -144,19 +144,19 @@ def _decided(
             )
             return Decided((Group((0,), verified),), {}), turns
         if place not in running.sequential:
-            asked[place] = Ask(verifier, rows, drafted, draft.probs, request.top)
+            requests[place] = Ask(verifier, rows, drafted, draft.probs, request.top)
             continue
-        own = logits[place, : count + 1]
+        logits_of_request = logits[place, : count + 1]
         turns[place] = verifier.sequential(
-            own, rows, drafted, draft.probs, top=request.top
+            logits_of_request, rows, drafted, draft.probs, top=request.top
         )
-    if len(asked) == len(drafts):
-        return decide([*asked.values()], logits, matrix), turns
+    if len(requests) == len(drafts):
+        return decide([*requests.values()], logits, matrix), turns
     decided = Decided((), {})
-    if asked:
-        index = mx.array([*asked])
+    if requests:
+        index = mx.array([*requests])
         matrix = None if matrix is None else matrix[index]
-        decided = decide([*asked.values()], logits[index], matrix).at([*asked])
+        decided = decide([*requests.values()], logits[index], matrix).at([*requests])
     decided.failed.update(failed)
     return decided, turns
 

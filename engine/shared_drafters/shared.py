@@ -85,7 +85,7 @@ class SharedDrafter(ABC):
         self, requests: Sequence[Drafted], limits: Sequence[int]
     ) -> tuple[list[Proposal], Failed]:
         """Return a draft of each request, of at most its limit; 0 and less: none."""
-        found, failed = [NOTHING] * len(requests), Failed()
+        result, failed = [NOTHING] * len(requests), Failed()
         with self._disabling("propose", requests):
             self._place(requests)
             most = self._most([max(0, limits[place]) for place in self._places])
@@ -95,10 +95,10 @@ class SharedDrafter(ABC):
                 for index, (place, draft) in enumerate(
                     zip(self._places, drafts, strict=True)
                 ):
-                    found[place] = draft
+                    result[place] = draft
                     if index in self._chain.failed:
                         failed[place] = self._chain.failed[index]
-        return found, failed
+        return result, failed
 
     def settle(self, accepted: Sequence[int]) -> None:
         """Keep so many tokens of each request's draft; below 0: it has failed.
@@ -242,14 +242,14 @@ class SharedChain:
     def drafts(self, limits: Sequence[int], source: str) -> list[Proposal]:
         """Return each request's draft, cut to its limit."""
         mx.async_eval(self.unusable)
-        tokens, found = mx.stack(self._columns, axis=1), []
+        tokens, result = mx.stack(self._columns, axis=1), []
         for index, limit in enumerate(limits):
             each = self._probs[index][:limit]
             probs = mx.concatenate(each) if each else None
             drafts = limit > 0 and index not in self.failed
             draft = Proposal(tokens[index, :limit], probs, source)
-            found.append(draft if drafts else NOTHING)
-        return found
+            result.append(draft if drafts else NOTHING)
+        return result
 
     def disable_unusable(self) -> None:
         """Disable the drafter for requests with unusable logits, once read."""

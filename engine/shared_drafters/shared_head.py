@@ -45,8 +45,8 @@ class SharedHead(SharedDrafter):
         """Bytes of the caches, and of the states that are not read yet."""
         if self._cache is None:
             return 0
-        held = (_head(request).committed.arrays for request in self._requests)
-        return self._cache.nbytes + sum(map(array_bytes, held))
+        arrays = (_head(request).committed.arrays for request in self._requests)
+        return self._cache.nbytes + sum(map(array_bytes, arrays))
 
     def follow(self, requests: Sequence[Drafted]) -> None:
         """Let new requests in, and read what many plain steps have left."""
@@ -116,12 +116,12 @@ class SharedHead(SharedDrafter):
         """
         if self._cache is None:
             return []
-        found = []
+        result = []
         for request, end in zip(self._requests, self._cache.ends, strict=True):
             committed = _head(request).committed
             known = committed.start <= end
-            found.append(max(0, committed.stop - end) if known else 0)
-        return found
+            result.append(max(0, committed.stop - end) if known else 0)
+        return result
 
     def _states(self, firsts: Sequence[int], counts: Sequence[int]) -> mx.array:
         """Return states from the next position on, or the last, of each request.
@@ -154,12 +154,12 @@ class SharedHead(SharedDrafter):
         """Let those join that are not followed yet, and may draft at all."""
         new, handed = [], []
         for request in requests:
-            inside = any(request is own for own in self._requests)
+            inside = any(request is head_cache for head_cache in self._requests)
             if inside or not request.drafts:
                 continue
-            if (own := _handed(request)) is not None:
+            if (head_cache := _handed(request)) is not None:
                 new.append(request)
-                handed.append(own)
+                handed.append(head_cache)
         if not new:
             return
         cache = self._cache or BatchMtpCache(handed[0].mtp)

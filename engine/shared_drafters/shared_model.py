@@ -64,13 +64,13 @@ class SharedModel(SharedDrafter):
 
     def within(self, requests: Sequence[Drafted], limits: list[int]) -> list[int]:
         """Return as many as the model has positions for, of each request."""
-        found = []
+        result = []
         for request, limit in zip(requests, limits, strict=True):
             lane, room = self._lanes.get(request), 0
             if lane is not None:
                 room = lane.positions - len(request.sequence.tokens) + 1
-            found.append(max(0, min(limit, room)))
-        return found
+            result.append(max(0, min(limit, room)))
+        return result
 
     def prepare(self, requests: Sequence[Drafted], limits: Sequence[int]) -> None:
         """Let the lane hold all that draft, each up to its last two tokens.
@@ -159,7 +159,7 @@ class SharedModel(SharedDrafter):
 
     def _read(self, requests: Sequence[Drafted]) -> list[Drafted]:
         """Read one chunk's worth of the texts; return the requests that are read."""
-        found: list[Drafted] = []
+        result: list[Drafted] = []
         room: PrefillBudget | None = None
         for request in requests:
             lane, tokens = self._lanes[request], request.sequence.tokens
@@ -168,8 +168,8 @@ class SharedModel(SharedDrafter):
             room = room or PrefillBudget(lane.prefill_step)
             if not lane.feed(tokens[lane.seen : -LAG], fits=room.fits):
                 break
-            found.append(request)
-        return found
+            result.append(request)
+        return result
 
     def _catch_up(self) -> None:
         """Feed of what rounds without drafts have added, but for the last two tokens.
@@ -180,7 +180,7 @@ class SharedModel(SharedDrafter):
         most = max(1, step // len(self._requests))
         left = [max(0, min(most, lag - LAG)) for lag in self._lags()]
         for count in self._counts(max(left)):
-            fed, each = [], [min(count, own) for own in left]
+            fed, each = [], [min(count, size) for size in left]
             for request, n in zip(self._requests, each, strict=True):
                 seen = self._lanes[request].seen
                 missed = request.sequence.tokens[seen : seen + n]
@@ -189,7 +189,7 @@ class SharedModel(SharedDrafter):
             with self.lane.begin(count, whole=even) as lane_round:
                 mx.eval(lane_round.forward(mx.array(fed)))
                 lane_round.commit(count if even else each)
-            left = [own - n for own, n in zip(left, each, strict=True)]
+            left = [size - n for size, n in zip(left, each, strict=True)]
 
     def _counts(self, missed: int) -> list[int]:
         """Return the parts in which so many are fed: few sizes, where each is dear."""

@@ -167,10 +167,10 @@ class BatchLane(RequestLane):
     @property
     def fed_as(self) -> list[int]:
         """The row whose tokens each place is fed: its own, or the first."""
-        found = [0] * self.places
+        result = [0] * self.places
         for row, place in enumerate(self.stand):
-            found[place] = row
-        return found
+            result[place] = row
+        return result
 
     def live(self, logits: mx.array) -> mx.array:
         """Return the rows of an array of all places, [places, ...]."""
@@ -210,7 +210,11 @@ class BatchRound:
         self._members = lane.members
         self._kept: list[int] = []  # of each request, once committed
         # One head follows a target, so all followers have the same taps.
-        taps = [own.follower.taps for own in lane.members if own.follower is not None]
+        taps = [
+            member.follower.taps
+            for member in lane.members
+            if member.follower is not None
+        ]
         self._taps = taps[0] if taps else None
         self._hidden = None if self._taps is None else self._taps.states()
 
@@ -248,26 +252,29 @@ class BatchRound:
         """Keep the first `keep` tokens of all requests, or so many of each."""
         selected: dict[Any, mx.array] = {}
         if self._hidden is not None:
-            for own in self._members:  # may fail, and so before the commit
-                if own.follower is not None and own.follower.select not in selected:
-                    select = own.follower.select
+            for member in self._members:  # may fail, and so before the commit
+                if (
+                    member.follower is not None
+                    and member.follower.select not in selected
+                ):
+                    select = member.follower.select
                     selected[select] = select(self._hidden)
         self._speculation.commit(self._each(keep))
         each = [keep] * len(self._members) if isinstance(keep, int) else keep
-        for place, (own, count) in enumerate(zip(self._members, each, strict=True)):
-            if own.follower is not None and selected:
-                states = selected[own.follower.select]
-                own.follower.add(own.seen, states[place : place + 1], count)
-            own.seen += count
+        for place, (member, count) in enumerate(zip(self._members, each, strict=True)):
+            if member.follower is not None and selected:
+                states = selected[member.follower.select]
+                member.follower.add(member.seen, states[place : place + 1], count)
+            member.seen += count
         self._kept = [*each]
 
     def rollback(self) -> None:
         """Undo it, also after a commit while nothing else has written."""
         self._speculation.rollback()
-        for own, count in zip(self._members, self._kept, strict=False):
-            own.seen -= count
-            if own.follower is not None and count:
-                own.follower.take_back(own.seen)
+        for member, count in zip(self._members, self._kept, strict=False):
+            member.seen -= count
+            if member.follower is not None and count:
+                member.follower.take_back(member.seen)
         self._kept = []
 
     def _each(self, keep: Keep) -> Keep:

@@ -96,8 +96,8 @@ def tree_rows(parents: mx.array, levels: int, lead: int = 1) -> TreeRows:
     chain = mx.arange(-1, lead - 1, dtype=mx.int32)
     above = mx.concatenate([chain, parents.astype(mx.int32) + lead])
     count = above.shape[0]
-    own = mx.arange(count, dtype=mx.int32)
-    seen = ((own[None] == above[:, None]) | mx.eye(count, dtype=mx.bool_)).astype(
+    ranks = mx.arange(count, dtype=mx.int32)
+    seen = ((ranks[None] == above[:, None]) | mx.eye(count, dtype=mx.bool_)).astype(
         mx.float32
     )
     reach = 1  # steps towards the root that are followed
@@ -158,8 +158,8 @@ class TreeForward:
         fed = _tree.get()
         if fed is not None:
             cache = tree_views(cache, fed.rows)
-        found: mx.array = self._model(ids, cache=cache)
-        return found
+        result: mx.array = self._model(ids, cache=cache)
+        return result
 
 
 class tree_forward:  # noqa: N801 - used like a function
@@ -239,15 +239,15 @@ def check_tree_model(model: nn.Module, highest: int) -> None:
         rows: mx.array = logits[0].astype(mx.float32)
         return rows
 
-    found, worst, rounding = fed(nodes, tree), 0.0, 0.0
+    result, worst, rounding = fed(nodes, tree), 0.0, 0.0
     for leaf in sorted({*range(len(nodes))} - {*_PARENTS}):
         path = [leaf]
         while _PARENTS[path[0]] >= 0:
             path.insert(0, _PARENTS[path[0]])
         chain = fed([nodes[i] for i in path])
         longer = fed([*(nodes[i] for i in path), *nodes])[: len(chain)]
-        own = found[mx.array([0, *(i + 1 for i in path)])]
-        worst = max(worst, _difference(own, chain))
+        picked = result[mx.array([0, *(i + 1 for i in path)])]
+        worst = max(worst, _difference(picked, chain))
         rounding = max(rounding, _difference(longer, chain))
     least = _LEAST_HALF if half else _LEAST
     if worst > min(max(_TIMES * rounding, least), _MOST):
@@ -274,5 +274,5 @@ def _difference(rows: mx.array, others: mx.array) -> float:
     finite = mx.isfinite(rows) & mx.isfinite(others)
     apart = mx.where(finite, mx.abs(rows - others), mx.where(rows == others, 0, mx.inf))
     scale = mx.std(mx.where(mx.isfinite(others), others, 0))
-    found: Any = (apart.max() / mx.maximum(scale, 1e-6)).item()
-    return float(found)
+    result: Any = (apart.max() / mx.maximum(scale, 1e-6)).item()
+    return float(result)

@@ -46,8 +46,8 @@ class RestorePoints:
 
     def take(self, lane: HasCaches) -> None:
         """Take one where the lane stands. All its tokens have to be committed."""
-        held = snapshot(lane.caches, lane.seen, lane.seen)
-        self._cache.take(self.running, Point(lane.seen, held, self.hidden()))
+        point = snapshot(lane.caches, lane.seen, lane.seen)
+        self._cache.take(self.running, Point(lane.seen, point, self.hidden()))
         self._last = lane.seen
 
     def due(self, seen: int, reach: int) -> bool:

@@ -101,9 +101,9 @@ class Lane(RequestLane):
         sliding: Sliding = "native",
         shape: FixedShape | None = None,
     ) -> None:
-        own = make_prompt_cache(model)
+        native = make_prompt_cache(model)
         if caches is None:
-            caches = with_slack(own) if sliding == "slack" else own
+            caches = with_slack(native) if sliding == "slack" else native
         self.model = model
         self.run: Callable[..., mx.array] = model
         self.caches = caches
@@ -131,10 +131,10 @@ class Lane(RequestLane):
         if shape is not None:
             check_fixed(self.caches)
         check_single(self.caches)
-        if len(self.caches) != len(own):
+        if len(self.caches) != len(native):
             raise InvalidRequestError(
-                f"{len(self.caches)} caches were passed, and the model has {len(own)}. "
-                "Pass all that make_prompt_cache(model) returns, and no others."
+                f"{len(self.caches)} caches were passed, and the model has "
+                f"{len(native)}. Pass all that make_prompt_cache(model) returns."
             )
         self._unknown = (position(self.caches) or 0) - seen
 
@@ -145,8 +145,8 @@ class Lane(RequestLane):
         It ends where the caches are quantized, in exact mode with the shape, and with
         the model's table of positions.
         """
-        held, end = self.quantization, self._unknown + self.seen
-        room = None if held is None else held.room(self.caches)
+        quantization, end = self.quantization, self._unknown + self.seen
+        room = None if quantization is None else quantization.room(self.caches)
         room = min(self.positions - end, sys.maxsize if room is None else room)
         return room if self.shape is None else min(room, self.shape.room(end))
 
@@ -157,10 +157,10 @@ class Lane(RequestLane):
             InvalidRequestError: the caches do not hold what this lane left in them.
         """
         lane_round = LaneRound(self, whole=whole)
-        held = lane_round.start
-        if held is not None and held != self._unknown + self.seen:
+        start = lane_round.start
+        if start is not None and start != self._unknown + self.seen:
             raise InvalidRequestError(
-                f"The caches hold {held} tokens, and {self._unknown + self.seen} were "
+                f"The caches hold {start} tokens, and {self._unknown + self.seen} were "
                 "left in them: something else has written. Use caches in one stream."
             )
         return lane_round
@@ -181,10 +181,10 @@ class Lane(RequestLane):
             self._widest = max(self._widest, width)
             self.round_bytes = max(self.round_bytes, speculation.nbytes)
 
-    def resume(self, held: Snapshot) -> None:
+    def resume(self, snapshot: Snapshot) -> None:
         """Let the caches hold the tokens of a snapshot that begins at the first."""
-        restore(held, self.caches)
-        self.seen = held.stop
+        restore(snapshot, self.caches)
+        self.seen = snapshot.stop
 
     def skip(self, count: int) -> None:
         """Leave out the next `count` tokens: the caches will not hold them."""

@@ -62,7 +62,7 @@ def test_rounds_are_compared_with_forwards_and_counted(folder: Path) -> None:
 
 
 def test_memory_is_within_what_is_allowed(folder: Path) -> None:
-    (row,) = run_script("memory", folder, "--held 600 --rounds 3")["results"]
+    (row,) = run_script("memory", folder, "--prompt 600 --rounds 3")["results"]
     assert row["plain"] < row["peak"] <= row["allowed"]
     assert row["rounds"] >= 3
     assert row["draft_weights"] > 0

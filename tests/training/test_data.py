@@ -170,27 +170,27 @@ def test_dialogues_are_held_out_and_learned_from(
     found = collected(pair, tmp_path / "d.safetensors", [])
     assert Counter(each.temperature for each in found.held_out) == {0.0: 3, 0.8: 3}
     assert len(found.training) == 12
-    for each in found.found:
-        assert each.own
-        assert each.counts.all() == (not each.held)
+    for each in found.dialogues:
+        assert each.own_prompt
+        assert each.counts.all() == (not each.evaluates)
         begin = int(each.counts.argmax())
-        if each.held:
+        if each.evaluates:
             assert pair[1].decode(each.tokens[:begin].tolist()).endswith("<assistant>")
 
 
 def test_a_file_of_dialogues_is_extended(pair: tuple[Any, Any], tmp_path: Path) -> None:
     file = tmp_path / "d.safetensors"
-    first = collected(pair, file, [], dialogues=6).found
+    first = collected(pair, file, [], dialogues=6).dialogues
     more = collected(pair, file, [], dialogues=15)
     assert len(more.training) == 15
-    for one, other in zip(first, more.found, strict=False):
+    for one, other in zip(first, more.dialogues, strict=False):
         assert one.tokens.tolist() == other.tokens.tolist()
     again = Dialogues.open(file, "target")
     assert again.batches == more.batches
-    for one, other in zip(again.found, more.found, strict=True):
+    for one, other in zip(again.dialogues, more.dialogues, strict=True):
         assert one.tokens.tolist() == other.tokens.tolist()
         assert one.counts.tolist() == other.counts.tolist()
-        assert (one.held, one.own) == (other.held, other.own)
+        assert (one.evaluates, one.own_prompt) == (other.evaluates, other.own_prompt)
         assert one.temperature == pytest.approx(other.temperature)
     with pytest.raises(InvalidRequestError, match="written by another target"):
         Dialogues.open(file, "other")
@@ -210,11 +210,11 @@ def test_conversations_are_answered_turn_by_turn(
         pair, tmp_path / "d.safetensors", prompts, batch=4, held_out=2, own_prompts=0.0
     )
     assert found.used == 8
-    assert not any(each.own for each in found.found)
-    texts = [pair[1].decode(each.tokens.tolist()) for each in found.found]
+    assert not any(each.own_prompt for each in found.dialogues)
+    texts = [pair[1].decode(each.tokens.tolist()) for each in found.dialogues]
     assert len(texts) == 16
     assert sum(text.startswith("<user>3 a<end><assistant>") for text in texts) == 2
-    for each, text in zip(found.found, texts, strict=True):
+    for each, text in zip(found.dialogues, texts, strict=True):
         prompt = pair[1].decode(each.tokens[~each.counts].tolist())
         assert prompt.endswith("<end><assistant>")
         assert text.startswith(prompt)
@@ -304,4 +304,4 @@ def test_temperatures_come_back_as_they_were(temperatures: list[float]) -> None:
         more = [replace(dialogue([1, 2]), temperature=each) for each in temperatures]
         written.add(more, used=0)
         again = Dialogues.open(file, "t")
-        assert [each.temperature for each in again.found] == temperatures
+        assert [each.temperature for each in again.dialogues] == temperatures

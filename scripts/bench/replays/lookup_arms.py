@@ -244,24 +244,24 @@ class SuffixDecoding(Arm):
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._answers = SuffixTree()
-        self._own, self._known = SuffixTree(), list[int]()
+        self._tree, self._known = SuffixTree(), list[int]()
 
     def begin(self, tokens: Sequence[int], prediction: Sequence[int]) -> None:
         """Make the tree of the text, or go on with that of the turn before."""
         if self._known != tokens[: len(self._known)]:
-            self._own, self._known = SuffixTree(), []
-        self._grow(self._own, tokens[len(self._known) :])
+            self._tree, self._known = SuffixTree(), []
+        self._grow(self._tree, tokens[len(self._known) :])
         self._known = list(tokens)
 
     def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
         """Return the better one of what both trees propose."""
         new = tokens[len(self._known) :]
-        self._grow(self._own, new)
+        self._grow(self._tree, new)
         self._grow(self._answers, new)
         self._known += new
-        self._own.follow_own()
+        self._tree.follow_own()
         self._answers.follow(tokens[-DEPTH:])
-        mine = self._own.propose(self._limit)
+        mine = self._tree.propose(self._limit)
         answers = self._answers.propose(self._limit)
         return (mine if mine[0] >= answers[0] else answers)[1][:limit]
 

@@ -35,7 +35,7 @@ class Text:
 
     context: int
     right: tuple[Sequence[int], ...]
-    found: tuple[Sequence[int], ...]
+    proposed: tuple[Sequence[int], ...]
 
     def __len__(self) -> int:
         return len(self.right[0])
@@ -47,7 +47,7 @@ class Text:
             yield Text(
                 self.context + start,
                 tuple(each[start:stop] for each in self.right),
-                tuple(each[start:stop] for each in self.found),
+                tuple(each[start:stop] for each in self.proposed),
             )
 
 
@@ -133,7 +133,9 @@ def _drafted(
     length = min(plan.length, limit)
     if length <= 0:
         return 0, 0, 0
-    for drafter, (result, right) in enumerate(zip(text.found, text.right, strict=True)):
+    for drafter, (result, right) in enumerate(
+        zip(text.proposed, text.right, strict=True)
+    ):
         count = min(int(result[at]), length + behind)
         if count > 0:
             return drafter, max(0, count - behind), int(right[at])

@@ -58,12 +58,12 @@ def replay_rule(
         if policy.late and length:
             survivals = policy.survivals()
             for index in known.free:
-                count = int(text.found[index][at])
+                count = int(text.proposed[index][at])
                 survivals[index], buckets[index] = known.lookups.survival(
                     count, 0, [(0, 0)] * count, None
                 )
             source, length = policy.choose(context, limit, survivals, behind=behind)
-        drafted = max(0, min(int(text.found[source][at]) - behind, length))
+        drafted = max(0, min(int(text.proposed[source][at]) - behind, length))
         accepted = 0
         if drafted:
             right = int(text.right[source][at])
@@ -96,7 +96,7 @@ class Judged:
     """A group of texts under the rule, beside plain decoding and the best of all."""
 
     group: str
-    own: Replayed
+    ours: Replayed
     plain: float
     least: float
     best: str
@@ -104,12 +104,12 @@ class Judged:
     @property
     def over_plain(self) -> float:
         """The rule's speed over that of plain decoding."""
-        return self.plain / self.own.steps
+        return self.plain / self.ours.steps
 
     @property
     def over_best(self) -> float:
         """The rule's speed over that of the best single source and fixed length."""
-        return self.least / self.own.steps
+        return self.least / self.ours.steps
 
 
 def judged(
@@ -125,7 +125,7 @@ def judged(
         fixed: dict[str, float] = {}
         for index, pair in enumerate(pairs):
             single = [
-                Text(one.context, (one.right[index],), (one.found[index],))
+                Text(one.context, (one.right[index],), (one.proposed[index],))
                 for one in texts
             ]
             alone = Machine([machine.rounds[index]], machine.left, machine.cold)
@@ -151,7 +151,7 @@ class Member:
     text: Text
     at: int = 0
     planned: Plan | None = None
-    following: Plan | None = None
+    next_plan: Plan | None = None
 
     def __len__(self) -> int:
         return len(self.text) - self.at
@@ -187,7 +187,7 @@ def replay_batch(
                     continue
                 survivals = row.policy.survivals()
                 for index in known.free:
-                    count = min(limit + behind, int(row.text.found[index][row.at]))
+                    count = min(limit + behind, int(row.text.proposed[index][row.at]))
                     survivals[index], weights = known.lookups.survival(
                         count, 0, [(0, 0)] * count, None
                     )
@@ -199,7 +199,7 @@ def replay_batch(
             source = sources.index(lengths.plan.source)
         drafted, accepted, emitted = [], [], []
         for row, limit in zip(live, limits, strict=True):
-            count = int(row.text.found[source][row.at]) - behind
+            count = int(row.text.proposed[source][row.at]) - behind
             drafted.append(max(0, min(limit, count)))
             right = max(0, int(row.text.right[source][row.at]) - behind)
             accepted.append(min(right, drafted[-1]))

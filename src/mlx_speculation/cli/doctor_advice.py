@@ -65,7 +65,7 @@ class Advice:
     # "wrong" if something does not work, "slow" if it could be faster, "note" for what
     # is missing and not needed.
     level: Level
-    found: str  # what is so
+    finding: str  # what is so
     action: str  # what to do about it
 
 

@@ -114,8 +114,8 @@ def summary(result: "Result", ended: str) -> Table:
     for part in ("draft", "verify", "sampler", "host"):
         seconds = getattr(stats, f"{part}_seconds")
         table.add_row(f"{part} seconds", f"{seconds:.3f}")
-    for held, size in asdict(result.memory).items():
-        table.add_row(f"{held.replace('_', ' ')}, MB", number(size / 1e6))
+    for key, size in asdict(result.memory).items():
+        table.add_row(f"{key.replace('_', ' ')}, MB", number(size / 1e6))
     for fault in stats.drafter_faults:
         table.add_row(f"{fault.drafter} disabled", escape(fault.reason))
     return table

@@ -115,7 +115,7 @@ class Answering:
         self._worker.take()
         exchange.add(job)
         try:
-            prepare = partial(self._prepare, job, exchange.held)
+            prepare = partial(self._prepare, job, exchange.stack)
             await exchange.in_thread(prepare, self._alive)
         except BaseException as error:
             if isinstance(error, ClientLeftError):
@@ -312,7 +312,7 @@ class _Exchange:
     """
 
     def __init__(self, http: Request, stack: ExitStack) -> None:
-        self.held = stack
+        self.stack = stack
         self._jobs: list[Job] = []
         self._left = False
         watch = asyncio.create_task(self._watch(http.receive))
@@ -321,7 +321,7 @@ class _Exchange:
     def add(self, job: Job) -> None:
         """Cancel a text when the exchange ends, or the client leaves."""
         self._jobs.append(job)
-        self.held.callback(job.cancel)
+        self.stack.callback(job.cancel)
         if self._left:
             job.leave()
 
@@ -374,10 +374,10 @@ class EventStream(StreamingResponse):
             media_type="text/event-stream",
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         )
-        self._events, self._held = events, stack
+        self._events, self._stack = events, stack
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events; the exchange watches whether the client is there."""
-        with self._held:
+        with self._stack:
             async with aclosing(self._events):  # type: ignore[type-var]
                 await self.stream_response(send)

@@ -257,7 +257,7 @@ def test_doctor_describes_this_installation(
     assert not (tmp_path / "new").exists()
     assert not [each for each in found["advice"] if each["level"] == "wrong"]
     # The tests need all extras, so they are here.
-    assert not [each for each in found["advice"] if "not installed" in each["found"]]
+    assert not [each for each in found["advice"] if "not installed" in each["finding"]]
     done = commands("doctor")
     assert done.exit_code == 0
     assert "mlx-lm" in done.stdout
@@ -371,7 +371,7 @@ CUDA = {"backend": "cuda", "openblas": False, "blas": "reference BLAS"}
 def test_doctor_says_what_to_do(changes: Any, level: str, said: str) -> None:
     (found,) = advice(facts(**changes))
     assert found.level == level
-    assert said in found.found
+    assert said in found.finding
     assert found.action
 
 
@@ -394,7 +394,7 @@ def test_doctor_looks_at_every_package_that_is_needed(
         "mlx_speculation.cli.commands.doctor.requires", lambda name: needs
     )
     found = commands.object("doctor", status=1)
-    assert [each["found"] for each in found["advice"] if each["level"] == "wrong"] == [
+    assert [each["finding"] for each in found["advice"] if each["level"] == "wrong"] == [
         "no-such-package is not installed"
     ]
 
@@ -406,7 +406,7 @@ def test_doctor_looks_at_every_package_that_only_an_extra_needs(
         "mlx_speculation.cli.commands.doctor.installed", lambda name: None
     )
     said = commands.object("doctor", status=1)["advice"]
-    notes = [each for each in said if " is not installed, so " in each["found"]]
+    notes = [each for each in said if " is not installed, so " in each["finding"]]
     assert [(each["level"], each["action"]) for each in notes] == [
         ("note", f"pip install 'mlx-speculation[{extra}]'")
         for extra in ("grammar", "plot", "serve")

@@ -53,7 +53,7 @@ def check(
             said += f"{group.over_plain:.3f} of plain, best is {group.best}"
             sys.stdout.write(f"{said}\n")
             assert group.over_plain >= LEAST_PLAIN, said
-            best, own = best + group.least, own + group.own.steps
+            best, own = best + group.least, own + group.ours.steps
     sys.stdout.write(f"{name}, {tokens} tokens, all pairs: {best / own:.3f} of best\n")
     assert best / own >= least
 

@@ -63,7 +63,7 @@ def doctor(json: Json = False) -> None:
     facts, device = find_facts()
     said = advice(facts)
     screen.table(_table(facts, device))
-    lines = [f"{each.level}: {each.found}. To do: {each.action}." for each in said]
+    lines = [f"{each.level}: {each.finding}. To do: {each.action}." for each in said]
     lines = lines or ["All is well: nothing is wrong, and nothing is known to be slow."]
     screen.text("\n".join(lines) + "\n")
     screen.object(

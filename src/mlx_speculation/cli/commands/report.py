@@ -178,7 +178,7 @@ def _doctor(measured: Measured) -> list[str]:
         lines.append(f"- threads: {measured['threads']}")
     return [
         *lines,
-        *(f"- {each['level']}: {each['found']}" for each in measured["advice"]),
+        *(f"- {each['level']}: {each['finding']}" for each in measured["advice"]),
     ]
 
 

@@ -187,10 +187,12 @@ class Collector:
         self,
         prompt: Sequence[int],
         answer: Sequence[int],
-        held: bool,
-        own: bool,
+        held_out: bool,
+        own_prompt: bool,
         temperature: float,
     ) -> Dialogue:
         tokens = np.array([*prompt, *answer], np.uint32)
-        counts = np.arange(len(tokens)) >= (0 if own and not held else len(prompt))
-        return Dialogue(tokens, counts, held, own, temperature)
+        counts = np.arange(len(tokens)) >= (
+            0 if own_prompt and not held_out else len(prompt)
+        )
+        return Dialogue(tokens, counts, held_out, own_prompt, temperature)

@@ -34,8 +34,8 @@ class Dialogue:
     # bool [n], whether a token is one to learn: those of answers, and of prompts that
     # the target wrote
     counts: NDArray[np.bool_]
-    held: bool  # whether it is to evaluate on
-    own: bool  # whether the target wrote the prompt too
+    evaluates: bool  # whether it is to evaluate on
+    own_prompt: bool  # whether the target wrote the prompt too
     temperature: float  # of the answer
 
 
@@ -45,7 +45,7 @@ class Dialogues:
 
     file: Path  # where they are kept
     target: str  # names the target that wrote them
-    found: list[Dialogue] = field(default_factory=list)  # the dialogues
+    dialogues: list[Dialogue] = field(default_factory=list)  # the dialogues
     batches: int = 0  # how many batches were written
     used: int = 0  # how many prompts of a file were used
     others: list[Dialogue] = field(default_factory=list)  # of further files
@@ -64,7 +64,7 @@ class Dialogues:
         """
         dialogues = cls._read(file, target) if file.exists() else cls(file, target)
         for each in more:
-            dialogues.others += cls._read(each, target).found
+            dialogues.others += cls._read(each, target).dialogues
         return dialogues
 
     @classmethod
@@ -95,17 +95,17 @@ class Dialogues:
     @property
     def all(self) -> list[Dialogue]:
         """Those of all files."""
-        return [*self.found, *self.others]
+        return [*self.dialogues, *self.others]
 
     @property
     def training(self) -> list[Dialogue]:
         """Those to learn from."""
-        return [each for each in self.all if not each.held]
+        return [each for each in self.all if not each.evaluates]
 
     @property
     def held_out(self) -> list[Dialogue]:
         """Those to evaluate on."""
-        return [each for each in self.all if each.held]
+        return [each for each in self.all if each.evaluates]
 
     def add(self, more: Iterable[Dialogue], used: int) -> None:
         """Add a batch, and write the file anew.
@@ -114,26 +114,26 @@ class Dialogues:
             more: the dialogues.
             used: how many prompts of a file they took.
         """
-        self.found.extend(more)
+        self.dialogues.extend(more)
         self.batches += 1
         self.used += used
         self._save()
 
     def _save(self) -> None:
-        ends = np.cumsum([len(each.tokens) for each in self.found])
+        ends = np.cumsum([len(each.tokens) for each in self.dialogues])
         arrays = {
-            "tokens": np.concatenate([each.tokens for each in self.found]),
-            "counts": np.concatenate([each.counts for each in self.found]),
+            "tokens": np.concatenate([each.tokens for each in self.dialogues]),
+            "counts": np.concatenate([each.counts for each in self.dialogues]),
             "ends": ends.astype(np.int64),
-            "held": np.array([each.held for each in self.found]),
-            "own": np.array([each.own for each in self.found]),
+            "held": np.array([each.evaluates for each in self.dialogues]),
+            "own": np.array([each.own_prompt for each in self.dialogues]),
         }
         arrays = {
             name: value.astype(np.uint8) if value.dtype == np.bool_ else value
             for name, value in arrays.items()
         }
         arrays["temperature"] = np.array(
-            [each.temperature for each in self.found], np.float32
+            [each.temperature for each in self.dialogues], np.float32
         )
         metadata = {
             "format": FORMAT,

@@ -22,7 +22,7 @@ def described(
         "file": dialogues.file.name,
         "more": [file.name for file in files],
         "dialogues": len(learned),
-        "own": sum(each.own for each in learned),
+        "own": sum(each.own_prompt for each in learned),
         "tokens": sum(len(each.tokens) for each in learned),
         "learned": int(sum(each.counts.sum() for each in learned)),
         "held_out": len(dialogues.held_out),
