@@ -394,9 +394,9 @@ def test_doctor_looks_at_every_package_that_is_needed(
         "mlx_speculation.cli.commands.doctor.requires", lambda name: needs
     )
     found = commands.object("doctor", status=1)
-    assert [each["finding"] for each in found["advice"] if each["level"] == "wrong"] == [
-        "no-such-package is not installed"
-    ]
+    assert [
+        each["finding"] for each in found["advice"] if each["level"] == "wrong"
+    ] == ["no-such-package is not installed"]
 
 
 def test_doctor_looks_at_every_package_that_only_an_extra_needs(
