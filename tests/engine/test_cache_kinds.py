@@ -34,7 +34,7 @@ MODELS = {
     **RARER,
     **{name: TINY_MODELS[name] for name in ("gemma4_text", "nemotron_h")},
 }
-TOKENS = 32
+TOKENS = 20
 GREEDY = Sampling(seed=0)
 # Layers and caches, and leaves among these.
 COUNTS = {

@@ -20,7 +20,7 @@ from support.models.tiny_tokenizer import byte_tokenizer
 
 PROMPT = [(5 * i * i + 3) % 256 for i in range(21)]
 SAMPLED = Sampling(temperature=0.8, seed=4)
-TOKENS = 28
+TOKENS = 18
 
 
 @cache

@@ -21,7 +21,7 @@ from support.models import census
 from support.models.census import BUILT
 from support.models.tiny_tokenizer import byte_tokenizer
 
-TOKENS = 24
+TOKENS = 16
 LENGTHS = (17, 6, 40)  # around the windows of 16
 QUICK = {"falcon_h1", "gemma3n", "deepseek_v3"}
 

@@ -24,7 +24,7 @@ from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer
 
 PROMPT = [(5 * i * i + 3) % 256 for i in range(21)]
-TOKENS = 60
+TOKENS = 40
 _no_choice: Any = None  # nobody chooses here
 LANE: Any = Lane(build("llama"))  # it has seen nothing, and so no step is in flight
 

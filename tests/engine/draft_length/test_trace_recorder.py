@@ -29,7 +29,7 @@ from support.models.tiny_tokenizer import byte_tokenizer
 from support.scripts import PROMPTS, save_tiny
 
 PROMPT = [5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6, 7]
-TOKENS = 30
+TOKENS = 20
 
 
 def recorded(draft: Any, sampling: Sampling) -> tuple[Any, dict[str, np.ndarray]]:

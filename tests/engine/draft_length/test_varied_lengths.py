@@ -38,7 +38,7 @@ from support.models.tiny_tokenizer import byte_tokenizer
 pytestmark = pytest.mark.usefixtures("measured")
 MODELS = ("llama", "gemma3_text", "qwen3_5")
 PROMPT = [(5 * i * i + 3) % 256 for i in range(21)]
-TOKENS = 30
+TOKENS = 20
 KINDS = ("model", "right", "random", "lookup")
 
 

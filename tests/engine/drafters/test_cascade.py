@@ -32,7 +32,7 @@ from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer
 
 PROMPT = [(5 * i * i + 3) % 256 for i in range(21)]
-TOKENS = 32
+TOKENS = 26
 
 
 class SometimesDrafter(ScriptedDrafter):

@@ -29,7 +29,7 @@ from support.models.tiny_tokenizer import byte_tokenizer
 MODELS = ("llama", "gemma3_text", "qwen3_5", "recurrent_gemma")
 OTHERS = sorted(set(TINY_MODELS) - set(MODELS))
 PROMPT = [(5 * i * i + 3) % 256 for i in range(21)]
-TOKENS = 60
+TOKENS = 40
 KINDS = ("text", "corpus", "cascade")
 
 

@@ -59,7 +59,7 @@ COUNTED = (
     *("deepseek_v3(MLA)", "gpt_oss", "gemma4_text", "llama(sliding)"),
 )
 PROMPT = prompt_of(21)
-TOKENS = 28
+TOKENS = 24
 
 
 @cache

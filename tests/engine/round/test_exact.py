@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("on_the_cpu", "short_steps")
 
 KINDS = ["llama", "qwen3_5", "llama(sliding)"]
 SAMPLINGS = {"greedy": GREEDY, "sampled": SAMPLED}
-TOKENS = 40
+TOKENS = 20
 
 
 @pytest.fixture(name="short_steps")

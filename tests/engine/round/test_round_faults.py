@@ -32,7 +32,7 @@ from support.models.tiny_tokenizer import byte_tokenizer
 
 MODELS = ("llama", "gemma3_text", "qwen3_5", "mamba", "recurrent_gemma")
 PROMPT = [(5 * i * i + 3) % 256 for i in range(21)]
-TOKENS = 20
+TOKENS = 18
 
 
 class InjectedError(Exception):

@@ -35,7 +35,7 @@ from support.models.tiny_models import TINY_MODELS, build, build_tiny
 from support.models.tiny_tokenizer import byte_tokenizer
 
 PROMPT = prompt_of(40)  # more than two windows
-TOKENS, LEVELS, NODES = 30, 5, 12
+TOKENS, LEVELS, NODES = 18, 5, 12
 MODELS = ("llama", "gemma3_text", "llama(sliding)")
 SHORT = Sampling(temperature=0.8, top_k=20, seed=4)
 

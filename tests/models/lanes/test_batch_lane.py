@@ -22,7 +22,7 @@ from support.identity import assert_same_text, plain_text
 from support.models.recurrent_models import RECURRENT_MODELS
 from support.models.tiny_models import TINY_MODELS, build_tiny
 
-TOKENS = 26
+TOKENS = 18
 LONGEST_DRAFT = 6
 LENGTHS = (17, 6, 40, 23)  # around the window of 16
 MODELS = TINY_MODELS | RECURRENT_MODELS
