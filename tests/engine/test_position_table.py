@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -76,6 +76,7 @@ def draft_of(kind: str, model: nn.Module, text: SequenceOf[int], shorter: int) -
     return drafts[kind]()
 
 
+@settings(max_examples=max(12, settings().max_examples // 2))
 @given(
     name=st.sampled_from(TABLES),
     positions=st.sampled_from([5, 9, 16, 24, 33]),

@@ -196,7 +196,7 @@ def test_rejected_rows_leave_no_trace_in_a_processor(
     options = {"temperature": temperature, "seed": 1, "repetition_penalty": 1.2}
     result = check(options, kind, 4, [user], set())
     assert result.stats.drafted > result.stats.accepted or kind in ("oracle", "lookup")
-    for stop in set(result.tokens[6:8]):  # in the middle of an accepted draft
+    for stop in result.tokens[6:7]:  # in the middle of an accepted draft
         check(options, kind, 4, [user], {stop})
 
 

@@ -62,7 +62,7 @@ def test_a_finished_generation_leaves_prompt_and_tokens_in_the_cache(
 ) -> None:
     model, plain, speculative, text = pair(name)
     generator = speculative if drafted else plain
-    for count in (0, 1, 2, 7, 8, 9):
+    for count in (0, 1, 8, 9):
         caches = make_prompt_cache(model)
         result = generator.generate(
             PROMPT, max_tokens=count, sampling=SAMPLED, prompt_cache=caches

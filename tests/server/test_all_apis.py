@@ -41,7 +41,7 @@ PROMPTS = (
     "def add(a, b):\n    return a\n" * 3,
     "0123456789" * 7,
 )
-TOKENS = 24
+TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def resident() -> float:
 
 def test_requests_of_all_apis_get_their_texts() -> None:
     with serving(make, prefixes=PrefixCache(1 << 22), max_rows=6) as server:
-        run(server, drawn(1, 60), 8)
+        run(server, drawn(1, 32), 8)
 
 
 @pytest.mark.slow

@@ -322,7 +322,7 @@ def counted(server: Server) -> Callable[..., float]:
 
 @pytest.mark.parametrize(
     ("seed", "count"),
-    [(1, 100), *(pytest.param(n, 300, marks=pytest.mark.slow) for n in range(1, 7))],
+    [(1, 80), *(pytest.param(n, 300, marks=pytest.mark.slow) for n in range(1, 7))],
 )
 def test_mixed_requests_get_their_answers_and_leave_nothing(
     seed: int, count: int, caplog: pytest.LogCaptureFixture

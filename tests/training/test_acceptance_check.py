@@ -35,6 +35,7 @@ def spoken(model: Any, prompt: list[int], temperature: float) -> Dialogue:
     return Dialogue(tokens, counts, True, False, temperature)
 
 
+@pytest.mark.openblas
 @pytest.mark.parametrize("same", [True, False])
 def test_greedy_text_accepts_what_rounds_accept(same: bool, tmp_path: Path) -> None:
     """A draft model of the same weights has all accepted; of others, nearly nothing."""

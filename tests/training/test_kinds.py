@@ -142,6 +142,7 @@ def draft_config(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.openblas
 def test_a_draft_model_learns_and_is_loaded(tmp_path: Path) -> None:
     folder = chat_folder(tmp_path / "target")
     small = draft_config(tmp_path / "small")

@@ -65,6 +65,7 @@ def trained(
     return out, train(target, out, OPTIONS)
 
 
+@pytest.mark.openblas
 def test_a_head_learns_to_draft(
     target: Path, trained: tuple[Path, TrainingResult]
 ) -> None:
@@ -87,6 +88,7 @@ def test_a_head_learns_to_draft(
     assert drafted.stats.drafted > 0
 
 
+@pytest.mark.openblas
 @pytest.mark.parametrize(
     ("how", "at"),
     [
@@ -160,6 +162,7 @@ BLOCKS = replace(
 )
 
 
+@pytest.mark.openblas
 @pytest.mark.parametrize(
     "kind", ["dspark", pytest.param("dflash", marks=pytest.mark.slow)]
 )
@@ -323,6 +326,7 @@ def test_too_little_memory_is_refused(
         train(target, tmp_path / "head", OPTIONS)
 
 
+@pytest.mark.openblas
 def test_dialogues_of_several_runs_are_trained_on(target: Path, tmp_path: Path) -> None:
     files = [tmp_path / f"{seed}.safetensors" for seed in range(2)]
     few = replace(OPTIONS, dialogues=6, held_out=4, batch=6, data_only=True)

@@ -201,7 +201,7 @@ def damage(draw: random.Random, folder: Path, foreign: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "count", [30, pytest.param(2000, marks=pytest.mark.slow)], ids=str
+    "count", [12, pytest.param(2000, marks=pytest.mark.slow)], ids=str
 )
 def test_files_that_were_changed_bring_no_other_text(
     count: int, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -72,7 +72,7 @@ def check_several(each: list[Any], kinds: list[str]) -> None:
     counts = {name: len(texts) - 1 for name, texts in said.items()}
     assert counts == dict.fromkeys(kinds, 7)
     for name, texts in said.items():
-        assert len(texts["alone"]) == 8
+        assert len(texts["alone"]) == 6
         for way, tokens in texts.items():
             assert tokens == texts["alone"], (name, way)
 
@@ -91,7 +91,7 @@ def check_apart(each: list[Any]) -> None:
         assert "of stream" in said["order"]
         assert "makes generator" in said["another_generator"]
         assert said["options_meanwhile"].startswith(
-            f"RankMismatchError: max_tokens is 9 on rank {last}, and 8 on rank 0"
+            f"RankMismatchError: max_tokens is 7 on rank {last}, and 6 on rank 0"
         )
         assert "ValueError: the last rank has failed" in said["leaving"]
         if rank != last:

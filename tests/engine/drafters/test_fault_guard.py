@@ -32,6 +32,7 @@ from mlx_speculation.models import Lane
 from mlx_speculation.models.mtp import MtpHead
 from mlx_speculation.samplers import Chooser, Rows, Verifier
 from support.caches.contents import assert_same_content, content
+from support.covering import covering
 from support.drafters.broken_drafters import (
     CALLS,
     RAISES,
@@ -247,9 +248,15 @@ def test_both_members_may_fail_and_it_is_said_once() -> None:
     assert "BrokenError" in result.stats.drafter_faults[1].details
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("call", ["begin", "propose", "settle"])
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError(), SystemExit()])
+@pytest.mark.parametrize(
+    ("kind", "call", "error"),
+    covering(
+        KINDS,
+        ["begin", "propose", "settle"],
+        [KeyboardInterrupt(), MemoryError(), SystemExit()],
+        pairs=[(0, 1)],
+    ),
+)
 def test_interrupts_and_a_want_of_memory_go_up(
     kind: str, call: str, error: BaseException
 ) -> None:

@@ -27,7 +27,7 @@ from support.processes.rank_programs import (
 from support.processes.ranks import wait_for
 
 ONE, TWO = prompt_of(40), prompt_of(23)
-TOKENS = 8
+TOKENS = 6
 # The rank whose program is another one, where one is.
 ODD = group.size() - 1
 
