@@ -255,15 +255,21 @@ class SpeculativeGenerator:
         return stream.result
 
     def generate_batch(
-        self, prompts: SequenceOf[Prompt], *, max_rows: int = 32, **options: Any
+        self,
+        prompts: SequenceOf[Prompt],
+        *,
+        max_rows: int = 32,
+        each: SequenceOf[StreamKeywords] = (),
+        **options: Unpack[StreamKeywords],
     ) -> list[Result]:
         """Generate the text of each prompt, many of them at once; see `BatchGenerator`.
 
         Args:
             prompts: what `stream` takes, one for each text.
             max_rows: how many run at once.
-            options: what `stream` takes; a list has one value for each prompt. Of one
-                `sampling` with a seed for all, prompt i has `derived_seed(seed, i)`.
+            each: the options of each prompt that are not those of all.
+            options: the fields of `StreamOptions` for all. Of one `sampling` with a
+                seed for all, prompt i has `derived_seed(seed, i)`.
 
         Returns:
             The results, in the order of the prompts.
@@ -272,7 +278,7 @@ class SpeculativeGenerator:
             InvalidRequestError: names the two values that do not fit; nothing has run.
             Exception: what ended the first row that failed, when all have ended.
         """
-        return generate_batch(self, prompts, max_rows, options)
+        return generate_batch(self, prompts, max_rows, options, each)
 
     def stream(self, prompt: Prompt, **options: Unpack[StreamKeywords]) -> Stream:
         """Start a generation; nothing runs before the first chunk is asked for.

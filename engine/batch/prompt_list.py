@@ -1,11 +1,11 @@
 """Many prompts at once, to the end: the options of each, and their results."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from mlx_speculation.engine.batch.generator import BatchGenerator
 from mlx_speculation.engine.batch.request import StreamSource
+from mlx_speculation.engine.options import StreamKeywords
 from mlx_speculation.engine.prompt import Prompt
 from mlx_speculation.engine.result import Result
 from mlx_speculation.errors import InvalidRequestError
@@ -16,7 +16,8 @@ def generate_batch(
     generator: StreamSource,
     prompts: Sequence[Prompt],
     max_rows: int,
-    options: Mapping[str, Any],
+    options: StreamKeywords,
+    each: Sequence[StreamKeywords],
 ) -> list[Result]:
     """Generate all texts; see `SpeculativeGenerator.generate_batch`."""
     if isinstance(prompts, str) or not isinstance(prompts, Sequence):
@@ -24,7 +25,7 @@ def generate_batch(
             f"prompts is a {type(prompts).__name__}, and a list of prompts is needed. "
             "Put the one prompt into a list."
         )
-    rows = options_of_rows(len(prompts), options)
+    rows = options_of_rows(len(prompts), options, each)
     with BatchGenerator(generator, max_rows=max_rows) as batch:
         uids = [
             batch.insert(prompt, **row)
@@ -46,25 +47,24 @@ def generate_batch(
     return results
 
 
-def options_of_rows(count: int, options: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the options of each row: a list has one value for each.
+def options_of_rows(
+    count: int, options: StreamKeywords, each: Sequence[StreamKeywords]
+) -> list[StreamKeywords]:
+    """Return the options of each row.
 
     Raises:
-        InvalidRequestError: a list is of another length.
+        InvalidRequestError: there are options of another number of rows.
     """
-    for name, value in options.items():
-        if isinstance(value, list) and len(value) != count:
-            raise InvalidRequestError(
-                f"{name} is a list of {len(value)}, and there are {count} prompts. A "
-                "list holds one value for each prompt; pass what is for all of them as "
-                "it is, several stops as a tuple."
-            )
-    rows = [
-        {n: v[row] if isinstance(v, list) else v for n, v in options.items()}
-        for row in range(count)
-    ]
+    if each and len(each) != count:
+        raise InvalidRequestError(
+            f"each has the options of {len(each)} prompts, and there are {count}. Pass "
+            "what is for all of them by itself."
+        )
+    rows: list[StreamKeywords] = [{**options} for _ in range(count)]
     shared = options.get("sampling")
     if isinstance(shared, Sampling) and shared.seed is not None:
         for index, row in enumerate(rows):
             row["sampling"] = replace(shared, seed=derived_seed(shared.seed, index))
-    return rows
+    return (
+        [{**row, **own} for row, own in zip(rows, each, strict=True)] if each else rows
+    )

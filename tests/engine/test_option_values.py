@@ -32,7 +32,9 @@ def test_keywords_are_the_fields_in_names_types_and_order(
     assert keywords.__required_keys__ == frozenset()
 
 
-@pytest.mark.parametrize("call", ["__init__", "from_pretrained", "stream", "generate"])
+@pytest.mark.parametrize(
+    "call", ["__init__", "from_pretrained", "stream", "generate", "generate_batch"]
+)
 def test_public_calls_spell_out_no_option(call: str) -> None:
     taken = signature(getattr(SpeculativeGenerator, call)).parameters
     names = {field.name for options, _ in PAIRS for field in fields(options)}

@@ -248,7 +248,8 @@ def test_other_rules_give_rows_what_they_do_alone(acceptance: Any) -> None:
     options: dict[str, Any] = {"max_tokens": 12, "stop_tokens": ()}
     sampling = [Sampling(temperature=0.8, seed=seed) for seed in (1, 2, 3)]
     prompts = [prompt_of(n) for n in (3, 20, 9)]
-    results = generator.generate_batch(prompts, sampling=sampling, **options)
+    each: list[Any] = [{"sampling": one} for one in sampling]
+    results = generator.generate_batch(prompts, each=each, **options)
     for prompt, own, result in zip(prompts, sampling, results, strict=True):
         alone = generator.generate(prompt, sampling=own, **options)
         assert result.tokens == alone.tokens

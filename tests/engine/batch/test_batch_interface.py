@@ -170,7 +170,11 @@ def test_many_prompts_have_options_of_their_own() -> None:
     made = generator()
     prompts = [prompt_of(n) for n in (3, 8, 5)]
     results = made.generate_batch(
-        prompts, max_tokens=[4, 6, 8], sampling=SAMPLED, stop=("zzz",)
+        prompts,
+        each=[{"max_tokens": 4}, {}, {"max_tokens": 8}],
+        max_tokens=6,
+        sampling=SAMPLED,
+        stop=("zzz",),
     )
     assert [len(result.tokens) for result in results] == [4, 6, 8]
     for index, (prompt, result) in enumerate(zip(prompts, results, strict=True)):
@@ -183,14 +187,16 @@ def test_many_prompts_have_options_of_their_own() -> None:
         )
         assert result.tokens == alone.tokens
     own = [Sampling(temperature=0.8, seed=seed) for seed in (7, 7, 9)]
-    again = made.generate_batch(prompts[:1] * 3, max_tokens=5, sampling=own)
+    again = made.generate_batch(
+        prompts[:1] * 3, each=[{"sampling": one} for one in own], max_tokens=5
+    )
     assert again[0].tokens == again[1].tokens != again[2].tokens
     assert made.generate_batch([]) == []
 
 
-def test_lists_of_another_length_and_lone_prompts_are_refused() -> None:
+def test_options_of_other_prompts_and_lone_prompts_are_refused() -> None:
     made = generator()
-    with pytest.raises(InvalidRequestError, match="max_tokens is a list of 2"):
-        made.generate_batch([[1], [2], [3]], max_tokens=[1, 2])
+    with pytest.raises(InvalidRequestError, match="options of 2 prompts"):
+        made.generate_batch([[1], [2], [3]], each=[{"max_tokens": 1}, {}])
     with pytest.raises(InvalidRequestError, match="prompts is a str"):
         made.generate_batch("a prompt")

@@ -275,7 +275,7 @@ class HeadBench(Bench):
         results = SpeculativeGenerator(self.model, byte_tokenizer()).generate_batch(
             [prompt for prompt, _ in pairs],
             max_tokens=LONGEST,
-            sampling=[sampling for _, sampling in pairs],
+            each=[{"sampling": sampling} for _, sampling in pairs],
             stop_tokens=(),
             max_rows=len(pairs),
         )
