@@ -65,6 +65,6 @@ def options_of_rows(
     if isinstance(shared, Sampling) and shared.seed is not None:
         for index, row in enumerate(rows):
             row["sampling"] = replace(shared, seed=derived_seed(shared.seed, index))
-    return (
-        [{**row, **own} for row, own in zip(rows, each, strict=True)] if each else rows
-    )
+    if not each:
+        return rows
+    return [{**row, **more} for row, more in zip(rows, each, strict=True)]
