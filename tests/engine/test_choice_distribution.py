@@ -9,17 +9,12 @@ as many texts.
 import zlib
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
-from numpy.typing import NDArray
 
-from mlx_speculation import CascadeDraft, LookupDraft, Sampling, SpeculativeGenerator
+from mlx_speculation import CascadeDraft, LookupDraft, SpeculativeGenerator
 from mlx_speculation.engine.draft_length.rule import DraftRule
 from mlx_speculation.engine.draft_length.ruled import RuleDraftLength
 from mlx_speculation.engine.drafters.base import Choose, Proposal, WrappedDrafter
@@ -30,12 +25,11 @@ from mlx_speculation.models import Lane
 from mlx_speculation.samplers import Acceptance
 from support.models.tiny_models import TINY_MODELS, build_tiny
 from support.models.tiny_tokenizer import letter_tokenizer
+from support.sampling.text_counts import Texts, excess
 
-VOCAB, EMITTED, SAMPLES = 8, 2, 1_200
-NORMAL = 3.719  # what a normal variable exceeds with odds of 1e-4
-PROMPT = [0, 2, 1, 7, 3]
-TEXTS = list(product(range(VOCAB), repeat=EMITTED))
-TEMPERATURE = 1.2
+VOCAB, SAMPLES = 8, 1_200
+OPTIONS: dict[str, Any] = {"temperature": 1.2}
+TEXTS = Texts(VOCAB, 2, [0, 2, 1, 7, 3])
 
 
 class AdversaryDraft(Draft):
@@ -91,39 +85,9 @@ def generators(acceptance: Acceptance, trim: Any = None) -> SpeculativeGenerator
     )
 
 
-def joint_distribution(target: nn.Module) -> NDArray[np.float64]:
-    """Return the probability of every text, from rows of the target alone."""
-    prompts = mx.array([[*PROMPT, *text] for text in TEXTS])
-    logits = target(prompts, cache=make_prompt_cache(target))
-    rows = np.array(logits[:, len(PROMPT) - 1 : -1].astype(mx.float32), np.float64)
-    odds = np.exp((rows - rows.max(axis=-1, keepdims=True)) / TEMPERATURE)
-    probs = odds / odds.sum(axis=-1, keepdims=True)
-    each = np.take_along_axis(probs, np.array(TEXTS)[..., None], axis=-1)
-    found: NDArray[np.float64] = each[..., 0].prod(axis=-1)
-    return found
-
-
-def excess(generator: SpeculativeGenerator) -> float:
-    """Return chi-square over its bound at alpha 1e-4, by Wilson and Hilferty's cube."""
-    places = {text: place for place, text in enumerate(TEXTS)}
-    counts = np.zeros(len(TEXTS))
-    for seed in range(SAMPLES):
-        result = generator.generate(
-            PROMPT,
-            max_tokens=EMITTED + 2,
-            stop_tokens=(),
-            sampling=Sampling(temperature=TEMPERATURE, seed=seed),
-            draft_length=None,
-        )
-        counts[places[tuple(result.tokens[:EMITTED])]] += 1
-    due = joint_distribution(generator.model) * SAMPLES
-    rare = due < 5
-    seen, due = (np.append(x[~rare], x[rare].sum()) for x in (counts, due))
-    seen, due = seen[due > 0], due[due > 0]
-    spread = 2 / (9 * (len(due) - 1))
-    cube: float = (1 - spread + NORMAL * spread**0.5) ** 3
-    statistic = float(((seen - due) ** 2 / due).sum())
-    return statistic / ((len(due) - 1) * cube)
+def parted(generator: SpeculativeGenerator) -> float:
+    due = TEXTS.distribution(generator.model, **OPTIONS)
+    return excess(TEXTS.count(generator, OPTIONS, SAMPLES), due)
 
 
 @pytest.fixture(autouse=True)
@@ -146,7 +110,7 @@ def _choices(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("measured")
 @pytest.mark.parametrize("acceptance", ["rejection", "block"])
 def test_what_is_known_before_a_token_may_choose(acceptance: Acceptance) -> None:
-    assert excess(generators(acceptance)) < 1
+    assert parted(generators(acceptance)) < 1
 
 
 @pytest.mark.slow
@@ -161,4 +125,4 @@ def test_a_drafter_that_looks_at_what_it_has_drawn_is_found(
         return 1, min(limit, 3)
 
     monkeypatch.setattr(RuleDraftLength, "choose", always)
-    assert excess(generators(acceptance, looked)) > 1
+    assert parted(generators(acceptance, looked)) > 1

@@ -3,47 +3,31 @@
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
 
 from mlx_speculation import (
     BatchGenerator,
     DrafterFaultWarning,
     NonFiniteLogitsError,
-    PrefixCache,
     Sampling,
     SpeculativeGenerator,
     pure,
 )
 from mlx_speculation.engine import Proposal, Sequence
 from mlx_speculation.engine.shared_drafters.shared_model import SharedModel
-from support.drafters.batches import SAMPLINGS, Bench, Case, bench, interrupt_commit
+from support.drafters.batches import (
+    SAMPLINGS,
+    Case,
+    Watched,
+    bench,
+    finish,
+    interrupt_commit,
+    run,
+)
 from support.identity import prompt_of
 from support.models.tiny_tokenizer import byte_tokenizer
 
 CASES = [Case(p, s, 18) for p in (2, 17, 40) for s in SAMPLINGS[:2]]
-
-
-def play(
-    made: Bench, batch: BatchGenerator, cases: list[Case] = CASES
-) -> dict[int, Case]:
-    """Run the rows to the end and check them."""
-    rows = {made.insert(batch, case): case for case in cases}
-    finish(made, batch, rows)
-    return rows
-
-
-def run(batch: BatchGenerator) -> None:
-    while batch.waiting or batch.running:
-        batch.next()
-
-
-def finish(made: Bench, batch: BatchGenerator, rows: dict[int, Case]) -> None:
-    run(batch)
-    for uid, case in rows.items():
-        result = batch.result(uid)
-        assert len(result.tokens) == case.max_tokens
-        made.check(case, result.tokens)
 
 
 @pytest.mark.parametrize("kind", ["model", "lookup", "none"])
@@ -93,22 +77,6 @@ def test_a_processor_that_raises_ends_its_row_alone() -> None:
             assert batch.result(bad).finish_reason == "error"
 
 
-def fail_in(model: nn.Module, forward: int, error: BaseException) -> None:
-    """Let a later forward of a model raise once."""
-    plain: Any = type(model)
-    left = [forward]
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        left[0] -= 1
-        if left[0] == 0:
-            model.__class__ = plain
-            raise error
-        return plain.__call__(self, *args, **kwargs)
-
-    body = {"__call__": call, "__module__": plain.__module__}
-    model.__class__ = type(plain.__name__, (plain,), body)
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -123,8 +91,7 @@ def test_a_round_that_fails_for_all_is_run_again(name: str, kind: str) -> None:
     for forward in range(1, 9, 2):  # three prompts, then rounds
         with BatchGenerator(made.generator(kind)) as batch:
             rows = {made.insert(batch, case): case for case in CASES[::2]}
-            fail_in(made.model, forward, KeyboardInterrupt())
-            with pytest.raises(KeyboardInterrupt):
+            with Watched(made.model, forward), pytest.raises(KeyboardInterrupt):
                 run(batch)
             finish(made, batch, rows)
 
@@ -134,8 +101,7 @@ def test_an_interrupt_while_drafting_leaves_the_draft_as_it_was(forward: int) ->
     made = bench("llama")
     with BatchGenerator(made.generator("model")) as batch:
         rows = {made.insert(batch, case): case for case in CASES}
-        fail_in(made.draft, forward, KeyboardInterrupt())
-        with pytest.raises(KeyboardInterrupt):
+        with Watched(made.draft, forward), pytest.raises(KeyboardInterrupt):
             run(batch)
         for _ in range(2):
             batch.next()
@@ -176,8 +142,8 @@ def test_a_draft_model_that_raises_is_disabled_for_all_rows() -> None:
         with BatchGenerator(made.generator("model")) as batch:
             rows = {made.insert(batch, case): case for case in CASES}
             batch.next()
-            fail_in(made.draft, forward, RuntimeError("broken"))
-            with pytest.warns(DrafterFaultWarning, match="broken"):
+            broken = Watched(made.draft, forward, RuntimeError("broken"))
+            with broken, pytest.warns(DrafterFaultWarning, match="broken"):
                 run(batch)
             finish(made, batch, rows)
             for uid in rows:  # short prompts are read in the second round
@@ -285,42 +251,3 @@ def test_reports_stops_and_origins_are_those_of_a_row_alone() -> None:
             assert found.logprobs == alone.logprobs
             assert found.stats.accepted == alone.stats.accepted
             assert found.stats.rounds == alone.stats.rounds
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "llama",
-        pytest.param("gemma3_text", marks=pytest.mark.slow),
-        pytest.param("qwen3_5", marks=pytest.mark.slow),
-    ],
-)
-def test_rows_leave_and_find_prompts_in_the_prefix_cache(name: str) -> None:
-    made = bench(name)
-    prefixes = PrefixCache(64 << 20, every=8)
-    generator = made.generator("model", prefix_cache=prefixes)
-    with BatchGenerator(generator) as batch:
-        play(made, batch, [Case(40, s, 12) for s in SAMPLINGS[:3]])
-        rows = play(made, batch, [Case(40, s, 20) for s in SAMPLINGS[:3]])
-        assert all(batch.result(uid).stats.reused >= 32 for uid in rows)
-        longer = prompt_of(40) + made.text(40, SAMPLINGS[0])[:10]
-        uid = batch.insert(longer, max_tokens=4, stop_tokens=())
-        run(batch)
-        expected = made.text(40, SAMPLINGS[0])[10:14]
-        assert batch.result(uid).tokens == expected
-        # States are kept where they stand, rows at any token.
-        assert batch.result(uid).stats.reused >= (48 if name == "llama" else 39)
-        closed = batch.insert(prompt_of(23), max_tokens=20, stop_tokens=())
-        for _ in range(3):
-            batch.next()
-        assert batch.remove(closed).finish_reason == "closed"
-
-
-def test_a_draft_lane_holds_all_known_tokens_but_two() -> None:
-    made = bench("llama")
-    with BatchGenerator(made.generator("model")) as batch:
-        for case in CASES[:2]:
-            made.insert(batch, case)
-        for _ in range(2):
-            batch.next()
-        assert_two_behind(batch)

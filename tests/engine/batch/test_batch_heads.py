@@ -20,6 +20,7 @@ from mlx_speculation.engine.shared_drafters import shared_head
 from mlx_speculation.engine.shared_drafters.shared_head import SharedHead
 from mlx_speculation.models.checkpoints import HeadOutput
 from mlx_speculation.models.mtp import BatchMtpRound
+from support.drafters import batches
 from support.drafters.batch_heads import (
     HeadBench,
     KnowingMtp,
@@ -28,7 +29,13 @@ from support.drafters.batch_heads import (
     knowing,
     mtp_on,
 )
-from support.drafters.batches import SAMPLINGS, Case, interrupt_commit
+from support.drafters.batches import (
+    SAMPLINGS,
+    Case,
+    Watched,
+    interrupt_commit,
+    run,
+)
 from support.drafters.scripted_draft_lengths import Planned
 from support.identity import prompt_of
 from support.models.tiny_tokenizer import byte_tokenizer
@@ -47,50 +54,10 @@ KINDS = ("mtp", "eagle", "sliding")
 CALLS = {"mtp": (1, 2), "eagle": (1, 3), "sliding": (2, 2)}
 
 
-def run(batch: BatchGenerator) -> None:
-    while batch.waiting or batch.running:
-        batch.next()
-
-
 def finish(made: HeadBench, batch: BatchGenerator, rows: dict[int, Case]) -> None:
-    """Run the rows to the end and check them."""
-    run(batch)
-    for uid, case in rows.items():
-        result = batch.result(uid)
-        assert len(result.tokens) == case.max_tokens
-        made.check(case, result.tokens)
-    assert batch.memory == 0
+    """Run the rows to the end, check them, and that they have shared all rounds."""
+    batches.finish(made, batch, rows)
     assert not batch.stats.alone
-
-
-class Watched:
-    """Counts the forwards of a target over several rows, and may fail in one.
-
-    Args:
-        model: the target.
-        fail_at: the forward, over however many rows, that is interrupted; 0: none.
-    """
-
-    def __init__(self, model: Any, fail_at: int = 0) -> None:
-        self.model, self.plain, self.left = model, type(model), fail_at
-        self.shapes: list[tuple[int, int]] = []
-
-    def __enter__(self) -> "Watched":
-        watched, plain = self, self.plain
-
-        def call(own: Any, inputs: mx.array, **options: Any) -> Any:
-            watched.left -= 1
-            if watched.left == 0:
-                raise KeyboardInterrupt
-            watched.shapes.append((inputs.shape[0], inputs.shape[1]))
-            return plain.__call__(own, inputs, **options)
-
-        body = {"__call__": call, "__module__": plain.__module__}
-        self.model.__class__ = type(plain.__name__, (plain,), body)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.model.__class__ = self.plain
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -105,10 +72,10 @@ def test_a_round_is_one_forward_of_the_target_and_one_of_the_head_a_token(
         while len(batch.running) < len(CASES):
             batch.next()
         for _ in range(2):
-            target.shapes.clear()
+            target.clear()
             head.fed.clear()
             batch.next()
-            assert target.shapes == [(6, 4)]
+            assert target == [(6, 4)]
             wide, *steps = head.fed
             assert wide[:2] == ("history", 6)  # keys and values of what was accepted
             assert 1 <= wide[2] <= 3
@@ -489,28 +456,10 @@ def test_a_head_whose_logits_are_unusable_is_disabled_for_those_rows(
     assert head.unknown == 0
 
 
-def test_rows_leave_and_find_prompts_in_the_prefix_cache() -> None:
-    made = head_bench("llama")
-    prefixes = PrefixCache(64 << 20, every=8)
-    generator = made.generator("random", prefix_cache=prefixes)
-    with BatchGenerator(generator) as batch:
-        for reused in (0, 32):
-            cases = [Case(40, s, 12 + reused // 4) for s in SAMPLINGS[:3]]
-            rows = {made.insert(batch, case): case for case in cases}
-            finish(made, batch, rows)
-            assert all(batch.result(uid).stats.reused >= reused for uid in rows)
-            assert all(batch.result(uid).stats.drafted for uid in rows)
-        closed = batch.insert(prompt_of(23), max_tokens=20, stop_tokens=())
-        for _ in range(3):
-            batch.next()
-        assert batch.remove(closed).finish_reason == "closed"
-
-
-@pytest.mark.parametrize("kind", ["model", "random", "none"])
-def test_a_text_of_a_batch_is_found_by_a_later_request(kind: str) -> None:
+def test_a_text_of_a_batch_is_found_by_a_later_request() -> None:
     """It was lost where the caches of a draft model were shared by then."""
     made = head_bench("llama")
-    generator = made.generator(kind, prefix_cache=PrefixCache(64 << 20))
+    generator = made.generator("random", prefix_cache=PrefixCache(64 << 20))
     cases = [Case(40, SAMPLINGS[0], 12), Case(23, SAMPLINGS[1], 12)]
     with BatchGenerator(generator) as batch:
         rows = {made.insert(batch, case): case for case in cases}

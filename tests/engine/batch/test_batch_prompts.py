@@ -1,12 +1,9 @@
 """Prompts of a batch are read in chunks, one chunk's worth between two rounds."""
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
 
 from mlx_speculation import (
@@ -20,7 +17,7 @@ from mlx_speculation import (
 from mlx_speculation.engine import DraftLengthPolicy
 from mlx_speculation.engine.draft_length.base import Feedback, Plan
 from support.covering import covering
-from support.drafters.batches import SAMPLINGS, Bench, Case, bench
+from support.drafters.batches import SAMPLINGS, Bench, Case, Watched, bench, finish
 from support.drafters.scripted_draft_lengths import Planned
 from support.identity import prompt_of
 
@@ -29,46 +26,6 @@ LONG = 90
 SERIAL = Sampling(logits_processors=[lambda tokens, logits: logits])
 CASE = Case(6, SAMPLINGS[0], 30)
 Fed = list[tuple[int, int]]
-
-
-@contextmanager
-def forwards(model: nn.Module) -> Iterator[Fed]:
-    """Note [rows, positions] of every forward of a model."""
-    plain: Any = type(model)
-    found: Fed = []
-
-    def call(self: Any, inputs: mx.array, *args: Any, **kwargs: Any) -> Any:
-        found.append((inputs.shape[0], inputs.shape[1]))
-        return plain.__call__(self, inputs, *args, **kwargs)
-
-    body = {"__call__": call, "__module__": plain.__module__}
-    model.__class__ = type(plain.__name__, (plain,), body)
-    try:
-        yield found
-    finally:
-        model.__class__ = plain
-
-
-@contextmanager
-def failing(model: nn.Module, width: int, count: int, error: BaseException) -> Any:
-    """Let one forward of one row and so many positions raise, after some others."""
-    plain: Any = type(model)
-    left = [count]
-
-    def call(self: Any, inputs: mx.array, *args: Any, **kwargs: Any) -> Any:
-        left[0] -= inputs.shape == (1, width)
-        if left[0] == 0:
-            left[0] = -1
-            raise error
-        return plain.__call__(self, inputs, *args, **kwargs)
-
-    body = {"__call__": call, "__module__": plain.__module__}
-    model.__class__ = type(plain.__name__, (plain,), body)
-    try:
-        yield
-        assert left[0] < 0
-    finally:
-        model.__class__ = plain
 
 
 def started(made: Bench, batch: BatchGenerator, count: int = 2) -> dict[int, Case]:
@@ -80,17 +37,6 @@ def started(made: Bench, batch: BatchGenerator, count: int = 2) -> dict[int, Cas
     batch.next()
     assert set(batch.running) == set(rows)
     return rows
-
-
-def finish(made: Bench, batch: BatchGenerator, rows: dict[int, Case]) -> None:
-    """Run to the end, check the texts, and that nothing is held."""
-    while batch.waiting or batch.running:
-        batch.next()
-    for uid, case in rows.items():
-        result = batch.result(uid)
-        assert len(result.tokens) == case.max_tokens
-        made.check(case, result.tokens)
-    assert batch.memory == 0
 
 
 def read_widths(fed: Fed) -> list[int]:
@@ -112,7 +58,7 @@ def test_one_chunk_at_most_is_read_between_two_rounds(kind: str) -> None:
         while long in batch.waiting:
             running = batch.running
             before = sum(heard)
-            with forwards(made.model) as fed:
+            with Watched(made.model) as fed:
                 responses = batch.next()
             assert {one.uid for one in responses} >= set(running)
             assert sum(heard) - before <= STEP
@@ -136,7 +82,7 @@ def test_a_draft_model_reads_one_chunk_at_most_too() -> None:
         chunks: list[int] = []
         while stats.drafted == 0:
             drafted = batch.stats.drafted
-            with forwards(made.draft) as fed:
+            with Watched(made.draft) as fed:
                 batch.next()
             assert sum(read_widths(fed)) <= STEP
             assert batch.stats.drafted > drafted
@@ -171,7 +117,7 @@ def test_drafters_of_one_row_read_one_chunk_at_most(alone: bool, draft: str) -> 
         chunks = []
         while long in batch.waiting or long in batch.running:
             running = batch.running
-            with forwards(made.draft) as fed, forwards(made.model) as target:
+            with Watched(made.draft) as fed, Watched(made.model) as target:
                 responses = batch.next()
             assert {one.uid for one in responses} >= set(running)
             assert sum(read_widths(fed)) <= STEP
@@ -235,7 +181,7 @@ def test_what_a_draft_has_missed_is_read_in_parts() -> None:
         while batch.running or batch.waiting:
             if len(most) == 50:
                 rows = {made.insert(batch, CASE): CASE}
-            with forwards(made.draft) as fed:
+            with Watched(made.draft) as fed:
                 batch.next()
             most.append(max((w for _, w in fed), default=0))
         assert max(most) == step // 2  # of each of the two rows
@@ -299,13 +245,13 @@ def test_chunks_end_where_those_of_the_prompt_alone_do(name: str, keeps: bool) -
         return PrefixCache(64 << 20, every=16) if keeps else None
 
     generator = made.generator("none", prefix_cache=cache())
-    with forwards(made.model) as alone:
+    with Watched(made.model) as alone:
         for prompt in prompts:
             generator.generate(prompt, **options)
     with BatchGenerator(made.generator("none", prefix_cache=cache())) as batch:
         batch.insert(prompt_of(3), max_tokens=60, stop_tokens=(), draft_length=0)
         batch.next()
-        with forwards(made.model) as fed:
+        with Watched(made.model) as fed:
             for prompt in prompts:
                 batch.insert(prompt, **options)
             while batch.waiting:
@@ -325,12 +271,12 @@ def test_an_interrupted_chunk_is_taken_up_again(kind: str) -> None:
             rows[made.insert(batch, case)] = case
             with (
                 pytest.raises(KeyboardInterrupt),
-                failing(made.model, STEP, count, KeyboardInterrupt()),
+                Watched(made.model, count, width=STEP),
             ):
                 finish(made, batch, rows)
             assert len(batch.waiting) == 1
             made.text(LONG, SAMPLINGS[1], STEP)
-            with forwards(made.model) as fed:
+            with Watched(made.model) as fed:
                 finish(made, batch, rows)
             assert read_widths(fed) == [STEP] * (5 - count) + [LONG - 1 - 4 * STEP]
 
@@ -347,7 +293,7 @@ def test_a_chunk_that_fails_ends_its_row(error: Exception, sampling: Any) -> Non
         bad = made.insert(batch, case)
         behind = Case(23, SAMPLINGS[2], 9, prefill_step=STEP)
         rows[made.insert(batch, behind)] = behind
-        with failing(made.model, STEP, 3, error):
+        with Watched(made.model, 3, error, STEP):
             finish(made, batch, rows)
         assert batch.error(bad) is error
         assert batch.result(bad).finish_reason == "error"
@@ -365,7 +311,7 @@ def test_a_draft_that_fails_in_a_chunk_is_disabled() -> None:
             long = made.insert(batch, case)
             with (
                 pytest.warns(DrafterFaultWarning, match="mine"),
-                failing(made.draft, STEP, 3, RuntimeError("mine")),
+                Watched(made.draft, 3, RuntimeError("mine"), STEP),
             ):
                 finish(made, batch, rows | {long: case})
             (fault,) = batch.result(long).stats.drafter_faults
@@ -380,7 +326,7 @@ def test_an_interrupted_chunk_of_a_draft_is_taken_up_again() -> None:
         long = made.insert(batch, case)
         with (
             pytest.raises(KeyboardInterrupt),
-            failing(made.draft, STEP, 3, KeyboardInterrupt()),
+            Watched(made.draft, 3, width=STEP),
         ):
             finish(made, batch, rows)
         finish(made, batch, rows | {long: case})

@@ -23,7 +23,7 @@ from mlx_speculation.models import BatchLane, Lane, ModelHooks, RowSizes
 from mlx_speculation.models.shape_buckets import row_size
 from support.caches.cache_twins import read
 from support.drafters.batch_heads import head_bench
-from support.drafters.batches import SAMPLINGS, Bench, Case, bench
+from support.drafters.batches import SAMPLINGS, Case, Watched, bench, finish, run
 from support.identity import prompt_of
 
 Shapes = list[tuple[int, int]]
@@ -31,43 +31,10 @@ Shapes = list[tuple[int, int]]
 SLOW_TO_MAKE = ("lookup", "mtp", "eagle")
 
 
-class Watched:
-    """Notes the shapes of what a model is fed, for the length of a block."""
-
-    def __init__(self, model: Any) -> None:
-        self.model, self.plain = model, type(model)
-        self.shapes: Shapes = []
-
-    def __enter__(self) -> Shapes:
-        plain, shapes = self.plain, self.shapes
-
-        def call(own: Any, inputs: mx.array, **options: Any) -> Any:
-            shapes.append((inputs.shape[0], inputs.shape[1]))
-            return plain.__call__(own, inputs, **options)
-
-        body = {"__call__": call, "__module__": plain.__module__}
-        self.model.__class__ = type(plain.__name__, (plain,), body)
-        return shapes
-
-    def __exit__(self, *error: object) -> None:
-        self.model.__class__ = self.plain
-
-
 def cases_of(rows: int) -> list[Case]:
     """Return rows that end one by one."""
     kinds = SAMPLINGS[:4]
     return [Case(2, kinds[n % 4], 2 + 18 * n // rows) for n in range(rows)]
-
-
-def finish(made: Bench, batch: BatchGenerator, rows: dict[int, Case]) -> None:
-    """Run the rows to the end and check them."""
-    while batch.waiting or batch.running:
-        batch.next()
-    for uid, case in rows.items():
-        result = batch.result(uid)
-        assert len(result.tokens) == case.max_tokens
-        made.check(case, result.tokens)
-    assert batch.memory == 0
 
 
 def play(kind: str, *, row_sizes: bool | None, **options: Any) -> tuple[Shapes, Shapes]:
@@ -306,7 +273,7 @@ def test_copies_whose_logits_are_unusable_are_nobodys_concern(kind: str) -> None
             model.__class__ = Breaking
         with BatchGenerator(generator, row_sizes=True) as batch:
             rows = {made.insert(batch, case): case for case in cases}
-            finish_plainly(batch)
+            run(batch)
             found = {uid: batch.result(uid) for uid in rows}
     finally:
         for model in models:
@@ -317,12 +284,6 @@ def test_copies_whose_logits_are_unusable_are_nobodys_concern(kind: str) -> None
         assert not found[uid].stats.drafter_faults
 
 
-def finish_plainly(batch: BatchGenerator) -> None:
-    while batch.waiting or batch.running:
-        for response in batch.next():
-            assert response.error is None
-
-
 @pytest.mark.parametrize(
     ("name", "forwards"),
     [("llama", (6, 7, 8)), ("gemma3_text", (7,)), ("qwen3_5", (8,))],
@@ -331,30 +292,14 @@ def test_a_round_that_fails_for_all_is_run_again(
     name: str, forwards: tuple[int, ...]
 ) -> None:
     made = bench(name)
-    plain: Any = type(made.model)
     cases = [Case(2, sampling, 12) for sampling in SAMPLINGS[:5]]
     for case in cases:
         made.text(case.prompt, case.sampling)
     for forward in forwards:  # behind the prompts
         with BatchGenerator(made.generator("model"), row_sizes=True) as batch:
             rows = {made.insert(batch, case): case for case in cases}
-            left = [forward]
-
-            def call(
-                own: Any, *args: Any, left: list[int] = left, **kwargs: Any
-            ) -> Any:
-                left[0] -= 1
-                if left[0] == 0:
-                    raise KeyboardInterrupt
-                return plain.__call__(own, *args, **kwargs)
-
-            body = {"__call__": call, "__module__": plain.__module__}
-            made.model.__class__ = type(plain.__name__, (plain,), body)
-            try:
-                with pytest.raises(KeyboardInterrupt):
-                    finish_plainly(batch)
-            finally:
-                made.model.__class__ = plain
+            with Watched(made.model, forward), pytest.raises(KeyboardInterrupt):
+                run(batch)
             finish(made, batch, rows)
 
 

@@ -179,20 +179,6 @@ def test_a_cascade_works_with_prompt_and_prefix_caches() -> None:
     assert first.next_token == text[10]
 
 
-def test_different_seeds_give_different_texts() -> None:
-    """Or equal texts would say little."""
-    generator = SpeculativeGenerator(build("llama"), byte_tokenizer(), draft="lookup")
-    texts = {
-        tuple(
-            generator.generate(
-                PROMPT, max_tokens=20, sampling=Sampling(temperature=0.8, seed=seed)
-            ).tokens
-        )
-        for seed in range(4)
-    }
-    assert len(texts) == 4
-
-
 @pytest.mark.parametrize("acceptance", ["rejection", "block"])
 def test_a_seed_repeats_its_text_whatever_came_before(acceptance: Acceptance) -> None:
     """Answers of earlier requests moved where rounds begin, and with that the noise."""

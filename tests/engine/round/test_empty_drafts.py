@@ -6,7 +6,6 @@ checked behind that step, without its first token, which stands for the step's.
 
 from functools import cache
 from itertools import cycle
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,25 +16,21 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_speculation import NonFiniteLogitsError, SpeculativeGenerator
 from mlx_speculation.caches import Speculation
-from mlx_speculation.engine.draft_length.base import FixedDraftLength
 from mlx_speculation.engine.drafters.base import Choose, Proposal
 from mlx_speculation.engine.drafters.user_drafter import adapted
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.engine.round import outcome, settle_caches
-from mlx_speculation.engine.round.decoder import Decoder
-from mlx_speculation.engine.round.outcome import RoundOutcome
-from mlx_speculation.engine.round.request import Request
 from mlx_speculation.models import Lane, LaneRound
-from mlx_speculation.samplers import Chooser, Verifier, verifier
+from mlx_speculation.samplers import Verifier, verifier
 from support.caches.contents import assert_same_content, content, counts
 from support.covering import covering
+from support.decoder_runs import PROMPT, InjectedError, Run, Step, label
 from support.drafters.scripted_drafter import ScriptedDrafter
 from support.identity import SAMPLED
 from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer
 
 MODELS = ("llama", "gemma3_text", "qwen3_5", "mamba2", "recurrent_gemma", "lfm2")
-PROMPT = [(5 * i * i + 3) % 256 for i in range(21)]
 TOKENS = 32
 EXAMPLES = settings.get_profile("default").max_examples
 
@@ -61,49 +56,14 @@ class PlannedDrafter(ScriptedDrafter):
         return super().propose(sequence, min(limit, next(self._plan)), choose)
 
 
-class Run:
+class PlannedRun(Run):
     """A decoder with a planned drafter, and the text that it has to give."""
 
     def __init__(
         self, model: nn.Module, text: list[int], plan: list[int], wrong: set[int]
     ) -> None:
-        self.sequence = Sequence(list(PROMPT))
-        self.target = Lane(model)
         self.drafter = PlannedDrafter(PROMPT + text, plan, wrong)
-        self.kept: int | None = None
-        self.decoder = Decoder(
-            Request(
-                target=self.target,
-                sequence=self.sequence,
-                verifier=Verifier(Chooser(SAMPLED, 256)),
-                drafter=adapted(self.drafter),
-                policy=FixedDraftLength(4),
-            )
-        )
-        self.decoder.prefill.target()
-
-    @property
-    def emitted(self) -> list[int]:
-        return self.sequence.tokens[len(PROMPT) :]
-
-    def cut(self, outcome: RoundOutcome) -> RoundOutcome:
-        return outcome if self.kept is None else outcome.until(self.kept)
-
-    def next_round(self) -> None:
-        self.decoder.next_round(TOKENS - len(self.emitted), lambda t: self.cut(t))
-
-    def finish(self) -> list[int]:
-        while len(self.emitted) < TOKENS:
-            self.next_round()
-        return self.emitted
-
-    def state(self) -> tuple[list[Any], dict[str, Any], list[int], int]:
-        return (
-            content(self.target.caches),
-            counts(self.decoder.request.statistics),
-            list(self.sequence.tokens),
-            self.target.seen,
-        )
+        super().__init__(model, adapted(self.drafter), 4, TOKENS)
 
 
 @cache
@@ -153,7 +113,7 @@ def test_what_is_drafted_behind_a_step() -> None:
     model, text = known("llama")
     first = len(PROMPT)
     # Two plain tokens, then four drafts behind the third; the last one is wrong.
-    run = Run(model, text, [0, 0, 5, 0, 5, 1, 4], {first + 6, first + 9})
+    run = PlannedRun(model, text, [0, 0, 5, 0, 5, 1, 4], {first + 6, first + 9})
     for _ in range(2):
         run.next_round()
     assert len(run.emitted) == 2
@@ -178,7 +138,7 @@ def test_what_is_drafted_behind_a_step() -> None:
 def test_a_wrong_first_token_costs_only_itself() -> None:
     """Tokens after a changed one are often right again."""
     model, text = known("llama")
-    run = Run(model, text, [0, 5], {len(PROMPT) + 1})
+    run = PlannedRun(model, text, [0, 5], {len(PROMPT) + 1})
     run.next_round()
     run.next_round()
     assert run.drafter.calls[-1] == "settle 0"
@@ -188,10 +148,10 @@ def test_a_wrong_first_token_costs_only_itself() -> None:
 
 def test_a_draft_of_the_known_token_alone_is_no_draft() -> None:
     model, text = known("llama")
-    run = Run(model, text, [1], set())
+    run = PlannedRun(model, text, [1], set())
     run.next_round()
     assert run.emitted == text[:2]
-    run = Run(model, text, [0, 1], set())
+    run = PlannedRun(model, text, [0, 1], set())
     run.next_round()
     run.next_round()
     assert run.drafter.calls[-2:] == ["propose", "discard"]
@@ -203,9 +163,9 @@ def test_a_draft_of_the_known_token_alone_is_no_draft() -> None:
 def test_a_cut_behind_a_step_keeps_what_is_named(name: str, kept: int) -> None:
     model, text = known(name)
     generator = SpeculativeGenerator(model, byte_tokenizer())  # installs recorders
-    run = Run(model, text, [0, 5], set())
+    run = PlannedRun(model, text, [0, 5], set())
     run.next_round()
-    run.kept = kept
+    run.cut = lambda outcome: outcome.until(kept)
     run.next_round()
     assert run.emitted == text[: 1 + kept]
     assert run.decoder.request.statistics.emitted == 1 + kept
@@ -214,10 +174,6 @@ def test_a_cut_behind_a_step_keeps_what_is_named(name: str, kept: int) -> None:
     assert settle_caches.next_token(run.decoder.rounds) == text[1 + kept]
     assert run.target.seen == len(run.sequence.tokens)
     del generator
-
-
-class InjectedError(Exception):
-    """Error that the tests raise."""
 
 
 STEPS = [
@@ -238,33 +194,16 @@ STEPS = [
 @pytest.mark.parametrize(
     ("name", "step"),
     covering(MODELS, STEPS),
-    ids=lambda value: f"{value[1]}-{value[2]}" if isinstance(value, tuple) else None,
+    ids=label,
 )
-def test_an_error_behind_a_step_changes_nothing(
-    name: str, step: tuple[Any, str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_behind_a_step_changes_nothing(name: str, step: Step) -> None:
     model, text = known(name)
     generator = SpeculativeGenerator(model, byte_tokenizer())
-    run = Run(model, text, [0, 5], {len(PROMPT) + 3})
+    run = PlannedRun(model, text, [0, 5], {len(PROMPT) + 3})
     run.next_round()
     for error in (InjectedError(), KeyboardInterrupt()):
-        before = run.state()
-        owner, attribute, call = step
-        original, calls = getattr(owner, attribute), iter(range(1, 99))
-
-        def failing(*args: Any, **options: Any) -> Any:
-            if next(calls) == call:  # noqa: B023  used in this turn only
-                raise error  # noqa: B023
-            return original(*args, **options)  # noqa: B023
-
-        with monkeypatch.context() as patched:
-            patched.setattr(owner, attribute, failing)
-            with pytest.raises(type(error)):
-                run.next_round()
+        run.fail_one_round(step, error)
         assert run.drafter.calls[-1] == "discard"
-        after = run.state()
-        assert_same_content(before[0], after[0])
-        assert before[1:] == after[1:]
         run.drafter._plan = cycle([5, 0])
     assert run.finish() == text
     del generator
@@ -276,7 +215,7 @@ def test_nan_in_the_step_or_behind_it_rolls_both_back(
 ) -> None:
     model, text = known(name)
     generator = SpeculativeGenerator(model, byte_tokenizer())
-    run = Run(model, text, [0, 5], set())
+    run = PlannedRun(model, text, [0, 5], set())
     original = LaneRound.forward
     # The forwards are: the first step, the one on its way, and the round behind it.
     poisoned = iter([False, rows == 0, rows == 1])

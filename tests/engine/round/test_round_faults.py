@@ -3,8 +3,6 @@
 After the error the same decoder goes on, and the text is what it would have been.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -15,96 +13,30 @@ from mlx_lm.models.cache import KVCache
 
 from mlx_speculation.caches import Speculation
 from mlx_speculation.engine import SpeculativeGenerator
-from mlx_speculation.engine.draft_length.base import FixedDraftLength
 from mlx_speculation.engine.drafters.draft_model import ModelDrafter
-from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.engine.round import outcome
-from mlx_speculation.engine.round.decoder import Decoder
-from mlx_speculation.engine.round.outcome import RoundOutcome
-from mlx_speculation.engine.round.request import Request
 from mlx_speculation.errors import NonFiniteLogitsError
 from mlx_speculation.models import Lane, LaneRound
-from mlx_speculation.samplers import Chooser, Sampling, Verifier, verifier
-from support.caches.contents import assert_same_content, content, counts
+from mlx_speculation.samplers import Verifier, verifier
+from support.caches.contents import assert_same_content, content
 from support.covering import covering
+from support.decoder_runs import InjectedError, Run, Step, label
 from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer
 
 MODELS = ("llama", "gemma3_text", "qwen3_5", "mamba", "recurrent_gemma")
-PROMPT = [(5 * i * i + 3) % 256 for i in range(21)]
 TOKENS = 18
 
 
-class InjectedError(Exception):
-    """Error that the tests raise."""
-
-
-class Run:
-    """A decoder on its own lanes, with a cut that only counts the budget."""
-
-    def __init__(self, model: nn.Module, draft: nn.Module | None, length: int) -> None:
-        self.sequence = Sequence(list(PROMPT))
-        self.target = Lane(model)
-        self.drafter = None if draft is None else ModelDrafter(lambda: Lane(draft))
-        self.cut: Callable[[RoundOutcome], RoundOutcome] = lambda outcome: outcome
-        self.decoder = Decoder(
-            Request(
-                target=self.target,
-                sequence=self.sequence,
-                verifier=Verifier(Chooser(Sampling(temperature=0.7, seed=5), 256)),
-                drafter=self.drafter,
-                policy=FixedDraftLength(length),
-            )
-        )
-        self.decoder.prefill.target()
-
-    @property
-    def emitted(self) -> list[int]:
-        return self.sequence.tokens[len(PROMPT) :]
-
-    def next_round(self) -> None:
-        budget = TOKENS - len(self.emitted)
-        self.decoder.next_round(budget, lambda tokens: self.cut(tokens))
-
-    def finish(self) -> list[int]:
-        while len(self.emitted) < TOKENS:
-            self.next_round()
-        return self.emitted
-
-    def state(self) -> tuple[list[Any], dict[str, Any], list[int], int]:
-        return (
-            content(self.target.caches),
-            counts(self.decoder.request.statistics),
-            list(self.sequence.tokens),
-            self.target.seen,
-        )
+def run_of(model: nn.Module, draft: nn.Module | None, length: int) -> Run:
+    drafter = None if draft is None else ModelDrafter(lambda: Lane(draft))
+    return Run(model, drafter, length, TOKENS)
 
 
 @cache
 def plain_text(name: str) -> list[int]:
     """Return the text without a draft and without an error."""
-    return Run(build(name), None, 0).finish()
-
-
-@contextmanager
-def failing(owner: Any, name: str, call: int, error: BaseException) -> Iterator[None]:
-    """Let the given call of a function, counted from 1, raise before it acts."""
-    original = getattr(owner, name)
-    calls = 0
-
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == call:
-            raise error
-        return original(*args, **kwargs)
-
-    setattr(owner, name, wrapper)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
-    assert calls >= call, f"{name} was called {calls} times, not {call}"
+    return run_of(build(name), None, 0).finish()
 
 
 # Every step of a round that drafts 3 tokens, in order.
@@ -133,41 +65,22 @@ PLAIN_STEPS = [
 ]
 
 
-def label(value: Any) -> str | None:
-    return f"{value[1]}-{value[2]}" if isinstance(value, tuple) else None
-
-
-def fail_one_round(run: Run, step: tuple[Any, str, int], error: BaseException) -> None:
-    owner, name, call = step
-    before = run.state()
-    with (
-        failing(run if owner is Run else owner, name, call, error),
-        pytest.raises(type(error)),
-    ):
-        run.next_round()
-    after = run.state()
-    assert_same_content(before[0], after[0])
-    assert before[1:] == after[1:]
-
-
 @pytest.mark.parametrize(("name", "step"), covering(MODELS, DRAFTED_STEPS), ids=label)
-def test_an_error_in_a_drafted_round_changes_nothing(
-    name: str, step: tuple[Any, str, int]
-) -> None:
+def test_an_error_in_a_drafted_round_changes_nothing(name: str, step: Step) -> None:
     model = build(name)
     expected = plain_text(name)
     draft = build(name)
     # Installs the recorders on both.
     generator = SpeculativeGenerator(model, byte_tokenizer(), draft=draft)
-    run = Run(model, draft, 3)
-    assert run.drafter is not None
+    run = run_of(model, draft, 3)
+    drafter: Any = run.decoder.request.drafter
     for count, error in ((0, InjectedError()), (3, KeyboardInterrupt())):
         while run.decoder.request.statistics.rounds < count:
             run.next_round()
-        drafted = content(run.drafter.lane.caches)
-        fail_one_round(run, step, error)
+        drafted = content(drafter.lane.caches)
+        run.fail_one_round(step, error)
         if count:  # the first round also feeds the drafter its prompt, and keeps it
-            assert_same_content(drafted, content(run.drafter.lane.caches))
+            assert_same_content(drafted, content(drafter.lane.caches))
     assert run.finish() == expected
     assert (
         run.decoder.request.statistics.acceptance_rate > 0.9
@@ -176,16 +89,14 @@ def test_an_error_in_a_drafted_round_changes_nothing(
 
 
 @pytest.mark.parametrize(("name", "step"), covering(MODELS, PLAIN_STEPS), ids=label)
-def test_an_error_in_a_plain_round_changes_nothing(
-    name: str, step: tuple[Any, str, int]
-) -> None:
+def test_an_error_in_a_plain_round_changes_nothing(name: str, step: Step) -> None:
     model = build(name)
     expected = plain_text(name)
-    run = Run(model, None, 0)
+    run = run_of(model, None, 0)
     for count, error in ((0, InjectedError()), (3, KeyboardInterrupt())):
         while run.decoder.request.statistics.rounds < count:
             run.next_round()
-        fail_one_round(run, step, error)
+        run.fail_one_round(step, error)
     assert run.finish() == expected
 
 
@@ -197,7 +108,7 @@ def test_an_error_in_the_middle_of_a_forward_changes_nothing(
     model = build(name)
     expected = plain_text(name)
     recorders = SpeculativeGenerator(model, byte_tokenizer())
-    run = Run(model, build(name) if drafted else None, 3)
+    run = run_of(model, build(name) if drafted else None, 3)
     run.next_round()
     layers = _layers(model)
     layer = layers[len(layers) // 2]
@@ -206,14 +117,9 @@ def test_an_error_in_the_middle_of_a_forward_changes_nothing(
     def interrupted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         raise KeyboardInterrupt
 
-    before = run.state()
     layer.__class__ = type(kind.__name__, (kind,), {"__call__": interrupted})
-    with pytest.raises(KeyboardInterrupt):
-        run.next_round()
+    run.raises_and_changes_nothing(KeyboardInterrupt)
     layer.__class__ = kind
-    after = run.state()
-    assert_same_content(before[0], after[0])
-    assert before[1:] == after[1:]
     assert run.finish() == expected
     del recorders
 
@@ -223,7 +129,7 @@ def test_nan_logits_roll_the_round_back(name: str, length: int) -> None:
     model = build(name)
     expected = plain_text(name)
     recorders = SpeculativeGenerator(model, byte_tokenizer())
-    run = Run(model, build(name) if length else None, length)
+    run = run_of(model, build(name) if length else None, length)
     for _ in range(3):
         run.next_round()
     original = LaneRound.forward
@@ -254,10 +160,10 @@ def test_nan_logits_roll_the_round_back(name: str, length: int) -> None:
 def test_a_drafter_that_cannot_roll_back_starts_over() -> None:
     """Its model ran again for a partial acceptance, and then the target failed."""
     target, draft = build("llama"), build("mamba")  # no recorders on the draft
-    expected = Run(target, None, 0).finish()
-    run = Run(target, draft, 4)
+    expected = run_of(target, None, 0).finish()
+    run = run_of(target, draft, 4)
     run.next_round()
-    fail_one_round(run, (Speculation, "commit", 3), InjectedError())
+    run.fail_one_round((Speculation, "commit", 3), InjectedError())
     assert run.finish() == expected
 
 

@@ -54,6 +54,48 @@ def noisy(model: nn.Module, name: str, share: float = 0.01) -> nn.Module:
     return other
 
 
+class Watched:
+    """Notes the forwards of a model, [rows, positions], one of which may fail.
+
+    Args:
+        model: whose forwards.
+        fail_at: the number of the one that fails, from 1 on; 0: none does.
+        error: what it raises.
+        width: positions of those that are counted, which are of one row; None: all are.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        fail_at: int = 0,
+        error: BaseException | None = None,
+        width: int | None = None,
+    ) -> None:
+        self.model, self.plain = model, type(model)
+        self.left, self.width = fail_at, width
+        self.error = KeyboardInterrupt() if error is None else error
+        self.shapes: list[tuple[int, int]] = []
+
+    def __enter__(self) -> list[tuple[int, int]]:
+        watched, plain = self, self.plain
+
+        def call(own: Any, inputs: mx.array, *args: Any, **options: Any) -> Any:
+            shape = inputs.shape[0], inputs.shape[1]
+            watched.left -= watched.width is None or shape == (1, watched.width)
+            if watched.left == 0:
+                watched.left = -1
+                raise watched.error
+            watched.shapes.append(shape)
+            return plain.__call__(own, inputs, *args, **options)
+
+        body = {"__call__": call, "__module__": plain.__module__}
+        self.model.__class__ = type(plain.__name__, (plain,), body)
+        return self.shapes
+
+    def __exit__(self, *error: object) -> None:
+        self.model.__class__ = self.plain
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """One row: what it asks for."""
@@ -172,3 +214,19 @@ def interrupt_commit(
         plain(self, keep)
 
     monkeypatch.setattr(RaggedJournal, "commit", commit)
+
+
+def run(batch: BatchGenerator) -> None:
+    """Run all rows to their end."""
+    while batch.waiting or batch.running:
+        batch.next()
+
+
+def finish(made: Bench, batch: BatchGenerator, rows: dict[int, Case]) -> None:
+    """Run to the end, check the texts, and that nothing is held."""
+    run(batch)
+    for uid, case in rows.items():
+        result = batch.result(uid)
+        assert len(result.tokens) == case.max_tokens
+        made.check(case, result.tokens)
+    assert batch.memory == 0
