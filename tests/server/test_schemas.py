@@ -8,8 +8,9 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, ExitStack, closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,9 @@ from mlx_speculation.errors import ConstraintError
 from mlx_speculation.samplers import Constraint
 from mlx_speculation.samplers.constraints.llguidance import json_schema
 from mlx_speculation.server import Limits, Server
+from mlx_speculation.server.answering import Answering
 from mlx_speculation.server.api_errors import ApiError
+from mlx_speculation.server.config import Settings
 from mlx_speculation.server.schemas import SchemaCompilers, SchemaConstraint, compilers
 from mlx_speculation.server.schemas.template import Template
 from support.processes import servers
@@ -351,3 +354,34 @@ def test_a_process_that_does_not_answer_is_given_up(
 def _grandchildren() -> set[int]:
     own = processes()[os.getpid()].children
     return {child.id for one in own for child in one.children}
+
+
+def test_a_client_that_leaves_as_its_schema_is_ready_gives_its_place_back() -> None:
+    limits, stack = Limits(schemas=1), ExitStack()
+    compiling = SchemaCompilers(limits)
+    request = SimpleNamespace(
+        schema=PERSON, calls=None, thinking_budget=None, options={}
+    )
+    job: Any = SimpleNamespace(request=request, cancelled=False, late=False)
+    stack.callback(lambda: setattr(job, "cancelled", True))
+
+    class Leaving:
+        """Compiles a schema, and the client has left when it is there."""
+
+        def compile(self, *args: Any) -> SchemaConstraint:
+            constraint = compiling.compile(*args)
+            stack.close()
+            return constraint
+
+    worker: Any = SimpleNamespace(
+        check_alive=lambda: None,
+        schemas=Leaving(),
+        tokenizer=TOKENIZER,
+        template=None,
+        reads_images=False,
+    )
+    unused: Any = None
+    answering = Answering(worker, Settings(names=("x",), limits=limits), unused)
+    answering._constraint(job, "normal", stack)
+    with closing(compiling):
+        assert compiling._places.acquire(blocking=False)

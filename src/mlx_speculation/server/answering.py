@@ -177,6 +177,8 @@ class Answering:
 
             inner = worker.schemas.compile(wanted, tokenizer, check)
             stack.callback(inner.close)
+            if job.cancelled:  # the stack may have been closed before it had this
+                inner.close()
         if state != REASONING:
             return inner
         budget = request.thinking_budget
