@@ -41,15 +41,18 @@ class Compared:
         source: one that `rule` knows.
         survival: of its proposal, or forecast; the mean over requests.
         options: the lengths that may pay.
+        credit: what its drafts may lose, in plain steps, see `rule`.
     """
 
     source: Any
     survival: Sequence[float]
     options: tuple[Option, ...]
+    credit: float
 
     def __str__(self) -> str:
         survival = " ".join(f"{chance:.2f}" for chance in self.survival)
-        return f"{self.source.name} {survival}  {'  '.join(map(str, self.options))}"
+        options = "  ".join(map(str, self.options))
+        return f"{self.source.name} {survival}  {options}  credit {self.credit:.1f}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,6 @@ class Plan:
     source: Any = None  # who drafts, of the sources that `rule` knows
     compared: tuple[Compared, ...] = ()
     seconds: float = 0.0  # of a plain step
-    credit: float = 0.0  # what drafts may lose, in plain steps, see `rule`
 
     def __str__(self) -> str:
         said = f"draft {self.length} ({self.reason})"
@@ -78,7 +80,7 @@ class Plan:
             return said
         compared = [str(Option(0, 1.0, self.seconds)), *map(str, self.compared)]
         by = f" by {self.source.name}" if self.length else ""
-        return f"{said}{by}  {' | '.join(compared)} | credit {self.credit:.1f}"
+        return f"{said}{by}  {' | '.join(compared)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,15 +10,16 @@ is at least the rate times the seconds of its row, and nothing where no token is
 Sources that propose for free have the survival of the proposal in hand; costly ones
 forecast it. Several requests are fed the same width: the tokens of all of them count.
 
-Unknown costs and forecasts are tried short, out of a credit. It is filled by what
-drafts gain over plain steps, and pays for what they lose; without credit there are
-plain steps until a share of their time has filled it. So drafts cost no more than the
-first credit, that share and the round that uses the credit up, but for rounds that take
-longer than is usual.
+Unknown costs and forecasts are tried short, out of a credit of each source. It is
+filled by what the source's drafts gain over plain steps, and pays for what they lose;
+a source without credit rests until a share of the plain steps has filled it, and keeps
+no other from drafting. So the drafts of a source cost no more than the first credit,
+that share and the round that uses the credit up, but for rounds that take longer than
+is usual.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, zip_longest
 
 from mlx_speculation.engine.draft_length.base import Compared, Feedback, Option, Plan
@@ -55,16 +56,22 @@ class Credit:
     """Credit for drafts that lose against plain decoding, in plain steps.
 
     Attributes:
-        steps: what is left.
-        most: what it holds at most.
+        first: of each source at first.
+        most: of each source at most.
+        steps: left to each source, in their order.
         tokens: of each request, in the rounds so far, the older ones counting less.
         spent: plain steps that those took.
     """
 
-    steps: float = FIRST_CREDIT
+    first: float = FIRST_CREDIT
     most: float = MOST_CREDIT
+    steps: list[float] = field(default_factory=list)
     tokens: float = MEMORY / 10
     spent: float = MEMORY / 10
+
+    def open(self, sources: int) -> None:
+        """Give the first credit to each of so many sources that has had none."""
+        self.steps += [self.first] * (sources - len(self.steps))
 
     @property
     def rate(self) -> float:
@@ -77,14 +84,15 @@ class Credit:
         self.tokens = self.tokens * keep + tokens
         self.spent = self.spent * keep + steps
 
-    def add(self, gain: float, usual: float = 0.0) -> None:
-        """Add what a round has gained or lost.
+    def add(self, index: int, gain: float, usual: float = 0.0) -> None:
+        """Add what a round of a source has gained or lost.
 
         What it would have lost in its usual time counts whole; the rest does not lead
         below `LEAST_CREDIT`.
         """
-        least = min(LEAST_CREDIT, self.steps + usual)
-        self.steps = max(least, min(self.steps + gain, self.most))
+        steps = self.steps[index]
+        least = min(LEAST_CREDIT, steps + usual)
+        self.steps[index] = max(least, min(steps + gain, self.most))
 
 
 @dataclass(slots=True)
@@ -100,6 +108,7 @@ class Source:
         right: whether its last draft was right to its end.
         lag: tokens that it has not read.
         reading: plain steps that it has read the prompt for.
+        gained: plain steps that its drafts have gained.
     """
 
     costs: RoundCosts
@@ -110,6 +119,7 @@ class Source:
     right: bool = False
     lag: float = 0.0
     reading: float = 0.0
+    gained: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +146,9 @@ class DraftRule:
 
     Args:
         sources: what is known of each; costs are shared by the streams of a generator.
-        credit: shared likewise.
+        credit: of each source; shared likewise.
         longest: no draft is longer.
-        share: what a plain step adds to the credit.
+        share: what a plain step adds to the credits, in equal parts.
     """
 
     def __init__(
@@ -150,10 +160,10 @@ class DraftRule:
         share: float = SHARE,
     ) -> None:
         self.sources, self.credit, self.longest = list(sources), credit, longest
+        credit.open(len(self.sources))
         self._share = share
         self._measure = 1  # plain steps that are decided already
         self._since_plain = 0  # drafted rounds since a plain step was measured
-        self._gained = 0.0  # plain steps that drafts have gained
         self._cold = 0.0  # seconds of a step that was not in flight, and submits one
 
     def choose(
@@ -197,17 +207,18 @@ class DraftRule:
         behind: bool,
     ) -> Plan:
         """Return the plan that is worth most, or tells most."""
-        rate, credit = self.credit.rate / plain, self.credit.steps
+        rate = self.credit.rate / plain
         judged = [
             self._judged(context, longest, offer, plain, behind) for offer in offers
         ]
-        known = (tuple(judged), plain, credit)
+        known = (tuple(judged), plain)
         best, worth = Plan(0, "plain", None, *known), 1.0 - rate * plain
         trial: Plan | None = None
         for each in judged:
             source = each.source
             option = max(each.options, key=lambda o: o.worth(rate), default=None)
-            if option is not None and option.worth(rate) > worth and credit > 0:
+            paid = each.credit > 0
+            if option is not None and option.worth(rate) > worth and paid:
                 best = Plan(option.length, "best", source, *known)
                 worth = option.worth(rate)
             elif not source.free and trial is None:
@@ -237,13 +248,14 @@ class DraftRule:
             if costs is known[0] or costs.longest() > known[0].longest()
         ]
         left = left_of_step(plain, self._cold) if behind else 0.0
+        credit = self.credit.steps[self.sources.index(offer.source)]
         result = []
         for n in sorted({*few_lengths(reach), reach} - {0}):
             seconds = min(curve[n] for curve in curves)
             over = seconds / plain
-            if n + 1 >= LEAST_GAIN * over and over - 1 <= self.credit.steps:
+            if n + 1 >= LEAST_GAIN * over and over - 1 <= credit:
                 result.append(Option(n, tokens[n], seconds + left))
-        return Compared(offer.source, survival, tuple(result))
+        return Compared(offer.source, survival, tuple(result), credit)
 
     def _trial(self, context: int, judged: Compared, plain: float) -> int:
         """Return the length of a draft that may not pay, but tells; 0: not due."""
@@ -253,7 +265,7 @@ class DraftRule:
             return 0
         reading = 0.0 if source.reading else context * source.costs.reading
         due: bool = source.pause <= 0
-        due &= self.credit.steps >= (draft.seconds + reading) / plain - 1
+        due &= judged.credit >= (draft.seconds + reading) / plain - 1
         return draft.length if source.right or due else 0
 
     def plain(self, context: int) -> float | None:
@@ -293,8 +305,9 @@ class DraftRule:
         usual = costs.curve(context, feedback.drafted, plain)[-1]
         steps = min(seconds, SLOWEST * usual) / plain
         gain = feedback.accepted + 1 - steps
-        self._gained += gain
-        self.credit.add(gain, feedback.accepted + 1 - usual / plain if knows else 0.0)
+        source.gained += gain
+        usually = feedback.accepted + 1 - usual / plain if knows else 0.0
+        self.credit.add(self.sources.index(source), gain, usually)
         self.credit.count(feedback.accepted + 1, steps)
 
     def _note_plain(self, context: int, feedback: Feedback) -> None:
@@ -304,7 +317,9 @@ class DraftRule:
             source.right = False
         if feedback.steady:
             self._since_plain = 0
-            self.credit.add(self._share)
+            share = self._share / len(self.sources)
+            for index in range(len(self.sources)):
+                self.credit.add(index, share)
             self.credit.count(1, 1)
         if feedback.ahead and not feedback.fresh:
             if feedback.behind:
@@ -315,5 +330,6 @@ class DraftRule:
 
     def end(self) -> None:
         """Pay for prompts that were read in vain."""
-        reading = sum(source.reading for source in self.sources)
-        self.credit.add(-max(0.0, reading - max(0.0, self._gained)))
+        for index, source in enumerate(self.sources):
+            vain = source.reading - max(0.0, source.gained)
+            self.credit.add(index, -max(0.0, vain))

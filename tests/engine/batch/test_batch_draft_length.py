@@ -156,6 +156,7 @@ def test_found_drafts_are_cut_to_the_width_that_pays() -> None:
     def width(*survival: list[float], behind: bool = False) -> int:
         lengths = lengths_with(seconds, free=True)
         lengths._rule.credit = Credit(24.0)
+        lengths._rule.credit.open(1)
         limits = lengths.limits(rows, 100, credit)
         assert not any(limits)  # the first round is a plain step
         steady = Feedback(0, 0, 1.0, behind=True, ahead=True)

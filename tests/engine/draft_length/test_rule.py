@@ -93,7 +93,7 @@ def test_a_free_source_costs_at_most_what_a_costly_one_was_measured_at() -> None
 def test_no_draft_is_longer_than_the_credit_could_pay_for() -> None:
     rule = rule_of(source(1 / 2), credit=1.0)
     assert chosen(rule, [1.0] * 16).length == 2
-    rule.credit.steps = 0.0
+    rule.credit.steps[0] = 0.0
     assert chosen(rule, [1.0] * 16).length == 0
 
 
@@ -149,3 +149,13 @@ def test_a_free_source_may_know_no_costs_beside_one_that_was_calibrated() -> Non
     plan = rule.choose(10, 8, offers)
     assert plan.source is lookup
     assert plan.length > 0
+
+
+def test_a_source_that_has_lost_its_credit_keeps_no_other_from_drafting() -> None:
+    lookup, model = source(1 / 4), source(1 / 4, free=False)
+    rule = rule_of(lookup, model, credit=4.0)
+    wrong = [Offer(lookup, [[]]), Offer(model, [[0.9] * 4])]
+    while (plan := rule.choose(CONTEXT, 16, wrong)).length:
+        rule.note(CONTEXT, plan, Feedback(plan.length, 0, 1 + plan.length / 4))
+    right = [Offer(lookup, [[0.9] * 8]), Offer(model, [[0.9] * 4])]
+    assert rule.choose(CONTEXT, 16, right).source is lookup

@@ -34,7 +34,7 @@ PAIRS = (
 REQUESTS = (50, 100, 300)
 LEAST_PLAIN = 0.97
 # Of all pairs together; of texts that chose no constant less, which are few.
-LEAST_SUM, HELD_OUT_SUM = 0.97, 0.93
+LEAST_SUM, HELD_OUT_SUM = 0.97, 0.965
 
 
 @cache
