@@ -30,12 +30,11 @@ PART_SIZES = (0, 2, 4, 8, 16)  # layers of a round's forward at once; 0: all of 
 def usual_part() -> int:
     """Return after how many layers a round's forward is submitted, unless measured.
 
-    With CUDA 4: docs/log/cuda_kernels.md. On Metal 8, as others report a gain of 8 ms
-    from every few layers and no number, and a command buffer has its price.
+    With CUDA all of it at once, as small and quantized models lose what large ones gain
+    (docs/log/cuda_kernels.md). On Metal 8, as others report a gain of 8 ms from every
+    few layers and no number, and a command buffer has its price.
     """
-    if on_cpu():
-        return 0
-    return 4 if cuda_serves() else 8
+    return 0 if on_cpu() or cuda_serves() else 8
 
 
 @functools.cache
