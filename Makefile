@@ -23,7 +23,7 @@ comma := ,
 BACKEND := $(or $(subst $(comma),-,$(EXTRAS)),metal)
 RUN_STAMP := $(VENV)/.installed-$(BACKEND)
 TEST_STAMP := $(RUN_STAMP)-test
-PIP_INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -e
+PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -e
 
 BUILD_DOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 PYTEST := $(BIN)/pytest -n auto --dist worksteal --durations=10
