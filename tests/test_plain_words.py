@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,14 +18,9 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 NAMES = {"found", "own", "held", "asked", "became", "begun", "following"}
 # Their plain forms: tolerates_invalid_logits, is_draft, sequential, probed,
 # distribution, fix, received.
-WORDS = {"indifferent", "guesses", "in_turn", "told", "law", "mend", "heard"}
-
-
-def sources(folders: tuple[str, ...] = FOLDERS) -> Iterator[tuple[Path, ast.Module]]:
-    """Yield each module of the repository, once."""
-    for folder in folders:
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            yield path.relative_to(ROOT), ast.parse(path.read_text(encoding="utf-8"))
+WORDS = ("indifferent", "guesses", "in_turn", "told", "law", "mend", "heard")
+DIALECT = re.compile(rf"(^|_)({'|'.join(WORDS)})(_|$)")
+Written = tuple[str, str, str]  # folder, place, text
 
 
 def relative_openings(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -52,33 +48,48 @@ def defined(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.name
 
 
+@cache
+def written() -> tuple[list[Written], list[Written], list[Written]]:
+    """Return all openings, names and definitions; each module is parsed once."""
+    openings, stored, definitions = list[Written](), list[Written](), list[Written]()
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            for all_of, read in (
+                (openings, relative_openings),
+                (stored, names),
+                (definitions, defined),
+            ):
+                place = f"{path.relative_to(ROOT)}:"
+                all_of += [
+                    (folder, f"{place}{line}", text) for line, text in read(tree)
+                ]
+    return openings, stored, definitions
+
+
 def test_docstrings_open_with_a_noun_or_a_verb() -> None:
-    opened = [
-        f"{path}:{line}: a relative opening: {text}"
-        for path, tree in sources()
-        for line, text in relative_openings(tree)
-    ]
-    assert not opened, "\n".join(opened)
+    openings, _, _ = written()
+    assert not openings, "a relative opening"
 
 
 def test_names_say_the_thing() -> None:
+    _, stored, _ = written()
     bare = [
-        f"{path}:{line}: a name that says nothing of the thing: {name}"
-        for path, tree in sources(PLAIN)
-        for line, name in names(tree)
-        if name.strip("_") in NAMES
+        (place, name)
+        for folder, place, name in stored
+        if folder in PLAIN and name.strip("_") in NAMES
     ]
-    assert not bare, "\n".join(bare)
+    assert not bare, "a name that says nothing of the thing"
 
 
 def test_words_of_the_dialect_are_gone_from_the_product() -> None:
+    _, stored, definitions = written()
     used = [
-        f"{path}:{line}: a word of the dialect: {name}"
-        for path, tree in sources(PRODUCT)
-        for line, name in [*names(tree), *defined(tree)]
-        if any(re.search(rf"(^|_){word}(_|$)", name) for word in WORDS)
+        (place, name)
+        for folder, place, name in [*stored, *definitions]
+        if folder in PRODUCT and DIALECT.search(name)
     ]
-    assert not used, "\n".join(used)
+    assert not used, "a word of the dialect"
 
 
 @pytest.mark.parametrize(
