@@ -86,7 +86,7 @@ def steps(count: int) -> TokenAutomaton:
     right=st.sampled_from([None, 0.0, 0.7, 1.0]),
     top_p=st.sampled_from([0.0, 0.9]),
 )
-@settings(max_examples=settings.get_profile("default").max_examples // 4)
+@settings(max_examples=settings().max_examples // 4)
 def test_the_draft_cannot_change_the_text_and_the_text_fits(
     name: str,
     schema: Schema,

@@ -51,7 +51,7 @@ from support.models.tiny_tokenizer import byte_tokenizer
 TOKENS = 20
 # Repeats itself, so that lookups find something.
 PROMPT = [(37 * i * i + 11 * i) % 256 for i in range(12)] * 2
-EXAMPLES = settings.get_profile("default").max_examples
+EXAMPLES = settings().max_examples
 KINDS = {
     "model": ModelDrafter,
     "mtp": MtpDrafter,

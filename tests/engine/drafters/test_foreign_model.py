@@ -37,7 +37,7 @@ from support.models.tiny_tokenizer import byte_tokenizer, merging_tokenizer
 TARGET = byte_tokenizer(("<end>",))
 PROMPT = prompt_of(21)
 SAMPLINGS = [Sampling(), Sampling(temperature=0.8, seed=4)]
-EXAMPLES = settings.get_profile("default").max_examples
+EXAMPLES = settings().max_examples
 
 
 @cache

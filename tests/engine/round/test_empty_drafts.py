@@ -32,7 +32,7 @@ from support.models.tiny_tokenizer import byte_tokenizer
 
 MODELS = ("llama", "gemma3_text", "qwen3_5", "mamba2", "recurrent_gemma", "lfm2")
 TOKENS = 32
-EXAMPLES = settings.get_profile("default").max_examples
+EXAMPLES = settings().max_examples
 
 
 class PlannedDrafter(ScriptedDrafter):

@@ -44,7 +44,7 @@ from support.sampling.schemas import SCHEMAS, Schema
 TOKENIZER = byte_tokenizer()
 PROMPT = prompt_of(21)
 GREEDY, SAMPLED = Sampling(), Sampling(temperature=0.8, seed=4)
-EXAMPLES = settings.get_profile("default").max_examples
+EXAMPLES = settings().max_examples
 # One of each that goes on in its own way, on a hybrid where it can be.
 QUICK_PAIRS = (
     *("mtp, hybrid", "eagle, hybrid", "lookup and model, hybrid"),
