@@ -50,8 +50,8 @@ def differs(elsewhere: Executor, model: nn.Module, **options: Any) -> str | None
 @pytest.mark.parametrize(
     "names",
     [
-        census.EACH_KIND,
-        pytest.param(census.BUILT.keys() - census.EACH_KIND, marks=pytest.mark.slow),
+        census.FEW,
+        pytest.param(census.BUILT.keys() - census.FEW, marks=pytest.mark.slow),
     ],
     ids=["kinds", "others"],
 )

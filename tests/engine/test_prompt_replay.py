@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_speculation import PrefixCache, SpeculativeGenerator
@@ -41,7 +41,6 @@ def filled(said: list[tuple[list[int], list[int]]]) -> tuple[PrefixCache, Any]:
     return prefixes, owners
 
 
-@settings(max_examples=60)
 @given(prompt=IDS, answers=st.lists(IDS, min_size=1, max_size=3), more=IDS)
 def test_an_answer_has_its_own_ids_and_no_text_changes(
     prompt: list[int], answers: list[list[int]], more: list[int]
@@ -60,7 +59,6 @@ def test_an_answer_has_its_own_ids_and_no_text_changes(
                 assert found[len(prompt) : len(prompt) + len(answer)] == answer
 
 
-@settings(max_examples=60)
 @given(said=st.lists(st.tuples(IDS, IDS), max_size=4), later=IDS)
 def test_other_prompts_keep_their_text(
     said: list[tuple[list[int], list[int]]], later: list[int]

@@ -175,7 +175,6 @@ def check(
     users=st.sampled_from([[], ["pure"], ["forkable"], ["serial"], ["serial", "pure"]]),
     stops=st.sets(st.integers(0, VOCAB - 1), max_size=2),
 )
-@settings(max_examples=25)
 def test_any_drafter_leaves_text_calls_and_log_probabilities(
     options: dict[str, Any],
     kind: str,

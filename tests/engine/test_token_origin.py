@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_speculation import Sampling, SpeculativeGenerator, allowed_tokens, pure
@@ -74,7 +74,6 @@ def expected(stream: Stream) -> list[Origin]:
     budget=st.integers(1, TOKENS),
     constrained=st.booleans(),
 )
-@settings(max_examples=25)
 def test_origins_are_what_the_statistics_count(
     right: float,
     seed: int,

@@ -135,7 +135,7 @@ def check(kind: str, runs: Runs, several: bool, head: int, turns: int) -> None:
 def test_a_tool_loop_reads_its_context_once(
     kind: str, runs: Runs, several: bool
 ) -> None:
-    check(kind, runs, several, HEAD // 8, TURNS // 5)
+    check(kind, runs, several, HEAD // 16, TURNS // 5)
 
 
 @pytest.mark.parametrize("kind", ["sliding", "hybrid"])
@@ -166,7 +166,7 @@ def after_a_restart(kind: str, head: int, before: int) -> None:
 
 @pytest.mark.parametrize("kind", others_slow(KINDS, ["hybrid, mtp"]))
 def test_a_restart_with_the_folder_reads_little_again(kind: str) -> None:
-    after_a_restart(kind, HEAD // 8, 2)
+    after_a_restart(kind, HEAD // 16, 2)
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ from mlx_speculation.models import ModelHooks, load
 from mlx_speculation.models.round_context import in_round
 from support.covering import others_slow
 from support.identity import prompt_of
-from support.models.census import BUILT, EACH_KIND, build
+from support.models.census import BUILT, FEW, build
 from support.models.copies import left_on
 from support.scripts import save_tiny
 
@@ -303,7 +303,7 @@ def test_the_bundled_heads_are_known_by_their_folders() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", others_slow(BUILT, EACH_KIND))
+@pytest.mark.parametrize("name", others_slow(BUILT, FEW))
 def test_a_bare_copy_shares_the_arrays_and_has_no_hooks(name: str) -> None:
     model: Any = build(name)
     ids = mx.array([[1, 2, 3]])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from bench.replays.replay import Machine, Replayed, Text, replay
@@ -31,10 +31,12 @@ from mlx_speculation.engine.draft_length.rule import (
     Credit,
 )
 from mlx_speculation.engine.draft_length.ruled import RuleDraftLength
+from support.covering import covering
 
 LONGEST = 16
 STEADY = Feedback(0, 0, 1.0, behind=True, ahead=True)
 CHEAP = {0: 1.0, **{n: 1.2 + 0.05 * n for n in (1, 2, 4, 8, 16)}}
+EVEN = {0: 1.0, 1: 1.8, 4: 1.9, 16: 2.0}
 DEAR = {0: 1.0, **{n: 1.0 + 1.0 * n for n in (1, 2, 4, 8, 16)}}
 
 
@@ -87,7 +89,6 @@ def machine_of(costs: dict[int, float], **options: float) -> Machine:
     known=st.booleans(),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=60)
 @example(  # long drafts that are expected to pay, and lose more than there is credit
     verify=[1.8125, 0, 0, 0, 0, 1.0625, 0, 1, 0, 0, 0, 0, 0, 0, 0.3125, 0.125],
     first=1.0,
@@ -112,9 +113,10 @@ def test_no_machine_and_no_text_lose_more_than_the_credit(
     assert lost <= FIRST_CREDIT + SHARE * len(text) + dearest
 
 
-@pytest.mark.parametrize("costs", [CHEAP, {0: 1.0, 1: 1.8, 4: 1.9, 16: 2.0}, DEAR])
-@pytest.mark.parametrize("right", [0.0, 0.5, 0.8, 0.95])
-@pytest.mark.parametrize("left", [0.0, 0.9])
+@pytest.mark.parametrize(
+    ("costs", "right", "left"),
+    covering([CHEAP, EVEN, DEAR], [0.0, 0.5, 0.8, 0.95], [0.0, 0.9], pairs=[(0, 1)]),
+)
 def test_it_is_nearly_as_fast_as_the_best_fixed_length(
     costs: dict[int, float], right: float, left: float
 ) -> None:
@@ -172,9 +174,10 @@ def test_a_busy_hour_does_not_end_drafts_for_good() -> None:
         assert found.speed > 1.5
 
 
-@pytest.mark.parametrize("costs", [CHEAP, DEAR])
-@pytest.mark.parametrize("wrong", [10.0, 0.1])
-@pytest.mark.parametrize("right", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize(
+    ("costs", "wrong", "right"),
+    covering([CHEAP, DEAR], [10.0, 0.1], [0.0, 0.5, 0.9], pairs=[(0, 1), (1, 2)]),
+)
 def test_kept_costs_that_are_wrong_are_corrected(
     costs: dict[int, float], wrong: float, right: float
 ) -> None:

@@ -32,6 +32,7 @@ PAIRS = (
     ("hybrid-lookup", "hybrid-mtp"),
 )
 REQUESTS = (50, 100, 300)
+QUICK = (0, ("cpu", "h100"))  # test_rule_machines.py has machines of any kind
 LEAST_PLAIN = 0.97
 # Of all pairs together; of texts that chose no constant less, which are few.
 LEAST_SUM, HELD_OUT_SUM = 0.97, 0.965
@@ -58,23 +59,23 @@ def check(
     assert best / own >= least
 
 
-@pytest.mark.parametrize(("name", "tokens"), covering(MACHINES, REQUESTS))
+@pytest.mark.parametrize(("name", "tokens"), covering(MACHINES, REQUESTS, quick=QUICK))
 def test_it_loses_nothing_to_plain_steps_and_little_to_the_best_single_source(
     name: str, tokens: int
 ) -> None:
     check(TRACES, PAIRS, name, tokens, LEAST_SUM)
 
 
-@pytest.mark.parametrize(
-    ("name", "tokens"), covering(MACHINES, REQUESTS, quick=(0, ["cpu", "h100"]))
-)
+@pytest.mark.parametrize(("name", "tokens"), covering(MACHINES, REQUESTS, quick=QUICK))
 def test_neither_does_it_on_texts_that_chose_no_constant(
     name: str, tokens: int
 ) -> None:
     check(HELD_OUT, [*PAIRS, ("dense-model-0.8",)], name, tokens, HELD_OUT_SUM)
 
 
-@pytest.mark.parametrize(("rows", "tokens"), covering([8, 32], [48, 100]))
+@pytest.mark.parametrize(
+    ("rows", "tokens"), covering([8, 32], [48, 100], quick=(0, [8]))
+)
 def test_a_batch_on_a_busy_device_loses_nothing_from_its_first_job_on(
     rows: int, tokens: int
 ) -> None:

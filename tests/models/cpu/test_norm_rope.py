@@ -18,7 +18,7 @@ from mlx_speculation.models import BatchLane, Lane, ModelHooks, cuda, round_cont
 from mlx_speculation.models.cpu import norm_rope, registration
 from mlx_speculation.models.round_context import rows_of_a_round
 from support.covering import others_slow
-from support.models.census import BUILT, EACH_KIND, build
+from support.models.census import BUILT, FEW, build
 
 EXACT = platform.machine() in ("x86_64", "AMD64")
 
@@ -145,7 +145,7 @@ def _called(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize("name", others_slow(BUILT, EACH_KIND))
+@pytest.mark.parametrize("name", others_slow(BUILT, FEW))
 def test_a_model_computes_what_it_did(name: str, called: list[int]) -> None:
     rows = [201, 7, 96, 255, 31]
     model = build(name)

@@ -28,7 +28,7 @@ from mlx_speculation.models.ops.latent_attention import ATTENTIONS
 from mlx_speculation.models.ops.round_ops import round_op_hooks
 from mlx_speculation.models.round_context import rows_of_a_round
 from support.covering import others_slow
-from support.models.census import BUILT, EACH_KIND, build
+from support.models.census import BUILT, FEW, build
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
@@ -109,7 +109,7 @@ def rows_of(model: nn.Module, *, hooked: bool) -> mx.array:
     return found
 
 
-@pytest.mark.parametrize("name", others_slow(BUILT, EACH_KIND))
+@pytest.mark.parametrize("name", others_slow(BUILT, FEW))
 def test_a_model_computes_what_it_did(
     name: str, asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

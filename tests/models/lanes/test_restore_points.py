@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import RotatingKVCache
 
@@ -30,7 +30,6 @@ class Caches:
         self.seen += rows
 
 
-@settings(max_examples=30)
 @given(
     every=st.integers(REACH, 9),
     prompt=st.integers(0, 30),

@@ -21,7 +21,7 @@ from mlx_speculation.models.lanes.install_hooks import MADE_AGAIN
 from mlx_speculation.models.ops.round_ops import round_op_hooks
 from mlx_speculation.models.round_context import rows_of_a_round
 from support.covering import others_slow
-from support.models.census import BUILT, EACH_KIND, build
+from support.models.census import BUILT, FEW, build
 from support.processes.blas_processes import with_openblas
 from support.processes.reader import ROOT, Reader
 
@@ -79,7 +79,7 @@ def rows_of(model: nn.Module, *, hooked: bool, rows: list[int] = ROWS) -> mx.arr
     return found
 
 
-@pytest.mark.parametrize("name", others_slow(BUILT, EACH_KIND))
+@pytest.mark.parametrize("name", others_slow(BUILT, FEW))
 def test_a_model_computes_what_it_did(name: str, called: list[str]) -> None:
     model = build(name)
     kinds = [type(module) for module in model.modules()]

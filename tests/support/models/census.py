@@ -92,6 +92,10 @@ EACH_KIND = (
     *("plamo2", "prism_hadamard_qwen35", "recurrent_gemma", "rwkv7", "afm7"),
 )
 
+# Attention, windows, experts, a mixture of layers, states, and rows for each layer: for
+# what is put on layers of a kind, and was compared with mlx's on layers of that kind.
+FEW = ("deepseek_v2", "falcon_h1", "gemma3n", "gpt_oss", "phi3small", "plamo2", "rwkv7")
+
 
 def kind_of(model: nn.Module) -> frozenset[str]:
     """Return which layers of mlx's, and which kinds of caches, a model has."""
