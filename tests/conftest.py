@@ -1,11 +1,15 @@
-"""Settings and fixtures that tests share."""
+"""Settings and fixtures that tests share.
+
+What takes seconds to import is imported where it is used: the process that hands the
+tests to the workers needs none of it, and they wait for it.
+"""
 
 import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import support.scheduling  # noqa: F401  for what it does
 
@@ -13,16 +17,11 @@ import support.scheduling  # noqa: F401  for what it does
 import mlx.core as mx
 import pytest
 from hypothesis import HealthCheck, Phase, settings
-from mlx_lm.models import lfm2
-from mlx_lm.models.lfm2 import ShortConv
 
-from mlx_speculation.models import ModelHooks
-from mlx_speculation.models.checkpoints import probe_text
-from mlx_speculation.models.checkpoints.probe_text import OwnText
-from support import usual_length
-from support.caches.cache_twins import Mixers
-from support.models.tiny_models import TINY_MODELS, build
 from support.processes.reader import Reader
+
+if TYPE_CHECKING:
+    from support.caches.cache_twins import Mixers
 
 # A shell lets what it runs in the background ignore Ctrl-C, and so would every program
 # that a test starts.
@@ -89,11 +88,15 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _fixed_lengths() -> None:
     """Let no test depend on how long a round takes, unless it asks for that."""
+    from support import usual_length
+
     usual_length.install()
 
 
 @pytest.fixture(name="measured", scope="module")
 def _measured() -> Iterator[None]:
+    from support import usual_length
+
     usual_length.USUAL = None
     yield
     usual_length.USUAL = 4
@@ -132,7 +135,10 @@ def _usual_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(name="short_probe")
 def _short_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a target write and read less for the probe of its head."""
-    monkeypatch.setattr(OwnText, "of", partial(OwnText.of, steps=8))
+    from mlx_speculation.models.checkpoints import probe_text
+
+    of = partial(probe_text.OwnText.of, steps=8)
+    monkeypatch.setattr(probe_text.OwnText, "of", of)
     monkeypatch.setattr(probe_text, "LONGEST_PASSAGE", 64)
 
 
@@ -142,11 +148,17 @@ def _note_rounds(record_property: Callable[[str, object], None]) -> Callable[...
 
 
 @pytest.fixture(name="hooked", scope="module")
-def _hooked() -> Iterator[dict[str, Mixers]]:
+def _hooked() -> Iterator[dict[str, "Mixers"]]:
     """Hook the mixers of four families."""
+    from mlx_lm.models import lfm2
+
+    from mlx_speculation.models import ModelHooks
+    from support.caches.cache_twins import Mixers
+    from support.models.tiny_models import TINY_MODELS, build
+
     models = {name: build(name) for name in ("qwen3_5", "mamba", "rwkv7")}
     smaller = TINY_MODELS["lfm2"].args | {"hidden_size": 8}
-    conv = ShortConv(lfm2.ModelArgs.from_dict(smaller), 0)
+    conv = lfm2.ShortConv(lfm2.ModelArgs.from_dict(smaller), 0)
     owners = [ModelHooks(model) for model in (*models.values(), conv)]
     rwkv7 = models["rwkv7"].model.layers[0]
     yield {

@@ -26,7 +26,7 @@ SHOWN = [(name_of(page), words) for page in TEXTS for words in commands(page)]
 CHEAPLY = {
     "generate": ("--max-tokens", "8"),
     "chat": ("--max-tokens", "8"),
-    "benchmark": ("--max-tokens", "8", "--passes", "1"),
+    "benchmark": ("--max-tokens", "4", "--passes", "1", "--prompt", "def"),
     "check": ("--tokens", "8", "--places", "2"),
     "demo": ("--max-tokens", "4"),
     "report": ("--tokens", "8", "--passes", "1", "--yes"),

@@ -397,7 +397,10 @@ ModelDrafter.propose = failing
 """
 
 
-@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize(
+    "terminal",
+    [False, pytest.param(True, marks=pytest.mark.slow)],  # a process
+)
 def test_a_note_stands_after_the_text_it_comes_in(
     terminal: bool, commands: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:

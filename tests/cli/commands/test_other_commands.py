@@ -471,8 +471,11 @@ def test_calibrate_and_demo_print_one_object(
     commands: Commands, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path))
-    found = commands.object("calibrate", DRAFT, "--draft", "lookup")
+    measuring = ("calibrate", DRAFT, "--draft", "lookup", "--context", "8")
+    found = commands.object(*measuring, "--batch", "2")
     assert found["seconds_by_context"]["512"].keys() >= {"0", "1", "8"}
+    assert found["seconds_by_rows"].keys() == {"2"}
+    assert found["seconds_by_rows"]["2"]["512"].keys() >= {"0", "1", "8"}
     folders = {"dense": demo_models()["draft"], "draft": demo_models()["draft"]}
     home = "mlx_speculation.cli.commands.demo"
     monkeypatch.setattr(f"{home}.demo_models", lambda: folders)
@@ -497,31 +500,21 @@ def test_names_of_a_wide_table_of_costs_are_not_folded(
 
 
 @pytest.mark.slow  # test_cli.py has them as a table
-def test_calibrate_measures_batches_too(
-    commands: Commands, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path))
-    found = commands.object("calibrate", DRAFT, "--draft", "lookup", "--batch", "2")
-    assert found["seconds_by_rows"].keys() == {"2"}
-    assert found["seconds_by_rows"]["2"]["512"].keys() >= {"0", "1", "8"}
-
-
 def test_calibrate_measures_the_target_with_its_adapter(
     commands: Commands, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "adapter").mkdir()
     adapter = write_adapter(tmp_path / "adapter")
     monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path / "costs"))
-    commands.object("calibrate", DRAFT, "--draft", "lookup", "--adapter-path", adapter)
+    measuring = ("calibrate", DRAFT, "--draft", "lookup", "--context", "8")
+    commands.object(*measuring, "--adapter-path", adapter)
     bare = SpeculativeGenerator.from_pretrained(DRAFT, draft="lookup")
     with_it = SpeculativeGenerator.from_pretrained(
         DRAFT, draft="lookup", adapter_path=adapter
     )
     assert with_it.round_parts
     assert not bare.round_parts
-    said = commands.refused(
-        "calibrate", DRAFT, "--draft", "lookup", "--adapter-path", "nowhere"
-    )
+    said = commands.refused(*measuring, "--adapter-path", "nowhere")
     assert "'nowhere' lacks adapter_config.json" in said
 
 
@@ -531,7 +524,7 @@ def test_calibrate_runs_code_of_a_folder_where_it_is_trusted(
     monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path / "costs"))
     trace = tmp_path / "ran"
     own = write_own_code(tmp_path / "own", trace)
-    asked = ["calibrate", own, "--draft", "lookup"]
+    asked = ["calibrate", own, "--draft", "lookup", "--context", "8"]
     assert "has model_file 'own.py'" in commands.refused(*asked)
     assert not trace.exists()
     found = commands.object(*asked, "--trust-remote-code")
