@@ -499,7 +499,6 @@ def test_names_of_a_wide_table_of_costs_are_not_folded(
     assert "│   sampler " in capsys.readouterr().out
 
 
-@pytest.mark.slow  # test_cli.py has them as a table
 def test_calibrate_measures_the_target_with_its_adapter(
     commands: Commands, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
