@@ -20,21 +20,17 @@ from support.references.numerics import Array
 from support.references.torch_heads import (
     OWN_MTP,
     own_mtp_rows,
-    plain_step,
 )
 
 
 @pytest.mark.parametrize("name", OWN_MTP)
 def test_heads_equal_the_mtp_module_of_transformers(tmp_path: Path, name: str) -> None:
     family = FAMILIES[name]
-    if name == "step3p5":
-        family = plain_step(family)
     here = make_bench(tmp_path, family)
     mtp, hidden = here.load(), here.hidden
     for layer, caches in enumerate(mtp.head.new_caches()):
         tokens = here.tokens[layer : layer + SLOTS]
         normed = own_mtp_rows(
-            name,
             family,
             here.folder.path,
             hidden,
@@ -71,7 +67,7 @@ def test_target_and_head_of_one_folder_equal_those_of_transformers(
 
 def own_head(here: Bench, layer: int) -> Array:
     """Return the head that a layer's logits are made with."""
-    name = here.family.names(here.family.text, layer).head
+    name = here.family.names[layer].head
     if name is None:
         return here.head
     return here.folder.tensors[f"{name}.weight"].astype(np.float64)

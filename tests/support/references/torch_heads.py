@@ -1,6 +1,5 @@
 """MTP heads of transformers' own, and how weights come into its classes."""
 
-import dataclasses
 import importlib
 from collections import defaultdict
 from pathlib import Path
@@ -26,7 +25,7 @@ OWN_MTP = (
     "glm4_moe",
     "glm4_moe_air",
     "bailing_moe_v3_shared_head",
-    "step3p5",
+    "step3p5_plain",  # sliding layers have as many heads as full ones
 )
 # transformers calls Ling 3 so; mlx-lm calls Ling 2.5 so.
 _LING_3 = {
@@ -37,7 +36,6 @@ _LING_3 = {
 
 
 def own_mtp_rows(
-    name: str,
     family: Family,
     folder: Path,
     hidden: Array,
@@ -52,7 +50,7 @@ def own_mtp_rows(
         [n, H], the states after the last norm, of which logits are made.
     """
     changes = {**family.config, **_TOKENS}
-    if name == "step3p5":
+    if family.module == "step3p5":
         main = _step_main(changes)
     else:
         if family.module == "bailing_moe_v3":
@@ -72,16 +70,6 @@ def own_mtp_rows(
             input_ids=torch.tensor(tokens)[None],
         )
     return out[0].numpy().astype(np.float64)  # type: ignore[no-any-return]
-
-
-def plain_step(family: Family) -> Family:
-    """Return Step-3.5 as transformers can read it.
-
-    There, sliding layers of a head have as many heads as full ones.
-    """
-    same = {"num_attention_heads": 4, "num_attention_groups": 2}
-    config = {**family.config, "attention_other_setting": same}
-    return dataclasses.replace(family, config=config)
 
 
 def _step_main(config: dict[str, Any]) -> Any:

@@ -5,7 +5,7 @@ logits are for the token at i + 2. The families differ in names, in what stands 
 in the concatenation, in the block, and in what they recycle.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -59,10 +59,11 @@ class Family:
     Attributes:
         module: of the target under mlx_lm.models.
         config: config.json of the target and its head.
-        names: of a layer's tensors, by its number.
-        make: makes the random tensors of one layer, given its number.
+        names: of each layer's tensors around its block.
         block: runs one layer's block on [n, H], see `mtp.blocks`; norms are stored as
             they are applied.
+        tensors: names and shapes of all but copies; # numbers as many as the shape
+            begins with.
         layers: of the head. Layer k takes what layer k - 1 gave at the same slot.
         used: how many of them; None: all.
         hidden_first: the order in the concatenation.
@@ -74,9 +75,9 @@ class Family:
 
     module: str
     config: Config
-    names: Callable[[Config, int], Names]
-    make: Callable[[Draws, Config, int], Named]
+    names: Sequence[Names]
     block: Callable[["Family", Tensors, int, Array], Array]
+    tensors: Mapping[str, Sequence[int]]
     layers: int = 1
     used: int | None = None
     hidden_first: bool = False
@@ -111,22 +112,30 @@ def make_tensors(
         embedding: [V, H], the target's, for files with a copy.
         head: [V, H], the target's, for files with a copy.
     """
-    draws, config, tensors = Draws(seed), family.text, {}
-    size = config["hidden_size"]
-    for layer in range(family.layers):
-        names = family.names(config, layer)
-        tensors[f"{names.project}.weight"] = draws.matrix(size, 2 * size)
-        for name in (names.token_norm, names.state_norm, names.last_norm):
-            if name is not None:
-                tensors[f"{name}.weight"] = draws.scale(size)
-        if names.head is not None:
-            tensors[f"{names.head}.weight"] = draws.matrix(*head.shape)
-        tensors.update(family.make(draws, config, layer))
+    draws, tensors = Draws(seed), {}
+    for name, shape in family.tensors.items():
+        count, each = (shape[0], shape[1:]) if "#" in name else (1, shape)
+        for number in range(count):
+            tensors[name.replace("#", str(number))] = _drawn(draws, name, each)
     for name, which in family.copies.items():
         tensors[name] = embedding if which == "embedding" else head
     if not family.plus_one:
         return tensors
     return {k: v - 1 if _is_norm(k) else v for k, v in tensors.items()}
+
+
+def _drawn(draws: Draws, name: str, shape: Sequence[int]) -> NDArray[Any]:
+    """Return a random tensor of the scale that its name asks for.
+
+    Biases of experts are not negative: what a closed group scores then is never chosen,
+    be it 0 or minus infinity.
+    """
+    if len(shape) > 1:
+        return draws.matrix(*shape)
+    if name.endswith(".weight"):
+        return draws.scale(*shape)
+    bias = draws.vector(*shape, size=1.0 if "sink" in name else 0.3)
+    return abs(bias) if name.endswith(("correction_bias", "expert_bias")) else bias
 
 
 def rows(
@@ -157,7 +166,7 @@ def rows(
             for name, tensor in tensors.items()
         }
     config = family.text
-    names = family.names(config, layer)
+    names = family.names[layer]
     eps = epsilon(config)
     token = rms_norm(
         embedding[tokens], weight(tensors, f"{names.token_norm}.weight"), eps

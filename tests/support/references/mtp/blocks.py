@@ -1,6 +1,7 @@
 """Blocks of heads: layers of transformers, or of mlx-lm where it has none."""
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,7 +42,7 @@ class TorchLayer:
     changes: dict[str, Any] = field(default_factory=dict)
     renames: dict[str, str] = field(default_factory=dict)
     rotary: str = "RotaryEmbedding"
-    skipped: tuple[str, ...] = _ROUND
+    skipped: Sequence[str] = _ROUND
     norms_less_one: bool = False
 
     def __call__(self, family: Family, tensors: Tensors, layer: int, x: Array) -> Array:
@@ -52,7 +53,8 @@ class TorchLayer:
             found = {name.replace(old, new): tensor for name, tensor in found.items()}
         if self.norms_less_one:
             found = {k: np.asarray(v) - ("norm" in k) for k, v in found.items()}
-        found = {k: v for k, v in found.items() if not k.startswith(self.skipped)}
+        skipped = tuple(self.skipped)
+        found = {k: v for k, v in found.items() if not k.startswith(skipped)}
         config = AutoConfig.for_model(**{**family.text, **_TOKENS, **self.changes})
         config._attn_implementation = "eager"
         config._experts_implementation = "eager"
@@ -99,6 +101,19 @@ class TorchLayer:
             more = {"layer_type": kind} if by_kind else {}
             given["position_embeddings"] = rotary(config)(x, positions, **more)
         return given
+
+
+class MimoProLayer(TorchLayer):
+    """MiMo-V2's layer, with one projection for queries, keys and values."""
+
+    def __call__(self, family: Family, tensors: Tensors, layer: int, x: Array) -> Array:
+        """Divide it, and run the layer."""
+        name = f"{self.block}self_attn.qkv_proj.weight"
+        sizes = [heads * family.config["swa_head_dim"] for heads in (4, 4 + 2)]
+        split = {key: value for key, value in tensors.items() if key != name}
+        for which, part in zip("qkv", np.split(tensors[name], sizes), strict=True):
+            split[name.replace("qkv", which)] = part
+        return super().__call__(family, split, layer, x)
 
 
 class LongcatLayer(TorchLayer):
