@@ -1,12 +1,13 @@
 """Tiny random DFlash2 and DSpark drafters, laid out on disk as real ones are.
 
-One entry for each packaging that is published, and one for each part that some of them
-have. The names of tensors and keys stand here a second time.
+The table beside this file has an entry for each packaging that is published. The names
+of tensors and keys stand in both a second time.
 """
 
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,29 +18,16 @@ from support.models.dflash_checkpoints import (
     DIM,
     HEAD_DIM,
     HEADS,
-    KV_HEADS,
-    MLP,
     VOCAB,
-    config_of,
     tensors_of,
 )
+from support.models.rows import Row, read_rows
 
 BLOCK, RANK, TOP, GROUP = 4, 8, 6, 16
 MASK = VOCAB - 1
 DRAFT_IDS = list(range(1, VOCAB, 3))
 Tensors = dict[str, mx.array]
 Config = dict[str, Any]
-_SIZES = (
-    "hidden_act",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "num_hidden_layers",
-    "rms_norm_eps",
-    "rope_theta",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,289 +51,21 @@ class Packaging:
     names: dict[str, str] = field(default_factory=dict)
 
 
-def sizes() -> Config:
-    """Return the sizes of the layers, as a config.json has them."""
-    return {key: config_of("full", ())[key] for key in _SIZES}
+def _filled(template: Any, layers: tuple[int, ...]) -> Any:
+    """Return a configuration with the tapped layers, from 0 or from the embedding."""
+    if isinstance(template, dict):
+        return {key: _filled(value, layers) for key, value in template.items()}
+    if template == "layers":
+        return list(layers)
+    return [i + 1 for i in layers] if template == "layers + 1" else template
 
 
-def _dflash(own: Config, **more: Any) -> Callable[[tuple[int, ...]], Config]:
-    def config(layers: tuple[int, ...]) -> Config:
-        inner = {"mask_token_id": MASK, "target_layer_ids": list(layers), **own}
-        return {
-            "architectures": ["DFlashDraftModel"],
-            **sizes(),
-            "vocab_size": VOCAB,
-            "block_size": BLOCK,
-            "dflash_config": inner,
-            **more,
-        }
-
-    return config
+def _packaging(row: Row) -> Packaging:
+    config, parts = partial(_filled, row["config"]), tuple(row.get("parts", ()))
+    return Packaging(**{**row, "config": config, "parts": parts})
 
 
-def _dflash2(**more: Any) -> Callable[[tuple[int, ...]], Config]:
-    selector = {
-        "block_size": BLOCK,
-        "conv_kernel_size": 2,
-        "conv_group_size": GROUP,
-        "selector_rank": RANK,
-        "selector_top_k": TOP,
-    }
-    top = {
-        "architectures": ["DFlash2DraftModel"],
-        "is_causal": False,
-        "layer_types": ["sliding_attention"] * 2,
-        "sliding_window": 12,
-    }
-    return _dflash(selector | more.pop("dflash_config", {}), **top | more)
-
-
-def _deepspec(**more: Any) -> Callable[[tuple[int, ...]], Config]:
-    def config(layers: tuple[int, ...]) -> Config:
-        return {
-            "architectures": ["Qwen3DSparkModel"],
-            "model_type": "qwen3",
-            **sizes(),
-            # Of the target, and not of these layers.
-            "partial_rotary_factor": 0.25,
-            "rope_scaling": {"rope_type": "default", "mrope_section": [2, 3, 3]},
-            "layer_types": ["full_attention"] * 2,
-            "vocab_size": VOCAB,
-            "block_size": BLOCK,
-            "mask_token_id": MASK,
-            "target_layer_ids": list(layers),
-            "num_anchors": 16,
-            "markov_rank": RANK,
-            "markov_head_type": "vanilla",
-            **more,
-        }
-
-    return config
-
-
-def _gemma(layers: tuple[int, ...]) -> Config:
-    return _deepspec(
-        architectures=["Gemma4DSparkModel"],
-        model_type="gemma4_text",
-        hidden_activation="gelu_pytorch_tanh",
-        global_head_dim=2 * HEAD_DIM,
-        num_global_key_value_heads=1,
-        attention_k_eq_v=True,
-        final_logit_softcapping=30.0,
-        rope_theta=None,
-        rope_scaling=None,
-        rope_parameters={
-            "full_attention": {
-                "rope_type": "proportional",
-                "rope_theta": 1e6,
-                "partial_rotary_factor": 0.25,
-            }
-        },
-    )(layers)
-
-
-def _speculators(drafts: int | None, kind: str = "dspark", **more: Any) -> Any:
-    def config(layers: tuple[int, ...]) -> Config:
-        proposal = {} if drafts is None else {"speculative_tokens": drafts}
-        return {
-            "speculators_model_type": kind,
-            "architectures": ["DSparkSpeculator"],
-            "transformer_layer_config": {
-                "model_type": "qwen3",
-                "layer_types": ["full_attention", "sliding_attention"],
-                "sliding_window": 12,
-                **sizes(),
-            },
-            "aux_hidden_state_layer_ids": [layer + 1 for layer in layers],
-            "block_size": BLOCK,
-            "mask_token_id": MASK,
-            "speculators_config": {"algorithm": kind, "proposal_methods": [proposal]},
-            **more,
-        }
-
-    return config
-
-
-def _gguf(layers: tuple[int, ...]) -> Config:
-    own = {
-        "block_size": BLOCK,
-        "mask_token_id": MASK,
-        "target_layers": list(layers),
-        "markov_rank": RANK,
-        "confidence_head": True,
-        "confidence_head_with_markov": True,
-        "log_snr_conditioning": True,
-        "min_log_snr": -5.0,
-        "max_log_snr": 10.0,
-    }
-    arch = {
-        "block_count": 2,
-        "embedding_length": DIM,
-        "feed_forward_length": MLP,
-        "attention.head_count": HEADS,
-        "attention.head_count_kv": KV_HEADS,
-        "attention.key_length": HEAD_DIM,
-        "attention.layer_norm_rms_epsilon": 1e-6,
-        "rope.freq_base": 10000.0,
-        "context_length": 2048,
-    }
-    return {
-        "general.architecture": "dspark",
-        **{f"dspark.{key}": value for key, value in arch.items()},
-        **{f"dspark.dspark.{key}": value for key, value in own.items()},
-    }
-
-
-_YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 32.0,
-    "original_max_position_embeddings": 64,
-}
-_MARKOV = {"markov_rank": RANK, "markov_head_type": "vanilla"}
-_GGUF_NAMES = {
-    "fc.": "dspark.fc.",
-    "hidden_norm.": "dspark.hidden_norm.",
-    "markov_head.markov_w1.": "dspark.markov_head_a.",
-    "markov_head.markov_w2.": "dspark.markov_head_b.",
-    "confidence_head.proj.": "dspark.confidence_head.",
-    "log_snr_fc": "dspark.log_snr_fc",
-    "norm.": "output_norm.",
-    **{
-        f"layers.{i}.{ours}": f"blk.{i}.{theirs}"
-        for i in range(2)
-        for ours, theirs in {
-            "input_layernorm.": "attn_norm.",
-            "post_attention_layernorm.": "ffn_norm.",
-            "self_attn.q_proj.": "attn_q.",
-            "self_attn.k_proj.": "attn_k.",
-            "self_attn.v_proj.": "attn_v.",
-            "self_attn.o_proj.": "attn_output.",
-            "self_attn.q_norm.": "attn_q_norm.",
-            "self_attn.k_norm.": "attn_k_norm.",
-            "mlp.gate_proj.": "ffn_gate.",
-            "mlp.up_proj.": "ffn_up.",
-            "mlp.down_proj.": "ffn_down.",
-        }.items()
-    },
-}
-_SELECTOR = ("convolutions", "selector")
-_SPARK = ("markov", "confidence")
-PACKAGINGS: dict[str, Packaging] = {
-    "dflash2": Packaging("dflash2", _dflash2(), _SELECTOR, BLOCK - 1),
-    "dflash2, causal": Packaging(
-        "dflash2", _dflash2(is_causal=True), _SELECTOR, BLOCK - 1
-    ),
-    "dflash2, scaled": Packaging(
-        "dflash2",
-        _dflash2(
-            dflash_config={
-                "input_embedding_scale": 2.0,
-                "output_multiplier": 0.5,
-                "final_logit_softcapping": 20.0,
-            }
-        ),
-        _SELECTOR,
-        BLOCK - 1,
-    ),
-    "dflash2, speculators": Packaging(
-        "dflash2",
-        _speculators(
-            BLOCK - 1,
-            "dflash2",
-            architectures=["DFlash2Speculator"],
-            conv_kernel_size=2,
-            conv_group_size=GROUP,
-            selector_rank=RANK,
-            selector_top_k=TOP,
-        ),
-        _SELECTOR,
-        BLOCK - 1,
-    ),
-    "deepspec": Packaging("dspark", _deepspec(), ("own ends", *_SPARK)),
-    "deepspec, gated": Packaging(
-        "dspark",
-        _deepspec(markov_head_type="gated"),
-        ("own ends", "markov gated", "confidence of states"),
-    ),
-    "deepspec, rnn": Packaging(
-        "dspark", _deepspec(markov_head_type="rnn"), ("own ends", "markov rnn")
-    ),
-    "deepspec, dflash": Packaging("dspark", _deepspec(markov_rank=0), ("own ends",)),
-    "deepspec, gemma": Packaging("dspark", _gemma, ("gemma", "own ends", *_SPARK)),
-    "speculators": Packaging(
-        "dspark", _speculators(BLOCK, draft_vocab_size=85), ("reduced", *_SPARK)
-    ),
-    "speculators, given": Packaging(
-        "dspark", _speculators(BLOCK - 1), _SPARK, BLOCK - 1
-    ),
-    "speculators, said": Packaging(
-        "dspark", _speculators(3, sample_from_anchor=True), _SPARK
-    ),
-    "specforge": Packaging(
-        "dspark",
-        _dflash(
-            {"projector_type": "dspark", **_MARKOV},
-            architectures=["DSparkDraftModel"],
-            rope_parameters=_YARN,
-            max_position_embeddings=2048,
-        ),
-        _SPARK,
-    ),
-    "lfm2": Packaging(
-        "dspark",
-        _dflash(
-            _MARKOV, architectures=["Lfm2DSparkDraftModel"], rope_is_neox_style=False
-        ),
-        ("markov",),
-    ),
-    "nvidia": Packaging(
-        "dspark",
-        lambda layers: _deepspec(
-            sample_from_anchor=False,
-            dflash_query_causal=True,
-            dflash_config={"use_swa": True, "swa_window_size": 12},
-            layer_types=None,
-            eagle_aux_hidden_state_layer_ids=[layer + 1 for layer in layers],
-            has_embed_tokens=True,
-            has_lm_head=False,
-        )(layers),
-        ("embedding", "markov", "sinks"),
-        BLOCK - 1,
-        write="nvfp4",
-    ),
-    "prism": Packaging(
-        "dspark", _gguf, (*_SPARK, "levels"), write="gguf", names=_GGUF_NAMES
-    ),
-    "qwen3.5": Packaging(
-        "dspark",
-        _deepspec(
-            model_type="qwen3_5",
-            partial_rotary_factor=0.5,
-            rope_scaling=None,
-            enable_qwen35_gated_q_proj=True,
-        ),
-        ("gated", *_SPARK),
-    ),
-    "mimo": Packaging(
-        "dflash",
-        _dflash({"attention_value_scale": 0.7, "use_swa": True, "swa_window_size": 12}),
-        ("sinks",),
-        BLOCK - 1,
-    ),
-    "muse": Packaging(
-        "dflash",
-        _dflash(
-            {"is_causal": False},
-            architectures=["MuseGlimmerAssistantModel"],
-            layer_types=["sliding_attention"] * 2,
-            sliding_window=12,
-        ),
-        (),
-        BLOCK - 1,
-        names={"fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc."},
-    ),
-}
+PACKAGINGS = {name: _packaging(row) for name, row in read_rows(__file__).items()}
 
 
 class Draws:

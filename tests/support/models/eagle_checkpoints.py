@@ -1,16 +1,20 @@
 """Tiny random EAGLE-3 heads, laid out on disk as real ones are.
 
-One dialect for each public origin of such heads. The names of tensors stand here a
-second time, so that a wrong name in the library does not go unnoticed.
+The table beside this file has a dialect for each public origin of such heads. The names
+of tensors stand here a second time, so that a wrong name in the library does not go
+unnoticed.
 """
 
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+
+from support.models.rows import read_rows
 
 DIM, MLP, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 64, 96, 4, 2, 16, 256
 DRAFT_VOCAB = 96
@@ -49,7 +53,7 @@ class Dialect:
     embedding: bool = False
     speculators: bool = False
     norms: str = ""
-    options: tuple[tuple[str, Any], ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
     layers: int = 1
     query_norms: str = ""
     deepspec: bool = False
@@ -61,164 +65,18 @@ class Dialect:
     mask: str = ""
 
 
-_GEMMA = {
-    "model_type": "gemma4_text",
-    "hidden_activation": "gelu_pytorch_tanh",
-    "global_head_dim": 2 * HEAD_DIM,
-    "num_global_key_value_heads": 1,
-    "attention_k_eq_v": True,
-    "final_logit_softcapping": 30.0,
-    "rope_theta": None,
-    "rope_parameters": {
-        "full_attention": {
-            "rope_type": "proportional",
-            "rope_theta": 1e6,
-            "partial_rotary_factor": 0.25,
-        }
-    },
-}
-_SLIDING = {
-    "layer_types": ["full_attention", "sliding_attention"],
-    "sliding_window": 12,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-DIALECTS = {
-    "specforge": Dialect("LlamaForCausalLMEagle3"),
-    "vllm": Dialect(
-        "Eagle3LlamaForCausalLM", "model.layers.0.", tuple_ids=True, embedding=True
-    ),
-    "authors": Dialect("LlamaForCausalLM", tuple_ids=None),
-    "speculators": Dialect(
-        "Eagle3DraftModel",
-        "layers.0.",
-        tuple_ids=True,
-        embedding=True,
-        speculators=True,
-    ),
-    "norm_output": Dialect(
-        "LlamaForCausalLMEagle3", norms="each", options=(("norm_output", True),)
-    ),
-    "old_norms": Dialect("LlamaForCausalLMEagle3", norms="old names"),
-    "joined_norm": Dialect(
-        "Eagle3LlamaForCausalLM", norms="joined", options=(("norm_before_fc", True),)
-    ),
-    "whole": Dialect("Eagle3Qwen3ForCausalLM", tuple_ids=True, reduced=False),
-    "deepspec": Dialect(
-        "Qwen3Eagle3Model",
-        "layers.0.",
-        deepspec=True,
-        reduced=False,
-        embedding=True,
-        output=True,
-        query_norms="each",
-        options=(("ttt_length", 7),),
-    ),
-    "deepspec gemma": Dialect(
-        "Gemma4Eagle3Model",
-        "layers.0.",
-        deepspec=True,
-        reduced=False,
-        embedding=True,
-        output=True,
-        gemma=True,
-        options=tuple(_GEMMA.items()),
-    ),
-    "several layers": Dialect(
-        "Eagle3LlamaForCausalLM",
-        "layers.0.",
-        tuple_ids=True,
-        layers=2,
-        query_norms="together",
-        biased=True,
-        options=tuple(_SLIDING.items()),
-    ),
-    "last state": Dialect("LlamaForCausalLMEagle3", last="plain"),
-    "tied": Dialect(
-        "LlamaForCausalLMEagle3",
-        reduced=False,
-        embedding=True,
-        options=(
-            ("tie_word_embeddings", True),
-            ("logit_scale", 0.5),
-            ("rope_scaling", {"type": "mrope", "mrope_section": [2, 3, 3]}),
-        ),
-    ),
-}
-_LATENT: dict[str, Any] = {
-    "model_type": "deepseek_v2",
-    "kv_lora_rank": 24,
-    "q_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
-}
+EVERY = {name: Dialect(**row) for name, row in read_rows(__file__).items()}
 # Dialects whose numbers alone differ from those of the others.
-VARIANTS = {
-    "normed residual": Dialect(
-        "LlamaForCausalLMEagle3", options=(("norm_before_residual", True),)
-    ),
-    "plain residual": replace(
-        DIALECTS["speculators"],
-        query_norms="each",
-        options=(("norm_before_residual", False),),
-    ),
-    "llama3": Dialect(
-        "LlamaForCausalLMEagle3", options=(("rope_scaling", dict(LLAMA3)),)
-    ),
-    "sliding": Dialect(
-        "LlamaForCausalLMEagle3",
-        options=(("layer_types", ["sliding_attention"]), ("sliding_window", 4)),
-    ),
-    "last state, projected": Dialect("LlamaForCausalLMEagle3", last="fc"),
-    "latent": Dialect(
-        "Eagle3DeepseekV2ForCausalLM",
-        "layers.0.",
-        latent=True,
-        options=tuple(_LATENT.items()),
-    ),
-}
+_VARIANTS = (
+    *("normed residual", "plain residual", "llama3", "sliding"),
+    *("last state, projected", "latent"),
+)
+VARIANTS = {name: EVERY[name] for name in _VARIANTS}
 # Heads that draft in one forward.
-PARALLEL = {
-    "peagle": Dialect(
-        "PEagleSpeculator",
-        "layers.0.",
-        tuple_ids=True,
-        embedding=True,
-        speculators=True,
-        layers=2,
-        query_norms="each",
-        mask="mask_token_id",
-    ),
-    "aws": Dialect(
-        "LlamaForCausalLMEagle3",
-        "layers.0.",
-        tuple_ids=True,
-        embedding=True,
-        layers=3,
-        biased=True,
-        norms="each",
-        options=(("norm_output", True),),
-        mask="ptd_token_id",
-    ),
-    "qwen3": Dialect(
-        "PeagleQwen3ForCausalLM",
-        "layers.0.",
-        tuple_ids=True,
-        reduced=False,
-        layers=2,
-        query_norms="each",
-        mask="ptd_token_id",
-    ),
-}
-
-
-EVERY = DIALECTS | VARIANTS | PARALLEL
+PARALLEL = {name: each for name, each in EVERY.items() if each.mask}
+DIALECTS = {k: v for k, v in EVERY.items() if k not in VARIANTS | PARALLEL}
+LLAMA3 = EVERY["llama3"].options["rope_scaling"]
+_LATENT = EVERY["latent"].options
 
 
 def draft_ids() -> list[int]:

@@ -1,7 +1,7 @@
 """Tiny random checkpoints with an MTP head, laid out on disk as real ones are.
 
-The names of the heads' tensors stand here a second time, so that a wrong name in the
-library's table does not go unnoticed. Targets are those of the census.
+The names of the heads' tensors stand beside this file a second time, so that a wrong
+name in the library's table does not go unnoticed. Targets are those of the census.
 """
 
 import importlib
@@ -21,6 +21,7 @@ from mlx_speculation.models.mtp.family import MtpFamily
 from mlx_speculation.models.mtp.head import MtpHead, MtpLayer
 from mlx_speculation.models.mtp.load import build_mtp_head, decided, find_mtp_head
 from support.models import census, tiny_models
+from support.models.rows import read_rows
 from support.models.tiny_tokenizer import byte_tokenizer
 
 Weights = dict[str, mx.array]
@@ -52,146 +53,7 @@ class Layout:
     block_names: Mapping[str, str] = field(default_factory=dict)
 
 
-QWEN = {
-    "proj": "mtp.fc",
-    "norm_e": "mtp.pre_fc_norm_embedding",
-    "norm_h": "mtp.pre_fc_norm_hidden",
-    "final": "mtp.norm",
-    "block": "mtp.layers.{k}",
-}
-DEEPSEEK = {
-    "proj": "model.layers.{n}.eh_proj",
-    "norm_e": "model.layers.{n}.enorm",
-    "norm_h": "model.layers.{n}.hnorm",
-    "final": "model.layers.{n}.shared_head.norm",
-    "block": "model.layers.{n}",
-}
-DEEPSEEK_COPIES = {
-    "model.layers.{n}.embed_tokens.weight": "model.embed_tokens.weight",
-    "model.layers.{n}.shared_head.head.weight": "lm_head.weight",
-}
-BAILING = {
-    "proj": "model.layers.{n}.eh_proj",
-    "norm_e": "model.layers.{n}.enorm",
-    "norm_h": "model.layers.{n}.hnorm",
-    "final": "model.layers.{n}.final_layernorm",
-    "block": "model.layers.{n}",
-}
-NEXTN = {"num_nextn_predict_layers": 1}
-MTP = {"mtp_num_hidden_layers": 1}
-GATE = {"mlp.gate.gate_proj.": "mlp.gate."}
-
-LAYOUTS = {
-    "qwen3_next": Layout("qwen3_next", QWEN, plus_one=True),
-    "qwen3_5": Layout("qwen3_5", QWEN, MTP, plus_one=True),
-    "qwen3_5_moe": Layout("qwen3_5_moe", QWEN, MTP, plus_one=True, fused=True),
-    "deepseek_v3": Layout("deepseek_v3", DEEPSEEK, NEXTN, copies=DEEPSEEK_COPIES),
-    "deepseek_v32": Layout("deepseek_v32", DEEPSEEK, NEXTN, copies=DEEPSEEK_COPIES),
-    "glm_moe_dsa": Layout("glm_moe_dsa", DEEPSEEK, NEXTN, copies=DEEPSEEK_COPIES),
-    "glm4_moe": Layout(
-        "glm4_moe",
-        DEEPSEEK,
-        {**NEXTN, "attention_bias": True},
-        copies=DEEPSEEK_COPIES,
-    ),
-    "glm4_moe_lite": Layout("glm4_moe_lite", DEEPSEEK, NEXTN, copies=DEEPSEEK_COPIES),
-    "mimo": Layout(
-        "mimo",
-        {
-            "proj": "model.mtp_layers.{k}.input_proj",
-            "norm_e": "model.mtp_layers.{k}.token_layernorm",
-            "norm_h": "model.mtp_layers.{k}.hidden_layernorm",
-            "final": "model.mtp_layers.{k}.final_layernorm",
-            "block": "model.mtp_layers.{k}",
-        },
-        NEXTN,
-    ),
-    "mimo_v2_flash": Layout(
-        "mimo_v2_flash",
-        {
-            "proj": "model.mtp.layers.{k}.eh_proj",
-            "norm_e": "model.mtp.layers.{k}.enorm",
-            "norm_h": "model.mtp.layers.{k}.hnorm",
-            "final": "model.mtp.layers.{k}.final_layernorm",
-            "block": "model.mtp.layers.{k}",
-        },
-        layers=3,
-        block_names={"post_attention_layernorm": "pre_mlp_layernorm"},
-    ),
-    "ernie4_5_moe": Layout(
-        "ernie4_5_moe",
-        {
-            "proj": "model.mtp_linear_proj.{k}",
-            "norm_e": "model.mtp_emb_norm.{k}",
-            "norm_h": "model.mtp_hidden_norm.{k}",
-            "block": "model.mtp_block.{k}",
-        },
-        NEXTN,
-    ),
-    "longcat_flash": Layout(
-        "longcat_flash",
-        {
-            "proj": "model.mtp.layers.{k}.eh_proj",
-            "norm_e": "model.mtp.layers.{k}.enorm.m",
-            "norm_h": "model.mtp.layers.{k}.hnorm.m",
-            "final": "model.mtp.norm",
-            "embedding": "model.mtp.embed_tokens",
-            "block": "model.mtp.layers.{k}",
-        },
-        NEXTN,
-        block_names={"mlp.": "transformer_layer.mlp."},
-    ),
-    "nemotron_h": Layout(
-        "nemotron_h",
-        {
-            "proj": "mtp.layers.0.eh_proj",
-            "norm_e": "mtp.layers.0.enorm",
-            "norm_h": "mtp.layers.0.hnorm",
-            "final": "mtp.layers.1.final_layernorm",
-            "block": "mtp.layers.{b}",
-        },
-        {
-            **NEXTN,
-            "mtp_hybrid_override_pattern": "*E",
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "n_shared_experts": 1,
-            "moe_shared_expert_intermediate_size": 32,
-            "n_group": 1,
-            "topk_group": 1,
-            "norm_topk_prob": True,
-            "routed_scaling_factor": 1.0,
-        },
-    ),
-    "step3p5": Layout(
-        "step3p5",
-        {
-            "proj": "model.layers.{n}.eh_proj",
-            "norm_e": "model.layers.{n}.enorm",
-            "norm_h": "model.layers.{n}.hnorm",
-            "final": "model.layers.{n}.transformer.shared_head.norm",
-            "output": "model.layers.{n}.transformer.shared_head.output",
-            "block": "model.layers.{n}",
-        },
-        {
-            "num_nextn_predict_layers": 3,
-            "layer_types": ["sliding_attention", "full_attention"] * 2
-            + ["sliding_attention", "sliding_attention", "full_attention"],
-            "partial_rotary_factors": [1.0, 0.5, 1.0, 0.5, 1.0, 1.0, 0.5],
-        },
-        layers=3,
-        plus_one=True,
-    ),
-    "bailing_moe": Layout("bailing_moe", BAILING, NEXTN, block_names=GATE),
-    "bailing_hybrid": Layout("bailing_hybrid", BAILING, NEXTN, block_names=GATE),
-    "bailing_moe_v3": Layout(
-        "bailing_moe_v3",
-        BAILING,
-        {**NEXTN, "architectures": ["BailingMoeV3ForCausalLM"]},
-    ),
-    "exaone_moe": Layout("exaone_moe", QWEN, NEXTN),
-}
+LAYOUTS = {name: Layout(**row) for name, row in read_rows(__file__).items()}
 
 # Layouts that have something of their own each: in stored norms, in experts, in caches,
 # in layers and how they follow each other, in ends of their own, in blocks.
