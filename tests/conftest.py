@@ -5,6 +5,7 @@ tests to the workers needs none of it, and they wait for it.
 """
 
 import gc
+import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -78,8 +79,13 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 def pytest_collection_finish() -> None:
     """Let no test that collects garbage look through all modules for it.
 
-    With all of them and what they import that is half a second each time.
+    With all of them and what they import that is half a second each time. And pytest
+    hands a handler to each logger that passes nothing on, six times a test: torch has
+    sixty.
     """
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch") and isinstance(logger, logging.Logger):
+            logger.propagate = True
     gc.collect()
     gc.freeze()
     gc.enable()

@@ -15,9 +15,11 @@ from mlx_speculation import SpeculativeGenerator, demo_models
 from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models import MtpConvention, load
 from mlx_speculation.models.safetensors_layout import places_in
+from support.covering import others_slow
 from support.identity import prompt_of
 from support.models.demo_folders import copy_of
 from support.models.mtp_checkpoints import (
+    EACH_KIND,
     LAYOUTS,
     family,
     flat,
@@ -40,7 +42,7 @@ def stored(*files: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     return found
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", others_slow(LAYOUTS, EACH_KIND))
 def test_every_byte_is_where_it_belongs_and_mlx_lm_alone_loads_the_target(
     name: str, tmp_path: Path
 ) -> None:
