@@ -29,9 +29,9 @@ def _commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
 
 def made_by_mlx_lm(file: Path, model: str, *options: str) -> Path:
     """Run `mlx_lm.cache_prompt` as a user does."""
-    asked = ["--model", model, "--prompt", BEGIN, "--prompt-cache-file", str(file)]
+    command = ["--model", model, "--prompt", BEGIN, "--prompt-cache-file", str(file)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["cache_prompt", *asked, *options])
+        patch.setattr(sys, "argv", ["cache_prompt", *command, *options])
         cache_prompt.main()
     return file
 
@@ -49,12 +49,20 @@ def test_the_text_is_that_of_the_whole_prompt(
     file = tmp_path / "begun.safetensors"
     save_prompt_cache(str(file), caches, {"model": str(MODELS[name])})
     held = file.read_bytes()
-    asked = ["generate", MODELS[name], *PAIR, "-p", REST, "--prompt-cache-file", file]
-    found = commands.object(*asked)
+    command = [
+        "generate",
+        MODELS[name],
+        *PAIR,
+        "-p",
+        REST,
+        "--prompt-cache-file",
+        file,
+    ]
+    report = commands.object(*command)
     rest = generator.encode(REST)
-    assert found["prompt_tokens"] == len(rest)
-    assert found["tokens"] == generator.generate([*ids, *rest], max_tokens=14).tokens
-    assert found["statistics"]["accepted"] > 0
+    assert report["prompt_tokens"] == len(rest)
+    assert report["tokens"] == generator.generate([*ids, *rest], max_tokens=14).tokens
+    assert report["statistics"]["accepted"] > 0
     assert file.read_bytes() == held
 
 
@@ -63,11 +71,11 @@ def test_numbers_take_the_dtype_of_the_model(
 ) -> None:
     """mlx-lm leaves the model in float16, and here it is float32 on a Linux CPU."""
     file = made_by_mlx_lm(tmp_path / "begun.safetensors", DRAFT)
-    asked = ["generate", DRAFT, *PAIR, "-p", REST, "--prompt-cache-file", file]
-    found = commands.object(*asked)
-    assert found["tokens"] == commands.object(*asked, "--draft-length", 0)["tokens"]
+    command = ["generate", DRAFT, *PAIR, "-p", REST, "--prompt-cache-file", file]
+    report = commands.object(*command)
+    assert report["tokens"] == commands.object(*command, "--draft-length", 0)["tokens"]
     whole = commands.object("generate", DRAFT, *PAIR, "-p", BEGIN + REST)
-    assert found["text"][:12] == whole["text"][:12]
+    assert report["text"][:12] == whole["text"][:12]
 
 
 def test_files_of_ours_name_their_tokens(commands: Commands, tmp_path: Path) -> None:
@@ -78,13 +86,13 @@ def test_files_of_ours_name_their_tokens(commands: Commands, tmp_path: Path) -> 
     save_caches(file, caches, read.cached_tokens)
     # A penalty of all that is known: of the file's tokens too.
     sampled = ["--temp", "0.9", "--seed", "4", "-m", "14", "--repetition-penalty", "2"]
-    found = commands.object(
+    report = commands.object(
         "generate", DRAFT, "-p", REST, *sampled, "--prompt-cache-file", file
     )
     ids = [*read.cached_tokens, *generator.encode(REST)]
     sampling = Sampling(temperature=0.9, seed=4, repetition_penalty=2.0)
     whole = generator.generate(ids, max_tokens=14, sampling=sampling)
-    assert found["tokens"] == whole.tokens
+    assert report["tokens"] == whole.tokens
 
 
 def test_a_template_goes_on_with_the_message(
@@ -98,12 +106,12 @@ def test_a_template_goes_on_with_the_message(
     )
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     file = made_by_mlx_lm(tmp_path / "begun.safetensors", str(folder))
-    found = commands.object(
+    report = commands.object(
         "generate", folder, *PAIR, "-p", REST, "--prompt-cache-file", file
     )
     tokenizer = SpeculativeGenerator.from_pretrained(folder).tokenizer
     rest = tokenizer.encode(f"{REST}<assistant>", add_special_tokens=False)
-    assert found["prompt_tokens"] == len(rest)
+    assert report["prompt_tokens"] == len(rest)
 
 
 @pytest.mark.parametrize(
@@ -113,9 +121,9 @@ def test_the_kinds_of_the_file_stay(
     commands: Commands, tmp_path: Path, options: list[str]
 ) -> None:
     file = made_by_mlx_lm(tmp_path / "begun.safetensors", DRAFT, *options)
-    asked = ["generate", DRAFT, "-p", REST, "-m", "14", "--prompt-cache-file", file]
-    plain = commands.object(*asked)
-    lookup = commands.object(*asked, "--draft", "lookup", "--draft-length", "3")
+    command = ["generate", DRAFT, "-p", REST, "-m", "14", "--prompt-cache-file", file]
+    plain = commands.object(*command)
+    lookup = commands.object(*command, "--draft", "lookup", "--draft-length", "3")
     assert lookup["tokens"] == plain["tokens"]
     assert len(plain["tokens"]) == 14
 
@@ -124,11 +132,11 @@ def test_what_the_file_holds_counts_for_the_start_of_quantization(
     commands: Commands, tmp_path: Path
 ) -> None:
     file = made_by_mlx_lm(tmp_path / "begun.safetensors", DRAFT)
-    held = len(SpeculativeGenerator.from_pretrained(DRAFT).encode(BEGIN))
-    asked = ["generate", DRAFT, "-p", "x", "-m", "5", "--kv-bits", "7"]
-    asked += ["--quantized-kv-start", str(held + 6)]  # x and 5 tokens reach it
-    assert commands(*asked).exit_code == 0  # without the file they do not
-    said = commands.refused(*asked, "--prompt-cache-file", file)
+    count = len(SpeculativeGenerator.from_pretrained(DRAFT).encode(BEGIN))
+    command = ["generate", DRAFT, "-p", "x", "-m", "5", "--kv-bits", "7"]
+    command += ["--quantized-kv-start", str(count + 6)]  # x and 5 tokens reach it
+    assert commands(*command).exit_code == 0  # without the file they do not
+    said = commands.refused(*command, "--prompt-cache-file", file)
     assert "kv_bits is 7 and kv_group_size 64" in said
 
 
@@ -138,8 +146,8 @@ def test_a_file_that_does_not_fit_is_refused(
     file = made_by_mlx_lm(tmp_path / "begun.safetensors", DRAFT)
 
     def said(model: object, path: object, *options: str) -> str:
-        asked = ["-p", "x", "-m", "2", "--prompt-cache-file", path, *options]
-        return commands.refused("generate", model, *asked)
+        command = ["-p", "x", "-m", "2", "--prompt-cache-file", path, *options]
+        return commands.refused("generate", model, *command)
 
     assert "--prompt-cache-file is 'nowhere', which cannot be read: No such f" in said(
         DRAFT, "nowhere"

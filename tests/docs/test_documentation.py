@@ -145,12 +145,12 @@ def test_pages_of_a_command_of_its_own_have_every_option() -> None:
     for name, page in (("serve", "server.md"), ("train", "training.md")):
         text = (DOCS / page).read_text("utf-8")
         group: Any = typer.main.get_command(app)
-        own = [
+        ours = [
             parameter
             for parameter in group.commands[name].params
             if parameter.opts[0].startswith("--")
         ]
-        missing = [each.opts for each in own if f"`{each.opts[0]}`" not in text]
+        missing = [each.opts for each in ours if f"`{each.opts[0]}`" not in text]
         assert missing == [], page
 
 

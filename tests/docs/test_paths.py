@@ -161,5 +161,5 @@ def test_the_map_lists_the_rooms() -> None:
         rest = line.removeprefix(f"{top}/")
         named |= {f"{top}/{room}" for room in re.findall(r"\b(\w+)/(?= |$)", rest)}
     opens = rf"((?:{'|'.join(FOLDERS)}|src/mlx_speculation)/\w+)/__init__\.py"
-    rooms = [found[1] for name in tracked() if (found := re.fullmatch(opens, name))]
+    rooms = [match[1] for name in tracked() if (match := re.fullmatch(opens, name))]
     assert named - {"examples/extending"} == set(rooms)

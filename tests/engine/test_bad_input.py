@@ -249,8 +249,8 @@ def test_caches_that_something_else_wrote_to_are_refused(
     caches = make_prompt_cache(model)
     first = generator.stream([1, 2, 3], prompt_cache=caches, max_tokens=20)
     next(first)
-    held = first.cached_tokens
-    second = generator.stream([4], prompt_cache=caches, cached_tokens=held)
+    kept = first.cached_tokens
+    second = generator.stream([4], prompt_cache=caches, cached_tokens=kept)
     next(second)
     with pytest.raises(InvalidRequestError, match="something else has written"):
         list(first)

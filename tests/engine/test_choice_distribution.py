@@ -62,8 +62,8 @@ class Adversary(WrappedDrafter):
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         """Trim the proposal of the model."""
-        found: Proposal = self.inner.propose(sequence, limit, choose)
-        return found if self.trim is None else found.until(self.trim(found))
+        proposal: Proposal = self.inner.propose(sequence, limit, choose)
+        return proposal if self.trim is None else proposal.until(self.trim(proposal))
 
 
 def looked(found: Proposal) -> int:

@@ -107,12 +107,12 @@ def test_the_draft_cannot_change_the_text_and_the_text_fits(
     if right is not None:
         text = PROMPT + expected.tokens
         draft = ScriptedDrafter(text, right, seed=seed, ragged=True, least=0)
-    found = drafted(name, draft).generate(PROMPT, draft_length=length, **options)
-    assert found.tokens == expected.tokens
-    assert found.finish_reason == expected.finish_reason
-    assert found.text == expected.text
-    if found.finish_reason == "stop":
-        assert fits(schema, json.loads(found.text))
+    result = drafted(name, draft).generate(PROMPT, draft_length=length, **options)
+    assert result.tokens == expected.tokens
+    assert result.finish_reason == expected.finish_reason
+    assert result.text == expected.text
+    if result.finish_reason == "stop":
+        assert fits(schema, json.loads(result.text))
 
 
 @pytest.mark.parametrize(
@@ -303,9 +303,9 @@ def test_a_text_that_is_stuck_fails_after_the_same_tokens(
         next(stream)
     assert yielded == [1, 2, 3]
     assert stream.result.finish_reason == "error"
-    held = stream.cached_tokens
-    assert held == (PROMPT + yielded)[: len(held)]
-    assert caches[0].offset == len(held)
+    kept = stream.cached_tokens
+    assert kept == (PROMPT + yielded)[: len(kept)]
+    assert caches[0].offset == len(kept)
 
 
 def test_an_id_without_a_column_cannot_be_what_the_constraint_asks_for() -> None:
@@ -385,13 +385,13 @@ def test_log_probabilities_are_those_among_what_is_allowed() -> None:
     generator = drafted("llama", model("llama", seed=1))
     options: dict[str, Any] = {"constraint": steps(9), "logprobs": 2}
     alone = generator.generate(PROMPT, draft_length=0, **options)
-    found = generator.generate(PROMPT, draft_length=3, **options)
-    assert found.tokens == alone.tokens
-    for one, other in zip(found.logprobs or [], alone.logprobs or [], strict=True):
+    result = generator.generate(PROMPT, draft_length=3, **options)
+    assert result.tokens == alone.tokens
+    for one, other in zip(result.logprobs or [], alone.logprobs or [], strict=True):
         assert one.value == pytest.approx(other.value, abs=1e-5)
         assert {token for token, _ in one.top} == {1, 2}
         assert sum(np.exp(value) for _, value in one.top) == pytest.approx(1)
-    assert len(found.logprobs or []) == 9
+    assert len(result.logprobs or []) == 9
 
 
 class FewIds:
@@ -448,12 +448,12 @@ def test_drafters_of_any_vocabulary_draft_what_is_allowed_or_are_not_accepted(
         "sampling": SAMPLED,
     }
     drafter = FewIds(columns, ids)
-    found = drafted("llama", drafter, acceptance).generate(PROMPT, **options)
-    assert set(found.tokens) <= set(allowed)
+    result = drafted("llama", drafter, acceptance).generate(PROMPT, **options)
+    assert set(result.tokens) <= set(allowed)
     if acceptance == "keyed":
-        assert found.tokens == plain("llama").generate(PROMPT, **options).tokens
+        assert result.tokens == plain("llama").generate(PROMPT, **options).tokens
     if not set(allowed) & set(ids or range(columns)):
-        assert found.stats.accepted == 0
+        assert result.stats.accepted == 0
     assert bool(drafter.laws) == (acceptance != "keyed")
     for law in drafter.laws:
         assert law.sum().item() == pytest.approx(1, abs=1e-5)
@@ -554,5 +554,5 @@ def test_a_constraint_of_ones_own_needs_no_base_class() -> None:
     expected = plain("llama").generate(PROMPT, max_tokens=9, **options).tokens
     assert [token % 2 for token in expected] == [0, 1, 0, 1, 0, 1, 0, 1, 0]
     draft = ScriptedDrafter(PROMPT + expected, right=0.7)
-    found = drafted("llama", draft).generate(PROMPT, max_tokens=9, **options)
-    assert found.tokens == expected
+    result = drafted("llama", draft).generate(PROMPT, max_tokens=9, **options)
+    assert result.tokens == expected

@@ -40,12 +40,12 @@ def test_what_the_passed_caches_hold_counts() -> None:
     generator = made(10)
     caches = build("llama", vocab=LETTERS).make_cache()
     generator.generate(list(range(8)), max_tokens=1, prompt_cache=caches)
-    held = caches[0].offset
+    kept = caches[0].offset
     with pytest.warns(ContextLengthNotice, match="11 tokens"):
         generator.stream(
-            list(range(11 - held)),
+            list(range(11 - kept)),
             prompt_cache=caches,
-            cached_tokens=list(range(held)),
+            cached_tokens=list(range(kept)),
         )
 
 

@@ -40,11 +40,11 @@ def differs(elsewhere: Executor, model: nn.Module, **options: Any) -> str | None
     tokenizer = byte_tokenizer()
     there = SpeculativeGenerator(model, tokenizer, **options)
     try:
-        found = elsewhere.submit(text, there).result()
+        result = elsewhere.submit(text, there).result()
     except RuntimeError as error:
         return str(error)
     expected = text(SpeculativeGenerator(model, tokenizer))
-    return None if found == expected == text(there) else f"{found}, not {expected}"
+    return None if result == expected == text(there) else f"{result}, not {expected}"
 
 
 @pytest.mark.parametrize(

@@ -295,8 +295,8 @@ def test_a_reused_prefix_ends_with_the_table(length: int) -> None:
         results = [batch.remove(uid) for uid in uids]
     for result in results:
         assert result.tokens == expected
-        held = result.cached_tokens
-        assert held == (prompt_of(26) + expected)[: len(held)]
+        kept = result.cached_tokens
+        assert kept == (prompt_of(26) + expected)[: len(kept)]
     assert highest(model) < POSITIONS
 
 
@@ -351,9 +351,9 @@ def test_a_calibration_that_would_go_past_the_table_is_refused() -> None:
 def test_comparisons_end_with_the_table() -> None:
     """Rows of padding of `check --exact` too, and the step that it measures."""
     model = model_of("gpt2")
-    found = check_exact(model, FixedShape(4, 16), 64)
-    assert found.same
-    assert 0 < found.context < POSITIONS
+    verdict = check_exact(model, FixedShape(4, 16), 64)
+    assert verdict.same
+    assert 0 < verdict.context < POSITIONS
     assert highest(model) < POSITIONS
     with pytest.raises(InvalidRequestError, match=r"33 tokens.* 32 positions"):
         list(

@@ -206,9 +206,9 @@ def test_restore_points_of_a_long_prompt_are_inside_the_budget() -> None:
     stream = ours.stream([(i * i) % 251 for i in range(200)], max_tokens=20)
     for _ in stream:
         taken = [lane.points.running for lane in stream.prefixes._lanes()]
-        held = sum(points.nbytes for points in taken)
-        assert held <= prefixes.nbytes <= 400_000
-        assert stream.ended or held > 100_000
+        total = sum(points.nbytes for points in taken)
+        assert total <= prefixes.nbytes <= 400_000
+        assert stream.ended or total > 100_000
     assert prefixes.nbytes <= 400_000
 
 

@@ -48,15 +48,15 @@ def test_an_answer_has_its_own_ids_and_no_text_changes(
     prefixes, _owners = filled([(prompt, answer) for answer in answers])
     for answer in answers:
         later = [*prompt, *encode(decode(answer)), *encode(decode(more))]
-        found = replayed(prefixes, TOKENIZER, later)
-        assert decode(found) == decode(later)
+        replay = replayed(prefixes, TOKENIZER, later)
+        assert decode(replay) == decode(later)
         texts = {decode(each) for each in answers}
         if len(texts) == len(answers):
             others = [x for x in answers if x != answer]
             if not any(decode(answer).startswith(decode(x)) for x in others):
-                assert found[: len(prompt)] == prompt
-                assert decode(found[len(prompt) :]).startswith(decode(answer))
-                assert found[len(prompt) : len(prompt) + len(answer)] == answer
+                assert replay[: len(prompt)] == prompt
+                assert decode(replay[len(prompt) :]).startswith(decode(answer))
+                assert replay[len(prompt) : len(prompt) + len(answer)] == answer
 
 
 @given(said=st.lists(st.tuples(IDS, IDS), max_size=4), later=IDS)

@@ -172,10 +172,10 @@ def test_signals_at_any_time_of_a_batch_change_nothing(name: str) -> None:
         with interruptions() as timer:
             while played.running:
                 timer.after(dice.uniform(0, longest))
-                begun = time.perf_counter()
+                start = time.perf_counter()
                 played.next()
                 timer.off()
-                longest = time.perf_counter() - begun
+                longest = time.perf_counter() - start
         hits += played.interrupted
         played.check()
     assert hits > 15
@@ -250,11 +250,11 @@ def test_a_signal_at_any_opcode_of_a_streams_round_loses_no_token(
                 hits += 1
             timer.off()
             stream.close()
-            held = stream.cached_tokens
+            kept = stream.cached_tokens
             assert stream.result.tokens == tokens, opcode
-            assert held == text[: len(held)], opcode
-            assert len(held) >= len(prompt) + len(tokens) - 1, opcode
-            assert {cache.offset for cache in caches} == {len(held)}, opcode
+            assert kept == text[: len(kept)], opcode
+            assert len(kept) >= len(prompt) + len(tokens) - 1, opcode
+            assert {cache.offset for cache in caches} == {len(kept)}, opcode
     assert hits > many / 2
 
 

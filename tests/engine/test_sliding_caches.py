@@ -98,17 +98,17 @@ def test_converted_caches_can_be_passed_and_turned_back(name: str) -> None:
     generator = SpeculativeGenerator(model, tokenizer, draft=drafter)
     caches = make_prompt_cache(model)
     found: list[int] = []
-    held: list[int] = []
+    kept: list[int] = []
     for convert in (list, with_slack, as_native):
         caches = convert(caches)
         result = generator.generate(
-            [text[len(held)]] if held else PROMPT,
-            max_tokens=21 if not held else 20,
+            [text[len(kept)]] if kept else PROMPT,
+            max_tokens=21 if not kept else 20,
             prompt_cache=caches,
-            cached_tokens=held,
+            cached_tokens=kept,
         )
-        found += result.tokens if not held else [text[len(held)], *result.tokens]
-        held = result.cached_tokens
+        found += result.tokens if not kept else [text[len(kept)], *result.tokens]
+        kept = result.cached_tokens
     assert kinds(caches) == kinds(make_prompt_cache(model))
     assert found == expected[: len(found)]
     assert len(found) == 63
@@ -125,18 +125,20 @@ def test_another_word_is_refused() -> None:
 def test_windows_are_not_quantized_by_any_door(sliding: Any, family: str) -> None:
     """Streams took them: half of the layers were quantized, or it failed later."""
     made = SpeculativeGenerator(build(family), byte_tokenizer(), sliding=sliding)
-    held = KVQuantization(bits=8, group_size=32, start=6)
+    quantization = KVQuantization(bits=8, group_size=32, start=6)
     refused = r"kv_bits is 8, and mlx-lm cannot quantize a \w+KVCache"
     with pytest.raises(InvalidRequestError, match=refused):
-        made.stream([1, 2, 3], max_tokens=20, kv_quantization=held)
+        made.stream([1, 2, 3], max_tokens=20, kv_quantization=quantization)
     with pytest.raises(InvalidRequestError, match=refused):
-        made.generate_batch([[1, 2], [3]], max_tokens=20, kv_quantization=held)
+        made.generate_batch([[1, 2], [3]], max_tokens=20, kv_quantization=quantization)
     caches = make_prompt_cache(made.model)
     with pytest.raises(InvalidRequestError, match=refused):
-        made.generate([1], max_tokens=20, kv_quantization=held, prompt_cache=caches)
+        made.generate(
+            [1], max_tokens=20, kv_quantization=quantization, prompt_cache=caches
+        )
     assert caches[0].offset == 0
     # A text that ends before is not touched by it.
-    result = made.generate([1, 2], max_tokens=3, kv_quantization=held)
+    result = made.generate([1, 2], max_tokens=3, kv_quantization=quantization)
     assert result.tokens == made.generate([1, 2], max_tokens=3).tokens
 
 

@@ -92,11 +92,11 @@ def test_a_stream_closed_early_holds_the_tokens_it_names(
         stream.close()
         assert next(stream, None) is None
         assert yielded == text[:count]
-        held = stream.cached_tokens
+        kept = stream.cached_tokens
         if count:
-            assert held[: len(PROMPT) + count] == PROMPT + yielded
-            assert len(held) < len(PROMPT) + count + 5
-            _assert_holds(name, caches, held)
+            assert kept[: len(PROMPT) + count] == PROMPT + yielded
+            assert len(kept) < len(PROMPT) + count + 5
+            _assert_holds(name, caches, kept)
         assert stream.result.finish_reason == "closed"
         assert stream.result.tokens == yielded
 

@@ -70,10 +70,10 @@ def test_the_parts_are_all_of_the_rounds_time(
     stream = made.stream(
         PROMPT, max_tokens=32, stop_tokens=(), explain=explain, **WAYS[way]
     )
-    begun = time.perf_counter()
+    start = time.perf_counter()
     next(stream)
     started = time.perf_counter()
-    assert 0 < stream.stats.prefill_seconds < started - begun
+    assert 0 < stream.stats.prefill_seconds < started - start
     before = stream.stats.decode_seconds
     for _ in stream:
         pass

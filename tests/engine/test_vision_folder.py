@@ -127,8 +127,8 @@ def changed(folder: Path, tmp_path: Path, **config: Any) -> Path:
     for file in folder.iterdir():
         if file.name != "config.json":
             (tmp_path / file.name).symlink_to(file)
-    own = json.loads((folder / "config.json").read_text("utf-8"))
-    (tmp_path / "config.json").write_text(json.dumps({**own, **config}), "utf-8")
+    data = json.loads((folder / "config.json").read_text("utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps({**data, **config}), "utf-8")
     return tmp_path
 
 
@@ -176,9 +176,9 @@ def test_an_mtp_head_in_the_folder_leaves_the_text_as_it_is(
     for sampling in (Sampling(seed=0), Sampling(temperature=0.8, seed=3)):
         more: dict[str, Any] = {"sampling": sampling, "stop_tokens": ()}
         for images in ([], PICTURES):
-            asked = {"images": images, "max_tokens": 16, **more}
-            result = made.generate(ASKED, **asked)
-            assert result.tokens == plain.generate(ASKED, **asked).tokens
+            request = {"images": images, "max_tokens": 16, **more}
+            result = made.generate(ASKED, **request)
+            assert result.tokens == plain.generate(ASKED, **request).tokens
             assert result.stats.drafted
             assert not result.stats.drafter_faults
             if not images:  # mlx-lm's model of the same folder, and its head

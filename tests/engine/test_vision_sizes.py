@@ -231,8 +231,8 @@ def test_what_transformers_writes_of_a_processor_is_read(
     assert isinstance(again.model, VisionTarget)
     images = pictures(name, "two")
     asking = [asked("What is it?", len(images))]
-    found = again.generate(asking, images=images, **options())
-    assert found.tokens == tokens(name, prompt_of(name, asking, images))
+    result = again.generate(asking, images=images, **options())
+    assert result.tokens == tokens(name, prompt_of(name, asking, images))
 
 
 @pytest.mark.parametrize("name", families("qwen3_vl"))

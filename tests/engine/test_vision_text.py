@@ -144,13 +144,13 @@ def test_a_forward_that_fails_leaves_what_was_committed(name: str) -> None:
             list(stream)
         failing.left = 1 << 30
         assert stream.result.finish_reason == "error"
-        held = stream.request.target
-        assert stream.cached_tokens == known[: held.seen]
-        assert position(held.caches) == held.seen
-        rest, whole = known[held.seen :], Lane(failing, sliding="slack")
+        kept = stream.request.target
+        assert stream.cached_tokens == known[: kept.seen]
+        assert position(kept.caches) == kept.seen
+        rest, whole = known[kept.seen :], Lane(failing, sliding="slack")
         whole.run = ImageForward(failing, prompt)
-        whole.feed(known[: held.seen], step=5)
-        with held.begin() as one, whole.begin() as other:
+        whole.feed(known[: kept.seen], step=5)
+        with kept.begin() as one, whole.begin() as other:
             fed = mx.array(rest[:1])
             assert mx.allclose(one.forward(fed), other.forward(fed), atol=2e-4).item()
     made = generator(failing)
@@ -224,12 +224,12 @@ def test_a_head_behind_images_drafts_warm_as_it_does_cold(
     further = ImagePrompt(mx.array([turn]), prompt.inputs)
     for each in (prompt, further, other, prompt):
         wanted = cold.generate(each, **options())
-        found = warm.generate(each, **options())
-        assert found.tokens == wanted.tokens
-        assert not found.stats.drafter_faults
-        assert found.stats.rounds == wanted.stats.rounds
-        assert found.stats.reached == wanted.stats.reached
-    assert found.stats.reused
+        result = warm.generate(each, **options())
+        assert result.tokens == wanted.tokens
+        assert not result.stats.drafter_faults
+        assert result.stats.rounds == wanted.stats.rounds
+        assert result.stats.reached == wanted.stats.reached
+    assert result.stats.reused
     assert any(1 in node.rows for node in prefixes._tree.nodes())
 
 

@@ -34,8 +34,8 @@ def text_of(folder: Path, **options: Any) -> list[int]:
 
 
 def tensors(file: Path) -> dict[str, mx.array]:
-    found: Any = mx.load(str(file))
-    return dict(found)
+    loaded: Any = mx.load(str(file))
+    return dict(loaded)
 
 
 def save(file: Path, arrays: dict[str, mx.array]) -> None:
@@ -74,8 +74,8 @@ def test_a_file_that_no_index_names_changes_nothing(
     assert text_of(folder) == text
     other_weights(folder, stray)
     with named_files_only(folder) as files:  # in which order mlx-lm reads is not said
-        held = sorted(file.name for file in files.glob("*.safetensors"))
-        assert held == ["model-1.safetensors", "model-2.safetensors"]
+        ordered = sorted(file.name for file in files.glob("*.safetensors"))
+        assert ordered == ["model-1.safetensors", "model-2.safetensors"]
         assert (files / "config.json").read_text() == (
             folder / "config.json"
         ).read_text()
@@ -224,8 +224,8 @@ def test_copies_in_a_file_beside_the_model_are_not_read(
     text = text_of(folder)
     other_weights(folder, name)
     with named_files_only(folder) as files:
-        held = [file.name for file in files.glob("model*.safetensors")]
-    assert held == ["model.safetensors"]
+        kept = [file.name for file in files.glob("model*.safetensors")]
+    assert kept == ["model.safetensors"]
     assert text_of(folder) == text
 
 

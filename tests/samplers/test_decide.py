@@ -37,8 +37,8 @@ def requests(draw: st.DrawFn) -> tuple[list[Ask], int]:
     rules: list[Acceptance] = ["keyed", "keyed", "keyed", "rejection", "block"]
     asked, width = [], draw(st.integers(0, 4))
     for _ in range(draw(st.integers(1, 6))):
-        own = {**draw(st.sampled_from(OPTIONS)), "seed": draw(st.integers(0, 3))}
-        chooser = Chooser(Sampling(**own), VOCAB)
+        ours = {**draw(st.sampled_from(OPTIONS)), "seed": draw(st.integers(0, 3))}
+        chooser = Chooser(Sampling(**ours), VOCAB)
         verifier = Verifier(chooser, draw(st.sampled_from(rules)))
         known = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=9))
         count = draw(st.integers(0, width))
@@ -142,10 +142,10 @@ def test_a_processor_that_raises_is_the_fault_of_its_request() -> None:
     def raises(tokens: mx.array, logits: mx.array) -> mx.array:
         raise KeyError("mine")
 
-    own = [Sampling(seed=1), Sampling(logits_processors=[raises], seed=1), Sampling()]
+    ours = [Sampling(seed=1), Sampling(logits_processors=[raises], seed=1), Sampling()]
     asked = [
         Ask(Verifier(Chooser(one.with_seed(), VOCAB)), Rows([row, 1]))
-        for row, one in enumerate(own)
+        for row, one in enumerate(ours)
     ]
     logits = logits_of(3, 0, 5)
     found = decide(asked, logits)

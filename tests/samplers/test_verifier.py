@@ -196,8 +196,8 @@ def test_some_rows_are_those_rows(data: st.DataObject, count: int) -> None:
     assert mx.array_equal(part.allowed, allowed[index : index + some])
     widest = max(part.lengths)
     whole = [*KNOWN, *ahead.tolist()]  # type: ignore[misc]
-    held: Any = [] if part.ahead is None else part.ahead.tolist()
-    assert [*part.known, *held] == whole[:widest]
+    kept: Any = [] if part.ahead is None else part.ahead.tolist()
+    assert [*part.known, *kept] == whole[:widest]
 
 
 def test_the_drafts_temperature_changes_its_distribution_and_no_keyed_token() -> None:

@@ -204,11 +204,11 @@ def test_a_report_is_a_table_and_a_line_of_json(
     *table, line = capsys.readouterr().out.splitlines()
     assert any("one" in row and "1.50" in row and "1 (2..3)" in row for row in table)
     assert not any("counts" in row for row in table)
-    found = json.loads(line)
-    assert json.loads(written.read_text()) == found
-    assert found["benchmark"] == "some"
-    assert found["arguments"] == {"blas": "stock", "target": "b+d"}
-    assert found["results"][0]["each"] == {"median": 1, "lower": 2, "upper": 3}
+    data = json.loads(line)
+    assert json.loads(written.read_text()) == data
+    assert data["benchmark"] == "some"
+    assert data["arguments"] == {"blas": "stock", "target": "b+d"}
+    assert data["results"][0]["each"] == {"median": 1, "lower": 2, "upper": 3}
 
 
 def test_a_quiet_report_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,8 +69,8 @@ def test_memory_is_within_what_is_allowed(folder: Path) -> None:
 
 
 def test_no_prompt_is_met_again_by_a_server() -> None:
-    asked = [one for n in range(5) for one in server.requests_of(n, 16, 8, 0.0)]
-    assert len({one.prompt[:12] for one in asked}) == len(asked)
+    requests = [one for n in range(5) for one in server.requests_of(n, 16, 8, 0.0)]
+    assert len({one.prompt[:12] for one in requests}) == len(requests)
 
 
 def test_a_row_of_a_server_is_of_all_its_clients() -> None:
@@ -111,9 +111,9 @@ def test_all_arms_run_on_all_ranks(folder: Path, ranks: int) -> None:
         check=True,
     )
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    found = json.loads(line)
-    assert found["ranks"] == ranks
-    arms = {row["arm"]: row for row in found["results"]}
+    data = json.loads(line)
+    assert data["ranks"] == ranks
+    arms = {row["arm"]: row for row in data["results"]}
     assert [*arms] == ["ours plain", "mlx-lm plain", "lookup k=4", "lookup adaptive"]
     assert all(row["texts"].startswith("equal") for row in arms.values())
     assert done.stdout.count("ours plain") == 2  # the table and the line of one rank

@@ -99,10 +99,10 @@ def _own(name: str, command: Any) -> Iterator[str]:
     if same:
         links = (f"[{title}](#{_anchor(title)})" for title in same)
         yield f"Takes the options of {', '.join(links)}, and these:\n"
-    own = [each for title in rest if title not in same for each in rest[title]]
-    own = [each for each in own if each.name != "json"]  # said at the top
-    if own:
-        yield _table(own)
+    ours = [each for title in rest if title not in same for each in rest[title]]
+    ours = [each for each in ours if each.name != "json"]  # said at the top
+    if ours:
+        yield _table(ours)
 
 
 def _is_shared(title: str, taken: list[Any]) -> bool:

@@ -33,8 +33,8 @@ def fill(folder: Path) -> None:
     shutil.copy(small / "config.json", untrained)
     # A checkout's own models, by their paths in it.
     (folder / "src").symlink_to(ROOT / "src")
-    asked = [{"prompt": f"class Shape{number}:\n"} for number in range(16)]
-    lines = "".join(f"{json.dumps(each)}\n" for each in asked)
+    requests = [{"prompt": f"class Shape{number}:\n"} for number in range(16)]
+    lines = "".join(f"{json.dumps(each)}\n" for each in requests)
     (folder / PROMPTS).write_text(lines, encoding="utf-8")
     chat = folder / CHAT
     shutil.copytree(small, chat)

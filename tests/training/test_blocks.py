@@ -93,8 +93,8 @@ def drafted(
     head, found = made.module, []
     kind = DSpark if made.kind == "dspark" else type(made.dflash)
     model: Any = kind(head, made.taps, made.dflash.layers)
-    own = [each[row : row + 1] for each in inputs]
-    context = head.joined(own)
+    ours = [each[row : row + 1] for each in inputs]
+    context = head.joined(ours)
 
     def choose(logits: mx.array) -> mx.array:
         found.append(logits[0])

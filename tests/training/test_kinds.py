@@ -110,8 +110,8 @@ def test_an_mtp_head_is_loaded_as_it_was_written(name: str, tmp_path: Path) -> N
     out.mkdir()
     trainee.save(out, None)
     stored = replace(convention, norms="stored")
-    found = load_mtp_head(made.folder, made.target, convention=stored, split=out)
-    loaded, expected = flat(found), flat(trainee.module)
+    head = load_mtp_head(made.folder, made.target, convention=stored, split=out)
+    loaded, expected = flat(head), flat(trainee.module)
     assert loaded.keys() == expected.keys()
     assert all(nearly(value, loaded[name]) for name, value in expected.items())
     module: Any = trainee.module
@@ -228,5 +228,5 @@ def test_the_head_of_the_bundled_hybrid_is_trained_on(tmp_path: Path) -> None:
     result = train(folder, tmp_path / "head", options)
     assert result.ended == "steps"
     assert min(lengths(result)) > 1.5
-    found = load_mtp_head(folder, load(folder)[0], split=tmp_path / "head")
-    assert found.convention.norms == "stored"
+    head = load_mtp_head(folder, load(folder)[0], split=tmp_path / "head")
+    assert head.convention.norms == "stored"

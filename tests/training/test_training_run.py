@@ -35,8 +35,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def weights(out: Path) -> dict[str, Any]:
     """Return the trained weights and the optimizer's state, as they are saved."""
     file = json.loads((out / "run" / "state.json").read_text())["weights"]
-    found: Any = mx.load(str(out / "run" / file))
-    return dict(found)
+    loaded: Any = mx.load(str(out / "run" / file))
+    return dict(loaded)
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:

@@ -27,8 +27,8 @@ def test_all_arms_are_measured_and_their_texts_compared(
 ) -> None:
     plot = tmp_path / "out.png"
     options = ["--compare-length", "3", "--compare-length", "1", "--plot", str(plot)]
-    found = commands.object(*SHORT, *options)
-    arms = {arm["name"]: arm for arm in found["arms"]}
+    report = commands.object(*SHORT, *options)
+    arms = {arm["name"]: arm for arm in report["arms"]}
     assert list(arms) == [
         "plain",
         "mlx-lm plain",
@@ -36,8 +36,8 @@ def test_all_arms_are_measured_and_their_texts_compared(
         "draft k=1",
         "draft k=3",
     ]
-    assert found["plain"] in ("plain", "mlx-lm plain")
-    assert (found["same"], found["passes"], found["tokens"]) == (True, 2, 6)
+    assert report["plain"] in ("plain", "mlx-lm plain")
+    assert (report["same"], report["passes"], report["tokens"]) == (True, 2, 6)
     for arm in arms.values():
         assert len(arm["tokens_per_second"]) == 2
         spread = arm["speed"]
@@ -45,13 +45,13 @@ def test_all_arms_are_measured_and_their_texts_compared(
         assert arm["partings"] == []
         pairs = zip(
             arm["tokens_per_second"],
-            arms[found["plain"]]["tokens_per_second"],
+            arms[report["plain"]]["tokens_per_second"],
             strict=True,
         )
         ratios = [own / plain for own, plain in pairs]
         assert arm["over_plain"]["high"] == pytest.approx(max(ratios))
         assert arm["over_plain"]["low"] == pytest.approx(min(ratios))
-    assert arms[found["plain"]]["over_plain"]["median"] == 1
+    assert arms[report["plain"]]["over_plain"]["median"] == 1
     assert arms["mlx-lm plain"]["statistics"] is None
     counted = arms["draft k=3"]["statistics"]
     assert counted["emitted"] == 12
@@ -66,7 +66,7 @@ def test_all_arms_are_measured_and_their_texts_compared(
     verdict, advice = done.stdout.splitlines()[-2:]
     assert verdict == "All texts are those of plain decoding."
     assert advice.startswith(("Best here: --draft /", "No draft pays here: the best, "))
-    assert found["advice"].startswith(("Best here", "No draft pays"))
+    assert report["advice"].startswith(("Best here", "No draft pays"))
 
 
 def test_lengths_by_measurement_are_calibrated_first(
@@ -74,8 +74,8 @@ def test_lengths_by_measurement_are_calibrated_first(
 ) -> None:
     monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path))
     options = ["-p", "def f", "-m", "4", "--passes", "1"]
-    found = commands.object("benchmark", DRAFT, "--draft", "lookup", *options)
-    lengths = [arm["draft_length"] for arm in found["arms"]]
+    report = commands.object("benchmark", DRAFT, "--draft", "lookup", *options)
+    lengths = [arm["draft_length"] for arm in report["arms"]]
     assert lengths == [0, 0, None, 1, 2, 4, 8]
     assert len(list((tmp_path / "costs").glob("*.json"))) == 1
 
@@ -96,24 +96,24 @@ def test_several_drafts_run_on_the_messages_of_a_file(
     ]
     file.write_text("\n".join(lines))
     drafts = ["--draft", DRAFT, "--draft", "lookup", "--draft-length", "2"]
-    asked = ["benchmark", folder, *drafts, "-m", "6", "--passes", "3"]
-    found = commands.object(*asked, "--prompts-file", file)
-    assert [arm["name"] for arm in found["arms"]] == [
+    command = ["benchmark", folder, *drafts, "-m", "6", "--passes", "3"]
+    report = commands.object(*command, "--prompts-file", file)
+    assert [arm["name"] for arm in report["arms"]] == [
         *("plain", "mlx-lm plain", "draft k=2", "lookup k=2")
     ]
-    assert found["drafts"] == [DRAFT, "lookup"]
-    assert (found["chat"], found["same"], found["passes"]) == (True, True, 3)
+    assert report["drafts"] == [DRAFT, "lookup"]
+    assert (report["chat"], report["same"], report["passes"]) == (True, True, 3)
     generator = SpeculativeGenerator.from_pretrained(folder)
     expected = sum(
         max(2, len(generator.generate(f"<{text}>", max_tokens=6).tokens))
         for text in ("def f(x):", "class A", "import")
     )
-    for arm in found["arms"][2:]:
+    for arm in report["arms"][2:]:
         assert arm["statistics"]["emitted"] == expected
-    raw = commands.object(*asked, "--prompts-file", file, "--ignore-chat-template")
+    raw = commands.object(*command, "--prompts-file", file, "--ignore-chat-template")
     assert raw["chat"] is False
     file.write_text(json.dumps("def add(first, second):\n"))
-    longer = [*asked[:-3], "24", "--passes", "1", "--ignore-chat-template"]
+    longer = [*command[:-3], "24", "--passes", "1", "--ignore-chat-template"]
     ended = commands.object(*longer, "--prompts-file", file)
     (arm,) = [arm for arm in ended["arms"] if arm["name"] == "draft k=2"]
     assert arm["statistics"]["emitted"] == 6  # where the text ends by itself

@@ -43,22 +43,22 @@ def _commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
 
 def test_the_json_object_holds_the_text_and_who_wrote_it(commands: Commands) -> None:
     options = ["-p", PROMPT, "-m", "20", "--temp", "0.8", "--seed", "7", "--top-k", "9"]
-    found = commands.object(*PAIR, *options)
+    report = commands.object(*PAIR, *options)
     generator = SpeculativeGenerator.from_pretrained(DRAFT)
     sampling = Sampling(temperature=0.8, seed=7, top_k=9)
     plain = generator.generate(PROMPT, max_tokens=20, sampling=sampling)
-    assert (found["text"], found["tokens"]) == (plain.text, plain.tokens)
-    assert found["command"] == "generate"
-    assert found["finish_reason"] == plain.finish_reason
-    assert found["seed"] == 7
-    assert found["prompt_tokens"] == len(generator.tokenizer.encode(PROMPT))
-    stats = found["statistics"]
-    accepted = [place for writer, place in found["origins"] if writer == "accepted"]
+    assert (report["text"], report["tokens"]) == (plain.text, plain.tokens)
+    assert report["command"] == "generate"
+    assert report["finish_reason"] == plain.finish_reason
+    assert report["seed"] == 7
+    assert report["prompt_tokens"] == len(generator.tokenizer.encode(PROMPT))
+    stats = report["statistics"]
+    accepted = [place for writer, place in report["origins"] if writer == "accepted"]
     assert 0 <= stats["accepted"] - len(accepted) <= 3
-    assert len(found["origins"]) == len(plain.tokens)
+    assert len(report["origins"]) == len(plain.tokens)
     assert stats["acceptance_rate"] == stats["accepted"] / stats["drafted"]
-    assert found["versions"].keys() >= {"python", "mlx", "mlx-lm"}
-    assert found["blas"].keys() == {"name", "detail"}
+    assert report["versions"].keys() >= {"python", "mlx", "mlx-lm"}
+    assert report["blas"].keys() == {"name", "detail"}
 
 
 def test_statistics_are_two_lines_a_table_or_nothing(commands: Commands) -> None:
@@ -96,9 +96,9 @@ def test_models_are_repositories_as_mlx_lm_names_them(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     name, options = "nobody/small", ["-p", PROMPT, "-m", "8", "--draft-length", "3"]
-    found = commands.object("generate", name, "--draft", name, *options)
-    assert found["text"] == commands.object(*PAIR, *options)["text"]
-    assert found["statistics"]["drafted"] > 0
+    report = commands.object("generate", name, "--draft", name, *options)
+    assert report["text"] == commands.object(*PAIR, *options)["text"]
+    assert report["statistics"]["drafted"] > 0
 
 
 def test_an_adapter_is_loaded_with_the_target(
@@ -107,27 +107,27 @@ def test_an_adapter_is_loaded_with_the_target(
     adapter = write_adapter(tmp_path)
     options = ["-p", PROMPT, "-m", "12"]
     bare = commands.object(*PAIR, *options)
-    found = commands.object(*PAIR, *options, "--adapter-path", tmp_path)
+    report = commands.object(*PAIR, *options, "--adapter-path", tmp_path)
     generator = SpeculativeGenerator.from_pretrained(DRAFT, adapter_path=adapter)
-    assert found["tokens"] == generator.generate(PROMPT, max_tokens=12).tokens
-    assert found["tokens"] != bare["tokens"]
-    assert found["statistics"]["drafted"] > 0
+    assert report["tokens"] == generator.generate(PROMPT, max_tokens=12).tokens
+    assert report["tokens"] != bare["tokens"]
+    assert report["statistics"]["drafted"] > 0
 
 
 def test_stop_texts_and_tokens_end_the_text(commands: Commands) -> None:
     whole = commands.object(*PAIR, "-p", PROMPT, "-m", 24)
     plain, token = whole["text"], whole["tokens"][3]
     middle = plain[5:8]
-    found = commands.object(*PAIR, "-p", PROMPT, "-m", 24, "--stop", middle)
-    assert found["text"] == plain[: plain.index(middle)]
-    assert found["finish_reason"] == "stop"
+    report = commands.object(*PAIR, "-p", PROMPT, "-m", 24, "--stop", middle)
+    assert report["text"] == plain[: plain.index(middle)]
+    assert report["finish_reason"] == "stop"
     name = SpeculativeGenerator.from_pretrained(DRAFT).tokenizer.convert_ids_to_tokens(
         token
     )
-    found = commands.object(*PAIR, "-p", PROMPT, "-m", 24, "--extra-eos-token", name)
-    assert found["finish_reason"] == "stop"
-    assert found["tokens"][-1] == token
-    assert found["tokens"].count(token) == 1
+    report = commands.object(*PAIR, "-p", PROMPT, "-m", 24, "--extra-eos-token", name)
+    assert report["finish_reason"] == "stop"
+    assert report["tokens"][-1] == token
+    assert report["tokens"].count(token) == 1
 
 
 def test_standard_input_is_the_prompt_and_a_dash_names_it(commands: Commands) -> None:
@@ -145,8 +145,8 @@ def test_accepted_tokens_are_green_on_a_terminal(commands: Commands) -> None:
     assert "\x1b" not in bare + piped
     assert bare == piped
     green = "".join(part.split("\x1b[0m")[0] for part in coloured.split("\x1b[32m")[1:])
-    found = commands.object(*options)
-    accepted = sum(writer == "accepted" for writer, _ in found["origins"])
+    report = commands.object(*options)
+    accepted = sum(writer == "accepted" for writer, _ in report["origins"])
     assert 0 < accepted < 20
     assert 0 < len(green) < len(bare)
 
@@ -182,7 +182,7 @@ def test_a_chat_template_makes_the_prompt(commands: Commands, tmp_path: Path) ->
         "generate", folder, "-p", "x", "--system-prompt", "y", "--ignore-chat-template"
     )
     assert "--ignore-chat-template is given too. Leave one of them out." in said
-    begun = commands.object(
+    report = commands.object(
         "generate", folder, "-p", "hi", "--prefill-response", "So, ", "-m", 9
     )
     text = generator.tokenizer.apply_chat_template(
@@ -194,16 +194,16 @@ def test_a_chat_template_makes_the_prompt(commands: Commands, tmp_path: Path) ->
         continue_final_message=True,
     )
     assert text.rstrip().endswith("So,")
-    assert begun["text"] == raw(text)
+    assert report["text"] == raw(text)
 
 
 def test_a_schema_is_followed(commands: Commands, tmp_path: Path) -> None:
     file = tmp_path / "schema.json"
     file.write_text('{"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3}')
     options = [*PAIR, "-p", "A list: ", "-m", "40", "--json-schema", str(file)]
-    found = commands.object(*options)
-    assert found["finish_reason"] == "stop"
-    assert set(json.loads(found["text"])) <= {"a", "b"}
+    report = commands.object(*options)
+    assert report["finish_reason"] == "stop"
+    assert set(json.loads(report["text"])) <= {"a", "b"}
 
 
 def test_logits_of_ids_can_be_raised_and_lowered(commands: Commands) -> None:
@@ -215,7 +215,7 @@ def test_logits_of_ids_can_be_raised_and_lowered(commands: Commands) -> None:
 
 def test_xtc_spares_line_breaks_and_the_end(commands: Commands) -> None:
     options = ["--temp", "1", "--seed", "2", "--xtc-probability", "1"]
-    found = commands.object(*PAIR, "-p", PROMPT, "-m", "16", *options)
+    report = commands.object(*PAIR, "-p", PROMPT, "-m", "16", *options)
     generator = SpeculativeGenerator.from_pretrained(DRAFT)
     tokenizer = generator.tokenizer
     spared = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
@@ -223,7 +223,7 @@ def test_xtc_spares_line_breaks_and_the_end(commands: Commands) -> None:
         temperature=1, seed=2, xtc_probability=1, xtc_special_tokens=spared
     )
     plain = generator.generate(PROMPT, max_tokens=16, sampling=sampling)
-    assert found["tokens"] == plain.tokens
+    assert report["tokens"] == plain.tokens
 
 
 def test_caches_of_few_bits_and_of_a_limited_size(commands: Commands) -> None:
@@ -240,8 +240,8 @@ def test_caches_of_few_bits_and_of_a_limited_size(commands: Commands) -> None:
         theirs = mlx_lm.generate(
             model, tokenizer, PROMPT * 4, max_tokens=12, prefill_step_size=7, **given
         )
-        asked = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
-        assert commands.object(*options, *asked)["text"] == theirs
+        words = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+        assert commands.object(*options, *words)["text"] == theirs
 
 
 def test_the_bar_hears_of_all_the_prompt(
@@ -264,10 +264,10 @@ def test_a_page_is_written_and_named(commands: Commands, tmp_path: Path) -> None
     page = tmp_path / "out.html"
     done = commands(*PAIR, "-p", PROMPT, "-m", 12, "--html", page)
     assert done.exit_code == 0
-    held = page.read_text("utf-8")
+    text = page.read_text("utf-8")
     tokens = commands.object(*PAIR, "-p", PROMPT, "-m", 12)["tokens"]
-    assert held.count(' data-n="') == len(tokens)
-    assert "probability under the target" in held
+    assert text.count(' data-n="') == len(tokens)
+    assert "probability under the target" in text
     assert "the page is" in done.stderr
 
 
@@ -284,13 +284,13 @@ def test_ctrl_c_keeps_what_there_is_and_ends_with_130(
     monkeypatch.setattr(Stream, "__next__", interrupted)
     page = tmp_path / "out.html"
     options = [*PAIR, "-p", PROMPT, "-m", "60", "--html", str(page)]
-    found = commands.object(*options, status=130)
-    assert found["finish_reason"] == "interrupted"
-    assert 0 < len(found["tokens"]) < 6
-    assert page.read_text("utf-8").count(' data-n="') == len(found["tokens"])
+    report = commands.object(*options, status=130)
+    assert report["finish_reason"] == "interrupted"
+    assert 0 < len(report["tokens"]) < 6
+    assert page.read_text("utf-8").count(' data-n="') == len(report["tokens"])
     done = commands(*options)
     assert done.exit_code == 130
-    assert done.stdout == found["text"] + "\n"
+    assert done.stdout == report["text"] + "\n"
     assert "interrupted" in done.stderr
 
 
@@ -308,12 +308,12 @@ def endless() -> "subprocess.Popen[str]":
 def test_a_real_ctrl_c_ends_with_a_summary() -> None:
     with endless() as process:
         assert process.stdout is not None
-        begun = process.stdout.read(30)  # it generates now
+        shown = process.stdout.read(30)  # it generates now
         process.send_signal(signal.SIGINT)
         _, told = process.communicate(timeout=60)
     plain = SpeculativeGenerator.from_pretrained(DRAFT)
     sampling = Sampling(logit_bias={0: -1000.0})
-    assert begun == plain.generate(PROMPT, max_tokens=30, sampling=sampling).text[:30]
+    assert shown == plain.generate(PROMPT, max_tokens=30, sampling=sampling).text[:30]
     assert process.returncode == 130, told
     assert "BLAS: " in told
     assert "interrupted" in told
@@ -352,16 +352,16 @@ def test_an_image_is_asked_about(commands: Commands, tmp_path: Path) -> None:
     for number, path in enumerate(images):
         path.write_bytes(picture(24 + 8 * number, 16, seed=number))
     plain = SpeculativeGenerator.from_pretrained(folder, vision=True)
-    asked = [{"role": "user", "content": "What?"}]
+    messages = [{"role": "user", "content": "What?"}]
     for count in (1, 2):
         given = [option for path in images[:count] for option in ("--image", path)]
         options = [folder, "-p", "What?", "-m", "9", "--draft", "lookup", *given]
-        found = commands.object("generate", *options)
-        expected = plain.generate(asked, images=images[:count], max_tokens=9)
-        assert found["tokens"] == expected.tokens
+        report = commands.object("generate", *options)
+        expected = plain.generate(messages, images=images[:count], max_tokens=9)
+        assert report["tokens"] == expected.tokens
     raw = ["--ignore-chat-template", "-p", "<|vision_start|><|image_pad|>?"]
-    found = commands.object("generate", folder, *raw, "-m", "3", "--image", images[0])
-    assert found["prompt_tokens"] > 3
+    report = commands.object("generate", folder, *raw, "-m", "3", "--image", images[0])
+    assert report["prompt_tokens"] > 3
 
 
 def test_a_text_model_is_asked_about_no_image(

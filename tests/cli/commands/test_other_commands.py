@@ -36,14 +36,14 @@ CHECK = ["check", DRAFT, "-p", PROMPT, "--tokens", "12", "--places", "3", "--row
 
 
 def test_check_says_that_the_output_is_the_same(commands: Commands) -> None:
-    found = commands.object(*CHECK, "--draft", DRAFT, "--temp", "0.7", "--seed", "5")
-    assert found["same"] is True
-    assert found["rows"]["verdict"] in ("identical", "same choices")
-    assert found["rows"]["rows"] == 12
-    assert found["rows"]["first"] is None
-    assert found["interrupted"] is False
-    assert [place["position"] for place in found["places"]] == [0, 4, 9]
-    text = found["text"]
+    report = commands.object(*CHECK, "--draft", DRAFT, "--temp", "0.7", "--seed", "5")
+    assert report["same"] is True
+    assert report["rows"]["verdict"] in ("identical", "same choices")
+    assert report["rows"]["rows"] == 12
+    assert report["rows"]["first"] is None
+    assert report["interrupted"] is False
+    assert [place["position"] for place in report["places"]] == [0, 4, 9]
+    text = report["text"]
     assert (text["same"], text["parting"], text["tokens"]) == (True, None, 12)
     assert text["seed"] == 5
     assert text["statistics"]["drafted"] > 0
@@ -71,9 +71,9 @@ def test_check_names_the_first_difference_and_its_margin(
     assert "the two best differ by" in first
     assert rows.startswith("rows: different: 3 of 12 rows")
     assert verdict == "result: IT DIFFERS"
-    found = commands.object(*CHECK, "--draft", "none", status=1)
-    assert found["rows"]["first"]["position"] == 0
-    assert found["rows"]["first"]["row"]["margin"] > found["rows"]["tolerance"]
+    report = commands.object(*CHECK, "--draft", "none", status=1)
+    assert report["rows"]["first"]["position"] == 0
+    assert report["rows"]["first"]["row"]["margin"] > report["rows"]["tolerance"]
     # Whoever calls that a tie has to say so.
     assert commands(*CHECK, "--draft", "none", "--tolerance", "1e9").exit_code == 0
 
@@ -126,9 +126,9 @@ def test_ctrl_c_in_a_check_says_how_far_it_came(
         f"{calls - 1} places, and not at the texts"
     )
     left[0] = calls
-    found = commands.object(*CHECK, "--draft", DRAFT, status=130)
-    assert (found["interrupted"], len(found["places"])) == (True, calls - 1)
-    assert found["text"] is None
+    report = commands.object(*CHECK, "--draft", DRAFT, status=130)
+    assert (report["interrupted"], len(report["places"])) == (True, calls - 1)
+    assert report["text"] is None
 
 
 def test_check_says_whether_exact_mode_keeps_its_promise(
@@ -138,8 +138,8 @@ def test_check_says_whether_exact_mode_keeps_its_promise(
     from mlx_speculation.engine.equivalence import exact_rows
 
     monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path))
-    asked = ("check", DRAFT, "--exact", "4", "--context", "64")
-    done = commands(*asked)
+    options = ("check", DRAFT, "--exact", "4", "--context", "64")
+    done = commands(*options)
     assert done.exit_code == 0
     rows, price, result = done.stdout.splitlines()
     assert rows.startswith("rows: 0 of ")
@@ -153,7 +153,7 @@ def test_check_says_whether_exact_mode_keeps_its_promise(
         return ExactVerdict(100, 7, 0.5, 256, 0.01, 0.02)
 
     monkeypatch.setattr(exact_rows, "check_exact", found)
-    wrong = commands.object(*asked, status=1)
+    wrong = commands.object(*options, status=1)
     assert (wrong["same"], wrong["exact"], wrong["found"]["differing"]) == (False, 4, 7)
     assert "7 of 100 rows differ in a bit" in commands(*generate).stderr
     assert commands(*generate, "--exact", "5").exit_code == 0
@@ -168,8 +168,8 @@ def test_pair_lists_a_head_and_what_auto_takes(
     commands: Commands, tmp_path: Path
 ) -> None:
     folder = probed_hybrid(tmp_path / "hybrid")
-    found = commands.object("pair", folder)
-    offers = {offer["draft"]: offer for offer in found["offers"]}
+    report = commands.object("pair", folder)
+    offers = {offer["draft"]: offer for offer in report["offers"]}
     assert offers["speculation.json"] == {
         "draft": "speculation.json",
         "usable": False,
@@ -178,15 +178,15 @@ def test_pair_lists_a_head_and_what_auto_takes(
     assert offers["mtp"]["usable"] is True
     assert "in the shards: 31 tensors, 1 layer" in offers["mtp"]["detail"]
     assert offers["lookup"]["usable"] is True
-    assert found["auto"]["detail"].startswith(
+    assert report["auto"]["detail"].startswith(
         "takes an MTP head and a lookup: the head in the"
     )
 
 
 def test_pair_says_why_auto_takes_a_lookup(commands: Commands) -> None:
-    found = commands.object("pair", DRAFT)
-    assert found["offers"][1]["usable"] is False
-    assert found["auto"]["detail"] == "takes a lookup: the folder offers nothing else"
+    report = commands.object("pair", DRAFT)
+    assert report["offers"][1]["usable"] is False
+    assert report["auto"]["detail"] == "takes a lookup: the folder offers nothing else"
     done = commands("pair", DRAFT)
     assert "auto" in done.stdout
 
@@ -196,25 +196,25 @@ def test_pair_reads_speculation_json(commands: Commands, tmp_path: Path) -> None
     copy_of("draft", tmp_path / "small")
     file = folder / "speculation.json"
     file.write_text('{"draft": "../small", "kind": "model", "draft_length": 3}')
-    found = commands.object("pair", folder)
-    said = found["offers"][0]
+    report = commands.object("pair", folder)
+    said = report["offers"][0]
     assert said["detail"] == "names '../small', kind model, draft_length 3"
     takes = "takes a draft model, 3 tokens a round: speculation.json names it"
-    assert found["auto"]["detail"] == takes
+    assert report["auto"]["detail"] == takes
     file.write_text('{"draft": "../nowhere"}')
-    found = commands.object("pair", folder)
-    assert found["offers"][0]["usable"] is found["auto"]["usable"] is False
-    assert "there is no such folder" in found["auto"]["detail"]
+    report = commands.object("pair", folder)
+    assert report["offers"][0]["usable"] is report["auto"]["usable"] is False
+    assert "there is no such folder" in report["auto"]["detail"]
 
 
 @pytest.mark.usefixtures("usual_layers")
 def test_pair_tries_a_named_folder(commands: Commands) -> None:
     dense, eagle = demo_models()["dense"], demo_models()["eagle"]
-    found = commands.object("pair", dense, "--draft", eagle)
-    assert found["offers"][-1]["usable"] is True
-    assert "of kind 'eagle'" in found["offers"][-1]["detail"]
-    found = commands.object("pair", DRAFT, "--draft", "nowhere", status=1)
-    assert "There is no folder 'nowhere'" in found["offers"][-1]["detail"]
+    report = commands.object("pair", dense, "--draft", eagle)
+    assert report["offers"][-1]["usable"] is True
+    assert "of kind 'eagle'" in report["offers"][-1]["detail"]
+    report = commands.object("pair", DRAFT, "--draft", "nowhere", status=1)
+    assert "There is no folder 'nowhere'" in report["offers"][-1]["detail"]
     assert "There is no folder" in commands.refused("pair", "nowhere")
 
 
@@ -235,8 +235,8 @@ def test_pair_runs_code_of_target_and_draft_where_it_is_trusted(
     trace = tmp_path / "ran"
     folder = write_own_code(tmp_path / "own", trace)
     assert "has model_file 'own.py'" in commands.refused("pair", folder)
-    found = commands.object("pair", DRAFT, "--draft", folder, status=1)
-    assert "has model_file 'own.py'" in found["offers"][-1]["detail"]
+    report = commands.object("pair", DRAFT, "--draft", folder, status=1)
+    assert "has model_file 'own.py'" in report["offers"][-1]["detail"]
     assert not trace.exists()
     trusted = ["--draft", folder, "--trust-remote-code"]
     assert commands.object("pair", folder, *trusted)["offers"][-1]["usable"] is True
@@ -247,17 +247,17 @@ def test_doctor_describes_this_installation(
     commands: Commands, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path / "new" / "folder"))
-    found = commands.object("doctor")
-    facts = found["facts"]
+    report = commands.object("doctor")
+    facts = report["facts"]
     assert facts["mlx_error"] is None
     assert facts["packages"]["mlx-lm"].startswith("0.32.")
     assert facts["backend"] in ("cpu", "cuda", "metal")
     assert facts["cache_folder"] == str(tmp_path / "new" / "folder")
     assert facts["cache_writable"] is True
     assert not (tmp_path / "new").exists()
-    assert not [each for each in found["advice"] if each["level"] == "wrong"]
+    assert not [each for each in report["advice"] if each["level"] == "wrong"]
     # The tests need all extras, so they are here.
-    assert not [each for each in found["advice"] if "not installed" in each["finding"]]
+    assert not [each for each in report["advice"] if "not installed" in each["finding"]]
     done = commands("doctor")
     assert done.exit_code == 0
     assert "mlx-lm" in done.stdout
@@ -393,9 +393,9 @@ def test_doctor_looks_at_every_package_that_is_needed(
     monkeypatch.setattr(
         "mlx_speculation.cli.commands.doctor.requires", lambda name: needs
     )
-    found = commands.object("doctor", status=1)
+    report = commands.object("doctor", status=1)
     assert [
-        each["finding"] for each in found["advice"] if each["level"] == "wrong"
+        each["finding"] for each in report["advice"] if each["level"] == "wrong"
     ] == ["no-such-package is not installed"]
 
 
@@ -472,17 +472,17 @@ def test_calibrate_and_demo_print_one_object(
 ) -> None:
     monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path))
     measuring = ("calibrate", DRAFT, "--draft", "lookup", "--context", "8")
-    found = commands.object(*measuring, "--batch", "2")
-    assert found["seconds_by_context"]["512"].keys() >= {"0", "1", "8"}
-    assert found["seconds_by_rows"].keys() == {"2"}
-    assert found["seconds_by_rows"]["2"]["512"].keys() >= {"0", "1", "8"}
+    report = commands.object(*measuring, "--batch", "2")
+    assert report["seconds_by_context"]["512"].keys() >= {"0", "1", "8"}
+    assert report["seconds_by_rows"].keys() == {"2"}
+    assert report["seconds_by_rows"]["2"]["512"].keys() >= {"0", "1", "8"}
     folders = {"dense": demo_models()["draft"], "draft": demo_models()["draft"]}
     home = "mlx_speculation.cli.commands.demo"
     monkeypatch.setattr(f"{home}.demo_models", lambda: folders)
     prompt = DemoPrompt("code", "a test", PROMPT)
     monkeypatch.setattr(f"{home}.one_prompt_per_group", lambda: [prompt])
-    found = commands.object("demo", "--max-tokens", "4", "--draft-length", "2")
-    (only,) = found["comparisons"]
+    report = commands.object("demo", "--max-tokens", "4", "--draft-length", "2")
+    (only,) = report["comparisons"]
     assert only["same"] is True
     assert only["story"] == "code"
     assert len(only["texts"]) == 1
@@ -523,11 +523,11 @@ def test_calibrate_runs_code_of_a_folder_where_it_is_trusted(
     monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path / "costs"))
     trace = tmp_path / "ran"
     own = write_own_code(tmp_path / "own", trace)
-    asked = ["calibrate", own, "--draft", "lookup", "--context", "8"]
-    assert "has model_file 'own.py'" in commands.refused(*asked)
+    command = ["calibrate", own, "--draft", "lookup", "--context", "8"]
+    assert "has model_file 'own.py'" in commands.refused(*command)
     assert not trace.exists()
-    found = commands.object(*asked, "--trust-remote-code")
-    assert found["seconds_by_context"]["512"]
+    report = commands.object(*command, "--trust-remote-code")
+    assert report["seconds_by_context"]["512"]
 
 
 @pytest.mark.parametrize("chunks", [2, 30])
@@ -553,9 +553,9 @@ def test_ctrl_c_in_the_demo_shows_what_is_done(
     if chunks == 2:
         assert done.stdout == ""
         return
-    found = json.loads(done.stdout)
-    assert found["interrupted"] is True
-    assert [each["story"] for each in found["comparisons"]] == ["code"]
+    data = json.loads(done.stdout)
+    assert data["interrupted"] is True
+    assert [each["story"] for each in data["comparisons"]] == ["code"]
 
 
 def test_a_warning_in_the_demo_stands_after_its_text(
@@ -590,15 +590,23 @@ def test_the_demo_chats_with_a_published_model(
     home = "mlx_speculation.cli.commands.demo"
     monkeypatch.setattr(f"{home}.smollm2_folder", lambda say: folder)
     monkeypatch.setattr(f"{home}.smollm2_head", lambda: demo_models()["eagle"])
-    asked = ["demo", "--model", "smollm2", "--max-tokens", "6", "--draft-length", "2"]
-    found = commands.object(*asked)["comparisons"]
+    command = [
+        "demo",
+        "--model",
+        "smollm2",
+        "--max-tokens",
+        "6",
+        "--draft-length",
+        "2",
+    ]
+    found = commands.object(*command)["comparisons"]
     assert [each["story"] for each in found] == ["chat", "edit", "tool loop"]
     assert [len(each["texts"]) for each in found] == [1, 1, 3]
     assert all(each["same"] for each in found)
     counted = [count for each in found for count in each["statistics"]]
     assert sum(each["drafted"] for each in counted) > 0
     assert [each["reused"] > 0 for each in counted[2:]] == [False, True, True]
-    assert "tool loop" in commands(*asked).stdout
+    assert "tool loop" in commands(*command).stdout
 
 
 def test_the_demo_shows_bundled_models_where_no_other_can_be_had(
@@ -613,9 +621,9 @@ def test_the_demo_shows_bundled_models_where_no_other_can_be_had(
     monkeypatch.setattr(f"{home}.demo_models", lambda: folders)
     prompt = DemoPrompt("code", "a test", PROMPT)
     monkeypatch.setattr(f"{home}.one_prompt_per_group", lambda: [prompt])
-    asked = ["demo", "--max-tokens", "4", "--draft-length", "2", "--json", "--model"]
-    done = commands(*asked, "auto")
+    command = ["demo", "--max-tokens", "4", "--draft-length", "2", "--json", "--model"]
+    done = commands(*command, "auto")
     assert done.exit_code == 0
     assert "no network. The bundled models are shown." in done.stderr
     assert json.loads(done.stdout)["comparisons"][0]["target"] == "dense"
-    assert "no network" in commands.refused(*asked, "smollm2")
+    assert "no network" in commands.refused(*command, "smollm2")

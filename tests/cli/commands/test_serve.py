@@ -33,8 +33,8 @@ def asked(url: str, body: dict[str, Any]) -> dict[str, Any]:
     headers = {"Authorization": "Bearer sesame"}
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=60) as answer:
-        found: dict[str, Any] = json.load(answer)
-    return found
+        loaded: dict[str, Any] = json.load(answer)
+    return loaded
 
 
 @contextmanager
@@ -62,18 +62,18 @@ def test_it_serves_until_a_signal_ends_it() -> None:
         said = ""
         for line in process.stderr:
             said += line
-            if found := re.search(r"draft is served at (http\S+)", line):
+            if match := re.search(r"draft is served at (http\S+)", line):
                 break
         else:
             raise AssertionError(said)
         body = {"prompt": "def add(first, second):", "max_tokens": 8}
-        answer = asked(f"{found[1]}/completions", body)
+        answer = asked(f"{match[1]}/completions", body)
         process.send_signal(signal.SIGTERM)
         rest = process.stderr.read()
         assert process.wait(30) == 0
     *lines, last = rest.splitlines()
     assert last == "ending"
-    assert lines == [*agent_lines(found[1].removesuffix("/v1"), "draft", 2048)]
+    assert lines == [*agent_lines(match[1].removesuffix("/v1"), "draft", 2048)]
     plain = SpeculativeGenerator.from_pretrained(DRAFT)
     expected = plain.generate("def add(first, second):", max_tokens=8).text
     assert answer["choices"][0]["text"] == expected

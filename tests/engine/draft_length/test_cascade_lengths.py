@@ -143,15 +143,15 @@ def test_acceptance_is_noted_for_the_source_that_drafted() -> None:
     """A model that is always wrong is not asked for long, and found out alone."""
     lookup, model = Asked(speaks=False), Asked()
     drafter, lengths = ruled(lookup, model, 0.9)
-    asked = []
+    requests = []
     for _ in range(60):
         plan = lengths.plan(0, 8)
         length = proposed(drafter, 8)
-        asked.append(length > 0)
+        requests.append(length > 0)
         seconds = 1 + 0.1 * length
         lengths.note(0, plan, Feedback(length, 0, seconds, not length, not length))
-    assert sum(asked[:10]) > 3
-    assert sum(asked[-20:]) <= 4
+    assert sum(requests[:10]) > 3
+    assert sum(requests[-20:]) <= 4
 
 
 @pytest.mark.usefixtures("measured")

@@ -43,8 +43,8 @@ DEAR = {0: 1.0, **{n: 1.0 + 1.0 * n for n in (1, 2, 4, 8, 16)}}
 def text_of(right: float, tokens: int = 600, seed: int = 0) -> Text:
     """Return a text of which each drafted token is right with this probability."""
     random = np.random.default_rng(seed)
-    found = (random.geometric(1.0 - right, tokens) - 1).clip(0, LONGEST).tolist()
-    return Text(50, (found,), ([LONGEST + 1] * tokens,))
+    values = (random.geometric(1.0 - right, tokens) - 1).clip(0, LONGEST).tolist()
+    return Text(50, (values,), ([LONGEST + 1] * tokens,))
 
 
 def known_of(costs: RoundCosts | None = None, rates: Sequence[float] = ()) -> Known:
@@ -105,10 +105,10 @@ def test_no_machine_and_no_text_lose_more_than_the_credit(
         RoundCosts({0: dict(enumerate(costs))}) if known else None, [0.9] * 16
     )
     text = text_of(right, 300, seed)
-    found = played(Machine([costs]), text, own)
-    assert found.tokens == len(text)
-    lost = found.steps - found.tokens
-    decisions = found.decisions or []
+    played_rounds = played(Machine([costs]), text, own)
+    assert played_rounds.tokens == len(text)
+    lost = played_rounds.steps - played_rounds.tokens
+    decisions = played_rounds.decisions or []
     dearest = max((costs[outcome.drafted] for _, outcome in decisions), default=1.0)
     assert lost <= FIRST_CREDIT + SHARE * len(text) + dearest
 
@@ -131,8 +131,8 @@ def test_it_is_nearly_as_fast_as_the_best_fixed_length(
 
 
 def test_drafts_begin_short_and_grow() -> None:
-    found = played(machine_of(CHEAP), text_of(0.99))
-    lengths = [plan.length for plan, _ in found.decisions or [] if plan.length]
+    played_rounds = played(machine_of(CHEAP), text_of(0.99))
+    lengths = [plan.length for plan, _ in played_rounds.decisions or [] if plan.length]
     assert lengths[0] == FIRST_LENGTH
     longest = FIRST_LENGTH
     for length in lengths:
@@ -144,11 +144,13 @@ def test_drafts_begin_short_and_grow() -> None:
 
 def test_a_wrong_draft_is_given_up_after_few_rounds_and_tried_again_seldom() -> None:
     machine = machine_of(CHEAP)
-    found = played(machine, text_of(0.0))
-    drafts = [n for n, (plan, _) in enumerate(found.decisions or []) if plan.length]
+    played_rounds = played(machine, text_of(0.0))
+    drafts = [
+        n for n, (plan, _) in enumerate(played_rounds.decisions or []) if plan.length
+    ]
     assert 0 < sum(n < 100 for n in drafts) <= FIRST_CREDIT / (CHEAP[1] - 1)
     assert 1 <= sum(n >= 300 for n in drafts) <= 300 * SHARE / 0.2 + 1
-    assert found.speed > 0.97
+    assert played_rounds.speed > 0.97
 
 
 def test_a_busy_moment_does_not_end_drafts_for_long() -> None:
@@ -168,10 +170,14 @@ def test_a_busy_hour_does_not_end_drafts_for_good() -> None:
     """All drafts took 13 steps in it, and plain steps are measured when it is over."""
     for length in (FIRST_LENGTH, 8):
         known = known_of(RoundCosts({0: {0: 1.0, length: 13.0}}), [0.9] * 16)
-        found = played(machine_of(CHEAP), text_of(0.9), known)
-        drafts = [n for n, (plan, _) in enumerate(found.decisions or []) if plan.length]
+        played_rounds = played(machine_of(CHEAP), text_of(0.9), known)
+        drafts = [
+            n
+            for n, (plan, _) in enumerate(played_rounds.decisions or [])
+            if plan.length
+        ]
         assert drafts[0] <= 2 * FORGETS
-        assert found.speed > 1.5
+        assert played_rounds.speed > 1.5
 
 
 @pytest.mark.parametrize(
@@ -185,22 +191,26 @@ def test_kept_costs_that_are_wrong_are_corrected(
     machine, text = machine_of(costs), text_of(right, 1000)
     for plain in (1.0, wrong):
         kept = {n: wrong * seconds if n else plain for n, seconds in costs.items()}
-        found = played(machine, text, known_of(RoundCosts(kept={0: kept})))
+        played_rounds = played(machine, text, known_of(RoundCosts(kept={0: kept})))
         knew_nothing = played(machine, text)
-        assert found.speed > 0.97
+        assert played_rounds.speed > 0.97
         steps = tokens = 0.0
-        for _, feedback in found.decisions or []:
+        for _, feedback in played_rounds.decisions or []:
             steps += feedback.seconds
             tokens += feedback.accepted + 1
             most = FIRST_CREDIT + SHARE * tokens + costs[FIRST_LENGTH]
             assert steps - tokens <= most
             assert tokens < 400 or tokens / steps > 0.97
-        drafts = (n for n, (plan, _) in enumerate(found.decisions or []) if plan.length)
+        drafts = (
+            n
+            for n, (plan, _) in enumerate(played_rounds.decisions or [])
+            if plan.length
+        )
         assert next(drafts) <= FORGETS + LEAST_PLAIN + 1
         late = [
             sum(each.accepted + 1 for _, each in (one.decisions or [])[-100:])
             / sum(each.seconds for _, each in (one.decisions or [])[-100:])
-            for one in (found, knew_nothing)
+            for one in (played_rounds, knew_nothing)
         ]
         assert late[0] > 0.9 * late[1]
 

@@ -96,10 +96,10 @@ def test_a_batch_on_a_busy_device_loses_nothing_from_its_first_job_on(
         random = np.random.default_rng(1)
         for job in range(6):
             chosen = random.choice(len(texts), rows, replace=len(texts) < rows)
-            found = Replayed()
+            replayed = Replayed()
             batch = [texts[index] for index in chosen]
-            replay_batch(known, Machine(rounds), batch, found)
-            assert tokens / found.steps >= LEAST_PLAIN, (pair, job)
+            replay_batch(known, Machine(rounds), batch, replayed)
+            assert tokens / replayed.steps >= LEAST_PLAIN, (pair, job)
 
 
 def test_a_machine_with_a_noisy_clock_loses_little() -> None:

@@ -77,12 +77,12 @@ def test_a_replay_has_the_rounds_of_a_generation(kind: str, temperature: float) 
         )
         for _ in stream:
             pass
-        found = Replayed(decisions=[])
-        replay(FixedDraftLength(length), Machine([[1.0] * 17]), trace, found)
+        replayed = Replayed(decisions=[])
+        replay(FixedDraftLength(length), Machine([[1.0] * 17]), trace, replayed)
         outcomes = [outcome for _, outcome in stream.decisions]
         told, expected = (
             [(o.drafted, o.accepted, o.behind, o.ahead) for o in each]
-            for each in ([o for _, o in found.decisions or []], outcomes)
+            for each in ([o for _, o in replayed.decisions or []], outcomes)
         )
         assert told == expected
         accepted += stream.stats.accepted

@@ -45,18 +45,18 @@ class Strange(nn.Module):
 @pytest.mark.parametrize(("name", "views"), [("llama", 2), ("nemotron_h", 1)])
 def test_a_model_that_keeps_the_promise_is_found_to(name: str, views: int) -> None:
     reports: list[tuple[int, int]] = []
-    found = check_exact(
+    verdict = check_exact(
         build(name), SHAPE, 16 * views - 2, report=lambda *done: reports.append(done)
     )
-    assert found.same
-    assert found.largest == 0
+    assert verdict.same
+    assert verdict.largest == 0
     # Of 8 tokens at a place: before random ones, with those behind it, and in rounds.
     places = 2 * views
-    assert found.rows == places * (8 + (5 * 4 + 3 + 2 + 1) + 8)
-    assert found.context == views * 16
+    assert verdict.rows == places * (8 + (5 * 4 + 3 + 2 + 1) + 8)
+    assert verdict.context == views * 16
     assert reports == [(n, places) for n in range(1, places + 1)]
-    assert found.plain_seconds > 0
-    assert found.exact_seconds > 0
+    assert verdict.plain_seconds > 0
+    assert verdict.exact_seconds > 0
 
 
 WRONG = {
@@ -69,10 +69,10 @@ WRONG = {
 def test_rows_that_depend_on_others_are_found(what: str) -> None:
     model: Any = build("llama")
     model.lm_head = Strange(model.lm_head, WRONG[what])
-    found = check_exact(model, SHAPE, 16)
-    assert found.differing > 0
-    assert found.largest > 0
-    assert f"{found.differing} of {found.rows} rows differ" in str(found)
+    verdict = check_exact(model, SHAPE, 16)
+    assert verdict.differing > 0
+    assert verdict.largest > 0
+    assert f"{verdict.differing} of {verdict.rows} rows differ" in str(verdict)
 
 
 def test_a_model_that_was_not_tried_is_refused() -> None:

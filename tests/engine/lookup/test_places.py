@@ -52,8 +52,8 @@ def test_a_history_holds_an_answer_whole_or_not_at_all_after_an_interrupt() -> N
             assert proposals(made, [4]) == []  # and all is indexed
         return made
 
-    asked = [[5, 6, 7], [6, 7], [7, 1]]
-    before, after = ([proposals(shared(n), text) for text in asked] for n in (1, 2))
+    requests = [[5, 6, 7], [6, 7], [7, 1]]
+    before, after = ([proposals(shared(n), text) for text in requests] for n in (1, 2))
     seen = set()
     for opcode in range(1, 10**6, 9):
         made = shared(1)
@@ -64,7 +64,7 @@ def test_a_history_holds_an_answer_whole_or_not_at_all_after_an_interrupt() -> N
 
         if not interrupt_at(opcode, update):
             break
-        found = [proposals(made, text) for text in asked]
+        found = [proposals(made, text) for text in requests]
         assert found in (before, after)
         seen.add(str(found))
     assert len(seen) == 2
@@ -182,9 +182,9 @@ def test_a_pool_and_a_history_forget_the_oldest_beyond_their_limit() -> None:
     ] * 2
     for number in range(50):
         history.add([number] * 30, 28 - number % 20)
-        held = [each.tokens for each in history.generations]
-        assert sum(map(len, held)) <= 40
-        assert held[0][-2] == number
+        kept = [each.tokens for each in history.generations]
+        assert sum(map(len, kept)) <= 40
+        assert kept[0][-2] == number
     history.add([1] * 1000, 0)
     assert len(history.generations[0].tokens) == 20
 
@@ -209,7 +209,7 @@ def test_the_longest_match_of_all_places_is_proposed(
     text = [*text, last]
     shared = SharedPlaces([document], history=200)
     shared.history.add(answer, 0)
-    found = Lookup(shared, prediction).propose(text, 6)
+    proposal = Lookup(shared, prediction).propose(text, 6)
     best = (0, 0, [-1])
     sources = [text, [*prediction, BREAK], [*answer, BREAK], [*document, BREAK]]
     for order, source in enumerate(sources):
@@ -223,14 +223,14 @@ def test_the_longest_match_of_all_places_is_proposed(
             if source[end] != BREAK and (length, -order, end) > (*best[:2], best[2][0]):
                 best = (length, -order, [end, *source[end : end + 6]])
     if not best[0]:
-        assert found.tokens == []
+        assert proposal.tokens == []
         return
     following = [token for token in best[2][1:] if token != BREAK]
-    size = min(len(found.tokens), len(following))
+    size = min(len(proposal.tokens), len(following))
     assert size
-    assert found.tokens[:size] == following[:size]
-    assert found.place == ("text", "prediction", "history", "document")[-best[1]]
-    assert len(found.survival) == len(found.tokens)
+    assert proposal.tokens[:size] == following[:size]
+    assert proposal.place == ("text", "prediction", "history", "document")[-best[1]]
+    assert len(proposal.survival) == len(proposal.tokens)
 
 
 def test_survival_is_learnt_from_proposals_that_were_not_drafted() -> None:

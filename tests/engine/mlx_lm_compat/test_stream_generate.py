@@ -315,8 +315,8 @@ def test_a_failed_step_puts_back_the_caches_that_it_has_replaced(
     def failing(self: Any, *args: Any, **kwargs: Any) -> Any:
         logits = native(self, *args, **kwargs)
         replaced.append(own[0] is not old[0])
-        held = kwargs["cache"][0].offset
-        return logits * mx.nan if held == start else logits
+        kept = kwargs["cache"][0].offset
+        return logits * mx.nan if kept == start else logits
 
     monkeypatch.setattr(type(model), "__call__", failing)
     responses = stream_generate(
@@ -342,7 +342,7 @@ def test_a_failed_step_puts_back_the_caches_that_it_has_replaced(
 def test_the_draft_models_caches_may_follow_the_targets_in_one_list() -> None:
     model, text = with_wide_heads("llama")
     small = build("llama", seed=1)
-    own = [*make_prompt_cache(model), *make_prompt_cache(small)]
+    ours = [*make_prompt_cache(model), *make_prompt_cache(small)]
     start = len(PROMPT) + 12
     quantizing = Quantizing(model, start, 8)
     told: list[int] = []
@@ -356,22 +356,22 @@ def test_the_draft_models_caches_may_follow_the_targets_in_one_list() -> None:
                 max_tokens=budget,
                 draft_model=small,
                 num_draft_tokens=3,
-                prompt_cache=own,
+                prompt_cache=ours,
                 kv_bits=8,
                 kv_group_size=32,
                 quantized_kv_start=start,
             )
         )
         told += [response.token for response in responses]
-        assert {cache.offset for cache in own} == {len(PROMPT) + len(told)}
+        assert {cache.offset for cache in ours} == {len(PROMPT) + len(told)}
         count = len(model.layers)
-        kinds = {type(cache) for cache in own[:count]}
+        kinds = {type(cache) for cache in ours[:count]}
         assert kinds == {QuantizedKVCache if len(told) > 12 else KVCache}
-        assert {type(cache) for cache in own[count:]} == {KVCache}
+        assert {type(cache) for cache in ours[count:]} == {KVCache}
         told.append(text[len(told)])
         prompt = told[-1:]
     quantizing.feed([*PROMPT, *told[:-1]], step=1)
-    assert_same_caches(quantizing.caches, own[:count], bitwise=False, rounding=0.2)
+    assert_same_caches(quantizing.caches, ours[:count], bitwise=False, rounding=0.2)
 
 
 @pytest.mark.parametrize(

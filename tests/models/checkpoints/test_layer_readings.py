@@ -104,9 +104,11 @@ def test_a_list_that_cannot_count_from_0_counts_from_1() -> None:
         (of_blocks, {"dflash_config": {OWN: [2, 4, 6]}}),
         (of_blocks, {"text_config": {OWN: [2, 4, 6]}}),
     ):
-        found = read(config, 6, [3])
-        assert list(found.layers) == [(1, 3, 5)]
-        assert "It reads layers [1, 3, 5] (not probed)" in found.notice((1, 3, 5), None)
+        values = read(config, 6, [3])
+        assert list(values.layers) == [(1, 3, 5)]
+        assert "It reads layers [1, 3, 5] (not probed)" in values.notice(
+            (1, 3, 5), None
+        )
         with pytest.raises(ModelFolderError, match=r"layers \[2, 4, 6\].* 6, from 0"):
             read(config, 6, [3], counts="layers")
 
@@ -127,11 +129,11 @@ def test_a_list_that_cannot_count_from_0_counts_from_1() -> None:
 def test_layers_that_are_not_listed_are_guessed(
     read: Any, trunk: int, count: int, usual: list[Layers]
 ) -> None:
-    found = read({}, trunk, [count])
-    assert found.guessed
-    assert list(found.layers)[: len(usual)] == usual
-    assert all(len(set(each)) == count for each in found.layers)
-    assert f"It reads {list(usual[0])}, the usual" in found.notice(usual[0], None)
+    values = read({}, trunk, [count])
+    assert values.guessed
+    assert list(values.layers)[: len(usual)] == usual
+    assert all(len(set(each)) == count for each in values.layers)
+    assert f"It reads {list(usual[0])}, the usual" in values.notice(usual[0], None)
 
 
 def scored(right: Layers, tried: set[Layers]) -> Any:

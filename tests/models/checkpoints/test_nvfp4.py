@@ -20,17 +20,17 @@ def test_numbers_are_those_of_the_format() -> None:
         "a.input_scale": mx.array(3.0),
         "b.weight": mx.ones((2, 2)),
     }
-    found = unpacked(weights)
-    assert found.keys() == {"a.weight", "b.weight"}
+    values = unpacked(weights)
+    assert values.keys() == {"a.weight", "b.weight"}
     signs = np.where(codes >= 8, -1.0, 1.0)
     numbers = np.take(VALUES, codes % 8) * signs
     expected = numbers * np.repeat(scales, 16, axis=1) * whole
-    assert found["a.weight"].dtype == mx.bfloat16
+    assert values["a.weight"].dtype == mx.bfloat16
     np.testing.assert_array_equal(
-        np.array(found["a.weight"].astype(mx.float32)), expected
+        np.array(values["a.weight"].astype(mx.float32)), expected
     )
-    found = unpacked({**weights, "norm.weight": mx.ones(2)})
-    assert found["a.weight"].dtype == mx.float32
+    values = unpacked({**weights, "norm.weight": mx.ones(2)})
+    assert values["a.weight"].dtype == mx.float32
 
 
 def test_weights_that_are_not_packed_stay() -> None:

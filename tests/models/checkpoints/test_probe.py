@@ -35,8 +35,8 @@ def test_nobody_scores_above_the_law_itself(one: int, two: int) -> None:
     assert truth.agreement == 1.0
     sure = target + mx.where(mx.greater(target, 1.0), 100.0, 0.0)
     for guesses in (logits(two, 20, 12), 2 * target, target / 2, sure):
-        found = scored(guesses, target)
-        assert (found.values <= truth.values + 1e-5).all()
+        score = scored(guesses, target)
+        assert (score.values <= truth.values + 1e-5).all()
     entropy = (np.exp(log_probs(target)) * np.array(log_probs(target))).sum(axis=-1)
     assert np.allclose(truth.values, entropy, atol=1e-5)
 
@@ -56,11 +56,11 @@ def test_one_who_is_too_sure_of_the_written_token_does_not_win() -> None:
 @given(seeds)
 def test_chance_is_what_unrelated_guesses_agree_in(seed: int) -> None:
     target, guesses = logits(seed, 30, 5), logits(seed + 1, 30, 5)
-    found = scored(guesses, target)
+    score = scored(guesses, target)
     one, two = np.argmax(target, axis=-1), np.argmax(guesses, axis=-1)
     pairs = [a == b for a in one.tolist() for b in two.tolist()]
-    assert np.isclose(found.chance, np.mean(pairs))
-    assert np.isclose(found.agreement, np.mean(one == two))
+    assert np.isclose(score.chance, np.mean(pairs))
+    assert np.isclose(score.agreement, np.mean(one == two))
 
 
 def test_a_constant_guess_is_chance_however_often_it_is_right() -> None:
@@ -68,9 +68,9 @@ def test_a_constant_guess_is_chance_however_often_it_is_right() -> None:
     often[:30, 2] = 5.0
     often[30:, 3] = 5.0
     constant = mx.zeros((40, 6)).at[:, 2].add(5.0)
-    found = scored(constant, mx.array(often))
-    assert found.agreement == found.chance == 0.75
-    assert not found.above_chance
+    score = scored(constant, mx.array(often))
+    assert score.agreement == score.chance == 0.75
+    assert not score.above_chance
     assert scored(mx.array(often), mx.array(often)).above_chance
 
 
@@ -88,9 +88,9 @@ def test_a_guess_that_is_not_finite_is_the_worst_and_no_error() -> None:
     broken = mx.where(mx.arange(8) == 3, float("nan"), target)
     nothing = mx.where(mx.arange(8) == 3, -float("inf"), target)
     for guesses in (broken, nothing):
-        found = scored(guesses, target)
-        assert np.isfinite(found.values).all()
-        assert scored(target, target).surely_above(found)
+        score = scored(guesses, target)
+        assert np.isfinite(score.values).all()
+        assert scored(target, target).surely_above(score)
     assert not scored(broken, target).above_chance
 
 
@@ -144,7 +144,7 @@ def test_what_a_text_says_again_counts_once(seed: int, own: int, later: int) -> 
     target, guesses = logits(seed, rows, steps, 2), logits(seed + 1, rows, steps, 2)
     text = OwnText(mx.array(ids), own, log_probs(target), mx.zeros(1), mx.zeros(1))
     first = own + later
-    found = text.score(guesses[:, later:], first)
+    score = text.score(guesses[:, later:], first)
     seen: list[tuple[int, ...]] = []
     values = []
     for row in range(rows):
@@ -155,4 +155,4 @@ def test_what_a_text_says_again_counts_once(seed: int, own: int, later: int) -> 
                 probs = np.exp(np.array(log_probs(target[row, at - own])))
                 guess = np.array(log_probs(guesses[row, at - own]))
                 values.append((probs * guess).sum())
-    assert np.allclose(found.values, values, atol=1e-5)
+    assert np.allclose(score.values, values, atol=1e-5)

@@ -45,11 +45,11 @@ def test_all_fields_are_read(folder: Path) -> None:
         folder,
         {"draft": "mtp", "kind": "mtp", "convention": convention, "draft_length": 2},
     )
-    found = read_pair(folder, KINDS)
-    assert found is not None
-    assert (found.draft, found.kind, found.draft_length) == ("mtp", "mtp", 2)
-    assert found.convention == convention
-    assert found.folder is None
+    pair = read_pair(folder, KINDS)
+    assert pair is not None
+    assert (pair.draft, pair.kind, pair.draft_length) == ("mtp", "mtp", 2)
+    assert pair.convention == convention
+    assert pair.folder is None
 
 
 @pytest.mark.parametrize(
@@ -65,9 +65,9 @@ def test_a_folder_in_the_target_s_or_beside_it_is_named(
     draft: str, where: str, folder: Path
 ) -> None:
     said(folder, {"draft": draft})
-    found = read_pair(folder, KINDS)
-    assert found is not None
-    assert found.folder == (folder.parent / where).resolve()
+    pair = read_pair(folder, KINDS)
+    assert pair is not None
+    assert pair.folder == (folder.parent / where).resolve()
 
 
 @pytest.mark.parametrize(
@@ -120,11 +120,11 @@ parts = st.sampled_from(
 def test_no_path_leads_away(pieces: list[str], folder: Path) -> None:
     said(folder, {"draft": "/".join(pieces)})
     try:
-        found = read_pair(folder, KINDS)
+        pair = read_pair(folder, KINDS)
     except ModelFolderError:
         return
-    assert found is not None
-    assert found.folder in {
+    assert pair is not None
+    assert pair.folder in {
         folder / "draft",
         folder / "draft" / "deep",
         folder.parent / "small",
@@ -193,12 +193,12 @@ def test_whatever_stands_in_it_is_understood_or_refused(
 ) -> None:
     said(folder, fields)
     try:
-        found = read_pair(folder, KINDS)
+        pair = read_pair(folder, KINDS)
     except ModelFolderError:
         return
-    assert found is not None
-    assert found.draft_length is None or found.draft_length >= 0
-    assert found.kind is None or found.kind in (*KINDS, "lookup")
+    assert pair is not None
+    assert pair.draft_length is None or pair.draft_length >= 0
+    assert pair.kind is None or pair.kind in (*KINDS, "lookup")
 
 
 @pytest.mark.parametrize(

@@ -56,23 +56,23 @@ def test_it_does_what_mlx_does(
         mask[..., -1] = True  # a row that sees nothing is nobody's
     elif kind == "added":
         mask = mx.random.normal(shape, key=mx.random.key(seed + 3))
-    found = attention(queries, keys, values, 0.37, mask)
+    output = attention(queries, keys, values, 0.37, mask)
     wanted = mx.fast.scaled_dot_product_attention(
         queries, keys, values, scale=0.37, mask=mask
     )
-    assert found.shape == wanted.shape
-    assert found.dtype == mx.float32
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
+    assert output.shape == wanted.shape
+    assert output.dtype == mx.float32
+    np.testing.assert_allclose(output, wanted, rtol=0, atol=1e-5)
 
 
 def test_what_is_masked_is_not_felt() -> None:
     queries, keys = heads((1, 2, 3, 8), 1), heads((1, 2, 9, 8), 2)
     values = heads((1, 2, 9, 8), 3)
     mask = mx.arange(9)[None] < mx.array([[4], [5], [6]])
-    found = attention(queries, keys, values, 1.0, mask)
+    output = attention(queries, keys, values, 1.0, mask)
     keys[..., 6:, :] = 1e30
     values[..., 6:, :] = 1e30
-    assert mx.array_equal(attention(queries, keys, values, 1.0, mask), found)
+    assert mx.array_equal(attention(queries, keys, values, 1.0, mask), output)
 
 
 def test_a_value_that_is_no_number_is_felt() -> None:
@@ -87,5 +87,5 @@ def test_threads_do_not_share_a_mask() -> None:
     """Or one could return what another has just put in its place."""
     assert blas_attention._causal.of(3, 9).shape == (3, 9)
     with ThreadPoolExecutor(1) as pool:
-        found = pool.submit(lambda: blas_attention._causal.shape).result()
-    assert found is None
+        result = pool.submit(lambda: blas_attention._causal.shape).result()
+    assert result is None

@@ -56,9 +56,9 @@ def test_what_is_no_number_stays_so(bad: float) -> None:
     rows = mx.array([[1.0, bad, 2.0], [1.0, 2.0, 3.0]])
     total = exponentials(rows).sum(axis=-1)
     assert mx.isnan(total).tolist() == [True, False]
-    found = mx.array([bad, 1.0, -1.0])
+    values = mx.array([bad, 1.0, -1.0])
     for ours, theirs in ((silu, nn.silu), (gelu_approx, nn.gelu_approx)):
-        np.testing.assert_allclose(ours(found), theirs(found), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(ours(values), theirs(values), rtol=1e-5, atol=1e-6)
 
 
 def test_rows_do_not_meet() -> None:

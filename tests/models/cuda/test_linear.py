@@ -101,12 +101,12 @@ def rows_of(model: nn.Module, *, hooked: bool) -> mx.array:
         lane = Lane(model, make_prompt_cache(model))
         lane.feed(PROMPT)
         with lane.begin() as lane_round:
-            found = lane_round.forward(mx.array(ROWS))
-            mx.eval(found)
+            output = lane_round.forward(mx.array(ROWS))
+            mx.eval(output)
     finally:
         if recorders is not None:
             recorders.remove()
-    return found
+    return output
 
 
 @pytest.mark.parametrize("name", others_slow(BUILT, FEW))
@@ -119,8 +119,8 @@ def test_a_model_computes_what_it_did(
     kinds = [type(module) for module in model.modules()]
     wanted = rows_of(model, hooked=False)
     assert not asked
-    found = rows_of(model, hooked=True)
-    assert mx.allclose(found, wanted, rtol=1e-3, atol=1e-3)
+    rows = rows_of(model, hooked=True)
+    assert mx.allclose(rows, wanted, rtol=1e-3, atol=1e-3)
     assert [type(module) for module in model.modules()] == kinds
     assert "half" in asked or not any(
         plain_class(module) is nn.Linear and module.weight.shape[-1] % 32 == 0
@@ -167,10 +167,10 @@ def test_a_linear_layer_asks_where_the_kernel_serves(
     wanted = layer(x)
     recorders = ModelHooks(layer)
     with rows_of_a_round():
-        found = layer(x)
+        output = layer(x)
     serves = 1 < rows <= 32 and dtype != mx.float32 and width % 32 == 0
     assert asked == (["half"] if serves else [])
-    assert mx.allclose(found, wanted, rtol=0.02, atol=0.02)
+    assert mx.allclose(output, wanted, rtol=0.02, atol=0.02)
     assert layer(x).shape == wanted.shape
     assert len(asked) == int(serves)  # outside of a round nobody is asked
     recorders.remove()
@@ -197,9 +197,9 @@ def test_a_ranks_part_of_a_layer_asks_and_is_added_up(
     wanted = layer(x)
     recorders = ModelHooks(layer)
     with rows_of_a_round():
-        found = layer(x)
+        output = layer(x)
     assert asked == ["half" if bits is None else "four bits"]
-    assert mx.allclose(found, wanted, rtol=0.02, atol=0.02)
+    assert mx.allclose(output, wanted, rtol=0.02, atol=0.02)
     recorders.remove()
     assert type(layer.layers[0]).__call__ is plain_class(layer.layers[0]).__call__
 
@@ -213,10 +213,10 @@ def test_layers_that_are_fed_the_same_are_multiplied_together(
     if bits is not None:
         nn.quantize(model, group_size=32, bits=bits)
     wanted = rows_of(model, hooked=False)
-    found = rows_of(model, hooked=True)
+    rows = rows_of(model, hooked=True)
     layers = len(cast(Any, model).layers)
     assert calls == [3, 1, 2, 1] * layers + [1]
-    assert mx.allclose(found, wanted, rtol=0.05, atol=0.05)
+    assert mx.allclose(rows, wanted, rtol=0.05, atol=0.05)
 
 
 class Fed(nn.Module):

@@ -72,24 +72,24 @@ def test_it_does_what_mlx_does(
     )
     with rows_of_a_round():
         for _ in range(2):  # as another layer would
-            found = padded_attention.attention(queries, keys, values, scale, mask)
-            assert found.shape == expected.shape
-            np.testing.assert_allclose(found, expected, atol=2e-5, rtol=2e-5)
+            output = padded_attention.attention(queries, keys, values, scale, mask)
+            assert output.shape == expected.shape
+            np.testing.assert_allclose(output, expected, atol=2e-5, rtol=2e-5)
 
 
 def test_layers_of_one_forward_may_have_masks_of_their_own() -> None:
     """As where some layers see a window."""
     windows = [mx.tri(40, 50, k=10 - n, dtype=mx.bool_) for n in (0, 3)]
-    asked: list[tuple[Any, int]] = [("causal", 47), ("causal", 50), (None, 50)]
-    asked += [(mask, 50) for mask in (*windows, windows[0])]
+    requests: list[tuple[Any, int]] = [("causal", 47), ("causal", 50), (None, 50)]
+    requests += [(mask, 50) for mask in (*windows, windows[0])]
     with rows_of_a_round():
-        for mask, count in asked:
+        for mask, count in requests:
             queries, keys = normal((1, 2, 40, 8), 1), normal((1, 1, count, 8), 2)
-            found = padded_attention.attention(queries, keys, keys, 0.3, mask)
+            output = padded_attention.attention(queries, keys, keys, 0.3, mask)
             expected = mx.fast.scaled_dot_product_attention(
                 queries, keys, keys, scale=0.3, mask=mask
             )
-            np.testing.assert_allclose(found, expected, atol=2e-5, rtol=2e-5)
+            np.testing.assert_allclose(output, expected, atol=2e-5, rtol=2e-5)
 
 
 @pytest.fixture(name="asked")
@@ -133,8 +133,8 @@ def show(rows: int, before: int) -> None:
     """Ask for attention with a causal mask."""
     queries, keys = mx.zeros((1, 2, rows, 48)), mx.zeros((1, 1, before + rows, 48))
     with rows_of_a_round():
-        found = registration.attend(queries, keys, keys, None, 1.0, "causal")
-    assert found.shape == queries.shape
+        output = registration.attend(queries, keys, keys, None, 1.0, "causal")
+    assert output.shape == queries.shape
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 40])
@@ -158,9 +158,9 @@ def test_who_is_asked(rows: int, kind: str, sinks: bool, asked: list[Shown]) -> 
     )
     asked.clear()
     with rows_of_a_round():
-        found = registration.attend(queries, keys, keys, None, 0.2, mask, sink)
+        output = registration.attend(queries, keys, keys, None, 0.2, mask, sink)
     np.testing.assert_allclose(
-        found.astype(mx.float32), expected.astype(mx.float32), atol=2e-2
+        output.astype(mx.float32), expected.astype(mx.float32), atol=2e-2
     )
     plans = rows > 1 or kind == "bool"
     in_sizes = plans and not sinks and kind in ("none", "causal", "bool")

@@ -187,9 +187,9 @@ def test_folders_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         load_dflash(folder, model)
     folder = write_dflash(tmp_path / "norm", "full")
     file = folder / "model.safetensors"
-    held: Any = mx.load(str(file))
-    held = {name: value for name, value in held.items() if name != "norm.weight"}
-    mx.eval(list(held.values()))
-    mx.save_safetensors(str(file), held)
+    loaded: Any = mx.load(str(file))
+    loaded = {name: value for name, value in loaded.items() if name != "norm.weight"}
+    mx.eval(list(loaded.values()))
+    mx.save_safetensors(str(file), loaded)
     with pytest.raises(ModelFolderError, match=r"DFlash drafter lacks norm\.weight"):
         load_dflash(folder, model)

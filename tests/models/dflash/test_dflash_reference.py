@@ -78,8 +78,8 @@ def test_blocks_are_those_of_the_reference(case: str, tmp_path: Path) -> None:
     context = draft.dflash.states(known.states(draft.taps))
     # In one part, and with most of the context in the caches before.
     for held in (0, 15):
-        found = block(draft, context, known.tokens, held)
-        seen = [(found[:, row], None) for row in range(draft.dflash.head.depth)]
+        output = block(draft, context, known.tokens, held)
+        seen = [(output[:, row], None) for row in range(draft.dflash.head.depth)]
         assert_drafts(seen, draft.dflash.head.ids, expected)
 
 
@@ -106,7 +106,7 @@ def test_a_block_equals_that_of_transformers(
     tokens = prompt_of(LENGTH)
     with taps.collect() as states:
         target()(mx.array([tokens[:-1]]))
-    found = block(draft, draft.dflash.states(states), tokens, held)
+    output = block(draft, draft.dflash.states(states), tokens, held)
     same = (
         *("hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
         *("num_attention_heads", "num_key_value_heads", "rms_norm_eps"),
@@ -145,7 +145,7 @@ def test_a_block_equals_that_of_transformers(
             cache=cache,
         )
     rows = out.last_hidden_state[0].numpy().astype(np.float64)[1:]
-    assert_close(found, rows @ tables()["head"].T)
+    assert_close(output, rows @ tables()["head"].T)
 
 
 def block(

@@ -23,9 +23,9 @@ SPARKS = [name for name, each in PACKAGINGS.items() if each.kind == "dspark"]
 @pytest.mark.parametrize("name", SPARKS)
 def test_every_packaging_is_read(name: str, tmp_path: Path) -> None:
     packaging = PACKAGINGS[name]
-    found = load_dspark(write_block(tmp_path, name), build("llama", layers=4))
-    head: Any = found.head
-    assert found.layers == LAYERS
+    drafter = load_dspark(write_block(tmp_path, name), build("llama", layers=4))
+    head: Any = drafter.head
+    assert drafter.layers == LAYERS
     assert head.depth == packaging.depth
     assert head.settings.anchor == ("samples" if head.depth == BLOCK else "given")
     assert (head.ids is not None) == ("reduced" in packaging.parts)
@@ -73,8 +73,8 @@ def test_a_gguf_file_leaves_the_layers_open(tmp_path: Path) -> None:
     assert open_readings(config) == (True, False)
     assert config["target_layer_ids"] == list(LAYERS)
     assert "layers.1.mlp.down_proj.weight" in tensors
-    found = load_dspark(folder / "drafter.gguf", build("llama", layers=4))
-    assert found.layers == LAYERS
+    drafter = load_dspark(folder / "drafter.gguf", build("llama", layers=4))
+    assert drafter.layers == LAYERS
 
 
 def test_readings_can_be_named(tmp_path: Path) -> None:
@@ -89,10 +89,10 @@ def test_readings_can_be_named(tmp_path: Path) -> None:
 
 
 def test_the_embeddings_can_be_read(tmp_path: Path) -> None:
-    found = load_dspark(
+    drafter = load_dspark(
         write_block(tmp_path, "deepspec", (-1, 0, 2)), build("llama", layers=4)
     )
-    assert found.layers == (-1, 0, 2)
+    assert drafter.layers == (-1, 0, 2)
 
 
 def test_an_anchor_behind_the_block_is_not_a_row_of_it() -> None:

@@ -32,9 +32,9 @@ def test_the_reading_in_which_it_guesses_is_taken(
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config["aux_hidden_state_layer_ids"] = [layer + 1 for layer in LAYERS]
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    found = load_dspark(folder, model, starts=STARTS)
-    assert found.layers == right
-    assert found.head.depth == (BLOCK - 1 if given else BLOCK)
+    drafter = load_dspark(folder, model, starts=STARTS)
+    assert drafter.layers == right
+    assert drafter.head.depth == (BLOCK - 1 if given else BLOCK)
 
 
 def test_one_that_guesses_in_no_reading_is_refused(tmp_path: Path) -> None:

@@ -42,14 +42,14 @@ def changed(folder: Path, **keys: Any) -> None:
 def change_tensors(folder: Path, **tensors: mx.array | None) -> None:
     """Change or take away tensors, whose names have _ in place of dots."""
     file = folder / "model.safetensors"
-    held: Any = mx.load(str(file))
-    held = dict(held)
+    loaded: Any = mx.load(str(file))
+    loaded = dict(loaded)
     for name, value in tensors.items():
-        held.pop(name.replace("__", "."), None)
+        loaded.pop(name.replace("__", "."), None)
         if value is not None:
-            held[name.replace("__", ".")] = value
-    mx.eval(list(held.values()))
-    mx.save_safetensors(str(file), held)
+            loaded[name.replace("__", ".")] = value
+    mx.eval(list(loaded.values()))
+    mx.save_safetensors(str(file), loaded)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)

@@ -110,8 +110,8 @@ def test_the_trained_head_is_read_right_wherever_its_list_stands(
     """A file of vLLM's has the same layers one higher, and outside of eagle_config."""
     model, tokenizer = load(demo_models()["dense"])
     folder = demo_models()["eagle"]
-    found = EagleDraft.from_folder(folder, model, tokenizer=tokenizer)
-    assert found.eagle.layers == (1, 3, 5)
+    drafter = EagleDraft.from_folder(folder, model, tokenizer=tokenizer)
+    assert drafter.eagle.layers == (1, 3, 5)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
     # The list of the wrong place: by its place it would be layers 0, 2 and 4.
@@ -120,5 +120,5 @@ def test_the_trained_head_is_read_right_wherever_its_list_stands(
     (tmp_path / "config.json").write_text(json.dumps(wrong), encoding="utf-8")
     assert EagleDraft.from_folder(tmp_path, model).eagle.layers == (0, 2, 4)
     with pytest.warns(DraftNotice, match=r"reads layers \[1, 3, 5\] \(it agrees"):
-        found = EagleDraft.from_folder(tmp_path, model, tokenizer=tokenizer)
-    assert found.eagle.layers == (1, 3, 5)
+        drafter = EagleDraft.from_folder(tmp_path, model, tokenizer=tokenizer)
+    assert drafter.eagle.layers == (1, 3, 5)

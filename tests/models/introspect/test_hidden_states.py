@@ -215,9 +215,9 @@ def test_the_head_takes_any_rows_and_leaves_them_as_they_are() -> None:
         model = census.build(name)
         with tapped(model) as taps:
             rows = mx.random.normal((2, 5, taps.parts.dim), key=mx.random.key(0))
-            held = read(rows)
+            values = read(rows)
             first = read(taps.head(rows))
-            assert_same(read(rows), held, name)
+            assert_same(read(rows), values, name)
             assert_same(read(taps.head(rows)), first, name)
             assert first.shape[:2] == (2, 5)
 

@@ -95,14 +95,14 @@ class Batch:
         tokens = [[self.pending[r], *d] for r, d in zip(self.rows, drafts, strict=True)]
         with Speculation(self.caches) as speculation:
             logits = self.model(mx.array(tokens), cache=speculation.caches)
-            found: Any = mx.argmax(logits, axis=-1).tolist()
+            values: Any = mx.argmax(logits, axis=-1).tolist()
             keep = [
                 1 + agreed(draft, choices)
-                for draft, choices in zip(drafts, found, strict=True)
+                for draft, choices in zip(drafts, values, strict=True)
             ]
             speculation.commit(keep)
             assert not speculation.reran
-        for row, choices, kept in zip(self.rows, found, keep, strict=True):
+        for row, choices, kept in zip(self.rows, values, keep, strict=True):
             self.texts[row] += choices[:kept]
             self.pending[row] = choices[kept - 1]
         self.rounds += 1

@@ -46,11 +46,11 @@ def by_chains(model: nn.Module, prompt: list[int]) -> mx.array:
     root: Any = make_prompt_cache(model)
     model(mx.array([prompt[:-1]]), cache=root)
     model(mx.array([prompt[-1:]]), cache=root)
-    held: list[Any] = []
+    kept: list[Any] = []
     found = []
     for parent, token in zip(PARENTS, NODES, strict=True):
-        held.append(detached(root if parent < 0 else held[parent]))
-        found.append(model(mx.array([[token]]), cache=held[-1])[0, -1])
+        kept.append(detached(root if parent < 0 else kept[parent]))
+        found.append(model(mx.array([[token]]), cache=kept[-1])[0, -1])
     return mx.stack(found)
 
 

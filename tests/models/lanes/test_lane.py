@@ -21,9 +21,9 @@ NAMES = ["llama", "qwen3_5", "llama(sliding)"]
 def logits_after(lane: Lane) -> mx.array:
     """Return the logits of one more token, which is then taken back."""
     with lane.begin() as lane_round:
-        found = lane_round.forward(mx.array([9]))
-        mx.eval(found)
-    return found
+        output = lane_round.forward(mx.array([9]))
+        mx.eval(output)
+    return output
 
 
 def fed(name: str, count: int) -> Lane:

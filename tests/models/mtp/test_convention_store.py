@@ -217,8 +217,8 @@ def test_no_change_of_a_file_makes_another_convention_count(
     changed = whole[:at] + data.draw(st.binary(max_size=2)) + whole[at + drop :]
     (tmp_path / NAME).write_bytes(changed)
     with warnings.catch_warnings(action="ignore"):
-        found = SavedConventions(tmp_path, PAIR).find()
-    assert found is None or found[0] == MtpConvention(norms="stored")
+        place = SavedConventions(tmp_path, PAIR).find()
+    assert place is None or place[0] == MtpConvention(norms="stored")
 
 
 @pytest.mark.parametrize(
@@ -245,8 +245,8 @@ def _made(tmp_path: Path) -> Checkpoint:
 
 def hashes(made: Checkpoint) -> Pair:
     """Return the hashes of a checkpoint."""
-    found = find_mtp_head(made.folder, made.target)
-    return Pair(target_hash(made.folder), head_hash(found.files))
+    head_files = find_mtp_head(made.folder, made.target)
+    return Pair(target_hash(made.folder), head_hash(head_files.files))
 
 
 def flip(file: Path, at: int) -> None:

@@ -198,12 +198,12 @@ def test_a_mixed_convention_can_be_named(tmp_path: Path) -> None:
 def test_a_sidecar_has_its_convention_beside_it(hybrid: Path) -> None:
     shard = hybrid / "model.safetensors"
     weights: Any = mx.load(str(shard))
-    own = {name: value for name, value in weights.items() if name.startswith("mtp.")}
+    ours = {name: value for name, value in weights.items() if name.startswith("mtp.")}
     mx.eval(weights)
-    rest = {name: value for name, value in weights.items() if name not in own}
+    rest = {name: value for name, value in weights.items() if name not in ours}
     save(shard, rest, kind="mlx")
     (hybrid / "mtp").mkdir()
-    save(hybrid / "mtp" / "weights.safetensors", own, kind="mlx")
+    save(hybrid / "mtp" / "weights.safetensors", ours, kind="mlx")
     assert load_mtp_head(hybrid, trained().model).convention == RIGHT
     assert (hybrid / "mtp" / NAME).is_file()
     assert not (hybrid / NAME).exists()

@@ -170,10 +170,10 @@ def flat_glm(head: Weights, target: Weights) -> Weights:
 @pytest.mark.parametrize("name", SPLITS)
 def test_a_head_in_a_folder_of_its_own_is_read(name: str, tmp_path: Path) -> None:
     of_head, target, head = split(tmp_path, name)
-    found = find_mtp_head(tmp_path / "target", target, split=of_head)
-    convention = decided(None, found)
+    head_files = find_mtp_head(tmp_path / "target", target, split=of_head)
+    convention = decided(None, head_files)
     assert convention.norms == "stored"
-    loaded, _ = build_mtp_head(found, target, convention)
+    loaded, _ = build_mtp_head(head_files, target, convention)
     ours, theirs = flat(loaded), flat(head)
     assert ours.keys() == theirs.keys()
     assert all(mx.array_equal(ours[n], theirs[n]) for n in theirs)
@@ -204,8 +204,8 @@ def test_a_split_head_is_probed_and_its_convention_saved_beside_it(
 ) -> None:
     target = demo_models()["hybrid"]
     weights: Any = mx.load(str(target / "model.safetensors"))
-    own = {n.removeprefix("mtp."): w for n, w in weights.items() if n[:4] == "mtp."}
-    save(tmp_path / "model.safetensors", own, kind="mlx")
+    ours = {n.removeprefix("mtp."): w for n, w in weights.items() if n[:4] == "mtp."}
+    save(tmp_path / "model.safetensors", ours, kind="mlx")
     config = json.dumps({"model_type": "qwen3_5_mtp"})
     (tmp_path / "config.json").write_text(config, encoding="utf-8")
     before = sorted(target.glob(NAME))  # left there by an earlier use, or nothing

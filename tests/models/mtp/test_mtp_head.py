@@ -40,8 +40,8 @@ def rows(seed: int = 0) -> tuple[mx.array, mx.array]:
 
 def content(caches: list[Any]) -> list[mx.array]:
     """Return the keys and values that caches hold."""
-    held = [leaf.keys_and_values() for _, leaf in leaves(caches)]
-    return [array for pair in held for array in pair]
+    kept = [leaf.keys_and_values() for _, leaf in leaves(caches)]
+    return [array for pair in kept for array in pair]
 
 
 def equal(left: list[mx.array], right: list[mx.array]) -> bool:

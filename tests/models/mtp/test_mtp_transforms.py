@@ -168,13 +168,13 @@ def test_packed_latent_projections_are_split_without_another_rounding(
     small = packed(tensors, [name], bits=4, group_size=32)
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     save(tmp_path / "mtp.safetensors", small)
-    found = flat(load_mtp_head(tmp_path, target, convention=MtpConvention()))
+    weights = flat(load_mtp_head(tmp_path, target, convention=MtpConvention()))
     both = unpacked(small, bits=4, group_size=32)[name].reshape(4, 32, 32)
     path = "layers.0.blocks.0.self_attn"
     assert mx.array_equal(
-        found[f"{path}.embed_q.weight"], both[:, :16].swapaxes(-1, -2)
+        weights[f"{path}.embed_q.weight"], both[:, :16].swapaxes(-1, -2)
     )
-    assert mx.array_equal(found[f"{path}.unembed_out.weight"], both[:, 16:])
+    assert mx.array_equal(weights[f"{path}.unembed_out.weight"], both[:, 16:])
 
 
 def test_fp8_blocks_are_multiplied_by_their_scales() -> None:
@@ -222,9 +222,9 @@ def test_an_fp8_head_of_deepseek_loads(tmp_path: Path) -> None:
             fp8[name] = value
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     save(tmp_path / "mtp.safetensors", fp8)
-    found = flat(load_mtp_head(tmp_path, target, convention=MtpConvention()))
+    weights = flat(load_mtp_head(tmp_path, target, convention=MtpConvention()))
     for name, value in flat(head).items():
-        assert mx.allclose(found[name], value, rtol=0.07, atol=2e-3), name
+        assert mx.allclose(weights[name], value, rtol=0.07, atol=2e-3), name
 
 
 def test_a_fused_projection_is_split(tmp_path: Path) -> None:
@@ -235,10 +235,10 @@ def test_a_fused_projection_is_split(tmp_path: Path) -> None:
     tensors[f"{path}.qkv_proj.weight"] = mx.concatenate(rows)
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     save(tmp_path / "mtp.safetensors", tensors)
-    found = flat(load_mtp_head(tmp_path, target, convention=MtpConvention()))
+    weights = flat(load_mtp_head(tmp_path, target, convention=MtpConvention()))
     for each, value in zip("qkv", rows, strict=True):
         name = f"layers.0.blocks.0.self_attn.{each}_proj.weight"
-        assert mx.array_equal(found[name], value)
+        assert mx.array_equal(weights[name], value)
 
 
 def test_experts_that_others_call_w1_to_w3_are_stacked() -> None:

@@ -30,9 +30,9 @@ def rows_of(model: nn.Module, *, whole: bool = False) -> mx.array:
     lane = Lane(model, make_prompt_cache(model))
     lane.feed(PROMPT)
     with lane.begin(whole=whole) as lane_round:
-        found = lane_round.forward(mx.array(ROWS))
-        mx.eval(found)
-    return found
+        output = lane_round.forward(mx.array(ROWS))
+        mx.eval(output)
+    return output
 
 
 def single_rows(model: nn.Module) -> mx.array:

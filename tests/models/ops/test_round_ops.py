@@ -71,12 +71,12 @@ def rows_of(model: nn.Module, *, hooked: bool, rows: list[int] = ROWS) -> mx.arr
         lane = Lane(model, make_prompt_cache(model))
         lane.feed(PROMPT)
         with lane.begin() as lane_round:
-            found = lane_round.forward(mx.array(rows))
-            mx.eval(found)
+            output = lane_round.forward(mx.array(rows))
+            mx.eval(output)
     finally:
         if recorders is not None:
             recorders.remove()
-    return found
+    return output
 
 
 @pytest.mark.parametrize("name", others_slow(BUILT, FEW))
@@ -85,8 +85,8 @@ def test_a_model_computes_what_it_did(name: str, called: list[str]) -> None:
     kinds = [type(module) for module in model.modules()]
     wanted = rows_of(model, hooked=False)
     assert not called
-    found = rows_of(model, hooked=True)
-    np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=1e-3)
+    rows = rows_of(model, hooked=True)
+    np.testing.assert_allclose(rows, wanted, rtol=1e-3, atol=1e-3)
     assert [type(module) for module in model.modules()] == kinds
 
 
@@ -134,9 +134,9 @@ def test_a_lane_that_guesses_reads_prompts_as_in_a_round(called: list[str]) -> N
     lane.feed(prompt[:-1])
     assert set(called) == {"attention", "exp", "activation"}
     with lane.begin() as one:
-        found = one.forward(mx.array(prompt[-1:]))
+        output = one.forward(mx.array(prompt[-1:]))
     recorders.remove()
-    np.testing.assert_allclose(found, wanted[-1:], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(output, wanted[-1:], rtol=1e-4, atol=1e-4)
 
 
 def test_they_are_compiled_when_the_hooks_are_made(

@@ -224,10 +224,10 @@ def test_on_cuda_the_kernel_runs_what_it_is_made_for(
     rows: int, dim: int, ours: bool, vector: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """CUDA is taken to be there; mlx-lm's loop stands in for the kernel."""
-    asked: list[tuple[mx.array, ...]] = []
+    requests: list[tuple[mx.array, ...]] = []
 
     def run(*inputs: Any) -> list[mx.array]:
-        asked.append(inputs)
+        requests.append(inputs)
         return list(gated_delta_ops(*inputs))
 
     monkeypatch.setattr(round_context, "_device_here", lambda: "cuda")

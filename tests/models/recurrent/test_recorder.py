@@ -45,14 +45,14 @@ def _kinds(model: nn.Module) -> set[tuple[str, str]]:
 
 def slots(caches: list[Any]) -> list[mx.array]:
     """Return every recurrent slot."""
-    held: list[Any] = [slot for cache in recurrent(caches) for slot in cache.cache]
-    return held
+    kept: list[Any] = [slot for cache in recurrent(caches) for slot in cache.cache]
+    return kept
 
 
 def outcome(model: nn.Module, caches: list[Any]) -> Any:
     """Return the recurrent slots, and the logits of one more token."""
-    held = [slot[...] for slot in slots(caches)]
-    return read([held, model(NEXT, cache=detached(caches))])
+    kept = [slot[...] for slot in slots(caches)]
+    return read([kept, model(NEXT, cache=detached(caches))])
 
 
 def speculated(model: nn.Module, caches: list[Any], width: int, keep: int) -> None:

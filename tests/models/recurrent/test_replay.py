@@ -105,9 +105,9 @@ def test_weights_may_be_gone_when_a_prefix_is_replayed(
                         patch.setattr(kind, "__call__", _forbidden)
                     speculation.commit(keep)
             assert not speculation.reran
-            found = read(held(caches))
+            values = read(held(caches))
             model.update(whole)
-            assert_same(found, wanted, f"{keep} of 6")
+            assert_same(values, wanted, f"{keep} of 6")
 
 
 def _ruined(weight: mx.array) -> mx.array:
@@ -218,10 +218,10 @@ def test_somebody_elses_scan_is_called_and_the_mixer_runs_again(
         monkeypatch.setattr(module, SCANNED[name], theirs)
     with hooked(model):
         monkeypatch.setattr(module, SCANNED[name], theirs)
-        found = replayed(model, start, 2)
+        replay = replayed(model, start, 2)
         layers = len(recurrent(start))
         assert len(called) == 2 * layers
-        assert_same(found, after(model, start, 2), "with their scan")
+        assert_same(replay, after(model, start, 2), "with their scan")
 
 
 def test_a_method_replaced_after_the_hook_is_called(
@@ -237,8 +237,8 @@ def test_a_method_replaced_after_the_hook_is_called(
 
     with hooked(model):
         monkeypatch.setattr(kind, "__call__", theirs)
-        found = replayed(model, start, 3)
-        assert_same(found, after(model, start, 3), "with their method")
+        replay = replayed(model, start, 3)
+        assert_same(replay, after(model, start, 3), "with their method")
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "recurrent_gemma", "baichuan_m1"])

@@ -184,7 +184,7 @@ class Batch(Counting):
         """Write and end as the plan says; return what was written to each row."""
         caches, whole = [self.cache], plan.ending == "whole"
         speculation = Speculation(caches, whole=whole, isolated=plan.isolated)
-        held = Held(caches, values=plan.watch) if plan.isolated else None
+        kept = Held(caches, values=plan.watch) if plan.isolated else None
         try:
             with speculation:
                 written = self.write(speculation.caches[0], plan)
@@ -193,8 +193,8 @@ class Batch(Counting):
                     raise StopError
                 if plan.ending.startswith("prepare"):
                     speculation.prepare(keep)
-                if held is not None:
-                    held.assert_unchanged("the live cache before the commit")
+                if kept is not None:
+                    kept.assert_unchanged("the live cache before the commit")
                 if "commit" in plan.ending or plan.ending == "whole":
                     even = len(set(keep)) == 1 and plan.check
                     speculation.commit(keep[0] if even else keep)

@@ -237,10 +237,10 @@ class KVKind:
         return _attend(cache, rows)
 
     def content(self, cache: Any, probe: int) -> list[Any]:
-        held = [cache.empty(), cache.size()]
+        kept = [cache.empty(), cache.size()]
         if not cache.empty():
-            held.append(detached(cache.keys_and_values()))
-        return [*held, _attend(detached(cache), _next(cache, probe))]
+            kept.append(detached(cache.keys_and_values()))
+        return [*kept, _attend(detached(cache), _next(cache, probe))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,8 +265,8 @@ class RingKind:
         return [index, *shown, cache._idx]
 
     def content(self, cache: Any, probe: int) -> list[Any]:
-        held = [cache.empty(), cache.offset, cache.max_size, cache.keep]
-        return held + [self._visible(cache, width) for width in {1, probe}]
+        kept = [cache.empty(), cache.offset, cache.max_size, cache.keep]
+        return kept + [self._visible(cache, width) for width in {1, probe}]
 
     def _visible(self, cache: Any, width: int) -> Visible:
         copy = detached(cache)

@@ -53,10 +53,10 @@ class QuantizedKind:
         return [cache.bits, *_attend(cache, _wide(rows))]
 
     def content(self, cache: Any, probe: int) -> list[Any]:
-        held = [cache.empty(), cache.offset, cache.bits, cache.group_size]
+        kept = [cache.empty(), cache.offset, cache.bits, cache.group_size]
         if not cache.empty():
-            held.append(detached(cache.keys_and_values()))
-        return [*held, _attend(detached(cache), _wide(_after(cache, probe)))]
+            kept.append(detached(cache.keys_and_values()))
+        return [*kept, _attend(detached(cache), _wide(_after(cache, probe)))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +72,8 @@ class ConcatenateKind:
         return _attend(cache, tagged(rows))
 
     def content(self, cache: Any, probe: int) -> list[Any]:
-        held = [cache.empty(), cache.offset, cache.keys, cache.values]
-        return [*held, _attend(detached(cache), tagged(_after(cache, probe)))]
+        kept = [cache.empty(), cache.offset, cache.keys, cache.values]
+        return [*kept, _attend(detached(cache), tagged(_after(cache, probe)))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +97,9 @@ class ChunkedKind:
 
     def content(self, cache: Any, probe: int) -> list[Any]:
         copy = detached(cache)
-        held = [cache.empty(), cache.offset, cache.chunk_size]
+        kept = [cache.empty(), cache.offset, cache.chunk_size]
         view = self.forward(copy, _after(cache, probe))
-        return [*held, view, detached(copy.keys_and_values())]
+        return [*kept, view, detached(copy.keys_and_values())]
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,7 +117,7 @@ class Twins(Counting):
         views: list[tuple[Any, Any]] = []
         caches = list(self.layers())
         whole = plan.ending == "whole"
-        held = Held(caches, values=plan.watch != "never") if plan.isolated else None
+        kept = Held(caches, values=plan.watch != "never") if plan.isolated else None
         speculation = Speculation(caches, whole=whole, isolated=plan.isolated)
         with ending(plan), speculation as round_:
             written = self.write(round_.caches, plan, views)
@@ -125,11 +125,11 @@ class Twins(Counting):
             if plan.watch == "before":
                 compare(views)
             prepare(round_, plan, keep)
-            if held is not None:
-                held.assert_unchanged("the live cache before the commit")
+            if kept is not None:
+                kept.assert_unchanged("the live cache before the commit")
             end(round_, plan, keep)
-        if held is not None and not ENDINGS[plan.ending]:
-            held.assert_unchanged("the live cache after the round")
+        if kept is not None and not ENDINGS[plan.ending]:
+            kept.assert_unchanged("the live cache after the round")
         if plan.watch == "after":
             compare(views)
         assert all(map(operator.is_, caches, self.layers()))

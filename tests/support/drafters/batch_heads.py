@@ -145,11 +145,11 @@ class KnowingMtp:
 
         Of slots whose state and token are in no text, -1 is written: padding.
         """
-        found: Floats = np.array(hidden)
+        values: Floats = np.array(hidden)
         ids: Any = tokens.tolist()
-        self._first = not (found[:, -1] >= _OWN).any()
+        self._first = not (values[:, -1] >= _OWN).any()
         rows, last = [], []
-        for states, paired in zip(found, ids, strict=True):
+        for states, paired in zip(values, ids, strict=True):
             row, place = [], (-1, -1)
             for state, token in zip(states, paired, strict=True):
                 place = self._place(state, token)
@@ -258,11 +258,11 @@ class HeadBench(Bench):
         for tokens in self._all_texts():
             with taps.collect() as states:
                 self.model(mx.array([tokens]))
-            own = np.array(select(states)[0])
+            values = np.array(select(states)[0])
             texts.append(tokens)
             starts.append(total)
-            found.append(own)
-            total += len(own)
+            found.append(values)
+            total += len(values)
         taps.remove()
         return KnownTexts(texts, np.concatenate(found), starts)
 

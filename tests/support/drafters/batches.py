@@ -147,8 +147,8 @@ class Bench:
         least: int = LONGEST,
     ) -> list[int]:
         """Return what plain decoding of one request writes, at least so many tokens."""
-        asked = prompt, sampling, prefill_step
-        if len(self.texts.get(asked, [])) < least:
+        options = prompt, sampling, prefill_step
+        if len(self.texts.get(options, [])) < least:
             plain = SpeculativeGenerator(self.model, byte_tokenizer())
             result = plain.generate(
                 prompt_of(prompt),
@@ -157,8 +157,8 @@ class Bench:
                 stop_tokens=(),
                 prefill_step_size=prefill_step,
             )
-            self.texts[asked] = result.tokens
-        return self.texts[asked]
+            self.texts[options] = result.tokens
+        return self.texts[options]
 
     def insert(self, batch: BatchGenerator, case: Case) -> int:
         """Add a row."""

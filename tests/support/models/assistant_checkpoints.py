@@ -78,7 +78,7 @@ def config_of(name: str, head: str = "dense", **text: Any) -> dict[str, Any]:
     full: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e6}
     if proportional:
         full = {**full, "rope_type": "proportional", "partial_rotary_factor": 0.25}
-    own = {
+    ours = {
         "model_type": "gemma4_text",
         "hidden_activation": "gelu_pytorch_tanh",
         "hidden_size": 32,
@@ -117,7 +117,7 @@ def config_of(name: str, head: str = "dense", **text: Any) -> dict[str, Any]:
         "num_centroids": 16,
         "centroid_intermediate_top_k": 3,
         "tie_word_embeddings": True,
-        "text_config": own,
+        "text_config": ours,
     }
 
 

@@ -87,69 +87,69 @@ class Draws:
 
 def parts_of(packaging: Packaging, features: int) -> Tensors:
     """Return all tensors, under the names of DeepSpec and DFlash."""
-    found, draws = tensors_of("full", features), Draws()
+    tensors, draws = tensors_of("full", features), Draws()
     parts = packaging.parts
     layers = [f"layers.{i}." for i in range(2)]
     columns = len(DRAFT_IDS) if "reduced" in parts else VOCAB
     if "own ends" in parts or "embedding" in parts:
-        found["embed_tokens.weight"] = draws.matrix(VOCAB, DIM, scale=8.0)
+        tensors["embed_tokens.weight"] = draws.matrix(VOCAB, DIM, scale=8.0)
     if "own ends" in parts or "reduced" in parts:
-        found["lm_head.weight"] = draws.matrix(columns, DIM, scale=4.0)
+        tensors["lm_head.weight"] = draws.matrix(columns, DIM, scale=4.0)
     if "reduced" in parts:
         ids = np.array(DRAFT_IDS)
-        found["d2t"] = mx.array(ids - np.arange(ids.size))
-        found["t2d"] = mx.array(np.isin(np.arange(VOCAB), ids))
+        tensors["d2t"] = mx.array(ids - np.arange(ids.size))
+        tensors["t2d"] = mx.array(np.isin(np.arange(VOCAB), ids))
     for part in parts:
         if part.startswith("markov"):
-            found |= _markov(draws, part.removeprefix("markov").strip(), columns)
+            tensors |= _markov(draws, part.removeprefix("markov").strip(), columns)
     if "confidence" in parts or "confidence of states" in parts:
         wide = DIM + RANK if "confidence" in parts else DIM
-        found["confidence_head.proj.weight"] = draws.matrix(1, wide, scale=3.0)
-        found["confidence_head.proj.bias"] = draws.vector(1, 0.0)
+        tensors["confidence_head.proj.weight"] = draws.matrix(1, wide, scale=3.0)
+        tensors["confidence_head.proj.bias"] = draws.vector(1, 0.0)
     if "levels" in parts:
         for index, wide in enumerate((128, DIM), start=1):
-            found[f"log_snr_fc{index}.weight"] = draws.matrix(DIM, wide)
-            found[f"log_snr_fc{index}.bias"] = draws.vector(DIM, 0.0)
+            tensors[f"log_snr_fc{index}.weight"] = draws.matrix(DIM, wide)
+            tensors[f"log_snr_fc{index}.bias"] = draws.vector(DIM, 0.0)
     for layer in layers:
         if "sinks" in parts:
-            found[f"{layer}self_attn.attention_sink_bias"] = draws.vector(HEADS)
+            tensors[f"{layer}self_attn.attention_sink_bias"] = draws.vector(HEADS)
         if "gated" in parts:
             wide = 2 * HEADS * HEAD_DIM
-            found[f"{layer}self_attn.q_proj.weight"] = draws.matrix(wide, DIM)
+            tensors[f"{layer}self_attn.q_proj.weight"] = draws.matrix(wide, DIM)
         if "convolutions" in parts:
             for name in ("attention_conv", "mlp_conv"):
                 kernel = draws.matrix(2, 2, DIM, scale=4.0)
-                found[f"{layer}{name}.base_kernel"] = kernel
-                found[f"{layer}{name}.kernel_projection.weight"] = draws.matrix(
+                tensors[f"{layer}{name}.base_kernel"] = kernel
+                tensors[f"{layer}{name}.kernel_projection.weight"] = draws.matrix(
                     4 * (DIM // GROUP), DIM, scale=0.5
                 )
         if "gemma" in parts:
-            found |= _gemma_layer(draws, layer)
-            del found[f"{layer}self_attn.v_proj.weight"]
+            tensors |= _gemma_layer(draws, layer)
+            del tensors[f"{layer}self_attn.v_proj.weight"]
     if "selector" in parts:
         for name in ("predecessor_codebook", "successor_codebook"):
-            found[f"candidate_selector.{name}"] = draws.matrix(VOCAB, RANK, scale=3.0)
+            tensors[f"candidate_selector.{name}"] = draws.matrix(VOCAB, RANK, scale=3.0)
         projection = draws.matrix(RANK, DIM)
-        found["candidate_selector.hidden_projection.weight"] = projection
+        tensors["candidate_selector.hidden_projection.weight"] = projection
     if "gated" in parts:  # stored without their one
-        found = {n: v - 1 if "norm" in n else v for n, v in found.items()}
-    return found
+        tensors = {n: v - 1 if "norm" in n else v for n, v in tensors.items()}
+    return tensors
 
 
 def _markov(draws: Draws, kind: str, columns: int) -> Tensors:
     head = "markov_head."
-    found = {
+    tensors = {
         f"{head}markov_w1.weight": draws.matrix(VOCAB, RANK, scale=4.0),
         f"{head}markov_w2.weight": draws.matrix(columns, RANK, scale=4.0),
     }
     if kind == "gated":
-        found[f"{head}gate_proj.weight"] = draws.matrix(RANK, DIM + RANK)
-        found[f"{head}gate_proj.bias"] = draws.vector(RANK, 0.0)
+        tensors[f"{head}gate_proj.weight"] = draws.matrix(RANK, DIM + RANK)
+        tensors[f"{head}gate_proj.bias"] = draws.vector(RANK, 0.0)
     elif kind == "rnn":
         wide = (3 * RANK, 2 * RANK + DIM)
-        found[f"{head}joint_proj.weight"] = draws.matrix(*wide, scale=2.0)
-        found[f"{head}joint_proj.bias"] = draws.vector(3 * RANK, 0.0)
-    return found
+        tensors[f"{head}joint_proj.weight"] = draws.matrix(*wide, scale=2.0)
+        tensors[f"{head}joint_proj.bias"] = draws.vector(3 * RANK, 0.0)
+    return tensors
 
 
 def _gemma_layer(draws: Draws, layer: str) -> Tensors:
@@ -210,10 +210,10 @@ def write_block(
         tensors = packed(tensors)
     tensors = {_named(each, packaging.names): v for each, v in tensors.items()}
     if packaging.write == "gguf":
-        held: dict[str, Any] = {
+        kept: dict[str, Any] = {
             k: v if isinstance(v, str) else mx.array(v) for k, v in config.items()
         }
-        mx.save_gguf(str(folder / "drafter.gguf"), tensors, held)
+        mx.save_gguf(str(folder / "drafter.gguf"), tensors, kept)
         return folder
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     mx.save_safetensors(

@@ -26,7 +26,7 @@ def probed_hybrid(folder: Path) -> Path:
 
 def probed(folder: Path, model: nn.Module, convention: MtpConvention) -> Path:
     """Let a folder's head be taken for one with a convention, and not be probed."""
-    found = find_mtp_head(folder, model)
-    pair = Pair(target_hash(found.folder), head_hash(found.files))
+    head_files = find_mtp_head(folder, model)
+    pair = Pair(target_hash(head_files.folder), head_hash(head_files.files))
     SavedConventions(folder, pair).save(convention, {})
     return folder

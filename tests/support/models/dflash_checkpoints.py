@@ -28,8 +28,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def config_of(variant: str, layers: tuple[int, ...]) -> dict[str, Any]:
     """Return config.json of a drafter that reads these layers of its target."""
     extra = dict(VARIANTS[variant])
-    own = {"mask_token_id": VOCAB - 1, "target_layer_ids": list(layers)}
-    own |= extra.pop("dflash_config", {})
+    ours = {"mask_token_id": VOCAB - 1, "target_layer_ids": list(layers)}
+    ours |= extra.pop("dflash_config", {})
     return {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
@@ -44,7 +44,7 @@ def config_of(variant: str, layers: tuple[int, ...]) -> dict[str, Any]:
         "rope_theta": 10000.0,
         "vocab_size": VOCAB,
         "block_size": BLOCK,
-        "dflash_config": own,
+        "dflash_config": ours,
         **extra,
     }
 
@@ -61,14 +61,14 @@ def tensors_of(variant: str, features: int) -> dict[str, mx.array]:
         return mx.array((1 + 0.3 * rng.standard_normal(size)).astype(np.float32))
 
     wide, narrow = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
-    found = {
+    tensors = {
         "fc.weight": matrix(DIM, features * DIM),
         "hidden_norm.weight": vector(DIM),
         "norm.weight": vector(DIM),
     }
     for i in range(2):
         layer = f"layers.{i}."
-        found |= {
+        tensors |= {
             f"{layer}input_layernorm.weight": vector(DIM),
             f"{layer}post_attention_layernorm.weight": vector(DIM),
             f"{layer}self_attn.q_proj.weight": matrix(wide, DIM),
@@ -83,12 +83,12 @@ def tensors_of(variant: str, features: int) -> dict[str, mx.array]:
         }
     if variant == "own ends":
         ids = np.arange(1, VOCAB, 3)
-        found["embed_tokens.weight"] = matrix(VOCAB, DIM)
-        found["lm_head.weight"] = matrix(ids.size, DIM)
-        found["d2t"] = mx.array(ids - np.arange(ids.size))
-        found["t2d"] = mx.array(np.isin(np.arange(VOCAB), ids))
-        found = {f"model.{name}": value for name, value in found.items()}
-    return found
+        tensors["embed_tokens.weight"] = matrix(VOCAB, DIM)
+        tensors["lm_head.weight"] = matrix(ids.size, DIM)
+        tensors["d2t"] = mx.array(ids - np.arange(ids.size))
+        tensors["t2d"] = mx.array(np.isin(np.arange(VOCAB), ids))
+        tensors = {f"model.{name}": value for name, value in tensors.items()}
+    return tensors
 
 
 def write_dflash(

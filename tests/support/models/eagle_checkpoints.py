@@ -137,7 +137,7 @@ def tensors_of(dialect: Dialect, features: int) -> dict[str, mx.array]:
 
     layer, wide, narrow = dialect.layer, HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
     prefix = "model." if layer.startswith("model.") else ""
-    found = {
+    tensors = {
         f"{prefix}fc.weight": matrix(DIM, features * DIM),
         f"{prefix}norm.weight": vector(DIM),
         f"{layer}self_attn.q_proj.weight": matrix(wide, 2 * DIM),
@@ -149,47 +149,47 @@ def tensors_of(dialect: Dialect, features: int) -> dict[str, mx.array]:
         f"{layer}mlp.down_proj.weight": matrix(DIM, MLP),
     }
     for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
-        found[f"{layer}{name}.weight"] = vector(DIM)
+        tensors[f"{layer}{name}.weight"] = vector(DIM)
     if dialect.embedding:
-        found[f"{prefix}embed_tokens.weight"] = matrix(VOCAB, DIM)
+        tensors[f"{prefix}embed_tokens.weight"] = matrix(VOCAB, DIM)
     if dialect.reduced:
         ids = np.array(draft_ids())
-        found["lm_head.weight"] = matrix(DRAFT_VOCAB, DIM)
-        found["d2t"] = mx.array(ids - np.arange(DRAFT_VOCAB))
-        found["t2d"] = mx.array(np.isin(np.arange(VOCAB), ids))
+        tensors["lm_head.weight"] = matrix(DRAFT_VOCAB, DIM)
+        tensors["d2t"] = mx.array(ids - np.arange(DRAFT_VOCAB))
+        tensors["t2d"] = mx.array(np.isin(np.arange(VOCAB), ids))
     if dialect.norms == "each":
-        found |= {f"fc_norm.{i}.weight": vector(DIM) for i in range(features)}
+        tensors |= {f"fc_norm.{i}.weight": vector(DIM) for i in range(features)}
     elif dialect.norms == "old names":
         names = ("low", "mid", "high")
-        found |= {f"aux_norm_{name}.weight": vector(DIM) for name in names}
+        tensors |= {f"aux_norm_{name}.weight": vector(DIM) for name in names}
     elif dialect.norms == "joined":
-        found["input_norm.weight"] = vector(features * DIM)
+        tensors["input_norm.weight"] = vector(features * DIM)
     for index in range(1, dialect.layers):
-        found |= _later_layer(f"layers.{index}.", matrix, vector)
+        tensors |= _later_layer(f"layers.{index}.", matrix, vector)
     places = [layer, *(f"layers.{index}." for index in range(1, dialect.layers))]
     for place in places if dialect.query_norms else ():
         each = dialect.query_norms == "each"
         for name, size in (("q", wide), ("k", narrow)):
             norm = vector(HEAD_DIM if each else size)
-            found[f"{place}self_attn.{name}_norm.weight"] = norm
+            tensors[f"{place}self_attn.{name}_norm.weight"] = norm
     for place in places if dialect.biased else ():
         for name, size in (("q", wide), ("k", narrow), ("v", narrow), ("o", DIM)):
-            found[f"{place}self_attn.{name}_proj.bias"] = vector(size)
+            tensors[f"{place}self_attn.{name}_proj.bias"] = vector(size)
     if dialect.biased:
-        found["fc.bias"] = vector(DIM)
+        tensors["fc.bias"] = vector(DIM)
     if dialect.output:
-        found["lm_head.weight"] = matrix(VOCAB, DIM)
+        tensors["lm_head.weight"] = matrix(VOCAB, DIM)
     if dialect.last == "plain":
-        del found["fc.weight"]
+        del tensors["fc.weight"]
     if dialect.latent:
-        found = {k: v for k, v in found.items() if "self_attn" not in k}
-        found |= _latent(f"{layer}self_attn.", matrix, vector)
+        tensors = {k: v for k, v in tensors.items() if "self_attn" not in k}
+        tensors |= _latent(f"{layer}self_attn.", matrix, vector)
     if dialect.mask:
-        found["mask_hidden"] = matrix(1, 1, features * DIM)
+        tensors["mask_hidden"] = matrix(1, 1, features * DIM)
     if dialect.gemma:
-        found |= _gemma_layer(layer, matrix, vector)
-        del found[f"{layer}self_attn.v_proj.weight"]
-    return found
+        tensors |= _gemma_layer(layer, matrix, vector)
+        del tensors[f"{layer}self_attn.v_proj.weight"]
+    return tensors
 
 
 def _later_layer(place: str, matrix: Any, vector: Any) -> dict[str, mx.array]:

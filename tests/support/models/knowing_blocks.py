@@ -77,10 +77,10 @@ def knowing(
         changed[f"{layer}self_attn.o_proj.weight"] = out
     write_block(folder, "speculators", layers, **changed)
     file = str(folder / "model.safetensors")
-    held: Any = mx.load(file)
+    loaded: Any = mx.load(file)
     left = {
         name: value
-        for name, value in held.items()
+        for name, value in loaded.items()
         if not name.startswith(("markov", "confidence", "d2t", "t2d"))
     }
     mx.eval(list(left.values()))

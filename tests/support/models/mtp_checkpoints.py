@@ -151,8 +151,8 @@ def read_mtp_head(
     folder: Path, model: nn.Module, *, convention: MtpConvention | None = None
 ) -> MtpHead:
     """Read a head in the precision in which it is stored, and try no convention."""
-    found = find_mtp_head(folder, model)
-    return build_mtp_head(found, model, decided(convention, found))[0]
+    head_files = find_mtp_head(folder, model)
+    return build_mtp_head(head_files, model, decided(convention, head_files))[0]
 
 
 def flat(module: nn.Module) -> Weights:
@@ -220,26 +220,26 @@ def _step_name(name: str) -> str:
 
 def as_original(layout: Layout, weights: Weights) -> Weights:
     """Return weights of mlx-lm's modules in the form of the original files."""
-    found: Weights = {}
+    tensors: Weights = {}
     for name, value in weights.items():
         path, _, part = name.rpartition(".")
         if path.endswith(".embed_q"):
             values = weights[name.replace("embed_q", "unembed_out")]
             both = mx.concatenate([value.swapaxes(-1, -2), values], axis=1)
-            found[name.replace("embed_q", "kv_b_proj")] = both.flatten(0, 1)
+            tensors[name.replace("embed_q", "kv_b_proj")] = both.flatten(0, 1)
         elif path.endswith(".unembed_out"):
             continue
         elif ".switch_mlp." in name and layout.module != "step3p5":
-            found |= _experts(layout, weights, path, part, value)
+            tensors |= _experts(layout, weights, path, part, value)
         elif "conv1d" in path and value.ndim == 3:
-            found[name] = value.moveaxis(1, 2)
+            tensors[name] = value.moveaxis(1, 2)
         elif layout.plus_one and _is_norm(name) and "linear_attn" not in name:
-            found[name] = value - 1
+            tensors[name] = value - 1
         elif name.startswith("model.layers.") and path.endswith("mlp.gate.gate_proj"):
-            found[name.replace("gate.gate_proj", "gate")] = value
+            tensors[name.replace("gate.gate_proj", "gate")] = value
         else:
-            found[name] = value
-    return found
+            tensors[name] = value
+    return tensors
 
 
 def _is_norm(name: str) -> bool:

@@ -58,8 +58,8 @@ class Commands:
         done = self(*options, "--json")
         assert done.exit_code == status, done.output
         assert done.stdout.count("\n") == 1
-        found: dict[str, Any] = json.loads(done.stdout)
-        return found
+        data: dict[str, Any] = json.loads(done.stdout)
+        return data
 
     def refused(self, *options: Any, text: str | bytes | None = None) -> str:
         """Run a command that a user got wrong, and return its line."""

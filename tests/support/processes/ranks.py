@@ -109,9 +109,9 @@ def _spawned(
     hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]))
     started = []
     for rank in range(ranks):
-        own = {"MLX_HOSTFILE": str(hosts), "MLX_RANK": str(rank)}
+        ours = {"MLX_HOSTFILE": str(hosts), "MLX_RANK": str(rank)}
         if BACKEND == "nccl":
-            own = {
+            ours = {
                 "NCCL_HOST_IP": "127.0.0.1",
                 "NCCL_PORT": str(ports[0]),
                 "MLX_WORLD_SIZE": str(ranks),
@@ -122,7 +122,7 @@ def _spawned(
             started.append(
                 subprocess.Popen(
                     command,
-                    env=environment | own,
+                    env=environment | ours,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=errors,

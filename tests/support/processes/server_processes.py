@@ -95,11 +95,11 @@ def server_process(
             said = ""
             for line in popen.stderr:
                 said += line
-                if found := re.search(r"is served at (http\S+)/v1", line):
+                if match := re.search(r"is served at (http\S+)/v1", line):
                     break
             else:
                 raise AssertionError(said)
-            yield ServerProcess(popen, found[1])
+            yield ServerProcess(popen, match[1])
         finally:
             guard.cancel()
             popen.kill()

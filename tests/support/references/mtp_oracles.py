@@ -121,8 +121,8 @@ class OracleMtp:
         return bool((state == state[0]).all()) and bool(state[0] >= _OWN)
 
     def _said(self, slots: range, layer: int) -> HeadOutput:
-        own = mx.array([_number(slot, layer) for slot in slots])
-        recycled = mx.broadcast_to(own[None, :, None], (1, len(slots), DIM))
+        values = mx.array([_number(slot, layer) for slot in slots])
+        recycled = mx.broadcast_to(values[None, :, None], (1, len(slots), DIM))
         ids = [self._guess(slot + 2 + layer) for slot in slots]
         logits = mx.where(mx.arange(VOCAB) == mx.array(ids)[:, None], 100.0, -100.0)
         return HeadOutput(recycled, logits[None])

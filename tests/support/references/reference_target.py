@@ -85,15 +85,15 @@ class Known:
 def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Array]]:
     """Return what config.json or a GGUF file says, and the tensors by their names."""
     gguf, found = folder / "drafter.gguf", folder / "config.json"
-    held: Any
+    loaded: Any
     if gguf.exists():
         both: Any = mx.load(str(gguf), return_metadata=True)
-        held, said = both
+        loaded, said = both
         config = {k: v if isinstance(v, str) else v.tolist() for k, v in said.items()}
     else:
-        held = mx.load(str(folder / "model.safetensors"))
+        loaded = mx.load(str(folder / "model.safetensors"))
         config = json.loads(found.read_text(encoding="utf-8"))
-    return config, {name: np.array(tensor) for name, tensor in held.items()}
+    return config, {name: np.array(tensor) for name, tensor in loaded.items()}
 
 
 def assert_close(found: mx.array, expected: Any) -> None:

@@ -35,8 +35,8 @@ class _Tower(nn.Module):
         self.conv = nn.Conv2d(3, 32, 8, 8)
 
     def __call__(self, pixels: mx.array, output_hidden_states: bool) -> mx.array:
-        found: mx.array = self.conv(pixels.transpose(0, 2, 3, 1))
-        return found
+        output: mx.array = self.conv(pixels.transpose(0, 2, 3, 1))
+        return output
 
 
 def _small_tower(vlm: Any) -> None:

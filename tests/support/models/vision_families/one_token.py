@@ -32,8 +32,8 @@ class _Quarters(nn.Module):
         self.conv = nn.Conv2d(3, width, 8, 8)
 
     def __call__(self, pixels: mx.array) -> mx.array:
-        found: mx.array = self.conv(pixels.transpose(0, 2, 3, 1))
-        return found.reshape(len(pixels), 4, -1)
+        output: mx.array = self.conv(pixels.transpose(0, 2, 3, 1))
+        return output.reshape(len(pixels), 4, -1)
 
 
 class _Phi(_Quarters):

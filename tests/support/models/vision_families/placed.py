@@ -83,8 +83,8 @@ class _Sam(nn.Module):
         self.conv = nn.Conv2d(3, 32, 8, 8)
 
     def __call__(self, pixels: mx.array) -> mx.array:
-        found: mx.array = self.conv(pixels)
-        return found
+        output: mx.array = self.conv(pixels)
+        return output
 
 
 def _rows(pixels: mx.array, patch_embeds: mx.array) -> mx.array:

@@ -88,17 +88,17 @@ def canonical_weights(weights: Weights, config: Config) -> dict[str, Array]:
         _gguf_name(name) if is_gguf(config) else _plain_name(name): tensor
         for name, tensor in weights.items()
     }
-    found: dict[str, Array] = {}
+    tensors: dict[str, Array] = {}
     for name, tensor in renamed.items():
         if name.endswith((".weight_scale", ".weight_scale_2", ".input_scale")):
             continue
         if f"{name}_scale" in renamed and tensor.dtype == np.uint8:
             scales = renamed[f"{name}_scale"], renamed[f"{name}_scale_2"]
-            found[name] = unpack_nvfp4(tensor, *scales)
+            tensors[name] = unpack_nvfp4(tensor, *scales)
         else:
             keeps = tensor.dtype.kind in "biu"
-            found[name] = tensor if keeps else tensor.astype(np.float64)
-    return found
+            tensors[name] = tensor if keeps else tensor.astype(np.float64)
+    return tensors
 
 
 def _plain_name(name: str) -> str:
