@@ -1,13 +1,17 @@
-"""From token ids to streamed text, with stop tokens and stop strings.
+"""From token ids to streamed text and chunks, with stop tokens and stop strings.
 
 Text is given out as soon as it is certain: not while it could end in half a
 character, and not while it could be the beginning of a stop string.
 """
 
 import re
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
+
+from mlx_speculation.engine.result import Chunk
+from mlx_speculation.engine.round.outcome import RoundOutcome
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 HALF = 3  # bytes of a character that is not complete, at most
@@ -163,6 +167,58 @@ class TextDetokenizer:
             self._whole = max(0, self._whole - self._cut)
             self._window, self._shown = kept, part[:certain]
         self._cut = len(self._window)
+
+
+class ChunkQueue:
+    """The chunks of one generation: made by the cut of each round, taken one by one.
+
+    Attributes:
+        text: turns tokens into text.
+        max_tokens: how many tokens are emitted at most.
+        ready: chunks that were not taken yet.
+        taken: those that were, without log-probabilities of all ids.
+        reason: why the text ends with the last one; None: it goes on.
+    """
+
+    def __init__(self, text: TextDetokenizer, max_tokens: int) -> None:
+        self.text, self.max_tokens = text, max_tokens
+        self.ready: deque[Chunk] = deque()
+        self.taken: list[Chunk] = []
+        self.reason: str | None = None
+
+    def cut(self, outcome: RoundOutcome) -> RoundOutcome:
+        """Turn a round's tokens into chunks, up to a stop or the budget."""
+        reason: str | None = None
+        before = len(self.taken)
+        for index, token in enumerate(outcome.tokens):
+            text, stopped = self.text.add(token)
+            complete = outcome.complete and index + 1 == len(outcome.tokens)
+            spent = before + len(self.ready) + 1 == self.max_tokens
+            if stopped:
+                reason = "stop"
+            elif complete or spent:
+                rest, stopped = self.text.finish()
+                reason = "stop" if complete or stopped else "length"
+                text += rest
+            logprob = outcome.log_probs[index] if outcome.log_probs else None
+            origin = outcome.origins[index]
+            self.ready.append(Chunk(text, token, reason, logprob, origin))
+            if reason is not None:
+                return outcome.until(index + 1, reason)
+        return outcome
+
+    def take(self, most: int | None = None) -> list[Chunk]:
+        """Take the next chunks: all that are ready, or at most so many."""
+        result: list[Chunk] = []
+        for _ in range(len(self.ready) if most is None else most):
+            chunk = self.ready.popleft()
+            result.append(chunk)
+            self.taken.append(chunk if chunk.logprob is None else chunk.without_row)
+        return result
+
+    def put_back(self) -> None:
+        """Make the last chunk that was taken the next one again."""
+        self.ready.appendleft(self.taken.pop())
 
 
 def _decoding(tokenizer: Any) -> tuple[Callable[[list[int]], str], bool]:

@@ -15,6 +15,7 @@ So drafts after a beginning that is known are those after one that was read.
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -50,8 +51,9 @@ class PrefixReuse:
 
         Args:
             tokens: the prompt's.
-            statistics: notes what is not read again.
+            statistics: notes what is not read again, and the time that it took.
         """
+        started = time.perf_counter()
         self._thread, self._prompt = threading.get_ident(), len(tokens)
         cache, named, head = self._cache, self._named(tokens)[:-1], self._head()
         again = 0 if head is None else head.again
@@ -75,6 +77,7 @@ class PrefixReuse:
             rows = cache.lookup(self._kept_head, named[: first + again])
             if rows is not None and rows.stop == first:
                 head.resume(rows)
+        statistics.prefill_seconds += time.perf_counter() - started
 
     def between_rounds(
         self, caches: Callable[[], AbstractContextManager[None]] = nullcontext

@@ -11,7 +11,7 @@ import mlx.nn as nn
 
 from mlx_speculation.blas import text_threads
 from mlx_speculation.engine.config import GeneratorConfig
-from mlx_speculation.engine.detokenizer import TextDetokenizer
+from mlx_speculation.engine.detokenizer import ChunkQueue, TextDetokenizer
 from mlx_speculation.engine.distributed import (
     RankSession,
     digest_of,
@@ -38,11 +38,12 @@ from mlx_speculation.engine.options.stream import check_own_choice, check_rule
 from mlx_speculation.engine.prefix_reuse import PrefixReuse
 from mlx_speculation.engine.prompt import Prompt, Sequence
 from mlx_speculation.engine.round.decoder import Decoder
+from mlx_speculation.engine.round.final_caches import FinalCaches
 from mlx_speculation.engine.round.request import Request
 from mlx_speculation.engine.round.tree_round import nodes_for
 from mlx_speculation.engine.round.warmup import Shape, Warmup
 from mlx_speculation.engine.stats import Statistics
-from mlx_speculation.engine.stream import Stream
+from mlx_speculation.engine.stream import Generation, Stream
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import (
     Lane,
@@ -211,28 +212,33 @@ class StreamFactory:
         max_tokens = setup.prompts.fitting(request.sequence, options.max_tokens)
         assert options.sampling is not None
         assert options.sampling.seed is not None
+        decoder, ends = Decoder(request), self._end_ids(options)
+        text = TextDetokenizer(setup.tokenizer, ends, options.stops)
         return Stream(
-            decoder=Decoder(request),
-            text=TextDetokenizer(
-                setup.tokenizer, self._end_ids(options), options.stops
+            Generation(
+                decoder=decoder,
+                chunks=ChunkQueue(text, max_tokens),
+                caches=FinalCaches(
+                    decoder.rounds,
+                    hold_all=options.prompt_cache is not None,
+                    yielded_only=options.yielded_only,
+                    level_draft=options.level_draft,
+                ),
+                out_of_positions=max_tokens < options.max_tokens,
+                seed=options.sampling.seed,
+                running=self._running(running),
+                memory=lambda: held_memory(
+                    self._weights,
+                    request.target,
+                    drafter.lanes,
+                    drafter.held,
+                    setup.options.prefix_cache,
+                ),
+                prefixes=self._prefixes(options, request, images),
+                remember=partial(drafter.remember, answer=len(request.sequence.tokens)),
+                session=session,
             ),
-            max_tokens=max_tokens,
-            out_of_positions=max_tokens < options.max_tokens,
-            seed=options.sampling.seed,
-            hold_all=options.prompt_cache is not None,
-            running=self._running(running),
-            memory=lambda: held_memory(
-                self._weights,
-                request.target,
-                drafter.lanes,
-                drafter.held,
-                setup.options.prefix_cache,
-            ),
-            prefixes=self._prefixes(options, request, images),
-            remember=partial(drafter.remember, answer=len(request.sequence.tokens)),
-            yielded_only=options.yielded_only,
-            level_draft=options.level_draft,
-            session=session,
+            session,
         )
 
     @contextmanager

@@ -66,7 +66,6 @@ ORDER: dict[str, list[set[str]]] = {
     "engine": [
         {
             "engine/argument_checks",
-            "engine/detokenizer",
             "engine/memory",
             "engine/prefix_reuse",
             "engine/prompt",
@@ -80,6 +79,7 @@ ORDER: dict[str, list[set[str]]] = {
         {"engine/draft_length"},
         {"engine/round", "engine/exact_verdict"},
         {"engine/distributed"},
+        {"engine/detokenizer"},
         {"engine/options", "engine/stream"},
         {"engine/batch"},
         {"engine"},

@@ -143,10 +143,10 @@ class BatchQueue:
             if row.error is not None:
                 self.ready.append(BatchResponse(uid, None, "error", row.error))
                 self._statistics.failed += 1
-            elif not row.stream.ended:
+            elif row.generation.result is None:
                 continue
             elif not chunks:
-                reason = row.stream.result.finish_reason
+                reason = row.generation.result.finish_reason
                 self.ready.append(BatchResponse(uid, None, reason))
             row.let_go()
             self.running.remove(row)

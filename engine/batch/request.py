@@ -15,7 +15,7 @@ from mlx_speculation.engine.options import StreamKeywords
 from mlx_speculation.engine.prompt import Prompt
 from mlx_speculation.engine.result import Chunk
 from mlx_speculation.engine.round.request import Request
-from mlx_speculation.engine.stream import Stream
+from mlx_speculation.engine.stream import Generation, Stream
 from mlx_speculation.interrupts import raised_by_signal
 from mlx_speculation.models import Lane, why_alone
 
@@ -60,6 +60,7 @@ class BatchRequest:
     before: Any = None  # its text before the round, which `take_back` goes back to
 
     # Found once, as they are asked for in each round:
+    generation: Generation = field(init=False)  # of its stream
     request: Request = field(init=False)  # what its rounds are run with
     policy: DraftLengthPolicy = field(init=False)  # what it would have alone
     # Its drafter, if a rule chooses when it has offered proposals; else None
@@ -71,6 +72,7 @@ class BatchRequest:
     tokens: list[int] = field(init=False)  # its known tokens
 
     def __post_init__(self) -> None:
+        self.generation = self.stream.generation
         request = self.request = self.stream.request
         self.tokens = request.sequence.tokens
         policy = self.policy = request.policy
@@ -90,7 +92,7 @@ class BatchRequest:
     @property
     def ended(self) -> bool:
         """Return whether it has ended, or failed."""
-        return self.error is not None or self.stream.ended
+        return self.error is not None or self.generation.result is not None
 
     @property
     def lanes(self) -> list[Lane]:
@@ -105,34 +107,34 @@ class BatchRequest:
         self.drafter.let_go()
 
     def begin(self, fits: Callable[[int], bool]) -> bool:
-        """Read its prompt as far as it fits, see `Stream.begin`.
+        """Read its prompt as far as it fits, see `Generation.begin`.
 
         Raises:
             Exception: whatever the model raised; the stream has ended with it, unless
                 a signal's handler has raised it.
         """
         try:
-            return self.stream.begin(fits)
+            return self.generation.begin(fits)
         except Exception as error:
             if not raised_by_signal(error):
-                self.stream.end("error", hold_all=False)
+                self.generation.end("error")
             raise
 
     def take_back(self) -> None:
         """Go back to the state before a round that has failed for all."""
-        self.stream.ready.clear()
-        self.stream.text.restore(self.before)
+        self.generation.chunks.ready.clear()
+        self.generation.chunks.text.restore(self.before)
 
     def keep_prompt(self) -> None:
         """Leave what was read of the prompt to later requests already now."""
-        if self.stream.prefixes is not None:
-            self.stream.prefixes.store(self.tokens, ended=False)
+        if self.generation.prefixes is not None:
+            self.generation.prefixes.store(self.tokens, ended=False)
 
     def fail(self, error: Exception | None = None) -> None:
         """End with an error; the others go on. None: one that was raised elsewhere."""
         self.error = error or self.error
-        if not self.stream.ended:
-            self.stream.end("error", hold_all=False)
+        if self.generation.result is None:
+            self.generation.end("error")
 
 
 def reason_alone(stream: Stream, model: Any, options: Mapping[str, Any]) -> str | None:

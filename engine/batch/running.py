@@ -85,7 +85,7 @@ class RunningTogether:
 
     def give_back(self, row: BatchRequest) -> None:
         """Let a request that is to be closed have its caches again to keep them."""
-        if row.stream.prefixes is not None:
+        if row.generation.prefixes is not None:
             row.request.target.caches = self._lane.extract(self.rows.index(row))
             if self._rounds.proposals.shared is not None:
                 self._rounds.proposals.shared.give_back(row.request)
@@ -117,8 +117,8 @@ class RunningTogether:
         for row in rows:  # no comprehensions, which are calls
             context = max(context, len(row.tokens))
             emitted = row.request.statistics.emitted
-            room.append(row.stream.max_tokens - emitted - 1 - ahead)
-            cuts.append(row.stream.cut)
+            room.append(row.generation.chunks.max_tokens - emitted - 1 - ahead)
+            cuts.append(row.generation.chunks.cut)
         try:
             forced = forced_drafts(self._running, before.in_flight, room)
             limits = drafting.limits(room, context, forced)
@@ -144,19 +144,18 @@ class RunningTogether:
         gone = []
         for row in self.rows:
             masks = row.request.masks
-            if masks is not None and not row.stream.ended:
+            if masks is not None and row.generation.result is None:
                 try:
                     masks.text.check()
                 except Exception as error:
                     row.chunks = []
                     row.fail(error)
-            if row.error is not None or row.stream.ended:
+            if row.error is not None or row.generation.result is not None:
                 gone.append(row)
         if gone:
             self.leave(gone)
         for row in self.rows:
-            row.chunks, row.before = [], row.stream.text.fork()
-            row.stream.ready.clear()
+            row.chunks, row.before = [], row.generation.chunks.text.fork()
         if self._rounds.proposals.shared is not None:
             self._rounds.proposals.shared.follow(self._running.requests)
 
@@ -177,7 +176,7 @@ class RunningTogether:
             drafted.append(count)
             if not count:
                 accepted[place] = 0
-            if row.error is not None or row.stream.ended:
+            if row.error is not None or row.generation.result is not None:
                 gone.append(row)
         self._statistics.drafted += sum(drafted)
         self._statistics.accepted += sum(accepted)
@@ -202,21 +201,18 @@ class RunningTogether:
         """Turn what requests have got into chunks; return how many each accepted."""
         accepted = []
         for row, one in zip(self.rows, result, strict=True):
-            stream, right = row.stream, 0
+            generation, right = row.generation, 0
             try:
                 if isinstance(one, Exception):
                     raise one
-                stream.reason = one.reason
                 if row.request.statistics.drafter_faults:
-                    stream.warn_of_faults()
-                if stream.prefixes is None:
-                    row.chunks = stream.take_ready()
-                elif one.reason is None:
-                    stream.prefixes.between_rounds(partial(self._lent, row))
-                    row.chunks = stream.take_ready()
-                else:
+                    generation.warn_of_faults()
+                if one.reason is None and generation.prefixes is not None:
+                    generation.prefixes.between_rounds(partial(self._lent, row))
+                row.chunks = generation.chunks.take()
+                if one.reason is not None:
                     with self._lent(row):
-                        row.chunks = stream.take_ready()
+                        generation.end(one.reason)
                 right = one.accepted
             except BaseException as error:
                 row.chunks = []

@@ -10,7 +10,7 @@ Read in this order; the steps 1 to 8 of a round are numbered in comments:
     outcome      what a round brought to each request
 
 and, where it is of interest, `prefill` for what comes before the first round and
-`settle_caches` for what comes after the last, and `sequential` for rows that are
+`final_caches` for what comes after the last, and `sequential` for rows that are
 decided one by one. The rounds of many are planned in `engine.batch.running`. Text and
 the way drafts are made are not known here.
 """

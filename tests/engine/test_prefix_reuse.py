@@ -205,7 +205,7 @@ def test_restore_points_of_a_long_prompt_are_inside_the_budget() -> None:
     assert 0 < earlier <= 400_000
     stream = ours.stream([(i * i) % 251 for i in range(200)], max_tokens=20)
     for _ in stream:
-        taken = [lane.points.running for lane in stream.prefixes._lanes()]
+        taken = [lane.points.running for lane in stream.generation.prefixes._lanes()]
         total = sum(points.nbytes for points in taken)
         assert total <= prefixes.nbytes <= 400_000
         assert stream.ended or total > 100_000

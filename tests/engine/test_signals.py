@@ -230,7 +230,7 @@ def test_a_signal_at_any_opcode_of_a_streams_round_loses_no_token(
     def begun(caches: list[Any]) -> tuple[Stream, list[int]]:
         stream = generator.stream(prompt, prompt_cache=caches, **options)
         tokens = [next(stream).token]
-        while stream.ready:
+        while stream.generation.chunks.ready:
             tokens.append(next(stream).token)
         return stream, tokens
 

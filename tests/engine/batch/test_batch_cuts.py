@@ -18,8 +18,8 @@ from mlx_speculation import (
 from mlx_speculation.caches import KVQuantization, Snapshot
 from mlx_speculation.caches.snapshots.per_kind import arrays_of
 from mlx_speculation.engine.batch.request import BatchRequest
+from mlx_speculation.engine.detokenizer import ChunkQueue
 from mlx_speculation.engine.result import Result
-from mlx_speculation.engine.stream import Stream
 from mlx_speculation.models import BatchRound
 from support.covering import covering
 from support.drafters.batches import SAMPLINGS, Bench, bench
@@ -190,21 +190,21 @@ def test_a_request_with_quantized_caches_leaves_nothing_as_its_stream(
 def test_a_cut_that_raises_ends_its_request_alone(
     error: type[BaseException], calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, plain, left_calls = bench("qwen3_5"), Stream.cut, [calls]
+    made, plain, left_calls = bench("qwen3_5"), ChunkQueue.cut, [calls]
     generator, _ = opened(made, "model")
     with BatchGenerator(generator) as batch:
         first, second = (
             batch.insert(prompt_of(p), **options_of(made, p, None)) for p in PROMPTS[:2]
         )
 
-        def cut(self: Stream, outcome: Any) -> Any:
-            if self is batch._rows[first].stream:
+        def cut(self: ChunkQueue, outcome: Any) -> Any:
+            if self is batch._rows[first].generation.chunks:
                 left_calls[0] -= 1
                 if left_calls[0] == 0:
                     raise error("no text")
             return plain(self, outcome)
 
-        monkeypatch.setattr(Stream, "cut", cut)
+        monkeypatch.setattr(ChunkQueue, "cut", cut)
         raised = 0
         while batch.running or batch.waiting:
             try:

@@ -6,8 +6,8 @@ import pytest
 
 from mlx_speculation import BatchGenerator, PrefixCache, Sampling, SpeculationError
 from mlx_speculation.caches.types.ragged_kv import RaggedKVCache
+from mlx_speculation.engine.detokenizer import ChunkQueue
 from mlx_speculation.engine.result import Chunk
-from mlx_speculation.engine.stream import Stream
 from mlx_speculation.models import BatchLane
 from support.drafters.batches import Case, bench
 
@@ -72,19 +72,19 @@ def test_closing_ends_every_row_whatever_fails(monkeypatch: pytest.MonkeyPatch) 
 def test_a_row_that_cannot_take_its_tokens_ends_and_the_others_have_theirs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made, plain = bench("llama"), Stream.take_ready
+    made, plain = bench("llama"), ChunkQueue.take
     with BatchGenerator(made.generator("model")) as batch:
         first, second = (made.insert(batch, case) for case in CASES)
         batch.next()
-        failing = batch._rows[first].stream
+        failing = batch._rows[first].generation.chunks
 
-        def take(self: Stream) -> list[Chunk]:
+        def take(self: ChunkQueue) -> list[Chunk]:
             if self is failing:
-                monkeypatch.setattr(Stream, "take_ready", plain)
+                monkeypatch.setattr(ChunkQueue, "take", plain)
                 raise KeyboardInterrupt
             return plain(self)
 
-        monkeypatch.setattr(Stream, "take_ready", take)
+        monkeypatch.setattr(ChunkQueue, "take", take)
         with pytest.raises(KeyboardInterrupt):
             batch.next()
         finish(batch)

@@ -19,7 +19,8 @@ from mlx_speculation.caches import Speculation
 from mlx_speculation.engine.drafters.base import Choose, Proposal
 from mlx_speculation.engine.drafters.user_drafter import adapted
 from mlx_speculation.engine.prompt import Sequence
-from mlx_speculation.engine.round import outcome, settle_caches
+from mlx_speculation.engine.round import outcome
+from mlx_speculation.engine.round.final_caches import FinalCaches
 from mlx_speculation.models import Lane, LaneRound
 from mlx_speculation.samplers import Verifier, verifier
 from support.caches.contents import assert_same_content, content, counts
@@ -170,8 +171,9 @@ def test_a_cut_behind_a_step_keeps_what_is_named(name: str, kept: int) -> None:
     assert run.emitted == text[: 1 + kept]
     assert run.decoder.request.statistics.emitted == 1 + kept
     assert run.decoder.request.statistics.rounds == (2 if kept == 1 else 3)
-    settle_caches.hold_all(run.decoder.rounds)
-    assert settle_caches.next_token(run.decoder.rounds) == text[1 + kept]
+    caches = FinalCaches(run.decoder.rounds)
+    caches.feed_last()
+    assert caches.next_token() == text[1 + kept]
     assert run.target.seen == len(run.sequence.tokens)
     del generator
 

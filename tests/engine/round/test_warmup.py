@@ -137,7 +137,7 @@ def test_a_rehearsal_that_fails_changes_nothing(
     stream = generator.stream(
         prompt, max_tokens=8, stop_tokens=(), draft_length=Planned(LENGTHS)
     )
-    stream.begin()
+    stream.generation.begin()
     feed, left = LaneRound.forward, 4
 
     def failing(self: Any, tokens: mx.array) -> mx.array:
