@@ -81,17 +81,14 @@ class SpeculativeGenerator:
         Args:
             path_or_repo: a folder in mlx-lm's layout, or the name of a repository.
             convention: of an MTP head's training; probed when omitted.
-            quantize_draft: bits in which to hold the weights of the draft or head that
-                is loaded, 2, 3, 4, 5, 6 or 8; those of the target stay as they are.
-            adapter_path: a folder of adapter weights for the target, as mlx_lm.lora
-                writes them.
+            quantize_draft: bits of the loaded draft's or head's weights: 2 to 6, or 8.
+            adapter_path: a folder of the target's adapter weights, of mlx_lm.lora.
             trust_remote_code: let code in the folders of target and draft model run.
             parallel: how `group` spreads the target: "tensor" or "pipeline". A draft
                 model is read on rank 0 alone.
             vision: load a target that reads images, with mlx-vlm; None: where the
                 folder has a vision part and mlx-lm does not know the architecture.
-            history: tokens of earlier answers that a named lookup looks in; see
-                `LookupDraft`.
+            history: tokens of earlier answers that a named `LookupDraft` looks in.
             options: the fields of `GeneratorOptions`. `draft="auto"` takes what
                 speculation.json in the folder names, else the head in it, and a lookup;
                 `notices` says why it is alone where a head was expected.
@@ -123,10 +120,7 @@ class SpeculativeGenerator:
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """Why the draft is not the one that was wished for, and what was guessed of it.
-
-        Empty where nothing is to be said.
-        """
+        """Notes on a draft that is not the one wished for, or was guessed in part."""
         return self._setup.notices
 
     @property
@@ -171,10 +165,7 @@ class SpeculativeGenerator:
         return self._setup.lengths.usual
 
     def replayed(self, ids: list[int]) -> list[int]:
-        """Return a prompt whose answers have the ids in which they were written.
-
-        Those of text and messages have them anyway; see `engine.prompt.replayed`.
-        """
+        """Return a prompt whose answers have their first ids; see `engine.prompt`."""
         return self._setup.prompts.replay(ids)
 
     def encode(self, prompt: Prompt | Iterable[int]) -> list[int]:
@@ -230,15 +221,12 @@ class SpeculativeGenerator:
         contexts: SequenceOf[int] = (64,),
         progress: Progress | None = None,
     ) -> dict[int, CostTable]:
-        """Measure what rounds of a batch cost here, as `calibrate` does.
+        """Measure what rounds of a batch cost here: a table for each number of rows.
 
         Args:
             rows: numbers of rows; what is known of one is a guess for the others.
             contexts: as `calibrate` has them, of the longest row.
             progress: likewise.
-
-        Returns:
-            For each number of rows with costs, what `calibrate` returns.
 
         Raises:
             InvalidRequestError: there is no draft, a number is not at least 1, rows of
@@ -262,7 +250,7 @@ class SpeculativeGenerator:
         each: SequenceOf[StreamKeywords] = (),
         **options: Unpack[StreamKeywords],
     ) -> list[Result]:
-        """Generate the text of each prompt, many of them at once; see `BatchGenerator`.
+        """Return the results of prompts, in their order; see `BatchGenerator`.
 
         Args:
             prompts: what `stream` takes, one for each text.
@@ -270,9 +258,6 @@ class SpeculativeGenerator:
             each: the options of each prompt that are not those of all.
             options: the fields of `StreamOptions` for all. Of one `sampling` with a
                 seed for all, prompt i has `derived_seed(seed, i)`.
-
-        Returns:
-            The results, in the order of the prompts.
 
         Raises:
             InvalidRequestError: names the two values that do not fit; nothing has run.

@@ -82,6 +82,8 @@ ORDER: dict[str, list[set[str]]] = {
         {"engine/detokenizer"},
         {"engine/options", "engine/stream"},
         {"engine/batch"},
+        {"engine/config"},
+        {"engine/stream_factory"},
         {"engine"},
         {"engine/mlx_lm_compat", "engine/equivalence"},
     ],

@@ -12,6 +12,7 @@ from mlx_speculation.engine.round.request import Request, Running
 from mlx_speculation.engine.round.round import Before, Rounds
 from mlx_speculation.engine.stats import spend
 from mlx_speculation.engine.timing import RoundSeconds
+from mlx_speculation.samplers.constraints.masks import Masks
 
 
 class Decoder:
@@ -58,9 +59,7 @@ class Decoder:
             Exception: of the model, the drafter or the cut; nothing has changed then.
         """
         request, prefill, rounds = self.request, self.prefill, self.rounds
-        counts, context = request.statistics, request.target.seen
-        if request.masks is not None:
-            request.masks.text.check()
+        counts, masks, context = request.statistics, request.masks, request.target.seen
         before = rounds.begin()
         behind = before.in_flight is not None
         # 1. The policy picks k, within the budget and what the caches have room for.
@@ -70,7 +69,7 @@ class Decoder:
             limit = min(limit, request.target.room - max(1, unseen))
         ready = request.warmup.limit(context, limit) if request.warmup else limit
         started = time.perf_counter()
-        if request.masks is not None and (result := self._forced(before, limit, cut)):
+        if masks is not None and (result := self._forced(masks, before, limit, cut)):
             return result.reason
         if self._plan is None:  # else it was made before, or its round has failed
             self._plan = request.policy.plan(context, ready)
@@ -131,8 +130,11 @@ class Decoder:
         if self.decisions is not None:
             self.decisions.append((followed, feedback))
 
-    def _forced(self, before: Before, limit: int, cut: Cut) -> RoundOutcome | None:
+    def _forced(
+        self, masks: Masks, before: Before, limit: int, cut: Cut
+    ) -> RoundOutcome | None:
         """Run a round with what the constraint forces, if it does; no plan is used."""
+        masks.text.check()
         request, rounds = self.request, self.rounds
         request.clock.start(behind=before.in_flight is not None)
         try:

@@ -146,24 +146,28 @@ def _decided(
         if place not in running.sequential:
             requests[place] = Ask(verifier, rows, drafted, draft.probs, request.top)
             continue
-        logits_of_request = logits[place, : count + 1]
         turns[place] = verifier.sequential(
-            logits_of_request, rows, drafted, draft.probs, top=request.top
+            logits[place, : count + 1], rows, drafted, draft.probs, top=request.top
         )
     if len(requests) == len(drafts):
         return decide([*requests.values()], logits, matrix), turns
-    decided = Decided((), {})
-    if requests:
-        index = mx.array([*requests])
-        matrix = None if matrix is None else matrix[index]
-        decided = decide([*requests.values()], logits[index], matrix).at([*requests])
+    decided = _decide_some(requests, logits, matrix)
     decided.failed.update(failed)
     return decided, turns
+
+
+def _decide_some(
+    requests: dict[int, Ask], logits: mx.array, matrix: mx.array | None
+) -> Decided:
+    """Decide on the rows of some requests, by place."""
+    if not requests:
+        return Decided((), {})
+    index = mx.array([*requests])
+    matrix = None if matrix is None else matrix[index]
+    return decide([*requests.values()], logits[index], matrix).at([*requests])
 
 
 def _read(before: mx.array | None, matrix: mx.array | None) -> Any:
     """Return the tokens that the host does not know: one read for all requests."""
     arrays = [array for array in (before, matrix) if array is not None]
-    if not arrays:
-        return None
-    return (mx.concatenate(arrays, axis=1) if len(arrays) > 1 else arrays[0]).tolist()
+    return mx.concatenate(arrays, axis=1).tolist() if arrays else None

@@ -13,8 +13,9 @@ from mlx_speculation.caches import (
     check_supported,
     with_slack,
 )
-from mlx_speculation.engine import config, stream_factory
+from mlx_speculation.engine import config
 from mlx_speculation.engine.drafters import draft_model
+from mlx_speculation.engine.stream_factory import requests
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import Lane
 from support.drafters.scripted_drafter import ScriptedDrafter
@@ -54,7 +55,7 @@ def _made(monkeypatch: pytest.MonkeyPatch) -> list[Lane]:
             super().__init__(*args, **options)
             lanes.append(self)
 
-    for module in (config, draft_model, stream_factory):
+    for module in (config, draft_model, requests):
         monkeypatch.setattr(module, "Lane", NotedLane)
     return lanes
 

@@ -11,8 +11,8 @@ import mlx.core as mx
 import pytest
 
 from mlx_speculation import SpeculativeGenerator
-from mlx_speculation.engine import stream_factory
 from mlx_speculation.engine.round import warmup
+from mlx_speculation.engine.stream_factory import requests
 from mlx_speculation.models import LaneRound, shape_of_round
 from support.drafters.scripted_draft_lengths import Planned
 from support.drafters.scripted_drafter import ScriptedDrafter
@@ -70,7 +70,7 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> Forwards:
 
 def dear(monkeypatch: pytest.MonkeyPatch, *, by_keys: bool = True) -> None:
     """Let shapes be dear: kernels by rows, and plans by keys where `by_keys`."""
-    monkeypatch.setattr(stream_factory, "cuda_serves", lambda: True)
+    monkeypatch.setattr(requests, "cuda_serves", lambda: True)
     monkeypatch.setattr(warmup, "plans_by_keys", lambda caches: by_keys)
     monkeypatch.setattr(warmup, "_say_once", lambda: None)
 

@@ -1,4 +1,4 @@
-"""Making a stream: its options checked, its lanes, its drafter and its decoder."""
+"""Making a stream: its options checked, its request, and what it leaves."""
 
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,17 +15,11 @@ from mlx_speculation.engine.detokenizer import ChunkQueue, TextDetokenizer
 from mlx_speculation.engine.distributed import (
     RankSession,
     digest_of,
-    never_called,
     on_ranks,
     shown,
 )
-from mlx_speculation.engine.draft_length.base import DraftLengthPolicy, FixedDraftLength
-from mlx_speculation.engine.draft_length.calibration import Calibration
-from mlx_speculation.engine.draft_length.ruled import RuledDrafter, RuleDraftLength
-from mlx_speculation.engine.drafters.base import OpenDrafter
-from mlx_speculation.engine.drafters.cascade import CascadeDrafter, open_guarded
+from mlx_speculation.engine.draft_length.base import DraftLengthPolicy
 from mlx_speculation.engine.drafters.draft import Draft, members_of
-from mlx_speculation.engine.image_input import ImageInput, image_input
 from mlx_speculation.engine.lookup.measured_draft import measured_draft
 from mlx_speculation.engine.memory import (
     CacheSize,
@@ -34,27 +28,22 @@ from mlx_speculation.engine.memory import (
     held_memory,
 )
 from mlx_speculation.engine.options import StreamOptions
-from mlx_speculation.engine.options.stream import check_own_choice, check_rule
 from mlx_speculation.engine.prefix_reuse import PrefixReuse
 from mlx_speculation.engine.prompt import Prompt, Sequence
 from mlx_speculation.engine.round.decoder import Decoder
 from mlx_speculation.engine.round.final_caches import FinalCaches
 from mlx_speculation.engine.round.request import Request
-from mlx_speculation.engine.round.tree_round import nodes_for
-from mlx_speculation.engine.round.warmup import Shape, Warmup
-from mlx_speculation.engine.stats import Statistics
 from mlx_speculation.engine.stream import Generation, Stream
+from mlx_speculation.engine.stream_factory.image_input import ImageInput, image_input
+from mlx_speculation.engine.stream_factory.requests import RequestFactory
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import (
     Lane,
     TreeForward,
-    checked_quantization,
-    cuda_serves,
     stream_resources,
     wired,
 )
-from mlx_speculation.samplers import Chooser, Constrained, Sampling, Verifier
-from mlx_speculation.samplers.constraints.masks import Masks
+from mlx_speculation.samplers import Sampling
 
 # Options of a stream that have to be the same on all ranks, as they are.
 _ON_ALL_RANKS = (
@@ -72,8 +61,8 @@ class StreamFactory:
     def __init__(self, setup: GeneratorConfig) -> None:
         self._setup = setup
         self._weights = Weights(setup.model, _modules_of(setup.draft))
+        self._requests = RequestFactory(setup)
         self._busy: weakref.ref[Stream] | None = None
-        self._rehearsed: set[Shape] = set()
 
     def start_calibration(
         self,
@@ -116,12 +105,13 @@ class StreamFactory:
             sequence.prediction = setup.prompts.prediction(options.prediction)
         if ranked is None and images is None and not options.own_caches:
             check_prompt(self._sizes, len(sequence.tokens), setup.options.prefix_cache)
-        target = self._lane(options, sequence, seen)
+        target = self._requests.lane(options, sequence, seen)
         if images is not None:
             images.enter(sequence, target)
         elif setup.options.tree:
             target.run = TreeForward(setup.model)
-        request = self._request(options, sequence, target, images)
+        self._check_free()
+        request = self._requests.make(options, sequence, target, images)
         running: AbstractContextManager[None] = wired(setup.model)
         if ranked is not None and session is not None:
             session.expect(self._fields(options, sequence, seen))
@@ -150,54 +140,15 @@ class StreamFactory:
                 "looks in it. Pass draft='lookup', or CascadeDraft(LookupDraft(), ...)."
             )
 
-    def _lane(self, options: StreamOptions, sequence: Sequence, seen: int) -> Lane:
-        """Return the target's lane."""
-        setup = self._setup
-        target = Lane(
-            setup.model,
-            options.prompt_cache,
-            seen,
-            sliding=setup.options.sliding,
-            shape=setup.options.shape,
-        )
-        target.part = setup.lengths.part
-        target.prefill_step = options.prefill_step
-        target.prefill_progress = options.prompt_progress
-        target.quantization = checked_quantization(
-            setup.model,
-            options.kv_quantization,
-            target.caches,
-            sequence.start + len(sequence.tokens) + options.max_tokens,
-        )
-        return target
-
-    def _request(
-        self,
-        options: StreamOptions,
-        sequence: Sequence,
-        target: Lane,
-        images: ImageInput | None,
-    ) -> Request:
-        """Return the request that the rounds are run with."""
-        setup, statistics = self._setup, Statistics()
-        lengths = setup.lengths.for_stream(options.draft_length, options.max_draft)
-        drafter = self._drafter(options, sequence, target, lengths, statistics)
-        verifier = self._verifier(options)
-        request = Request(
-            target=target,
-            sequence=sequence,
-            verifier=verifier,
-            drafter=drafter,
-            policy=lengths,
-            masks=self._masks(options),
-            top=options.logprobs,
-            explain=options.explain,
-            statistics=statistics,
-            warmup=self._warmup(target, lengths, statistics),
-        )
-        if setup.options.tree and images is None:
-            request = replace(request, tree=nodes_for(request, setup.options.tree))
-        return request
+    def _check_free(self) -> None:
+        """Refuse a second open stream of a drafter that serves one at a time."""
+        running = self._busy() if self._busy is not None else None
+        if self._setup.decides and running is not None and not running.ended:
+            raise InvalidRequestError(
+                "The drafter serves 1 open stream, and a second one was asked for. "
+                "Close the first, or pass a Draft, which opens a drafter for "
+                "each stream."
+            )
 
     def _stream(
         self,
@@ -212,7 +163,7 @@ class StreamFactory:
         max_tokens = setup.prompts.fitting(request.sequence, options.max_tokens)
         assert options.sampling is not None
         assert options.sampling.seed is not None
-        decoder, ends = Decoder(request), self._end_ids(options)
+        decoder, ends = Decoder(request), self._requests.end_ids(options)
         text = TextDetokenizer(setup.tokenizer, ends, options.stops)
         return Stream(
             Generation(
@@ -251,51 +202,6 @@ class StreamFactory:
                 views.enter_context(stream_resources(model))
             yield
 
-    def _warmup(
-        self, target: Lane, lengths: DraftLengthPolicy, statistics: Statistics
-    ) -> Warmup | None:
-        """Return what rehearses rounds, where shapes are dear and drafts adaptive."""
-        fixed = isinstance(lengths, FixedDraftLength | Calibration)
-        # Of ranks, of images, trees and exact mode other forwards would be needed.
-        usual = self._setup.ranked is None and target.run is target.model
-        if fixed or not usual or target.shape is not None or not cuda_serves():
-            return None
-        return Warmup(target, lengths.longest, statistics, self._rehearsed)
-
-    def _verifier(self, options: StreamOptions) -> Verifier:
-        """Return what decides on the target's rows; on a follower it is not asked."""
-        setup, sampling = self._setup, options.sampling or Sampling()
-
-        def make(options: Sampling) -> Chooser:
-            ids, limit = setup.ids, setup.target_width
-            return Chooser(options, ids.width, limit=limit, missing=ids.missing)
-
-        chooser = make(sampling)
-        check_rule(setup.options.acceptance, chooser)
-        if setup.options.shape is not None:
-            check_own_choice(sampling)
-        return Verifier(
-            chooser if setup.decides else make(never_called(chooser)),
-            setup.options.acceptance,
-            whole_rows=options.logprob_rows,
-            rows=None if setup.options.shape is None else setup.options.shape.rows,
-        )
-
-    def _end_ids(self, options: StreamOptions) -> frozenset[int]:
-        """Return the ids that end the text."""
-        ends = options.stop_tokens
-        if ends is None:
-            ends = self._setup.tokenizer.eos_token_ids
-        return frozenset(int(token) for token in ends if token is not None)
-
-    def _masks(self, options: StreamOptions) -> Masks | None:
-        """Return the masks of the constraint, if there is one."""
-        if options.constraint is None:
-            return None
-        usable = self._setup.ids.usable(self._setup.target_width)
-        ends = self._end_ids(options)
-        return Masks(Constrained(options.constraint, usable=usable, ends=ends))
-
     def _fields(
         self, options: StreamOptions, sequence: Sequence, seen: int
     ) -> dict[str, Any]:
@@ -309,7 +215,7 @@ class StreamFactory:
             "the prompt": digest_of(sequence.tokens),
             "what the caches hold": f"{sequence.start + seen} tokens",
             "stop": options.stops,
-            "stop_tokens": sorted(self._end_ids(options)),
+            "stop_tokens": sorted(self._requests.end_ids(options)),
             "draft_length": setup.lengths.usual if length is None else length,
             "acceptance": setup.options.acceptance,
             "prefill_step_size": options.prefill_step,
@@ -351,45 +257,6 @@ class StreamFactory:
             kept_head=self._setup.kept_head,
             ends=self._setup.tokenizer.eos_token_ids,
         )
-
-    def _drafter(
-        self,
-        options: StreamOptions,
-        sequence: Sequence,
-        target: Lane,
-        lengths: DraftLengthPolicy,
-        statistics: Statistics,
-    ) -> OpenDrafter | None:
-        """Return what drafts in one stream, as the draft is not used by another."""
-        setup, draft = self._setup, self._setup.draft
-        draft_cache = options.draft_cache
-        if not setup.decides:
-            return None
-        models = len(setup.draft_models)
-        if draft_cache is not None and models != 1:
-            kind = "None" if draft is None else f"of kind {draft.kind!r}"
-            raise InvalidRequestError(
-                f"draft_cache was passed, and draft is {kind}, with {models} models "
-                "instead of 1. Leave draft_cache out."
-            )
-        running = self._busy() if self._busy is not None else None
-        if running is not None and not running.ended:
-            raise InvalidRequestError(
-                "The drafter serves 1 open stream, and a second one was asked for. "
-                "Close the first, or pass a Draft, which opens a drafter for "
-                "each stream."
-            )
-        if draft is None:
-            return None
-        note = statistics.drafter_faults.append
-        drafters = open_guarded(draft, target, sequence, draft_cache, note)
-        if isinstance(lengths, RuleDraftLength):
-            lengths.forecast = lambda limit: [
-                each.forecast(sequence, limit) for each in drafters
-            ]
-            if lengths.late:
-                return RuledDrafter(drafters, lengths, target)
-        return drafters[0] if len(drafters) == 1 else CascadeDrafter(*drafters)
 
 
 def _modules_of(draft: Draft | None) -> list[nn.Module]:
