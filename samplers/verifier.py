@@ -247,10 +247,14 @@ class Verifier:
 
 
 def spread(logits: mx.array, ids: mx.array, width: int) -> mx.array:
-    """Return logits [rows, n] of some ids as logits of all, -inf elsewhere.
+    """Return logits [rows, n] of ids [n] or [rows, n] as those of all, else -inf.
 
     Ids from `width` on are left out: a write to their places would go astray.
     """
     everywhere = mx.full((len(logits), width + 1), -mx.inf, logits.dtype)
-    everywhere[:, mx.minimum(ids, width)] = logits
+    places = mx.minimum(ids, width)
+    if ids.ndim == 2:
+        everywhere = mx.put_along_axis(everywhere, places, logits, axis=1)
+    else:
+        everywhere[:, places] = logits
     return everywhere[:, :width]

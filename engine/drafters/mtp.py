@@ -210,9 +210,7 @@ class MtpDrafter(OpenDrafter):
     @property
     def batch_head(self) -> "MtpDrafter | None":
         """Itself, if one head can draft for all rows of a batch."""
-        cache = self._cache
-        batched = isinstance(cache, MtpCache) and not cache.mtp.head.chained
-        return self if batched else None
+        return self if self._cache.batched else None
 
     @property
     def prefix_head(self) -> "MtpDrafter":
@@ -245,20 +243,19 @@ class MtpDrafter(OpenDrafter):
         """Read the states of the prompt, which is fed by now."""
         self._catch_up()
 
-    def hand_over(self) -> MtpCache:
+    def hand_over(self) -> HeadCache:
         """Return the caches, behind which at most one state was not read.
 
         A shared head that has copied them calls `handed_over`.
         """
         self._catch_up(0)
-        assert isinstance(self._cache, MtpCache)
         return self._cache
 
     def handed_over(self) -> None:
         """Let go of the caches, which are held elsewhere from now on."""
         self._cache = self._new_cache(self.committed.stop)
 
-    def take_back(self, cache: MtpCache) -> None:
+    def take_back(self, cache: HeadCache) -> None:
         """Hold these caches again, such as to keep them."""
         self._cache = cache
 

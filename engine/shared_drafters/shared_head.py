@@ -1,4 +1,4 @@
-"""A head that drafts for many requests at once, one forward a token.
+"""A head that drafts for many requests at once: one forward a token, or a block.
 
 It reads what the target computes: every round leaves the states of the positions that
 each request has kept. What a request has got since the last draft is written to the
@@ -30,7 +30,7 @@ from mlx_speculation.engine.shared_drafters.shared import (
     SharedChain,
     SharedDrafter,
 )
-from mlx_speculation.models.mtp import BatchMtpCache, BatchMtpRound, MtpCache
+from mlx_speculation.models.mtp import BatchHeadCache, BatchHeadRound, RowCache
 
 
 class SharedHead(SharedDrafter):
@@ -38,7 +38,7 @@ class SharedHead(SharedDrafter):
 
     def __init__(self) -> None:
         super().__init__()
-        self._cache: BatchMtpCache | None = None
+        self._cache: BatchHeadCache | None = None
 
     @property
     def nbytes(self) -> int:
@@ -99,10 +99,7 @@ class SharedHead(SharedDrafter):
         tokens = [request.sequence.tokens[-1:] for request in self._requests]
         inputs = mx.array(tokens, mx.uint32)
         chain = self._chain = SharedChain(self._requests, head.ids)
-        for _ in range(length):
-            out = self._round.step(hidden, inputs)
-            inputs = chain.choose(out.logits[:, -1])[:, None]
-            hidden = out.recycled[:, -1:]
+        self._round.draft(hidden, inputs, length, chain.choose)
         return chain.drafts([min(limit, length) for limit in most], head.source)
 
     def _keep(self, accepted: list[int]) -> None:
@@ -162,7 +159,8 @@ class SharedHead(SharedDrafter):
                 handed.append(head_cache)
         if not new:
             return
-        cache = self._cache or BatchMtpCache(handed[0].mtp)
+        first = handed[0]
+        cache = self._cache or BatchHeadCache(type(first), first.mtp)
         cache.join(handed)
         self._cache, self._requests = cache, self._requests + new
         for request in new:
@@ -187,7 +185,7 @@ class SharedHead(SharedDrafter):
             head_round.rollback()
             raise
 
-    def _feed(self, head_round: BatchMtpRound, counts: list[int]) -> None:
+    def _feed(self, head_round: BatchHeadRound, counts: list[int]) -> None:
         """Feed the next positions of every request, so many of each."""
         width = max(counts)
         if not width:
@@ -216,7 +214,7 @@ def _head(request: Drafted) -> MtpDrafter:
     return head
 
 
-def _handed(request: Drafted) -> MtpCache | None:
+def _handed(request: Drafted) -> RowCache | None:
     """Return what a request's own drafter holds; None: it fails, or has failed."""
     drafter = request.open_drafter.shared
     head = drafter.batch_head
@@ -226,7 +224,7 @@ def _handed(request: Drafted) -> MtpCache | None:
     if drafter.disabled:
         return None
     try:
-        handed: MtpCache = head.hand_over()
+        handed: RowCache = head.hand_over()
         return handed
     except Exception as error:
         drafter.fail("begin", error)  # which raises MemoryError

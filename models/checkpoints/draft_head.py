@@ -19,14 +19,15 @@ TokensOf = Callable[[int, int, int], mx.array]
 
 
 class ChooseNext(Protocol):
-    """Chooses the next draft."""
+    """Chooses the next draft, of one text or of many."""
 
     def __call__(self, logits: mx.array, ids: mx.array | None = None) -> mx.array:
-        """Return the token, [1], that is chosen from logits [1, n].
+        """Return the tokens, [texts], that are chosen from logits [texts, n].
 
         Args:
             logits: for the next draft.
-            ids: the token ids of the columns, uint32 [n]; the head's when omitted.
+            ids: the token ids of the columns, uint32 [n], or of each text [texts, n];
+                the head's when omitted.
         """
         ...
 
@@ -87,6 +88,20 @@ class HeadOnTarget(ABC):
             self.history(hidden[:, :-1], tokens[:, :-1], caches, layer)
         return self.rows(hidden[:, -1:], tokens[:, -1:], caches, layer)
 
+    def draft(
+        self,
+        hidden: mx.array,
+        tokens: mx.array,
+        caches: Sequence[Any],
+        count: int,
+        choose: ChooseNext,
+    ) -> None:
+        """Write positions, and draft behind them one by one; see `ParallelHead`."""
+        for _ in range(count):
+            out = self.step(hidden, tokens, caches)
+            tokens = choose(out.logits[:, -1])[:, None]
+            hidden = out.recycled[:, -1:]
+
     def history(
         self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
     ) -> None:
@@ -124,6 +139,11 @@ class HeadCache(Protocol):
     @property
     def lag(self) -> int:
         """Positions by which a layer lags the first one."""
+        ...
+
+    @property
+    def batched(self) -> bool:
+        """Return whether a batch can hold its rows beside others."""
         ...
 
     @property

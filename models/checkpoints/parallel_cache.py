@@ -33,8 +33,8 @@ class ParallelHead(Protocol):
         """Write the keys and values of positions of committed text.
 
         Args:
-            hidden: what is read of them, [1, positions, dim].
-            tokens: the one after each, ids [1, positions].
+            hidden: what is read of them, [texts, positions, dim].
+            tokens: the one after each, ids [texts, positions].
             caches: what they are written to.
         """
         ...
@@ -54,7 +54,7 @@ class ParallelHead(Protocol):
             tokens: likewise; the last one is the newest.
             caches: what they are written to, and then what is drafted.
             count: how many drafts, at most the head's depth.
-            choose: gets logits [1, n] for each draft in turn, and returns it, [1].
+            choose: gets logits [texts, n] for each draft in turn, returns it, [texts].
         """
         ...
 
@@ -63,13 +63,19 @@ class ParallelCache:
     """The caches of a head, from position `first` on; used as `MtpCache` are.
 
     Args:
-        head: the head on its target.
+        mtp: the head on its target.
         first: the first position that they will hold.
+
+    Attributes:
+        mtp: as passed.
+        caches: those of its layers.
     """
 
-    def __init__(self, head: ParallelHead, first: int = 0) -> None:
-        self._head = head
-        self._caches = with_slack(head.new_caches())
+    batched = True
+
+    def __init__(self, mtp: ParallelHead, first: int = 0) -> None:
+        self.mtp = mtp
+        self.caches = with_slack(mtp.new_caches())
         self._round: Speculation | None = None
         self.first = self.end = first
         self._before = self._after = first
@@ -82,31 +88,37 @@ class ParallelCache:
     @property
     def held(self) -> list[Any]:
         """The caches, for a count of bytes."""
-        return self._caches
+        return self.caches
 
     @property
     def again(self) -> int:
         """The number of last tokens that are fed again; see `fed_again`."""
-        return fed_again([self._caches])
+        return fed_again([self.caches])
+
+    def take(self, caches: list[Any], end: int) -> None:
+        """Hold these caches, which end before a position; see `MtpCache`."""
+        self.caches = with_slack(caches)
+        self.end = self._before = self._after = end
+        self._round = None
 
     def kept(self) -> tuple[list[Any], int] | None:
         """Return caches and how many rows each holds; see `MtpCache`."""
-        return None if self.first else first_rows(self._caches, self.end)
+        return None if self.first else first_rows(self.caches, self.end)
 
     def resume(self, snapshot: Snapshot) -> None:
         """Hold the rows that `kept` has returned, of a beginning of the text."""
-        restore(snapshot, self._caches)
+        restore(snapshot, self.caches)
         self.end = self._before = self._after = snapshot.stop
 
     def feed(self, hidden: mx.array, stop: int, tokens_of: TokensOf) -> None:
         """Write positions of committed text, and keep them; see `HeadCache`."""
         tokens = tokens_of(0, self.end, stop - self.end)
-        with Speculation(self._caches, whole=True) as speculation:
-            self._head.history(hidden, tokens, speculation.caches)
+        with Speculation(self.caches, whole=True) as speculation:
+            self.mtp.history(hidden, tokens, speculation.caches)
             speculation.commit(stop - self.end)
         self.end = self._before = self._after = stop
         self._round = None
-        mx.eval(states(self._caches))
+        mx.eval(states(self.caches))
 
     def draft(
         self,
@@ -118,9 +130,9 @@ class ParallelCache:
     ) -> None:
         """Open a round: write positions, and draft behind them; see `HeadCache`."""
         self._before, self._after = self.end, stop
-        self._round = Speculation(self._caches)
+        self._round = Speculation(self.caches)
         tokens = tokens_of(0, self.end, stop - self.end)
-        self._head.draft(hidden, tokens, self._round.caches, count, choose)
+        self.mtp.draft(hidden, tokens, self._round.caches, count, choose)
 
     def commit(self) -> None:
         """Keep what of the round is of committed text."""

@@ -62,7 +62,7 @@ class DFlashAttention(qwen3.Attention):
         return result
 
     def attend(self, x: mx.array, context: mx.array, cache: Any) -> mx.array:
-        """Attend from a block [1, block, dim] behind new context [1, rows, dim]."""
+        """Attend from a block [batch, block, dim] behind context [batch, n, dim]."""
         start = cache.offset + context.shape[1]
         queries, gates = by_head(self.q_proj(x), self.n_heads), None
         if self._gated:
@@ -77,6 +77,7 @@ class DFlashAttention(qwen3.Attention):
             window=self._window,
             causal=self._causal,
             sinks=self.get(SINKS),
+            start=start,
         )
         if gates is not None:
             result = result * mx.sigmoid(gates)
@@ -98,10 +99,13 @@ def attended(
     window: int | None,  # how many positions a row sees; None: all
     causal: bool,  # whether it sees no position behind its own
     sinks: mx.array | None = None,  # [heads]
+    # Where the block begins; an array where texts of other lengths are held together,
+    # each from row 0 on
+    start: Any = 0,
 ) -> mx.array:
     """Return what a block attends to, [batch, heads, block, size]."""
     size, rows = queries.shape[2], keys.shape[2]
-    if window is not None:
+    if window is not None and isinstance(start, int):
         rows = min(rows, window - 1 + size)
         keys, values = keys[..., -rows:, :], values[..., -rows:, :]
     result: mx.array = scaled_dot_product_attention(
@@ -110,19 +114,23 @@ def attended(
         values,
         cache=None,
         scale=scale,
-        mask=_mask(size, rows, window, causal),
+        mask=_mask(size, rows, window, causal, start),
         sinks=sinks,
     )
     return result
 
 
-def _mask(size: int, rows: int, window: int | None, causal: bool) -> mx.array | None:
-    """Return which of the last `rows` positions the last `size` see; None: all."""
-    if window is None and not causal:
+def _mask(
+    size: int, rows: int, window: int | None, causal: bool, start: Any
+) -> mx.array | None:
+    """Return which of the last `rows` positions the block of `size` sees; None: all."""
+    first: Any = rows - size
+    if isinstance(start, mx.array):
+        first = start[:, None, None, None]
+    elif window is None and not causal:
         return None
-    behind = mx.arange(rows - size, rows)[:, None] - mx.arange(rows)[None]
-    mask = behind >= 0 if causal else None
-    if window is None:
-        return mask
-    near = behind < window
-    return near if mask is None else near & mask
+    positions, columns = first + mx.arange(size)[:, None], mx.arange(rows)
+    mask: mx.array = columns <= positions if causal else columns < first + size
+    if window is not None:
+        mask = mask & (columns > positions - window)
+    return mask

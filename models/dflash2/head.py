@@ -55,16 +55,16 @@ class CandidateSelector(nn.Module):
         self.hidden_projection = nn.Linear(dim, rank, bias=False)
 
     def edges(self, state: mx.array, token: mx.array, ids: mx.array) -> mx.array:
-        """Return what is added to the logits of candidates, float32 [1, candidates].
+        """Return additions to logits of candidates, float32 [texts, candidates].
 
         Args:
-            state: that they are made of, [1, dim].
-            token: the one before, [1].
-            ids: of the candidates, uint32 [candidates].
+            state: that they are made of, [texts, dim].
+            token: the one before, [texts].
+            ids: of the candidates, uint32 [texts, candidates].
         """
         mixed = self.predecessor_codebook[token] * self.hidden_projection(state)
-        result: mx.array = (mixed @ self.successor_codebook[ids].T).astype(mx.float32)
-        return result
+        after = self.successor_codebook[ids].swapaxes(1, 2)
+        return (mixed[:, None] @ after)[:, 0].astype(mx.float32)
 
 
 class DFlash2Head(DFlashHead):
@@ -100,20 +100,18 @@ class DFlash2(DFlash):
         """Return the best ids of each draft, and their logits.
 
         Args:
-            normed: states after the norm, [1, drafts, dim].
+            normed: states after the norm, [texts, drafts, dim].
 
         Returns:
-            ids uint32 [drafts, candidates], which differ, in no order; and
-            float32 [drafts, candidates].
+            ids uint32 [texts, drafts, candidates], which differ, in no order; and
+            float32 [texts, drafts, candidates].
         """
-        settings, logits = (
-            self.head.selection,
-            self._logits(normed)[0].astype(mx.float32),
-        )
+        settings = self.head.selection
+        logits = self._logits(normed).astype(mx.float32)
         if settings.vocab is not None:
-            logits = logits[:, : settings.vocab]
+            logits = logits[..., : settings.vocab]
         top = min(settings.top, logits.shape[-1])
-        ids = mx.argpartition(logits, -top, axis=-1)[:, -top:]
+        ids = mx.argpartition(logits, -top, axis=-1)[..., -top:]
         return ids, mx.take_along_axis(logits, ids, axis=-1)
 
     def draft(
@@ -128,10 +126,13 @@ class DFlash2(DFlash):
         token = tokens[:, -1:]
         normed = self.rows(context, token, caches, count)
         ids, logits = self.candidates(normed)
-        selector, before = self.head.candidate_selector, token[0]
+        selector, before = self.head.candidate_selector, token[:, 0]
         for index in range(count):
-            edges = selector.edges(normed[:, index], before, ids[index])
-            before = choose(logits[index : index + 1] + edges, ids[index])
+            some = ids[:, index]
+            edges = selector.edges(normed[:, index], before, some)
+            before = choose(
+                logits[:, index] + edges, some if len(some) > 1 else some[0]
+            )
 
     def _embedded(self, block: mx.array) -> mx.array:
         result, scale = super()._embedded(block), self.head.selection.embedding_scale

@@ -38,7 +38,7 @@ class GemmaBlockAttention(gemma4_text.Attention):
         return written
 
     def attend(self, x: mx.array, context: mx.array, cache: Any) -> mx.array:
-        """Attend from a block [1, block, dim] behind new context [1, rows, dim]."""
+        """Attend from a block [batch, block, dim] behind context [batch, n, dim]."""
         start = cache.offset + context.shape[1]
         queries = self.q_norm(by_head(self.q_proj(x), self.n_heads))
         queries = self.rope(queries, offset=start)
@@ -50,6 +50,7 @@ class GemmaBlockAttention(gemma4_text.Attention):
             scale=self.scale,
             window=self._window,
             causal=self._causal,
+            start=start,
         )
         out: mx.array = self.o_proj(result.swapaxes(1, 2).flatten(2))
         return out

@@ -93,7 +93,7 @@ class DSpark(DFlash):
         normed = self.rows(context, token, caches, count)
         logits = self._logits(normed)
         markov: MarkovHead | None = head.get("markov_head")
-        last, memory = token[0], None
+        last, memory = token[:, 0], None
         for index in range(count):
             row = logits[:, index]
             if markov is not None:

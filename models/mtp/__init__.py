@@ -4,7 +4,11 @@
 what no tensor shows. The head as a drafter is in the engine.
 """
 
-from mlx_speculation.models.mtp.batch_cache import BatchMtpCache, BatchMtpRound
+from mlx_speculation.models.mtp.batch_cache import (
+    BatchHeadCache,
+    BatchHeadRound,
+    RowCache,
+)
 from mlx_speculation.models.mtp.cache import MtpCache
 from mlx_speculation.models.mtp.files import is_split_head
 from mlx_speculation.models.mtp.head import Mtp, MtpHead
@@ -15,11 +19,12 @@ from mlx_speculation.models.mtp.load_with_convention import (
 )
 
 __all__ = [
-    "BatchMtpCache",
-    "BatchMtpRound",
+    "BatchHeadCache",
+    "BatchHeadRound",
     "Mtp",
     "MtpCache",
     "MtpHead",
+    "RowCache",
     "find_mtp_head",
     "is_split_head",
     "load_mtp_head",

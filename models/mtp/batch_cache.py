@@ -1,4 +1,4 @@
-"""The KV cache of a head for the rows of a batch; `models/mtp/cache.py` has one row's.
+"""The KV cache of a head for the rows of a batch; those of one are like `MtpCache`.
 
 Rows have different numbers of positions to be written: those of committed text since
 the last round. They are fed together, shorter rows padded on the right, and each keeps
@@ -12,30 +12,39 @@ text:
     drafted from     7 d1 d2                4 d1 d2
     kept             7                      4
 
-Padding is never attended to: it stands behind the positions of its forward, and is gone
-when the next one is written. So no row waits for another, and none is fed twice.
+A head that makes all drafts in one forward (`ParallelCache`) writes them behind 7 and 4
+at once, and they go as well. Padding is never attended to: it stands behind the
+positions of its forward, and is gone when the next one is written. So no row waits for
+another, and none is fed twice.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from mlx_speculation.caches import Speculation, array_bytes, merged, states
-from mlx_speculation.models.checkpoints.draft_head import HeadOnTarget, HeadOutput
+from mlx_speculation.models.checkpoints.draft_head import ChooseNext
+from mlx_speculation.models.checkpoints.parallel_cache import ParallelCache
 from mlx_speculation.models.mtp.cache import MtpCache
 
+RowCache = MtpCache | ParallelCache
 
-class BatchMtpCache:
-    """The caches of a head of one layer for several rows.
+
+class BatchHeadCache:
+    """The caches of a head for several rows, none of a chain of layers.
+
+    Args:
+        kind: of a row's caches: `MtpCache` or `ParallelCache`.
+        mtp: the head on its target.
 
     Attributes:
         ends: for each row, the position that comes next.
         firsts: for each row, the first position that is held.
     """
 
-    def __init__(self, mtp: HeadOnTarget) -> None:
-        self.mtp = mtp
+    def __init__(self, kind: Callable[..., RowCache], mtp: Any) -> None:
+        self.kind, self.mtp = kind, mtp
         self.caches: list[Any] = []
         self.ends: list[int] = []
         self.firsts: list[int] = []
@@ -45,7 +54,7 @@ class BatchMtpCache:
         """Bytes of the caches, as allocated."""
         return array_bytes(self.caches)
 
-    def join(self, each: Sequence[MtpCache]) -> None:
+    def join(self, each: Sequence[RowCache]) -> None:
         """Let rows join behind those that are there; what they hold is copied.
 
         If it fails, the cache is as before.
@@ -71,21 +80,21 @@ class BatchMtpCache:
         self.ends = [self.ends[row] for row in stay]
         self.firsts = [self.firsts[row] for row in stay]
 
-    def extract(self, row: int) -> MtpCache:
+    def extract(self, row: int) -> RowCache:
         """Return a copy of what one row holds, as it would be held alone."""
-        alone = MtpCache(self.mtp, self.firsts[row])
+        alone = self.kind(self.mtp, self.firsts[row])
         alone.take([cache.extract(row) for cache in self.caches], self.ends[row])
         return alone
 
-    def begin(self) -> "BatchMtpRound":
+    def begin(self) -> "BatchHeadRound":
         """Open a round."""
-        return BatchMtpRound(self)
+        return BatchHeadRound(self)
 
 
-class BatchMtpRound:
+class BatchHeadRound:
     """Writes to the caches of all rows, which can be undone until others are made."""
 
-    def __init__(self, cache: BatchMtpCache) -> None:
+    def __init__(self, cache: BatchHeadCache) -> None:
         self._cache = cache
         self._before = cache.ends
         self._speculations: list[Speculation] = []
@@ -103,19 +112,22 @@ class BatchMtpRound:
         self._cache.mtp.history(hidden, tokens, speculation.caches)
         self._keep(speculation, keep)
 
-    def step(self, hidden: mx.array, tokens: mx.array) -> HeadOutput:
-        """Write one position of every row, and return what the head makes of it.
+    def draft(
+        self, hidden: mx.array, tokens: mx.array, count: int, choose: ChooseNext
+    ) -> None:
+        """Write one position of every row, and draft behind it; see `ParallelHead`.
 
         Args:
-            hidden: the target's states, or what the last step recycled, [rows, 1, dim].
+            hidden: the target's states, [rows, 1, dim].
             tokens: ids that they are paired with, [rows, 1].
+            count: how many drafts.
+            choose: gets logits [rows, n] of the next ones, and returns them, [rows].
         """
-        if self._drafting is None:
-            self._drafting = self._open()
-        return self._cache.mtp.step(hidden, tokens, self._drafting.caches)
+        self._drafting = self._open()
+        self._cache.mtp.draft(hidden, tokens, self._drafting.caches, count, choose)
 
     def commit(self, keep: Sequence[int]) -> None:
-        """Keep so many positions of each row's steps."""
+        """Keep so many positions of each row's drafting."""
         if self._drafting is not None:
             self._keep(self._drafting, keep)
 

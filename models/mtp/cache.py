@@ -81,6 +81,11 @@ class MtpCache:
         return self.end - min(self._state.ends)
 
     @property
+    def batched(self) -> bool:
+        """Return whether a batch can hold its rows beside others: not of a chain."""
+        return not self.mtp.head.chained
+
+    @property
     def caches(self) -> list[Any]:
         """The caches of the first layer, which makes all drafts but in a chain."""
         return self._caches[0]

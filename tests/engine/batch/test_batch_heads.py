@@ -12,19 +12,23 @@ from mlx_speculation import (
     LookupDraft,
     PrefixCache,
     Sampling,
-    SpeculativeGenerator,
 )
-from mlx_speculation.engine import CascadeDraft, EagleDraft, MtpDrafter
+from mlx_speculation.engine import CascadeDraft, EagleDraft
 from mlx_speculation.engine.round.outcome import Pending
 from mlx_speculation.engine.shared_drafters import shared_head
 from mlx_speculation.engine.shared_drafters.shared_head import SharedHead
 from mlx_speculation.models.checkpoints import HeadOutput
-from mlx_speculation.models.mtp import BatchMtpRound
+from mlx_speculation.models.mtp import BatchHeadRound
 from support.drafters import batches
 from support.drafters.batch_heads import (
     HeadBench,
     KnowingMtp,
+    asked,
+    compare,
+    drafts_alone,
+    drafts_of,
     eagle_on,
+    generator_of,
     head_bench,
     knowing,
     mtp_on,
@@ -38,7 +42,6 @@ from support.drafters.batches import (
 )
 from support.drafters.scripted_draft_lengths import Planned
 from support.identity import prompt_of
-from support.models.tiny_tokenizer import byte_tokenizer
 
 CASES = [Case(p, s, 18) for p in (2, 17, 40) for s in SAMPLINGS[:2]]
 # Hybrid, a sliding head, two caches, plain with one draft.
@@ -85,62 +88,6 @@ def test_a_round_is_one_forward_of_the_target_and_one_of_the_head_a_token(
     assert batch.stats.acceptance_rate > 0.5
 
 
-def drafts_of(generator: SpeculativeGenerator, cases: list[Case]) -> list[Any]:
-    """Return each row's drafts and statistics in a batch."""
-    drafted: dict[int, list[list[int]]] = {}
-    plain = SharedHead.propose
-
-    def noting(self: Any, requests: Any, limits: Any) -> Any:
-        found = plain(self, requests, limits)
-        together = batch._groups[None].rows
-        for row, draft in zip(together, found[0], strict=True):
-            if draft.length:
-                drafted.setdefault(row.uid, []).append(listed(draft.tokens))
-        return found
-
-    with pytest.MonkeyPatch.context() as patch, BatchGenerator(generator) as batch:
-        patch.setattr(SharedHead, "propose", noting)
-        uids = [batch.insert(**asked(case)) for case in cases]
-        run(batch)
-        assert not batch.stats.alone
-        return [(batch.result(uid), drafted[uid]) for uid in uids]
-
-
-def drafts_alone(generator: SpeculativeGenerator, case: Case) -> Any:
-    """Return the drafts and statistics of a row by itself."""
-    drafted: list[list[int]] = []
-    plain = MtpDrafter.propose
-
-    def noting(self: Any, *args: Any) -> Any:
-        found = plain(self, *args)
-        drafted.append(listed(found.tokens))
-        return found
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MtpDrafter, "propose", noting)
-        result = generator.generate(**asked(case))
-    return result, [draft for draft in drafted if draft]
-
-
-def asked(case: Case) -> dict[str, Any]:
-    return {
-        "prompt": prompt_of(case.prompt),
-        "sampling": case.sampling,
-        "max_tokens": case.max_tokens,
-        "stop_tokens": (),
-    }
-
-
-def listed(tokens: mx.array) -> list[int]:
-    found: Any = tokens.tolist()
-    return list(found)
-
-
-def generator_of(target: Any, draft: Any, **options: Any) -> SpeculativeGenerator:
-    options.setdefault("draft_length", 3)
-    return SpeculativeGenerator(target, byte_tokenizer(), draft=draft, **options)
-
-
 @pytest.mark.parametrize(
     "layout",
     [*COMMON, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)],
@@ -163,19 +110,6 @@ def test_drafts_of_rows_are_those_of_the_rows_alone(layout: str) -> None:
 def test_drafts_of_eagle_are_those_of_the_rows_alone(name: str, dialect: str) -> None:
     model = head_bench(name).model
     compare(generator_of(model, eagle_on(model, dialect)))
-
-
-def compare(generator: SpeculativeGenerator) -> None:
-    """Require the drafts of rows alone, token for token, greedy and keyed."""
-    cases = [Case(p, s, 10) for p, s in zip((2, 17, 40), SAMPLINGS[:3], strict=True)]
-    for case, (result, drafts) in zip(cases, drafts_of(generator, cases), strict=True):
-        alone, expected = drafts_alone(generator, case)
-        assert drafts == expected != []
-        assert result.tokens == alone.tokens
-        assert result.stats.accepted == alone.stats.accepted
-        assert result.stats.drafted == alone.stats.drafted
-        assert result.stats.rounds == alone.stats.rounds
-        assert result.stats.sources.keys() == alone.stats.sources.keys()
 
 
 @pytest.mark.parametrize("acceptance", ["rejection", "block"])
@@ -326,7 +260,7 @@ def test_an_interrupt_among_plain_steps_takes_their_states_back(where: str) -> N
 def test_an_interrupt_while_catching_up_leaves_the_head_as_it_was(where: str) -> None:
     """States of plain steps are still held then, and none of them is fed twice."""
     made, cases = head_bench("llama"), [CASES[0], CASES[3], CASES[4]]
-    plain = getattr(BatchMtpRound, where)
+    plain = getattr(BatchHeadRound, where)
     generator, catching = made.generator("mtp"), []
     catch_up = SharedHead._catch_up
 
@@ -335,17 +269,17 @@ def test_an_interrupt_while_catching_up_leaves_the_head_as_it_was(where: str) ->
         catch_up(drafter)
         catching.append(False)
 
-    def failing(head_round: BatchMtpRound, *args: Any) -> None:
+    def failing(head_round: BatchHeadRound, *args: Any) -> None:
         plain(head_round, *args)
         if catching[-1:] == [True]:
             catching.clear()
-            patch.setattr(BatchMtpRound, where, plain)
+            patch.setattr(BatchHeadRound, where, plain)
             raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch, BatchGenerator(generator) as batch:
         patch.setattr(shared_head, "LONGEST_LAG", 1)
         patch.setattr(SharedHead, "_catch_up", noting)
-        patch.setattr(BatchMtpRound, where, failing)
+        patch.setattr(BatchHeadRound, where, failing)
         rows = insert_planned(made, batch, [2, 0, 0, 0, 3, 0], cases)
         with pytest.raises(KeyboardInterrupt):
             run(batch)

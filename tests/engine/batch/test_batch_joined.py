@@ -30,6 +30,7 @@ from mlx_speculation.engine.drafters.draft import Draft
 from mlx_speculation.engine.drafters.gemma_assistant import AssistantDrafter
 from mlx_speculation.engine.drafters.mtp import MtpDrafter
 from mlx_speculation.engine.result import Result
+from mlx_speculation.engine.shared_drafters.shared import SharedDrafter
 from mlx_speculation.models import Lane
 from mlx_speculation.samplers import Constraint, TokenAutomaton
 from mlx_speculation.samplers.constraints.llguidance import json_schema, regex
@@ -304,6 +305,17 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Drafts:
 
     noting(MtpDrafter)
     noting(AssistantDrafter)
+    plain = SharedDrafter.propose
+
+    def propose(self: Any, requests: Any, limits: Any) -> Any:
+        drafts, failed = plain(self, requests, limits)
+        for request, limit, draft in zip(requests, limits, drafts, strict=True):
+            if limit == 3 and draft.length:
+                tokens: Any = draft.tokens.tolist()
+                found[tuple(request.sequence.tokens)] = tokens
+        return drafts, failed
+
+    monkeypatch.setattr(SharedDrafter, "propose", propose)
     return found
 
 

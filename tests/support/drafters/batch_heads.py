@@ -9,15 +9,27 @@ from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
+import pytest
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 from numpy.typing import NDArray
 
-from mlx_speculation import SpeculativeGenerator
-from mlx_speculation.engine import EagleDraft, MtpDraft
+from mlx_speculation import BatchGenerator, SpeculativeGenerator
+from mlx_speculation.engine import EagleDraft, MtpDraft, MtpDrafter
+from mlx_speculation.engine.shared_drafters.shared_head import SharedHead
 from mlx_speculation.models import HiddenStates
 from mlx_speculation.models.checkpoints import HeadOutput
+from mlx_speculation.models.checkpoints.draft_head import HeadOnTarget
 from mlx_speculation.models.mtp import MtpHead
-from support.drafters.batches import LONGEST, MODELS, PROMPTS, SAMPLINGS, Bench, noisy
+from support.drafters.batches import (
+    LONGEST,
+    MODELS,
+    PROMPTS,
+    SAMPLINGS,
+    Bench,
+    Case,
+    noisy,
+    run,
+)
 from support.identity import prompt_of
 from support.models.eagle_checkpoints import write_eagle
 from support.models.mtp_checkpoints import LAYOUTS, family, make
@@ -137,6 +149,8 @@ class KnowingMtp:
         said = mx.where(ids == mx.array(logits)[:, None], 100.0, -100.0)[:, None]
         state = mx.array(own)[:, None, None]
         return HeadOutput(mx.broadcast_to(state, (len(own), 1, hidden.shape[2])), said)
+
+    draft = HeadOnTarget.draft
 
     def _write(
         self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any]
@@ -319,3 +333,72 @@ def mtp_on(layout: str) -> tuple[Any, MtpDraft]:
         depth=found.depth,
     )
     return target, MtpDraft(cast(Any, target), made)
+
+
+def drafts_of(generator: SpeculativeGenerator, cases: list[Case]) -> list[Any]:
+    """Return each row's drafts and statistics in a batch."""
+    drafted: dict[int, list[list[int]]] = {}
+    plain = SharedHead.propose
+
+    def noting(self: Any, requests: Any, limits: Any) -> Any:
+        found = plain(self, requests, limits)
+        together = batch._groups[None].rows
+        for row, draft in zip(together, found[0], strict=True):
+            if draft.length:
+                drafted.setdefault(row.uid, []).append(listed(draft.tokens))
+        return found
+
+    with pytest.MonkeyPatch.context() as patch, BatchGenerator(generator) as batch:
+        patch.setattr(SharedHead, "propose", noting)
+        uids = [batch.insert(**asked(case)) for case in cases]
+        run(batch)
+        assert not batch.stats.alone
+        return [(batch.result(uid), drafted[uid]) for uid in uids]
+
+
+def drafts_alone(generator: SpeculativeGenerator, case: Case) -> Any:
+    """Return the drafts and statistics of a row by itself."""
+    drafted: list[list[int]] = []
+    plain = MtpDrafter.propose
+
+    def noting(self: Any, *args: Any) -> Any:
+        found = plain(self, *args)
+        drafted.append(listed(found.tokens))
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MtpDrafter, "propose", noting)
+        result = generator.generate(**asked(case))
+    return result, [draft for draft in drafted if draft]
+
+
+def asked(case: Case) -> dict[str, Any]:
+    return {
+        "prompt": prompt_of(case.prompt),
+        "sampling": case.sampling,
+        "max_tokens": case.max_tokens,
+        "stop_tokens": (),
+    }
+
+
+def listed(tokens: mx.array) -> list[int]:
+    found: Any = tokens.tolist()
+    return list(found)
+
+
+def generator_of(target: Any, draft: Any, **options: Any) -> SpeculativeGenerator:
+    options.setdefault("draft_length", 3)
+    return SpeculativeGenerator(target, byte_tokenizer(), draft=draft, **options)
+
+
+def compare(generator: SpeculativeGenerator) -> None:
+    """Require the drafts of rows alone, token for token, greedy and keyed."""
+    cases = [Case(p, s, 10) for p, s in zip((2, 17, 40), SAMPLINGS[:3], strict=True)]
+    for case, (result, drafts) in zip(cases, drafts_of(generator, cases), strict=True):
+        alone, expected = drafts_alone(generator, case)
+        assert drafts == expected != []
+        assert result.tokens == alone.tokens
+        assert result.stats.accepted == alone.stats.accepted
+        assert result.stats.drafted == alone.stats.drafted
+        assert result.stats.rounds == alone.stats.rounds
+        assert result.stats.sources.keys() == alone.stats.sources.keys()
