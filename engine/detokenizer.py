@@ -185,10 +185,13 @@ class ChunkQueue:
         self.ready: deque[Chunk] = deque()
         self.taken: list[Chunk] = []
         self.reason: str | None = None
+        self._before: Any = None  # the text before the first cut of a round
 
     def cut(self, outcome: RoundOutcome) -> RoundOutcome:
         """Turn a round's tokens into chunks, up to a stop or the budget."""
         reason: str | None = None
+        if self._before is None:
+            self._before = self.text.fork()
         before = len(self.taken)
         for index, token in enumerate(outcome.tokens):
             text, stopped = self.text.add(token)
@@ -210,11 +213,19 @@ class ChunkQueue:
     def take(self, most: int | None = None) -> list[Chunk]:
         """Take the next chunks: all that are ready, or at most so many."""
         result: list[Chunk] = []
+        self._before = None
         for _ in range(len(self.ready) if most is None else most):
             chunk = self.ready.popleft()
             result.append(chunk)
             self.taken.append(chunk if chunk.logprob is None else chunk.without_row)
         return result
+
+    def undo(self) -> None:
+        """Go back to the state before the cuts of a round whose chunks stay here."""
+        if self._before is not None:
+            self.ready.clear()
+            self.text.restore(self._before)
+            self._before = None
 
     def put_back(self) -> None:
         """Make the last chunk that was taken the next one again."""

@@ -124,7 +124,13 @@ class Generation:
             if self._session is not None and self.decoder.planned:
                 self._session.turn()  # else the exchange of its plan begins it
             budget = chunks.max_tokens - self._statistics.emitted
-            chunks.reason = self.decoder.next_round(budget, chunks.cut)
+            known = len(self._tokens)
+            try:
+                chunks.reason = self.decoder.next_round(budget, chunks.cut)
+            except BaseException:
+                if len(self._tokens) == known:  # undone, and may be run again
+                    chunks.undo()
+                raise
             if self.prefixes is not None:
                 self.prefixes.between_rounds()
             if chunks.reason is not None:
@@ -138,13 +144,11 @@ class Generation:
                 self.end("error")
             raise
 
-    def take(self, most: int | None = None) -> list[Chunk]:
-        """Take the next chunks, all of the round or fewer; the last ends the text."""
+    def end_if_taken(self) -> None:
+        """End the text when its last chunk was taken."""
         chunks = self.chunks
-        result = chunks.take(most)
-        if result and chunks.reason is not None and not chunks.ready:
+        if self.result is None and chunks.reason is not None and not chunks.ready:
             self.end(chunks.reason)
-        return result
 
     def warn_of_faults(self) -> None:
         """Warn once that a drafter is disabled; the statistics have every one."""
@@ -333,7 +337,9 @@ class Stream:
         self.generation.decoder.fits = fits
         with DeferredSignals(checkpoints=True):
             self.generation.advance()
-            return self.generation.take()
+            result = self.generation.chunks.take()
+            self.generation.end_if_taken()
+            return result
 
     def __iter__(self) -> Iterator[Chunk]:
         return self
@@ -350,7 +356,9 @@ class Stream:
                 generation.advance()
                 if generation.result is not None:
                     raise StopIteration
-                (chunk,) = generation.take(1)
+                (chunk,) = chunks.take(1)
+                if chunks.reason is not None:
+                    generation.end_if_taken()
                 if session is not None:
                     session.settled()
                 return chunk

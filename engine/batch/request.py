@@ -57,7 +57,6 @@ class BatchRequest:
     error: Exception | None = None  # what it has failed with
     # Of its last round, to be given out
     chunks: list[Chunk] = field(default_factory=list)
-    before: Any = None  # its text before the round, which `take_back` goes back to
 
     # Found once, as they are asked for in each round:
     generation: Generation = field(init=False)  # of its stream
@@ -119,11 +118,6 @@ class BatchRequest:
             if not raised_by_signal(error):
                 self.generation.end("error")
             raise
-
-    def take_back(self) -> None:
-        """Go back to the state before a round that has failed for all."""
-        self.generation.chunks.ready.clear()
-        self.generation.chunks.text.restore(self.before)
 
     def keep_prompt(self) -> None:
         """Leave what was read of the prompt to later requests already now."""

@@ -135,7 +135,7 @@ class RunningTogether:
         except BaseException as error:
             rounds.undo(before, error)
             for row in rows:
-                row.take_back()
+                row.generation.chunks.undo()
             raise
         self._finish(result, drafts, context, ahead)
 
@@ -155,7 +155,7 @@ class RunningTogether:
         if gone:
             self.leave(gone)
         for row in self.rows:
-            row.chunks, row.before = [], row.generation.chunks.text.fork()
+            row.chunks = []
         if self._rounds.proposals.shared is not None:
             self._rounds.proposals.shared.follow(self._running.requests)
 

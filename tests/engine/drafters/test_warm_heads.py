@@ -335,3 +335,39 @@ def test_a_turn_after_a_batch_is_that_after_a_stream(
     for prompt, text in zip(prompts, texts, strict=True):
         known = [*prompt, *text]
         assert second(batched, known) == second(streams, known)
+
+
+@pytest.mark.parametrize("kind", ["peagle", "dflash", "mtp, one layer"])
+def test_a_batch_leaves_what_a_stream_leaves(kind: str) -> None:
+    """Beside others that draft, the last token of a text may not be fed any more."""
+    target, draft = KINDS[kind]()
+    options: dict[str, Any] = {"max_tokens": 17, "stop_tokens": ()}
+    prompts = [prompt_of(count) for count in (37, 22)]
+
+    def stops(texts: list[list[int]], prefixes: PrefixCache) -> list[list[int]]:
+        roles = range(len(prefixes._roles))
+        both = [[prefixes.lookup(role, known) for role in roles] for known in texts]
+        return [[0 if rows is None else rows.stop for rows in each] for each in both]
+
+    def left(prompts: list[list[int]], *, batched: bool) -> list[list[int]]:
+        prefixes = PrefixCache(1 << 30)
+        generator = SpeculativeGenerator(
+            target,
+            byte_tokenizer(),
+            draft=draft,
+            draft_length=3,
+            prefix_cache=prefixes,
+        )
+        if batched:
+            results = generator.generate_batch(prompts, **options)
+        else:
+            results = [generator.generate(prompt, **options) for prompt in prompts]
+        pairs = zip(prompts, results, strict=True)
+        return stops([prompt + result.tokens for prompt, result in pairs], prefixes)
+
+    alone = left(prompts, batched=False)
+    for prompt, expected in zip(prompts, alone, strict=True):
+        assert left([prompt], batched=True) == [expected]
+    for ours, theirs in zip(left(prompts, batched=True), alone, strict=True):
+        missing = {stop - other for stop, other in zip(theirs, ours, strict=True)}
+        assert missing in ({0}, {1})
