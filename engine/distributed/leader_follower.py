@@ -156,10 +156,11 @@ class RankedDrafter(WrappedDrafter):
         return self._role.draft(decide)
 
 
-class RankedDecisions:
-    """The `engine.round.request.Decisions` of the leader, on every rank."""
+class RankedDecisions(Verifier):
+    """The decisions of the leader's verifier, on every rank."""
 
     def __init__(self, role: LeaderFollower, inner: Verifier) -> None:
+        super().__init__(inner.chooser)
         self._role, self._inner = role, inner
 
     def verify(

@@ -1,11 +1,7 @@
 """Requests, each put together once, and those that run together on a lane."""
 
-from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import Protocol
-
-import mlx.core as mx
 
 from mlx_speculation.engine.draft_length.base import DraftLengthPolicy
 from mlx_speculation.engine.drafters.base import OpenDrafter
@@ -15,40 +11,12 @@ from mlx_speculation.engine.stats import Statistics
 from mlx_speculation.engine.timing import RoundClock
 from mlx_speculation.errors import SpeculationError
 from mlx_speculation.models import Lane, RequestLane, cuda_serves
-from mlx_speculation.samplers import Constrained, Rows, Verified, Verifier
+from mlx_speculation.samplers import Constrained, Verifier
 from mlx_speculation.samplers.constraints.masks import Masks
 
 
 def _clock() -> RoundClock:
     return RoundClock(waits=not cuda_serves())
-
-
-class Decisions(Protocol):
-    """Decides on the target's rows; with several ranks, as rank 0's `Verifier` does."""
-
-    def verify(
-        self,
-        logits: mx.array,
-        rows: Rows,
-        drafted: mx.array | None = None,
-        draft_probs: mx.array | None = None,
-        *,
-        top: int | None = None,
-    ) -> Verified:
-        """See `Verifier.verify`."""
-        ...
-
-    def sequential(
-        self,
-        logits: mx.array,
-        rows: Rows,
-        drafted: mx.array | None = None,
-        draft_probs: mx.array | None = None,
-        *,
-        top: int | None = None,
-    ) -> Iterator[Verified]:
-        """See `Verifier.sequential`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -64,8 +32,9 @@ class Request:
     policy: DraftLengthPolicy  # decides how many tokens to propose in a round
     # How many nodes a draft may have that is a tree; 0: drafts are chains
     tree: int = 0
-    # Decides in the place of the verifier; None: that does
-    decisions: Decisions | None = None
+    # Decides on the target's rows in the place of the verifier, see
+    # `engine.distributed`; None: that does
+    decisions: Verifier | None = None
     # Rehearses shapes of rounds; None: they need no rehearsal
     warmup: Warmup | None = None
     masks: Masks | None = None  # what its constraint allows, if it has one

@@ -137,7 +137,7 @@ def _decided(
                     raise
                 failed[place] = error
                 continue
-        verifier: Any = request.decisions or request.verifier
+        verifier = request.decisions or request.verifier
         if running.alone and not running.sequential:
             verified = verifier.verify(
                 logits[0], rows, drafted, draft.probs, top=request.top
