@@ -190,6 +190,9 @@ class RunningTogether:
             parts=seconds,
             fresh=self._drafting.met_new_shapes(),
         )
+        for place, draft in enumerate(drafts):
+            if draft.source == "forced":  # by a constraint: no source has drafted it
+                drafted[place] = accepted[place] = 0
         lengths = self._drafting.lengths
         lengths.note(self.rows, context, drafted, accepted, feedback)
         if gone:

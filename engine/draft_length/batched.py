@@ -175,7 +175,11 @@ class BatchDraftLength:
         accepted: list[int],
         feedback: Feedback,
     ) -> None:
-        """Learn from a round of these, given what each one drafted and accepted."""
+        """Learn from a round of these, given what each one's source drafted.
+
+        A round in which nothing was drafted counts as plain, also where others had
+        tokens that a constraint forced, which are no draft of a source.
+        """
         plan, noted = self.plan, set[int]()
         for row, count, right in zip(rows, drafted, accepted, strict=True):
             policy = row.policy
@@ -190,7 +194,8 @@ class BatchDraftLength:
             row.planned, row.next_plan = row.next_plan, None
         if plan is not None:
             mean = replace(feedback, accepted=sum(accepted) / len(rows))
-            self._rule.note(context, plan, mean)
+            followed = plan if any(drafted) else Plan(0, "plain")
+            self._rule.note(context, followed, mean)
         self.plan, self._next = self._next, None
 
     def rows_changed(self) -> None:

@@ -386,6 +386,25 @@ def test_requests_with_a_dspark_drafter_share_the_forwards_of_the_target() -> No
     assert together <= 1.1 * alone
 
 
+@pytest.mark.usefixtures("measured")
+@pytest.mark.parametrize("kind", ["lookup", "model", "cascade"])
+@pytest.mark.parametrize("names", [("schema",), ("schema", "automaton", None, None)])
+def test_forced_tokens_are_no_drafts_of_a_source(
+    kind: str, names: tuple[str | None, ...]
+) -> None:
+    """At lengths that a rule chooses, also where it chooses a plain step."""
+    fixed = made("llama", kind)
+    generator = SpeculativeGenerator(fixed.model, TOKENIZER, draft=fixed.draft)
+    each = [{"constraint": constraint(name or "")} for name in names]
+    prompts = [prompt_of(n) for n in (9, 17, 23, 30)[: len(names)]]
+    for _ in range(2):
+        results = generator.generate_batch(prompts, each=each, max_tokens=40)
+        for prompt, options, result in zip(prompts, each, results, strict=True):
+            alone = generator.generate(prompt, max_tokens=40, draft_length=0, **options)
+            assert result.tokens == alone.tokens
+    assert any(result.stats.sources["forced"].drafted for result in results)
+
+
 @cache
 def quantizable() -> tuple[Any, Any]:
     """Return a target whose heads can be quantized, and a draft that is often right."""
