@@ -5,7 +5,8 @@ draft, and a short draft beside a long one saves nothing. The rule takes the sou
 the width with the most expected tokens of all of them for their time, down to 0: plain
 decoding. Numbers of requests between powers of two share their costs; where the target
 is shown few numbers of them, those of one size do. What drafts have lost counts for all
-numbers. Requests that name a length of their own keep to it.
+numbers but 1: a request by itself is a stream. Requests that name a length of their own
+keep to it.
 """
 
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from typing import Protocol
 
 from mlx_speculation.engine.draft_length.base import DraftLengthPolicy, Feedback, Plan
 from mlx_speculation.engine.draft_length.costs import RoundCosts
-from mlx_speculation.engine.draft_length.rule import DraftRule, Offer
+from mlx_speculation.engine.draft_length.rule import Credit, DraftRule, Offer
 from mlx_speculation.engine.draft_length.ruled import RuleDraftLength, Survival
 
 
@@ -47,6 +48,8 @@ class BatchDraftLength:
     Args:
         rule: its sources are those of every request.
         costs: returns those of each source in rounds of so many requests.
+        alone: the credit that one request by itself drafts on, as a stream does; None:
+            that of `rule`.
 
     Attributes:
         plan: of the round, for all requests without a length of their own.
@@ -57,8 +60,10 @@ class BatchDraftLength:
         self,
         rule: DraftRule,
         costs: Callable[[int], SequenceOf[RoundCosts]],
+        alone: Credit | None = None,
     ) -> None:
         self._rule, self._costs = rule, costs
+        self._alone, self._together = alone or rule.credit, rule.credit
         self.bucket = self._context = 0
         self.plan: Plan | None = None
         self._next: Plan | None = None
@@ -75,6 +80,7 @@ class BatchDraftLength:
         bucket = row_bucket(len(rows)) if size is None else size
         if bucket != self.bucket:
             self.bucket, self.plan = bucket, None
+            self._rule.use(self._alone if bucket == 1 else self._together)
             each = zip(self._rule.sources, self._costs(bucket), strict=True)
             for source, costs in each:
                 source.costs = costs

@@ -25,7 +25,6 @@ from mlx_speculation.engine.draft_length.cost_store import Known
 from mlx_speculation.engine.draft_length.costs import CostTable, RoundCosts
 from mlx_speculation.engine.draft_length.rule import (
     BATCH_CREDIT,
-    BATCH_SHARE,
     PAUSE,
     Credit,
     DraftRule,
@@ -107,8 +106,8 @@ class PolicyFactory:
         sources = [
             Source(RoundCosts(), each.free, each.kind, PAUSE) for each in self._each
         ]
-        rule = DraftRule(sources, self._batch_credit, self.longest, share=BATCH_SHARE)
-        return BatchDraftLength(rule, self.batch_costs)
+        rule = DraftRule(sources, self._batch_credit, self.longest)
+        return BatchDraftLength(rule, self.batch_costs, self._credit)
 
     def batch_costs(self, rows: int) -> list[RoundCosts]:
         """Return what the rounds of batches with so many rows cost, of each drafter.

@@ -34,9 +34,9 @@ from mlx_speculation.engine.draft_length.costs import (
 # a busy machine, is made up for in 200 plain steps.
 FIRST_CREDIT, MOST_CREDIT, LEAST_CREDIT = 4.0, 24.0, -3.0
 SHARE = 0.015
-# Of a batch: the credit at first, the most of it, and the share. What a round brings is
-# surer there, and a job that begins with a loss may be over before it is made up for.
-BATCH_CREDIT, BATCH_SHARE = (0.6, 1.0), 0.01
+# The same of several requests, without the least. What a round brings is surer there,
+# and a job that begins with a loss may be over before it is made up for.
+BATCH_CREDIT = (0.6, 1.0, 0.01)
 # What a draft gains over plain steps where all of it is right, if it is to be tried.
 LEAST_GAIN = 1.2
 # The first draft.
@@ -58,6 +58,7 @@ class Credit:
     Attributes:
         first: of each source at first.
         most: of each source at most.
+        share: what a plain step adds to all of them, in equal parts.
         steps: left to each source, in their order.
         tokens: of each request, in the rounds so far, the older ones counting less.
         spent: plain steps that those took.
@@ -65,6 +66,7 @@ class Credit:
 
     first: float = FIRST_CREDIT
     most: float = MOST_CREDIT
+    share: float = SHARE
     steps: list[float] = field(default_factory=list)
     tokens: float = MEMORY / 10
     spent: float = MEMORY / 10
@@ -148,23 +150,19 @@ class DraftRule:
         sources: what is known of each; costs are shared by the streams of a generator.
         credit: of each source; shared likewise.
         longest: no draft is longer.
-        share: what a plain step adds to the credits, in equal parts.
     """
 
-    def __init__(
-        self,
-        sources: Sequence[Source],
-        credit: Credit,
-        longest: int,
-        *,
-        share: float = SHARE,
-    ) -> None:
-        self.sources, self.credit, self.longest = list(sources), credit, longest
-        credit.open(len(self.sources))
-        self._share = share
+    def __init__(self, sources: Sequence[Source], credit: Credit, longest: int) -> None:
+        self.sources, self.longest = list(sources), longest
+        self.use(credit)
         self._measure = 1  # plain steps that are decided already
         self._since_plain = 0  # drafted rounds since a plain step was measured
         self._cold = 0.0  # seconds of a step that was not in flight, and submits one
+
+    def use(self, credit: Credit) -> None:
+        """Draft on another credit from now on."""
+        credit.open(len(self.sources))
+        self.credit = credit
 
     def choose(
         self, context: int, limit: int, offers: Sequence[Offer], *, behind: bool = False
@@ -317,7 +315,7 @@ class DraftRule:
             source.right = False
         if feedback.steady:
             self._since_plain = 0
-            share = self._share / len(self.sources)
+            share = self.credit.share / len(self.sources)
             for index in range(len(self.sources)):
                 self.credit.add(index, share)
             self.credit.count(1, 1)

@@ -15,7 +15,6 @@ from mlx_speculation.engine.draft_length.base import Feedback, FixedDraftLength,
 from mlx_speculation.engine.draft_length.batched import BatchDraftLength
 from mlx_speculation.engine.draft_length.cost_store import Known
 from mlx_speculation.engine.draft_length.rule import (
-    BATCH_SHARE,
     PAUSE,
     Credit,
     DraftRule,
@@ -169,7 +168,7 @@ def replay_batch(
     these as many plain steps of the whole batch as is their share: the device is busy.
     """
     sources = [Source(one.costs, one.free, one.name, PAUSE) for one in known.each]
-    rule = DraftRule(sources, known.credit, LONGEST, share=BATCH_SHARE)
+    rule = DraftRule(sources, known.credit, LONGEST)
     costs = [one.costs for one in known.each]
     lengths = BatchDraftLength(rule, lambda _: costs)
     rows = [

@@ -14,7 +14,7 @@ from mlx_speculation.engine.draft_length.batched import BatchDraftLength, row_bu
 from mlx_speculation.engine.draft_length.costs import RoundCosts
 from mlx_speculation.engine.draft_length.rule import (
     BATCH_CREDIT,
-    BATCH_SHARE,
+    FIRST_CREDIT,
     PAUSE,
     Credit,
     DraftRule,
@@ -44,7 +44,7 @@ def lengths_with(seconds: Any, *, free: bool = False) -> BatchDraftLength:
         return RoundCosts({0: {n: seconds(rows, n) for n in range(LONGEST + 1)}})
 
     credit, own = Credit(*BATCH_CREDIT), [Source(RoundCosts(), free=free, pause=PAUSE)]
-    rule = DraftRule(own, credit, LONGEST, share=BATCH_SHARE)
+    rule = DraftRule(own, credit, LONGEST)
     return BatchDraftLength(rule, lambda rows: [costs(rows)])
 
 
@@ -155,8 +155,7 @@ def test_found_drafts_are_cut_to_the_width_that_pays() -> None:
 
     def width(*survival: list[float], behind: bool = False) -> int:
         lengths = lengths_with(seconds, free=True)
-        lengths._rule.credit = Credit(24.0)
-        lengths._rule.credit.open(1)
+        lengths._together = Credit(24.0)
         limits = lengths.limits(rows, 100, credit)
         assert not any(limits)  # the first round is a plain step
         steady = Feedback(0, 0, 1.0, behind=True, ahead=True)
@@ -261,3 +260,14 @@ def test_a_batch_that_shrinks_begins_with_what_the_larger_one_has_measured(
     smaller.note(100, 0, 0.5)
     assert costs.table() == {0: {0: 1.0, 4: 3.0}}
     assert lengths.batch_costs(16)[0].table() == {0: {0: 1.0, 4: 3.0}}
+
+
+@pytest.mark.usefixtures("measured")
+def test_a_request_by_itself_drafts_on_the_credit_of_streams() -> None:
+    generator = bench("llama").generator("lookup", draft_length=None)
+    lengths = generator.lengths.for_batch()
+    rule, alone = lengths._rule, generator.lengths._credit
+    for rows in (1, 2, 1):
+        lengths.limits(rows_of(rows, "lookup"), 100, [50] * rows, rows)
+        assert (rule.credit is alone) == (rows == 1)
+    assert rule.credit.steps == [FIRST_CREDIT]
