@@ -3,12 +3,14 @@
 import asyncio
 import logging
 import time
+from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
@@ -60,6 +62,19 @@ class JsonRequest(Request):
         return await asyncio.to_thread(parsed, raw)
 
 
+class JsonRoute(APIRoute):
+    """A route whose bodies are parsed so; FastAPI's own has no limits."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return the handler, given a `JsonRequest`."""
+        handle = super().get_route_handler()
+
+        async def handle_json(http: Request) -> Response:
+            return await handle(JsonRequest(http.scope, http.receive))
+
+        return handle_json
+
+
 class Api:
     """State of the routes.
 
@@ -94,6 +109,7 @@ class Api:
             },
             redirect_slashes=False,
         )
+        app.router.route_class = JsonRoute
         self._add_posted(app)
         self._add_gotten(app)
         gate: ASGIApp = Gate(app, self._settings, self._metrics.refused)

@@ -171,6 +171,23 @@ def test_a_body_that_is_none_is_refused(server: Server, body: bytes) -> None:
     post(server, body).refused(400)
 
 
+@pytest.mark.parametrize(
+    ("field", "why"),
+    [
+        (b'"metadata": ' + b"[" * 70 + b"]" * 70, "nested"),
+        (b'"stop": "\\ud800"', "surrogate"),
+        (b'"user": NaN', "NaN"),
+        (b'"user": "' + b"x" * 70_000 + b'", "store": Infinity', "Infinity"),
+    ],
+    ids=["deep", "surrogate", "nan", "large"],
+)
+def test_a_field_that_means_nothing_is_parsed_with_limits(
+    server: Server, field: bytes, why: str
+) -> None:
+    error = post(server, b'{"prompt": "A", ' + field + b"}").refused(400)
+    assert why in error["message"]
+
+
 def test_nesting_is_counted_outside_of_texts() -> None:
     deep = b'{"a":' * 63 + b"[]" + b"}" * 63
     assert refusal(lambda: parsed(deep)) == 0
