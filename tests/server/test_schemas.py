@@ -373,12 +373,11 @@ def test_a_client_that_leaves_as_its_schema_is_ready_gives_its_place_back() -> N
             stack.close()
             return constraint
 
+    models = SimpleNamespace(tokenizer=TOKENIZER, template=None, reads_images=False)
     worker: Any = SimpleNamespace(
         check_alive=lambda: None,
         schemas=Leaving(),
-        tokenizer=TOKENIZER,
-        template=None,
-        reads_images=False,
+        loaded=SimpleNamespace(result=lambda: models),
     )
     unused: Any = None
     answering = Answering(worker, Settings(names=("x",), limits=limits), unused)

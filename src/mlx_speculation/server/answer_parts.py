@@ -13,7 +13,7 @@ import re
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 LOG = logging.getLogger("mlx_speculation.server")
 _NAME = re.compile(r"[\w.:/-]+")
@@ -46,27 +46,11 @@ class Reasoning:
 Part = Text | Reasoning | ToolCall
 
 
-class Machine(Protocol):
-    """mlx-lm's `TextStateMachine`, which divides a text at marks and drops these."""
-
-    def make_state(self, initial: str) -> Any:
-        """Return the state before the text."""
-        ...
-
-    def split(self, state: Any, text: str) -> tuple[Any, list[tuple[str, str]]]:
-        """Return the next state, and texts with their states, a mark between two."""
-        ...
-
-    def flush(self, state: Any) -> tuple[Any, str, str]:
-        """Return the next state, what was held back, and its state."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Marks:
     """Marks of a tokenizer's answers."""
 
-    machine: Machine  # knows them
+    machine: Any  # mlx-lm's `TextStateMachine`, which divides a text and drops them
     texts: tuple[str, ...]  # all of them
 
     def first(self, text: str) -> str:

@@ -10,7 +10,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, aclosing
 from dataclasses import replace
@@ -35,7 +35,7 @@ from mlx_speculation.server.apis.base import Ending, Face, WholeText
 from mlx_speculation.server.batch_runner import logged_api_error
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.engine_thread import Worker
-from mlx_speculation.server.job import ClientLeftError, Event, Job, Piece, Read, Token
+from mlx_speculation.server.job import ClientLeftError, Job, Piece, Read, Token
 from mlx_speculation.server.metrics import Metrics
 from mlx_speculation.server.request import Chat, GenerationRequest, opened
 from mlx_speculation.server.schemas import AfterThinking, call_grammar
@@ -54,7 +54,8 @@ class Answering:
 
     def __init__(self, worker: Worker, settings: Settings, metrics: Metrics) -> None:
         self._worker, self._metrics = worker, metrics
-        self._settings = replace(settings, reads_images=worker.reads_images)
+        self._models = worker.loaded.result()
+        self._settings = replace(settings, reads_images=self._models.reads_images)
 
     async def answer(self, http: Request, make: Callable[[Settings], Face]) -> Response:
         """Return the answer to a request whose body was read.
@@ -67,45 +68,42 @@ class Answering:
             ApiError: the request is wrong, or there is no answer.
             ClientLeftError: nobody waits for the answer.
         """
-        stack = ExitStack()
-        exchange = _Exchange(http, stack)
-        try:
-            face = await exchange.in_thread(partial(make, self._settings), self._alive)
-            jobs = [
-                await self._submitted(each, exchange) for each in face.request.texts()
-            ]
-            await self._next(jobs[0])
-            if face.request.stream:
-                return EventStream(self._stream(face, jobs), stack)
-            texts = [await self._whole(job, face, i) for i, job in enumerate(jobs)]
-        except ClientLeftError:
-            stack.close()
-            raise
-        except Exception as error:
-            stack.close()
-            raise logged_api_error(error) from error
-        except BaseException:
-            stack.close()
-            raise
-        stack.close()
+        with ExitStack() as stack:
+            exchange = _Exchange(http, stack, self._worker.check_alive)
+            try:
+                face = await exchange.in_thread(partial(make, self._settings))
+                jobs = [
+                    await self._submitted(each, exchange)
+                    for each in face.request.texts()
+                ]
+                while await jobs[0].next(POLL_SECONDS, exchange.check) is None:
+                    pass
+                if face.request.stream:
+                    stream = self._stream(face, jobs, exchange)
+                    return EventStream(stream, stack.pop_all())
+                texts = [
+                    await self._whole(job, face, i, exchange)
+                    for i, job in enumerate(jobs)
+                ]
+            except ClientLeftError:
+                raise
+            except Exception as error:
+                raise logged_api_error(error) from error
         body = json.dumps(face.whole(texts)).encode()
         return Response(body, media_type="application/json")
 
     async def count(self, http: Request, make: Callable[[Settings], Any]) -> int:
         """Return how many tokens the prompt of a chat has; the engine is not asked."""
         with ExitStack() as stack:
-            exchange = _Exchange(http, stack)
+            exchange = _Exchange(http, stack, self._worker.check_alive)
 
             def counted() -> int:
                 request: GenerationRequest = make(self._settings)
                 assert request.chat is not None
                 chat = _without_images(request.chat)
-                return len(self._worker.template.rendered(chat).tokens)
+                return len(self._models.template.rendered(chat).tokens)
 
-            return await exchange.in_thread(counted, self._alive)
-
-    def _alive(self) -> None:
-        self._worker.check_alive()
+            return await exchange.in_thread(counted)
 
     async def _submitted(
         self, request: GenerationRequest, exchange: "_Exchange"
@@ -113,10 +111,9 @@ class Answering:
         """Submit one text to the engine; `exchange` ends it."""
         job = Job(request, self._settings.limits.seconds)
         self._worker.take()
-        exchange.add(job)
+        exchange.stack.callback(job.cancel)
         try:
-            prepare = partial(self._prepare, job, exchange.stack)
-            await exchange.in_thread(prepare, self._alive)
+            await exchange.in_thread(partial(self._prepare, job, exchange.stack))
         except BaseException as error:
             if isinstance(error, ClientLeftError):
                 self._metrics.cancelled()
@@ -127,40 +124,36 @@ class Answering:
 
     def _prepare(self, job: Job, stack: ExitStack) -> None:
         """Render the prompt of a text, and compile what the text has to fit."""
-        request, worker = job.request, self._worker
-        state, tools = NORMAL, False
+        request, models = job.request, self._models
+        state = NORMAL
         if request.chat is None:
             assert request.prompt is not None
-            job.prompt = worker.encode(request.prompt)
+            job.prompt = models.encode(request.prompt)
         elif request.chat.images:
             images = opened(request.chat.images, self._settings)
             chat = replace(request.chat, images=images)
             job.request = request = replace(request, chat=chat)
         if request.chat is not None:
-            tools = bool(request.chat.tools or request.chat.deferred)
-            rendered = worker.template.rendered(_without_images(request.chat))
+            rendered = models.template.rendered(_without_images(request.chat))
             state = rendered.state
             if not request.chat.images:
                 job.prompt = rendered.tokens
-        worker.check_length(len(job.prompt), "messages" if request.chat else "prompt")
-        job.parser = self._parser(request, state, tools)
+        models.check_length(len(job.prompt), "messages" if request.chat else "prompt")
+        template, known = models.template, tuple[dict[str, Any], ...]()
+        if request.chat is not None:
+            known = (*request.chat.tools, *request.chat.deferred)
+        job.parser = AnswerParser(
+            None if request.chat is None else template.marks(bool(known)),
+            state,
+            read=partial(read_calls, parser=template.tool_parser, tools=known),
+            most_calls=request.most_calls,
+        )
         job.constraint = self._constraint(job, state, stack)
-
-    def _parser(
-        self, request: GenerationRequest, state: str, tools: bool
-    ) -> AnswerParser:
-        template, chat = self._worker.template, request.chat
-        known = () if chat is None else (*chat.tools, *chat.deferred)
-        read = partial(read_calls, parser=template.tool_parser, tools=known)
-        if chat is None:
-            return AnswerParser(None, read=read)
-        most = request.most_calls
-        return AnswerParser(template.marks(tools), state, read=read, most_calls=most)
 
     def _constraint(self, job: Job, state: str, stack: ExitStack) -> Any:
         """Return what the text has to fit, from the end of thinking on."""
         request, worker = job.request, self._worker
-        tokenizer, template = worker.tokenizer, worker.template
+        tokenizer, template = self._models.tokenizer, self._models.template
         wanted: Any = request.schema
         if request.calls is not None:
             parser, marks = template.tool_parser, template.call_marks
@@ -194,19 +187,15 @@ class Answering:
                 "off.",
                 request.constrained or "thinking",
             )
-        ids = worker.token_ids
+        ids = self._models.token_ids
         return AfterThinking(mark, ids, inner=inner, budget=budget)
 
-    async def _next(self, job: Job) -> Event:
-        while True:
-            event = await job.next(POLL_SECONDS, self._alive)
-            if event is not None:
-                return event
-
-    async def _whole(self, job: Job, face: Face, choice: int) -> WholeText:
+    async def _whole(
+        self, job: Job, face: Face, choice: int, exchange: "_Exchange"
+    ) -> WholeText:
         parts: list[Part] = []
         tokens: list[Token] = []
-        async for event in self._events(job, face, choice):
+        async for event in self._events(job, face, choice, exchange):
             if isinstance(event, Ending):
                 return WholeText(parts, tokens, event)
             if isinstance(event, tuple):
@@ -214,47 +203,52 @@ class Answering:
                 tokens += event[1]
         raise AssertionError("a text has no end")
 
-    async def _stream(self, face: Face, jobs: Sequence[Job]) -> AsyncIterator[bytes]:
-        """Yield the events of a stream: texts one after the other."""
-        sent, endings = time.monotonic(), []
+    async def _stream(
+        self, face: Face, jobs: Sequence[Job], exchange: "_Exchange"
+    ) -> AsyncIterator[bytes]:
+        """Yield the events of a stream, and of an error or of silence in it."""
+        sent = time.monotonic()
         try:
-            for data in face.open(jobs[0].prompt_tokens):
-                yield data
-            for choice, job in enumerate(jobs):
-                async for event in self._events(job, face, choice):
-                    if isinstance(event, Ending):
-                        endings.append(event)
-                        made = face.end_text(choice, event)
-                    elif isinstance(event, tuple):
-                        made = face.parts(choice, *event)
-                    elif isinstance(event, Read):
-                        made = face.reading(event.tokens, job.prompt_tokens)
-                    else:
-                        made = ()
-                    for data in made:
-                        yield data
-                        sent = time.monotonic()
-                    if time.monotonic() - sent > KEEP_ALIVE_SECONDS:
-                        for data in face.keep_alive():
-                            yield data
-                        sent = time.monotonic()
-            for data in face.close(endings):
-                yield data
+            async for made in self._sent(face, jobs, exchange):
+                if data := b"".join(made):
+                    yield data
+                    sent = time.monotonic()
+                if time.monotonic() - sent > KEEP_ALIVE_SECONDS:
+                    yield b"".join(face.keep_alive())
+                    sent = time.monotonic()
         except ClientLeftError:
             LOG.info("a client went away")
         except Exception as error:
             answer = logged_api_error(error)
             self._metrics.refused(answer.status)
-            for data in face.failed(answer):
-                yield data
+            yield b"".join(face.failed(answer))
+
+    async def _sent(
+        self, face: Face, jobs: Sequence[Job], exchange: "_Exchange"
+    ) -> AsyncIterator[Iterable[bytes]]:
+        """Yield the face's events, also none: texts one after the other."""
+        endings = []
+        yield face.open(jobs[0].prompt_tokens)
+        for choice, job in enumerate(jobs):
+            async for event in self._events(job, face, choice, exchange):
+                if isinstance(event, Ending):
+                    endings.append(event)
+                    yield face.end_text(choice, event)
+                elif isinstance(event, tuple):
+                    yield face.parts(choice, *event)
+                elif isinstance(event, Read):
+                    yield face.reading(event.tokens, job.prompt_tokens)
+                else:
+                    yield ()
+        yield face.close(endings)
 
     async def _events(
-        self, job: Job, face: Face, choice: int
+        self, job: Job, face: Face, choice: int, exchange: "_Exchange"
     ) -> AsyncIterator[Ending | Read | tuple[list[Part], tuple[Token, ...]] | None]:
         """Yield what a text grows by, how far its prompt is read, and its end."""
         parser, reasoning, called = job.parser, 0, False
         while True:
-            event = await job.next(POLL_SECONDS, self._alive)
+            event = await job.next(POLL_SECONDS, exchange.check)
             if not isinstance(event, Piece):
                 yield event if isinstance(event, Read) else None
                 continue
@@ -284,7 +278,7 @@ class Answering:
 
     def _stop_text(self, job: Job, tokens: list[int]) -> str | None:
         """Return which of the stop texts has ended a text."""
-        stops, tokenizer = job.request.options.get("stop"), self._worker.tokenizer
+        stops, tokenizer = job.request.options.get("stop"), self._models.tokenizer
         if not stops or not tokens or tokens[-1] in tokenizer.eos_token_ids:
             return None
         text = tokenizer.decode(tokens)
@@ -306,33 +300,26 @@ def _without_images(chat: Chat) -> Chat:
 
 
 class _Exchange:
-    """One request of a client: its texts, and whether the client is there.
+    """One request of a client: what ends with it, and whether the client is there."""
 
-    Args:
-        http: the request, whose body was read.
-        held: ends all that was made for it.
-    """
-
-    def __init__(self, http: Request, stack: ExitStack) -> None:
-        self.stack = stack
-        self._jobs: list[Job] = []
-        self._left = False
+    def __init__(
+        self,
+        http: Request,  # whose body was read
+        stack: ExitStack,  # ends all that was made for it
+        alive: Callable[[], None],  # raises where the engine does not answer
+    ) -> None:
+        self.stack, self._alive, self._left = stack, alive, False
         watch = asyncio.create_task(self._watch(http.receive))
         stack.callback(watch.cancel)
 
-    def add(self, job: Job) -> None:
-        """Cancel a text when the exchange ends, or the client leaves."""
-        self._jobs.append(job)
-        self.stack.callback(job.cancel)
+    def check(self) -> None:
+        """Raise where waiting is of no use."""
         if self._left:
-            job.leave()
+            raise ClientLeftError
+        self._alive()
 
-    async def in_thread(self, act: Callable[[], T], check: Callable[[], None]) -> T:
+    async def in_thread(self, act: Callable[[], T]) -> T:
         """Do something that may take its time, in a thread that nobody waits for.
-
-        Args:
-            act: what to do.
-            check: called now and then; raises where waiting is of no use.
 
         Raises:
             ClientLeftError: the client has left.
@@ -348,16 +335,12 @@ class _Exchange:
             await asyncio.wait([done], timeout=POLL_SECONDS)
             if done.done():
                 return done.result()
-            if self._left:
-                raise ClientLeftError
-            check()
+            self.check()
 
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
         self._left = True
-        for job in self._jobs:
-            job.leave()
 
 
 def _run(act: Callable[[], T], outcome: "Future[T]") -> None:
@@ -368,7 +351,7 @@ def _run(act: Callable[[], T], outcome: "Future[T]") -> None:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events; whatever ends them, `held` is closed."""
+    """Server-sent events; whatever ends them, the stack is closed."""
 
     def __init__(self, events: AsyncIterator[bytes], stack: ExitStack) -> None:
         super().__init__(

@@ -6,7 +6,6 @@
 """
 
 import json
-from http import HTTPStatus
 from typing import Any
 
 from mlx_speculation.errors import (
@@ -73,18 +72,16 @@ class ApiError(Exception):
         """Return the object in the form of the API that a path belongs to."""
         return self.messages_body if path.startswith(MESSAGES) else self.body
 
-    def as_http(self) -> bytes:
-        """Return the error as it goes over the wire, where there is no response."""
-        body = json.dumps(self.body).encode()
-        lines = {
-            "Content-Type": "application/json",
-            "Content-Length": str(len(body)),
-            "Connection": "close",
+    def closing(self, path: str = "") -> tuple[dict[str, str], bytes]:
+        """Return headers and body of an answer after which the connection closes."""
+        body = json.dumps(self.body_for(path)).encode()
+        headers = {
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            "connection": "close",
             **self.headers,
         }
-        head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
-        phrase = HTTPStatus(self.status).phrase
-        return f"HTTP/1.1 {self.status} {phrase}\r\n{head}\r\n".encode() + body
+        return headers, body
 
     @property
     def headers(self) -> dict[str, str]:

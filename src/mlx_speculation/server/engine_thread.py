@@ -5,31 +5,25 @@ computed yet cannot be computed by another.
 """
 
 import atexit
-import gc
 import logging
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
 from mlx_speculation.engine import SpeculativeGenerator
-from mlx_speculation.engine.options import GeneratorKeywords
-from mlx_speculation.errors import InvalidRequestError, SpeculationError
-from mlx_speculation.models.vision import VisionTarget
-from mlx_speculation.server.api_errors import ApiError, invalid, unavailable
-from mlx_speculation.server.batch_runner import Rows, logged_api_error
+from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.server.api_errors import ApiError, unavailable
+from mlx_speculation.server.batch_runner import logged_api_error
 from mlx_speculation.server.config import Settings
+from mlx_speculation.server.generators import Generators
 from mlx_speculation.server.job import Job, Started
 from mlx_speculation.server.metrics import Metrics
-from mlx_speculation.server.prompts.rendering import ChatTemplate, refused
 from mlx_speculation.server.schemas import SchemaCompilers
 
 if TYPE_CHECKING:
@@ -47,15 +41,10 @@ class Worker:
 
     Attributes:
         taken: requests that have not ended.
-        loaded: done once the models are loaded; has what that has raised.
-        template: of the chats, once the models are loaded.
-        tokenizer: of the target.
-        token_ids: how many ids it has.
+        loaded: the models, once they are there, or what loading has raised.
     """
 
-    template: ChatTemplate
-    tokenizer: Any
-    token_ids: int
+    _generators: Generators
 
     def __init__(
         self,
@@ -79,11 +68,8 @@ class Worker:
         self._lock = threading.Lock()
         self._closed: str | None = None
         self._left_behind = False  # it hangs, and nobody waits for it
-        self._rows: dict[tuple[str | None, bool], Rows] = {}  # by draft and exact
-        self._generator: SpeculativeGenerator | None = None
-        self.reads_images = False
         self.schemas = SchemaCompilers(settings.limits)
-        self.loaded: Future[None] = Future()
+        self.loaded: Future[Generators] = Future()
         self._stop = self._failed = False
         self._starter = threading.current_thread()
         atexit.register(self.end, EXIT_SECONDS)
@@ -112,7 +98,7 @@ class Worker:
     @property
     def longest(self) -> int:
         """Maximum number of tokens of a prompt and its text."""
-        return self._longest
+        return self._generators.longest
 
     def refuse(self, why: str) -> None:
         """Refuse new requests."""
@@ -139,12 +125,6 @@ class Worker:
                 )
             self.taken += 1
 
-    def encode(self, prompt: str | list[int]) -> list[int]:
-        """Return the token ids of a prompt that is no chat."""
-        if self._generator is None:
-            raise unavailable(self._closed or "The engine is not there.")
-        return self._generator.encode(prompt)
-
     def submit(self, job: Job) -> None:
         """Queue an accepted request."""
         self._arrived.put(job)
@@ -159,25 +139,6 @@ class Worker:
         if not self.alive or self._left_behind:
             why = self._closed or "The engine has failed."
             raise unavailable(why, retry=None)
-
-    def check_length(self, tokens: int, field: str) -> None:
-        """Raise where a prompt does not fit.
-
-        The words are those by which clients see that they have to shorten a history.
-        """
-        longest = self._settings.limits.prompt_tokens or sys.maxsize
-        most = min(longest, self._longest - 1)  # and a token of the answer
-        if tokens <= most:
-            return
-        option = "max-prompt-tokens" if most == longest else "max-model-len"
-        more = f", or start the server with a larger --{option}"
-        if most == self._positions - 1:
-            more = f": the model has a table of {self._positions} positions"
-        raise invalid(
-            f"prompt is too long: {tokens} tokens > {most} maximum. Shorten it{more}.",
-            field,
-            code="context_length_exceeded",
-        )
 
     def end(self, seconds: float) -> bool:
         """Ask the thread to end, and return whether it has.
@@ -200,16 +161,22 @@ class Worker:
     def _run(self) -> None:
         """Load the models, then serve until `stopping`."""
         try:
-            self._load()
+            self._generators = Generators(
+                self._make_generator(self._prefixes),
+                self._settings,
+                self._metrics,
+                self._prefixes,
+                self.done,
+            )
+            self._note_levels()
         except BaseException as error:
             self.loaded.set_exception(error)
             return
-        self.loaded.set_result(None)
+        self.loaded.set_result(self._generators)
         try:
             while not self.stopping:
                 self._admit()
-                for rows in tuple(self._rows.values()):
-                    rows.round()
+                self._generators.round()
                 self._note_levels()
         except Exception:
             self._failed = True
@@ -217,43 +184,12 @@ class Worker:
         finally:
             self._leave()
 
-    def _load(self) -> None:
-        generator = self._make_generator(self._prefixes)
-        self.tokenizer = generator.tokenizer
-        args = self._settings.chat_template_args
-        self.template = ChatTemplate(generator.tokenizer, args)
-        self.reads_images = isinstance(generator.model, VisionTarget)
-        rows = self._rows[None, False] = self._rows_of(generator)
-        self._longest, self._positions = rows.longest, rows.positions
-        self._generator, self._drafts_nothing = generator, generator.draft is None
-        vocabulary = generator.tokenizer.get_vocab()
-        self.token_ids = 1 + max(vocabulary.values(), default=0)
-        self._note_levels()
-
-    def _rows_of(self, generator: SpeculativeGenerator) -> Rows:
-        return Rows(generator, self._settings, self._metrics, self.done)
-
-    def _serving(self, draft: str | None, exact: bool) -> Rows:
-        """Return the rows of a draft, in exact mode or not.
-
-        Those that are not of the server's own draft and mode are made when they are
-        first asked for.
-        """
-        generator = self._rows[None, False].generator
-        if generator.exact is not None:
-            exact = False  # all of them are
-        if (draft, exact) not in self._rows:
-            made = _beside(generator, draft, exact, self._prefixes)
-            self._rows[draft, exact] = self._rows_of(made)
-        return self._rows[draft, exact]
-
     def _admit(self) -> None:
         """Give a row to the next request; wait for one if there is nothing else to do.
 
         One for each round: those that run do not wait for many of them.
         """
-        idle = not any(len(rows) for rows in self._rows.values())
-        wait = IDLE_SECONDS if idle else 0.0
+        wait = 0.0 if self._generators else IDLE_SECONDS
         admitted = False
         while not admitted:
             try:
@@ -266,7 +202,8 @@ class Worker:
         """Give a request a row; return whether it has got one."""
         try:
             if not job.cancelled:
-                self._insert(job)
+                self._generators.insert(job)
+                job.put(Started())
                 return True
             self._metrics.cancelled()
         except Exception as error:
@@ -274,79 +211,20 @@ class Worker:
         self.done()
         return False
 
-    def _insert(self, job: Job) -> None:
-        request = job.request
-        draft = request.draft
-        if draft is None and request.options.get("prediction") and self._drafts_nothing:
-            draft = "lookup"
-        rows = self._serving(draft, request.exact)
-        chat = request.chat
-        if chat is None or not chat.images:
-            ids = job.prompt
-            if not isinstance(request.prompt, list):  # a text, and no ids
-                ids = rows.generator.replayed(ids)
-            rows.insert(job, ids, len(ids))
-        else:
-            model: Any = rows.generator.model
-            messages, args = self.template.with_images(chat)
-            try:
-                prompt = model.image_prompt(messages, chat.images, args)
-            except Exception as error:  # a template raises what it likes
-                raise refused(error) from error
-            self.check_length(len(prompt.tokens), "messages")
-            rows.insert(job, prompt, len(prompt.tokens))
-        job.put(Started())
-
     def _leave(self) -> None:
-        """End all rows, and let go of what this thread has made."""
+        """End all requests, and let go of what this thread has made."""
         self._closed = self._closed or "The engine has failed."
         end = unavailable(self._closed)
         while not self._arrived.empty():
             self._arrived.get().put(end)
-        for rows in self._rows.values():
-            rows.end(end)
+        self._generators.end(end)
         self.taken = 0
-        self._rows.clear()
-        self._generator = None
-        gc.collect()
 
     def _note_levels(self) -> None:
-        running = sum(rows.running for rows in self._rows.values())
-        cached = 0 if self._prefixes is None else self._prefixes.nbytes
+        running = self._generators.running
         self._metrics.level(
             running=running,
             waiting=max(0, self.taken - running),
-            cached=cached,
+            cached=0 if self._prefixes is None else self._prefixes.nbytes,
             active=mx.get_active_memory(),
         )
-
-
-def _beside(
-    generator: SpeculativeGenerator,
-    draft: str | None,
-    exact: bool,
-    prefixes: "PrefixCache | None",
-) -> SpeculativeGenerator:
-    """Return a generator of the same target, with a draft or in a mode of its own.
-
-    It shares the prefix cache, unless that holds the caches of a draft model too, or
-    what forwards of another shape have computed.
-
-    Raises:
-        ApiError: the target cannot be decoded in exact mode.
-    """
-    options: GeneratorKeywords = {
-        "draft": generator.draft if draft is None else draft,
-        "draft_length": generator.draft_length if draft is None else None,
-        "exact": exact or generator.exact or False,
-    }
-    make = partial(SpeculativeGenerator, generator.model, generator.tokenizer)
-    if not exact:
-        shared: GeneratorKeywords = {**options, "prefix_cache": prefixes}
-        with suppress(InvalidRequestError):
-            return make(**shared)
-        return make(**options)
-    try:
-        return make(**options)
-    except SpeculationError as error:
-        raise invalid(str(error), "speculative.exact") from error

@@ -7,6 +7,7 @@ its answer. Here both have `Limits.read_seconds`. Paths and JSON are not known h
 import asyncio
 import sys
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -129,7 +130,10 @@ class BoundedProtocol(H11Protocol):
         if self.cycle is not None:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        self.transport.write(error.as_http())
+        headers, body = error.closing()
+        lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.loop.call_later(DRAIN_SECONDS, self.transport.abort)

@@ -114,11 +114,6 @@ class Job:
         """Mark it for removal before the next round."""
         self.cancelled = True
 
-    def leave(self) -> None:
-        """Cancel it, since its client has left; who waits for it learns of that."""
-        self.cancel()
-        self._events.put_nowait(ClientLeftError())
-
     def count_prefill(self, tokens: int) -> None:
         """Note that so many more tokens of the prompt were read."""
         self.reading = self.reading or time.monotonic()
@@ -131,15 +126,11 @@ class Job:
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
     async def next(self, seconds: float, check: Any) -> Event | None:
-        """Return what comes next; None: nothing for so many seconds.
-
-        Args:
-            seconds: to wait.
-            check: raises where waiting is of no use.
+        """Return the next event; None: there is none for so many seconds.
 
         Raises:
             ApiError: the request has ended, or the engine does not answer.
-            ClientLeftError: nobody waits for the answer.
+            Exception: raised by `check`, where waiting is of no use.
         """
         try:
             check()

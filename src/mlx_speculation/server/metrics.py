@@ -3,7 +3,7 @@
 prometheus-client is the extra "serve", and is imported when a server is made.
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,15 +19,66 @@ _SECONDS = (
 )
 
 
-def _prometheus() -> Any:
-    try:
-        import prometheus_client
-    except ImportError as error:
-        raise MissingLibraryError(
-            "The server counts with prometheus-client, which is not installed. "
-            "Install it with: pip install 'mlx-speculation[serve]'"
-        ) from error
-    return prometheus_client
+# By kind, then by the name here: the name of Prometheus, its help, its labels.
+_LEVELS = {
+    "running": ("vllm:num_requests_running", "Rows that are decoded."),
+    "waiting": ("vllm:num_requests_waiting", "Requests without a row."),
+    "cached": ("mlx_speculation:prefix_cache_bytes", "Of the prefix cache."),
+    "points": (
+        "mlx_speculation:prefix_cache_restore_points",
+        "Places where layers with states can be resumed.",
+    ),
+    "evictions": (
+        "mlx_speculation:prefix_cache_evictions",
+        "Parts that made room in the prefix cache so far.",
+    ),
+    "active": ("mlx_speculation:active_memory_bytes", "Of all mlx arrays."),
+}
+_COUNTS = {
+    "sources": (
+        "mlx_speculation:prompt_tokens_by_source",
+        "Tokens of prompts: reused from memory, from disk, or read.",
+        "source",
+    ),
+    "prompts": ("vllm:prompt_tokens", "Tokens of prompts."),
+    "generated": ("vllm:generation_tokens", "Tokens of texts."),
+    "queries": ("vllm:prefix_cache_queries", "Prompt tokens looked up."),
+    "hits": ("vllm:prefix_cache_hits", "Prompt tokens not read again."),
+    "ended": ("vllm:request_success", "Texts that have ended.", "finished_reason"),
+    "refused": (
+        "mlx_speculation:requests_refused",
+        "Answers that were errors.",
+        "status",
+    ),
+    "cancelled": ("mlx_speculation:requests_cancelled", "Clients that went away."),
+    "drafts": ("vllm:spec_decode_num_drafts", "Rounds with drafts."),
+    "drafted": ("vllm:spec_decode_num_draft_tokens", "Drafted tokens."),
+    "accepted": ("vllm:spec_decode_num_accepted_tokens", "Accepted drafted tokens."),
+    "positions": (
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
+        "Accepted drafted tokens by their place in the draft.",
+        "position",
+    ),
+    "faults": (
+        "mlx_speculation:drafter_faults",
+        "Drafters that were disabled after a fault.",
+    ),
+    "alone": (
+        "mlx_speculation:rows_alone",
+        "Rows that could not be decoded together with others.",
+        "reason",
+    ),
+}
+_TIMES = {
+    "first": (
+        "vllm:time_to_first_token_seconds",
+        "From the request to the first token.",
+    ),
+    "whole": (
+        "vllm:e2e_request_latency_seconds",
+        "From the request to the last token.",
+    ),
+}
 
 
 class Metrics:
@@ -38,137 +89,78 @@ class Metrics:
     """
 
     def __init__(self, model: str) -> None:
-        prometheus = _prometheus()
-        self._library, self._registry = prometheus, prometheus.CollectorRegistry()
-        self._model = model
+        try:
+            import prometheus_client
+        except ImportError as error:
+            raise MissingLibraryError(
+                "The server counts with prometheus-client, which is not installed. "
+                "Install it with: pip install 'mlx-speculation[serve]'"
+            ) from error
+        self._library, self._model = prometheus_client, model
+        self._registry = prometheus_client.CollectorRegistry()
+        self._levels = self._made(prometheus_client.Gauge, _LEVELS)
+        self._counts = self._made(prometheus_client.Counter, _COUNTS)
+        histogram = partial(prometheus_client.Histogram, buckets=_SECONDS)
+        self._times = self._made(histogram, _TIMES)
 
-        def made(kind: Any, name: str, help: str, *labels: str, **more: Any) -> Any:
-            names = ("model_name", *labels)
-            one = kind(name, help, names, registry=self._registry, **more)
-            return one if labels else one.labels(model)
+    def _made(self, kind: Any, table: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
+        made: dict[str, Any] = {}
+        for key, (name, help, *labels) in table.items():
+            one = kind(name, help, ("model_name", *labels), registry=self._registry)
+            made[key] = one if labels else one.labels(self._model)
+        return made
 
-        count = partial(made, prometheus.Counter)
-        gauge = partial(made, prometheus.Gauge)
-        histogram = partial(made, prometheus.Histogram, buckets=_SECONDS)
-        self._add_levels(gauge)
-        self._add_counts(count)
-        self._first = histogram(
-            "vllm:time_to_first_token_seconds", "From the request to the first token."
-        )
-        self._whole = histogram(
-            "vllm:e2e_request_latency_seconds", "From the request to the last token."
-        )
-
-    def _add_levels(self, gauge: Callable[..., Any]) -> None:
-        self._running = gauge("vllm:num_requests_running", "Rows that are decoded.")
-        self._waiting = gauge("vllm:num_requests_waiting", "Requests without a row.")
-        self._cached = gauge(
-            "mlx_speculation:prefix_cache_bytes", "Of the prefix cache."
-        )
-        self._points = gauge(
-            "mlx_speculation:prefix_cache_restore_points",
-            "Places where layers with states can be resumed.",
-        )
-        self._evictions = gauge(
-            "mlx_speculation:prefix_cache_evictions",
-            "Parts that made room in the prefix cache so far.",
-        )
-        self._active = gauge(
-            "mlx_speculation:active_memory_bytes", "Of all mlx arrays."
-        )
-
-    def _add_counts(self, count: Callable[..., Any]) -> None:
-        self._sources = count(
-            "mlx_speculation:prompt_tokens_by_source",
-            "Tokens of prompts: reused from memory, from disk, or read.",
-            "source",
-        )
-        self._prompts = count("vllm:prompt_tokens", "Tokens of prompts.")
-        self._generated = count("vllm:generation_tokens", "Tokens of texts.")
-        self._queries = count("vllm:prefix_cache_queries", "Prompt tokens looked up.")
-        self._hits = count("vllm:prefix_cache_hits", "Prompt tokens not read again.")
-        self._ended = count(
-            "vllm:request_success", "Texts that have ended.", "finished_reason"
-        )
-        self._refused = count(
-            "mlx_speculation:requests_refused", "Answers that were errors.", "status"
-        )
-        self._cancelled = count(
-            "mlx_speculation:requests_cancelled", "Clients that went away."
-        )
-        self._drafts = count("vllm:spec_decode_num_drafts", "Rounds with drafts.")
-        self._drafted = count("vllm:spec_decode_num_draft_tokens", "Drafted tokens.")
-        self._accepted = count(
-            "vllm:spec_decode_num_accepted_tokens", "Accepted drafted tokens."
-        )
-        self._positions = count(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Accepted drafted tokens by their place in the draft.",
-            "position",
-        )
-        self._faults = count(
-            "mlx_speculation:drafter_faults",
-            "Drafters that were disabled after a fault.",
-        )
-        self._alone = count(
-            "mlx_speculation:rows_alone",
-            "Rows that could not be decoded together with others.",
-            "reason",
-        )
-
-    def level(self, *, running: int, waiting: int, cached: int, active: int) -> None:
+    def level(self, **levels: int) -> None:
         """Note how many requests and bytes there are."""
-        self._running.set(running)
-        self._waiting.set(waiting)
-        self._cached.set(cached)
-        self._active.set(active)
+        for name, value in levels.items():
+            self._levels[name].set(value)
 
     def watch(self, prefixes: "PrefixCache") -> None:
         """Show what a prefix cache says of itself whenever the page is made."""
-        self._points.set_function(lambda: prefixes.restore_points)
-        self._evictions.set_function(lambda: prefixes.evictions)
+        self._levels["points"].set_function(lambda: prefixes.restore_points)
+        self._levels["evictions"].set_function(lambda: prefixes.evictions)
 
     def began(self, seconds: float) -> None:
         """Count a first token."""
-        self._first.observe(seconds)
+        self._times["first"].observe(seconds)
 
     def ended(self, result: "Result", prompt: int, seconds: float) -> None:
         """Count a row that has ended, whatever has ended it."""
-        stats = result.stats
-        self._prompts.inc(prompt)
-        self._generated.inc(len(result.tokens))
-        self._queries.inc(prompt)
-        self._hits.inc(stats.reused)
-        disk = stats.reused_from_disk
-        for source, tokens in (
-            ("memory", stats.reused - disk),
-            ("disk", disk),
-            ("read", max(0, prompt - stats.reused)),
-        ):
-            self._sources.labels(self._model, source).inc(tokens)
-        self._drafts.inc(stats.drafts)
-        self._drafted.inc(stats.drafted)
-        self._accepted.inc(stats.accepted)
+        stats, disk = result.stats, result.stats.reused_from_disk
+        self._add("prompts", prompt)
+        self._add("generated", len(result.tokens))
+        self._add("queries", prompt)
+        self._add("hits", stats.reused)
+        self._add("sources", stats.reused - disk, "memory")
+        self._add("sources", disk, "disk")
+        self._add("sources", max(0, prompt - stats.reused), "read")
+        self._add("drafts", stats.drafts)
+        self._add("drafted", stats.drafted)
+        self._add("accepted", stats.accepted)
         for position, accepted in enumerate(stats.reached):
-            self._positions.labels(self._model, position).inc(accepted)
-        self._faults.inc(len(stats.drafter_faults))
+            self._add("positions", accepted, position)
+        self._add("faults", len(stats.drafter_faults))
         if result.finish_reason in ("stop", "length"):
-            self._ended.labels(self._model, result.finish_reason).inc()
-            self._whole.observe(seconds)
+            self._add("ended", 1, result.finish_reason)
+            self._times["whole"].observe(seconds)
 
     def alone(self, reason: str) -> None:
         """Count a row that is not decoded together with others."""
-        self._alone.labels(self._model, reason).inc()
+        self._add("alone", 1, reason)
 
     def refused(self, status: int) -> None:
         """Count an answer that is an error."""
-        self._refused.labels(self._model, status).inc()
+        self._add("refused", 1, status)
 
     def cancelled(self) -> None:
         """Count a client that went away."""
-        self._cancelled.inc()
+        self._add("cancelled", 1)
 
     def page(self) -> tuple[bytes, str]:
         """Return everything in Prometheus' text form, and the type of that."""
         library = self._library
         return library.generate_latest(self._registry), library.CONTENT_TYPE_LATEST
+
+    def _add(self, name: str, count: int, *label: str | int) -> None:
+        counter = self._counts[name]
+        (counter.labels(self._model, *label) if label else counter).inc(count)

@@ -9,7 +9,6 @@ An ASGI middleware, which knows headers and paths, and no JSON.
 
 import asyncio
 import hmac
-import json
 import time
 import uuid
 from collections.abc import Callable
@@ -140,13 +139,7 @@ def check_permission(headers: Headers, path: str, settings: Settings) -> None:
 
 async def refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
     """Answer with an error, and close once the client has sent what it wanted to."""
-    body = json.dumps(error.body_for(scope["path"])).encode()
-    headers = {
-        "content-type": "application/json",
-        "content-length": str(len(body)),
-        "connection": "close",
-        **error.headers,
-    }
+    headers, body = error.closing(scope["path"])
     raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
     start = {"type": "http.response.start", "status": error.status, "headers": raw}
     await send(start)

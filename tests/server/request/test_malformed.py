@@ -17,7 +17,7 @@ from mlx_speculation.server.apis.messages import MessagesFace
 from mlx_speculation.server.apis.messages_request import MessagesBody
 from mlx_speculation.server.apis.responses import ResponsesFace
 from mlx_speculation.server.apis.responses_request import ResponsesBody
-from mlx_speculation.server.request.json_body import parsed
+from mlx_speculation.server.request.models import parsed
 from support.processes.servers import (
     NAME,
     Answer,

@@ -49,7 +49,7 @@ def chat(*turns: Any, **more: Any) -> Chat:
 
 def responses(*items: Any, **more: Any) -> Chat:
     body = read_body(ResponsesBody, {"input": list(items), **more})
-    return chat_of(responses_request(body, SETTINGS).request)
+    return chat_of(responses_request(body, SETTINGS))
 
 
 def turn(role: str, content: Any, **more: Any) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def allowed(api: str, mode: str, *names: str) -> tuple[list[str], Any]:
         body = {"input": "Q", "tools": flat}
         form = {"type": "allowed_tools", "mode": mode, "tools": named}
         body["tool_choice"] = form
-        made = responses_request(read_body(ResponsesBody, body), SETTINGS).request
+        made = responses_request(read_body(ResponsesBody, body), SETTINGS)
     calls = made.calls and [each["name"] for each in made.calls]
     return [tool["function"]["name"] for tool in chat_of(made).tools], calls
 

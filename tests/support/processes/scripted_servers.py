@@ -147,7 +147,7 @@ def scripted(
         text = script(job.request)
         if text is None:
             return real(own, job, state, held)
-        ids = own._worker.token_ids
+        ids = own._models.token_ids
         tokens = agent_tokenizer().encode(text, add_special_tokens=False)
         return Forced(tokens, ids)
 

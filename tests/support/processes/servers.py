@@ -223,7 +223,7 @@ def get(server: Listening, path: str, **headers: str) -> Answer:
 
 def rows_held(worker: Worker) -> int:
     """Rows that wait or run, of all drafts."""
-    batches = [rows._batch for rows in tuple(worker._rows.values())]
+    batches = [rows._batch for rows in tuple(worker._generators._rows.values())]
     return sum(len(batch.waiting) + len(batch.running) for batch in batches)
 
 

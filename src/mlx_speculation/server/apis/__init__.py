@@ -10,5 +10,6 @@
     responses_request   its bodies; function, custom and namespace tools
     usage         what a text has cost, in OpenAI's form
 
-Sockets, threads and models are not known here.
+A wrong body raises an `ApiError` that names its field. Sockets, threads and models are
+not known here.
 """

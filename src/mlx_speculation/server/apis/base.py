@@ -4,7 +4,7 @@ import json
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from mlx_speculation.server.answer_parts import Part, Reasoning, Text, ToolCall, joined
 from mlx_speculation.server.api_errors import ApiError
@@ -56,72 +56,65 @@ class WholeText:
     ending: Ending
 
 
-class Face(Protocol):
+class Face:
     """The form of one API; made of a body, for one answer.
 
     The methods but `whole` return events of a stream, as bytes.
     """
 
-    request: GenerationRequest
+    def __init__(self, request: GenerationRequest, settings: Settings) -> None:
+        self.request = request
+        self._draft = request.draft or settings.draft
 
     def open(self, prompt_tokens: int) -> Iterable[bytes]:
         """Begin a stream: the request is valid, and waits for its turn."""
-        ...
+        return ()
 
     def reading(self, tokens: int, of: int) -> Iterable[bytes]:
-        """Report the progress of the prefill."""
-        ...
+        """Report the progress of the prefill; by default the keep-alives do."""
+        return ()
 
     def parts(
         self, choice: int, parts: Sequence[Part], tokens: Sequence[Token]
     ) -> Iterable[bytes]:
         """Send what a text has grown by."""
-        ...
+        raise NotImplementedError
 
     def end_text(self, choice: int, ending: Ending) -> Iterable[bytes]:
         """End one text."""
-        ...
+        raise NotImplementedError
 
     def close(self, endings: Sequence[Ending]) -> Iterable[bytes]:
         """End a stream whose texts have ended."""
-        ...
+        return ()
 
     def keep_alive(self) -> Iterable[bytes]:
         """Keep the connection open after seconds of silence."""
-        ...
+        raise NotImplementedError
 
     def failed(self, error: ApiError) -> Iterable[bytes]:
         """End a stream with an error."""
-        ...
+        raise NotImplementedError
 
     def whole(self, texts: Sequence[WholeText]) -> dict[str, Any]:
         """Return an answer that is no stream."""
-        ...
+        raise NotImplementedError
 
 
-class BlockFace:
+class BlockFace(Face):
     """Answers of blocks, of which one is open at a time.
 
     Text of nothing but white space between blocks is no block, and text behind another
-    block has no line feeds in front.
+    block has no line feeds in front. `end_text` sets `_answer`.
     """
 
     def __init__(self, request: GenerationRequest, settings: Settings) -> None:
-        self.request = request
-        self._draft = request.draft or settings.draft
+        super().__init__(request, settings)
         self._answer: Block = {}  # as a whole, once it has ended
         self._blocks: list[Block] = []  # that are complete
         self._open: type[Text] | type[Reasoning] | None = None
         self._text = ""  # of the open block
         self._spaces = ""  # that a text block may begin with
-
-    def reading(self, tokens: int, of: int) -> Iterable[bytes]:
-        """Send nothing: the keep-alives tell that it goes on."""
-        return ()
-
-    def close(self, endings: Sequence[Ending]) -> Iterable[bytes]:
-        """End the stream, which the last event has done."""
-        return ()
 
     def parts(
         self, choice: int, parts: Sequence[Part], tokens: Sequence[Token]
@@ -152,10 +145,6 @@ class BlockFace:
         deque(self.parts(0, joined(text.parts), ()), maxlen=0)
         deque(self.end_text(0, text.ending), maxlen=0)
         return self._answer
-
-    def end_text(self, choice: int, ending: Ending) -> Iterable[bytes]:
-        """End the answer, and set `_answer`."""
-        raise NotImplementedError
 
     def _begin(self) -> Iterable[bytes]:
         """Open a block of the kind `_open`."""

@@ -9,7 +9,7 @@ from mlx_speculation import __version__
 from mlx_speculation.server.answer_parts import Part, Reasoning, Text, ToolCall
 from mlx_speculation.server.api_errors import ApiError
 from mlx_speculation.server.apis import usage as costs
-from mlx_speculation.server.apis.base import Ending, WholeText, event
+from mlx_speculation.server.apis.base import Ending, Face, WholeText, event
 from mlx_speculation.server.apis.chat_request import ChatBody, OpenAIBody, chat_request
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.job import Token
@@ -18,17 +18,17 @@ from mlx_speculation.server.request import GenerationRequest
 FINGERPRINT = f"mlx-speculation-{__version__}"
 
 
-class OpenAIFace:
+class OpenAIFace(Face):
     """Base of chats and completions."""
 
-    prefix, whole_kind, chunk_kind = "", "", ""
+    prefix = ""
+    kinds = fields = ("", "")  # of a whole answer, and of a chunk
 
     def __init__(
         self, body: OpenAIBody, request: GenerationRequest, settings: Settings
     ) -> None:
-        self.request = request
+        super().__init__(request, settings)
         self._counts = bool(body.stream_options and body.stream_options.include_usage)
-        self._draft = request.draft or settings.draft
         self._head = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -45,11 +45,19 @@ class OpenAIFace:
         """Send a comment: clients take any object for a chunk."""
         yield b": keepalive\n\n"
 
+    def parts(
+        self, choice: int, parts: Sequence[Part], tokens: Sequence[Token]
+    ) -> Iterable[bytes]:
+        """Send what a text has grown by."""
+        self._unsent += tokens
+        for piece in self._pieces(parts):
+            yield self._chunk(choice, piece)
+
     def close(self, endings: Sequence[Ending]) -> Iterable[bytes]:
         """Send what all texts have cost, and the end."""
         if self._counts:
-            chunk = self._packet(self.chunk_kind, [])
-            yield event({**chunk, "usage": self._usage(endings)})
+            packet = self._packet(self.kinds[1], [])
+            yield event({**packet, "usage": self._usage(endings)})
         yield b"data: [DONE]\n\n"
 
     def failed(self, error: ApiError) -> Iterable[bytes]:
@@ -58,13 +66,36 @@ class OpenAIFace:
 
     def whole(self, texts: Sequence[WholeText]) -> dict[str, Any]:
         """Return all texts."""
-        choices = [self._choice(index, text) for index, text in enumerate(texts)]
-        packet = self._packet(self.whole_kind, choices)
+        choices = []
+        for index, text in enumerate(texts):
+            piece, reason = self._whole(text.parts), self._reason(text.ending)
+            one = {"index": index, self.fields[0]: piece, "finish_reason": reason}
+            choices.append({**one, "logprobs": self._logprobs(text.tokens)})
+        packet = self._packet(self.kinds[0], choices)
         return {**packet, "usage": self._usage([text.ending for text in texts])}
 
-    def _choice(self, index: int, text: WholeText) -> dict[str, Any]:
-        """Return one text of an answer that is no stream."""
+    def _whole(self, parts: Sequence[Part]) -> Any:
+        """Return a text of an answer that is no stream."""
         raise NotImplementedError
+
+    def _pieces(self, parts: Sequence[Part]) -> Iterable[Any]:
+        """Return parts as the chunks have them."""
+        raise NotImplementedError
+
+    def _reason(self, ending: Ending) -> str:
+        """Return why a text has ended."""
+        return str(ending.result.finish_reason)
+
+    def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
+        """Return the probabilities of tokens; None: there are none."""
+        raise NotImplementedError
+
+    def _chunk(self, choice: int, piece: Any, reason: str | None = None) -> bytes:
+        """Return a chunk, with the probabilities that have not been sent yet."""
+        tokens, self._unsent = self._unsent, []
+        one = {"index": choice, self.fields[1]: piece, "finish_reason": reason}
+        choices = [{**one, "logprobs": self._logprobs(tokens)}]
+        return event(self._packet(self.kinds[1], choices))
 
     def _packet(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         packet = {**self._head, "object": kind, "choices": choices}
@@ -73,21 +104,15 @@ class OpenAIFace:
 
     def _usage(self, endings: Sequence[Ending]) -> dict[str, Any]:
         predicted = "prediction" in self.request.options
-        return costs.total(
-            [costs.usage(each, self._draft, predicted=predicted) for each in endings]
-        )
-
-    def _sent(self, tokens: Sequence[Token]) -> list[Token]:
-        """Return the tokens that have not been sent yet, these included."""
-        all_tokens, self._unsent = [*self._unsent, *tokens], []
-        return all_tokens
+        return costs.usage(endings, self._draft, predicted=predicted)
 
 
 class ChatFace(OpenAIFace):
     """Chat Completions."""
 
     prefix = "chatcmpl"
-    whole_kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+    kinds = ("chat.completion", "chat.completion.chunk")
+    fields = ("message", "delta")
 
     def __init__(self, body: ChatBody, settings: Settings) -> None:
         super().__init__(body, chat_request(body, settings), settings)
@@ -95,81 +120,46 @@ class ChatFace(OpenAIFace):
 
     def open(self, prompt_tokens: int) -> Iterable[bytes]:
         """Send the role of the first text."""
-        return self._role(0)
-
-    def parts(
-        self, choice: int, parts: Sequence[Part], tokens: Sequence[Token]
-    ) -> Iterable[bytes]:
-        """Send what a text has grown by."""
-        if not parts:
-            self._unsent += tokens
-            return
-        logprobs = self._logprobs(self._sent(tokens))
-        for part in parts:
-            for delta in self._deltas(part):
-                yield self._chunk(choice, delta, logprobs=logprobs)
-                logprobs = None
+        yield self._chunk(0, {"role": "assistant", "content": ""})
 
     def end_text(self, choice: int, ending: Ending) -> Iterable[bytes]:
         """Send why a text has ended, and begin the next one."""
-        logprobs, self._calls = self._logprobs(self._sent(())), 0
-        yield self._chunk(choice, {}, _reason(ending), logprobs)
+        self._calls = 0
+        yield self._chunk(choice, {}, self._reason(ending))
         if choice + 1 < self.request.count:
-            yield from self._role(choice + 1)
+            yield self._chunk(choice + 1, {"role": "assistant", "content": ""})
 
-    def _choice(self, index: int, text: WholeText) -> dict[str, Any]:
-        return {
-            "index": index,
-            "message": _message(text.parts),
-            "finish_reason": _reason(text.ending),
-            "logprobs": self._logprobs(text.tokens),
-        }
-
-    def _role(self, choice: int) -> Iterator[bytes]:
-        yield self._chunk(choice, {"role": "assistant", "content": ""})
-
-    def _deltas(self, part: Part) -> Iterator[dict[str, Any]]:
-        if isinstance(part, Text):
-            yield {"content": part.text}
-        elif isinstance(part, Reasoning):
-            yield {"reasoning": part.text, "reasoning_content": part.text}
-        else:
-            index, self._calls = self._calls, self._calls + 1
-            named = {**_call(part), "index": index}
-            named["function"] = {"name": part.name, "arguments": ""}
-            yield {"tool_calls": [named]}
-            arguments = {"arguments": part.arguments}
-            yield {"tool_calls": [{"index": index, "function": arguments}]}
-
-    def _chunk(
-        self,
-        choice: int,
-        delta: dict[str, Any],
-        reason: str | None = None,
-        logprobs: dict[str, Any] | None = None,
-    ) -> bytes:
-        one = {"index": choice, "delta": delta, "finish_reason": reason}
-        return event(self._packet(self.chunk_kind, [{**one, "logprobs": logprobs}]))
+    def _reason(self, ending: Ending) -> str:
+        if ending.called and not ending.cut:
+            return "tool_calls"
+        return super()._reason(ending)
 
     def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
         return costs.chat_logprobs(tokens) if tokens else None
 
+    def _pieces(self, parts: Sequence[Part]) -> Iterator[dict[str, Any]]:
+        for part in parts:
+            if isinstance(part, Text):
+                yield {"content": part.text}
+            elif isinstance(part, Reasoning):
+                yield {"reasoning": part.text, "reasoning_content": part.text}
+            else:
+                index, self._calls = self._calls, self._calls + 1
+                named = {**_call(part), "index": index}
+                named["function"] = {"name": part.name, "arguments": ""}
+                yield {"tool_calls": [named]}
+                arguments = {"arguments": part.arguments}
+                yield {"tool_calls": [{"index": index, "function": arguments}]}
 
-def _reason(ending: Ending) -> str:
-    if ending.cut:
-        return "length"
-    return "tool_calls" if ending.called else str(ending.result.finish_reason)
-
-
-def _message(parts: Sequence[Part]) -> dict[str, Any]:
-    content = "".join(part.text for part in parts if isinstance(part, Text))
-    thought = "".join(part.text for part in parts if isinstance(part, Reasoning))
-    calls = [_call(part) for part in parts if isinstance(part, ToolCall)]
-    message: dict[str, Any] = {"role": "assistant"}
-    message["content"] = content if content or not calls else None
-    if thought:
-        message |= {"reasoning": thought, "reasoning_content": thought}
-    return {**message, "tool_calls": calls} if calls else message
+    def _whole(self, parts: Sequence[Part]) -> dict[str, Any]:
+        content = "".join(part.text for part in parts if isinstance(part, Text))
+        thought = "".join(part.text for part in parts if isinstance(part, Reasoning))
+        calls = [_call(part) for part in parts if isinstance(part, ToolCall)]
+        message: dict[str, Any] = {"role": "assistant"}
+        message["content"] = content if content or not calls else None
+        if thought:
+            message |= {"reasoning": thought, "reasoning_content": thought}
+        return {**message, "tool_calls": calls} if calls else message
 
 
 def _call(call: ToolCall) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pydantic import AliasChoices, Field
 from mlx_speculation.engine.options import StreamKeywords
 from mlx_speculation.server.api_errors import invalid
 from mlx_speculation.server.config import Settings
-from mlx_speculation.server.request import Chat, Conversation, GenerationRequest
+from mlx_speculation.server.request import Conversation, GenerationRequest
 from mlx_speculation.server.request import options as read
 from mlx_speculation.server.request.content import (
     Block,
@@ -149,12 +149,8 @@ class ChatBody(OpenAIBody):
 
 
 def chat_request(body: ChatBody, settings: Settings) -> GenerationRequest:
-    """Check a chat.
-
-    Raises:
-        ApiError: names the field that is wrong.
-    """
-    messages, images = _conversation(body.messages, settings).messages()
+    """Check a chat."""
+    conversation = _conversation(body.messages, settings)
     tools = Toolbox(body.tools).chosen(body.tool_choice)
     args, budget = _thinking(body)
     options: StreamKeywords = {
@@ -166,9 +162,7 @@ def chat_request(body: ChatBody, settings: Settings) -> GenerationRequest:
         settings,
         options,
         max_tokens=max_tokens(body, settings) or None,
-        chat=Chat(
-            messages=messages, tools=tools.shown, template_args=args, images=images
-        ),
+        chat=conversation.chat(tools, args),
         schema=read.schema_of(body.response_format, "response_format"),
         calls=tools.needed,
         most_calls=None if body.parallel_tool_calls else 1,

@@ -7,7 +7,7 @@ from pydantic import Field, StrictBool
 
 from mlx_speculation.server.answer_parts import Part, Text
 from mlx_speculation.server.apis import usage as costs
-from mlx_speculation.server.apis.base import Ending, WholeText, event
+from mlx_speculation.server.apis.base import Ending
 from mlx_speculation.server.apis.chat_completions import OpenAIFace
 from mlx_speculation.server.apis.chat_request import (
     OpenAIBody,
@@ -35,11 +35,7 @@ class CompletionBody(OpenAIBody):
 
 
 def completion_request(body: CompletionBody, settings: Settings) -> GenerationRequest:
-    """Check a request to continue texts.
-
-    Raises:
-        ApiError: names the field that is wrong.
-    """
+    """Check a request to continue texts."""
     prompts: Any = body.prompt
     if not isinstance(prompts, list) or not prompts or isinstance(prompts[0], int):
         prompts = [prompts]
@@ -61,46 +57,21 @@ class CompletionFace(OpenAIFace):
     """Legacy completions."""
 
     prefix = "cmpl"
-    whole_kind = chunk_kind = "text_completion"
+    kinds = ("text_completion", "text_completion")
+    fields = ("text", "text")
 
     def __init__(self, body: CompletionBody, settings: Settings) -> None:
         super().__init__(body, completion_request(body, settings), settings)
 
-    def open(self, prompt_tokens: int) -> Iterable[bytes]:
-        """Begin with the first text."""
-        return ()
-
-    def parts(
-        self, choice: int, parts: Sequence[Part], tokens: Sequence[Token]
-    ) -> Iterable[bytes]:
-        """Send what a text has grown by."""
-        if parts:
-            yield self._chunk(choice, _text(parts), None, self._sent(tokens))
-        else:
-            self._unsent += tokens
-
     def end_text(self, choice: int, ending: Ending) -> Iterable[bytes]:
         """Send why a text has ended."""
-        yield self._chunk(choice, "", ending.result.finish_reason, self._sent(()))
+        yield self._chunk(choice, "", self._reason(ending))
 
-    def _choice(self, index: int, text: WholeText) -> dict[str, Any]:
-        reason = text.ending.result.finish_reason
-        return _choice(index, _text(text.parts), reason, text.tokens)
+    def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
+        return costs.text_logprobs(tokens) if tokens else None
 
-    def _chunk(
-        self, choice: int, text: str, reason: str | None, tokens: Sequence[Token]
-    ) -> bytes:
-        one = _choice(choice, text, reason, tokens)
-        return event(self._packet(self.chunk_kind, [one]))
+    def _pieces(self, parts: Sequence[Part]) -> Iterable[str]:
+        return [self._whole(parts)] if parts else ()
 
-
-def _choice(
-    index: int, text: str, reason: str | None, tokens: Sequence[Token]
-) -> dict[str, Any]:
-    logprobs = costs.text_logprobs(tokens) if tokens else None
-    choice = {"index": index, "text": text, "finish_reason": reason}
-    return {**choice, "logprobs": logprobs}
-
-
-def _text(parts: Sequence[Part]) -> str:
-    return "".join(part.text for part in parts if isinstance(part, Text))
+    def _whole(self, parts: Sequence[Part]) -> str:
+        return "".join(part.text for part in parts if isinstance(part, Text))

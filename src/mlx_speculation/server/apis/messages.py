@@ -63,7 +63,7 @@ class MessagesFace(BlockFace):
             "cache_read_input_tokens": cached,
             "cache_creation_input_tokens": 0,
             "output_tokens": ending.tokens,
-            "speculative": costs.speculative(ending.result, self._draft),
+            "speculative": costs.speculative([ending], self._draft),
         }
 
     def _call(self, call: ToolCall) -> Iterator[bytes]:

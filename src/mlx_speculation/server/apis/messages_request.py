@@ -13,7 +13,7 @@ from typing import Literal
 from pydantic import Field
 
 from mlx_speculation.server.config import Settings
-from mlx_speculation.server.request import Chat, Conversation, GenerationRequest
+from mlx_speculation.server.request import Conversation, GenerationRequest
 from mlx_speculation.server.request import options as read
 from mlx_speculation.server.request.content import Content
 from mlx_speculation.server.request.models import RequestModel
@@ -54,11 +54,7 @@ class MessagesBody(CountBody):
 
 
 def messages_request(body: CountBody, settings: Settings) -> GenerationRequest:
-    """Check a request.
-
-    Raises:
-        ApiError: names the field that is wrong.
-    """
+    """Check a request."""
     toolbox, choice, config = Toolbox(body.tools), body.tool_choice, body.output_config
     chosen = toolbox.chosen(choice)
     conversation = Conversation(settings, "\n", toolbox.deferred)
@@ -66,7 +62,6 @@ def messages_request(body: CountBody, settings: Settings) -> GenerationRequest:
     for i, message in enumerate(body.messages):
         add = getattr(conversation, message.role)
         add(message.content, f"messages[{i}].content")
-    messages, images = conversation.messages()
     args, budget = read.thinking(body.thinking, effort=config.effort)
     most, wanted = settings.limits.max_tokens, getattr(body, "max_tokens", None)
     stops = read.stops(getattr(body, "stop_sequences", None), "stop_sequences")
@@ -77,13 +72,7 @@ def messages_request(body: CountBody, settings: Settings) -> GenerationRequest:
         # A client asks for what its own model has; it gets what there is.
         max_tokens=min(wanted, most) if wanted and most else wanted or most or None,
         any_model=True,
-        chat=Chat(
-            messages=messages,
-            tools=chosen.shown,
-            deferred=tuple(toolbox.deferred),
-            template_args=args,
-            images=images,
-        ),
+        chat=conversation.chat(chosen, args),
         schema=read.schema_of(config.format, "output_config.format"),
         calls=chosen.needed,
         most_calls=1 if choice and choice.disable_parallel_tool_use else None,

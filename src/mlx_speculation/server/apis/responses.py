@@ -19,7 +19,7 @@ from mlx_speculation.server.apis.responses_request import (
     responses_request,
 )
 from mlx_speculation.server.config import Settings
-from mlx_speculation.server.request.tools import Kind
+from mlx_speculation.server.request.tools import Kind, Toolbox
 
 # Of an item: its type, the beginning of its id, the type of its part.
 NAMES: dict[type | None, tuple[str, str, str]] = {
@@ -32,9 +32,8 @@ class ResponsesFace(BlockFace):
     """The Responses API."""
 
     def __init__(self, body: ResponsesBody, settings: Settings) -> None:
-        made = responses_request(body, settings)
-        super().__init__(made.request, settings)
-        self._kinds = made.kinds
+        super().__init__(responses_request(body, settings), settings)
+        self._kinds = Toolbox(body.tools).kinds
         self._head = _head(body, self.request.sampling, settings)
         self._number = 0  # of the next event
         self._id = ""  # of the open item
@@ -80,7 +79,7 @@ class ResponsesFace(BlockFace):
             "output_tokens": ending.tokens,
             "output_tokens_details": {"reasoning_tokens": ending.reasoning_tokens},
             "total_tokens": ending.prompt_tokens + ending.tokens,
-            "speculative": costs.speculative(ending.result, self._draft),
+            "speculative": costs.speculative([ending], self._draft),
         }
 
     def _begin(self) -> Iterator[bytes]:

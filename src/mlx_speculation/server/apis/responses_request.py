@@ -7,14 +7,13 @@
 No response is stored: fields that name an earlier one are refused.
 """
 
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
 from mlx_speculation.server.api_errors import invalid
 from mlx_speculation.server.config import Settings
-from mlx_speculation.server.request import Chat, Conversation, GenerationRequest
+from mlx_speculation.server.request import Conversation, GenerationRequest
 from mlx_speculation.server.request import options as read
 from mlx_speculation.server.request.content import (
     Block,
@@ -26,7 +25,7 @@ from mlx_speculation.server.request.content import (
 )
 from mlx_speculation.server.request.models import RequestModel
 from mlx_speculation.server.request.options import Count, Object, TextOptions
-from mlx_speculation.server.request.tools import Choice, Kind, ToolBody, Toolbox, flat
+from mlx_speculation.server.request.tools import Choice, ToolBody, Toolbox, flat
 from mlx_speculation.server.request.transcript import Arguments
 
 STATEFUL = {  # fields that name what was stored before
@@ -146,43 +145,24 @@ class ResponsesBody(TextOptions):
             raise invalid("background is not offered here. Leave it out.", "background")
 
 
-@dataclass(frozen=True, slots=True)
-class ResponsesRequest:
-    """A request, and what its calls are to be called."""
-
-    request: GenerationRequest
-    kinds: dict[str, Kind]  # by the flat name
-
-
-def responses_request(body: ResponsesBody, settings: Settings) -> ResponsesRequest:
-    """Check a request.
-
-    Raises:
-        ApiError: names the field that is wrong.
-    """
-    toolbox = Toolbox(body.tools)
-    chosen = toolbox.chosen(body.tool_choice)
-    messages, images = _conversation(body, settings).messages()
+def responses_request(body: ResponsesBody, settings: Settings) -> GenerationRequest:
+    """Check a request."""
+    chosen = Toolbox(body.tools).chosen(body.tool_choice)
+    conversation = _conversation(body, settings)
     effort = body.reasoning.effort
     args, _ = read.thinking(on=effort != "none" if effort else None, effort=effort)
     most = settings.limits.max_tokens
     read.at_most(body.max_output_tokens, most, "max_output_tokens", "max-tokens-limit")
-    request = read.generation(
+    return read.generation(
         body,
         settings,
         {},
         max_tokens=body.max_output_tokens or most or None,
-        chat=Chat(
-            messages=messages,
-            tools=chosen.shown,
-            template_args=args,
-            images=images,
-        ),
+        chat=conversation.chat(chosen, args),
         schema=read.schema_of(body.text.format, "text.format"),
         calls=chosen.needed,
         most_calls=None if body.parallel_tool_calls else 1,
     )
-    return ResponsesRequest(request, toolbox.kinds)
 
 
 def _conversation(body: ResponsesBody, settings: Settings) -> Conversation:

@@ -5,43 +5,55 @@ ours.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from itertools import zip_longest
+from typing import Any
 
-from mlx_speculation.engine.stats import SourceCounts
+from mlx_speculation.engine.stats import SourceCounts, Statistics
 from mlx_speculation.server.apis.base import Ending
 from mlx_speculation.server.job import Alternative, Token
-
-if TYPE_CHECKING:
-    from mlx_speculation.engine import Result
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
-def usage(ending: Ending, draft: str | None, *, predicted: bool) -> dict[str, Any]:
-    """Return what a text has cost; drafts count as predictions where there is none."""
-    result, stats = ending.result, ending.result.stats
-    drafts: Any = stats.sources.get("prediction", SourceCounts())
-    drafts = drafts if predicted else stats
+def usage(
+    endings: Sequence[Ending], draft: str | None, *, predicted: bool
+) -> dict[str, Any]:
+    """Return what texts have cost; without a prediction drafts count as predicted."""
+    prompt = sum(each.prompt_tokens for each in endings)
+    tokens = sum(each.tokens for each in endings)
+    every = [each.result.stats for each in endings]
+    drafts: list[Any] = every
+    if predicted:
+        drafts = [each.sources.get("prediction", SourceCounts()) for each in every]
+    accepted = sum(each.accepted for each in drafts)
     return {
-        "prompt_tokens": ending.prompt_tokens,
-        "completion_tokens": ending.tokens,
-        "total_tokens": ending.prompt_tokens + ending.tokens,
-        "prompt_tokens_details": {"cached_tokens": stats.reused},
+        "prompt_tokens": prompt,
+        "completion_tokens": tokens,
+        "total_tokens": prompt + tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(each.reused for each in every)},
         "completion_tokens_details": {
-            "reasoning_tokens": ending.reasoning_tokens,
-            "accepted_prediction_tokens": drafts.accepted,
-            "rejected_prediction_tokens": drafts.drafted - drafts.accepted,
+            "reasoning_tokens": sum(each.reasoning_tokens for each in endings),
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": sum(e.drafted for e in drafts) - accepted,
         },
-        "speculative": speculative(result, draft),
+        "speculative": speculative(endings, draft),
     }
 
 
-def speculative(result: "Result", draft: str | None) -> dict[str, Any]:
-    """Return what was drafted of a text."""
-    stats = result.stats
+def speculative(endings: Sequence[Ending], draft: str | None) -> dict[str, Any]:
+    """Return what was drafted of texts."""
+    every = [each.result.stats for each in endings]
+    reached = zip_longest(*(each.reached for each in every), fillvalue=0)
+    stats = Statistics(
+        rounds=sum(each.rounds for each in every),
+        drafts=sum(each.drafts for each in every),
+        drafted=sum(each.drafted for each in every),
+        accepted=sum(each.accepted for each in every),
+        reached=[sum(place) for place in reached],
+    )
     return {
         "draft": draft,
-        "seed": result.seed,
+        "seed": endings[0].result.seed,
         "rounds": stats.rounds,
         "drafts": stats.drafts,
         "drafted": stats.drafted,
@@ -49,48 +61,7 @@ def speculative(result: "Result", draft: str | None) -> dict[str, Any]:
         "acceptance_rate": stats.acceptance_rate,
         "mean_accepted_length": stats.mean_accepted_length,
         "accepted_per_position": list(stats.accepted_per_position),
-        "drafter_faults": len(stats.drafter_faults),
-    }
-
-
-def total(usages: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return what several texts have cost together."""
-    if len(usages) == 1:
-        return usages[0]
-    speculative = [usage["speculative"] for usage in usages]
-    counts = {
-        name: sum(each[name] for each in speculative)
-        for name in ("rounds", "drafts", "drafted", "accepted", "drafter_faults")
-    }
-    drafts, drafted = counts["drafts"], counts["drafted"]
-    width = max(len(each["accepted_per_position"]) for each in speculative)
-    reached = [
-        sum(
-            each["drafts"] * (*each["accepted_per_position"], *[0.0] * width)[place]
-            for each in speculative
-        )
-        for place in range(width)
-    ]
-    return {
-        **_sums(usages),
-        "speculative": {
-            **speculative[0],
-            **counts,
-            "acceptance_rate": counts["accepted"] / drafted if drafted else 0.0,
-            "mean_accepted_length": 1 + (counts["accepted"] / drafts if drafts else 0),
-            "accepted_per_position": [one / drafts for one in reached],
-        },
-    }
-
-
-def _sums(usages: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the sums of all counts of tokens."""
-    return {
-        name: _sums([usage[name] for usage in usages])
-        if isinstance(value, dict)
-        else sum(usage[name] for usage in usages)
-        for name, value in usages[0].items()
-        if name != "speculative"
+        "drafter_faults": sum(len(each.drafter_faults) for each in every),
     }
 
 

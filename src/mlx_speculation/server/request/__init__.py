@@ -1,12 +1,11 @@
 """Requests in one form for all APIs.
 
     request         `GenerationRequest`: a chat or prompts, and how the text is wanted
-    models          pydantic models: what every body has in common, and its errors
+    models          bodies as JSON within limits and as pydantic models; their errors
     options         sampling, ends, schema and draft, as pydantic fields
     content         the blocks of messages in all APIs, as pydantic models
     transcript      messages of a chat in one form, put in order
     tools           tools and which of them have to be called
-    json_body       bytes to a JSON object, within limits
     images          data URLs and files to pictures, within limits
     fetch_image     the bytes behind a URL, where fetching is switched on
 
@@ -14,8 +13,7 @@ Connections, threads, models and chat templates are not known here, and no API's
 """
 
 from mlx_speculation.server.request.images import opened
-from mlx_speculation.server.request.json_body import parsed
-from mlx_speculation.server.request.models import RequestModel, as_invalid
+from mlx_speculation.server.request.models import RequestModel, as_invalid, parsed
 from mlx_speculation.server.request.request import Chat, GenerationRequest
 from mlx_speculation.server.request.tools import Tools
 from mlx_speculation.server.request.transcript import Conversation

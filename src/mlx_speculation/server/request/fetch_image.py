@@ -20,7 +20,7 @@ import ssl
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from urllib.parse import SplitResult, urlsplit
@@ -128,20 +128,18 @@ def _socket_to(
     At the deadline it is cut, whatever it waits for: a server that sends a byte now and
     then never runs into the timeout of one read.
     """
-    with (
-        _connected(addresses, port, deadline) as plain,
-        _secured(plain, parts) as opened,
-    ):
+    with ExitStack() as stack:
+        opened = stack.enter_context(_connected(addresses, port, deadline))
+        if parts.scheme == "https":
+            opened.settimeout(max(0.001, deadline - time.monotonic()))
+            secured = _context().wrap_socket(opened, server_hostname=parts.hostname)
+            opened = stack.enter_context(secured)
         left = max(0.0, deadline - time.monotonic())
         cut = threading.Timer(left, _cut, [opened])
         cut.daemon = True
         cut.start()
-        try:
-            if isinstance(opened, ssl.SSLSocket):
-                opened.do_handshake()
-            yield opened
-        finally:
-            cut.cancel()
+        stack.callback(cut.cancel)
+        yield opened
 
 
 def _connected(addresses: list[Address], port: int, deadline: float) -> socket.socket:
@@ -155,15 +153,6 @@ def _connected(addresses: list[Address], port: int, deadline: float) -> socket.s
         except OSError as failed:
             error = failed
     raise error
-
-
-def _secured(plain: socket.socket, parts: SplitResult) -> socket.socket:
-    """Return a socket under TLS for https, the handshake still to be made."""
-    if parts.scheme == "http":
-        return plain
-    return _context().wrap_socket(
-        plain, server_hostname=parts.hostname, do_handshake_on_connect=False
-    )
 
 
 def _context() -> ssl.SSLContext:

@@ -53,7 +53,9 @@ def _bytes_of(url: str, where: str, settings: Settings) -> bytes:
         if url.startswith("data:"):
             return data_of_url(url, limits_of(settings))
         if settings.fetch_images and url.lower().startswith(("http://", "https://")):
-            return fetch_image(url, _fetch_limits(settings))
+            limits, private = settings.limits, settings.fetch_private
+            most, seconds = limits.image_bytes, limits.fetch_seconds
+            return fetch_image(url, FetchLimits(most, seconds, private=private))
         return _read(url, where, settings)
     except InvalidRequestError as error:
         raise invalid(f"{where}: {error}", where) from error
@@ -82,13 +84,6 @@ def limits_of(settings: Settings) -> ImageLimits:
     return ImageLimits(limits.image_bytes, limits.image_pixels)
 
 
-def _fetch_limits(settings: Settings) -> FetchLimits:
-    limits = settings.limits
-    return FetchLimits(
-        limits.image_bytes, limits.fetch_seconds, private=settings.fetch_private
-    )
-
-
 def _read(url: str, where: str, settings: Settings) -> bytes:
     """Return the bytes of a file under the allowed folder."""
     folder, parts = settings.image_folder, urlsplit(url)
@@ -111,7 +106,7 @@ def _read(url: str, where: str, settings: Settings) -> bytes:
         root = folder.resolve()
         path = (root / unquote(parts.path)).resolve()  # links are followed first
         if not path.is_relative_to(root):
-            raise _outside(where)
+            raise invalid(f"{where} names a file outside of the allowed folder.", where)
         if not path.is_file():  # no device, no pipe
             raise invalid(f"{where} names no file of the allowed folder.", where)
         with path.open("rb") as file:
@@ -120,7 +115,3 @@ def _read(url: str, where: str, settings: Settings) -> bytes:
         if isinstance(error, ApiError):
             raise
         raise invalid(f"{where} names a file that cannot be read.", where) from error
-
-
-def _outside(where: str) -> ApiError:
-    return invalid(f"{where} names a file outside of the allowed folder.", where)

@@ -1,15 +1,41 @@
-"""Bodies of requests as pydantic models, and their errors as those of the APIs.
+"""Bodies of requests: from bytes to pydantic models, and errors in the APIs' form.
 
 A null counts as not given. Types are strict: a number in quotes is no number.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
+from mlx_speculation.json_files import JsonFlawError, parse_json
 from mlx_speculation.server.api_errors import ApiError, invalid
+
+DEEPEST = 64
+
+
+def parsed(raw: bytes) -> dict[str, Any]:
+    """Return the object that a body holds.
+
+    Raises:
+        ApiError: it is no UTF-8, no JSON or no object, too deep, or holds text that no
+            tokenizer takes or a number that is none.
+    """
+    try:
+        body = parse_json(raw, finite=True, deepest=DEEPEST)
+    except JsonFlawError as error:
+        raise invalid(f"The body {error}.") from error
+    if not isinstance(body, dict):
+        raise invalid(f"The body is a {type(body).__name__}, not a JSON object.")
+    try:
+        json.dumps(body, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise invalid(
+            "A text in the body holds half of a surrogate pair, which is no character."
+        ) from error
+    return body
 
 
 class RequestModel(BaseModel):

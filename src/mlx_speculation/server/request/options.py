@@ -79,11 +79,7 @@ def generation(
     any_model: bool = False,  # whatever the client calls it
     **more: Any,  # further fields of the request
 ) -> GenerationRequest:
-    """Return a request: the options of its text that all APIs have, and its fields.
-
-    Raises:
-        ApiError: names the field that is wrong.
-    """
+    """Return a request: the options of its text that all APIs have, and its fields."""
     if not any_model:
         _check_model(body.model, settings)
     if more.get("schema") is not None and more.get("calls") is not None:

@@ -32,8 +32,9 @@ from mlx_speculation.server.request.content import (
     UseBlock,
 )
 from mlx_speculation.server.request.images import image_part
-from mlx_speculation.server.request.json_body import DEEPEST
-from mlx_speculation.server.request.tools import Tool
+from mlx_speculation.server.request.models import DEEPEST
+from mlx_speculation.server.request.request import Chat
+from mlx_speculation.server.request.tools import Tool, Tools
 
 Part = dict[str, Any]  # of a content: a text, or an image with its bytes
 Content = str | list[Part]
@@ -178,8 +179,8 @@ class Conversation:
         texts += [self._text(each, where) for each in block.content]
         return "\n".join(text for text in texts if text)
 
-    def messages(self) -> tuple[tuple[Message, ...], tuple[Any, ...]]:
-        """Return all messages in order, and the images of their parts."""
+    def chat(self, tools: Tools, template_args: dict[str, Any]) -> Chat:
+        """Return all messages in order, with the images of their parts."""
         images: list[Any] = []
         placed: list[Message] = []
         for message in _with_reminders(self._sorted(), self._joined):
@@ -193,7 +194,13 @@ class Conversation:
                 message = {**message, "content": shown}
             more = {name: value for name, value in message.items() if value}
             placed.append({**more, "content": message["content"]})
-        return tuple(placed), tuple(images)
+        return Chat(
+            messages=tuple(placed),
+            tools=tools.shown,
+            deferred=tuple(self._deferred.values()),
+            template_args=template_args,
+            images=tuple(images),
+        )
 
     def _add(self, role: str, content: Content, **more: Any) -> None:
         if isinstance(content, list) and not any(p["type"] == "image" for p in content):

@@ -9,7 +9,6 @@ import json
 import logging
 import signal
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,14 +22,15 @@ from mlx_speculation.server.api_errors import ApiError, invalid, unavailable
 from mlx_speculation.server.config import Limits
 from mlx_speculation.server.schemas.constraint import SchemaConstraint
 from mlx_speculation.server.schemas.template import (
+    POLL_SECONDS,
     ChildProcess,
     Template,
     TemplateLostError,
+    received,
 )
 
 LOG = logging.getLogger("mlx_speculation.server")
 COMPILING = 2
-POLL_SECONDS = 0.05
 # Masks take milliseconds, so that each brings some time along.
 STEP_SECONDS = 0.02
 # Children end themselves; one that was stopped cannot, and is given up.
@@ -220,13 +220,8 @@ def _answer(
     child: ChildProcess, schema: str, seconds: float, waiting: Callable[[], None]
 ) -> bytes | None:
     """Return what a child says of a schema; None: it has ended, or does not answer."""
-    end = time.monotonic() + seconds + OVERDUE_SECONDS
     try:
         child.channel.send_bytes(schema.encode())
-        while time.monotonic() < end:
-            if child.channel.poll(POLL_SECONDS):
-                return child.channel.recv_bytes()
-            waiting()
+        return received(child.channel, seconds + OVERDUE_SECONDS, waiting)
     except (OSError, EOFError):
-        pass  # how it has ended says more
-    return None
+        return None  # how it has ended says more

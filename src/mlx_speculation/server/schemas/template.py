@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -19,7 +20,7 @@ from mlx_speculation.samplers.constraints.llguidance import (
 )
 
 PROGRAM = Path(__file__).with_name("template_process.py")
-POLL_SECONDS = 0.1
+POLL_SECONDS = 0.05
 # To read a tokenizer, and to fork or to end a child.
 START_SECONDS, ANSWER_SECONDS = 60.0, 5.0
 ANSWER_BYTES = 4
@@ -142,18 +143,23 @@ class Template:
             with Connection(os.dup(self._control.fileno())) as first:
                 first.send_bytes(json.dumps(settings).encode())
                 first.send_bytes(vocabulary.text.encode())
-                answer = _received(first, START_SECONDS, check)
+                answer = received(first, START_SECONDS, check)
         except (OSError, EOFError) as error:
             raise TemplateLostError("the template has not started") from error
+        if answer is None:
+            raise TemplateLostError("the template does not start")
         if answer != b"ready":
             raise unreadable_tokenizer(answer.decode())
         self._control.settimeout(ANSWER_SECONDS)
 
 
-def _received(channel: Connection, seconds: float, check: Callable[[], None]) -> bytes:
-    """Return a message that comes in time."""
-    for _ in range(int(seconds / POLL_SECONDS)):
+def received(
+    channel: Connection, seconds: float, check: Callable[[], None]
+) -> bytes | None:
+    """Return a message; None: none has come for so many seconds."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
         if channel.poll(POLL_SECONDS):
             return channel.recv_bytes()
         check()
-    raise TimeoutError(f"no answer within {seconds:g} seconds")
+    return None
