@@ -15,7 +15,8 @@ import pytest
 
 from mlx_speculation import PrefixCache, Sampling, SpeculativeGenerator
 from mlx_speculation.samplers import Chooser
-from mlx_speculation.server import Server
+from mlx_speculation.samplers.constraints.llguidance import json_schema
+from mlx_speculation.server import Limits, Server
 from support.identity import assert_same_up_to_ties
 from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer
@@ -36,6 +37,13 @@ from support.processes.wait_until import until
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<A>"
 APIS = ("/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/completions")
 LEAVING = 0.15  # of the clients, before their answer is whole
+CONSTRAINED = 0.1  # of the requests, by a schema
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": ["x", "yy"]}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
 PROMPTS = (
     "ABCDEFGHIJKLMNOP" * 4,
     "def add(a, b):\n    return a\n" * 3,
@@ -50,6 +58,7 @@ class Asked:
     prompt: str
     stream: bool
     leaves: bool
+    constrained: bool = False
 
     @property
     def body(self) -> dict[str, Any]:
@@ -58,7 +67,18 @@ class Asked:
             "/v1/completions": {"prompt": self.prompt, "max_tokens": TOKENS},
             "/v1/responses": {"input": turn, "max_output_tokens": TOKENS},
         }.get(self.path, {"messages": turn, "max_tokens": TOKENS})
+        if self.constrained:
+            body |= self._form
         return {**body, "stream": self.stream, "temperature": 0}
+
+    @property
+    def _form(self) -> dict[str, Any]:
+        form = {"type": "json_schema", "schema": SCHEMA}
+        named = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
+        return {
+            "/v1/messages": {"output_config": {"format": form}},
+            "/v1/responses": {"text": {"format": {**form, "name": "s"}}},
+        }.get(self.path, {"response_format": named})
 
     @property
     def rendered(self) -> str:
@@ -74,6 +94,7 @@ def drawn(seed: int, count: int) -> list[Asked]:
             draw.choice(PROMPTS)[: draw.randint(4, 60)],
             draw.random() < 0.5,
             draw.random() < LEAVING,
+            draw.random() < CONSTRAINED,
         )
         for _ in range(count)
     ]
@@ -85,8 +106,13 @@ def plain() -> SpeculativeGenerator:
 
 
 @cache
-def expected(prompt: str) -> Any:
-    return plain().generate(prompt, max_tokens=TOKENS, sampling=Sampling())
+def expected(prompt: str, constrained: bool) -> Any:
+    schema = None
+    if constrained:
+        schema = json_schema(SCHEMA, plain().tokenizer, compact=True)
+    return plain().generate(
+        prompt, max_tokens=TOKENS, sampling=Sampling(), constraint=schema
+    )
 
 
 def _tokenizer() -> Any:
@@ -152,7 +178,10 @@ def _whole(body: Any, path: str) -> str:
 
 def check(answer: Answer, asked: Asked) -> int:
     """Assert that a text is that of its prompt; return 1 for a near-tie."""
-    known, text = expected(asked.rendered), text_of(answer, asked)
+    known = expected(asked.rendered, asked.constrained)
+    text = text_of(answer, asked)
+    if asked.constrained:
+        assert json.loads(text)["a"] in ("x", "yy")
     if text == known.text or not known.text.strip():
         return 0
     own = plain()
@@ -171,6 +200,8 @@ def run(server: Server, requests: list[Asked], clients: int) -> None:
     ties = sum(check(answer, each) for answer, each in pairs if answer is not None)
     assert ties <= len(requests) // 50
     until(lambda: server.worker.taken == 0 and rows_held(server.worker) == 0)
+    places = server.worker.schemas._places
+    until(lambda: places._value == Limits().schemas)
 
 
 def resident() -> float:
