@@ -261,6 +261,33 @@ def test_a_call_that_is_required_is_made(chat: Callable[..., Any]) -> None:
     assert names == {"add", "stop"}
 
 
+def test_a_call_has_the_definitions_of_its_own_tool(chat: Callable[..., Any]) -> None:
+    """As pydantic writes them: each tool's references are to its own schema."""
+    tools = [
+        {
+            "type": "function",
+            "function": {
+                "name": name,
+                "parameters": {
+                    "type": "object",
+                    "properties": {"n": {"$ref": "#/$defs/N"}},
+                    "$defs": {"N": {"enum": [number]}},
+                    "required": ["n"],
+                    "additionalProperties": False,
+                },
+            },
+        }
+        for name, number in (("one", 1), ("two", 2))
+    ]
+    drawn = {"temperature": 50, "max_tokens": 150, "tool_choice": "required"}
+    made = set()
+    for seed in range(6):
+        (choice,) = chat(tools=tools, seed=seed, **drawn).choices
+        (call,) = choice.message.tool_calls
+        made.add((call.function.name, call.function.arguments))
+    assert made == {("one", '{"n": 1}'), ("two", '{"n": 2}')}
+
+
 def test_a_call_that_is_named_is_made(chat: Callable[..., Any]) -> None:
     for seed in range(3):
         drawn = {"temperature": 1, "seed": seed, "max_tokens": 60}

@@ -257,6 +257,22 @@ def test_reasoning_is_replayed_by_every_api() -> None:
     }
 
 
+def test_reasoning_without_an_answer_is_not_that_of_a_later_turn() -> None:
+    """A response that was cut while it thought has nothing else."""
+    thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "T"}]}
+    answer = turn("assistant", "A")
+    made = responses(turn("user", "Q"), thought, turn("user", "R"), answer)
+    assert [each.get("reasoning_content") for each in made.messages] == [None] * 3
+
+
+def test_a_compaction_is_the_text_of_the_turns_before() -> None:
+    compacted = [{"type": "compaction", "content": "Before."}, text(" A")]
+    made = messages(turn("assistant", compacted), turn("user", "Q"))
+    assert pairs(made)[0] == ("assistant", "Before. A")
+    failed = [{"type": "compaction", "content": None}, text("A")]
+    assert pairs(messages(turn("assistant", failed)))[0] == ("assistant", "A")
+
+
 @pytest.mark.parametrize("broken", ["{", '{"a": 1', "[1]", "5", '"x"', "{'a': 1}", 7])
 def test_broken_arguments_are_named_by_their_message(broken: Any) -> None:
     calls = [{"id": "1", "function": {"name": "f", "arguments": broken}}]

@@ -37,7 +37,8 @@ NOT_OFFERED = {  # fields of OpenAI's and mlx-lm's, and what to do instead
 NO_EFFECT = frozenset(
     (
         *("user", "metadata", "store", "service_tier", "safety_identifier"),
-        *("prompt_cache_key", "prompt_cache_retention", "verbosity", "cache_control"),
+        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
+        *("verbosity", "cache_control", "moderation"),
         *("include_reasoning", "reasoning_format", "session_id", "provider", "usage"),
         *("cache_prompt", "parse_tool_calls", "web_search_options"),
     )

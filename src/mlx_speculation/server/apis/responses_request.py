@@ -175,6 +175,7 @@ def _conversation(body: ResponsesBody, settings: Settings) -> Conversation:
                 conversation.system(item.content, where)
             case MessageItem(role="user"):
                 conversation.user(item.content, where)
+                thoughts = []  # of an answer that was cut
             case OutputItem():
                 conversation.result(item.call_id, item.output, f"input[{i}].output")
             case ReasoningItem():

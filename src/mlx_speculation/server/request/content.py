@@ -13,7 +13,10 @@ from mlx_speculation.server.request.models import RequestModel
 from mlx_speculation.server.request.options import Object
 
 EMPTY = {"type": "text", "text": ""}
-DROPPED = ("redacted_thinking", "server_tool_use", "fallback")
+DROPPED = (
+    *("redacted_thinking", "server_tool_use", "mcp_tool_use", "mcp_tool_listing"),
+    *("container_upload", "tool_addition", "tool_removal", "fallback"),
+)
 IMAGE_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 
 
@@ -22,11 +25,15 @@ def _blocks(given: Any) -> Any:
         return [{"type": "text", "text": given}]
     if not isinstance(given, list):
         return [] if given is None else given
-    kinds = [each.get("type") if isinstance(each, Mapping) else "" for each in given]
-    return [
-        EMPTY if kind in DROPPED or str(kind).endswith("_tool_result") else each
-        for kind, each in zip(kinds, given, strict=True)
-    ]
+    return [_block(each) if isinstance(each, Mapping) else each for each in given]
+
+
+def _block(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    kind = str(given.get("type"))
+    if kind == "compaction":  # a summary of the turns before; null: it has failed
+        return {"type": "text", "text": given.get("content") or ""}
+    dropped = kind in DROPPED or kind.endswith("_tool_result")
+    return EMPTY if dropped else given
 
 
 # Text of a field that does not matter enough to refuse anything else.

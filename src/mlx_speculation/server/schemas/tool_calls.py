@@ -41,21 +41,17 @@ def call_grammar(
             "forced. Leave tool_choice out.",
             "tool_choice",
         )
-    schema = {"x-guidance": SPACING, "anyOf": [_call(each) for each in functions]}
     begin, end = (_literal(text, tokenizer) for text in marks)
-    grammar = f'start: {begin} "\\n" call "\\n" {end}\ncall: %json {json.dumps(schema)}'
-    return LARK + grammar
-
-
-def _call(function: dict[str, Any]) -> dict[str, Any]:
-    """Return the JSON schema of a call."""
-    arguments = function.get("parameters") or {"type": "object"}
-    return {
-        "type": "object",
-        "properties": {"name": {"const": function["name"]}, "arguments": arguments},
-        "required": ["name", "arguments"],
-        "additionalProperties": False,
-    }
+    rules = [f'start: {begin} "\\n" call "\\n" {end}']
+    rules += ["call: " + " | ".join(f"call_{i}" for i in range(len(functions)))]
+    for i, each in enumerate(functions):
+        head = f'{{"name": {json.dumps(each["name"])}, "arguments": '
+        arguments = {"type": "object", **(each.get("parameters") or {})}
+        schema = json.dumps({**arguments, "x-guidance": SPACING})
+        # References are to the schema of one tool, so that each is a rule of its own.
+        rules += [f'call_{i}: {json.dumps(head)} arguments_{i} "}}"']
+        rules += [f"arguments_{i}: %json {schema}"]
+    return LARK + "\n".join(rules)
 
 
 def _literal(text: str, tokenizer: Any) -> str:
