@@ -198,6 +198,7 @@ def run(server: Server, requests: list[Asked], clients: int) -> None:
         answers = list(pool.map(partial(ask, server), requests))
     pairs = zip(answers, requests, strict=True)
     ties = sum(check(answer, each) for answer, each in pairs if answer is not None)
+    print(f"{len(requests)} requests, {answers.count(None)} left, {ties} near-ties")  # noqa: T201
     assert ties <= len(requests) // 50
     until(lambda: server.worker.taken == 0 and rows_held(server.worker) == 0)
     places = server.worker.schemas._places
@@ -229,6 +230,7 @@ def test_a_thousand_requests_leave_no_slot_and_no_memory() -> None:
         gc.collect()
         assert bytes_in_use(server, prefixes) <= before + (1 << 16)
         until(lambda: threading.active_count() <= threads)
+        print(f"resident: {most:.0f} MiB, then {resident():.0f}")  # noqa: T201
         assert resident() <= most * 1.05 + 8
 
 

@@ -365,6 +365,14 @@ def test_what_responses_cannot_do_is_named(
     assert refused.value.param == param
 
 
+def test_a_reference_to_a_stored_item_says_how_to_do_without(
+    gpt: openai.OpenAI,
+) -> None:
+    items: Any = [{"role": "user", "content": "x"}, {"type": "item_reference"}]
+    with pytest.raises(openai.BadRequestError, match="store: false"):
+        gpt.responses.create(model="local", input=items)
+
+
 def test_a_schema_constrains_a_response(gpt: openai.OpenAI) -> None:
     form: Any = {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}
     made = gpt.responses.create(model="local", input="x", text={"format": form})

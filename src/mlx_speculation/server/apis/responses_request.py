@@ -102,12 +102,18 @@ def _items(given: Any) -> Any:
         given = [{"role": "user", "content": given}]
     if not isinstance(given, list):
         return given
-    return [
-        {**each, "type": each.get("type") or "message"}
-        if isinstance(each, dict)
-        else each
-        for each in given
-    ]
+    items = []
+    for i, each in enumerate(given):
+        if isinstance(each, dict):
+            each = {**each, "type": each.get("type") or "message"}
+            if each["type"] == "item_reference":
+                raise invalid(
+                    f"input[{i}] refers to a stored item, and this server stores none. "
+                    "Send the item itself, as clients do with store: false.",
+                    f"input[{i}]",
+                )
+        items.append(each)
+    return items
 
 
 Item = Annotated[
