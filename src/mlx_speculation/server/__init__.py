@@ -12,6 +12,7 @@
     answer_parts    text, reasoning and tool calls of an answer
     job             a text on its way between its connection and the engine
     engine_thread   takes jobs, and runs rounds
+    generators      the loaded models, with each draft and mode that requests ask for
     batch_runner    jobs as requests of a `BatchGenerator`
     schemas/        JSON schemas, compiled in processes with limits
 

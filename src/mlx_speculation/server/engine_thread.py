@@ -190,26 +190,20 @@ class Worker:
         One for each round: those that run do not wait for many of them.
         """
         wait = 0.0 if self._generators else IDLE_SECONDS
-        admitted = False
-        while not admitted:
+        while True:
             try:
                 job = self._arrived.get(timeout=wait)
             except queue.Empty:
                 return
-            admitted = self._admitted(job)
-
-    def _admitted(self, job: Job) -> bool:
-        """Give a request a row; return whether it has got one."""
-        try:
-            if not job.cancelled:
-                self._generators.insert(job)
-                job.put(Started())
-                return True
-            self._metrics.cancelled()
-        except Exception as error:
-            job.put(logged_api_error(error))
-        self.done()
-        return False
+            try:
+                if not job.cancelled:
+                    self._generators.insert(job)
+                    job.put(Started())
+                    return
+                self._metrics.cancelled()
+            except Exception as error:
+                job.put(logged_api_error(error))
+            self.done()
 
     def _leave(self) -> None:
         """End all requests, and let go of what this thread has made."""

@@ -46,11 +46,6 @@ class Token:
     top: tuple[Alternative, ...]  # the most probable ones
     start: int  # the characters of the text before it
 
-    @property
-    def text(self) -> str:
-        """Its text."""
-        return self.alternative.text
-
 
 @dataclass(frozen=True, slots=True)
 class Started:

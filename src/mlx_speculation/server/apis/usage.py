@@ -82,7 +82,7 @@ def chat_logprobs(tokens: Sequence[Token]) -> dict[str, Any]:
 def text_logprobs(tokens: Sequence[Token]) -> dict[str, Any]:
     """Return log-probabilities as completions have them."""
     return {
-        "tokens": [token.text for token in tokens],
+        "tokens": [token.alternative.text for token in tokens],
         "token_ids": [token.alternative.id for token in tokens],
         "token_logprobs": [token.alternative.value for token in tokens],
         "top_logprobs": [_by_text(token.top) for token in tokens],

@@ -41,17 +41,11 @@ class ChatTemplate:
         self._tokenizer, self._args = tokenizer, args
         self._lock = threading.Lock()
         self._has_template = bool(tokenizer.has_chat_template)
-        has_calls = bool(tokenizer.has_tool_calling)
         # Where a template has no tools, they are described to the model.
-        tools = json_tools
-        self.tool_parser = tokenizer.tool_parser if has_calls else tools.parse_tool_call
-        self.call_marks = (
-            (tokenizer.tool_call_start, tokenizer.tool_call_end)
-            if has_calls
-            else (tools.tool_call_start, tools.tool_call_end)
-        )
-        self._plain = _marks(tokenizer)
-        self._with_calls = self._plain if has_calls else _marks(_Described(tokenizer))
+        calls = tokenizer if tokenizer.has_tool_calling else _Described(tokenizer)
+        self.tool_parser = calls.tool_parser
+        self.call_marks = calls.tool_call_start, calls.tool_call_end
+        self._plain, self._with_calls = _marks(tokenizer), _marks(calls)
 
     @cached_property
     def traits(self) -> Traits:
@@ -123,6 +117,7 @@ class _Described:
     has_tool_calling = True
     tool_call_start = json_tools.tool_call_start
     tool_call_end = json_tools.tool_call_end
+    tool_parser = staticmethod(json_tools.parse_tool_call)
 
     def __init__(self, tokenizer: TokenizerWrapper) -> None:
         self._tokenizer = tokenizer

@@ -53,21 +53,18 @@ def probed(render: Render, *, has_tool_calls: bool) -> Traits:
         except Exception:  # a template raises what it likes
             return ""
 
+    system = {"role": "system", "content": "systemprobe"}
     two = [USER, {"role": "user", "content": "secondprobe"}]
     tools = has_tool_calls and "toolprobe" in shown([USER], [TOOL])
     kind = _call_kind(shown) if tools else None
     return Traits(
-        system="systemprobe" in shown([_system(), USER]),
+        system="systemprobe" in shown([system, USER]),
         neighbours="secondprobe" in shown(two),
         tools=tools,
         calls=kind is not None,
         text_arguments=kind is not None and kind[0],
         short_ids=kind is not None and kind[1],
     )
-
-
-def _system() -> Message:
-    return {"role": "system", "content": "systemprobe"}
 
 
 def _call_kind(shown: Callable[..., str]) -> tuple[bool, bool] | None:
