@@ -416,8 +416,9 @@ def test_a_port_that_is_taken_is_a_clear_error() -> None:
 
 
 def test_a_batch_that_fails_as_a_whole_begins_anew(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The log has it once, however many requests it ends."""
     real = BatchGenerator.next
 
     def fail(batch: BatchGenerator) -> Any:
@@ -431,6 +432,9 @@ def test_a_batch_that_fails_as_a_whole_begins_anew(
     )
     assert post(server, SHORT).status == 200
     assert server.worker.taken == 0
+    (record,) = [each for each in caplog.records if each.levelname == "ERROR"]
+    assert record.exc_info is not None
+    assert str(record.exc_info[1]) == "a secret of this machine"
 
 
 def test_an_engine_that_has_died_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

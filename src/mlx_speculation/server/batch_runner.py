@@ -213,8 +213,8 @@ def _line(job: Job, result: "Result") -> str:
 
 
 def logged_api_error(error: Exception) -> ApiError:
-    """Return what a client learns of an exception; the log has the rest."""
+    """Return what a client learns of an exception; the log has the rest, once."""
     answer = as_api_error(error)
-    if answer.status >= 500:
+    if answer.status >= 500 and answer is not error:
         LOG.error("a request failed", exc_info=error)
     return answer

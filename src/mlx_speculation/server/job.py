@@ -8,6 +8,7 @@ job.cancel()         ->        removes the request before the next round
 """
 
 import asyncio
+import logging
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from mlx_speculation.samplers import Constraint
     from mlx_speculation.server.answer_parts import AnswerParser
 
+LOG = logging.getLogger("mlx_speculation.server")
 # The engine ends what is late between two rounds; after this long nobody waits for it.
 OVERDUE_SECONDS = 10.0
 
@@ -133,6 +135,7 @@ class Job:
             if self._events.empty():  # else its last event is read
                 raise
         if time.monotonic() > self.deadline + OVERDUE_SECONDS:
+            LOG.error("the engine does not answer")
             raise ApiError(504, "The engine does not answer.", code="timeout")
         try:
             async with asyncio.timeout(seconds):
@@ -140,5 +143,5 @@ class Job:
         except TimeoutError:
             return None
         if isinstance(event, Exception):
-            raise event
+            raise event.with_traceback(None)  # one error may end many requests
         return event
