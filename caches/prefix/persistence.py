@@ -136,10 +136,7 @@ class Persistence:
             return decoded(arrays, plan, self._roles, segment.start, segment.stop)
         except (FlawError, LookupError, TypeError, ValueError) as error:
             self._folder.drop(segment.name, error)
-            for node in list(self._tree.nodes()):
-                if node.file is segment:
-                    node.file = None
-            self._tree.drop_lost()
+            self._tree.forget_file(segment)
             return None
 
     def write_later(self) -> None:

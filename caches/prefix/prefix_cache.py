@@ -217,22 +217,30 @@ class PrefixCache:
             if disk is not None:
                 disk.link()
             usable = self._tree.usable(0, tokens)[1]
-            missing = [] if disk is None else disk.missing(tokens)
-            if disk is not None and missing:
-                now, cost = next(self._clock), self._level + len(tokens)
-                self._touch(self._tree.path(tokens)[0], now)
-                last = missing[-1][1][-1]
-                for segment, nodes in missing:
-                    parts = disk.read(segment)
-                    for node in nodes:
-                        if not self._fill(node, parts, now, cost, end=node is last):
-                            return usable
+            now, cost = next(self._clock), self._level + len(tokens)
+            while disk is not None and self._read(disk, tokens, now, cost):
+                pass  # a file was damaged: others lead to less
         return usable
+
+    def _read(self, disk: Persistence, tokens: Tokens, now: int, cost: float) -> bool:
+        """Read the segments that help; return True if one of them was damaged."""
+        segments = disk.missing(tokens)
+        if segments:
+            self._touch(self._tree.path(tokens)[0], now)
+            last = segments[-1][1][-1]
+        for segment, nodes in segments:
+            if (parts := disk.read(segment)) is None:
+                self._stored -= self._tree.prune(nodes[-1])
+                return True
+            for node in nodes:
+                if not self._fill(node, parts, now, cost, end=node is last):
+                    return False
+        return False
 
     def _fill(
         self,
         node: Node,
-        kept: Mapping[int, Held] | None,
+        kept: Mapping[int, Held],
         now: int,
         cost: float,
         *,
@@ -241,9 +249,9 @@ class PrefixCache:
         """Let a node have what a file has, and at the `end` the points.
 
         Returns:
-            False if it has no rows of the target: no room, or a file of no use.
+            False if it has no rows of the target: there is no room.
         """
-        for which, (rows, point) in (kept or {}).items():
+        for which, (rows, point) in kept.items():
             part = self._roles[which].part(rows, node.start, node.stop)
             if which not in node.rows and self._room(part.size, cost, now):
                 node.rows[which] = part.copied()

@@ -10,7 +10,7 @@ A node holds the rows of the tokens on the edge above it, and perhaps the states
 end, of the target and of what drafts for it: the roles. Row m of a role with lag L
 follows from the tokens [0, m + L], so of the edge [a, b) it holds rows [a - L, b - L).
 Rows of another role than the target may be missing, and what it can use ends there. A
-node whose rows are in a file alone is bare; below it all are.
+node whose rows are not in memory is bare; below it all are.
 
 A role of rows alone is resumed at any token. Where a layer has a state, it is resumed
 at the end of a node that holds it: a restore point.
@@ -272,11 +272,19 @@ class PrefixTree:
             node = parent
         return freed
 
-    def drop_lost(self) -> None:
-        """Remove nodes that are neither in memory nor in a file, and all below."""
-        for node in list(self.nodes()):
-            if not node.resident and node.file is None:
-                self._cut_off(node)
+    def forget_file(self, file: Segment) -> None:
+        """Remove a file from its nodes, and what then leads nowhere.
+
+        What leads to other files stays, and these are of use once its tokens were read.
+        """
+        nodes = [node for node in self.nodes() if node.file is file]
+        for node in nodes:
+            node.file = None
+        for lost in nodes:
+            while lost.parent and not (lost.resident or lost.file or lost.children):
+                parent = lost.parent
+                self._cut_off(lost)
+                lost = parent
 
     def _cut_off(self, node: Node) -> None:
         if node.parent is not None:

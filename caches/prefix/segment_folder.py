@@ -5,10 +5,10 @@
                                segment, and of its own
 
 Each file is written beside its place and then takes its name, so that a process that is
-killed leaves whole files. Names and digests are keyed: a file that is damaged, swapped,
-cut or of another folder is removed with a line in the log, and its tokens are read
-again. Several processes may share a folder; files of other models are left alone. It
-knows no tree.
+killed leaves whole files. Names, seals of headers and digests are keyed: a file that is
+damaged, swapped, cut or of another folder is removed with a line in the log, and its
+tokens are read again. Several processes may share a folder; files of other models are
+left alone. It knows no tree.
 """
 
 import hmac
@@ -34,7 +34,6 @@ from mlx_speculation.caches.files.safetensors_reader import (
     FlawError,
     Header,
     opened,
-    parse_json,
     read_arrays,
     read_header,
 )
@@ -178,22 +177,15 @@ class SegmentFolder:
             return None
 
     def _segment(self, name: str, header: Header) -> Segment:
-        try:
-            said = parse_json(header.metadata["segment"].encode(), "the segment")
-            segment = Segment(
-                name,
-                said["parent"],
-                said["start"],
-                tuple(said["tokens"]),
-                frozenset(said["plan"]),
-                frozenset(mark for mark, each in said["plan"].items() if each[2]),
-                said["written"],
-            )
-            same = name == self._name(segment.parent, segment.tokens)
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            raise FlawError(f"it says nothing of a segment ({error!r})") from error
-        need(same, "it is another segment than its name says, or of another key")
-        return segment
+        text = header.metadata.get("segment", "").encode()
+        seal = header.metadata.get("seal", "").encode()
+        same = hmac.compare_digest(self._hash(text).encode(), seal)
+        need(same, "its header has changed since it was written, or has another key")
+        said = json.loads(text)
+        result = _segment_of(name, said)
+        same = name == self._name(result.parent, result.tokens)
+        need(same, "it is another segment than its name says")
+        return result
 
     def read(self, segment: Segment) -> tuple[dict[str, mx.array], Any]:
         """Return the arrays of a segment, and the plan of them.
@@ -227,24 +219,22 @@ class SegmentFolder:
         Raises:
             OSError: there is no room on the disk, or another reason.
         """
-        parent, start = self.digest(before).hexdigest(), len(before)
+        parent = self.digest(before).hexdigest()
         name = self._name(parent, tokens)
         said = {
             "parent": parent,
-            "start": start,
+            "start": len(before),
             "tokens": [*tokens],
             "plan": plan,
             "written": written,
         }
         text = json.dumps(said, separators=(",", ":"))
+        metadata = {"segment": text, "seal": self._hash(text.encode())}
         header = len(text) * 2 + 200 * len(arrays) + 1000  # at most, with its quotes
         self._make_room(header + sum(array.nbytes for array in arrays.values()))
-        write(self.path / name, arrays, {"segment": text}, self._key)
+        write(self.path / name, arrays, metadata, self._key)
         self._known.add(name)
-        points = frozenset(mark for mark, each in plan.items() if each[2])
-        return Segment(
-            name, parent, start, tuple(tokens), frozenset(plan), points, written
-        )
+        return _segment_of(name, said)
 
     def touch(self, segment: Segment, when: float) -> None:
         """Note a use. What leads to a segment is used later than it is."""
@@ -290,6 +280,19 @@ class SegmentFolder:
                 return
             self.remove(name)
             self._bytes -= taken
+
+
+def _segment_of(name: str, said: Any) -> Segment:
+    """Return the segment that a header describes."""
+    return Segment(
+        name,
+        said["parent"],
+        said["start"],
+        tuple(said["tokens"]),
+        frozenset(said["plan"]),
+        frozenset(mark for mark, each in said["plan"].items() if each[2]),
+        said["written"],
+    )
 
 
 def extended(digest: Any, tokens: Sequence[int]) -> Any:

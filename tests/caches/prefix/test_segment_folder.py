@@ -9,11 +9,13 @@ import logging
 import os
 import random
 import resource
-import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import astuple
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,6 +25,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_speculation.caches import PrefixCache
+from mlx_speculation.caches.files.safetensors_reader import FlawError
+from mlx_speculation.caches.prefix.segment_folder import KEY_BYTES, SegmentFolder
 from mlx_speculation.errors import InvalidRequestError
 from support.caches.prefix_roles import RING, ROW, ROWS, Kind, bound, request
 
@@ -48,11 +52,13 @@ def files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
-def filled(folder: Path, kinds: Kinds) -> None:
+def filled(folder: Path, kinds: Kinds) -> str:
+    """Let a folder have some texts; return the mark of the model."""
     prefixes, _owners = bound(1 << 30, *kinds, folder=folder)
     for tokens in PLAYED:
         play(prefixes, tokens, kinds)
     prefixes.flush()
+    return prefixes._roles[0].mark
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -174,8 +180,8 @@ def test_a_full_disk_is_said_once(
     assert files(folder)
 
 
-def damage(draw: random.Random, folder: Path, foreign: Path) -> None:
-    """Change one file, as a disk, a user or another folder may."""
+def damage(draw: random.Random, folder: Path, foreign: Path) -> Path:
+    """Change one file, as a disk, a user or another folder may, and return it."""
     all_files = files(folder)
     file = draw.choice(all_files)
     content = bytearray(file.read_bytes())
@@ -183,7 +189,7 @@ def damage(draw: random.Random, folder: Path, foreign: Path) -> None:
     if kind == 0:
         content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
     elif kind == 1:
-        del content[draw.randrange(len(content)) :]
+        del content[draw.randrange(1, len(content)) :]
     elif kind == 2:
         content = bytearray(draw.choice(all_files).read_bytes())
     elif kind == 3:
@@ -198,35 +204,134 @@ def damage(draw: random.Random, folder: Path, foreign: Path) -> None:
         start = draw.randrange(len(content))
         content[start : start + 8] = bytes(8)
     file.write_bytes(content)
+    return file
+
+
+def two_folders(place: Path, kinds: Kinds) -> tuple[Path, Path, str]:
+    """Fill two folders with keys that are always the same; return a model's mark."""
+    folders = place / "own", place / "foreign"
+    for number, folder in enumerate(folders):
+        folder.mkdir(mode=0o700)
+        (folder / "key").write_bytes(bytes([number]) * KEY_BYTES)
+        mark = filled(folder, kinds)
+    return *folders, mark
+
+
+def contents(
+    folder: Path, mark: str, names: Collection[str]
+) -> dict[str, tuple[Any, Any]]:
+    """Return what files say that they have, and what they have if it can be read."""
+    segments = SegmentFolder(folder, 1.0)
+    segments.serve(mark)
+    result: dict[str, tuple[Any, Any]] = {}
+    for each in segments.new_segments():
+        if each.name in names:
+            result[each.name] = astuple(each), None
+            with suppress(FlawError):
+                arrays, plan = segments.read(each)
+                values = {name: array.tolist() for name, array in arrays.items()}
+                result[each.name] = astuple(each), (values, plan)
+    return result
 
 
 @pytest.mark.parametrize(
-    "count", [12, pytest.param(2000, marks=pytest.mark.slow)], ids=str
+    "count", [60, pytest.param(2000, marks=pytest.mark.slow)], ids=str
 )
-def test_files_that_were_changed_bring_no_other_text(
+def test_a_changed_file_is_read_as_it_was_or_not_at_all(
     count: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.ERROR, "mlx_speculation.caches")
+    own, foreign, mark = two_folders(tmp_path, KINDS["ring and rows"])
+    whole = {file: file.read_bytes() for file in files(own)}
+    written = contents(own, mark, {file.name for file in whole})
+    draw, refused = random.Random(7), 0
+    for _ in range(count):
+        changed = {damage(draw, own, foreign) for _ in range(draw.randrange(1, 4))}
+        names = {file.name for file in changed}
+        found = contents(own, mark, names)
+        for name, (said, content) in found.items():
+            assert said == written[name][0]
+            assert content in (None, written[name][1])
+        refused += sum(each not in found or not found[each][1] for each in names)
+        for file in changed:
+            file.unlink(missing_ok=True)
+            if file in whole:
+                file.write_bytes(whole[file])
+        assert all(file.exists() for file in whole)
+    assert refused > count
+
+
+def spoil(folder: Path, prefixes: PrefixCache, start: int, stop: int) -> None:
+    """Change the data of the file that holds the tokens [start, stop) of a text."""
+    (name,) = {
+        node.file.name
+        for node in prefixes._tree.nodes()
+        if node.file and (node.file.start, node.file.stop) == (start, stop)
+    }
+    content = bytearray((folder / name).read_bytes())
+    content[-1] ^= 1
+    (folder / name).write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["rings", "ring and rows"])
+def test_what_is_before_a_damaged_file_is_used(name: str, tmp_path: Path) -> None:
+    kinds, folder, tokens = KINDS[name], tmp_path / "own", [2, 0] * 7
+    first, _first_owners = bound(1 << 30, *kinds, folder=folder)
+    play(first, tokens, kinds)
+    first.flush()
+    spoil(folder, first, 12, 14)
+    later, _later_owners = bound(1 << 30, *kinds, folder=folder)
+    assert play(later, [*tokens, 9], kinds)[0] == 12
+    later.flush()
+
+
+def test_what_is_behind_a_damaged_file_is_used_again(tmp_path: Path) -> None:
+    """Once its tokens were read; and damage behind it is seen then, too."""
+    kinds, folder, tokens = KINDS["ring and rows"], tmp_path / "own", [2, 0] * 7
+    first, _first_owners = bound(1 << 30, *kinds, folder=folder)
+    play(first, tokens, kinds)
+    first.flush()
+    spoil(folder, first, 0, 4)
+    spoil(folder, first, 12, 14)
+    later, _later_owners = bound(1 << 30, *kinds, folder=folder)
+    assert play(later, tokens[:6], kinds)[0] == 0
+    assert play(later, [*tokens, 9], kinds)[0] == 12
+    later.flush()
+    last, _last_owners = bound(1 << 30, *kinds, folder=folder)
+    assert play(last, [*tokens, 9, 9], kinds)[0] == 15
+    last.flush()
+
+
+@pytest.mark.parametrize(
+    "count", [8, pytest.param(100, marks=pytest.mark.slow)], ids=str
+)
+def test_requests_after_damage_find_their_own_text_and_then_all_of_it(
+    count: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A damaged file is met by the first request that needs it, and by no other."""
     kinds = KINDS["ring and rows"]
-    whole, foreign, folder = (tmp_path / name for name in ("whole", "other", "own"))
-    filled(whole, kinds)
-    filled(foreign, kinds)
+    own, foreign, _ = two_folders(tmp_path, kinds)
+    whole = {file.name: file.read_bytes() for file in own.iterdir()}
     draw = random.Random(5)
     for _ in range(count):
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(whole, folder)
+        for file in own.iterdir():
+            file.unlink()
+        for name, content in whole.items():
+            (own / name).write_bytes(content)
         caplog.clear()
         damaged = draw.randrange(1, 4)
         for _ in range(damaged):
-            damage(draw, folder, foreign)
-        prefixes, _owners = bound(1 << 30, *kinds, folder=folder)
-        for tokens in PLAYED:
-            play(prefixes, [*tokens, 9], kinds)
+            damage(draw, own, foreign)
+        for turn in range(damaged + 1):
+            known = len(caplog.records)
+            prefixes, _owners = bound(1 << 30, *kinds, folder=own)
+            ends = [9] * (turn + 1)
+            found = [play(prefixes, [*tokens, *ends], kinds)[0] for tokens in PLAYED]
+            prefixes.flush()
+            if len(caplog.records) == known:
+                break
         assert len(caplog.records) <= damaged
-        prefixes.flush()
-        later, _later_owners = bound(1 << 30, *kinds, folder=folder)
-        for tokens in PLAYED:
-            assert play(later, [*tokens, 9, 9], kinds)[0] == len(tokens) + 1
-        later.flush()
+        assert found == [len(tokens) + turn for tokens in PLAYED]
 
 
 WRITER = """
