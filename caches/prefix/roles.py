@@ -1,26 +1,26 @@
 """The roles of a prefix cache: the target, draft models, and heads on the target.
 
-Files tell the models of another process by their marks. Folders and revisions name a
-model, and what lies in them may change; so a mark is of the models as they were loaded:
-class and arguments, the names, shapes and dtypes of their parameters (with them a
-quantization and an adapter), and a sample of each.
+Files tell the models of another process by their marks. A mark is of the models as they
+were loaded, wherever that was: see `fingerprint`. Folders and revisions would say less,
+since what lies in a folder may change, and more, since copies are the same model.
 """
 
 import hashlib
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlx_speculation.caches.snapshots.snapshot import Snapshot, merge, split
 from mlx_speculation.caches.snapshots.take import snapshot
 from mlx_speculation.caches.types.fixed_view import FixedShape
 from mlx_speculation.caches.types.leaves import check_single
+from mlx_speculation.environment import versions
 from mlx_speculation.errors import InvalidRequestError
-
-SAMPLES = 64  # of each array, in a mark
 
 
 class Role(NamedTuple):
@@ -125,20 +125,39 @@ class Roles(list[Role]):
         return len(owners)
 
 
-def fingerprint(model: Any) -> str:
-    """Return the fingerprint of a model or head, 64 hexadecimal digits."""
+def fingerprint(model: nn.Module) -> str:
+    """Return the fingerprint of a model or head, 64 hexadecimal digits.
+
+    It is of everything that its rows are computed from: every byte of the parameters
+    with their names, shapes and dtypes (so of a quantization, an adapter, or one weight
+    that was edited), the arguments, the kinds and plain settings of all modules (such
+    as the scale of an adapter), and the versions of the packages that compute.
+    """
     arrays: Any = sorted(tree_flatten(model.parameters()), key=lambda pair: pair[0])
-    parts = []
-    for _, array in arrays:
-        step = max(1, array.size // SAMPLES)
-        parts.append(array.reshape(-1)[::step].view(mx.uint8))
-    mx.eval(parts)
-    kind = f"{type(model).__module__}.{type(model).__qualname__}"
-    digest = hashlib.sha256(f"{kind} {getattr(model, 'args', None)!r}".encode())
-    for (name, array), part in zip(arrays, parts, strict=True):
-        digest.update(f"{name} {array.shape} {array.dtype} ".encode())
-        digest.update(memoryview(part))
+    flat = [array.reshape(-1).view(mx.uint8) for _, array in arrays]
+    mx.eval(flat)
+    modules = sorted(model.named_modules(), key=lambda pair: pair[0])
+    said: list[Any] = [versions(), getattr(model, "args", None)]
+    said += [(name, _kind(module), _settings(module)) for name, module in modules]
+    said += [(name, array.shape, array.dtype) for name, array in arrays]
+    digest = hashlib.sha256(repr(said).encode())
+    with ThreadPoolExecutor() as threads:  # hashes hold no lock of the interpreter
+        for part in threads.map(hashlib.blake2b, map(memoryview, flat)):
+            digest.update(part.digest())
     return digest.hexdigest()
+
+
+def _kind(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def _settings(module: nn.Module) -> list[tuple[str, Any]]:
+    """Return the numbers and texts among the public attributes of a module."""
+    return sorted(
+        (name, value)
+        for name, value in vars(module).items()
+        if isinstance(value, int | float | str) and not name.startswith("_")
+    )
 
 
 def _rows(shape: FixedShape | None) -> int | None:

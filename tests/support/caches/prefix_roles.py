@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from mlx_speculation.caches import Left, Point, PrefixCache, restore, snapshot
@@ -19,12 +20,8 @@ EVERY = 4
 ROW = 2 * 2 * 4  # bytes of a key and a value of two numbers
 
 
-class Owner:
-    """Stands for a model."""
-
-    def parameters(self) -> dict[str, mx.array]:
-        """Return its weights: none."""
-        return {}
+class Owner(nn.Module):
+    """Stands for a model, without weights."""
 
 
 @dataclass(frozen=True, slots=True)
