@@ -3,7 +3,7 @@
 An answer's tokens are kept as they were generated: the same text, encoded again, may
 split into others, and the caches would not fit it. Where a template rewrites what was
 said before, such as by leaving out what was thought, everything is encoded again, and
-the caches serve as far as the ids agree.
+the caches serve as far as the ids agree. Without replay everything always is.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,10 @@ from mlx_speculation.cli.chat_template import Message, TemplateOptions, encode
 class Conversation:
     """Messages of a user and answers to them."""
 
-    def __init__(self, tokenizer: Any, template: TemplateOptions) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: Any, template: TemplateOptions, *, replay: bool = True
+    ) -> None:
+        self._tokenizer, self._replay = tokenizer, replay
         self._template = template
         self.rendered = template.applies(tokenizer)
         self.clear()
@@ -36,7 +38,7 @@ class Conversation:
         said: Message = {"role": "user", "content": message}
         text = self._render([*self._messages, said])
         self._messages.append(said)
-        if self._ids and text.startswith(self._text):
+        if self._replay and self._ids and text.startswith(self._text):
             rest = text[len(self._text) :]
             self._ids = [*self._ids, *self._encode(rest)] if rest else self._ids
         else:

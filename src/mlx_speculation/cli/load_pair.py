@@ -18,6 +18,7 @@ ADAPTER, TRUST = "adapter_path", "trust_remote_code"
 LOADING = ("quantize_draft", "history")
 
 CACHE_SIZE = "Size of the prefix cache; 0: off. Default: a quarter of free memory."
+NO_REPLAY = "Encode earlier answers again instead of replaying their token ids."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,7 @@ class CacheOptions:
     cache_disk_gigabytes: float = option(
         20.0, "Size of the files in --cache-folder.", min=0.001, max=1e6
     )
+    no_replay: bool = option(False, NO_REPLAY)
 
     def made(self) -> "PrefixCache | None":
         """Return the prefix cache; None: it is off."""
@@ -79,6 +81,7 @@ def open_pair(
     screen: Screen,
     *,
     prefix_cache: "PrefixCache | None" = None,
+    replay: bool = True,
     vision: bool | None = None,
 ) -> "SpeculativeGenerator":
     """Load a target and its draft.
@@ -87,6 +90,7 @@ def open_pair(
         pair: the options.
         screen: says that it takes a while.
         prefix_cache: of the generator.
+        replay: see `GeneratorOptions`.
         vision: see `SpeculativeGenerator.from_pretrained`.
     """
     from mlx_speculation import SpeculativeGenerator
@@ -103,7 +107,11 @@ def open_pair(
         )
     with screen.busy(f"loading {Path(pair.model).name}"):
         generator = SpeculativeGenerator.from_pretrained(
-            pair.model, prefix_cache=prefix_cache, vision=vision, **pair.for_loading()
+            pair.model,
+            prefix_cache=prefix_cache,
+            replay=replay,
+            vision=vision,
+            **pair.for_loading(),
         )
     if pair.draft_vocabulary is not None:
         screen.say(" ".join(generator.notices))

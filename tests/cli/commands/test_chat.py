@@ -82,6 +82,19 @@ def test_without_room_every_turn_reads_all(commands: Commands) -> None:
     assert [turn["statistics"]["reused"] for turn in found["turns"]] == [0, 0]
 
 
+@pytest.mark.parametrize("options", [[], ["--no-replay"]], ids=str)
+def test_replay_can_be_turned_off(commands: Commands, options: list[str]) -> None:
+    """An answer drawn by chance seldom has the ids that its text is encoded to."""
+    drawn = ["--temp", "2", "--seed", "26", *options]
+    found = talk(commands, "def add(a):\nend\n", DRAFT, *drawn)
+    first, second = found["turns"]
+    encode = SpeculativeGenerator.from_pretrained(DRAFT).tokenizer.encode
+    encoded = len(encode(f"def add(a):\n{first['text']}\nend\n"))
+    written = first["prompt_tokens"] + len(first["tokens"]) + len(encode("\nend\n"))
+    assert encoded != written
+    assert second["prompt_tokens"] == (encoded if options else written)
+
+
 def test_answers_go_through_the_template(commands: Commands, tmp_path: Path) -> None:
     folder = with_template(tmp_path / "chat")
     system = ["--system-prompt", "Be brief."]

@@ -49,8 +49,10 @@ def ending(process: "subprocess.Popen[str]") -> Iterator[None]:
         process.kill()
 
 
-def test_it_serves_until_a_signal_ends_it() -> None:
-    command = ["serve", DRAFT, "--draft", "lookup", "--port", "0", "--blas", "stock"]
+@contextmanager
+def served(*options: str) -> Iterator[tuple["subprocess.Popen[str]", str]]:
+    """Serve the draft model in a process of its own; yield that and the URL."""
+    command = ["serve", DRAFT, "--port", "0", "--blas", "stock", *options]
     process = subprocess.Popen(
         command_line(*command),
         stderr=subprocess.PIPE,
@@ -66,18 +68,40 @@ def test_it_serves_until_a_signal_ends_it() -> None:
                 break
         else:
             raise AssertionError(said)
+        yield process, match[1]
+
+
+def test_it_serves_until_a_signal_ends_it() -> None:
+    with served("--draft", "lookup") as (process, url):
         body = {"prompt": "def add(first, second):", "max_tokens": 8}
-        answer = asked(f"{match[1]}/completions", body)
+        answer = asked(f"{url}/completions", body)
         process.send_signal(signal.SIGTERM)
+        assert process.stderr is not None
         rest = process.stderr.read()
         assert process.wait(30) == 0
     *lines, last = rest.splitlines()
     assert last == "ending"
-    assert lines == [*agent_lines(match[1].removesuffix("/v1"), "draft", 2048)]
+    assert lines == [*agent_lines(url.removesuffix("/v1"), "draft", 2048)]
     plain = SpeculativeGenerator.from_pretrained(DRAFT)
     expected = plain.generate("def add(first, second):", max_tokens=8).text
     assert answer["choices"][0]["text"] == expected
     assert answer["model"] == "draft"
+
+
+@pytest.mark.parametrize("options", [[], ["--no-replay"]], ids=str)
+def test_replay_can_be_turned_off(options: list[str]) -> None:
+    """An answer drawn by chance seldom has the ids that its text is encoded to."""
+    prompt = "def add(first, second):"
+    drawn = {"max_tokens": 24, "temperature": 2.0, "seed": 32}
+    with served("--draft", "none", *options) as (_, url):
+        first = asked(f"{url}/completions", {"prompt": prompt, **drawn})
+        text = prompt + first["choices"][0]["text"]
+        second = asked(f"{url}/completions", {"prompt": text, "max_tokens": 1})
+    tokenizer = SpeculativeGenerator.from_pretrained(DRAFT).tokenizer
+    encoded, written = len(tokenizer.encode(text)), first["usage"]["total_tokens"]
+    assert encoded != written
+    expected = encoded if options else written
+    assert second["usage"]["prompt_tokens"] == expected
 
 
 def test_without_its_library_it_says_what_to_install(

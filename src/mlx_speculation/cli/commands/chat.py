@@ -13,6 +13,7 @@ from mlx_speculation.cli.conversation import Conversation
 from mlx_speculation.cli.inputs import decoded, sound_text
 from mlx_speculation.cli.load_pair import (
     CACHE_SIZE,
+    NO_REPLAY,
     CacheOptions,
     as_object,
     begin,
@@ -47,6 +48,7 @@ def chat(
         False, "Show accepted tokens in green.", "--colour", "--color"
     ),
     cache_gigabytes: float | None = option(None, CACHE_SIZE, min=0.0, max=1e6),
+    no_replay: bool = option(False, NO_REPLAY),
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -59,7 +61,7 @@ def chat(
     generator = open_pair(
         pair, screen, prefix_cache=CacheOptions(cache_gigabytes=cache_gigabytes).made()
     )
-    conversation = Conversation(generator.tokenizer, template)
+    conversation = Conversation(generator.tokenizer, template, replay=not no_replay)
     if not conversation.rendered:
         note("no chat template is used: messages are continued as plain text")
     talk = _Talk(generator, conversation, sampling, end, screen, colour=colour)

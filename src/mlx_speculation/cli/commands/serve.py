@@ -173,7 +173,11 @@ def serve(
 
     def load(prefixes: "PrefixCache | None") -> "SpeculativeGenerator":
         return open_pair(
-            pair, screen, prefix_cache=prefixes, vision=serving.vision or None
+            pair,
+            screen,
+            prefix_cache=prefixes,
+            replay=not cache.no_replay,
+            vision=serving.vision or None,
         )
 
     server = Server(
