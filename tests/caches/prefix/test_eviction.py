@@ -65,6 +65,16 @@ def test_side_requests_never_evict_a_session_that_costs_more(
     assert play(prefixes, [*SESSION, 0], kind) == LONG
 
 
+def test_evictions_are_counted_one_by_one() -> None:
+    prefixes, _owners = bound(12 * ROW, ROWS)
+    for number in range(3):
+        play(prefixes, [number] * 4)
+    assert prefixes.evictions == 0
+    play(prefixes, [1, 0, 0, 0, 0, 0])  # 5 rows that are new, of two texts of 4
+    assert prefixes.evictions == 2
+    assert len(list(prefixes._tree.nodes())) == 4
+
+
 def test_a_session_that_nobody_uses_goes_in_the_end() -> None:
     prefixes, _owners = bound(LONG * ROW, ROWS)
     play(prefixes, SESSION)

@@ -1,0 +1,74 @@
+"""Metric lines say of prompts and of the prefix cache what these say of themselves."""
+
+from pathlib import Path
+
+from mlx_speculation import PrefixCache, SpeculativeGenerator
+from mlx_speculation.server.metrics import Metrics
+from support.models.tiny_models import build
+from support.models.tiny_tokenizer import byte_tokenizer
+
+PROMPT = [(7 * i * i + 3) % 251 for i in range(120)]
+SOURCES = ("memory", "disk", "read")
+
+
+def values(metrics: Metrics) -> dict[str, float]:
+    """Return the numbers of a page, by their names with labels but the model's."""
+    lines = metrics.page()[0].decode().splitlines()
+    pairs = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
+    return {
+        name.replace('model_name="model"', "").replace("{,", "{"): float(value)
+        for name, value in pairs
+    }
+
+
+def by_source(metrics: Metrics) -> list[float]:
+    name = 'mlx_speculation:prompt_tokens_by_source_total{source="%s"}'
+    found = values(metrics)
+    return [found[name % source] for source in SOURCES]
+
+
+def generator(prefixes: PrefixCache) -> SpeculativeGenerator:
+    """Return one of a model with recurrent layers."""
+    model = build("qwen3_5")
+    return SpeculativeGenerator(model, byte_tokenizer(), prefix_cache=prefixes)
+
+
+def play(metrics: Metrics, prefixes: PrefixCache, prompts: list[list[int]]) -> None:
+    ours = generator(prefixes)
+    for prompt in prompts:
+        metrics.ended(ours.generate(prompt, max_tokens=2), len(prompt), 0.5)
+    prefixes.flush()
+
+
+def test_tokens_of_prompts_are_counted_by_where_they_come_from(tmp_path: Path) -> None:
+    metrics = Metrics("model")
+    folder, size = tmp_path / "own", len(PROMPT)
+    play(metrics, PrefixCache(1 << 30, every=16, folder=folder), [PROMPT, PROMPT])
+    assert by_source(metrics) == [size - 1, 0, size + 1]
+    later = PrefixCache(1 << 30, every=16, folder=folder)
+    play(metrics, later, [[*PROMPT, 5], PROMPT[:100], [9, 9, 9]])
+    counted = by_source(metrics)
+    assert counted[:2] == [size - 1, size - 1 + 96]  # a point that was in a file
+    assert sum(counted) == 3 * size + 104
+    found = values(metrics)
+    assert found["vllm:prompt_tokens_total{}"] == sum(counted)
+    assert found["vllm:prefix_cache_queries_total{}"] == sum(counted)
+    assert found["vllm:prefix_cache_hits_total{}"] == sum(counted[:2])
+
+
+def test_restore_points_and_evictions_are_those_of_the_cache() -> None:
+    metrics, prefixes = Metrics("model"), PrefixCache(300_000, every=16)
+    metrics.watch(prefixes)
+    points = "mlx_speculation:prefix_cache_restore_points{}"
+    evictions = "mlx_speculation:prefix_cache_evictions{}"
+    assert (values(metrics)[points], values(metrics)[evictions]) == (0, 0)
+    ours, seen = generator(prefixes), []
+    for number in range(6):
+        ours.generate([number, *PROMPT], max_tokens=2)
+        found = values(metrics)
+        nodes = list(prefixes._tree.nodes())
+        assert found[points] == sum(0 in node.points for node in nodes) > 0
+        assert found[evictions] == prefixes.evictions
+        seen.append(prefixes.evictions)
+    assert seen[0] == 0 < seen[-1]
+    assert seen == sorted(seen)
