@@ -42,6 +42,7 @@ class Node:
         points: by role, the states after them, if this is a restore point of it.
         children: by the first token of their edges.
         used: when it was used last; larger is later.
+        uses: how many requests were stored that its tokens are of.
         level: what it had cost until then to read again what was let go.
         seen: when it was used last, in seconds.
         file: which holds it too, and perhaps more tokens; None: none does.
@@ -50,7 +51,7 @@ class Node:
 
     __slots__ = (
         *("children", "file", "level", "parent", "points", "rows", "seen", "stop"),
-        *("tokens", "used", "written"),
+        *("tokens", "used", "uses", "written"),
     )
 
     def __init__(self, tokens: Tokens, parent: "Node | None") -> None:
@@ -59,7 +60,9 @@ class Node:
         self.rows: dict[int, Snapshot] = {}
         self.points: dict[int, Point] = {}
         self.children: dict[int, Node] = {}
-        self.used, self.level, self.seen = 0, 0.0, 0.0
+        self.used: float = 0
+        self.uses = 1 if parent is None else max(1, parent.uses)
+        self.level, self.seen = 0.0, 0.0
         self.file: Segment | None = None
         self.written = False
 
@@ -113,35 +116,6 @@ class PrefixTree:
             node = waiting.pop()
             waiting += node.children.values()
             yield node
-
-    def cheapest(self, before: float) -> tuple[float, Node] | None:
-        """Return the node that costs least to lose, with what that is.
-
-        A leaf used before a time costs the tokens that lead to it, since texts are
-        resumed behind it. The restore points of a node on the way to one other node
-        cost the tokens after the previous ones. Both count from the node's last use:
-        what is let go meanwhile has to cost as much before it is its turn.
-        """
-        costs = (
-            (node.level + cost, node.used, node.stop, node)
-            for node in self.nodes()
-            if (cost := self._cost(node, before)) is not None
-        )
-        least = min(costs, key=lambda each: each[:3], default=None)
-        return None if least is None else (least[0], least[-1])
-
-    def _cost(self, node: Node, before: float) -> int | None:
-        """Return the tokens to read again without a node; None: it stays."""
-        if not node.resident:
-            return None
-        if not (ways := node.ways):
-            return node.stop if node.used < before else None
-        if not node.points or ways > 1:
-            return None
-        previous = node.parent
-        while previous is not None and previous.parent and not previous.points:
-            previous = previous.parent
-        return node.stop - (previous.stop if previous else 0)
 
     def path(self, tokens: Tokens, start: Node | None = None) -> tuple[list[Node], int]:
         """Return the nodes along `tokens` and how many of these they match.
@@ -235,7 +209,7 @@ class PrefixTree:
         """Put a node into the edge above `node`, and return it."""
         middle = Node(node.tokens[: at - node.start], node.parent)
         middle.used, middle.level, middle.seen = node.used, node.level, node.seen
-        middle.file, middle.written = node.file, node.written
+        middle.file, middle.written, middle.uses = node.file, node.written, node.uses
         rest = {}
         for which, rows in node.rows.items():
             parts = split(rows, self._roles[which].rows(at))

@@ -65,6 +65,29 @@ def test_side_requests_never_evict_a_session_that_costs_more(
     assert play(prefixes, [*SESSION, 0], kind) == LONG
 
 
+@pytest.mark.parametrize("kind", [ROWS, RING], ids=["rows", "ring"])
+@pytest.mark.parametrize("spare", [0, 8, 20])
+def test_many_side_requests_between_turns_leave_a_session(
+    kind: Kind, spare: int
+) -> None:
+    """Also where together they cost three times what it does, once it goes on."""
+    free, _ = bound(1 << 30, kind)
+    turns = [[*SESSION, *[0] * (2 * turn)] for turn in range(8)]
+    for tokens in turns:
+        play(free, tokens, kind)
+    prefixes, _owners = bound(free.nbytes + spare * ROW, kind)
+    number = known = 0
+    for turn, tokens in enumerate(turns):
+        assert play(prefixes, tokens, kind) == known
+        known = len(tokens)
+        for _ in range(3 * LONG // 7 if turn > 2 else 3):
+            number += 1
+            digits = [number // 3**place % 3 for place in range(6)]
+            play(prefixes, [0, *digits], kind)
+            assert prefixes.nbytes <= prefixes.max_bytes
+    assert number > 100
+
+
 def test_evictions_are_counted_one_by_one() -> None:
     prefixes, _owners = bound(12 * ROW, ROWS)
     for number in range(3):

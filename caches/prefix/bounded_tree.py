@@ -1,0 +1,161 @@
+"""The tree of a prefix cache inside its budget: what is added, and found again.
+
+The budget is kept at every time but for one edge, of at most `every` tokens, that is
+cut or copied, and while a state is taken.
+"""
+
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+
+from mlx_speculation.caches.prefix.budget import Budget, Claim
+from mlx_speculation.caches.prefix.radix_tree import Node, PrefixTree, Tokens
+from mlx_speculation.caches.prefix.restore_points import Left, Point, RunningPoints
+from mlx_speculation.caches.prefix.roles import Roles
+from mlx_speculation.caches.prefix.segment import Held
+from mlx_speculation.caches.snapshots.snapshot import Snapshot
+from mlx_speculation.caches.snapshots.take import snapshot
+
+
+class BoundedTree(PrefixTree):
+    """A tree whose nodes fit into a budget.
+
+    Args:
+        roles: of its rows.
+        budget: of its bytes.
+        every: the most tokens of an edge that is added.
+    """
+
+    def __init__(self, roles: Roles, budget: Budget, every: int) -> None:
+        super().__init__(roles)
+        self._budget, self._every = budget, every
+        self._clock = itertools.count(1)
+
+    def claim(self, tokens: Tokens) -> Claim:
+        """Return the claim of a request, which uses what is known of its text now."""
+        claim = self._budget.claim(len(tokens), next(self._clock))
+        self._touch(self.path(tokens)[0], claim.now)
+        return claim
+
+    def _touch(self, nodes: Sequence[Node], now: float) -> None:
+        seconds = time.time()
+        for node in nodes:
+            node.used, node.level, node.seen = now, self._budget.level, seconds
+
+    def lookup(self, which: int, tokens: Tokens, back: int) -> Snapshot | None:
+        """Return what is held of a role; see `PrefixCache.lookup`."""
+        kept, nodes = self.longest(which, tokens, back)
+        self._touch(nodes, next(self._clock))
+        return kept
+
+    def add_point(self, running: RunningPoints, point: Point) -> None:
+        """Add a restore point to those of a stream; see `PrefixCache.take`."""
+        running.taken.append(point)
+        claim = self._budget.claim(point.stop)
+        while running.taken and not self._room(0, claim):
+            running.thin_out()
+
+    def fill(
+        self, node: Node, kept: Mapping[int, Held], claim: Claim, *, end: bool
+    ) -> bool:
+        """Let a node have what a file has, and at the `end` the points.
+
+        Returns:
+            False if it has no rows of the target: there is no room.
+        """
+        for which, (rows, point) in kept.items():
+            part = self._roles[which].part(rows, node.start, node.stop)
+            if which not in node.rows and self._room(part.size, claim):
+                node.rows[which] = part.copied()
+                self._budget.stored += node.rows[which].nbytes
+            if end and point is not None:
+                self._hang(node, which, point, claim)
+        if end or not node.resident:
+            self.release(node)
+        return node.resident
+
+    def release(self, node: Node) -> None:
+        """Remove what leads nowhere, from a node upwards."""
+        self._budget.stored -= self.prune(node)
+
+    def store(self, tokens: Tokens, left: Sequence[Left], prompt: int) -> None:
+        """Keep what the caches of a request hold; see `PrefixCache.store`."""
+        path = self.reach(tokens)
+        for node in path[1:]:
+            node.uses += 1
+        claim = self.claim(tokens)
+        kept: dict[int, Snapshot] = {}
+        ends: dict[int, int] = {}
+        places: set[int] = set()
+        for which, caches, stop, points, _ in left:
+            kept[which] = snapshot(caches, 0, self._roles[which].rows(stop))
+            end = ends[which] = min(stop, len(tokens))
+            points[:] = [point for point in points if 0 < point.stop <= end]
+            places |= {end, *(point.stop for point in points)}
+        known, every = path[-1].stop, self._every
+        last = max(ends.values(), default=0)
+        places.update(range((known // every + 1) * every, last, every))
+        places |= {prompt} if known < prompt < last else set()
+        for place in sorted(places):
+            there = {which: kept[which] for which in kept if place <= ends[which]}
+            taken = [each.points for each in left]
+            node = self._extend(tokens[:place], there, taken, claim)
+            if node is None:
+                self._budget.level = max(self._budget.level, claim.cost)
+                return
+            node.written |= node.start >= max(known, prompt)
+            for which, _, stop, points, hidden in left:
+                if points and points[0].stop == place:
+                    self._hang(node, which, points.pop(0), claim)
+                elif stop == place and self._roles[which].stateful:
+                    states = kept[which].states
+                    self._hang(node, which, Point(stop, states, hidden), claim)
+
+    def _extend(
+        self,
+        tokens: Tokens,
+        kept: Mapping[int, Snapshot],
+        taken: Sequence[list[Point]],
+        claim: Claim,
+    ) -> Node | None:
+        """Let the nodes along `tokens` have the rows of the roles in `kept`.
+
+        What costs less gives way, and later points, among those `taken`. None: there
+        is no room.
+        """
+        nodes = self.reach(tokens)
+        known = nodes[-1]
+        if known.stop < len(tokens):
+            nodes.append(Node(tokens[known.stop :], known))
+        self._touch(nodes, claim.now)
+        lacking = [
+            (node, which, self._roles[which].part(rows.ranges, node.start, node.stop))
+            for node in nodes[1:]
+            for which, rows in kept.items()
+            if which not in node.rows
+        ]
+        size = sum(rows.size for _, _, rows in lacking)
+        while not self._room(size, claim):
+            later = [each for each in taken if each and each[-1].stop > len(tokens)]
+            if not later:
+                self.release(known)
+                return None
+            max(later, key=lambda points: points[-1].stop).pop()
+        for node, which, rows in [(n, w, rows.copied()) for n, w, rows in lacking]:
+            node.rows[which] = rows
+            self._budget.stored += rows.nbytes
+        nodes[-1].hang()
+        return nodes[-1]
+
+    def _hang(self, node: Node, which: int, point: Point, claim: Claim) -> None:
+        """Make a node a restore point, if there is room for the states."""
+        if which in node.points or which not in node.rows:
+            return
+        if self._room(point.size, claim):
+            node.points[which] = point
+            self._budget.stored += point.nbytes
+        else:
+            self.release(node)
+
+    def _room(self, size: int, claim: Claim) -> bool:
+        return self._budget.room(self, size, claim)
