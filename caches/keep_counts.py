@@ -49,7 +49,7 @@ def per_row(
     return keep[0] if len(set(keep)) == 1 else keep
 
 
-def check_range(keep: int | tuple[int, ...], written: int | None) -> None:
+def _check_range(keep: int | tuple[int, ...], written: int | None) -> None:
     """Refuse a number below 0 or above what was written; None: nobody knows that."""
     each = (keep,) if isinstance(keep, int) else keep
     for row, number in enumerate(each):
@@ -59,3 +59,31 @@ def check_range(keep: int | tuple[int, ...], written: int | None) -> None:
                 f"commit({shown(keep)}) was asked{where}, and {written} positions were "
                 f"written. Pass a number from 0 to {written}."
             )
+
+
+def check_written(
+    keep: int | tuple[int, ...], each: Sequence[int | None], *, whole: bool
+) -> int | None:
+    """Check `keep` against what each layer wrote, and return that.
+
+    Args:
+        keep: one number, or one for each row.
+        each: rows that the layers wrote; None: a layer does not know.
+        whole: whether all or nothing is kept.
+    """
+    written = max((count for count in each if count is not None), default=None)
+    _check_range(keep, written)
+    ragged = not isinstance(keep, int)
+    part = ragged or (written is not None and keep not in (0, written))
+    if whole and part:
+        raise InvalidRequestError(
+            f"commit({shown(keep)}) was asked of a speculation opened with whole=True, "
+            f"which wrote {written}. Keep all or nothing, or open it without."
+        )
+    uneven = {count for count in each if count} - {written}  # one may be left out
+    if uneven:
+        raise InvalidRequestError(
+            f"One layer wrote {written} positions and another {min(uneven)}. Pass "
+            "speculation.caches to the model, whole and in order."
+        )
+    return written

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from mlx_speculation.caches.journal import Journal, Keep
 from mlx_speculation.caches.journals.checked_writes import check_together
 from mlx_speculation.caches.journals.kv import KVJournals
-from mlx_speculation.caches.keep_counts import check_range, numbers, per_row, shown
+from mlx_speculation.caches.keep_counts import check_written, numbers, per_row, shown
 from mlx_speculation.caches.nbytes import bytes_beside
 from mlx_speculation.caches.registry import (
     check_fixed,
@@ -94,8 +94,7 @@ class Speculation:
         key_steps: bool = False,
         shape: FixedShape | None = None,
     ) -> None:
-        self._whole = whole
-        self._rerun = rerun
+        self._whole, self._rerun = whole, rerun
         self._live = list(caches)
         steps = steps_of_a_round() if key_steps and not isolated else None
         self._opened: list[Journal] = []
@@ -122,9 +121,8 @@ class Speculation:
             self._presented = presented(caches, iter(self._opened))
         if isolated:
             check_together([journal.presented for journal in self._opened])
-        self._to_change: list[
-            Any
-        ] = []  # journals; each takes a tuple if one was passed
+        # Journals; each takes a tuple if one was passed
+        self._to_change: list[Any] = []
         self._prepared: int | tuple[int, ...] | None = None
         self._keep: int | tuple[int, ...] = 0
         self._needs_rerun = False
@@ -230,7 +228,7 @@ class Speculation:
         each = [leaf.written for leaf in self._leaves]
         written: int | None = each[0]
         if not (written and keep == written and each.count(written) == len(each)):
-            written = self._check_keep(keep, each)
+            written = check_written(keep, each, whole=self._whole)
         whole = self._whole or keep in (0, written)
         self._needs_rerun = not whole and None in each
         if self._needs_rerun and (self._rerun is None or not isinstance(keep, int)):
@@ -293,28 +291,6 @@ class Speculation:
     def __exit__(self, *error: object) -> None:
         if self.open:
             self.rollback()
-
-    def _check_keep(
-        self, keep: int | tuple[int, ...], each: list[int | None]
-    ) -> int | None:
-        """Check `keep` against what `each` layer wrote; return that."""
-        written = max((w for w in each if w is not None), default=None)
-        check_range(keep, written)
-        ragged = not isinstance(keep, int)
-        part = ragged or (written is not None and keep not in (0, written))
-        if self._whole and part:
-            raise InvalidRequestError(
-                f"commit({shown(keep)}) was asked of a speculation opened with "
-                f"whole=True, which wrote {written}. Keep all or nothing, or open it "
-                "without."
-            )
-        uneven = {w for w in each if w} - {written}  # a layer may be left out
-        if uneven:
-            raise InvalidRequestError(
-                f"One layer wrote {written} positions and another {min(uneven)}. "
-                "Pass speculation.caches to the model, whole and in order."
-            )
-        return written
 
     def _refuse(self, what: str) -> NoReturn:
         raise SpeculationClosedError(
