@@ -18,6 +18,7 @@ from mlx_speculation import (
     CascadeDraft,
     LookupDraft,
     PrefixCache,
+    Sampling,
     SpeculativeGenerator,
 )
 from mlx_speculation.engine import AssistantDraft, PEagleDraft
@@ -371,3 +372,63 @@ def test_a_batch_leaves_what_a_stream_leaves(kind: str) -> None:
     for ours, theirs in zip(left(prompts, batched=True), alone, strict=True):
         missing = {stop - other for stop, other in zip(theirs, ours, strict=True)}
         assert missing in ({0}, {1})
+
+
+DRAFTED: dict[str, Callable[[], Made]] = {
+    "dense": lambda: (build("llama"), build("llama", seed=1)),
+    "sliding": lambda: (build("gemma3_text"), build("gemma3_text", seed=1)),
+    "hybrid": lambda: (build("qwen3_5"), build("qwen3_5", seed=1)),
+    "hybrid, mtp": KINDS["mtp, recurrent target"],
+    "dense, eagle": KINDS["eagle"],
+}
+# Draws that a small draft model or head shares often enough.
+HOT: dict[str, Any] = {
+    "sampling": Sampling(temperature=3.0, seed=3),
+    "max_tokens": 17,
+    "stop_tokens": (),
+}
+Counts = list[tuple[list[int], int, list[int]]]
+
+
+def in_streams(ours: SpeculativeGenerator, prompts: list[list[int]]) -> list[Any]:
+    return [ours.generate(each, **HOT) for each in prompts]
+
+
+def in_a_batch(ours: SpeculativeGenerator, prompts: list[list[int]]) -> list[Any]:
+    with BatchGenerator(ours) as batch:
+        uids = [batch.insert(each, **HOT) for each in prompts]
+        assert [batch.why_alone(uid) for uid in uids] == [None] * len(uids)
+        while batch.running or batch.waiting:
+            batch.next()
+        return [batch.result(uid) for uid in uids]
+
+
+@pytest.mark.parametrize(("kind", "runs"), covering(DRAFTED, (in_streams, in_a_batch)))
+def test_acceptance_of_warm_requests_is_that_of_cold_ones(
+    kind: str, runs: Callable[..., list[Any]]
+) -> None:
+    target, draft = DRAFTED[kind]()
+    prompts = [prompt_of(count) for count in (41, 26)]
+    further = [[*prompt, *prompt_of(11)] for prompt in prompts]
+
+    def counted(prefixes: PrefixCache | None) -> tuple[list[Counts], list[int]]:
+        ours = SpeculativeGenerator(
+            target,
+            byte_tokenizer(),
+            draft=draft,
+            draft_length=3,
+            prefix_cache=prefixes,
+        )
+        results = [runs(ours, each) for each in (prompts, prompts, further)]
+        counts = [
+            [(r.tokens, r.stats.rounds, r.stats.reached) for r in each]
+            for each in results
+        ]
+        return counts, [r.stats.reused for each in results[1:] for r in each]
+
+    cold, nothing = counted(None)
+    warm, reused = counted(PrefixCache(1 << 30, every=EVERY))
+    assert warm == cold
+    assert sum(accepted for _, _, each in cold[0] for accepted in each) > 0
+    assert nothing == [0] * 4
+    assert min(reused) >= 16
