@@ -89,9 +89,9 @@ class BoundedTree(PrefixTree):
         places: set[int] = set()
         for which, caches, stop, points, _ in left:
             kept[which] = snapshot(caches, 0, self._roles[which].rows(stop))
-            end = ends[which] = min(stop, len(tokens))
-            points[:] = [point for point in points if 0 < point.stop <= end]
-            places |= {end, *(point.stop for point in points)}
+            last = ends[which] = min(stop, len(tokens))
+            points[:] = [point for point in points if 0 < point.stop <= last]
+            places |= {last, *(point.stop for point in points)}
         known, every = path[-1].stop, self._every
         last = max(ends.values(), default=0)
         places.update(range((known // every + 1) * every, last, every))
@@ -99,17 +99,17 @@ class BoundedTree(PrefixTree):
         for place in sorted(places):
             there = {which: kept[which] for which in kept if place <= ends[which]}
             taken = [each.points for each in left]
-            node = self._extend(tokens[:place], there, taken, claim)
-            if node is None:
+            end = self._extend(tokens[:place], there, taken, claim)
+            if end is None:
                 self._budget.level = max(self._budget.level, claim.cost)
                 return
-            node.written |= node.start >= max(known, prompt)
+            end.written |= end.start >= max(known, prompt)
             for which, _, stop, points, hidden in left:
                 if points and points[0].stop == place:
-                    self._hang(node, which, points.pop(0), claim)
+                    self._hang(end, which, points.pop(0), claim)
                 elif stop == place and self._roles[which].stateful:
                     states = kept[which].states
-                    self._hang(node, which, Point(stop, states, hidden), claim)
+                    self._hang(end, which, Point(stop, states, hidden), claim)
 
     def _extend(
         self,

@@ -78,7 +78,7 @@ class PrefixCache:
 
     @property
     def evictions(self) -> int:
-        """How often something was removed from memory for lack of room."""
+        """Number of removals from memory for lack of room."""
         return self._budget.evictions
 
     @property

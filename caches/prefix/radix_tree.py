@@ -61,7 +61,7 @@ class Node:
         self.points: dict[int, Point] = {}
         self.children: dict[int, Node] = {}
         self.used: float = 0
-        self.uses = 1 if parent is None else max(1, parent.uses)
+        self.uses: int = 1 if parent is None else max(1, parent.uses)
         self.level, self.seen = 0.0, 0.0
         self.file: Segment | None = None
         self.written = False

@@ -23,6 +23,9 @@ ROW = 2 * 2 * 4  # bytes of a key and a value of two numbers
 class Owner(nn.Module):
     """Stands for a model, without weights."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
 
 @dataclass(frozen=True, slots=True)
 class Kind:
