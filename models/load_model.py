@@ -20,7 +20,7 @@ from mlx_lm.utils import (
 )
 
 from mlx_speculation.errors import InvalidRequestError, ModelFolderError
-from mlx_speculation.models.checkpoints.told_by_tensors import (
+from mlx_speculation.models.checkpoints.tensor_kind import (
     NAMES,
     kind_by_tensors,
     tensor_names,

@@ -15,7 +15,7 @@ from mlx_speculation.models.checkpoints.parallel_cache import (
     ParallelCache,
 )
 from mlx_speculation.models.checkpoints.speculation_json import PairFile, read_pair
-from mlx_speculation.models.checkpoints.told_by_tensors import (
+from mlx_speculation.models.checkpoints.tensor_kind import (
     kind_by_tensors,
     tensor_names,
 )

@@ -21,7 +21,7 @@ from mlx_speculation.models.checkpoints.joined_head import (
     take_own_ends,
 )
 from mlx_speculation.models.checkpoints.layer_readings import LayerIds, LayerReadings
-from mlx_speculation.models.checkpoints.told_by_tensors import check_kind
+from mlx_speculation.models.checkpoints.tensor_kind import check_kind
 from mlx_speculation.models.config_json import read_config
 from mlx_speculation.models.dflash.attention import SINKS
 from mlx_speculation.models.dflash.config import (

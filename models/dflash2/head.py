@@ -77,7 +77,7 @@ class DFlash2Head(DFlashHead):
         vocab: how many ids the selector knows.
 
     Attributes:
-        own: what config.json says on top of DFlash's.
+        selection: what config.json says on top of DFlash's.
     """
 
     def __init__(

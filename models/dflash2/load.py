@@ -9,7 +9,7 @@ import mlx.nn as nn
 from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models.checkpoints.joined_head import OwnEnds
 from mlx_speculation.models.checkpoints.layer_readings import LayerIds
-from mlx_speculation.models.checkpoints.told_by_tensors import check_kind
+from mlx_speculation.models.checkpoints.tensor_kind import check_kind
 from mlx_speculation.models.config_json import read_config
 from mlx_speculation.models.dflash import (
     DFlashSettings,

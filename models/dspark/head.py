@@ -36,7 +36,7 @@ class DSparkHead(DFlashHead):
         columns: of its logits.
 
     Attributes:
-        own: what config.json says on top of DFlash's.
+        dspark: what config.json says on top of DFlash's.
     """
 
     def __init__(

@@ -91,8 +91,8 @@ class AssistantProbe:
     def _rows_at(self, place: int, anchor: Anchor) -> mx.array:
         """Return logits [rows, 1, vocab] for a place, from what is before it."""
         known = place - 1  # positions before the newest token's
-        behind = self._text.positions - 1 - known
-        read, _ = self._shared.read(self._caches, behind)
+        left_out = self._text.positions - 1 - known
+        read, _ = self._shared.read(self._caches, left_out)
         hidden = self._assistant.run(
             self._embedded[:, known : known + 1],
             self._text.after_norm[:, known - 1 : known],

@@ -47,17 +47,17 @@ class SharedKv:
         for place in self.places.values():
             check_readable(caches[place], place)
 
-    def read(self, caches: Any, behind: int) -> "tuple[Read, int]":
+    def read(self, caches: Any, left_out: int) -> "tuple[Read, int]":
         """Return what each kind of layer sees, and how many positions there are.
 
         It has to be gone before the target writes again.
 
         Args:
             caches: the target's, by layer.
-            behind: how many of the last positions are left out.
+            left_out: how many of the last positions are not read.
         """
         offsets = {caches[place].offset for place in self.places.values()}
-        stop = max(offsets) - behind
+        stop = max(offsets) - left_out
         counts = {SLIDING: self._window, FULL: None}
         result = {
             kind: read_rows(caches[place], stop, counts[kind])

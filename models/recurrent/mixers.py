@@ -41,7 +41,7 @@ def _gated_delta(slot: int) -> Scan:
     return Scan(home, name, slot, "state", rows, in_chunks=ours)
 
 
-def _gated_delta_behind(*convs: str, ends: bool = True) -> ConvsAndScan:
+def _gated_delta_after(*convs: str, ends: bool = True) -> ConvsAndScan:
     """Convolutions in the first slots, the delta state in the last one."""
     slots = {path: slot for slot, path in enumerate(convs)}
     return ConvsAndScan(slots, _gated_delta(len(convs)), ends=ends)
@@ -74,17 +74,17 @@ _TABLE = {
         ConvsAndScan(scan=_lightning("bailing_moe_linear"), advances=False)
     ),
     "bailing_moe_v3.BailingKDA": Mixer(
-        _gated_delta_behind("q_conv1d", "k_conv1d", "v_conv1d")
+        _gated_delta_after("q_conv1d", "k_conv1d", "v_conv1d")
     ),
     "falcon_h1.FalconH1Mixer": _MAMBA_2,
     "gear.ConvKVGatedMixer": Mixer(ConvsAndScan({"key_conv": 0, "value_conv": 1})),
     "granitemoehybrid.GraniteMoeHybridMamba2Mixer": _MAMBA_2,
     "jamba.JambaMambaMixer": Mixer(),
     "kimi_k3.KimiK3DeltaAttention": Mixer(
-        _gated_delta_behind("qkv_conv.conv"), _KIMI_CONV
+        _gated_delta_after("qkv_conv.conv"), _KIMI_CONV
     ),
     "kimi_linear.KimiDeltaAttention": Mixer(
-        _gated_delta_behind("q_conv.conv", "k_conv.conv", "v_conv.conv"), _KIMI_CONV
+        _gated_delta_after("q_conv.conv", "k_conv.conv", "v_conv.conv"), _KIMI_CONV
     ),
     "lfm2.ShortConv": _SHORT_CONV,
     "lfm2_moe.ShortConv": _SHORT_CONV,
@@ -93,11 +93,11 @@ _TABLE = {
     "mamba2.Mamba2Block": _MAMBA_2,
     "nemotron_h.NemotronHMamba2Mixer": _MAMBA_2,
     "olmo_hybrid.GatedDeltaNet": Mixer(
-        _gated_delta_behind("q_conv1d", "k_conv1d", "v_conv1d", ends=False)
+        _gated_delta_after("q_conv1d", "k_conv1d", "v_conv1d", ends=False)
     ),
     "plamo2.Mamba": _MAMBA_2,
-    "qwen3_5.GatedDeltaNet": Mixer(_gated_delta_behind("conv1d")),
-    "qwen3_next.Qwen3NextGatedDeltaNet": Mixer(_gated_delta_behind("conv1d")),
+    "qwen3_5.GatedDeltaNet": Mixer(_gated_delta_after("conv1d")),
+    "qwen3_next.Qwen3NextGatedDeltaNet": Mixer(_gated_delta_after("conv1d")),
     "recurrent_gemma.RecurrentBlock": Mixer(
         RgLru(),
         (

@@ -30,7 +30,7 @@ class Text:
     Attributes:
         context: tokens of the prompt.
         right: of each drafter, how many drafted tokens the text goes on with.
-        found: of each drafter, how many it drafts, unless it is asked for fewer.
+        proposed: of each drafter, how many it drafts, unless it is asked for fewer.
     """
 
     context: int

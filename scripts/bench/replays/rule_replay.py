@@ -179,7 +179,7 @@ def replay_batch(
         context = max(row.text.context + row.at for row in live)
         room = [len(row) - 1 - behind for row in live]
         limits = lengths.limits(live, context, room, 1)
-        source, offered, told = 0, [], []
+        source, offered, probed = 0, [], []
         if any(limits) and late:
             for row, limit in zip(live, limits, strict=True):
                 if limit <= 0:
@@ -190,7 +190,7 @@ def replay_batch(
                     survivals[index], weights = known.lookups.survival(
                         count, 0, [(0, 0)] * count, None
                     )
-                    told.append((row, index, row.at, weights))
+                    probed.append((row, index, row.at, weights))
                 offered.append(survivals)
             source, width = lengths.choose(context, max(limits), offered, behind=behind)
             limits = [min(limit, width) for limit in limits]
@@ -220,7 +220,7 @@ def replay_batch(
         lengths.note(live, context, drafted, accepted, feedback)
         for row, count in zip(live, emitted, strict=True):
             row.at += count
-        for row, index, at, weights in told:
+        for row, index, at, weights in probed:
             hits = min(int(row.text.right[index][at]), row.at - at)
             known.lookups.note(weights[: row.at - at], hits)
         for row in (row for row in live if not len(row)):

@@ -24,7 +24,7 @@ class Teacher(NamedTuple):
     # none of the draft's ids
     likeliest: mx.array
 
-    def behind(self, first: int, slots: Slots) -> "Teacher":
+    def of_slots(self, first: int, slots: Slots) -> "Teacher":
         """Return that of the position i + first for each slot i."""
         return Teacher(
             at_slots(self.logits, first, slots), at_slots(self.likeliest, first, slots)

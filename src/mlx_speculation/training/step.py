@@ -137,7 +137,7 @@ class TrainingStep:
 
         def read(depth: int, result: mx.array) -> mx.array:
             after = depth + trainee.first - 1  # the position that the drafted one is of
-            rows = teacher.behind(after, every)
+            rows = teacher.of_slots(after, every)
             weights = at_slots(counts, after + 1, every).astype(mx.float32)
             number = (weights * (rows.likeliest >= 0)).sum()
             weights = weights / mx.maximum(number, 1)

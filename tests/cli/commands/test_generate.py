@@ -247,17 +247,17 @@ def test_caches_of_few_bits_and_of_a_limited_size(commands: Commands) -> None:
 def test_the_bar_hears_of_all_the_prompt(
     commands: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[tuple[int, int]] = []
+    progress: list[tuple[int, int]] = []
     show = PromptBar.show
 
     def noted(self: PromptBar, report: Any) -> None:
-        show(self, lambda done, total: told.append((done, total)))
+        show(self, lambda done, total: progress.append((done, total)))
 
     monkeypatch.setattr(PromptBar, "show", noted)
     options = [*PAIR, "-p", PROMPT * 4, "-m", "2", "--prefill-step-size", "7"]
     count = commands.object(*options)["prompt_tokens"]
-    assert told[0] == (7, count - 1)
-    assert told[-1] == (count - 1, count - 1)
+    assert progress[0] == (7, count - 1)
+    assert progress[-1] == (count - 1, count - 1)
 
 
 def test_a_page_is_written_and_named(commands: Commands, tmp_path: Path) -> None:
@@ -310,15 +310,15 @@ def test_a_real_ctrl_c_ends_with_a_summary() -> None:
         assert process.stdout is not None
         shown = process.stdout.read(30)  # it generates now
         process.send_signal(signal.SIGINT)
-        _, told = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=60)
     plain = SpeculativeGenerator.from_pretrained(DRAFT)
     sampling = Sampling(logit_bias={0: -1000.0})
     assert shown == plain.generate(PROMPT, max_tokens=30, sampling=sampling).text[:30]
-    assert process.returncode == 130, told
-    assert "BLAS: " in told
-    assert "interrupted" in told
-    assert "tokens (interrupted), " in told
-    assert "Traceback" not in told
+    assert process.returncode == 130, errors
+    assert "BLAS: " in errors
+    assert "interrupted" in errors
+    assert "tokens (interrupted), " in errors
+    assert "Traceback" not in errors
 
 
 def test_a_pipe_that_breaks_ends_it_quietly(
@@ -339,10 +339,10 @@ def test_a_reader_that_leaves_ends_it_quietly() -> None:
         assert process.stdout.read(5)
         process.stdout.close()
         assert process.stderr is not None
-        told = process.stderr.read()
-    assert process.returncode == 141, told
-    assert "Traceback" not in told
-    assert "Exception ignored" not in told
+        errors = process.stderr.read()
+    assert process.returncode == 141, errors
+    assert "Traceback" not in errors
+    assert "Exception ignored" not in errors
 
 
 @WITHOUT_MLX_VLM

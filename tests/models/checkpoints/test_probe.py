@@ -23,9 +23,9 @@ def logits(seed: int, *shape: int, scale: float = 3.0) -> mx.array:
     return mx.array(drawn.astype(np.float32))
 
 
-def scored(guesses: mx.array, target: mx.array) -> Score:
-    """Score guesses of greedy text."""
-    return Score.of(guesses, log_probs(target), mx.argmax(target, axis=-1))
+def scored(drafted: mx.array, target: mx.array) -> Score:
+    """Score drafts of greedy text."""
+    return Score.of(drafted, log_probs(target), mx.argmax(target, axis=-1))
 
 
 @given(seeds, seeds)
@@ -34,8 +34,8 @@ def test_nobody_scores_above_the_law_itself(one: int, two: int) -> None:
     truth = scored(target, target)
     assert truth.agreement == 1.0
     sure = target + mx.where(mx.greater(target, 1.0), 100.0, 0.0)
-    for guesses in (logits(two, 20, 12), 2 * target, target / 2, sure):
-        score = scored(guesses, target)
+    for drafted in (logits(two, 20, 12), 2 * target, target / 2, sure):
+        score = scored(drafted, target)
         assert (score.values <= truth.values + 1e-5).all()
     entropy = (np.exp(log_probs(target)) * np.array(log_probs(target))).sum(axis=-1)
     assert np.allclose(truth.values, entropy, atol=1e-5)
@@ -55,9 +55,9 @@ def test_one_who_is_too_sure_of_the_written_token_does_not_win() -> None:
 
 @given(seeds)
 def test_chance_is_what_unrelated_guesses_agree_in(seed: int) -> None:
-    target, guesses = logits(seed, 30, 5), logits(seed + 1, 30, 5)
-    score = scored(guesses, target)
-    one, two = np.argmax(target, axis=-1), np.argmax(guesses, axis=-1)
+    target, drafted = logits(seed, 30, 5), logits(seed + 1, 30, 5)
+    score = scored(drafted, target)
+    one, two = np.argmax(target, axis=-1), np.argmax(drafted, axis=-1)
     pairs = [a == b for a in one.tolist() for b in two.tolist()]
     assert np.isclose(score.chance, np.mean(pairs))
     assert np.isclose(score.agreement, np.mean(one == two))
@@ -87,8 +87,8 @@ def test_a_guess_that_is_not_finite_is_the_worst_and_no_error() -> None:
     target = logits(1, 20, 8)
     broken = mx.where(mx.arange(8) == 3, float("nan"), target)
     nothing = mx.where(mx.arange(8) == 3, -float("inf"), target)
-    for guesses in (broken, nothing):
-        score = scored(guesses, target)
+    for drafted in (broken, nothing):
+        score = scored(drafted, target)
         assert np.isfinite(score.values).all()
         assert scored(target, target).surely_above(score)
     assert not scored(broken, target).above_chance
@@ -141,10 +141,10 @@ def test_what_a_text_says_again_counts_once(seed: int, own: int, later: int) -> 
     drawn = np.random.default_rng(seed)
     rows, steps = 3, 9
     ids = drawn.integers(0, 2, size=(rows, own + steps))
-    target, guesses = logits(seed, rows, steps, 2), logits(seed + 1, rows, steps, 2)
+    target, drafted = logits(seed, rows, steps, 2), logits(seed + 1, rows, steps, 2)
     text = OwnText(mx.array(ids), own, log_probs(target), mx.zeros(1), mx.zeros(1))
     first = own + later
-    score = text.score(guesses[:, later:], first)
+    score = text.score(drafted[:, later:], first)
     seen: list[tuple[int, ...]] = []
     values = []
     for row in range(rows):
@@ -153,6 +153,6 @@ def test_what_a_text_says_again_counts_once(seed: int, own: int, later: int) -> 
             if key not in seen:
                 seen.append(key)
                 probs = np.exp(np.array(log_probs(target[row, at - own])))
-                guess = np.array(log_probs(guesses[row, at - own]))
+                guess = np.array(log_probs(drafted[row, at - own]))
                 values.append((probs * guess).sum())
     assert np.allclose(score.values, values, atol=1e-5)

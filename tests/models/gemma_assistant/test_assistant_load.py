@@ -145,11 +145,11 @@ def test_what_is_read_is_the_window_and_the_whole(name: str) -> None:
     made.target(mx.arange(30)[None], cache=caches)
     for token in (30, 31):
         made.target(mx.array([[token]]), cache=caches)
-    for behind in (0, 1):
-        read, stop = shared.read(caches, behind)
-        assert stop == 32 - behind
-        assert read[FULL][0].shape[2] == 32 - behind
-        assert read[SLIDING][0].shape[2] == WINDOW - behind
+    for left_out in (0, 1):
+        read, stop = shared.read(caches, left_out)
+        assert stop == 32 - left_out
+        assert read[FULL][0].shape[2] == 32 - left_out
+        assert read[SLIDING][0].shape[2] == WINDOW - left_out
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_drafts_on_the_target_equal_those_of_transformers(
 
     caches = make_prompt_cache(model)
     hidden = model.model(mx.array(ids[:-1])[None], cache=caches)[:, -1:]
-    read, stop = SharedKv(model, assistant).read(caches, behind=0)
+    read, stop = SharedKv(model, assistant).read(caches, left_out=0)
     with torch.no_grad():
         out = target.model(
             torch.tensor(ids[:-1])[None], return_shared_kv_states=True, use_cache=False

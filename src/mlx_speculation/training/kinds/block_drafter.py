@@ -232,15 +232,15 @@ def usual_layers(count: int) -> list[int]:
 
 
 def mask_id(tokenizer: Any, width: int) -> int:
-    """Return an id that no text has: one behind the tokenizer's, or a special one.
+    """Return an id that no text has: one after the tokenizer's, or a special one.
 
     Args:
         tokenizer: the target's.
         width: how many rows the target's embedding has, by its logits.
     """
-    behind = 1 + max(tokenizer.get_vocab().values())
-    if behind < width:
-        return int(behind)
+    unused = 1 + max(tokenizer.get_vocab().values())
+    if unused < width:
+        return int(unused)
     ends = set(tokenizer.eos_token_ids)
     added = set(getattr(tokenizer, "added_tokens_decoder", {})) - ends
     return int(max((each for each in added if each < width), default=width - 1))
