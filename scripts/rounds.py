@@ -210,9 +210,9 @@ def cases_of(
     hooked: ExitStack,
 ) -> Iterator[Case]:
     """Make the cases of one target; its forwards run on a copy with the same hooks."""
-    from bench.forwards import filled, head_step_of, held_by, holding, step_of
+    from bench.forwards import filled, held_by, holding, step_of
     from bench.models import bare
-    from mlx_speculation import MtpDraft, SpeculativeGenerator, load
+    from mlx_speculation import SpeculativeGenerator, load
     from mlx_speculation.models import ModelHooks, stream_resources
 
     def hook(each: Any) -> None:
@@ -228,29 +228,10 @@ def cases_of(
     caches = filled(copy, prompt)
     kept, verify = held_by(caches, prompt_tokens), step_of(copy, caches)
     for name in ["plain", *drafts]:
-        draft: Any = None
-        step: Step | None = None
-        snapshot: Any = None  # what the caches of a draft model hold
+        draft, step, snapshot = draft_of(bench, name, copy, prompt, hook)
         models = {"forwards": bench.model}
         if name == "model":
-            draft, other = load(bench.draft_folder)[0], load(bench.draft_folder)[0]
-            caches = filled(other, prompt)
-            hook(other)
-            step, snapshot = (
-                step_of(other, caches, drafts=True),
-                held_by(caches, prompt_tokens),
-            )
             models["draft_forwards"] = draft
-        elif name == "mtp":
-            draft = MtpDraft.from_folder(bench.folder, bench.model)
-            head = MtpDraft.from_folder(bench.folder, copy).mtp
-            step = head_step_of(head, copy, prompt_tokens)
-        elif name == "lookup":
-            draft = name
-        elif name != "plain":
-            raise typer.BadParameter(
-                f"the drafts are model, mtp and lookup; there is no {name!r}"
-            )
         generator = SpeculativeGenerator(bench.model, bench.tokenizer, draft=draft)
 
         def begin(
@@ -273,6 +254,41 @@ def cases_of(
 
         for length in lengths if draft is not None else [0]:
             yield Case(name, length, partial(begin, length), verify, step, models)
+
+
+def draft_of(
+    bench: "Bench",
+    name: str,
+    target: Any,
+    prompt: list[int],
+    hook: Callable[[Any], None],
+) -> tuple[Any, "Step | None", Any]:
+    """Return a draft, one of its steps, and what its caches hold of the prompt.
+
+    Args:
+        bench: the target and its draft model.
+        name: "plain", "model", "mtp" or "lookup".
+        target: a copy of the target, with hooks.
+        prompt: the tokens of the context.
+        hook: lets a copy be as in a generator.
+    """
+    from bench.forwards import filled, head_step_of, held_by, step_of
+    from mlx_speculation import MtpDraft, load
+
+    if name == "model":
+        draft, copy = load(bench.draft_folder)[0], load(bench.draft_folder)[0]
+        caches = filled(copy, prompt)
+        hook(copy)
+        return draft, step_of(copy, caches, drafts=True), held_by(caches, len(prompt))
+    if name == "mtp":
+        head = MtpDraft.from_folder(bench.folder, target).mtp
+        draft = MtpDraft.from_folder(bench.folder, bench.model)
+        return draft, head_step_of(head, target, len(prompt)), None
+    if name in ("plain", "lookup"):
+        return None if name == "plain" else name, None, None
+    raise typer.BadParameter(
+        f"the drafts are model, mtp and lookup; there is no {name!r}"
+    )
 
 
 if __name__ == "__main__":

@@ -118,21 +118,9 @@ def block_settings(
     """
     text = layer_part(config)
     fields = own_keys(config)
-    mask = fields.get("mask_token_id", mask_token)
-    if not isinstance(mask, int) or isinstance(mask, bool) or mask < 0:
-        raise ModelFolderError(
-            f"config.json of the {name} says mask_token_id {mask!r}, and a token id is "
-            "needed. Take a whole checkpoint."
-        )
+    mask_token = _mask_id(fields, mask_token, name)
     anchor = stated_anchor(config) or anchor
-    block = number(fields, "block_size", name)
-    if fields.get("dspark_bonus_anchor") and anchor == "samples":
-        block -= 1  # it counts the token behind the block too
-    if block < (1 if anchor == "samples" else 2):
-        raise ModelFolderError(
-            f"config.json of the {name} says block_size {block}, and at least 2 are "
-            "needed: the known token and one draft."
-        )
+    block = _block_size(fields, anchor, name)
     keys = text | fields
     if (
         copied
@@ -148,7 +136,7 @@ def block_settings(
     return DFlashSettings(
         layers=layers,
         block=block,
-        mask_token=mask,
+        mask_token=mask_token,
         windows=windows,
         causal=tuple(_causal(config, window, causal) for window in windows),
         anchor=anchor,
@@ -160,6 +148,29 @@ def block_settings(
         gated=bool(fields.get("enable_qwen35_gated_q_proj")),
         plus_one=of_qwen3_5,
     )
+
+
+def _mask_id(fields: Config, usual: int | None, name: str) -> int:
+    mask = fields.get("mask_token_id", usual)
+    if not isinstance(mask, int) or isinstance(mask, bool) or mask < 0:
+        raise ModelFolderError(
+            f"config.json of the {name} says mask_token_id {mask!r}, and a token id is "
+            "needed. Take a whole checkpoint."
+        )
+    return mask
+
+
+def _block_size(fields: Config, anchor: Anchor, name: str) -> int:
+    """Return the rows of a block, the anchor included."""
+    block = number(fields, "block_size", name)
+    if fields.get("dspark_bonus_anchor") and anchor == "samples":
+        block -= 1  # it counts the token behind the block too
+    if block < (1 if anchor == "samples" else 2):
+        raise ModelFolderError(
+            f"config.json of the {name} says block_size {block}, and at least 2 are "
+            "needed: the known token and one draft."
+        )
+    return block
 
 
 def own_keys(config: Config) -> Config:

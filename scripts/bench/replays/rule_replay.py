@@ -7,6 +7,7 @@ first, at no cost, and behind a plain step that is in flight as well.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -156,6 +157,10 @@ class Member:
         return len(self.text) - self.at
 
 
+# A row, its lookup, where it stood, and the weights of what was found.
+Probed = tuple[Member, int, int, Any]
+
+
 def replay_batch(
     known: Generator,
     machine: Machine,
@@ -179,29 +184,14 @@ def replay_batch(
         context = max(row.text.context + row.at for row in live)
         room = [len(row) - 1 - behind for row in live]
         limits = lengths.limits(live, context, room, 1)
-        source, offered, probed = 0, [], []
+        source, probed = 0, []
         if any(limits) and late:
-            for row, limit in zip(live, limits, strict=True):
-                if limit <= 0:
-                    continue
-                survivals = row.policy.survivals()
-                for index in known.free:
-                    count = min(limit + behind, int(row.text.proposed[index][row.at]))
-                    survivals[index], weights = known.lookups.survival(
-                        count, 0, [(0, 0)] * count, None
-                    )
-                    probed.append((row, index, row.at, weights))
-                offered.append(survivals)
+            offered, probed = _probe_lookups(known, live, limits, behind)
             source, width = lengths.choose(context, max(limits), offered, behind=behind)
             limits = [min(limit, width) for limit in limits]
         elif any(limits) and lengths.plan is not None:
             source = sources.index(lengths.plan.source)
-        drafted, accepted, emitted = [], [], []
-        for row, limit in zip(live, limits, strict=True):
-            count = int(row.text.proposed[source][row.at]) - behind
-            drafted.append(max(0, min(limit, count)))
-            right = max(0, int(row.text.right[source][row.at]) - behind)
-            accepted.append(min(right, drafted[-1]))
+        drafted, accepted = _drafted(live, source, limits, behind)
         width = max(drafted)
         if width:
             steps, ahead = machine.rounds[source][width] + machine.left * behind, False
@@ -230,3 +220,35 @@ def replay_batch(
         result.steps += steps * len(live) / len(texts)
         result.tokens += sum(emitted)
     lengths.end()
+
+
+def _probe_lookups(
+    known: Generator, live: list[Member], limits: list[int], behind: bool
+) -> tuple[list[Any], list[Probed]]:
+    """Return the survival of lookups for each row with room, and what they found."""
+    offered, probed = [], []
+    for row, limit in zip(live, limits, strict=True):
+        if limit <= 0:
+            continue
+        survivals = row.policy.survivals()
+        for index in known.free:
+            count = min(limit + behind, int(row.text.proposed[index][row.at]))
+            survivals[index], weights = known.lookups.survival(
+                count, 0, [(0, 0)] * count, None
+            )
+            probed.append((row, index, row.at, weights))
+        offered.append(survivals)
+    return offered, probed
+
+
+def _drafted(
+    live: list[Member], source: int, limits: list[int], behind: bool
+) -> tuple[list[int], list[int]]:
+    """Return how many tokens each row drafts, and how many of them are right."""
+    drafted, accepted = [], []
+    for row, limit in zip(live, limits, strict=True):
+        count = int(row.text.proposed[source][row.at]) - behind
+        drafted.append(max(0, min(limit, count)))
+        right = max(0, int(row.text.right[source][row.at]) - behind)
+        accepted.append(min(right, drafted[-1]))
+    return drafted, accepted

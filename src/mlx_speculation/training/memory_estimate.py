@@ -6,7 +6,7 @@ compared with the peak that mlx reports.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,8 @@ from mlx.utils import tree_flatten
 
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models.quantize import weight_bytes
+from mlx_speculation.training.kinds.trainee import Trainee
+from mlx_speculation.training.options import BLOCK_LAYERS, TrainOptions
 
 _SHARE = 0.9  # of the memory, at most
 _GB = 1e9
@@ -63,6 +65,39 @@ class BatchShape:
         if checkpoint:
             return layer + logits + self.layers * rows * self.dim * self.item
         return (self.layers + 1) * layer + self.depths * logits
+
+
+def shape_of(
+    options: TrainOptions,
+    trainee: Trainee,
+    config: Mapping[str, Any],
+    vocab: int,
+    depths: int,
+    item: int,
+) -> BatchShape:
+    """Return the shape of a batch.
+
+    Args:
+        options: of the training.
+        trainee: what is trained.
+        config: of the target's text model.
+        vocab: how many ids the target's logits have.
+        depths: how many tokens are drafted.
+        item: bytes of a number.
+    """
+    dim = int(config.get("hidden_size") or 1024)
+    return BatchShape(
+        tokens=options.rows * options.slots,
+        slots=options.slots,
+        dim=dim,
+        heads=int(config.get("num_attention_heads") or max(1, dim // 64)),
+        ids=vocab if trainee.ids is None else trainee.ids.size,
+        vocab=vocab,
+        depths=depths,
+        item=item,
+        blocks=options.drafted_slots,
+        layers=options.draft_layers or BLOCK_LAYERS,
+    )
 
 
 @contextmanager

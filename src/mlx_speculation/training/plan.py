@@ -10,7 +10,7 @@ even the smallest training fits it is refused with the minutes that it needs.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import mlx.nn as nn
@@ -31,6 +31,12 @@ _SHORTEST = 32  # tokens of an answer
 _NARROWEST = 64  # slots of a row
 _FORWARD = 0.4  # of a step's time a position takes to evaluate
 
+# Of the minutes after timing: when no further dialogues are begun, when those that are
+# being written are cut, and when the last evaluation has to be done.
+DATA_SHARE, DATA_END, STEPS_END = 0.4, 0.5, 0.88
+_STEP_SHARE = 0.75  # of the time that is left then, for steps
+_MOST_EVALUATIONS = 5  # of a training that has minutes
+
 # Returns the seconds of an optimizer step over (rows, slots).
 TimeStep = Callable[[int, int], float]
 
@@ -50,6 +56,73 @@ class Rates:
             return self.tokens * batch
         share = (batch - 1) / (self.batch - 1)
         return self.token + max(0.0, self.tokens - self.token) * share
+
+
+@dataclass(slots=True)
+class Schedule:
+    """The minutes of a training, and the shares of its phases."""
+
+    minutes: float | None  # None: as long as it takes
+    began: float  # of `time.monotonic`
+    rates: Rates | None = None  # what was timed; None: nothing, or it is resumed
+    spent: float = 0.0  # seconds until that was done
+
+    def fit(self, options: TrainOptions, rates: Rates) -> TrainOptions:
+        """Note what was timed, and return options that fit into the time.
+
+        Raises:
+            InvalidRequestError: the minutes are too few for any training.
+        """
+        assert self.minutes is not None
+        self.rates, self.spent = rates, time.monotonic() - self.began
+        return sized(options, rates, 60 * self.minutes - self.spent, self.spent)
+
+    def deadline(self, share: float = 1.0) -> float | None:
+        """Return when a share of the minutes after timing is over; None: never."""
+        if self.minutes is None:
+            return None
+        return self.began + self.spent + (60 * self.minutes - self.spent) * share
+
+    def is_over(self, share: float) -> bool:
+        """Return whether that share is over."""
+        until = self.deadline(share)
+        return until is not None and time.monotonic() > until
+
+    def running_out(self, share: float) -> Callable[[], bool]:
+        """Return a test of whether another batch like the last takes too long."""
+        last = time.monotonic()
+
+        def stop() -> bool:
+            nonlocal last
+            now = time.monotonic()
+            took, last = now - last, now
+            until = self.deadline(share)
+            return until is not None and now + took > until
+
+        return stop
+
+    def steps(self, seconds: float) -> int:
+        """Return how many steps of so many seconds there is time for, at least one."""
+        end = self.deadline(STEPS_END)
+        assert end is not None
+        return max(1, int(_STEP_SHARE * (end - time.monotonic()) / seconds))
+
+    def evaluations(self, options: TrainOptions) -> int:
+        """Return how many evaluations there are to be."""
+        wanted = options.evaluations
+        return wanted if self.rates is None else min(wanted, _MOST_EVALUATIONS)
+
+    def evaluated(
+        self, options: TrainOptions, held_out: Sequence[Dialogue]
+    ) -> list[Dialogue]:
+        """Return the held-out dialogues that there is time for, of both kinds."""
+        chosen = list(held_out[: options.held_out])
+        if self.rates is None or self.minutes is None:
+            return chosen
+        count = evaluated(options, self.rates, 60 * self.minutes)
+        greedy = [each for each in chosen if not each.temperature]
+        sampled = [each for each in chosen if each.temperature]
+        return [*greedy[: -(-count // 2)], *sampled[: max(1, count // 2)]]
 
 
 def sized(

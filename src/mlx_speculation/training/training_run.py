@@ -13,7 +13,8 @@ from mlx_speculation.training.data.prompts import read_prompts
 from mlx_speculation.training.memory_estimate import memory_limit
 from mlx_speculation.training.options import TrainOptions
 from mlx_speculation.training.output.record import RECORD
-from mlx_speculation.training.phases import RUN, Run
+from mlx_speculation.training.phases import RUN, Run, Setup
+from mlx_speculation.training.plan import Schedule
 from mlx_speculation.training.reports import Reports, TrainingResult
 
 
@@ -51,9 +52,9 @@ def train(
     name = folder.resolve().name if Path(target).is_dir() else str(target)
     with memory_limit(options.memory_gb):
         model, tokenizer = load(folder, trust_remote_code=trust_remote_code)
-        run = Run(
-            name, folder, model, tokenizer, out, options, reports or Reports(), began
-        )
+        reports = reports or Reports()
+        setup = Setup(folder, model, tokenizer, options, reports.say)
+        run = Run(name, setup, out, reports, Schedule(options.minutes, began))
         return run.whole(prompts)
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import MISSING, asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
@@ -63,31 +63,12 @@ def calibrate(
     )
     generator = open_pair(pair, screen)
     costs, batches = _measured(generator, context or [64], batch or [], screen)
-    parts = generator.round_parts
-    screen.table(_table("Milliseconds of a round by draft length", costs, parts))
-    part = generator.lengths.part
-    screen.say(
-        f"Rounds are submitted after every {part} layers."
-        if part
-        else "Rounds are submitted as a whole."
-    )
-    for rows, table in batches.items():
-        screen.table(_table(f"Milliseconds of a round of {rows} rows", table, {}))
+    _show(generator, costs, batches, screen)
     screen.object(
         command="calibrate",
         model=model,
         draft=draft,
-        seconds_by_context=_by_context(costs),
-        seconds_by_rows={
-            rows: _by_context(costs_of_rows) for rows, costs_of_rows in batches.items()
-        },
-        parts_by_context={
-            512 * 2**bucket: {
-                length: asdict(one) for length, one in costs_of_rows.items()
-            }
-            for bucket, costs_of_rows in parts.items()
-        },
-        layers_of_a_part=part,
+        **_as_object(generator, costs, batches),
         notices=generator.notices,
         blas=chosen,
         versions=versions(),
@@ -113,6 +94,42 @@ def _measured(
     except KeyboardInterrupt:
         screen.say("What was not measured to its end is not kept.")
         raise
+
+
+def _show(
+    generator: "SpeculativeGenerator",
+    costs: "CostTable",
+    batches: dict[int, "CostTable"],
+    screen: Screen,
+) -> None:
+    """Print tables of milliseconds, and how rounds are submitted."""
+    title = "Milliseconds of a round by draft length"
+    screen.table(_table(title, costs, generator.round_parts))
+    part = generator.lengths.part
+    screen.say(
+        f"Rounds are submitted after every {part} layers."
+        if part
+        else "Rounds are submitted as a whole."
+    )
+    for rows, table in batches.items():
+        screen.table(_table(f"Milliseconds of a round of {rows} rows", table, {}))
+
+
+def _as_object(
+    generator: "SpeculativeGenerator",
+    costs: "CostTable",
+    batches: dict[int, "CostTable"],
+) -> dict[str, Any]:
+    """Return the same as seconds, for --json."""
+    return {
+        "seconds_by_context": _by_context(costs),
+        "seconds_by_rows": {rows: _by_context(one) for rows, one in batches.items()},
+        "parts_by_context": {
+            512 * 2**bucket: {length: asdict(one) for length, one in table.items()}
+            for bucket, table in generator.round_parts.items()
+        },
+        "layers_of_a_part": generator.lengths.part,
+    }
 
 
 def _by_context(costs: "CostTable") -> dict[int, dict[int, float]]:
