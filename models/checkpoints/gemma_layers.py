@@ -25,11 +25,6 @@ def gemma_args(config: Config, layers: int, name: str) -> gemma4_text.ModelArgs:
 
     All of them see the whole text, and have no experts and no inputs of their own.
 
-    Args:
-        config: what config.json holds.
-        layers: how many there are.
-        name: of the drafter, for messages.
-
     Raises:
         ModelFolderError: their rotation is not understood.
     """

@@ -45,10 +45,6 @@ class PairFile:
 def read_pair(folder: Path, kinds: Collection[str]) -> PairFile | None:
     """Return what speculation.json in a target's folder says; None: there is none.
 
-    Args:
-        folder: the target's.
-        kinds: the kinds of drafts that are known.
-
     Raises:
         ModelFolderError: it cannot be read, or says something that is not known.
     """

@@ -6,7 +6,7 @@ its parts. The model as a drafter is in the engine; other heads are not known he
 
 from mlx_speculation.models.dflash.attention import (
     DFlashAttention,
-    attended,
+    attend_block,
     by_head,
 )
 from mlx_speculation.models.dflash.config import (
@@ -23,6 +23,7 @@ from mlx_speculation.models.dflash.load import (
     build,
     load_dflash,
     read_blocks,
+    renamed,
 )
 
 __all__ = [
@@ -34,7 +35,7 @@ __all__ = [
     "DFlashSettings",
     "LoadedDFlash",
     "ReadingOptions",
-    "attended",
+    "attend_block",
     "block_settings",
     "build",
     "by_head",
@@ -42,4 +43,5 @@ __all__ = [
     "load_dflash",
     "own_keys",
     "read_blocks",
+    "renamed",
 ]

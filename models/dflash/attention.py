@@ -16,18 +16,13 @@ SINKS = "attention_sink_bias"
 
 
 class DFlashAttention(qwen3.Attention):
-    """Qwen 3's attention, of a block to the context and to itself.
-
-    Args:
-        settings: the drafter's.
-        index: which layer it is in.
-    """
+    """Qwen 3's attention, of a block to the context and to itself."""
 
     def __init__(self, settings: DFlashSettings, index: int) -> None:
         rotation = settings.rotations[index]
         args: Any = args_with(settings.layers, rotation)
         super().__init__(args)
-        self._window, self._causal = settings.windows[index], settings.causal[index]
+        self.window, self.causal = settings.windows[index], settings.causal[index]
         self._value_scale, self._gated = settings.value_scale, settings.gated
         if settings.gated:
             wide = 2 * self.n_heads * args.head_dim
@@ -63,26 +58,7 @@ class DFlashAttention(qwen3.Attention):
 
     def attend(self, x: mx.array, context: mx.array, cache: Any) -> mx.array:
         """Attend from a block [batch, block, dim] behind context [batch, n, dim]."""
-        start = cache.offset + context.shape[1]
-        queries, gates = by_head(self.q_proj(x), self.n_heads), None
-        if self._gated:
-            queries, gates = mx.split(queries, 2, axis=-1)
-        queries = self.rope(self.q_norm(queries), offset=start)
-        keys, values = self.write(mx.concatenate([context, x], axis=1), cache)
-        result = attended(
-            queries,
-            keys,
-            values,
-            scale=self.scale,
-            window=self._window,
-            causal=self._causal,
-            sinks=self.get(SINKS),
-            start=start,
-        )
-        if gates is not None:
-            result = result * mx.sigmoid(gates)
-        out: mx.array = self.o_proj(result.swapaxes(1, 2).flatten(2))
-        return out
+        return attend_block(self, x, context, cache, gated=self._gated)
 
 
 def by_head(x: mx.array, heads: int) -> mx.array:
@@ -90,7 +66,36 @@ def by_head(x: mx.array, heads: int) -> mx.array:
     return x.reshape(*x.shape[:2], heads, -1).swapaxes(1, 2)
 
 
-def attended(
+def attend_block(
+    layer: Any, x: mx.array, context: mx.array, cache: Any, *, gated: bool = False
+) -> mx.array:
+    """Attend from a block [batch, block, dim] behind context [batch, n, dim].
+
+    The layer is an `Attention` of mlx-lm with the window of its settings, and `write`.
+    """
+    start = cache.offset + context.shape[1]
+    queries, gates = by_head(layer.q_proj(x), layer.n_heads), None
+    if gated:
+        queries, gates = mx.split(queries, 2, axis=-1)
+    queries = layer.rope(layer.q_norm(queries), offset=start)
+    keys, values = layer.write(mx.concatenate([context, x], axis=1), cache)
+    result = _attended(
+        queries,
+        keys,
+        values,
+        scale=layer.scale,
+        window=layer.window,
+        causal=layer.causal,
+        sinks=layer.get(SINKS),
+        start=start,
+    )
+    if gates is not None:
+        result = result * mx.sigmoid(gates)
+    out: mx.array = layer.o_proj(result.swapaxes(1, 2).flatten(2))
+    return out
+
+
+def _attended(
     queries: mx.array,  # [batch, heads, block, size]
     keys: mx.array,  # of the context and then the block, [batch, heads, rows, size]
     values: mx.array,  # likewise

@@ -1,6 +1,6 @@
 """Loading a drafter of blocks: a folder in, a module out."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -114,9 +114,14 @@ def read_blocks(folder: Path, name: str) -> Weights:
             f"The folder of the {name} has {extra.name}: its mask is no token, which "
             "is not known here. Choose another drafter."
         )
+    return renamed(read_tensors(folder, name), _OTHER_NAMES)
+
+
+def renamed(weights: Weights, begins: Mapping[str, str]) -> Weights:
+    """Return tensors whose names begin as usual, by what other files call that."""
     result: Weights = {}
-    for key, value in read_tensors(folder, name).items():
-        for theirs, ours in _OTHER_NAMES.items():
+    for key, value in weights.items():
+        for theirs, ours in begins.items():
             if key.startswith(theirs):
                 key = ours + key.removeprefix(theirs)
         result[key] = value

@@ -31,11 +31,7 @@ class BlockConvolution(nn.Module):
         self._taps, self._group = taps, group
 
     def sides(self, rows: mx.array) -> tuple[Side, Side]:
-        """Return what is done before and after the part.
-
-        Args:
-            rows: what goes into the part, [batch, block, dim].
-        """
+        """Return the acts before and after the part, of rows [batch, block, dim]."""
         shape = (*rows.shape[:2], 2, self._taps, -1)
         delta = self.kernel_projection(rows).reshape(shape)
         delta = mx.repeat(delta, self._group, axis=-1)

@@ -5,23 +5,17 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import gemma4_text
 
-from mlx_speculation.models.dflash import DFlashSettings, attended, by_head
+from mlx_speculation.models.dflash import DFlashSettings, attend_block, by_head
 
 
 class GemmaBlockAttention(gemma4_text.Attention):
-    """Gemma 4's full attention, of a block to the context and to itself.
-
-    Args:
-        args: of its layers.
-        settings: the drafter's.
-        index: which layer it is in.
-    """
+    """Gemma 4's full attention, of a block to the context and to itself."""
 
     def __init__(
         self, args: gemma4_text.ModelArgs, settings: DFlashSettings, index: int
     ) -> None:
         super().__init__(args, index)
-        self._window, self._causal = settings.windows[index], settings.causal[index]
+        self.window, self.causal = settings.windows[index], settings.causal[index]
 
     def write(self, rows: mx.array, cache: Any) -> tuple[mx.array, mx.array]:
         """Write keys and values of rows, and return all that the cache then holds.
@@ -39,21 +33,7 @@ class GemmaBlockAttention(gemma4_text.Attention):
 
     def attend(self, x: mx.array, context: mx.array, cache: Any) -> mx.array:
         """Attend from a block [batch, block, dim] behind context [batch, n, dim]."""
-        start = cache.offset + context.shape[1]
-        queries = self.q_norm(by_head(self.q_proj(x), self.n_heads))
-        queries = self.rope(queries, offset=start)
-        keys, values = self.write(mx.concatenate([context, x], axis=1), cache)
-        result = attended(
-            queries,
-            keys,
-            values,
-            scale=self.scale,
-            window=self._window,
-            causal=self._causal,
-            start=start,
-        )
-        out: mx.array = self.o_proj(result.swapaxes(1, 2).flatten(2))
-        return out
+        return attend_block(self, x, context, cache)
 
 
 class GemmaBlockLayer(gemma4_text.DecoderLayer):

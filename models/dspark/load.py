@@ -24,6 +24,7 @@ from mlx_speculation.models.dflash import (
     ReadingOptions,
     build,
     read_blocks,
+    renamed,
 )
 from mlx_speculation.models.dspark.config import (
     NAME,
@@ -51,17 +52,9 @@ def load_dspark(
     anchor: Anchor | None = None,
     starts: Sequence[Sequence[int]] | None = None,
 ) -> LoadedDFlash:
-    """Load the DSpark drafter in a folder of its own.
+    """Load the DSpark drafter in a folder of its own; see `load_dflash`.
 
-    Args:
-        folder: the drafter's, with config.json and safetensors, or with a GGUF file.
-        model: its target.
-        layer_ids: see `ReadingOptions`.
-        anchor: likewise.
-        starts: likewise.
-
-    Returns:
-        The drafter; on a Linux CPU in float32, dequantized where it was quantized.
+    The folder has config.json and safetensors, or a GGUF file.
 
     Raises:
         ModelFolderError: it is no such drafter, not complete, or not of this target.
@@ -93,13 +86,11 @@ def _read(folder: Path) -> tuple[Config, Weights]:
         if file is None
         else read_gguf(file)
     )
-    result: Weights = {}
-    for key, value in weights.items():
-        for theirs, ours in _OTHER_NAMES.items():
-            if key.startswith(theirs):
-                key = ours + key.removeprefix(theirs)
-        if not key.startswith("confidence_head."):
-            result[key] = value
+    result = {
+        key: value
+        for key, value in renamed(weights, _OTHER_NAMES).items()
+        if not key.startswith("confidence_head.")
+    }
     check_kind(result, "dspark")
     return config, result
 

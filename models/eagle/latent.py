@@ -18,13 +18,7 @@ from mlx_speculation.models.eagle.config import Latents
 
 
 class LatentAttention(nn.Module):
-    """Attention from and to states of some width.
-
-    Args:
-        args: of the layer.
-        latents: the sizes of its parts.
-        width: of what it reads.
-    """
+    """Attention from and to states of some width."""
 
     def __init__(self, args: llama.ModelArgs, latents: Latents, width: int) -> None:
         super().__init__()

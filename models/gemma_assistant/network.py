@@ -38,13 +38,7 @@ class AssistantOutput(NamedTuple):
 
 
 class TokenGroups(nn.Module):
-    """Candidate tokens: those of the groups whose centroids fit best.
-
-    Args:
-        settings: how many groups.
-        dim: the assistant's hidden size.
-        vocab: how many tokens.
-    """
+    """Candidate tokens: those of the groups whose centroids fit best."""
 
     def __init__(self, settings: Centroids, dim: int, vocab: int) -> None:
         super().__init__()

@@ -91,12 +91,7 @@ class ReducedOutput(Observer):
 
 
 class ReducedEnds:
-    """The two ends of a target, with the logits of some ids only.
-
-    Args:
-        taps: on the target.
-        ids: see `ReducedOutput`.
-    """
+    """The two ends of a target, with the logits of some ids only."""
 
     def __init__(self, taps: HiddenStates, ids: Sequence[int]) -> None:
         self._taps, self._output = taps, ReducedOutput(taps.parts, ids)

@@ -13,6 +13,7 @@ from mlx_speculation import environment
 from mlx_speculation.cli.commands import train as command
 from mlx_speculation.cli.console import Screen
 from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.training.loop import Reports
 from mlx_speculation.training.options import TrainOptions
 from mlx_speculation.training.output import preflight
 from mlx_speculation.training.phases import Run
@@ -30,7 +31,6 @@ from mlx_speculation.training.plan import (
     sized,
     step_seconds,
 )
-from mlx_speculation.training.reports import Reports
 from mlx_speculation.training.training_run import train
 from support.models.chat_folders import chat_folder
 from support.short_training import OPTIONS

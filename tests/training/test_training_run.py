@@ -18,9 +18,10 @@ from mlx_speculation.engine import EagleDraft
 from mlx_speculation.errors import InvalidRequestError, SpeculationError
 from mlx_speculation.models import load
 from mlx_speculation.training import memory_estimate
+from mlx_speculation.training.loop import Reports
 from mlx_speculation.training.options import TrainOptions
 from mlx_speculation.training.output.curves import PLOT
-from mlx_speculation.training.reports import Reports, TrainingResult
+from mlx_speculation.training.reports import TrainingResult
 from mlx_speculation.training.state import Progress
 from mlx_speculation.training.training_run import train
 from support.models.chat_folders import chat_folder

@@ -31,17 +31,23 @@ Evaluate = Callable[[], dict[str, Acceptance]]
 Ended = str
 
 
-@dataclass(frozen=True, slots=True)
-class Watch:
-    """Callbacks of the training loop.
+@dataclass(slots=True)
+class Reports:
+    """Progress callbacks; by default they do nothing.
 
     Attributes:
+        say: called with a line.
+        data: called with how many dialogues there are, of how many.
         step: called with the progress and the newest mean loss.
         evaluated: called with the progress after each evaluation.
+        phase: called with the name of what begins.
     """
 
-    step: Callable[[Progress, float], None]
-    evaluated: Callable[[Progress], None]
+    phase: Callable[[str], None] = lambda name: None
+    say: Callable[[str], None] = lambda line: None
+    data: Callable[[int, int], None] = lambda done, whole: None
+    step: Callable[[Progress, float], None] = lambda progress, loss: None
+    evaluated: Callable[[Progress], None] = lambda progress: None
 
 
 @dataclass(slots=True)
@@ -58,13 +64,11 @@ class TrainingLoop:
     evaluate: Evaluate  # measures acceptance on held-out text
     # Writes the draft's files, after an evaluation that gained
     keep: Callable[[], None]
-    watch: Watch  # who is told
+    reports: Reports
     accumulate: int  # batches of a step
     between: int  # steps between evaluations
     patience: int  # evaluations without gain that end it; 0: never
     deadline: float | None = None  # when to stop, of `time.monotonic`; None: never
-    # Called with the name of what begins
-    phase: Callable[[str], None] = lambda name: None
     # How long the last steps and the last evaluation took, in seconds
     took: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys((*_PARTS, "step"), 0.0)
@@ -113,7 +117,7 @@ class TrainingLoop:
         progress, began = self.progress, time.monotonic()
         first, each = progress.step, self.took["step"]
         looked = max(1, min(_LOOKED, int(_CHUNK / each))) if each else _LOOKED
-        self.phase(f"step {first + 1} of {progress.steps}")
+        self.reports.phase(f"step {first + 1} of {progress.steps}")
         stop = min(
             progress.steps,
             progress.step + looked,
@@ -133,7 +137,7 @@ class TrainingLoop:
         progress.seconds += self.took["steps"]
         loss = float(mx.stack(losses).mean())
         progress.losses.append((progress.step, round(loss, 5)))
-        self.watch.step(progress, loss)
+        self.reports.step(progress, loss)
 
     def _step(self) -> mx.array:
         loss, gradients = self._gradients(self.progress.step * self.accumulate)
@@ -156,7 +160,7 @@ class TrainingLoop:
     def _evaluated(self) -> None:
         """Evaluate, keep what is better, and save the state."""
         progress, began = self.progress, time.monotonic()
-        self.phase(f"evaluation after step {progress.step}")
+        self.reports.phase(f"evaluation after step {progress.step}")
         result = self.evaluate()
         self.took["evaluation"] = time.monotonic() - began
         lengths = [each.length for each in result.values()]
@@ -178,7 +182,7 @@ class TrainingLoop:
         stale = self.patience and progress.stale >= self.patience
         progress.done = bool(self._last or stale)
         self._save()
-        self.watch.evaluated(progress)
+        self.reports.evaluated(progress)
 
     def _save(self) -> None:
         save_state(

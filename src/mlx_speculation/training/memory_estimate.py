@@ -75,16 +75,7 @@ def shape_of(
     depths: int,
     item: int,
 ) -> BatchShape:
-    """Return the shape of a batch.
-
-    Args:
-        options: of the training.
-        trainee: what is trained.
-        config: of the target's text model.
-        vocab: how many ids the target's logits have.
-        depths: how many tokens are drafted.
-        item: bytes of a number.
-    """
+    """Return the shape of a batch."""
     dim = int(config.get("hidden_size") or 1024)
     return BatchShape(
         tokens=options.rows * options.slots,

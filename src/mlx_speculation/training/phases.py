@@ -29,7 +29,7 @@ from mlx_speculation.training.kinds.choose_trainee import (
     make_trainee,
 )
 from mlx_speculation.training.kinds.trainee import Trainee, depths_of
-from mlx_speculation.training.loop import TrainingLoop, Watch
+from mlx_speculation.training.loop import Reports, TrainingLoop
 from mlx_speculation.training.memory_estimate import choose_checkpoint, shape_of
 from mlx_speculation.training.options import TrainOptions
 from mlx_speculation.training.output.curves import PLOT
@@ -49,7 +49,7 @@ from mlx_speculation.training.plan import (
     rates_of,
     step_seconds,
 )
-from mlx_speculation.training.reports import Reports, TrainingResult
+from mlx_speculation.training.reports import TrainingResult
 from mlx_speculation.training.state import Progress, load_state, read_progress
 from mlx_speculation.training.step import TrainingStep, new_optimizer
 from mlx_speculation.training.teacher import TargetModel
@@ -264,12 +264,11 @@ class Run:
                 trainee, target, evaluated, rows=_EVALUATED_ROWS, longest=longest
             ),
             lambda: trainee.save(self.out, self.options.bits),
-            Watch(self.reports.step, self.reports.evaluated),
+            self.reports,
             self.options.accumulate,
             max(1, progress.steps // self.schedule.evaluations(options)),
             self.options.patience,
             self.schedule.deadline(STEPS_END),
-            phase=self.reports.phase,
         )
         if self.schedule.rates is not None:
             loop.took["step"] = step_seconds(options, self.schedule.rates)

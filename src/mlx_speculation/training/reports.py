@@ -1,12 +1,10 @@
-"""The result of a training, and the callbacks that report its progress."""
+"""The result of a training."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mlx_speculation.training.output.speeds import Speeds
-from mlx_speculation.training.state import Progress
 
 
 @dataclass(slots=True)
@@ -26,22 +24,3 @@ class TrainingResult:
     record: dict[str, Any]
     speeds: Speeds | None = None
     pairing: str = ""
-
-
-@dataclass(slots=True)
-class Reports:
-    """Progress callbacks; by default they do nothing.
-
-    Attributes:
-        say: called with a line.
-        data: called with how many dialogues there are, of how many.
-        step: called with the progress and the newest mean loss.
-        evaluated: called with the progress after each evaluation.
-        phase: called with the name of what begins.
-    """
-
-    phase: Callable[[str], None] = lambda name: None
-    say: Callable[[str], None] = lambda line: None
-    data: Callable[[int, int], None] = lambda done, whole: None
-    step: Callable[[Progress, float], None] = lambda progress, loss: None
-    evaluated: Callable[[Progress], None] = lambda progress: None

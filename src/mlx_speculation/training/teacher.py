@@ -22,12 +22,7 @@ class Lesson(NamedTuple):
 
 
 class TargetModel:
-    """A target that is left as it is.
-
-    Args:
-        model: the target.
-        trainee: what reads it.
-    """
+    """A target that is left as it is."""
 
     def __init__(self, model: nn.Module, trainee: Trainee) -> None:
         self._model, self._trainee = model, trainee

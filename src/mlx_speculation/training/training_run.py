@@ -10,12 +10,13 @@ from pathlib import Path
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import check_target, load, model_folder
 from mlx_speculation.training.data.prompts import read_prompts
+from mlx_speculation.training.loop import Reports
 from mlx_speculation.training.memory_estimate import memory_limit
 from mlx_speculation.training.options import TrainOptions
 from mlx_speculation.training.output.record import RECORD
 from mlx_speculation.training.phases import RUN, Run, Setup
 from mlx_speculation.training.plan import Schedule
-from mlx_speculation.training.reports import Reports, TrainingResult
+from mlx_speculation.training.reports import TrainingResult
 
 
 def train(

@@ -21,7 +21,8 @@ from mlx_speculation.training.options import TrainOptions
 _QUIET = 15.0  # seconds without a line, at most
 
 if TYPE_CHECKING:
-    from mlx_speculation.training.reports import Reports, TrainingResult
+    from mlx_speculation.training.loop import Reports
+    from mlx_speculation.training.reports import TrainingResult
 
 
 def train(
@@ -64,7 +65,7 @@ def train(
 @contextmanager
 def _shown(screen: Screen) -> Iterator["Reports"]:
     """Show two bars on a terminal; elsewhere a line at least every 15 seconds."""
-    from mlx_speculation.training.reports import Reports
+    from mlx_speculation.training.loop import Reports
 
     bars = Progress(
         TextColumn("{task.description}"),

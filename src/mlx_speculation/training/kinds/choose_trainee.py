@@ -85,12 +85,6 @@ def check_trainee(
 ) -> None:
     """Refuse what cannot be trained, before the target writes anything.
 
-    Args:
-        options: of the training.
-        model: the target.
-        tokenizer: its tokenizer.
-        folder: its folder.
-
     Raises:
         InvalidRequestError: the target has no such layer.
         ModelFolderError: the draft cannot be made, or the target has no MTP head.

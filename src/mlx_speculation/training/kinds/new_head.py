@@ -12,12 +12,7 @@ SPREAD = 0.02  # of matrices that begin at random
 
 
 def layer_sizes(config: dict[str, Any], dim: int) -> dict[str, Any]:
-    """Return what config.json of a head says of its layers: they are of the target's.
-
-    Args:
-        config: of the target.
-        dim: its hidden size.
-    """
+    """Return the sizes of a head's layers for config.json: those of the target's."""
 
     def number(key: str, default: int) -> int:
         value = config.get(key)
