@@ -52,6 +52,32 @@ def helps() -> dict[str, str]:
     }
 
 
+def glossary() -> list[tuple[str, str]]:
+    """Return the words of the glossary, and the place of each in the code."""
+    page = (ROOT / "docs/glossary.md").read_text("utf-8")
+    rows = re.findall(r"^\| ([^|]+) \| [^|]+ \| ([^|]*)\|$", page, flags=re.MULTILINE)
+    return [(words, place) for words, place in rows if words != "word"]
+
+
+def test_the_glossary_has_each_word_once() -> None:
+    words = [word for row, _ in glossary() for word in row.split(", ")]
+    assert len(words) > 50
+    assert sorted(words) == sorted(set(words))
+
+
+def test_the_places_of_the_glossary_exist() -> None:
+    for words, places in glossary():
+        for name, path in re.findall(
+            r"(?:`(\w+)` in )?`([\w/]+/(?:\w+\.py)?)`", places
+        ):
+            assert (ROOT / path).exists(), words
+            if name:
+                text = (ROOT / path).read_text("utf-8")
+                assert re.search(rf"^class {name}\b|^{name} =", text, re.MULTILINE), (
+                    words
+                )
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_pages_have_the_words_of_the_field(page: Path) -> None:
     assert private(page.read_text("utf-8")) == []
