@@ -21,8 +21,8 @@ import mlx.core as mx
 
 _PER_LN_2 = 1.0 / math.log(2.0)
 _BIAS, _EXPONENT = 127, 1 << 23
-# Of 2^f - 1 by f, from the highest power on, by least squares of the relative error
-# that were weighted until its peaks were even.
+# Coefficients of (2^f - 1) / f, the highest power first: a least-squares fit of the
+# relative error, weighted until its peaks were even.
 _COEFFICIENTS = (
     0.0013264674926176667,
     0.009671496227383614,
@@ -47,8 +47,8 @@ def _powers(x: mx.array) -> tuple[mx.array, mx.array]:
     return power + 1.0, (n + _BIAS) * _EXPONENT
 
 
-# Only what has arrays of one shape: with others, and an axis of 1 among them, mlx
-# 0.32.4 has crashed.
+# For functions of arrays of one shape: with several shapes, one of them with an axis of
+# 1, mlx 0.32.4 has crashed.
 _compiled = partial(mx.compile, shapeless=True)
 
 
@@ -83,7 +83,7 @@ def _gelu_argument(x: mx.array) -> mx.array:
 
 @functools.cache
 def compile_here() -> None:
-    """Compile what is compiled here, lest a text wait for it in its first round.
+    """Compile the functions of this module before a text needs them.
 
     It takes seconds on the first use on a machine, and milliseconds after that.
     """

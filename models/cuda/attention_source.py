@@ -216,7 +216,7 @@ SCALARS = "int batch, int q_heads, int q_rows, int k_heads, int k_rows, int mask
 
 
 def constants(dtype: mx.Dtype, dim: int) -> str:
-    """Return what the kernels of a dtype and a head dimension begin with."""
+    """Return the constants of the kernels of a dtype and a head dimension."""
     return (
         f"{HALF_TYPES}using T = {TYPES[dtype]};\n"
         f"constexpr int D = {dim}, WARPS = {WARPS};\n"

@@ -1,7 +1,7 @@
 """A Gemma 4 assistant as a module: queries alone, over keys and values of a target.
 
-A step is given the newest token, as the target embeds it, and a state: for the first
-draft the target's after its final norm, then what the step before made. It has no
+A step takes the newest token, as the target embeds it, and a state: the target's after
+its final norm for the first draft, then the output of the step before. It has no
 cache and no position of its own: all steps of a round stand at one place of the
 target's text and see the same keys, those of committed positions.
 
@@ -55,7 +55,7 @@ class TokenGroups(nn.Module):
 
 
 class Assistant(nn.Module):
-    """An assistant."""
+    """A Gemma 4 assistant."""
 
     def __init__(self, settings: AssistantSettings) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Assistant(nn.Module):
     def run(
         self, embedded: mx.array, state: mx.array, read: Read, position: int
     ) -> mx.array:
-        """Return what a step makes its logits of, [batch, 1, dim].
+        """Return the hidden state of a step, [batch, 1, dim].
 
         Takes what `step` takes, of several texts.
         """

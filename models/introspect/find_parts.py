@@ -18,7 +18,7 @@ Found = TypeVar("Found")
 
 
 class _MissingError(Exception):
-    """Why a part was not found."""
+    """Reason why a part was not found."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ class Trace(Observer):
     def leave(
         self, module: nn.Module, method: str, values: tuple[Any, ...], result: Any
     ) -> None:
-        """Note that the last call begun and not ended ends."""
+        """Note that the innermost call ends."""
         call = self._open.pop()
         call.stop, call.result = self._tick(), result
 

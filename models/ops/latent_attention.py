@@ -1,15 +1,15 @@
 """Attention over latents for a few rows, as mlx-lm has it for one row.
 
 Multi-head latent attention keeps one latent c of each position instead of keys and
-values of every head (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1). mlx-lm 0.32.2 asks
-it in two ways, with the same result up to rounding:
+values of every head (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1). mlx-lm 0.32.2
+attends to it in two ways, with the same result up to rounding:
 
     one row          (W_k^T q) c, then W_v of the sum: the latents are read as they are
     several rows     q (W_k c), and W_v c: keys and values of every head are made of all
                      latents first, in every forward
 
 The second pays for a prompt. A verify of 5 rows over a long text pays for all of it
-again. So in a round up to `MOST_ROWS` rows are asked in the first way. The method that
+again. So in a round up to `MOST_ROWS` rows attend in the first way. The method that
 does it is the model's own, made again from its code with an attention function of ours;
 what it has made of the latents for the other way is not used, and therefore never
 computed. A prompt that is read, and a class whose source is not the one that was read,
@@ -99,7 +99,7 @@ def _attend(
 
 @functools.cache
 def _absorbing(kind: Any) -> type[nn.Module]:
-    """Return a class that asks latents in the way of single rows, in a round."""
+    """Return a class that attends to latents as for single rows, in a round."""
     original: FunctionType = kind.__call__
     theirs = original.__globals__
     name = "scaled_dot_product_attention"

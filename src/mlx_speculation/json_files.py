@@ -23,7 +23,7 @@ _STEPS = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 
 class JsonFlawError(ValueError):
-    """Why something is not taken, to stand after "it" or a name, without an end."""
+    """Refusal of JSON: a text to put after "it" or a name, without a full stop."""
 
 
 def parse_json(

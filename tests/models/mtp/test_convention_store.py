@@ -168,7 +168,7 @@ def test_a_broken_or_foreign_file_is_said_and_not_trusted(
 def test_what_was_found_before_mixtures_were_known_is_found_again(
     tmp_path: Path,
 ) -> None:
-    """It may be wrong, and was written here: no word, and no second file."""
+    """It may be wrong, but is ours: it counts without a notice or a second file."""
     old = json.dumps({**VALID, "version": 1})
     (tmp_path / NAME).write_text(old, encoding="utf-8")
     saved = SavedConventions(tmp_path, PAIR)

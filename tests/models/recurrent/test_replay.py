@@ -80,7 +80,7 @@ def test_the_models_with_recipes_are_those_of_the_table() -> None:
 def test_weights_may_be_gone_when_a_prefix_is_replayed(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every matrix and kernel is ruined after the forward; the states do not care.
+    """Ruining every matrix and kernel after the forward changes no state.
 
     They are those of the mixer that runs again over its inputs, bit for bit: on this
     backend a row of a product does not depend on the other rows.
@@ -330,7 +330,7 @@ def test_an_attention_that_hides_its_keys_is_run_again(
 def test_single_steps_of_kimi_k3_are_compiled_and_traced_without_notes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On Metal it compiles a step of one row; here it is told that this is Metal.
+    """On Metal it compiles a step of one row; here it takes this for Metal.
 
     Compiling for a CPU takes seconds.
     """

@@ -3,7 +3,7 @@
 Every linear layer lets another thread run, so that they meet inside the mixers: with
 notes shared between threads, or kept on the model, these tests fail. They also fail
 where the first owner that leaves removes the hooks, and where parts of mixers keep
-theirs (killed by hand).
+theirs.
 """
 
 import gc

@@ -122,7 +122,7 @@ def test_rows_of_gemma3n_are_not_steps() -> None:
 
 @WITHOUT_MLX_VLM
 def test_hunyuan_reads_positions_from_the_model() -> None:
-    """The reason why it is refused: those of another request are there."""
+    """The model holds the positions of another request, so it is refused."""
     vlm = build("hunyuan_vl", TINY_REFUSED["hunyuan_vl"])
     own = mx.broadcast_to(mx.arange(6), (1, 4, 6))
     ids = mx.arange(6)[None]
