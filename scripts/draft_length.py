@@ -1,4 +1,4 @@
-r"""Why each round drafts as much as it does, and what a policy makes of recorded texts.
+r"""Reasons of each draft length, and replays of a policy on recorded texts.
 
 Every round of the adaptive arm is printed: what the policy knew, what it chose, and
 what came of it. With --traces texts that were recorded are replayed at the costs of

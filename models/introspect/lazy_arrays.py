@@ -23,7 +23,7 @@ _NO_STATE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
 def evaluate_held(*holders: Any) -> None:
     """Compute the arrays that models, or heads on them, hold under any name.
 
-    Those that are there already cost a look at each.
+    Arrays that are computed already are only visited.
     """
     mx.eval(list(_arrays(holders)))
 
@@ -32,7 +32,7 @@ def evaluate_held(*holders: Any) -> None:
 def evaluating_changes(model: nn.Module) -> Iterator[None]:
     """Compute the arrays that the model holds after the block and not before.
 
-    What was not computed before stays so, unless an array that is new is made of it.
+    Arrays that were lazy before stay lazy, unless a new one depends on them.
     """
     before = {id(array): array for array in _arrays(model)}
     yield
