@@ -1,4 +1,4 @@
-"""Plots draw what was given: points, bars, levels and predicted lines."""
+"""Plots draw what was given: points, bars and levels."""
 
 import subprocess
 import sys
@@ -22,11 +22,10 @@ NEAR_AND_FAR = {1: Spread(130.0, 120.0, 135.0), 4: FAR}
 MODEL = Curve(
     "model",
     NEAR_AND_FAR,
-    {0: 100.0, 1: 140.0, 4: 210.0},
     Spread(205.0, 201.0, 207.0),
     (0.9, 0.5),
 )
-LOOKUP = Curve("lookup", {4: FAR}, {}, None, (0.25,))
+LOOKUP = Curve("lookup", {4: FAR}, None, (0.25,))
 
 
 def panel(title: str, plain: float, *curves: Curve) -> Panel:
@@ -38,8 +37,8 @@ def points(line: Any) -> list[tuple[float, float]]:
     return list(zip(line.get_xdata(), line.get_ydata(), strict=True))
 
 
-def test_measured_predicted_and_levels_stand_where_they_belong() -> None:
-    figure = draw([panel("one", 110.0, MODEL)], title="all")
+def test_measured_points_and_levels_stand_where_they_belong() -> None:
+    figure = draw(panel("one", 110.0, MODEL))
     speeds, accepted = figure.axes
     assert speeds.get_title() == "one"
     fixed, adaptive = speeds.containers
@@ -53,8 +52,6 @@ def test_measured_predicted_and_levels_stand_where_they_belong() -> None:
         [(1, 120), (1, 135)],
         [(4, 180), (4, 230)],
     ]
-    lines = {str(line.get_linestyle()): points(line) for line in speeds.lines}
-    assert lines["--"][:3] == [(0, 100), (1, 140), (4, 210)]
     drawn = [points(line) for line in speeds.lines]
     assert [(0, 110), (1, 110)] in drawn
     assert [(0, 55), (1, 55)] in drawn
@@ -64,32 +61,26 @@ def test_measured_predicted_and_levels_stand_where_they_belong() -> None:
         "plain",
         "other",
         "bars and bands: slowest to fastest pass",
-        "predicted by costs and acceptance",
     ]
 
 
-def test_a_drafter_has_one_colour_in_all_panels() -> None:
-    both, alone = panel("both", 1.0, MODEL, LOOKUP), panel("alone", 2.0, LOOKUP)
-    figure = draw([both, alone, both, both])
-    assert len(figure.axes) == 2 * 2 * 3  # the last two of six places are empty
-    below = [a for a in figure.axes if a.get_ylabel().startswith("accepted")]
-    colours = [[line.get_color() for line in axes.lines] for axes in below]
-    (model, lookup), (other,), *_ = colours
-    assert model != lookup == other
-    assert sum(axes.axison for axes in figure.axes) == 8
+def test_a_drafter_has_the_same_colour_above_and_below() -> None:
+    speeds, accepted = draw(panel("both", 1.0, MODEL, LOOKUP)).axes
+    model, lookup = (line.get_color() for line in accepted.lines)
+    assert model != lookup
+    above = [bars.lines[0].get_color() for bars in speeds.containers]
+    assert above == [model, model, lookup]
 
 
 def test_a_picture_is_written(tmp_path: Path) -> None:
     path = tmp_path / "plot.png"
-    save_plot([panel("one", 1.0, MODEL)], path)
+    save_plot(panel("one", 1.0, MODEL), path)
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match=r"'plot\.txt'.* ending .*png"):
         check_plot(tmp_path / "plot.txt")
-    with pytest.raises(InvalidRequestError, match="0 panels"):
-        save_plot([], tmp_path / "plot.png")
 
 
 def test_without_matplotlib_the_extra_is_named() -> None:
@@ -97,7 +88,7 @@ def test_without_matplotlib_the_extra_is_named() -> None:
     code = (
         "import sys; sys.modules['matplotlib.figure'] = None\n"
         "from mlx_speculation import errors\nfrom mlx_speculation.cli import plots\n"
-        "plots.Curve('model', {}, {}, None, ())\n"
+        "plots.Curve('model', {}, None, ())\n"
         "try:\n    plots.check_plot('plot.png')\n"
         "except errors.MissingLibraryError as error:\n    print(error)\n"
     )

@@ -3,10 +3,9 @@
 Knows neither models nor mlx: figures in, a picture out. matplotlib is the extra "plot",
 and is imported when a picture is drawn.
 
-Figures are those of one group of prompts, one panel each. A curve is one drafter:
+A panel has the figures of one benchmark. A curve is one drafter:
 
     measured    tokens per second at fixed draft lengths, with their spread
-    predicted   what costs by length and the acceptance by position let expect; dashed
     adaptive    the same at the adaptive draft length, at the right
     accepted    the share of drafts in which position i was accepted
 """
@@ -33,11 +32,10 @@ _OTHERS = ((0, (1, 1.5)), (0, (6, 1.5, 1, 1.5)), (0, (10, 3)), (0, (4, 1, 1, 1, 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One drafter on one group of prompts."""
+    """One drafter."""
 
-    name: str  # in the legend; the same drafter has one colour in all panels
+    name: str  # in the legend
     measured: Mapping[int, Spread]  # tokens per second by fixed draft length, in order
-    predicted: Mapping[int, float]  # tokens per second by draft length
     # Tokens per second at the adaptive draft length; None: not measured.
     adaptive: Spread | None
     # The share of drafts in which position i was accepted, from 0 to 1.
@@ -46,7 +44,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One group of prompts at one temperature."""
+    """The figures of a benchmark."""
 
     title: str  # above it
     plain: Spread  # tokens per second of plain decoding
@@ -69,44 +67,23 @@ def check_plot(path: str | Path) -> None:
         )
 
 
-def save_plot(
-    panels: Sequence[Panel], path: str | Path, *, title: str = "", columns: int = 3
-) -> None:
-    """Draw all panels into one picture; the ending of `path` decides its format."""
+def save_plot(panel: Panel, path: str | Path) -> None:
+    """Draw a panel; the ending of `path` decides the format."""
     check_plot(path)
-    draw(panels, title=title, columns=columns).savefig(path, dpi=130)
+    draw(panel).savefig(path, dpi=130)
 
 
-def draw(panels: Sequence[Panel], *, title: str = "", columns: int = 3) -> "Figure":
-    """Return a figure of all panels: each is two axes, one above the other."""
-    if not panels:
-        raise InvalidRequestError("There are 0 panels, and at least 1 is needed.")
-    width = min(columns, len(panels))
-    height = -(-len(panels) // width)
-    size = (4.6 * width, 6.2 * height + 0.9)
-    figure: Figure = _figure_class()(figsize=size)
+def draw(panel: Panel) -> "Figure":
+    """Return a figure of two axes, one above the other."""
+    figure: Figure = _figure_class()(figsize=(4.6, 7.1))
     figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.1)
-    axes = figure.subplots(
-        2 * height, width, squeeze=False, height_ratios=[3, 2] * height
-    )
-    styles = _styles(panels)
-    for index in range(width * height):
-        row, column = divmod(index, width)
-        above, below = axes[2 * row, column], axes[2 * row + 1, column]
-        if index < len(panels):
-            _draw_speeds(above, panels[index], styles)
-            _draw_acceptance(below, panels[index], styles)
-        else:
-            above.set_axis_off()
-            below.set_axis_off()
+    above, below = figure.subplots(2, 1, height_ratios=[3, 2])
+    styles = _styles(panel)
+    _draw_speeds(above, panel, styles)
+    _draw_acceptance(below, panel, styles)
     figure.legend(
-        handles=_legend(styles, panels),
-        loc="outside lower center",
-        ncols=min(4, 1 + width),
-        frameon=False,
+        handles=_legend(styles), loc="outside lower center", ncols=2, frameon=False
     )
-    if title:
-        figure.suptitle(title, fontsize=11, fontweight="bold")
     return figure
 
 
@@ -122,24 +99,22 @@ def _figure_class() -> Any:
     return Figure
 
 
-def _styles(panels: Sequence[Panel]) -> dict[str, dict[str, Any]]:
-    """Return how each name is drawn: the same in all panels."""
-    drafters = dict.fromkeys(c.name for panel in panels for c in panel.curves)
-    others = dict.fromkeys(name for panel in panels for name in panel.others)
+def _styles(panel: Panel) -> dict[str, dict[str, Any]]:
+    """Return the colours, marks and lines of each name."""
     styles: dict[str, dict[str, Any]] = {
-        name: {"color": _COLOURS[index % 6], "marker": _MARKS[index % 6]}
-        for index, name in enumerate(drafters)
+        curve.name: {"color": _COLOURS[index % 6], "marker": _MARKS[index % 6]}
+        for index, curve in enumerate(panel.curves)
     }
     styles["plain"] = _PLAIN
-    for index, name in enumerate(others):
+    for index, name in enumerate(panel.others):
         dashes = _OTHERS[index % len(_OTHERS)]
         styles[name] = {"color": "0.4", "linewidth": 1.2, "linestyle": dashes}
     return styles
 
 
 def _draw_speeds(axes: "Axes", panel: Panel, styles: Mapping[str, Any]) -> None:
-    """Draw measured points with bars, predicted lines, and levels of the others."""
-    longest = max([n for c in panel.curves for n in (*c.measured, *c.predicted)] + [1])
+    """Draw measured points with bars, and levels of the others."""
+    longest = max([n for curve in panel.curves for n in curve.measured] + [1])
     for name, level in {"plain": panel.plain, **panel.others}.items():
         axes.axhline(level.median, **styles[name])
         axes.axhspan(level.low, level.high, color="0.5", alpha=0.12, linewidth=0)
@@ -150,11 +125,6 @@ def _draw_speeds(axes: "Axes", panel: Panel, styles: Mapping[str, Any]) -> None:
         speeds = list(curve.measured.values())
         places = [length + offset for length in curve.measured]
         _draw_bars(axes, places, speeds, markersize=5, **style)
-        lengths = sorted(curve.predicted)
-        predicted = [curve.predicted[length] for length in lengths]
-        axes.plot(
-            lengths, predicted, linestyle="--", linewidth=1.2, color=style["color"]
-        )
         if curve.adaptive is not None:
             edge = {"markersize": 9, "markeredgecolor": "black"}
             _draw_bars(axes, [longest + 1 + offset], [curve.adaptive], **edge, **style)
@@ -206,14 +176,11 @@ def _draw_acceptance(axes: "Axes", panel: Panel, styles: Mapping[str, Any]) -> N
     axes.grid(axis="y", color="0.9")
 
 
-def _legend(styles: Mapping[str, Any], panels: Sequence[Panel]) -> list[Any]:
-    """Return what the legend shows: drafters, levels, and what is predicted."""
+def _legend(styles: Mapping[str, Any]) -> list[Any]:
+    """Return the lines of the legend: drafters, levels, and the bars."""
     from matplotlib.lines import Line2D
 
     shown = [Line2D([], [], label=name, **style) for name, style in styles.items()]
     spread = "bars and bands: slowest to fastest pass"
     shown.append(Line2D([], [], linestyle="none", label=spread))
-    if any(curve.predicted for panel in panels for curve in panel.curves):
-        label = "predicted by costs and acceptance"
-        shown.append(Line2D([], [], linestyle="--", color="0.3", label=label))
     return shown

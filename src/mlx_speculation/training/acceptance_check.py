@@ -93,9 +93,7 @@ def check_acceptance(
     return accepted
 
 
-def lookup_acceptance(
-    dialogues: Sequence[Dialogue], depths: int = ROUND
-) -> dict[str, Acceptance]:
+def lookup_acceptance(dialogues: Sequence[Dialogue]) -> dict[str, Acceptance]:
     """Return the same of prompt lookup, at rounds that follow each other."""
     result: dict[str, list[list[int]]] = {"greedy": [], "sampled": []}
     for dialogue in dialogues:
@@ -106,13 +104,13 @@ def lookup_acceptance(
         counts = result["sampled" if dialogue.temperature else "greedy"]
         while at < len(tokens):
             known.tokens[:] = tokens[:at]
-            drafted: Any = drafter.propose(known, depths, _no_choice).tokens.tolist()
+            drafted: Any = drafter.propose(known, ROUND, _no_choice).tokens.tolist()
             right = 0
             for token, recorded in zip(drafted, tokens[at:], strict=False):
                 if token != recorded:
                     break
                 right += 1
-            counts.append([int(depth < right) for depth in range(depths)])
+            counts.append([int(depth < right) for depth in range(ROUND)])
             at += right + 1
     return {
         name: _summed([np.array(rounds, np.float64)], walk=False)

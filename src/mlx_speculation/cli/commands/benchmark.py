@@ -135,7 +135,7 @@ def benchmark(
         blas=blas,
     )
     if run.plot is not None:  # last: a full disk must not cost the figures
-        _save_plot(run.plot, [_panel(drafts.model, names, arms, _plain(arms))], screen)
+        _save_plot(run.plot, _panel(drafts.model, names, arms, _plain(arms)), screen)
     if done < passes:
         raise typer.Exit(INTERRUPTED)
     if not _same(arms):
@@ -180,12 +180,12 @@ def _same(arms: Sequence[Arm]) -> bool:
     return all(arm.same for arm in arms)
 
 
-def _save_plot(plot: Path, panels: "list[Panel]", screen: Screen) -> None:
+def _save_plot(plot: Path, panel: "Panel", screen: Screen) -> None:
     """Save the plot of the results, and say where."""
     from mlx_speculation.cli.plots import save_plot
 
     with writing("--plot", plot) as file:
-        save_plot(panels, file)
+        save_plot(panel, file)
     screen.say(f"the plot is {plot}")
 
 
@@ -348,7 +348,6 @@ def _curve(name: str, arms: Sequence[Arm]) -> "Curve":
     return Curve(
         name=name,
         measured={n: each for n, each in speeds.items() if n is not None},
-        predicted={},
         adaptive=speeds.get(None),
         accepted=most.accepted_per_position if most.drafts else (),
     )
