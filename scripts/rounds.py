@@ -282,8 +282,8 @@ def draft_of(
         return draft, step_of(copy, caches, drafts=True), held_by(caches, len(prompt))
     if name == "mtp":
         head = MtpDraft.from_folder(bench.folder, target).mtp
-        draft = MtpDraft.from_folder(bench.folder, bench.model)
-        return draft, head_step_of(head, target, len(prompt)), None
+        step = head_step_of(head, target, len(prompt))
+        return MtpDraft.from_folder(bench.folder, bench.model), step, None
     if name in ("plain", "lookup"):
         return None if name == "plain" else name, None, None
     raise typer.BadParameter(

@@ -68,7 +68,8 @@ def test_a_drafter_has_the_same_colour_above_and_below() -> None:
     speeds, accepted = draw(panel("both", 1.0, MODEL, LOOKUP)).axes
     model, lookup = (line.get_color() for line in accepted.lines)
     assert model != lookup
-    above = [bars.lines[0].get_color() for bars in speeds.containers]
+    containers: Any = speeds.containers
+    above = [bars.lines[0].get_color() for bars in containers]
     assert above == [model, model, lookup]
 
 

@@ -60,7 +60,7 @@ _EVALUATED_ROWS = 16
 
 @dataclass(slots=True)
 class Setup:
-    """What is trained, and with what, as the options say."""
+    """Makes the draft, its training step and its optimizer, as the options say."""
 
     folder: Path  # the target's
     model: nn.Module
