@@ -184,7 +184,8 @@ def replay_batch(
         context = max(row.text.context + row.at for row in live)
         room = [len(row) - 1 - behind for row in live]
         limits = lengths.limits(live, context, room, 1)
-        source, probed = 0, []
+        source = 0
+        probed: list[Probed] = []
         if any(limits) and late:
             offered, probed = _probe_lookups(known, live, limits, behind)
             source, width = lengths.choose(context, max(limits), offered, behind=behind)
