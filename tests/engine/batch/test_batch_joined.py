@@ -29,6 +29,7 @@ from mlx_speculation.engine.drafters.base import NOTHING, OpenDrafter, Proposal
 from mlx_speculation.engine.drafters.draft import Draft
 from mlx_speculation.engine.drafters.gemma_assistant import AssistantDrafter
 from mlx_speculation.engine.drafters.mtp import MtpDrafter
+from mlx_speculation.engine.options import StreamKeywords
 from mlx_speculation.engine.result import Result
 from mlx_speculation.engine.shared_drafters.shared import SharedDrafter
 from mlx_speculation.models import Lane
@@ -395,7 +396,9 @@ def test_forced_tokens_are_no_drafts_of_a_source(
     """At lengths that a rule chooses, also where it chooses a plain step."""
     fixed = made("llama", kind)
     generator = SpeculativeGenerator(fixed.model, TOKENIZER, draft=fixed.draft)
-    each = [{"constraint": constraint(name or "")} for name in names]
+    each: list[StreamKeywords] = [
+        {"constraint": constraint(name or "")} for name in names
+    ]
     prompts = [prompt_of(n) for n in (9, 17, 23, 30)[: len(names)]]
     for _ in range(2):
         results = generator.generate_batch(prompts, each=each, max_tokens=40)
