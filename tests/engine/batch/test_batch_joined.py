@@ -403,7 +403,12 @@ def test_forced_tokens_are_no_drafts_of_a_source(
     for _ in range(2):
         results = generator.generate_batch(prompts, each=each, max_tokens=40)
         for prompt, options, result in zip(prompts, each, results, strict=True):
-            alone = generator.generate(prompt, max_tokens=40, draft_length=0, **options)
+            alone = generator.generate(
+                prompt,
+                constraint=options["constraint"],
+                max_tokens=40,
+                draft_length=0,
+            )
             assert result.tokens == alone.tokens
     assert any(result.stats.sources["forced"].drafted for result in results)
 
