@@ -52,11 +52,16 @@ class Packaging:
 
 
 def _filled(template: Any, layers: tuple[int, ...]) -> Any:
-    """Return a configuration with the tapped layers, from 0 or from the embedding."""
+    """Return a configuration with the ids and the tapped layers.
+
+    Layers count from 0, or from the embedding.
+    """
     if isinstance(template, dict):
         return {key: _filled(value, layers) for key, value in template.items()}
     if template == "layers":
         return list(layers)
+    if template == "vocab":
+        return VOCAB
     return [i + 1 for i in layers] if template == "layers + 1" else template
 
 
