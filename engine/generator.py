@@ -82,13 +82,13 @@ class SpeculativeGenerator:
             path_or_repo: a folder in mlx-lm's layout, or the name of a repository.
             convention: of an MTP head's training; probed when omitted.
             quantize_draft: bits of the loaded draft's or head's weights: 2 to 6, or 8.
-            adapter_path: a folder of the target's adapter weights, of mlx_lm.lora.
+            adapter_path: a folder of adapter weights for the target, by mlx_lm.lora.
             trust_remote_code: let code in the folders of target and draft model run.
             parallel: how `group` spreads the target: "tensor" or "pipeline". A draft
                 model is read on rank 0 alone.
             vision: load a target that reads images, with mlx-vlm; None: where the
                 folder has a vision part and mlx-lm does not know the architecture.
-            history: tokens of earlier answers that a named `LookupDraft` looks in.
+            history: tokens of earlier answers for draft="lookup"; see `LookupDraft`.
             options: the fields of `GeneratorOptions`. `draft="auto"` takes what
                 speculation.json in the folder names, else the head in it, and a lookup;
                 `notices` says why it is alone where a head was expected.
@@ -165,7 +165,7 @@ class SpeculativeGenerator:
         return self._setup.lengths.usual
 
     def replayed(self, ids: list[int]) -> list[int]:
-        """Return a prompt whose answers have their first ids; see `engine.prompt`."""
+        """Return the prompt with the ids that earlier answers were generated in."""
         return self._setup.prompts.replay(ids)
 
     def encode(self, prompt: Prompt | Iterable[int]) -> list[int]:
@@ -221,7 +221,7 @@ class SpeculativeGenerator:
         contexts: SequenceOf[int] = (64,),
         progress: Progress | None = None,
     ) -> dict[int, CostTable]:
-        """Measure what rounds of a batch cost here: a table for each number of rows.
+        """Measure costs of batch rounds; return a table for each number of rows.
 
         Args:
             rows: numbers of rows; what is known of one is a guess for the others.

@@ -34,8 +34,8 @@ from mlx_speculation.engine.draft_length.costs import (
 # a busy machine, is made up for in 200 plain steps.
 FIRST_CREDIT, MOST_CREDIT, LEAST_CREDIT = 4.0, 24.0, -3.0
 SHARE = 0.015
-# The same of several requests, without the least. What a round brings is surer there,
-# and a job that begins with a loss may be over before it is made up for.
+# First credit, most credit and share of a batch. The gain of a round varies less there,
+# and a job that begins with a loss may be over before it has made up for it.
 BATCH_CREDIT = (0.6, 1.0, 0.01)
 # What a draft gains over plain steps where all of it is right, if it is to be tried.
 LEAST_GAIN = 1.2
