@@ -37,8 +37,12 @@ def test_a_bar_is_shown_on_a_terminal_and_is_gone_at_the_end() -> None:
     assert written.endswith("\x1b[2K")  # the line is erased
 
 
-def test_no_bar_is_shown_elsewhere() -> None:
+def test_a_line_is_shown_elsewhere_from_time_to_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert shown(terminal=False) == ""
+    monkeypatch.setattr("mlx_speculation.cli.console.QUIET_SECONDS", 0.0)
+    assert shown(terminal=False) == "reading: 3/12\n"
 
 
 @pytest.mark.parametrize("width", [20, 40, 70, 120])

@@ -1,10 +1,12 @@
 """Console of commands: tables, notes and progress on stderr, one JSON object on stdout.
 
-Progress is shown on a terminal only, and is gone when it has ended.
+Progress is a bar on a terminal, which is gone when it has ended; elsewhere a line from
+time to time.
 """
 
 import json
 import math
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +22,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 WIDEST = 500  # columns of a table
+QUIET_SECONDS = 15.0  # without a line of progress, where there is no terminal
 Report = Callable[[int, int], None]
 
 
@@ -95,7 +98,7 @@ class Screen:
 
     @contextmanager
     def progress(self, what: str) -> Iterator[Report]:
-        """Show a bar; yields what is called with how much is done, of how much."""
+        """Show progress; yields what is called with how much is done, of how much."""
         bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -106,10 +109,17 @@ class Screen:
         )
         with bar:
             task = bar.add_task(what, total=None, count="")
+            said = time.monotonic()
 
             def report(done: int, total: int) -> None:
+                nonlocal said
                 count = f"{done}/{total}"
                 bar.update(task, completed=done, total=total, count=count)
+                if self.notes.is_terminal:
+                    return
+                if time.monotonic() - said >= QUIET_SECONDS:
+                    said = time.monotonic()
+                    self.say(f"{what}: {count}")
 
             yield report
 

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import typer
@@ -30,6 +31,7 @@ SHARED: Mapping[str, Sequence[str]] = {
     "benchmark": ("drafts", "plain", "same", "passes", "tokens", "chat", "arms"),
 }
 _FOLDERS = re.compile(r"(?<![\w:/.])/(?:[^\s/\"']+/)+")
+_PROGRESS = re.compile(r".+: \d+/\d+")  # a line of `Screen.progress`
 ROWS = 8  # of exact mode
 LENGTH = 4  # of the arms with a fixed draft length
 
@@ -71,11 +73,12 @@ def report(
         "calibrate": ["calibrate", model, "--draft", drafts[0], *remote],
         "benchmark": ["benchmark", model, *named, *length, *size, *remote],
     }
-    measured, interrupted = _run(stages, screen)
+    measured, stopped = _run(stages, screen)
     page = {
         "model": _shared_name(model),
         "machine": machine(),
         "versions": versions(),
+        **({} if stopped is None else {"stopped": stopped}),
         **measured,
     }
     text = markdown(page)
@@ -86,7 +89,7 @@ def report(
         with writing("--folder", file) as opened:
             opened.write_text(content + "\n" * (file == files[1]), encoding="utf-8")
     screen.say(f"written: {files[0]}, {files[1]}")
-    if interrupted:
+    if stopped is not None:
         raise typer.Exit(INTERRUPTED)
     if any("error" in each for each in measured.values()):
         raise typer.Exit(FAILED)
@@ -94,11 +97,11 @@ def report(
 
 def _run(
     stages: Mapping[str, Sequence[str]], screen: Screen
-) -> tuple[dict[str, Measured], bool]:
+) -> tuple[dict[str, Measured], str | None]:
     """Run each command in a process of its own; return what they shared.
 
-    One that fails leaves its error, and those after it run. The flag says that Ctrl-C
-    has ended them early.
+    One that fails leaves its error, and those after it run. Also returns the one that
+    Ctrl-C has ended, if it has.
     """
     measured: dict[str, Measured] = {}
     with screen.progress("measuring") as progress:
@@ -107,26 +110,21 @@ def _run(
             screen.say(f"{number + 1} of {len(stages)}: {name}")
             started = time.monotonic()
             try:
-                measured[name] = _stage(name, words)
+                measured[name] = _stage(name, words, screen)
             except KeyboardInterrupt:
-                return measured, True
+                return measured, name
             measured[name]["seconds"] = round(time.monotonic() - started, 1)
-    return measured, False
+    return measured, None
 
 
-def _stage(name: str, words: Sequence[str]) -> Measured:
-    """Run a command; return the fields of its JSON object that are shared."""
-    done = subprocess.run(
-        [sys.executable, "-m", "mlx_speculation", *words, "--json"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def _stage(name: str, words: Sequence[str], screen: Screen) -> Measured:
+    """Run a command, and show its progress; return its shared fields."""
+    lines, status, printed = _printed([*words, "--json"], screen)
     try:
-        fields = json.loads(done.stdout)
+        fields = json.loads(printed)
     except ValueError:
-        lines = [line for line in done.stderr.splitlines() if line.startswith("error")]
-        said = lines[-1] if lines else f"ended with status {done.returncode}"
+        errors = [line for line in lines if line.startswith("error")]
+        said = errors[-1] if errors else f"ended with status {status}"
         return {"error": _without_paths(said)}
     shared = {key: fields[key] for key in SHARED[name]}
     if name == "doctor":
@@ -143,6 +141,30 @@ def _stage(name: str, words: Sequence[str]) -> Measured:
     return result
 
 
+def _printed(words: Sequence[str], screen: Screen) -> tuple[list[str], int, str]:
+    """Run a command; return its lines of standard error, its status and its output."""
+    command = [sys.executable, "-m", "mlx_speculation", *words]
+    lines = []
+    with (
+        TemporaryFile("w+", encoding="utf-8") as output,
+        subprocess.Popen(
+            command, stdout=output, stderr=subprocess.PIPE, text=True
+        ) as process,
+    ):
+        assert process.stderr is not None
+        try:
+            for line in process.stderr:
+                lines.append(line.rstrip())
+                if _PROGRESS.fullmatch(lines[-1]):
+                    screen.say(f"  {lines[-1]}")
+        except BaseException:
+            process.kill()
+            raise
+        status = process.wait()
+        output.seek(0)
+        return lines, status, output.read()
+
+
 def _shared_name(model: str) -> str:
     """Return a repository's name as it is, and of a folder's path the last part."""
     return Path(model).resolve().name if Path(model).exists() else model
@@ -157,6 +179,10 @@ def markdown(page: Measured) -> str:
     """Return the report as a page."""
     here = page["machine"]
     lines = [f"# mlx-speculation on {here['device_name'] or here['cpu']}", ""]
+    if "stopped" in page:
+        missing = ", ".join(name for name in _SECTIONS if name not in page)
+        lines += [f"**Partial: stopped in {page['stopped']}. Not measured: {missing}.**"]
+        lines += [""]
     lines += [f"- model: {page['model']}"]
     lines += [f"- {key}: {value}" for key, value in here.items()]
     lines.append("- " + ", ".join(f"{k} {v}" for k, v in page["versions"].items()))
