@@ -6,6 +6,7 @@ from pathlib import Path
 
 from mlx_lm.utils import _download
 
+from mlx_speculation.environment import cache_folder
 from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models.safetensors_layout import INDEX, SHARDS, weight_files
 
@@ -92,10 +93,27 @@ def model_folder(path_or_repo: str | Path) -> Path:
         return Path(_download(str(path_or_repo)))
     except Exception as error:  # the hub raises of many kinds
         raise ModelFolderError(
-            f"The repository {str(path_or_repo)!r} could not be fetched: "
-            f"{type(error).__name__}: {shortened(error)}. Check its name and the "
-            "network, or pass the path of a folder."
+            f"The repository {str(path_or_repo)!r} could not be fetched "
+            f"({_why(error)}). Check its name and the network, or pass the path of a "
+            f"folder{_local_copy(str(path_or_repo))}."
         ) from error
+
+
+def _why(error: Exception) -> str:
+    """Return the kind of an error; of what is not the hub's or the network's, all."""
+    kind = type(error).__name__
+    if type(error).__module__.partition(".")[0] in ("huggingface_hub", "httpx"):
+        return kind
+    return f"{kind}: {shortened(error)}"
+
+
+def _local_copy(repository: str) -> str:
+    """Return the folder of the demo's copy of a repository, if there is one."""
+    caches = cache_folder()
+    name = repository.partition("/")[2].lower()
+    if caches is None or not (caches / name / "config.json").is_file():
+        return ""
+    return f": the demo's copy is {caches / name}"
 
 
 def _meant(path: Path, words: Sequence[str]) -> str:

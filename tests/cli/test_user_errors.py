@@ -202,8 +202,21 @@ def test_a_repository_that_cannot_be_fetched(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     said = commands.refused("generate", "nobody/nothing", "-p", "x")
     assert "The repository 'nobody/nothing' could not be fetched" in said
+    assert len(said) < 200
     said = commands.refused(*HI, "--draft", "nobody/nothing")
     assert "The repository 'nobody/nothing' could not be fetched" in said
+
+
+def test_a_repository_that_the_demo_has_kept(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path))
+    said = commands.refused("generate", "Nobody/Tiny-Instruct", "-p", "x")
+    assert "the demo's copy" not in said
+    copy_of("draft", tmp_path / "tiny-instruct")
+    said = commands.refused("generate", "Nobody/Tiny-Instruct", "-p", "x")
+    assert said.endswith(f": the demo's copy is {tmp_path / 'tiny-instruct'}.")
 
 
 def test_a_draft_with_another_tokenizer_is_refused(

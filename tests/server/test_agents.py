@@ -202,13 +202,17 @@ def opencode(api: str) -> Callable[[str, Path, Path], Any]:
 
 
 LINES = {  # what follows the commands that `serve` prints
-    "claude": (0, " -p 'Fix add' --dangerously-skip-permissions", claude_steps),
+    "claude": (
+        "Claude Code",
+        " -p 'Fix add' --dangerously-skip-permissions",
+        claude_steps,
+    ),
     "codex": (
-        1,
+        "Codex",
         " exec --skip-git-repo-check --sandbox danger-full-access 'Fix add'",
         codex_steps,
     ),
-    "opencode": (2, " run 'Fix add'", opencode_steps),
+    "opencode": ("OpenCode", " run 'Fix add'", opencode_steps),
 }
 
 
@@ -216,13 +220,13 @@ LINES = {  # what follows the commands that `serve` prints
 def test_the_commands_that_serve_prints_connect_an_agent(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    number, options, steps = LINES[name]
+    agent, options, steps = LINES[name]
     package = {"claude": CLAUDE, "codex": CODEX, "opencode": OPENCODE}[name]
     folder = npm(package, name).parent
     (tmp_path / "a.py").write_text(BEFORE)
     session = Session(steps, tmp_path)
     with scripted(session.script, monkeypatch, names=("local",)) as server:
-        line = agent_lines(server.url, "local", 65536)[number] + options
+        line = agent_lines(server.url, "local", 65536)[agent] + options
         env = environment(tmp_path, tmp_path)
         more = {"IS_SANDBOX": "1", "PATH": f"{folder}:{env['PATH']}"}
         done = run("sh", "-c", line, cwd=tmp_path, env={**env, **more})

@@ -79,9 +79,12 @@ def test_it_serves_until_a_signal_ends_it() -> None:
         assert process.stderr is not None
         rest = process.stderr.read()
         assert process.wait(30) == 0
-    *lines, last = rest.splitlines()
+    first, *lines, last = rest.splitlines()
+    assert "run its command in another terminal" in first
     assert last == "ending"
-    assert lines == [*agent_lines(url.removesuffix("/v1"), "draft", 2048)]
+    agents = agent_lines(url.removesuffix("/v1"), "draft", 2048)
+    named = [("", f"# {agent}", line) for agent, line in agents.items()]
+    assert lines == [line for each in named for line in each]
     plain = SpeculativeGenerator.from_pretrained(DRAFT)
     expected = plain.generate("def add(first, second):", max_tokens=8).text
     assert answer["choices"][0]["text"] == expected

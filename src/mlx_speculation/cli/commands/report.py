@@ -181,8 +181,8 @@ def markdown(page: Measured) -> str:
     lines = [f"# mlx-speculation on {here['device_name'] or here['cpu']}", ""]
     if "stopped" in page:
         missing = ", ".join(name for name in _SECTIONS if name not in page)
-        lines += [f"**Partial: stopped in {page['stopped']}. Not measured: {missing}.**"]
-        lines += [""]
+        said = f"Partial: stopped in {page['stopped']}. Not measured: {missing}."
+        lines += [f"**{said}**", ""]
     lines += [f"- model: {page['model']}"]
     lines += [f"- {key}: {value}" for key, value in here.items()]
     lines.append("- " + ", ".join(f"{k} {v}" for k, v in page["versions"].items()))

@@ -199,8 +199,9 @@ def _until_stopped(
     with suppress(KeyboardInterrupt):
         screen.say(f"{settings.names[0]} is served at {server.url}/v1")
         context = min(server.worker.longest, MOST_CONTEXT)
-        for line in agent_lines(server.url, settings.names[0], context):
-            typer.echo(line, err=True)  # as it is, to be copied
+        screen.say("To use an agent with it, run its command in another terminal:")
+        for agent, line in agent_lines(server.url, settings.names[0], context).items():
+            typer.echo(f"\n# {agent}\n{line}", err=True)  # as it is, to be copied
         threading.Event().wait()
     screen.say("ending")
     if not server.stop(grace):
@@ -208,8 +209,8 @@ def _until_stopped(
         os._exit(1)  # the interpreter would wait for the engine
 
 
-def agent_lines(url: str, model: str, context: int) -> tuple[str, ...]:
-    """Return the commands that connect coding agents.
+def agent_lines(url: str, model: str, context: int) -> dict[str, str]:
+    """Return the commands that connect coding agents, by the agent's name.
 
     Args:
         url: of the server, without a path.
@@ -239,11 +240,13 @@ def agent_lines(url: str, model: str, context: int) -> tuple[str, ...]:
     whole = {"provider": {"local": opencode}}
     config = shlex.quote(json.dumps(whole, separators=(",", ":")))
     name = shlex.quote(f"local/{model}")
-    return (
-        " ".join(f"{k}={shlex.quote(v)}" for k, v in claude.items()) + " claude",
-        "codex " + " ".join(f"-c {shlex.quote(each)}" for each in codex),
-        f"OPENCODE_CONFIG_CONTENT={config} opencode --model {name}",
-    )
+    variables = " ".join(f"{k}={shlex.quote(v)}" for k, v in claude.items())
+    settings = " ".join(f"-c {shlex.quote(each)}" for each in codex)
+    return {
+        "Claude Code": f"{variables} claude",
+        "Codex": f"codex {settings}",
+        "OpenCode": f"OPENCODE_CONFIG_CONTENT={config} opencode --model {name}",
+    }
 
 
 def _names(model: str, name: str | None) -> tuple[str, ...]:
