@@ -35,6 +35,7 @@ class Story:
 
     name: str
     turns: Sequence[str]  # messages of the user
+    about: str = ""  # the story in a few words
     system: str | None = None
     prediction: str | None = None  # of what the answer may repeat
 

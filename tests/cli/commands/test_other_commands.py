@@ -1,6 +1,7 @@
 """`check`, `pair`, `doctor`, and JSON of `demo` and `calibrate`."""
 
 import json
+import re
 import warnings
 from importlib.metadata import metadata
 from pathlib import Path
@@ -606,7 +607,12 @@ def test_the_demo_chats_with_a_published_model(
     counted = [count for each in found for count in each["statistics"]]
     assert sum(each["drafted"] for each in counted) > 0
     assert [each["reused"] > 0 for each in counted[2:]] == [False, True, True]
-    assert "tool loop" in commands(*command).stdout
+    done = commands(*command)
+    assert "tool loop: an agent reads what commands print (3 of 3)" in done.stdout
+    assert "edit: the model repeats a file with one change \u2500" in done.stdout
+    assert "tokens reused: prompt tokens kept" in done.stdout
+    times = r"^\d+\.\d s with drafts, \d+\.\d s without$"
+    assert len(re.findall(times, done.stderr, re.MULTILINE)) == 5
 
 
 def test_the_demo_shows_bundled_models_where_no_other_can_be_had(
