@@ -47,6 +47,8 @@ class Statistics:
         empty_drafts: rounds in which the drafter was asked and proposed nothing.
         drafter_faults: the drafters that have failed, and how; each is disabled for
             the rest of the stream, and the text goes on without it.
+        paused: why nothing was drafted, or in the end nothing any more; empty
+            otherwise, and where nothing was to be drafted.
         reads: how often the host waited for the device beside the one time in each
             round: for a drafter that may stop early, in the middle of a draft; for a
             constraint, which has to know the tokens before a row.
@@ -77,6 +79,7 @@ class Statistics:
     sources: dict[str, SourceCounts] = field(default_factory=dict)
     empty_drafts: int = 0
     drafter_faults: list[DrafterFault] = field(default_factory=list)
+    paused: str = ""
     reads: int = 0
     reruns: int = 0
     mixer_reruns: int = 0

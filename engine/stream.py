@@ -189,6 +189,7 @@ class Generation:
         self.chunks.ready.clear()
         self._open.close()
         self.request.policy.end()  # learns from the text as a whole
+        self._note_pause()
         self.result = Result(
             text="".join(chunk.text for chunk in taken),
             tokens=[chunk.token for chunk in taken],
@@ -201,6 +202,18 @@ class Generation:
             logprobs=None if self.request.top is None else logprobs,
             origins=tuple(chunk.origin for chunk in taken),
         )
+
+    def _note_pause(self) -> None:
+        """Say why few rounds had drafts, or none."""
+        counts, plan = self._statistics, self.decoder.followed
+        few = 2 * counts.drafts < counts.rounds
+        if not self.request.drafts or counts.drafter_faults or not few:
+            return
+        if plan is not None and (plan.declined or not counts.drafts):
+            counts.paused = plan.drawback
+        elif not counts.drafts:
+            empty = counts.empty_drafts > 0
+            counts.paused = "nothing was proposed" if empty else "the text is short"
 
     def _leave_prefixes(self, reason: str) -> None:
         """Leave later requests what this one has read, unless it has failed."""

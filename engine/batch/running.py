@@ -203,8 +203,12 @@ class RunningTogether:
     def _emit(self, result: Sequence[Read]) -> list[int]:
         """Turn what requests have got into chunks; return how many each accepted."""
         accepted = []
+        common = self._drafting.lengths.plan
         for row, one in zip(self.rows, result, strict=True):
             generation, right = row.generation, 0
+            plan = row.planned or common
+            if plan is not None and plan.compared:
+                generation.decoder.followed = plan
             try:
                 if isinstance(one, Exception):
                     raise one

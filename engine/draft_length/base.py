@@ -49,6 +49,22 @@ class Compared:
     options: tuple[Option, ...]
     credit: float
 
+    @property
+    def drawback(self) -> str:
+        """The reason why nothing of it is drafted."""
+        if not self.survival:
+            return f"{self.source.name} has no proposal"
+        if self.credit <= 0:
+            return f"{self.source.name} has no credit ({self.credit:.1f} steps)"
+        if not self.options:
+            credit = f"credit {self.credit:.1f} steps"
+            return f"drafts of {self.source.name} take too long ({credit})"
+        best = max(self.options, key=lambda option: option.speed)
+        return (
+            f"{self.source.name}: {best.tokens:.2f} tokens in {best.seconds * 1e3:.1f} "
+            "ms"
+        )
+
     def __str__(self) -> str:
         survival = " ".join(f"{chance:.2f}" for chance in self.survival)
         options = "  ".join(map(str, self.options))
@@ -81,6 +97,19 @@ class Plan:
         compared = [str(Option(0, 1.0, self.seconds)), *map(str, self.compared)]
         by = f" by {self.source.name}" if self.length else ""
         return f"{said}{by}  {' | '.join(compared)}"
+
+    @property
+    def declined(self) -> bool:
+        """Return whether a draft was possible, and not worth its time."""
+        return not self.length and any(each.survival for each in self.compared)
+
+    @property
+    def drawback(self) -> str:
+        """The reason why nothing is drafted by it."""
+        if self.length:
+            return "nothing was proposed"
+        plain = f"a plain step takes {self.seconds * 1e3:.1f} ms"
+        return "; ".join([*(each.drawback for each in self.compared), plain])
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,21 +22,20 @@ class Decoder:
         request: what they are run with.
         prefill: has target and drafter read the prompt.
         rounds: what runs them.
-        fits: whether the drafter may read a chunk of so many tokens of the prompt
-            before the next round; None: it reads all at once.
+        fits: whether the drafter may read so many tokens now; None: it may read all.
         decisions: with `explain`, each round's plan and what became of it; else None.
     """
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.prefill = Prefill(request)
-        self.rounds = Rounds(
-            Running(request.target, [request], request.clock, alone=True)
-        )
+        running = Running(request.target, [request], request.clock, alone=True)
+        self.rounds = Rounds(running)
         self.decisions: list[tuple[Plan, Feedback]] | None = (
             [] if request.explain else None
         )
         self.fits: Callable[[int], bool] | None = None
+        self.followed: Plan | None = None  # the last one that has compared drafts
         self._plan: Plan | None = None  # of the next round, where it is known
         self._next_plan: Plan | None = None  # of the round after that
 
@@ -127,6 +126,7 @@ class Decoder:
             reading=reading,
         )
         followed = self.request.policy.note(context, plan, feedback) or plan
+        self.followed = followed if followed.compared else self.followed
         if self.decisions is not None:
             self.decisions.append((followed, feedback))
 

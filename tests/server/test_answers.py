@@ -23,6 +23,8 @@ from mlx_speculation.engine.mlx_lm_compat.prompt_cache import limited
 from mlx_speculation.engine.result import Result
 from mlx_speculation.option_fields import KvLimits
 from mlx_speculation.server import Server
+from mlx_speculation.server.apis.base import Ending
+from mlx_speculation.server.apis.usage import speculative
 from mlx_speculation.server.routes import POSTED
 from support.models.tiny_models import TINY_MODELS, build, build_tiny
 from support.models.tiny_tokenizer import byte_tokenizer, sentencepiece_tokenizer
@@ -149,6 +151,32 @@ def test_usage_says_what_was_drafted_and_accepted(client: openai.OpenAI) -> None
     assert details.rejected_prediction_tokens == own["drafted"] - own["accepted"] > 0
     assert own["draft"] == "near"
     assert 0 < own["acceptance_rate"] < 1
+
+
+def test_usage_of_auto_names_what_has_drafted(plain: SpeculativeGenerator) -> None:
+    generator = SpeculativeGenerator(
+        plain.model, plain.tokenizer, draft="lookup", draft_length=2
+    )
+    prompt = 4 * PROMPT
+    drafted = generator.generate(prompt, max_tokens=16)
+    assert drafted.stats.drafts > 0
+    ending = Ending(result=drafted, prompt_tokens=len(prompt))
+    assert speculative([ending], "auto")["draft"] == "lookup"
+    assert speculative([ending], "near")["draft"] == "near"
+    plainly = plain.generate(prompt, max_tokens=4)
+    alone = Ending(result=plainly, prompt_tokens=len(prompt))
+    assert speculative([alone], "auto")["draft"] is None
+
+
+def test_the_log_says_why_nothing_was_drafted(
+    server: Server, client: openai.OpenAI, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "mlx_speculation.server"):
+        client.completions.create(**DRAWN, max_tokens=1)
+        assert "s; drafting paused: the text is short" in caplog.text
+        caplog.clear()
+        client.completions.create(**DRAWN, max_tokens=8)
+        assert "drafting paused" not in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def _with_bar(stream: "Stream", screen: Screen, bar: PromptBar) -> Iterator["Chu
 
 
 def lines(result: "Result", ended: str, prompt_tokens: int, bar: PromptBar) -> str:
-    """Return what a generation counted in one line, or two where it has drafted."""
+    """Return what a generation counted, in one to three lines."""
     stats = result.stats
     read = prompt_tokens - 1 - stats.reused  # the first round reads the last
     seconds = stats.prefill_seconds
@@ -92,6 +92,8 @@ def lines(result: "Result", ended: str, prompt_tokens: int, bar: PromptBar) -> s
             f"\n{percent(stats.acceptance_rate)} of {stats.drafted} drafted tokens "
             f"accepted, {stats.tokens_per_round:.2f} tokens per round"
         )
+    if stats.paused:
+        said += f"\ndrafting paused: {stats.paused}"
     return said
 
 
@@ -109,6 +111,8 @@ def summary(result: "Result", ended: str) -> Table:
     table.add_row(
         "accepted per position", " ".join(map(percent, stats.accepted_per_position))
     )
+    if stats.paused:
+        table.add_row("drafting paused", escape(stats.paused))
     if stats.reused:
         table.add_row("tokens not read again", str(stats.reused))
     for part in ("draft", "verify", "sampler", "host"):

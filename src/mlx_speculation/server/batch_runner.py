@@ -201,6 +201,7 @@ def _line(job: Job, result: "Result") -> str:
         f"{name} {counts.accepted}/{counts.drafted}"
         for name, counts in stats.sources.items()
     )
+    paused = f"; drafting paused: {stats.paused}" if stats.paused else ""
     alone = "" if job.alone is None else f"; alone: {job.alone}"
     return (
         f"prompt {job.prompt_tokens}, reused {stats.reused}, "
@@ -208,7 +209,7 @@ def _line(job: Job, result: "Result") -> str:
         f"text {len(result.tokens)} ({result.finish_reason}), drafted {stats.drafted}, "
         f"accepted {stats.accepted} ({sources or 'no drafts'}); "
         f"queued {queued:.2f} s, prefill {began - job.arrived - queued:.2f} s, "
-        f"decode {now - began:.2f} s{alone}"
+        f"decode {now - began:.2f} s{paused}{alone}"
     )
 
 

@@ -293,7 +293,7 @@ def _table(comparisons: Sequence[_Comparison]) -> Table:
         stats = [turn.drafted.stats for turn in row.turns]
         plain, drafted = row.speeds
         rounds = max(1, sum(each.rounds for each in stats))
-        paused = 2 * sum(each.drafts for each in stats) < rounds
+        paused = any(each.paused for each in stats)
         ratio = drafted / max(plain, 1e-9)
         table.add_row(
             row.target,

@@ -51,8 +51,9 @@ def speculative(endings: Sequence[Ending], draft: str | None) -> dict[str, Any]:
         accepted=sum(each.accepted for each in every),
         reached=[sum(place) for place in reached],
     )
+    sources = dict.fromkeys(name for each in every for name in each.sources)
     return {
-        "draft": draft,
+        "draft": ", ".join(sources) or None if draft == "auto" else draft,
         "seed": endings[0].result.seed,
         "rounds": stats.rounds,
         "drafts": stats.drafts,
