@@ -1,6 +1,6 @@
 """Text that fits a JSON schema, drafted as fast as any other.
 
-Needs `pip install 'mlx-speculation[grammar]'`. The bundled models know Python and no
+Needs the extra `grammar`. The bundled models know Python and no
 JSON, so what they say is odd, and yet it fits.
 """
 

@@ -161,8 +161,10 @@ def _curl(words: list[str]) -> None:
 
 
 def _shell(words: list[str]) -> None:
-    """Changes the shell itself."""
+    """Changes the shell itself, or fetches what the tests run in."""
     assert words in (
+        ["git", "clone", "https://github.com/mlx-speculation/mlx-speculation"],
+        ["cd", "mlx-speculation"],
         ["python3", "-m", "venv", "env"],
         [".", "env/bin/activate"],
     ), words
@@ -175,6 +177,8 @@ OTHERS: dict[str, Callable[[list[str]], None]] = {
     "mlx.launch": _launch,
     "curl": _curl,
     "python3": _shell,
+    "git": _shell,
+    "cd": _shell,
     ".": _shell,
 }
 

@@ -1,23 +1,23 @@
 """`report`: the figures of all commands, without anything personal."""
 
-import io
 import json
 import os
-import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from mlx_speculation import demo_models
 from mlx_speculation.cli.commands import report
-from mlx_speculation.cli.console import Screen
 from mlx_speculation.cli.run_app import INTERRUPTED, USAGE
 from support.processes.commands import Commands
 
 OPTIONS = ["--draft", "lookup", "--tokens", "8", "--passes", "1", "--yes"]
+
+
+def _unseen(done: int, total: int) -> None:
+    """Show no progress."""
 
 
 @pytest.fixture(name="commands")
@@ -54,7 +54,7 @@ def test_a_report_has_the_figures_of_all_commands_and_nothing_personal(
 def test_a_command_that_fails_leaves_its_error_without_the_path(tmp_path: Path) -> None:
     model = str(tmp_path / "private" / "empty")
     Path(model).mkdir(parents=True)
-    measured = report._stage("check", ["check", model], Screen())
+    measured = report._stage("check", ["check", model], _unseen)
     assert list(measured) == ["error"]
     assert measured["error"].startswith("error: ")
     assert "private" not in measured["error"]
@@ -74,7 +74,7 @@ def test_the_facts_of_a_machine_are_shared_without_its_variables(
     """Also where advice names the cache folder, here one that cannot be made."""
     (tmp_path / "someone").write_text("a file")
     monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path / "someone" / "cache"))
-    measured = report._stage("doctor", ["doctor"], Screen())
+    measured = report._stage("doctor", ["doctor"], _unseen)
     assert "cannot be kept (cache)" in json.dumps(measured["advice"])
     assert "someone" not in json.dumps(measured)
     assert measured["packages"]["mlx"]
@@ -99,9 +99,9 @@ def test_a_report_that_was_stopped_says_so(
 ) -> None:
     whole = report._printed
 
-    def printed(words: Any, screen: Screen) -> Any:
+    def printed(words: Any, progress: Any) -> Any:
         if words[0] == "doctor":
-            return whole(words, screen)
+            return whole(words, progress)
         raise KeyboardInterrupt  # as Ctrl-C in the second command
 
     monkeypatch.setattr(report, "_printed", printed)
@@ -122,9 +122,10 @@ def test_progress_of_a_command_is_shown(
     line = "from mlx_speculation.cli import console; console.QUIET_SECONDS = 0.0"
     (tmp_path / "sitecustomize.py").write_text(line)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
-    screen, written = Screen(), io.StringIO()
-    screen.notes = Console(file=written, width=80)
+    seen: list[tuple[int, int]] = []
     model = str(demo_models()["draft"])
     words = ["check", model, "--exact", "8", "--context", "16"]
-    assert report._stage("exact", words, screen)["same"] is True
-    assert re.search(r"^  feeding rows both ways: 1/\d+$", written.getvalue(), re.M)
+    measured = report._stage("exact", words, lambda *counts: seen.append(counts))
+    assert measured["same"] is True
+    total = seen[0][1]
+    assert seen == [(done, total) for done in range(1, total + 1)]

@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from mlx_speculation.cli.console import Screen, plain
+from mlx_speculation.cli.console import Report, Screen, plain
 from mlx_speculation.cli.inputs import check_output, writing
 from mlx_speculation.cli.options import DRAFT, Model, TrustRemoteCode
 from mlx_speculation.cli.run_app import FAILED, INTERRUPTED
@@ -31,7 +31,7 @@ SHARED: Mapping[str, Sequence[str]] = {
     "benchmark": ("drafts", "plain", "same", "passes", "tokens", "chat", "arms"),
 }
 _FOLDERS = re.compile(r"(?<![\w:/.])/(?:[^\s/\"']+/)+")
-_PROGRESS = re.compile(r".+: \d+/\d+")  # a line of `Screen.progress`
+_PROGRESS = re.compile(r".+: (\d+)/(\d+)")  # a line of `Screen.progress`
 ROWS = 8  # of exact mode
 LENGTH = 4  # of the arms with a fixed draft length
 
@@ -104,22 +104,22 @@ def _run(
     Ctrl-C has ended, if it has.
     """
     measured: dict[str, Measured] = {}
-    with screen.progress("measuring") as progress:
-        for number, (name, words) in enumerate(stages.items()):
-            progress(number, len(stages))
-            screen.say(f"{number + 1} of {len(stages)}: {name}")
-            started = time.monotonic()
-            try:
-                measured[name] = _stage(name, words, screen)
-            except KeyboardInterrupt:
-                return measured, name
-            measured[name]["seconds"] = round(time.monotonic() - started, 1)
+    for number, (name, words) in enumerate(stages.items(), 1):
+        title = f"{number} of {len(stages)}: {name}"
+        screen.say(title)
+        started = time.monotonic()
+        try:
+            with screen.progress(title) as progress:
+                measured[name] = _stage(name, words, progress)
+        except KeyboardInterrupt:
+            return measured, name
+        measured[name]["seconds"] = round(time.monotonic() - started, 1)
     return measured, None
 
 
-def _stage(name: str, words: Sequence[str], screen: Screen) -> Measured:
+def _stage(name: str, words: Sequence[str], progress: Report) -> Measured:
     """Run a command, and show its progress; return its shared fields."""
-    lines, status, printed = _printed([*words, "--json"], screen)
+    lines, status, printed = _printed([*words, "--json"], progress)
     try:
         fields = json.loads(printed)
     except ValueError:
@@ -141,7 +141,7 @@ def _stage(name: str, words: Sequence[str], screen: Screen) -> Measured:
     return result
 
 
-def _printed(words: Sequence[str], screen: Screen) -> tuple[list[str], int, str]:
+def _printed(words: Sequence[str], progress: Report) -> tuple[list[str], int, str]:
     """Run a command; return its lines of standard error, its status and its output."""
     command = [sys.executable, "-m", "mlx_speculation", *words]
     lines = []
@@ -155,8 +155,8 @@ def _printed(words: Sequence[str], screen: Screen) -> tuple[list[str], int, str]
         try:
             for line in process.stderr:
                 lines.append(line.rstrip())
-                if _PROGRESS.fullmatch(lines[-1]):
-                    screen.say(f"  {lines[-1]}")
+                if match := _PROGRESS.fullmatch(lines[-1]):
+                    progress(int(match[1]), int(match[2]))
         except BaseException:
             process.kill()
             raise
