@@ -116,7 +116,7 @@ def test_calibrate_prints_what_rounds_cost(
     assert done.exit_code == 0, done.output
     assert "plain" in done.stdout
     assert "512" in done.stdout
-    assert "a round of 2 rows" in done.stdout
+    assert "a round of 2 requests" in done.stdout
     assert len(list((tmp_path / "costs").glob("*.json"))) == 2
 
 

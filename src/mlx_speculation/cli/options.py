@@ -121,7 +121,7 @@ class PairOptions(TargetOptions):
     )
     exact: int = option(
         0,
-        "Bit-exact texts: the number of rows of every forward, such as 8; 0: off.",
+        "Bit-exact texts: the number of tokens in every forward, such as 8; 0: off.",
         min=0,
         max=64,
     )

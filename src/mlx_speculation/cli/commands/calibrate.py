@@ -112,7 +112,7 @@ def _show(
         else "Rounds are submitted as a whole."
     )
     for rows, table in batches.items():
-        screen.table(_table(f"Milliseconds of a round of {rows} rows", table, {}))
+        screen.table(_table(f"Milliseconds of a round of {rows} requests", table, {}))
 
 
 def _as_object(

@@ -42,8 +42,8 @@ class CompareOptions:
     places: int = option(8, "Number of places in the text to verify at.", min=1)
     tolerance: float | None = option(
         None,
-        "Largest margin of a near-tie. Default: twice the median difference of rows on "
-        "this machine.",
+        "Largest margin of a near-tie. Default: twice the median difference of logits "
+        "on this machine.",
         min=0.0,
     )
     context: int = option(
@@ -72,11 +72,11 @@ def check(
 
     Drafts of the model's own text, with a wrong token in each, are verified at once and
     token by token. Unless --draft is none, texts with and without it are compared too.
-    The last line is the result; its status is 1 where something really differs.
+    The last line is the result; the status is 1 where they really differ.
 
-    With --exact, all that is measured is whether a row of a forward of so many rows
-    depends on its place or its company, and what such a forward takes. The verdict is
-    kept: where rows differ, exact is refused from then on.
+    With --exact, exact mode alone is checked: whether the bits of a token depend on its
+    place in a forward of so many tokens, and what such a forward takes. The verdict is
+    kept: where bits differ, exact is refused from then on.
     """
     screen = Screen(json=json)
     if pair.exact:

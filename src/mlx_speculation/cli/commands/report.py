@@ -212,7 +212,7 @@ def _check(measured: Measured) -> list[str]:
     rows = measured["rows"]
     return [
         f"Drafts verified at once and token by token: {rows['verdict']}, "
-        f"{rows['differing_rows']} of {rows['rows']} rows differ, largest difference "
+        f"{rows['differing_rows']} of {rows['rows']} positions differ, by up to "
         f"{rows['largest_difference']:.3g}, near-ties below {rows['tolerance']:.3g}."
     ]
 
@@ -222,8 +222,8 @@ def _exact(measured: Measured) -> list[str]:
     price = result["exact_seconds"] / result["plain_seconds"]
     kept = "exact keeps its promise" if measured["same"] else "EXACT IS NOT EXACT"
     return [
-        f"{kept}: {result['differing']} of {result['rows']} rows differ, up to "
-        f"{result['context']} positions. A forward of {measured['exact']} rows takes "
+        f"{kept}: {result['differing']} of {result['rows']} tokens differ, up to "
+        f"{result['context']} positions. A forward of {measured['exact']} tokens takes "
         f"{price:.2f} plain steps."
     ]
 
