@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 CACHE_GIGABYTES = 1.0
 ADVICE = """\
-tokens reused: prompt tokens kept from the turns before, which are not read again
+tokens reused: prompt tokens kept from earlier prompts, which are not read again
 
 This model is small. Others report 1.4 to 2.2 times plain decoding for one of 9 B on an
 M4 Pro (mlx-dspark, code, by quantization). On yours:
