@@ -18,17 +18,16 @@ from starlette.types import ASGIApp
 from mlx_speculation import __version__
 from mlx_speculation.server.answering import Answering
 from mlx_speculation.server.api_errors import ApiError, as_api_error
-from mlx_speculation.server.apis.chat_completions import FINGERPRINT, ChatFace
-from mlx_speculation.server.apis.chat_request import ChatBody
+from mlx_speculation.server.apis.chat_completions import ChatBody, ChatFace
 from mlx_speculation.server.apis.completions import CompletionBody, CompletionFace
-from mlx_speculation.server.apis.messages import MessagesFace
-from mlx_speculation.server.apis.messages_request import (
+from mlx_speculation.server.apis.messages import (
     CountBody,
     MessagesBody,
+    MessagesFace,
     messages_request,
 )
-from mlx_speculation.server.apis.responses import ResponsesFace
-from mlx_speculation.server.apis.responses_request import ResponsesBody
+from mlx_speculation.server.apis.openai import FINGERPRINT
+from mlx_speculation.server.apis.responses import ResponsesBody, ResponsesFace
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.engine_thread import Worker
 from mlx_speculation.server.job import ClientLeftError

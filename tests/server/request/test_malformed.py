@@ -10,13 +10,10 @@ from hypothesis import strategies as st
 
 from mlx_speculation.server import Server, Settings
 from mlx_speculation.server.api_errors import ApiError
-from mlx_speculation.server.apis.chat_completions import ChatFace
-from mlx_speculation.server.apis.chat_request import ChatBody
+from mlx_speculation.server.apis.chat_completions import ChatBody, ChatFace
 from mlx_speculation.server.apis.completions import CompletionBody, CompletionFace
-from mlx_speculation.server.apis.messages import MessagesFace
-from mlx_speculation.server.apis.messages_request import MessagesBody
-from mlx_speculation.server.apis.responses import ResponsesFace
-from mlx_speculation.server.apis.responses_request import ResponsesBody
+from mlx_speculation.server.apis.messages import MessagesBody, MessagesFace
+from mlx_speculation.server.apis.responses import ResponsesBody, ResponsesFace
 from mlx_speculation.server.request.models import parsed
 from support.processes.servers import (
     NAME,

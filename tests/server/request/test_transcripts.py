@@ -7,14 +7,11 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools
 
-from mlx_speculation.server import Settings
+from mlx_speculation.server import Limits, Settings
 from mlx_speculation.server.api_errors import ApiError
-from mlx_speculation.server.apis.chat_request import ChatBody, chat_request
-from mlx_speculation.server.apis.messages_request import CountBody, messages_request
-from mlx_speculation.server.apis.responses_request import (
-    ResponsesBody,
-    responses_request,
-)
+from mlx_speculation.server.apis.chat_completions import ChatBody, chat_request
+from mlx_speculation.server.apis.messages import CountBody, messages_request
+from mlx_speculation.server.apis.responses import ResponsesBody, responses_request
 from mlx_speculation.server.prompts.fitted import fitted
 from mlx_speculation.server.prompts.rendering import ChatTemplate
 from mlx_speculation.server.prompts.traits import Traits
@@ -176,6 +173,24 @@ def test_a_deferred_tool_is_described_where_it_is_named() -> None:
     ]
     assert '"name": "late"' in pairs(after)[-1][1]
     assert "Placeholder" not in json.dumps(after.messages)
+
+
+@pytest.mark.parametrize(
+    ("model", "make", "body"),
+    [
+        (ChatBody, chat_request, {"messages": [turn("user", "Q")]}),
+        (CountBody, messages_request, {"messages": [turn("user", "Q")]}),
+        (ResponsesBody, responses_request, {"input": "Q"}),
+    ],
+    ids=["chat", "messages", "responses"],
+)
+def test_a_request_without_a_length_has_the_limit(
+    model: Any, make: Any, body: dict[str, Any]
+) -> None:
+    limited = Settings(names=("local",), limits=Limits(max_tokens=5))
+    made = make(read_body(model, body), limited)
+    assert made.options["max_tokens"] == 5
+    assert "max_tokens" not in make(read_body(model, body), SETTINGS).options
 
 
 def allowed(api: str, mode: str, *names: str) -> tuple[list[str], Any]:

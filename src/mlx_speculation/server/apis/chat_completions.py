@@ -1,110 +1,166 @@
-"""Chat Completions: chunks and messages."""
+"""Chat Completions: bodies with the fields that agents add, chunks and messages.
 
-import time
-import uuid
+Fields of messages that are not known are passed over: agents replay what they got, and
+add their own. Fields of the body that are not known are refused: see `StrictModel`.
+"""
+
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
-from mlx_speculation import __version__
+from pydantic import AliasChoices, Field
+
 from mlx_speculation.server.answer_parts import Part, Reasoning, Text, ToolCall
-from mlx_speculation.server.api_errors import ApiError
+from mlx_speculation.server.api_errors import invalid
 from mlx_speculation.server.apis import usage as costs
-from mlx_speculation.server.apis.base import Ending, Face, WholeText, event
-from mlx_speculation.server.apis.chat_request import ChatBody, OpenAIBody, chat_request
+from mlx_speculation.server.apis.base import Ending
+from mlx_speculation.server.apis.openai import (
+    OpenAIBody,
+    OpenAIFace,
+    alternatives,
+    openai_request,
+)
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.job import Token
-from mlx_speculation.server.request import GenerationRequest
+from mlx_speculation.server.request import Conversation, GenerationRequest
+from mlx_speculation.server.request.content import (
+    Block,
+    Content,
+    TextBlock,
+    ThinkingBlock,
+    UseBlock,
+)
+from mlx_speculation.server.request.models import Loose, Object, RequestModel
+from mlx_speculation.server.request.options import Natural, Switch, thinking
+from mlx_speculation.server.request.tools import Choice, ToolBody, Toolbox
+from mlx_speculation.server.request.transcript import Arguments
 
-FINGERPRINT = f"mlx-speculation-{__version__}"
+# Keywords of a chat template that are not the template's: a client's own template could
+# run for ever.
+RESERVED = frozenset(
+    (
+        *("add_generation_prompt", "chat_template", "continue_final_message"),
+        *("conversation", "documents", "max_length", "messages", "padding"),
+        *("return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize"),
+        *("tokenizer_kwargs", "tools", "truncation"),
+    )
+)
 
 
-class OpenAIFace(Face):
-    """Base of chats and completions."""
+class Prediction(RequestModel):
+    """A text that the answer may be like."""
 
-    prefix = ""
-    kinds = fields = ("", "")  # of a whole answer, and of a chunk
+    type: Literal["content"]
+    content: Content
 
-    def __init__(
-        self, body: OpenAIBody, request: GenerationRequest, settings: Settings
-    ) -> None:
-        super().__init__(request, settings)
-        self._counts = bool(body.stream_options and body.stream_options.include_usage)
-        self._head = {
-            "id": f"{self.prefix}-{uuid.uuid4().hex}",
-            "created": int(time.time()),
-            "model": settings.names[0],
-            "system_fingerprint": FINGERPRINT,
-        }
-        self._unsent: list[Token] = []
+    @property
+    def text(self) -> str:
+        """All texts of the content."""
+        blocks = self.content
+        return "".join(each.text for each in blocks if isinstance(each, TextBlock))
 
-    def reading(self, tokens: int, of: int) -> Iterable[bytes]:
-        """Send a comment, as mlx-lm's server does."""
-        yield f": keepalive {tokens}/{of}\n\n".encode()
 
-    def keep_alive(self) -> Iterable[bytes]:
-        """Send a comment: clients take any object for a chunk."""
-        yield b": keepalive\n\n"
+class CalledFunction(RequestModel):
+    """The function of a tool call in the history, or its custom tool."""
 
-    def parts(
-        self, choice: int, parts: Sequence[Part], tokens: Sequence[Token]
-    ) -> Iterable[bytes]:
-        """Send what a text has grown by."""
-        self._unsent += tokens
-        for piece in self._pieces(parts):
-            yield self._chunk(choice, piece)
+    name: str
+    arguments: Arguments = Field({})
 
-    def close(self, endings: Sequence[Ending]) -> Iterable[bytes]:
-        """Send what all texts have cost, and the end."""
-        if self._counts:
-            packet = self._packet(self.kinds[1], [])
-            yield event({**packet, "usage": self._usage(endings)})
-        yield b"data: [DONE]\n\n"
+    @classmethod
+    def check_names(cls, values: Object) -> None:
+        """Take the text of a custom tool as the argument "input"."""
+        if "input" in values:
+            values["arguments"] = {"input": str(values["input"])}
 
-    def failed(self, error: ApiError) -> Iterable[bytes]:
-        """End with an error."""
-        yield event(error.body)
 
-    def whole(self, texts: Sequence[WholeText]) -> dict[str, Any]:
-        """Return all texts."""
-        choices = []
-        for index, text in enumerate(texts):
-            piece, reason = self._whole(text.parts), self._reason(text.ending)
-            one = {"index": index, self.fields[0]: piece, "finish_reason": reason}
-            choices.append({**one, "logprobs": self._logprobs(text.tokens)})
-        packet = self._packet(self.kinds[0], choices)
-        return {**packet, "usage": self._usage([text.ending for text in texts])}
+class ToolCallBody(RequestModel):
+    """A tool call in the history."""
 
-    def _whole(self, parts: Sequence[Part]) -> Any:
-        """Return a text of an answer that is no stream."""
-        raise NotImplementedError
+    id: Loose = ""
+    function: CalledFunction = Field(
+        validation_alias=AliasChoices("function", "custom")
+    )
 
-    def _pieces(self, parts: Sequence[Part]) -> Iterable[Any]:
-        """Return parts as the chunks have them."""
-        raise NotImplementedError
 
-    def _reason(self, ending: Ending) -> str:
-        """Return why a text has ended."""
-        return str(ending.result.finish_reason)
+class ChatMessage(RequestModel):
+    """One message; agents replay what they got, and add fields of their own."""
 
-    def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
-        """Return the probabilities of tokens; None: there are none."""
-        raise NotImplementedError
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content = Field([])
+    name: Loose = ""
+    tool_call_id: Loose = ""
+    tool_calls: list[ToolCallBody] = Field([])
+    reasoning_content: Loose = ""
+    reasoning: Loose = ""
 
-    def _chunk(self, choice: int, piece: Any, reason: str | None = None) -> bytes:
-        """Return a chunk, with the probabilities that have not been sent yet."""
-        tokens, self._unsent = self._unsent, []
-        one = {"index": choice, self.fields[1]: piece, "finish_reason": reason}
-        choices = [{**one, "logprobs": self._logprobs(tokens)}]
-        return event(self._packet(self.kinds[1], choices))
+    def replayed(self) -> Iterator[Block]:
+        """Yield reasoning and calls as blocks."""
+        thought = self.reasoning_content or self.reasoning
+        yield ThinkingBlock(type="thinking", thinking=thought)
+        for i, each in enumerate(self.tool_calls):
+            name, given = each.function.name, each.function.arguments
+            yield UseBlock(
+                type="tool_use", id=each.id or f"call_{i}", name=name, input=given
+            )
 
-    def _packet(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        packet = {**self._head, "object": kind, "choices": choices}
-        # Where usage was asked for, all chunks but the last have none.
-        return {**packet, "usage": None} if self._counts and choices else packet
 
-    def _usage(self, endings: Sequence[Ending]) -> dict[str, Any]:
-        predicted = "prediction" in self.request.options
-        return costs.usage(endings, self._draft, predicted=predicted)
+class ChatBody(OpenAIBody):
+    """A request for a chat's next message."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    tools: list[ToolBody] = Field([])
+    tool_choice: str | Choice | None = None
+    logprobs: bool = False
+    chat_template_kwargs: Object = Field({})
+    prediction: Prediction | None = None
+    reasoning_effort: str | None = None
+    reasoning: Switch | None = None
+    thinking: Switch | None = None
+    enable_thinking: bool | None = None
+    thinking_budget: Natural | None = None
+
+
+def chat_request(body: ChatBody, settings: Settings) -> GenerationRequest:
+    """Check a chat."""
+    for name in body.chat_template_kwargs:
+        if name in RESERVED:
+            raise invalid(
+                f"chat_template_kwargs holds {name!r}, which no request may set.",
+                "chat_template_kwargs",
+            )
+    args, budget = thinking(
+        body.reasoning,
+        body.thinking,
+        on=body.enable_thinking,
+        effort=body.reasoning_effort,
+        budget=body.thinking_budget,
+    )
+    conversation = _conversation(body.messages, settings)
+    tools = Toolbox(body.tools).chosen(body.tool_choice)
+    return openai_request(
+        body,
+        settings,
+        logprobs=alternatives(body.logprobs, body.top_logprobs),
+        prediction=None if body.prediction is None else body.prediction.text,
+        default_length=settings.defaults.max_tokens,
+        chat=conversation.chat(tools, {**args, **body.chat_template_kwargs}),
+        tools=tools,
+        thinking_budget=budget,
+    )
+
+
+def _conversation(messages: list[ChatMessage], settings: Settings) -> Conversation:
+    conversation = Conversation(settings)
+    for i, message in enumerate(messages):
+        where, content = f"messages[{i}].content", message.content
+        if message.role in ("system", "developer"):
+            conversation.system(content, where)
+        elif message.role == "user":
+            conversation.user(content, where, message.name)
+        elif message.role == "tool":
+            conversation.result(message.tool_call_id, content, where, message.name)
+        else:
+            conversation.assistant([*content, *message.replayed()], where)
+    return conversation
 
 
 class ChatFace(OpenAIFace):

@@ -8,22 +8,20 @@ from pydantic import Field, StrictBool
 from mlx_speculation.server.answer_parts import Part, Text
 from mlx_speculation.server.apis import usage as costs
 from mlx_speculation.server.apis.base import Ending
-from mlx_speculation.server.apis.chat_completions import OpenAIFace
-from mlx_speculation.server.apis.chat_request import (
+from mlx_speculation.server.apis.openai import (
+    Alternatives,
     OpenAIBody,
+    OpenAIFace,
     alternatives,
-    max_tokens,
     openai_request,
 )
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.job import Token
 from mlx_speculation.server.request import GenerationRequest
-from mlx_speculation.server.request import options as read
 
 # Where neither the request nor --max-tokens says how long a text may be: it has no end
 # of turn at which a model stops by itself.
 LENGTH = 512
-Alternatives = Annotated[int, Field(ge=-1, le=read.MOST_ALTERNATIVES)]
 
 
 class CompletionBody(OpenAIBody):
@@ -31,7 +29,6 @@ class CompletionBody(OpenAIBody):
 
     prompt: str | list[int] | list[str] | list[list[int]]
     logprobs: StrictBool | Annotated[Alternatives, Field(ge=0)] | None = None
-    top_logprobs: Alternatives | None = None
 
 
 def completion_request(body: CompletionBody, settings: Settings) -> GenerationRequest:
@@ -39,17 +36,15 @@ def completion_request(body: CompletionBody, settings: Settings) -> GenerationRe
     prompts: Any = body.prompt
     if not isinstance(prompts, list) or not prompts or isinstance(prompts[0], int):
         prompts = [prompts]
-    if isinstance(body.logprobs, bool) or body.logprobs is None:
-        logprobs = alternatives(bool(body.logprobs), body.top_logprobs)
-    else:
-        logprobs = body.logprobs
+    logprobs = body.logprobs
+    if logprobs is None or isinstance(logprobs, bool):
+        logprobs = alternatives(bool(logprobs), body.top_logprobs)
     return openai_request(
         body,
         settings,
-        {"logprobs": logprobs},
-        max_tokens=max_tokens(body, settings) or LENGTH,
+        logprobs=logprobs,
         prompts=prompts,
-        schema=read.schema_of(body.response_format, "response_format"),
+        default_length=settings.defaults.max_tokens or LENGTH,
     )
 
 

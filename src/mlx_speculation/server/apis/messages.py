@@ -1,18 +1,91 @@
-"""The Messages API: messages of blocks, and the events of their streams."""
+"""The Messages API: bodies as coding agents send them, blocks and events.
+
+cache_control    is passed over, wherever it stands: it moves from turn to turn
+billing line     a system block of the client's own accounts, with values that change
+                 from request to request: it is left out
+deferred tools   stand outside of the tools that the model is shown, and are
+                 described where a `tool_reference` names them: what was read of the
+                 turns before stays as it was
+"""
 
 import json
 import uuid
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
 
 from mlx_speculation.server.answer_parts import Reasoning, Text, ToolCall
 from mlx_speculation.server.api_errors import ApiError
 from mlx_speculation.server.apis import usage as costs
 from mlx_speculation.server.apis.base import Block, BlockFace, Ending, event
-from mlx_speculation.server.apis.messages_request import MessagesBody, messages_request
 from mlx_speculation.server.config import Settings
+from mlx_speculation.server.request import Conversation, GenerationRequest
+from mlx_speculation.server.request.content import Content
+from mlx_speculation.server.request.models import RequestModel
+from mlx_speculation.server.request.options import (
+    Count,
+    FormatConfig,
+    Stops,
+    Switch,
+    TextOptions,
+    generation,
+    thinking,
+)
+from mlx_speculation.server.request.tools import Choice, ToolBody, Toolbox
 
 SIGNATURE = "mlx-speculation"  # clients drop thinking that has none
+
+
+class Message(RequestModel):
+    """One turn."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Content = Field([])
+
+
+class CountBody(TextOptions):
+    """A request to count the tokens of a prompt."""
+
+    any_model: ClassVar[bool] = True
+
+    messages: list[Message] = Field(min_length=1)
+    system: Content = Field([])
+    tools: list[ToolBody] = Field([])
+    tool_choice: Choice | None = None
+    thinking: Switch | None = None
+    output_config: FormatConfig = FormatConfig()
+
+
+class MessagesBody(CountBody):
+    """A request for the next message."""
+
+    lengths: ClassVar[Sequence[str]] = ("max_tokens",)
+
+    max_tokens: Count | None = None
+    stop: Stops | None = Field(None, alias="stop_sequences")
+
+
+def messages_request(body: CountBody, settings: Settings) -> GenerationRequest:
+    """Check a request."""
+    toolbox, choice, config = Toolbox(body.tools), body.tool_choice, body.output_config
+    tools = toolbox.chosen(choice)
+    conversation = Conversation(settings, "\n", toolbox.deferred)
+    conversation.system(body.system, "system")
+    for i, message in enumerate(body.messages):
+        add = getattr(conversation, message.role)
+        add(message.content, f"messages[{i}].content")
+    args, budget = thinking(body.thinking, effort=config.effort)
+    return generation(
+        body,
+        settings,
+        {},
+        chat=conversation.chat(tools, args),
+        tools=tools,
+        form=config.format,
+        parallel=not (choice and choice.disable_parallel_tool_use),
+        thinking_budget=budget,
+    )
 
 
 class MessagesFace(BlockFace):

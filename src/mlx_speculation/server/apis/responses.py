@@ -1,31 +1,210 @@
-"""The Responses API: items, and the events of their streams.
+"""The Responses API: items in and out, and the events of their streams.
 
-Each item has one id in all its events. Events are numbered from 0 on.
+    namespace   its tools are flattened for the chat template; calls get both names back
+    custom      a tool that takes a text is a function with the argument "input"
+    other kinds are run by OpenAI's servers, and passed over
+
+No response is stored: fields that name an earlier one are refused. Each item has one id
+in all its events, which are numbered from 0 on.
 """
 
 import json
 import time
 import uuid
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field
 
 from mlx_speculation.samplers import Sampling
 from mlx_speculation.server.answer_parts import Reasoning, Text, ToolCall
-from mlx_speculation.server.api_errors import ApiError
+from mlx_speculation.server.api_errors import ApiError, invalid
 from mlx_speculation.server.apis import usage as costs
 from mlx_speculation.server.apis.base import Block, BlockFace, Ending, event
-from mlx_speculation.server.apis.responses_request import (
-    ResponsesBody,
-    responses_request,
-)
 from mlx_speculation.server.config import Settings
-from mlx_speculation.server.request.tools import Kind, Toolbox
+from mlx_speculation.server.request import Conversation, GenerationRequest
+from mlx_speculation.server.request.content import (
+    Content,
+    TextBlock,
+    ThinkingBlock,
+    UseBlock,
+)
+from mlx_speculation.server.request.models import Loose, Object, RequestModel
+from mlx_speculation.server.request.options import (
+    Count,
+    FormatConfig,
+    Switch,
+    TextOptions,
+    generation,
+    thinking,
+)
+from mlx_speculation.server.request.tools import Choice, Kind, ToolBody, Toolbox, flat
+from mlx_speculation.server.request.transcript import Arguments
 
+STATEFUL = {  # fields that name what was stored before
+    "previous_response_id": "previous_response_not_found",
+    "conversation": "unsupported_parameter",
+    "prompt": "unsupported_parameter",
+}
+ECHOED: Object = {  # fields that the response repeats, with their defaults
+    "instructions": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "tool_choice": "auto",
+    "tools": [],
+    "max_output_tokens": None,
+}
 # Of an item: its type, the beginning of its id, the type of its part.
 NAMES: dict[type | None, tuple[str, str, str]] = {
     Text: ("message", "msg", "output_text"),
     Reasoning: ("reasoning", "rs", "reasoning_text"),
 }
+
+
+class MessageItem(RequestModel):
+    """A message; its type may be left out."""
+
+    type: Literal["message"]
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content = Field([])
+
+
+class CallItem(RequestModel):
+    """A call of a function or of a custom tool."""
+
+    type: Literal["function_call", "custom_tool_call"]
+    call_id: str
+    name: str
+    namespace: Loose = ""
+    arguments: Arguments = Field({})
+
+    @classmethod
+    def check_names(cls, values: Object) -> None:
+        """Take the text of a custom tool as the argument "input"."""
+        if values.get("type") == "custom_tool_call":
+            values["arguments"] = {"input": str(values.get("input", ""))}
+
+    @property
+    def block(self) -> UseBlock:
+        """The call under its flat name."""
+        name = flat(self.name, self.namespace)
+        return UseBlock(
+            type="tool_use", id=self.call_id, name=name, input=self.arguments
+        )
+
+
+class OutputItem(RequestModel):
+    """The output of a call."""
+
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: str
+    output: Content = Field([])
+
+
+class ReasoningItem(RequestModel):
+    """Reasoning that is replayed."""
+
+    type: Literal["reasoning"]
+    content: Content = Field([])
+    summary: Content = Field([])
+
+
+def _items(given: Any) -> Any:
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    if not isinstance(given, list):
+        return given
+    items = []
+    for i, each in enumerate(given):
+        if isinstance(each, dict):
+            each = {**each, "type": each.get("type") or "message"}
+            if each["type"] == "item_reference":
+                raise invalid(
+                    f"input[{i}] refers to a stored item, and this server stores none. "
+                    "Send the item itself, as clients do with store: false.",
+                    f"input[{i}]",
+                )
+        items.append(each)
+    return items
+
+
+Item = Annotated[
+    MessageItem | CallItem | OutputItem | ReasoningItem, Field(discriminator="type")
+]
+
+
+class ResponsesBody(TextOptions):
+    """A request for the next items."""
+
+    lengths: ClassVar[Sequence[str]] = ("max_output_tokens",)
+
+    input: Annotated[list[Item], BeforeValidator(_items), Field(min_length=1)]
+    instructions: Content = Field([])
+    tools: list[ToolBody] = Field([])
+    tool_choice: str | Choice | None = None
+    parallel_tool_calls: bool = True
+    text: FormatConfig = FormatConfig()
+    reasoning: Switch = Switch()
+    max_output_tokens: Count | None = None
+    metadata: Object = Field({})
+    echo: Object = Field({})  # fields that the response shows as they came
+
+    @classmethod
+    def check_names(cls, values: Object) -> None:
+        """Refuse fields that need a store."""
+        values["echo"] = {name: values.get(name, to) for name, to in ECHOED.items()}
+        for name, code in STATEFUL.items():
+            if name in values:
+                raise invalid(
+                    f"{name} is given, and this server stores no responses. Send the "
+                    "items of the turns before in input.",
+                    name,
+                    code=code,
+                )
+        if values.get("background"):
+            raise invalid("background is not offered here. Leave it out.", "background")
+
+
+def responses_request(body: ResponsesBody, settings: Settings) -> GenerationRequest:
+    """Check a request."""
+    tools = Toolbox(body.tools).chosen(body.tool_choice)
+    effort = body.reasoning.effort
+    args, _ = thinking(on=effort != "none" if effort else None, effort=effort)
+    return generation(
+        body,
+        settings,
+        {},
+        chat=_conversation(body, settings).chat(tools, args),
+        tools=tools,
+        form=body.text.format,
+        parallel=body.parallel_tool_calls,
+    )
+
+
+def _conversation(body: ResponsesBody, settings: Settings) -> Conversation:
+    conversation, thoughts = Conversation(settings, "\n"), list[ThinkingBlock]()
+    conversation.system(body.instructions, "instructions")
+    for i, item in enumerate(body.input):
+        where = f"input[{i}].content"
+        match item:
+            case MessageItem(role="system" | "developer"):
+                conversation.system(item.content, where)
+            case MessageItem(role="user"):
+                conversation.user(item.content, where)
+                thoughts = []  # of an answer that was cut
+            case OutputItem():
+                conversation.result(item.call_id, item.output, f"input[{i}].output")
+            case ReasoningItem():
+                thoughts += [
+                    ThinkingBlock(type="thinking", thinking=each.text)
+                    for each in item.content or item.summary
+                    if isinstance(each, TextBlock)
+                ]
+            case _:
+                said = [item.block] if isinstance(item, CallItem) else item.content
+                conversation.assistant([*said, *thoughts], where, joined=True)
+                thoughts = []
+    return conversation
 
 
 class ResponsesFace(BlockFace):
@@ -167,8 +346,9 @@ def _head(
     body: ResponsesBody, sampling: Sampling, settings: Settings
 ) -> dict[str, Any]:
     """Return what a response says in all its states."""
-    form = body.text.format
-    shown = {"type": "text"} if form is None else _without_none(form)
+    form = body.text.format.model_dump(by_alias=True, exclude_none=True)
+    if form["type"] == "json_schema":
+        form["name"] = "schema"
     return {
         "id": _id("resp"),
         "object": "response",
@@ -182,15 +362,10 @@ def _head(
         "previous_response_id": None,
         "reasoning": {"effort": body.reasoning.effort, "summary": None},
         "store": False,
-        "text": {"format": shown},
+        "text": {"format": form},
         "truncation": "disabled",
         "usage": None,
     }
-
-
-def _without_none(form: Any) -> dict[str, Any]:
-    shown: dict[str, Any] = form.model_dump(by_alias=True, exclude_none=True)
-    return {"name": "schema", **shown} if shown["type"] == "json_schema" else shown
 
 
 def _id(kind: str) -> str:

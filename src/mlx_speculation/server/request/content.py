@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BeforeValidator, Field
 
-from mlx_speculation.server.request.models import RequestModel
-from mlx_speculation.server.request.options import Object
+from mlx_speculation.server.request.models import Loose, Object, RequestModel
 
 EMPTY = {"type": "text", "text": ""}
 DROPPED = (
@@ -34,10 +33,6 @@ def _block(given: Mapping[str, Any]) -> Mapping[str, Any]:
         return {"type": "text", "text": given.get("content") or ""}
     dropped = kind in DROPPED or kind.endswith("_tool_result")
     return EMPTY if dropped else given
-
-
-# Text of a field that does not matter enough to refuse anything else.
-Loose = Annotated[str, BeforeValidator(lambda it: it if isinstance(it, str) else "")]
 
 
 class TextBlock(RequestModel):

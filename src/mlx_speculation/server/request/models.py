@@ -6,17 +6,20 @@ A null counts as not given. Types are strict: a number in quotes is no number.
 import json
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 
 from mlx_speculation.json_files import JsonFlawError, parse_json
 from mlx_speculation.server.api_errors import ApiError, invalid
 
 DEEPEST = 64
+Object = dict[str, Any]
+# Text of a field that does not matter enough to refuse anything else.
+Loose = Annotated[str, BeforeValidator(lambda it: it if isinstance(it, str) else "")]
 
 
-def parsed(raw: bytes) -> dict[str, Any]:
+def parsed(raw: bytes) -> Object:
     """Return the object that a body holds.
 
     Raises:
@@ -53,7 +56,7 @@ class RequestModel(BaseModel):
         return values
 
     @classmethod
-    def check_names(cls, values: dict[str, Any]) -> None:
+    def check_names(cls, values: Object) -> None:
         """Raise where a name is not taken."""
 
 
@@ -66,7 +69,7 @@ class StrictModel(RequestModel):
     no_effect: ClassVar[frozenset[str]] = frozenset()  # passed over
 
     @classmethod
-    def check_names(cls, values: dict[str, Any]) -> None:
+    def check_names(cls, values: Object) -> None:
         """Refuse unknown names, and say what may have been meant."""
         for name in values.keys() - cls.model_fields.keys() - cls.no_effect:
             shown = cls.where + name[:100]

@@ -1,20 +1,26 @@
-"""Options of a text: sampling, ends, a schema, drafts, and whether to think."""
+"""Options of a text in all APIs: sampling, ends, a schema, drafts, and thinking."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Annotated, Any, ClassVar, Literal, cast
 
-from pydantic import Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from mlx_speculation.engine.options import StreamKeywords
 from mlx_speculation.samplers import Sampling
 from mlx_speculation.server.api_errors import ApiError, invalid
 from mlx_speculation.server.config import Settings
-from mlx_speculation.server.request.models import RequestModel, StrictModel, short
-from mlx_speculation.server.request.request import GenerationRequest
+from mlx_speculation.server.request.models import (
+    Object,
+    RequestModel,
+    StrictModel,
+    short,
+)
+from mlx_speculation.server.request.request import Chat, GenerationRequest
+from mlx_speculation.server.request.tools import Tools
 
 SEEDS = 2**64
-MOST_ALTERNATIVES = 20
 # Each token is compared with every beginning of a stop.
 MOST_STOPS, LONGEST_STOP = 16, 500
 # The time that a grammar takes grows with the square of this, and all wait for it.
@@ -22,11 +28,45 @@ LARGEST_SCHEMA = 1 << 15
 # Logits are divided by it, and have to stay finite.
 SMALLEST_DIVISOR = 0.01
 
+
+def _token_id(name: str) -> int:
+    if not (name.isascii() and name.isdigit() and len(name) < 10):
+        raise ValueError("token ids as names are needed")
+    return int(name)
+
+
+def _divisor(value: float) -> float:
+    if 0 < value < SMALLEST_DIVISOR:
+        raise ValueError(f"0 or at least {SMALLEST_DIVISOR:g} is needed")
+    return value
+
+
+def _stops(given: str | list[str]) -> list[str]:
+    texts = [given] if isinstance(given, str) else given
+    longest = max(map(len, texts), default=0)
+    if not all(texts) or len(texts) > MOST_STOPS or longest > LONGEST_STOP:
+        raise ValueError(
+            f"{MOST_STOPS} texts of up to {LONGEST_STOP} characters may be, none empty"
+        )
+    return texts
+
+
+def _small(schema: Object) -> Object:
+    size = len(json.dumps(schema))
+    if size > LARGEST_SCHEMA:
+        raise ValueError(f"it has {size} characters, and {LARGEST_SCHEMA} may be")
+    return schema
+
+
 Share = Annotated[float, Field(ge=0, le=1)]
 Whole = Annotated[int, Field(ge=0, le=2**31)]
+Natural = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
 Penalty = Annotated[float, Field(ge=-100, le=100)]
-Object = dict[str, Any]
+Divisor = Annotated[float, Field(ge=0, le=100), AfterValidator(_divisor)]
+TokenId = Annotated[int, BeforeValidator(_token_id)]
+Stops = Annotated[str | list[str], AfterValidator(_stops)]
+Schema = Annotated[Object, AfterValidator(_small)]
 
 
 class Speculative(StrictModel):
@@ -35,13 +75,16 @@ class Speculative(StrictModel):
     where: ClassVar[str] = "speculative."
 
     draft: str | None = None  # what the server was started with, or "lookup"
-    max_draft: Annotated[int, Field(ge=0)] | None = None
+    max_draft: Natural | None = None
     off: bool = False  # plain decoding
     exact: bool = False  # the same bits, whatever drafts
 
 
 class TextOptions(RequestModel):
     """Options that the requests of all APIs may have."""
+
+    lengths: ClassVar[Sequence[str]] = ()  # fields of the length; the first one counts
+    any_model: ClassVar[bool] = False  # clients name models and lengths of their own
 
     model: str | None = None
     stream: bool = False
@@ -57,17 +100,54 @@ class SamplingOptions(TextOptions):
     min_p: Share | None = None
     xtc_probability: Share | None = None
     xtc_threshold: Annotated[float, Field(ge=0, le=0.5)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=0, le=100)] | None = None
+    repetition_penalty: Divisor | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_context_size: Whole | None = None
     presence_context_size: Whole | None = None
     frequency_context_size: Whole | None = None
-    logit_bias: dict[str, Penalty] = Field(default_factory=dict)
+    logit_bias: dict[TokenId, Penalty] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=SEEDS)] | None = None
-    stop: str | list[str] = Field(default_factory=list)
-    num_draft_tokens: Annotated[int, Field(ge=0)] | None = None
+    num_draft_tokens: Natural | None = None
     draft_model: Literal["default_model"] | None = None
+    stop: Stops | None = None
+
+
+class TextFormat(RequestModel):
+    """The form that a text has to have."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: Schema | None = Field(default=None, alias="schema")
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> "TextFormat":
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError("a JSON schema is needed")
+        return self
+
+    @property
+    def wanted(self) -> Object | None:
+        """The JSON schema that a text has to fit."""
+        if self.type == "json_object":
+            return {"type": "object"}
+        return self.json_schema if self.type == "json_schema" else None
+
+
+class FormatConfig(RequestModel):
+    """Form of the text, and effort."""
+
+    format: TextFormat = TextFormat()
+    effort: str | None = None
+
+
+class Switch(RequestModel):
+    """Thinking, as the interfaces switch it."""
+
+    type: str | None = None
+    enabled: bool | None = None
+    effort: str | None = None
+    budget_tokens: Natural | None = None
+    max_tokens: Natural | None = None
 
 
 def generation(
@@ -75,26 +155,36 @@ def generation(
     settings: Settings,
     options: StreamKeywords,
     *,
-    max_tokens: int | None,
-    any_model: bool = False,  # whatever the client calls it
+    default_length: int = 0,  # of a body without one; 0: what there is room for
+    chat: Chat | None = None,
+    tools: Tools | None = None,
+    form: TextFormat | None = None,
+    parallel: bool = True,
     **more: Any,  # further fields of the request
 ) -> GenerationRequest:
     """Return a request: the options of its text that all APIs have, and its fields."""
-    if not any_model:
-        _check_model(body.model, settings)
-    if more.get("schema") is not None and more.get("calls") is not None:
+    _check_model(body, settings)
+    schema = None if form is None else form.wanted
+    calls = None if tools is None else tools.needed
+    if schema is not None and calls is not None:
         raise invalid(
             "response_format asks for JSON, and tool_choice for a call. Leave one of "
             "them out.",
             "tool_choice",
         )
     drafted, draft, exact = _drafts(body, settings)
-    given = {**options, **drafted, "max_tokens": max_tokens}
+    length = _length(body, settings) or default_length or settings.limits.max_tokens
+    ends = {"stop": getattr(body, "stop", None), "max_tokens": length or None}
+    given = {**options, **drafted, **ends}
     given = {name: value for name, value in given.items() if value is not None}
     return GenerationRequest(
         stream=body.stream,
         sampling=_sampling(body, settings),
         options=cast("StreamKeywords", given),
+        chat=chat,
+        schema=schema,
+        calls=calls,
+        most_calls=None if parallel else 1,
         draft=draft,
         exact=exact,
         **more,
@@ -102,16 +192,8 @@ def generation(
 
 
 def _sampling(body: TextOptions, settings: Settings) -> Sampling:
-    names = {one.name for one in fields(Sampling)} & type(body).model_fields.keys()
-    values = {name: getattr(body, name) for name in names}
-    given = {name: value for name, value in values.items() if value is not None}
-    if 0 < (divisor := given.get("repetition_penalty", 0)) < SMALLEST_DIVISOR:
-        raise invalid(
-            f"repetition_penalty is {divisor}, and 0 or at least {SMALLEST_DIVISOR:g} "
-            "is needed.",
-            "repetition_penalty",
-        )
-    given["logit_bias"] = _logit_bias(given.get("logit_bias", {}))
+    names = {one.name for one in fields(Sampling)}
+    given = body.model_dump(include=names, exclude_none=True)
     if "seed" in given:
         given["seed"] %= SEEDS  # negative ones count from the top
     defaults = asdict(settings.defaults)
@@ -119,32 +201,10 @@ def _sampling(body: TextOptions, settings: Settings) -> Sampling:
     return Sampling(**{**defaults, **given})
 
 
-def _logit_bias(given: dict[str, float]) -> dict[int, float]:
-    for name in given:
-        if not (name.isascii() and name.isdigit() and len(name) < 10):
-            raise invalid(
-                f"logit_bias is {short(name)}, and token ids as names are needed.",
-                "logit_bias",
-            )
-    return {int(name): value for name, value in given.items()}
-
-
-def stops(given: str | list[str] | None, field: str = "stop") -> tuple[str, ...]:
-    """Return the texts that end a text."""
-    texts = [given] if isinstance(given, str) else given or []
-    longest = max(map(len, texts), default=0)
-    if not all(texts) or len(texts) > MOST_STOPS or longest > LONGEST_STOP:
-        raise invalid(
-            f"{field} holds {len(texts)} texts of up to {longest} characters, and "
-            f"{MOST_STOPS} of up to {LONGEST_STOP} may be, none empty.",
-            field,
-        )
-    return tuple(texts)
-
-
-def _check_model(name: str | None, settings: Settings) -> None:
+def _check_model(body: TextOptions, settings: Settings) -> None:
     """Raise where a model is asked for that is not served."""
-    if name not in (None, "default_model", *settings.names):
+    name = body.model
+    if not body.any_model and name not in (None, "default_model", *settings.names):
         raise ApiError(
             404,
             f"The model {str(name)[:200]!r} is not served here. There is "
@@ -154,7 +214,18 @@ def _check_model(name: str | None, settings: Settings) -> None:
         )
 
 
-def at_most(value: int | None, most: int, field: str, option: str) -> None:
+def _length(body: TextOptions, settings: Settings) -> int | None:
+    """Return the number of tokens that is asked for."""
+    given = {name: getattr(body, name) for name in body.lengths}
+    most = settings.limits.max_tokens
+    if not body.any_model:
+        for name, value in given.items():
+            _at_most(value, most, name, "max-tokens-limit")
+    length = next(filter(None, given.values()), None)
+    return min(length, most) if length and most else length
+
+
+def _at_most(value: int | None, most: int, field: str, option: str) -> None:
     """Raise where a number is above a limit of the server; 0: no limit."""
     if value is not None and most and value > most:
         raise invalid(
@@ -168,12 +239,13 @@ def _drafts(
     body: TextOptions, settings: Settings
 ) -> tuple[StreamKeywords, str | None, bool]:
     """Return options of the drafts, the draft's name, and whether it is exact mode."""
-    given, most = body.speculative, settings.limits.draft_tokens
+    most = settings.limits.draft_tokens or -1
     length = getattr(body, "num_draft_tokens", None)
-    at_most(length, most or -1, "num_draft_tokens", "max-draft")
+    _at_most(length, most, "num_draft_tokens", "max-draft")
+    given = body.speculative
     if given is None:
         return {"draft_length": length}, None, False
-    at_most(given.max_draft, most or -1, "speculative.max_draft", "max-draft")
+    _at_most(given.max_draft, most, "speculative.max_draft", "max-draft")
     names = [one for one in (settings.draft, "lookup") if one is not None]
     name = given.draft
     if name is not None and name not in names:
@@ -191,75 +263,6 @@ def _drafts(
     length = 0 if given.off else length
     options: StreamKeywords = {"draft_length": length, "max_draft": given.max_draft}
     return options, None if name == settings.draft else name, given.exact
-
-
-class NamedSchema(StrictModel):
-    """A JSON schema with its name."""
-
-    where: ClassVar[str] = "response_format.json_schema."
-    no_effect: ClassVar[frozenset[str]] = frozenset(
-        ("name", "description", "strict", "schema")
-    )
-
-    json_schema: Object = Field(alias="schema")
-
-    @classmethod
-    def check_names(cls, values: dict[str, Any]) -> None:
-        """Say where a schema belongs, then refuse unknown names."""
-        if "schema" not in values:
-            field = f"{cls.where}schema"
-            raise invalid(f"{field} is None, and a JSON schema is needed.", field)
-        super().check_names(values)
-
-
-class ResponseFormat(StrictModel):
-    """The form that the text has to have."""
-
-    where: ClassVar[str] = "response_format."
-    advice: ClassVar[str] = "A schema is given as response_format.json_schema.schema."
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: NamedSchema | None = None
-
-
-class TextFormat(RequestModel):
-    """The form of a text in APIs that have the schema beside its type."""
-
-    type: str = "text"
-    json_schema: Object | None = Field(None, alias="schema")
-
-
-def schema_of(given: ResponseFormat | TextFormat | None, field: str) -> Object | None:
-    """Return the JSON schema that a text has to fit.
-
-    Raises:
-        ApiError: there is none, or it is too large.
-    """
-    if given is None or given.type == "text":
-        return None
-    if given.type == "json_object":
-        return {"type": "object"}
-    schema = given.json_schema
-    if isinstance(schema, NamedSchema):
-        schema = schema.json_schema
-    if schema is None or given.type != "json_schema":
-        raise invalid(f"{field} has no JSON schema, and one is needed.", field)
-    size = len(json.dumps(schema))
-    if size > LARGEST_SCHEMA:
-        raise invalid(
-            f"The schema has {size} characters, and {LARGEST_SCHEMA} may be.", field
-        )
-    return schema
-
-
-class Switch(RequestModel):
-    """Thinking, as the interfaces switch it."""
-
-    type: str | None = None
-    enabled: bool | None = None
-    effort: str | None = None
-    budget_tokens: Annotated[int, Field(ge=0)] | None = None
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
 
 
 def thinking(

@@ -16,9 +16,7 @@ from typing import Any
 from pydantic import AliasChoices, Field
 
 from mlx_speculation.server.api_errors import ApiError, invalid
-from mlx_speculation.server.request.content import Loose
-from mlx_speculation.server.request.models import RequestModel
-from mlx_speculation.server.request.options import Object
+from mlx_speculation.server.request.models import Loose, Object, RequestModel
 
 Tool = dict[str, Any]  # in OpenAI's form: {"type": "function", "function": {...}}
 INPUT = {

@@ -1,0 +1,216 @@
+"""Base of Chat Completions and legacy completions: shared fields, chunks, choices."""
+
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from mlx_speculation import __version__
+from mlx_speculation.server.answer_parts import Part
+from mlx_speculation.server.api_errors import ApiError, invalid
+from mlx_speculation.server.apis import usage as costs
+from mlx_speculation.server.apis.base import Ending, Face, WholeText, event
+from mlx_speculation.server.config import Settings
+from mlx_speculation.server.job import Token
+from mlx_speculation.server.request import GenerationRequest
+from mlx_speculation.server.request.models import Object, StrictModel
+from mlx_speculation.server.request.options import (
+    Count,
+    SamplingOptions,
+    TextFormat,
+    generation,
+)
+
+FINGERPRINT = f"mlx-speculation-{__version__}"
+Alternatives = Annotated[int, Field(ge=-1, le=20)]  # -1 is mlx-lm's way of saying none
+NOT_OFFERED = {  # fields of OpenAI's and mlx-lm's, and what to do instead
+    "adapters": "Start the server with --adapter-path.",
+    "suffix": "Leave it out: a text is continued at its end alone.",
+    "functions": "Name them in tools.",
+    "function_call": "Choose with tool_choice.",
+    "audio": "Leave it out: the answer is text.",
+}
+NO_EFFECT = frozenset(
+    (
+        *("user", "metadata", "store", "service_tier", "safety_identifier"),
+        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
+        *("verbosity", "cache_control", "moderation"),
+        *("include_reasoning", "reasoning_format", "session_id", "provider", "usage"),
+        *("cache_prompt", "parse_tool_calls", "web_search_options"),
+    )
+)
+
+
+class StreamOptions(StrictModel):
+    """Options of a stream."""
+
+    where: ClassVar[str] = "stream_options."
+    no_effect: ClassVar[frozenset[str]] = frozenset(("include_obfuscation",))
+
+    include_usage: bool = False
+
+
+class ResponseFormat(StrictModel, TextFormat):
+    """The form of a text, with its schema in an object that names it."""
+
+    where: ClassVar[str] = "response_format."
+    advice: ClassVar[str] = "A schema is given as response_format.json_schema.schema."
+
+    @classmethod
+    def check_names(cls, values: Object) -> None:
+        """Take the schema out of its object."""
+        named = values.pop("json_schema", None)
+        super().check_names(values)
+        if named is not None:
+            if not isinstance(named, Mapping) or named.get("schema") is None:
+                raise ValueError("json_schema.schema is None, and has to be a schema")
+            values["schema"] = named["schema"]
+
+
+class OpenAIBody(StrictModel, SamplingOptions):
+    """Fields that chats and completions share."""
+
+    not_offered: ClassVar[dict[str, str]] = NOT_OFFERED
+    no_effect: ClassVar[frozenset[str]] = NO_EFFECT
+    lengths: ClassVar[Sequence[str]] = ("max_completion_tokens", "max_tokens")
+
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    n: Count = 1
+    best_of: Literal[1] | None = None
+    echo: Literal[False] | None = None
+    modalities: list[Literal["text"]] | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    parallel_tool_calls: bool = True
+    top_logprobs: Alternatives | None = None
+
+
+def openai_request(
+    body: OpenAIBody,
+    settings: Settings,
+    *,
+    logprobs: int | None,
+    prediction: str | None = None,
+    prompts: Sequence[str | list[int]] = (),
+    **more: Any,  # see `generation`
+) -> GenerationRequest:
+    """Return a request with the fields that chats and completions share."""
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options is given without stream.", "stream_options")
+    count = body.n * max(1, len(prompts))
+    if count > settings.max_rows:
+        raise invalid(
+            f"{count} texts are asked for at once, and {settings.max_rows} may be. Ask "
+            "for fewer, or start the server with a larger --max-rows.",
+            "n" if body.n > 1 else "prompt",
+        )
+    return generation(
+        body,
+        settings,
+        {"logprobs": logprobs, "prediction": prediction},
+        form=body.response_format,
+        parallel=body.parallel_tool_calls,
+        prompts=tuple(prompts),
+        count=body.n,
+        **more,
+    )
+
+
+def alternatives(wanted: bool, top: int | None) -> int | None:
+    """Return the number of alternatives that are wanted; None: nothing."""
+    # -1 is mlx-lm's way of saying none.
+    if top is not None and top > 0 and not wanted:
+        raise invalid("top_logprobs is given without logprobs: true.", "top_logprobs")
+    return max(top or 0, 0) if wanted else None
+
+
+class OpenAIFace(Face):
+    """Base of chats and completions."""
+
+    prefix = ""
+    kinds = fields = ("", "")  # of a whole answer, and of a chunk
+
+    def __init__(
+        self, body: OpenAIBody, request: GenerationRequest, settings: Settings
+    ) -> None:
+        super().__init__(request, settings)
+        self._counts = bool(body.stream_options and body.stream_options.include_usage)
+        self._head = {
+            "id": f"{self.prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": settings.names[0],
+            "system_fingerprint": FINGERPRINT,
+        }
+        self._unsent: list[Token] = []
+
+    def reading(self, tokens: int, of: int) -> Iterable[bytes]:
+        """Send a comment, as mlx-lm's server does."""
+        yield f": keepalive {tokens}/{of}\n\n".encode()
+
+    def keep_alive(self) -> Iterable[bytes]:
+        """Send a comment: clients take any object for a chunk."""
+        yield b": keepalive\n\n"
+
+    def parts(
+        self, choice: int, parts: Sequence[Part], tokens: Sequence[Token]
+    ) -> Iterable[bytes]:
+        """Send what a text has grown by."""
+        self._unsent += tokens
+        for piece in self._pieces(parts):
+            yield self._chunk(choice, piece)
+
+    def close(self, endings: Sequence[Ending]) -> Iterable[bytes]:
+        """Send what all texts have cost, and the end."""
+        if self._counts:
+            packet = self._packet(self.kinds[1], [])
+            yield event({**packet, "usage": self._usage(endings)})
+        yield b"data: [DONE]\n\n"
+
+    def failed(self, error: ApiError) -> Iterable[bytes]:
+        """End with an error."""
+        yield event(error.body)
+
+    def whole(self, texts: Sequence[WholeText]) -> dict[str, Any]:
+        """Return all texts."""
+        choices = []
+        for index, text in enumerate(texts):
+            piece, reason = self._whole(text.parts), self._reason(text.ending)
+            one = {"index": index, self.fields[0]: piece, "finish_reason": reason}
+            choices.append({**one, "logprobs": self._logprobs(text.tokens)})
+        packet = self._packet(self.kinds[0], choices)
+        return {**packet, "usage": self._usage([text.ending for text in texts])}
+
+    def _whole(self, parts: Sequence[Part]) -> Any:
+        """Return a text of an answer that is no stream."""
+        raise NotImplementedError
+
+    def _pieces(self, parts: Sequence[Part]) -> Iterable[Any]:
+        """Return parts as the chunks have them."""
+        raise NotImplementedError
+
+    def _reason(self, ending: Ending) -> str:
+        """Return why a text has ended."""
+        return str(ending.result.finish_reason)
+
+    def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
+        """Return the probabilities of tokens; None: there are none."""
+        raise NotImplementedError
+
+    def _chunk(self, choice: int, piece: Any, reason: str | None = None) -> bytes:
+        """Return a chunk, with the probabilities that have not been sent yet."""
+        tokens, self._unsent = self._unsent, []
+        one = {"index": choice, self.fields[1]: piece, "finish_reason": reason}
+        choices = [{**one, "logprobs": self._logprobs(tokens)}]
+        return event(self._packet(self.kinds[1], choices))
+
+    def _packet(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        packet = {**self._head, "object": kind, "choices": choices}
+        # Where usage was asked for, all chunks but the last have none.
+        return {**packet, "usage": None} if self._counts and choices else packet
+
+    def _usage(self, endings: Sequence[Ending]) -> dict[str, Any]:
+        predicted = "prediction" in self.request.options
+        return costs.usage(endings, self._draft, predicted=predicted)
