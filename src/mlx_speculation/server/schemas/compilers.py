@@ -10,7 +10,6 @@ import logging
 import signal
 import threading
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from mlx_speculation.samplers.constraints.llguidance import (
@@ -78,11 +77,11 @@ class SchemaCompilers:
                 raise unavailable(CLOSING)
             check()
 
+        text = schema if isinstance(schema, str) else json.dumps(schema)
         _take(self._places, waiting)
         try:
             _take(self._compiling, waiting)
             try:
-                text = schema if isinstance(schema, str) else json.dumps(schema)
                 return self._compiled(text, tokenizer, waiting)
             finally:
                 self._compiling.release()
@@ -102,27 +101,26 @@ class SchemaCompilers:
         self, schema: str, tokenizer: Any, waiting: Callable[[], None]
     ) -> SchemaConstraint:
         template, child = self._fork(tokenizer, waiting)
-        try:
-            answer = _answer(child, schema, self._limits.schema_seconds, waiting)
-            if answer is not None:
-                return self._constraint(template, child, schema, answer)
-        except BaseException:
-            self._status(template, child)
-            raise
-        raise self._refusal(self._status(template, child))
+        limits = self._limits
 
-    def _constraint(
-        self, template: Template, child: ChildProcess, schema: str, answer: bytes
-    ) -> SchemaConstraint:
-        if answer[:1] in (UNUSABLE, NOT_ENFORCED):
-            raise _refused(schema, answer)
-        return SchemaConstraint(
-            child.channel,
-            answer,
-            template.end_token,
-            seconds=self._limits.mask_seconds + OVERDUE_SECONDS,
-            leave=partial(self._leave, template, child),
-        )
+        def leave(needed: bool) -> str:
+            status = template.end(child)
+            self._places.release()
+            return self._refusal(status, masks=True).message if needed else ""
+
+        try:
+            answer = _answer(child, schema, limits.schema_seconds, waiting)
+            if answer is not None:
+                if answer[:1] in (UNUSABLE, NOT_ENFORCED):
+                    raise _refused(schema, answer)
+                seconds, end = limits.mask_seconds + OVERDUE_SECONDS, template.end_token
+                return SchemaConstraint(
+                    child.channel, answer, end, seconds=seconds, leave=leave
+                )
+        except BaseException:
+            template.end(child)
+            raise
+        raise self._refusal(template.end(child))
 
     def _fork(
         self, tokenizer: Any, waiting: Callable[[], None]
@@ -131,7 +129,9 @@ class SchemaCompilers:
         with self._lock:
             waiting()
             if self._template is not None and not self._template.alive:
-                self._lose_template()
+                LOG.error("the process that schemas are compiled from was lost")
+                self._template.close()
+                self._template = None
             try:
                 if self._template is None:
                     vocabulary = portable_vocabulary(tokenizer)
@@ -144,28 +144,9 @@ class SchemaCompilers:
                     self._template = Template(vocabulary, limits, waiting)
                 return self._template, self._template.fork()
             except TemplateLostError as error:
-                self._lose_template()
+                if self._template is not None:
+                    self._template.close()
                 raise unavailable(LOST) from error
-
-    def _lose_template(self) -> None:
-        if self._template is not None:
-            LOG.error("the process that schemas are compiled from was lost")
-            self._template.close()
-            self._template = None
-
-    def _status(self, template: Template, child: ChildProcess) -> int | None:
-        """End a child, and return how it has ended; None: nobody knows."""
-        try:
-            return template.end(child)
-        except TemplateLostError:
-            template.close()
-            return None
-
-    def _leave(self, template: Template, child: ChildProcess, needed: bool) -> str:
-        """End a child; return the error if it was still needed."""
-        status = self._status(template, child)
-        self._places.release()
-        return self._refusal(status, masks=True).message if needed else ""
 
     def _refusal(self, status: int | None, *, masks: bool = False) -> ApiError:
         """Return what a client learns of a child that has ended."""

@@ -96,14 +96,14 @@ class Template:
             channel.close()
             raise
 
-    def end(self, child: ChildProcess) -> int:
-        """End a child, and return its status in the form of `os.waitpid`.
-
-        Raises:
-            TemplateLostError: the template has gone, and all children with it.
-        """
+    def end(self, child: ChildProcess) -> int | None:
+        """End a child, and return its status as `os.waitpid` does; None: unknown."""
         child.channel.close()
-        return self._ask(b"E", child.process)
+        try:
+            return self._ask(b"E", child.process)
+        except TemplateLostError:
+            self.close()
+            return None
 
     def close(self) -> None:
         """End it and all children, whatever they do."""
