@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlx_speculation.server.prompts.traits import Message, Traits
+from mlx_speculation.server.request.transcript import joined, parts_of
 
 TOOLS = """# Tools
 
@@ -108,7 +109,8 @@ def _without_system(messages: Sequence[Message]) -> list[Message]:
         return list(messages)
     text, rest = messages[0]["content"], list(messages[1:])
     if rest and rest[0]["role"] == "user":
-        return [_joined({"role": "user", "content": text}, rest[0]), *rest[1:]]
+        first = joined({"role": "user", "content": text}, rest[0], "\n\n")
+        return [first, *rest[1:]]
     return [{"role": "user", "content": text}, *rest]
 
 
@@ -119,36 +121,13 @@ def _taking_turns(messages: Sequence[Message]) -> list[Message]:
         before = turns[-1] if turns else {"role": "system"}
         role = message["role"]
         if role == before["role"] and role in ("user", "assistant"):
-            turns[-1] = _joined(before, message)
+            turns[-1] = joined(before, message, "\n\n")
         elif role == "assistant" and before["role"] == "system":
             turns += [{"role": "user", "content": ""}, message]
         elif role == "user" and before["role"] == "tool":
             # Behind a result only the model speaks.
-            turns[-1] = {**before, "content": _text_of([before, message])}
+            said = "".join(p.get("text", "") for p in parts_of(message["content"]))
+            turns[-1] = joined(before, {"content": said}, "\n\n")
         else:
             turns.append(message)
     return turns
-
-
-def _joined(first: Message, second: Message) -> Message:
-    if isinstance(first["content"], str) and isinstance(second["content"], str):
-        content: Any = _text_of([first, second])
-    else:
-        content = [*_parts(first["content"]), *_parts(second["content"])]
-    calls = [*first.get("tool_calls", ()), *second.get("tool_calls", ())]
-    more = {"tool_calls": calls} if calls else {}
-    return {**first, **second, "content": content, **more}
-
-
-def _parts(content: Any) -> list[dict[str, Any]]:
-    if isinstance(content, list):
-        return content
-    return [{"type": "text", "text": content}] if content else []
-
-
-def _text_of(messages: Sequence[Message]) -> str:
-    texts = []
-    for message in messages:
-        parts = _parts(message["content"])
-        texts.append("".join(part.get("text", "") for part in parts))
-    return "\n\n".join(text for text in texts if text)

@@ -74,18 +74,12 @@ class ReferenceBlock(RequestModel):
     tool_name: str
 
 
-Leaf = TextBlock | ImageBlock | ReferenceBlock
-Leaves = Annotated[
-    list[Annotated[Leaf, Field(discriminator="type")]], BeforeValidator(_blocks)
-]
-
-
 class DocumentBlock(RequestModel):
     """A document of plain text."""
 
     type: Literal["document"]
     title: Loose = ""
-    content: Leaves
+    content: "Content"
 
     @classmethod
     def check_names(cls, values: Object) -> None:
@@ -104,13 +98,7 @@ class SearchBlock(RequestModel):
     type: Literal["search_result"]
     title: Loose = ""
     source: Loose = ""
-    content: Leaves = Field([])
-
-
-Inner = Leaf | DocumentBlock | SearchBlock
-Result = Annotated[
-    list[Annotated[Inner, Field(discriminator="type")]], BeforeValidator(_blocks)
-]
+    content: "Content" = Field([])
 
 
 class ThinkingBlock(RequestModel):
@@ -134,11 +122,20 @@ class ResultBlock(RequestModel):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Result = Field([])
+    content: "Content" = Field([])
     is_error: bool = False
 
 
-Block = Inner | ThinkingBlock | UseBlock | ResultBlock
+Block = (
+    TextBlock
+    | ImageBlock
+    | ReferenceBlock
+    | DocumentBlock
+    | SearchBlock
+    | ThinkingBlock
+    | UseBlock
+    | ResultBlock
+)
 Content = Annotated[
     list[Annotated[Block, Field(discriminator="type")]], BeforeValidator(_blocks)
 ]

@@ -183,7 +183,7 @@ class Conversation:
         """Return all messages in order, with the images of their parts."""
         images: list[Any] = []
         placed: list[Message] = []
-        for message in _with_reminders(self._sorted(), self._joined):
+        for message in _with_reminders(self._sorted()):
             content = message["content"]
             if isinstance(content, list):
                 images += [part["data"] for part in content if part["type"] == "image"]
@@ -247,39 +247,44 @@ def _without_images(results: Sequence[Message]) -> Iterator[Message]:
         yield {"role": "user", "content": images}
 
 
-def _with_reminders(messages: Iterator[Message], joined: Any) -> list[Message]:
+def _with_reminders(messages: Iterator[Message]) -> list[Message]:
     """Return messages with one system message, and others within user turns."""
     leading: list[str] = []
-    rest: list[Message] = []
-    waiting: list[str] = []  # reminders that the next user turn begins with
+    turns: list[Message] = []
+    reminds = False  # whether the last turn holds reminders alone
     for message in messages:
-        role, content = message["role"], message["content"]
-        if role == "system":
-            if not rest:
-                leading.append(content)
-            elif content and rest[-1]["role"] == "user" and not waiting:
-                rest[-1] = _extended(rest[-1], REMINDER.format(content), after=True)
-            elif content:
-                waiting.append(REMINDER.format(content))
-            continue
-        if waiting and role != "user":
-            rest.append({"role": "user", "content": "\n".join(waiting)})
-        elif waiting:
-            message = _extended(message, "\n".join(waiting), after=False)
-        waiting = []
-        rest.append(message)
-    if waiting:
-        rest.append({"role": "user", "content": "\n".join(waiting)})
-    text = "\n\n".join(text for text in leading if text)
-    return [{"role": "system", "content": text}, *rest] if text else rest
+        reminder = message["role"] == "system"
+        if reminder:
+            text = message["content"]
+            if not turns or not text:
+                leading += [text] if text else []
+                continue
+            message = {"role": "user", "content": REMINDER.format(text)}
+        both_users = turns and turns[-1]["role"] == message["role"] == "user"
+        if both_users and (reminder or reminds):
+            turns[-1] = joined(turns[-1], message)
+            reminds &= reminder
+        else:
+            turns.append(message)
+            reminds = reminder
+    system = {"role": "system", "content": "\n\n".join(leading)}
+    return [system, *turns] if leading else turns
 
 
-def _extended(message: Message, text: str, *, after: bool) -> Message:
-    content = message["content"]
-    if isinstance(content, list):
-        part = {"type": "text", "text": text}
-        extended: Content = [*content, part] if after else [part, *content]
+def joined(first: Message, second: Message, between: str = "\n") -> Message:
+    """Return two messages of one role as one."""
+    contents: list[Any] = [each["content"] for each in (first, second)]
+    if all(isinstance(each, str) for each in contents):
+        content: Content = between.join(text for text in contents if text)
     else:
-        pair = (content, text) if after else (text, content)
-        extended = "\n".join(each for each in pair if each)
-    return {**message, "content": extended}
+        content = [part for each in contents for part in parts_of(each)]
+    calls = [*first.get("tool_calls", ()), *second.get("tool_calls", ())]
+    more = {"tool_calls": calls} if calls else {}
+    return {**first, **second, "content": content, **more}
+
+
+def parts_of(content: Content) -> list[Part]:
+    """Return a content as a list of parts."""
+    if isinstance(content, list):
+        return content
+    return [{"type": "text", "text": content}] if content else []
