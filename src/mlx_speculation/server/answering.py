@@ -58,16 +58,7 @@ class Answering:
         self._settings = replace(settings, reads_images=self._models.reads_images)
 
     async def answer(self, http: Request, make: Callable[[Settings], Face]) -> Response:
-        """Return the answer to a request whose body was read.
-
-        Args:
-            http: the request.
-            make: checks the body, and returns the face of the answer.
-
-        Raises:
-            ApiError: the request is wrong, or there is no answer.
-            ClientLeftError: nobody waits for the answer.
-        """
+        """Return the answer to a request whose body was read, as its face has it."""
         with ExitStack() as stack:
             exchange = _Exchange(http, stack, self._worker.check_alive)
             try:

@@ -62,15 +62,12 @@ class ApiError(Exception):
             }
         }
 
-    @property
-    def messages_body(self) -> dict[str, Any]:
-        """The object that the Messages API has."""
-        kind = _TYPES.get(self.status, INVALID if self.status < 500 else "api_error")
-        return {"type": "error", "error": {"type": kind, "message": self.message}}
-
     def body_for(self, path: str) -> dict[str, Any]:
         """Return the object in the form of the API that a path belongs to."""
-        return self.messages_body if path.startswith(MESSAGES) else self.body
+        if not path.startswith(MESSAGES):
+            return self.body
+        kind = _TYPES.get(self.status, INVALID if self.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
 
     def closing(self, path: str = "") -> tuple[dict[str, str], bytes]:
         """Return headers and body of an answer after which the connection closes."""

@@ -37,12 +37,7 @@ MakeGenerator = Callable[["PrefixCache | None"], SpeculativeGenerator]
 
 
 class Worker:
-    """The engine of a server.
-
-    Attributes:
-        taken: requests that have not ended.
-        loaded: the models, once they are there, or what loading has raised.
-    """
+    """The engine of a server."""
 
     _generators: Generators
 
@@ -64,12 +59,12 @@ class Worker:
         if prefixes is not None:
             metrics.watch(prefixes)
         self._arrived: queue.SimpleQueue[Job] = queue.SimpleQueue()
-        self.taken = 0
+        self.taken = 0  # requests that have not ended
         self._lock = threading.Lock()
         self._closed: str | None = None
         self._left_behind = False  # it hangs, and nobody waits for it
         self.schemas = SchemaCompilers(settings.limits)
-        self.loaded: Future[Generators] = Future()
+        self.loaded: Future[Generators] = Future()  # or what loading has raised
         self._stop = self._failed = False
         self._starter = threading.current_thread()
         atexit.register(self.end, EXIT_SECONDS)

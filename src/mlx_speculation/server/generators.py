@@ -26,15 +26,7 @@ if TYPE_CHECKING:
 
 
 class Generators:
-    """Loaded models, and the rows of each draft and mode.
-
-    Attributes:
-        template: of the chats.
-        tokenizer: of the target.
-        token_ids: how many ids it has.
-        reads_images: whether the target does.
-        longest: maximum number of tokens of a prompt and its text.
-    """
+    """Loaded models, and the rows of each draft and mode."""
 
     def __init__(
         self,
@@ -48,6 +40,7 @@ class Generators:
         self._rows_of = partial(Rows, settings=settings, metrics=metrics, done=done)
         rows = self._rows_of(generator)
         self._rows: dict[tuple[str | None, bool], Rows] = {(None, False): rows}
+        # The maximum number of tokens of a prompt and its text
         self.longest, self._positions = rows.longest, rows.positions
         self._generator: SpeculativeGenerator | ApiError = generator
         self._drafts_nothing = generator.draft is None

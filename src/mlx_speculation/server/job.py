@@ -74,14 +74,9 @@ Event = Started | Read | Piece
 
 
 class Job:
-    """One text, to be answered within so many seconds.
+    """One text, to be answered within so many seconds."""
 
-    Attributes:
-        cancelled: whether nobody waits for the answer.
-        parser: divides the answer, once the prompt is known.
-    """
-
-    parser: "AnswerParser"
+    parser: "AnswerParser"  # divides the answer, once the prompt is known
 
     def __init__(self, request: GenerationRequest, seconds: float) -> None:
         self.request = request
@@ -93,7 +88,7 @@ class Job:
         self.reading: float | None = None  # the first of the prompt was read
         self.prompt_tokens = self._read = 0
         self.alone: str | None = None  # why it does not run together with others
-        self.cancelled = False
+        self.cancelled = False  # whether nobody waits for the answer
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Event | Exception] = asyncio.Queue()
 

@@ -72,8 +72,7 @@ class Listener:
     def close(self, seconds: float) -> None:
         """Take no more connections, and close those that are open.
 
-        Args:
-            seconds: for clients to read what they were answered.
+        Clients have so many seconds to read what they were answered.
         """
         self._server.should_exit = True
         if self._thread.ident is not None:

@@ -86,9 +86,6 @@ def check_framing(scope: Scope) -> None:
     A proxy that goes by another header than this server takes a part of one client's
     body for the next client's request. h11 has refused what is no header, and lengths
     that are no numbers or differ; it goes by the coding where there is a length too.
-
-    Raises:
-        ApiError: the headers do not agree on the body, or are too many.
     """
     names = [name for name, _ in scope["headers"]]
     if b"transfer-encoding" in names and b"content-length" in names:
@@ -108,11 +105,7 @@ def check_framing(scope: Scope) -> None:
 
 
 def check_permission(headers: Headers, path: str, settings: Settings) -> None:
-    """Refuse a client without permission.
-
-    Raises:
-        ApiError: a page of another origin asks, or the key is not shown.
-    """
+    """Refuse a page of another origin, and a client that does not show the key."""
     origin, allowed = headers.get("origin"), settings.allowed_origins
     if origin is not None and "*" not in allowed and origin not in allowed:
         raise ApiError(

@@ -40,11 +40,11 @@ CHATS = ("/v1/chat/completions", "/chat/completions")
 TEXTS, MESSAGES, RESPONSES = "/v1/completions", "/v1/messages", "/v1/responses"
 MODELS = "/v1/models"
 POSTED = (*CHATS, TEXTS, MESSAGES, f"{MESSAGES}/count_tokens", RESPONSES)
-GOTTEN = ("/", MODELS, "/health", "/metrics", "/docs", "/openapi.json")
+OTHERS = ("/health", "/metrics", "/docs", "/openapi.json")
 WELCOME = {
     "server": FINGERPRINT,
     "api": "OpenAI's Chat Completions, Responses and completions; Anthropic's Messages",
-    "paths": [CHATS[0], *POSTED[2:], *GOTTEN[1:]],
+    "paths": [CHATS[0], *POSTED[2:], MODELS, *OTHERS],
 }
 # A body of so many bytes is parsed in a thread: others do not wait for it.
 LARGE_BODY = 1 << 16
@@ -75,13 +75,9 @@ class JsonRoute(APIRoute):
 
 
 class Api:
-    """State of the routes.
+    """State of the routes."""
 
-    Attributes:
-        answering: answers requests; set once the models are loaded.
-    """
-
-    answering: Answering
+    answering: Answering  # set once the models are loaded
 
     def __init__(self, settings: Settings, metrics: Metrics) -> None:
         self._settings, self._metrics = settings, metrics
@@ -229,24 +225,23 @@ def _as_error(http: Request, error: Any) -> ApiError:
         if isinstance(cause, ApiError):  # of the body, which FastAPI reads
             return cause
         if error.status_code in (404, 405):
-            return _no_such_path(http.method, http.url.path)
+            return _no_such_path(http, (error.headers or {}).get("Allow"))
         return ApiError(error.status_code, str(error.detail))
     return as_api_error(error)
 
 
-def _no_such_path(method: str, path: str) -> ApiError:
+def _no_such_path(http: Request, allowed: str | None) -> ApiError:
     """Return the error of a path that is not there, or takes another method."""
-    takes = {**dict.fromkeys(POSTED, "POST"), **dict.fromkeys(GOTTEN, "GET")}
-    other = takes.get(path)
-    if other is not None and other != method:
-        json = " with a JSON object" if other == "POST" else ""
+    method, path = http.method, http.url.path[:200]
+    if allowed is None:
         return ApiError(
-            405,
-            f"{path[:200]!r} takes no {method}. Send a {other}{json}.",
-            code="no_method",
+            404,
+            f"There is no {method} {path!r} here. GET / lists the paths.",
+            code="no_path",
         )
+    json = " with a JSON object" if allowed == "POST" else ""
     return ApiError(
-        404,
-        f"There is no {method} {path[:200]!r} here. GET / lists the paths.",
-        code="no_path",
+        405,
+        f"{path!r} takes no {method}. Send a {allowed}{json}.",
+        code="no_method",
     )

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from mlx_speculation.server.answer_parts import Reasoning, Text, ToolCall
-from mlx_speculation.server.api_errors import ApiError
+from mlx_speculation.server.api_errors import MESSAGES, ApiError
 from mlx_speculation.server.apis import usage as costs
 from mlx_speculation.server.apis.base import Block, BlockFace, Ending, event
 from mlx_speculation.server.config import Settings
@@ -102,11 +102,9 @@ class MessagesFace(BlockFace):
 
     def open(self, prompt_tokens: int) -> Iterable[bytes]:
         """Begin a message; what of the prompt is cached is known in the end."""
-        counts = {"input_tokens": prompt_tokens, "output_tokens": 0}
-        usage = {**counts, "cache_read_input_tokens": 0}
-        usage["cache_creation_input_tokens"] = 0
-        ending = {"stop_reason": None, "stop_sequence": None, "usage": usage}
-        message = {**self._message, "content": [], **ending}
+        ending = {"stop_reason": None, "stop_sequence": None}
+        usage = {"usage": _usage(prompt_tokens)}
+        message = {**self._message, "content": [], **ending, **usage}
         yield _event("message_start", message=message)
         yield _event("ping")
 
@@ -119,7 +117,9 @@ class MessagesFace(BlockFace):
     def end_text(self, choice: int, ending: Ending) -> Iterable[bytes]:
         """End the message."""
         yield from self._closed()
-        stopped, usage = _stopped(ending), self._usage(ending)
+        stopped = _stopped(ending)
+        usage = _usage(ending.prompt_tokens, ending.cached_tokens, ending.tokens)
+        usage["speculative"] = costs.speculative([ending], self._draft)
         ended = {**stopped, "usage": usage}
         self._answer = {**self._message, "content": self._blocks, **ended}
         yield _event("message_delta", delta=stopped, usage=usage)
@@ -127,17 +127,7 @@ class MessagesFace(BlockFace):
 
     def failed(self, error: ApiError) -> Iterable[bytes]:
         """End with an error."""
-        yield event(error.messages_body, "error")
-
-    def _usage(self, ending: Ending) -> dict[str, Any]:
-        cached = ending.cached_tokens
-        return {
-            "input_tokens": ending.prompt_tokens - cached,
-            "cache_read_input_tokens": cached,
-            "cache_creation_input_tokens": 0,
-            "output_tokens": ending.tokens,
-            "speculative": costs.speculative([ending], self._draft),
-        }
+        yield event(error.body_for(MESSAGES), "error")
 
     def _call(self, call: ToolCall) -> Iterator[bytes]:
         block = {"type": "tool_use", "id": call.id, "name": call.name}
@@ -183,6 +173,15 @@ class MessagesFace(BlockFace):
 
 def _event(name: str, /, **fields: Any) -> bytes:
     return event({"type": name, **fields}, name)
+
+
+def _usage(prompt: int, cached: int = 0, output: int = 0) -> dict[str, Any]:
+    return {
+        "input_tokens": prompt - cached,
+        "cache_read_input_tokens": cached,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": output,
+    }
 
 
 def _stopped(ending: Ending) -> dict[str, Any]:

@@ -30,12 +30,7 @@ class Rendered:
 
 
 class ChatTemplate:
-    """The chat template of one tokenizer, from any thread.
-
-    Attributes:
-        tool_parser: reads calls in answers.
-        call_marks: the beginning and the end of a call.
-    """
+    """The chat template of one tokenizer, from any thread."""
 
     def __init__(self, tokenizer: TokenizerWrapper, args: dict[str, Any]) -> None:
         self._tokenizer, self._args = tokenizer, args
@@ -43,7 +38,7 @@ class ChatTemplate:
         self._has_template = bool(tokenizer.has_chat_template)
         # Where a template has no tools, they are described to the model.
         calls = tokenizer if tokenizer.has_tool_calling else _Described(tokenizer)
-        self.tool_parser = calls.tool_parser
+        self.tool_parser = calls.tool_parser  # reads calls in answers
         self.call_marks = calls.tool_call_start, calls.tool_call_end
         self._plain, self._with_calls = _marks(tokenizer), _marks(calls)
 

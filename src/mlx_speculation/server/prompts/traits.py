@@ -40,12 +40,7 @@ class Traits:
 
 
 def probed(render: Render, *, has_tool_calls: bool) -> Traits:
-    """Return the traits of a template.
-
-    Args:
-        render: of the template.
-        has_tool_calls: whether calls in its model's answers can be read.
-    """
+    """Return the traits of a template, and of calls that can be read in answers."""
 
     def shown(messages: list[Message], tools: Any = None) -> str:
         try:

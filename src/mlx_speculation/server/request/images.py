@@ -25,12 +25,7 @@ def image_part(
     settings: Settings,
     count: int,  # of the images before it
 ) -> dict[str, Any]:
-    """Return an image as a part of a content; its bytes are not decoded yet.
-
-    Raises:
-        ApiError: the target reads text only, or the URL names no image, or one that
-            this server does not open.
-    """
+    """Return an image as a part of a content; its bytes are not decoded yet."""
     if not settings.reads_images:
         raise invalid(
             f"{where} is an image, and the model served here reads text only. Leave "
@@ -62,11 +57,7 @@ def _bytes_of(url: str, where: str, settings: Settings) -> bytes:
 
 
 def opened(images: Sequence[bytes], settings: Settings) -> tuple[Any, ...]:
-    """Return pictures of the bytes of images.
-
-    Raises:
-        ApiError: names the first that is none.
-    """
+    """Return pictures of the bytes of images."""
     result = []
     for number, data in enumerate(images, 1):
         try:

@@ -85,17 +85,12 @@ def flat(name: str, namespace: str | None) -> str:
 
 
 class Toolbox:
-    """The tools of a body.
-
-    Attributes:
-        deferred: tools that are not shown in the head.
-        kinds: all others by their flat names.
-    """
+    """The tools of a body."""
 
     def __init__(self, given: Sequence[ToolBody]) -> None:
         self._shown: list[Tool] = []
-        self.deferred: list[Tool] = []
-        self.kinds: dict[str, Kind] = {}
+        self.deferred: list[Tool] = []  # not shown in the head
+        self.kinds: dict[str, Kind] = {}  # by the flat names
         self._passed_over: list[str] = []
         for i, tool in enumerate(given):
             if tool.type == "namespace":
@@ -159,9 +154,8 @@ class Toolbox:
             raise invalid(f"{where} is no function with a name.", where)
         custom = tool.type == "custom" and tool.parameters is None
         name = flat(tool.name, namespace)
-        parameters = INPUT if custom else tool.parameters
-        fields = {"name": name, "description": tool.description}
-        fields |= {"parameters": parameters}  # type: ignore[dict-item]
+        fields: Object = {"name": name, "description": tool.description}
+        fields["parameters"] = INPUT if custom else tool.parameters
         function = {key: value for key, value in fields.items() if value is not None}
         made = {"type": "function", "function": function}
         self.kinds[name] = Kind(tool.name, namespace, custom)

@@ -101,11 +101,8 @@ class Conversation:
                     "no tool_use before it has that id.",
                     f"{where}[{i}]",
                 )
-            place = f"{where}[{i}].content"
-            parts = self._parts(block.content, place, result=True)
-            if block.is_error and not any(part.get("text") for part in parts):
-                parts = [*parts, {"type": "text", "text": "Error"}]
-            self._add("tool", parts, tool_call_id=block.tool_use_id)
+            place, failed = f"{where}[{i}].content", block.is_error
+            self.result(block.tool_use_id, block.content, place, failed=failed)
         said = self._parts(rest, where)
         if None not in rest or any(part != EMPTY for part in said):
             self._add("user", said, name=name)
@@ -134,10 +131,18 @@ class Conversation:
             self._add("assistant", text, **more)
 
     def result(
-        self, call: str, blocks: Sequence[Block], where: str, name: str = ""
+        self,
+        call: str,
+        blocks: Sequence[Block],
+        where: str,
+        name: str = "",
+        *,
+        failed: bool = False,
     ) -> None:
         """Add the result of a tool."""
         parts = self._parts(blocks, where, result=True)
+        if failed and not any(part.get("text") for part in parts):
+            parts.append({"type": "text", "text": "Error"})
         self._add("tool", parts, tool_call_id=call, name=name)
 
     def _parts(

@@ -3,14 +3,15 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ PROGRAM = Path(__file__).with_name("template_process.py")
 POLL_SECONDS = 0.05
 # To read a tokenizer, and to fork or to end a child.
 START_SECONDS, ANSWER_SECONDS = 60.0, 5.0
-ANSWER_BYTES = 4
+FORK = b"fork"  # as in template_process, which cannot be imported
 
 
 class TemplateLostError(Exception):
@@ -57,7 +58,7 @@ class Template:
     ) -> None:
         self._lock = threading.Lock()
         self.end_token = vocabulary.end  # that of a text, the largest id
-        self._control, other = socket.socketpair()
+        self._control, other = Pipe()
         with other:
             # Nothing of this process but its Python is needed there, such as a BLAS.
             environment = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
@@ -87,11 +88,10 @@ class Template:
         Raises:
             TemplateLostError: the template has gone.
         """
-        ours, theirs = socket.socketpair()
-        channel = Connection(ours.detach())
+        channel, theirs = Pipe()
         try:
             with theirs:
-                return ChildProcess(channel, self._ask(b"F", 0, theirs.fileno()))
+                return ChildProcess(channel, self._ask(FORK, theirs.fileno()))
         except TemplateLostError:
             channel.close()
             raise
@@ -100,7 +100,7 @@ class Template:
         """End a child, and return its status as `os.waitpid` does; None: unknown."""
         child.channel.close()
         try:
-            return self._ask(b"E", child.process)
+            return self._ask(b"%d" % child.process)
         except TemplateLostError:
             self.close()
             return None
@@ -116,21 +116,18 @@ class Template:
         with self._lock:
             self._control.close()
 
-    def _ask(self, kind: bytes, process: int, *descriptors: int) -> int:
+    def _ask(self, command: bytes, descriptor: int | None = None) -> int:
         """Send a command, and return the number that answers it."""
-        command = kind + process.to_bytes(4, "little")
-        try:
-            with self._lock:
-                if descriptors:
-                    socket.send_fds(self._control, [command], descriptors)
-                else:
-                    self._control.sendall(command)
-                answer = self._control.recv(ANSWER_BYTES, socket.MSG_WAITALL)
-        except OSError as error:
-            raise TemplateLostError("the template does not answer") from error
-        if len(answer) < ANSWER_BYTES:
-            raise TemplateLostError("the template has ended")
-        return int.from_bytes(answer, "little", signed=True)
+        with self._lock:
+            try:
+                self._control.send_bytes(command)
+                if descriptor is not None:
+                    send_handle(self._control, descriptor, self._process.pid)
+                if self._control.poll(ANSWER_SECONDS):
+                    return int(self._control.recv_bytes())
+            except (OSError, EOFError) as error:
+                raise TemplateLostError("the template has ended") from error
+        raise TemplateLostError("the template does not answer")
 
     def _introduce(
         self,
@@ -140,17 +137,15 @@ class Template:
     ) -> None:
         settings = {"end": vocabulary.end, "limits": limits}
         try:
-            with Connection(os.dup(self._control.fileno())) as first:
-                first.send_bytes(json.dumps(settings).encode())
-                first.send_bytes(vocabulary.text.encode())
-                answer = received(first, START_SECONDS, check)
+            self._control.send_bytes(json.dumps(settings).encode())
+            self._control.send_bytes(vocabulary.text.encode())
+            answer = received(self._control, START_SECONDS, check)
         except (OSError, EOFError) as error:
             raise TemplateLostError("the template has not started") from error
         if answer is None:
             raise TemplateLostError("the template does not start")
         if answer != b"ready":
             raise unreadable_tokenizer(answer.decode())
-        self._control.settimeout(ANSWER_SECONDS)
 
 
 def received(

@@ -2,12 +2,12 @@
 
     python -P template_process.py DESCRIPTOR
 
-The descriptor is a socket to the server. First comes one message, JSON and then the
-tokenizer; "ready" or what is wrong goes back. After that each command has 5 bytes:
+The descriptor is a connection to the server. First come JSON and the tokenizer;
+"ready" or what is wrong goes back. After that each message is a command:
 
-    b"F" 0     fork a child; a socket to it comes along with the command, its process id
-               goes back, whatever becomes of the child
-    b"E" pid   end a child; the status that waitpid gives goes back
+    fork    fork a child; a socket to it follows, and its process id goes back, whatever
+            becomes of the child
+    pid     end that child; the status that waitpid gives goes back
 
 A child takes the schema and answers with the first mask, then a step for each token.
 Its limits are kept by the kernel where that can be: SIGALRM ends a child that works for
@@ -18,18 +18,19 @@ import json
 import os
 import resource
 import signal
-import socket
 import struct
 import sys
 import threading
 import time
+from contextlib import suppress
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
 from pathlib import Path
 from typing import Any
 
 import llguidance
 
-COMMAND, ANSWER, STEP = struct.Struct("<cI"), struct.Struct("<i"), struct.Struct("<III")
+FORK, STEP = b"fork", struct.Struct("<III")
 OUT_OF_MEMORY = 3  # the exit status
 WATCH_SECONDS = 0.05
 NICE = 10
@@ -40,16 +41,13 @@ COMPACT: Any = {"whitespace_flexible": False}
 
 
 class Child:
-    """One schema, from its compilation to the last mask.
-
-    Args:
-        channel: to the server.
-        tokens: the tokenizer, as llguidance has read it.
-        limits: "seconds", "mask_seconds", "step_seconds" and "bytes".
-    """
+    """One schema, from its compilation to the last mask."""
 
     def __init__(
-        self, channel: Connection, tokens: Any, limits: dict[str, Any]
+        self,
+        channel: Connection,  # to the server
+        tokens: Any,  # the tokenizer, as llguidance has read it
+        limits: dict[str, Any],  # seconds, mask_seconds, step_seconds, bytes
     ) -> None:
         self._channel, self._tokens, self._limits = channel, tokens, limits
         self._spare = limits["mask_seconds"]
@@ -158,41 +156,36 @@ def _ended(process: int, children: set[int]) -> int:
     return os.waitpid(process, 0)[1]
 
 
-def _serve(control: socket.socket, tokens: Any, limits: dict[str, Any]) -> None:
+def _serve(control: Connection, tokens: Any, limits: dict[str, Any]) -> None:
     children: set[int] = set()
     while True:
-        message, descriptors, _, _ = socket.recv_fds(
-            control, COMMAND.size, 1, socket.MSG_WAITALL
-        )
-        if len(message) < COMMAND.size:
-            return
-        command, process = COMMAND.unpack(message)
-        if command == b"E":
-            control.sendall(ANSWER.pack(_ended(process, children)))
+        command = control.recv_bytes()
+        if command != FORK:
+            control.send_bytes(b"%d" % _ended(int(command), children))
             continue
+        descriptor = recv_handle(control)
         if (child := os.fork()) == 0:
             control.close()
-            _child(descriptors[0], tokens, limits)
+            _child(descriptor, tokens, limits)
         children.add(child)
-        os.close(descriptors[0])
-        control.sendall(ANSWER.pack(child))
+        os.close(descriptor)
+        control.send_bytes(b"%d" % child)
 
 
 def main() -> None:
     """Read the tokenizer, then fork until the server has gone."""
     os.nice(NICE)
-    control = socket.socket(fileno=int(sys.argv[1]))
-    first = Connection(os.dup(control.fileno()))
-    settings, tokenizer = json.loads(first.recv_bytes()), first.recv_bytes().decode()
+    control = Connection(int(sys.argv[1]))
+    settings, tokenizer = json.loads(control.recv_bytes()), control.recv_bytes()
     try:
-        tokens = llguidance.LLTokenizer(tokenizer, eos_token=settings["end"])
+        tokens = llguidance.LLTokenizer(tokenizer.decode(), eos_token=settings["end"])
     except ValueError as error:
-        first.send_bytes(str(error).encode())
+        control.send_bytes(str(error).encode())
         return
-    first.send_bytes(b"ready")
-    first.close()
+    control.send_bytes(b"ready")
     del tokenizer
-    _serve(control, tokens, settings["limits"])
+    with suppress(EOFError, ConnectionError):
+        _serve(control, tokens, settings["limits"])
     os.killpg(0, signal.SIGKILL)  # children at work too, and this process
 
 
