@@ -142,10 +142,8 @@ def joined(parts: Iterable[Part]) -> list[Part]:
     whole: list[Part] = []
     for part in parts:
         last = whole[-1] if whole else None
-        if isinstance(part, Text) and isinstance(last, Text):
-            whole[-1] = Text(last.text + part.text)
-        elif isinstance(part, Reasoning) and isinstance(last, Reasoning):
-            whole[-1] = Reasoning(last.text + part.text)
+        if isinstance(part, Text | Reasoning) and isinstance(last, type(part)):
+            whole[-1] = type(part)(last.text + part.text)
         else:
             whole.append(part)
     return whole
@@ -176,11 +174,7 @@ def read_calls(
 
 
 def _call(parsed: Any) -> ToolCall:
-    """Return a call in one form.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Return a call in one form; raises `ValueError` where it is none."""
     name = parsed.get("name") if isinstance(parsed, dict) else None
     if not isinstance(name, str) or not name:
         raise ValueError("it has no name")

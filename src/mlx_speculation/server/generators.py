@@ -120,11 +120,7 @@ class Generators:
         gc.collect()
 
     def _serving(self, draft: str | None, exact: bool) -> Rows:
-        """Return the rows of a draft, in exact mode or not.
-
-        Those that are not of the server's own draft and mode are made when they are
-        first asked for.
-        """
+        """Return the rows of a draft, in exact mode or not, made at the first use."""
         generator = self._rows[None, False].generator
         if generator.exact is not None:
             exact = False  # all of them are

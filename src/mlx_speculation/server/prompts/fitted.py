@@ -80,21 +80,15 @@ def _formed(message: Message, traits: Traits) -> Message:
     formed = dict(message)
     if traits.short_ids and "tool_call_id" in message:
         formed["tool_call_id"] = _short(message["tool_call_id"])
-    if message.get("tool_calls"):
-        formed["tool_calls"] = [_call(each, traits) for each in message["tool_calls"]]
+    if calls := [{**call} for call in message.get("tool_calls", ())]:
+        formed["tool_calls"] = calls
+    for call in calls:
+        if traits.short_ids:
+            call["id"] = _short(call["id"])
+        if traits.text_arguments:
+            text = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+            call["function"] = {**call["function"], "arguments": text}
     return formed
-
-
-def _call(call: dict[str, Any], traits: Traits) -> dict[str, Any]:
-    function = call["function"]
-    if traits.text_arguments:
-        text = json.dumps(function["arguments"], ensure_ascii=False)
-        function = {**function, "arguments": text}
-    return {
-        **call,
-        "id": _short(call["id"]) if traits.short_ids else call["id"],
-        "function": function,
-    }
 
 
 def _short(name: str) -> str:

@@ -133,11 +133,7 @@ def refused(error: Exception) -> ApiError:
 
 
 def _marks(tokenizer: Any) -> Marks:
-    return Marks(make_text_state_machine(tokenizer), _marks_of(tokenizer))
-
-
-def _marks_of(tokenizer: Any) -> tuple[str, ...]:
-    """Return all marks that `make_text_state_machine` lets the machine look for."""
+    """Return mlx-lm's machine, and all marks that it looks for."""
     edges = [
         mark for edges in tokenizer.response_transitions.values() for mark, _ in edges
     ]
@@ -146,4 +142,5 @@ def _marks_of(tokenizer: Any) -> tuple[str, ...]:
         *(tokenizer.tool_call_start, tokenizer.tool_call_end),
     )
     marks = (*ends, *(tokenizer.structural_markers or ()), *edges)
-    return tuple(mark for mark in marks if mark)
+    machine = make_text_state_machine(tokenizer)
+    return Marks(machine, tuple(mark for mark in marks if mark))

@@ -9,7 +9,7 @@ Flat and nested forms are read alike: {"type": "function", "name": ...} and
 {"type": "function", "function": {"name": ...}}.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,37 +108,38 @@ class Toolbox:
         if not isinstance(choice, Choice):
             choice = Choice.model_validate({"type": choice or "auto"})
         mode, shown = choice.type, self._shown
-        functions = [tool["function"] for tool in (*shown, *self.deferred)]
+        functions = {
+            tool["function"]["name"]: tool["function"]
+            for tool in (*shown, *self.deferred)
+        }
         if mode == "allowed_tools":
-            names = [self._named(each, functions) for each in choice.tools]
+            names = {self._named(each, functions) for each in choice.tools}
             shown = [tool for tool in shown if tool["function"]["name"] in names]
-            functions = [each for each in functions if each["name"] in names]
+            functions = {name: functions[name] for name in functions if name in names}
             mode = choice.mode
-        if mode == "auto":
-            return Tools(tuple(shown))
-        if mode == "none":
-            return Tools()
+        if mode in ("auto", "none"):
+            return Tools(tuple(shown) if mode == "auto" else ())
         if mode not in ("required", "any"):
             name = self._named(choice, functions, forced=True)
-            functions = [each for each in functions if each["name"] == name]
+            functions = {name: functions[name]}
         if not functions:
             raise self._unknown(mode, functions)
-        return Tools(tuple(shown), tuple(functions))
+        return Tools(tuple(shown), tuple(functions.values()))
 
     def _named(
-        self, choice: Choice, functions: Sequence[Object], *, forced: bool = False
+        self, choice: Choice, functions: Collection[str], *, forced: bool = False
     ) -> str:
         """Return the flat name of a tool that is there; empty: it is passed over."""
         name = flat(choice.name, choice.namespace)
         runs = choice.type in ("function", "custom", "tool")
-        if runs and any(each["name"] == name for each in functions):
+        if runs and name in functions:
             return name
         if runs or forced:
             raise self._unknown(name or choice.type, functions)
         return ""
 
-    def _unknown(self, name: str, functions: Sequence[Object]) -> ApiError:
-        names = ", ".join(repr(each["name"]) for each in functions) or "none"
+    def _unknown(self, name: str, functions: Collection[str]) -> ApiError:
+        names = ", ".join(map(repr, functions)) or "none"
         more = f" ({', '.join(map(repr, self._passed_over))}: not run here)"
         return invalid(
             f"tool_choice is {name[:200]!r}, and the tools are: {names}"

@@ -62,16 +62,13 @@ Arguments = Annotated[dict[str, Any], BeforeValidator(_arguments)]
 
 
 class Conversation:
-    """Takes messages one by one; contents are the blocks of any API.
-
-    Args:
-        settings: of the server: which images it opens.
-        between: the text between two texts of one content.
-        deferred: tools that a block may refer to.
-    """
+    """Takes messages one by one; contents are the blocks of any API."""
 
     def __init__(
-        self, settings: Settings, between: str = "", deferred: Sequence[Tool] = ()
+        self,
+        settings: Settings,
+        between: str = "",  # two texts of one content
+        deferred: Sequence[Tool] = (),  # tools that a block may refer to
     ) -> None:
         self._settings, self._between, self._images = settings, between, 0
         self._deferred = {tool["function"]["name"]: tool for tool in deferred}
