@@ -82,11 +82,10 @@ class Api:
     def __init__(self, settings: Settings, metrics: Metrics) -> None:
         self._settings, self._metrics = settings, metrics
         self._created = int(time.time())
-        self.worker: Worker | None = None
 
     def begin(self, worker: Worker) -> None:
         """Answer with an engine whose models are loaded."""
-        self.worker = worker
+        self._worker = worker
         self.answering = Answering(worker, self._settings, self._metrics)
 
     def app(self) -> ASGIApp:
@@ -158,7 +157,7 @@ class Api:
         @app.get("/health")
         async def health() -> Response:
             """Return the health of the engine."""
-            ready = self.worker is not None and self.worker.ready
+            ready = self._worker.ready
             status = "ok" if ready else "unavailable"
             return JSONResponse({"status": status}, 200 if ready else 503)
 

@@ -30,9 +30,11 @@ class Server:
         MissingLibraryError: prometheus-client is not installed.
     """
 
+    worker: Worker  # the engine, once it was started
+
     def __init__(
         self,
-        settings: Settings,  # see `Settings`
+        settings: Settings,
         # Loads the models; called in the thread that will run them, with `prefixes`
         make_generator: MakeGenerator,
         *,
@@ -52,13 +54,6 @@ class Server:
             port=port,
         )
         self._make = partial(Worker, settings, self.metrics, make_generator, prefixes)
-        self._worker: Worker | None = None
-
-    @property
-    def worker(self) -> Worker:
-        """The engine, once it was started."""
-        assert self._worker is not None
-        return self._worker
 
     @property
     def connections(self) -> int:
@@ -76,7 +71,7 @@ class Server:
         Raises:
             Exception: whatever the loading has raised.
         """
-        self._worker = self._make()
+        self.worker = self._make()
         try:
             self.worker.loaded.result()
         except BaseException:

@@ -16,7 +16,6 @@ from mlx_speculation.server.apis.base import Ending
 from mlx_speculation.server.apis.openai import (
     OpenAIBody,
     OpenAIFace,
-    alternatives,
     openai_request,
 )
 from mlx_speculation.server.config import Settings
@@ -139,7 +138,6 @@ def chat_request(body: ChatBody, settings: Settings) -> GenerationRequest:
     return openai_request(
         body,
         settings,
-        logprobs=alternatives(body.logprobs, body.top_logprobs),
         prediction=None if body.prediction is None else body.prediction.text,
         default_length=settings.defaults.max_tokens,
         chat=conversation.chat(tools, {**args, **body.chat_template_kwargs}),

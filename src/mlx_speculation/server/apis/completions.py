@@ -1,18 +1,14 @@
 """Legacy completions: a text, or a list of token ids, is continued."""
 
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any
-
-from pydantic import Field, StrictBool
+from typing import Any
 
 from mlx_speculation.server.answer_parts import Part, Text
 from mlx_speculation.server.apis import usage as costs
 from mlx_speculation.server.apis.base import Ending
 from mlx_speculation.server.apis.openai import (
-    Alternatives,
     OpenAIBody,
     OpenAIFace,
-    alternatives,
     openai_request,
 )
 from mlx_speculation.server.config import Settings
@@ -28,7 +24,6 @@ class CompletionBody(OpenAIBody):
     """A request to continue texts."""
 
     prompt: str | list[int] | list[str] | list[list[int]]
-    logprobs: StrictBool | Annotated[Alternatives, Field(ge=0)] | None = None
 
 
 def completion_request(body: CompletionBody, settings: Settings) -> GenerationRequest:
@@ -36,16 +31,8 @@ def completion_request(body: CompletionBody, settings: Settings) -> GenerationRe
     prompts: Any = body.prompt
     if not isinstance(prompts, list) or not prompts or isinstance(prompts[0], int):
         prompts = [prompts]
-    logprobs = body.logprobs
-    if logprobs is None or isinstance(logprobs, bool):
-        logprobs = alternatives(bool(logprobs), body.top_logprobs)
-    return openai_request(
-        body,
-        settings,
-        logprobs=logprobs,
-        prompts=prompts,
-        default_length=settings.defaults.max_tokens or LENGTH,
-    )
+    length = settings.defaults.max_tokens or LENGTH
+    return openai_request(body, settings, prompts=prompts, default_length=length)
 
 
 class CompletionFace(OpenAIFace):

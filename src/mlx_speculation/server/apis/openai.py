@@ -5,7 +5,7 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, StrictBool
 
 from mlx_speculation import __version__
 from mlx_speculation.server.answer_parts import Part
@@ -85,6 +85,7 @@ class OpenAIBody(StrictModel, SamplingOptions):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     parallel_tool_calls: bool = True
+    logprobs: StrictBool | Annotated[Alternatives, Field(ge=0)] | None = None
     top_logprobs: Alternatives | None = None
 
 
@@ -92,7 +93,6 @@ def openai_request(
     body: OpenAIBody,
     settings: Settings,
     *,
-    logprobs: int | None,
     prediction: str | None = None,
     prompts: Sequence[str | list[int]] = (),
     **more: Any,  # see `generation`
@@ -110,7 +110,7 @@ def openai_request(
     return generation(
         body,
         settings,
-        {"logprobs": logprobs, "prediction": prediction},
+        {"logprobs": _alternatives(body), "prediction": prediction},
         form=body.response_format,
         parallel=body.parallel_tool_calls,
         prompts=tuple(prompts),
@@ -119,12 +119,14 @@ def openai_request(
     )
 
 
-def alternatives(wanted: bool, top: int | None) -> int | None:
+def _alternatives(body: OpenAIBody) -> int | None:
     """Return the number of alternatives that are wanted; None: nothing."""
-    # -1 is mlx-lm's way of saying none.
-    if top is not None and top > 0 and not wanted:
+    wanted, top = body.logprobs, max(body.top_logprobs or 0, 0)
+    if wanted is not None and not isinstance(wanted, bool):
+        return wanted
+    if top and not wanted:
         raise invalid("top_logprobs is given without logprobs: true.", "top_logprobs")
-    return max(top or 0, 0) if wanted else None
+    return top if wanted else None
 
 
 class OpenAIFace(Face):

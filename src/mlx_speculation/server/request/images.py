@@ -20,7 +20,7 @@ from mlx_speculation.server.request.fetch_image import FetchLimits, fetch_image
 
 
 def image_part(
-    url: Any,
+    url: str,
     where: str,
     settings: Settings,
     count: int,  # of the images before it
@@ -38,8 +38,6 @@ def image_part(
             "the server with a larger --max-images.",
             "messages",
         )
-    if not isinstance(url, str):
-        raise invalid(f"{where} has no image_url with a url.", where)
     return {"type": "image", "data": _bytes_of(url, where, settings)}
 
 

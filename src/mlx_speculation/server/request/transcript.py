@@ -12,6 +12,7 @@ Chat templates differ in more than this: see `prompts`.
 import json
 import re
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator
@@ -214,17 +215,15 @@ class Conversation:
 
     def _sorted(self) -> Iterator[Message]:
         """Yield the messages with each run of results in the order of its calls."""
-        run: list[Message] = []
         order: dict[str, int] = {}
-        for message in [*self._messages, None]:
-            if message is not None and message["role"] == "tool":
-                run.append(message)
+        for of_tools, run in groupby(self._messages, lambda m: m["role"] == "tool"):
+            if of_tools:
+                last = len(order)
+                placed = sorted(run, key=lambda m: order.get(m["tool_call_id"], last))
+                yield from _without_images(placed)
                 continue
-            run.sort(key=lambda each: order.get(each["tool_call_id"], len(order)))
-            yield from _without_images(run)
-            run = []
-            if message is not None:
-                calls = message.get("tool_calls") or ()
+            for message in run:
+                calls = message.get("tool_calls", ())
                 order = {call["id"]: place for place, call in enumerate(calls)}
                 yield message
 
