@@ -566,6 +566,7 @@ def test_several_texts_are_counted_together(client: openai.OpenAI) -> None:
         assert each.prompt_tokens == len(PROMPT) + len(OTHER)
         assert each.completion_tokens == 48
         assert each.total_tokens == each.prompt_tokens + 48
+        assert each.prompt_tokens_details.cached_tokens <= each.prompt_tokens
         own = each.model_extra["speculative"]
         assert 0 < own["rounds"] <= 48
         assert own["acceptance_rate"] == own["accepted"] / own["drafted"]

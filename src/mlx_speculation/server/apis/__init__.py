@@ -6,7 +6,6 @@
     completions   legacy completions
     messages      the Messages API: bodies, blocks, pings
     responses     the Responses API: items in and out, sequence numbers
-    usage         costs and log-probabilities
 
 A wrong body raises an `ApiError` that names its field. Sockets, threads and models are
 not known here.

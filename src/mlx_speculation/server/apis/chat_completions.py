@@ -11,7 +11,6 @@ from pydantic import AliasChoices, Field
 
 from mlx_speculation.server.answer_parts import Part, Reasoning, Text, ToolCall
 from mlx_speculation.server.api_errors import invalid
-from mlx_speculation.server.apis import usage as costs
 from mlx_speculation.server.apis.base import Ending
 from mlx_speculation.server.apis.openai import (
     OpenAIBody,
@@ -19,7 +18,7 @@ from mlx_speculation.server.apis.openai import (
     openai_request,
 )
 from mlx_speculation.server.config import Settings
-from mlx_speculation.server.job import Token
+from mlx_speculation.server.job import Alternative, Token
 from mlx_speculation.server.request import Conversation, GenerationRequest
 from mlx_speculation.server.request.content import (
     Block,
@@ -33,6 +32,7 @@ from mlx_speculation.server.request.options import Natural, Switch, thinking
 from mlx_speculation.server.request.tools import Choice, ToolBody, Toolbox
 from mlx_speculation.server.request.transcript import Arguments
 
+BROKEN = "\N{REPLACEMENT CHARACTER}"
 # Keywords of a chat template that are not the template's: a client's own template could
 # run for ever.
 RESERVED = frozenset(
@@ -189,7 +189,13 @@ class ChatFace(OpenAIFace):
         return super()._reason(ending)
 
     def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
-        return costs.chat_logprobs(tokens) if tokens else None
+        if not tokens:
+            return None
+        content = [
+            {**_entry(token.alternative), "top_logprobs": [*map(_entry, token.top)]}
+            for token in tokens
+        ]
+        return {"content": content, "refusal": None}
 
     def _pieces(self, parts: Sequence[Part]) -> Iterator[dict[str, Any]]:
         for part in parts:
@@ -219,3 +225,17 @@ class ChatFace(OpenAIFace):
 def _call(call: ToolCall) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
+
+
+def _entry(one: Alternative) -> dict[str, Any]:
+    """Return one token, with its id as mlx-lm's server has it.
+
+    Bytes of half a character are not known from its text.
+    """
+    known = BROKEN not in one.text
+    return {
+        "id": one.id,
+        "token": one.text,
+        "logprob": one.value,
+        "bytes": list(one.text.encode("utf-8")) if known else None,
+    }

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mlx_speculation.server.answer_parts import Part, Text
-from mlx_speculation.server.apis import usage as costs
 from mlx_speculation.server.apis.base import Ending
 from mlx_speculation.server.apis.openai import (
     OpenAIBody,
@@ -12,7 +11,7 @@ from mlx_speculation.server.apis.openai import (
     openai_request,
 )
 from mlx_speculation.server.config import Settings
-from mlx_speculation.server.job import Token
+from mlx_speculation.server.job import Alternative, Token
 from mlx_speculation.server.request import GenerationRequest
 
 # Where neither the request nor --max-tokens says how long a text may be: it has no end
@@ -50,10 +49,26 @@ class CompletionFace(OpenAIFace):
         yield self._chunk(choice, "", self._reason(ending))
 
     def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
-        return costs.text_logprobs(tokens) if tokens else None
+        if not tokens:
+            return None
+        return {
+            "tokens": [each.alternative.text for each in tokens],
+            "token_ids": [each.alternative.id for each in tokens],
+            "token_logprobs": [each.alternative.value for each in tokens],
+            "top_logprobs": [_by_text(each.top) for each in tokens],
+            "text_offset": [each.start for each in tokens],
+        }
 
     def _pieces(self, parts: Sequence[Part]) -> Iterable[str]:
         return [self._whole(parts)] if parts else ()
 
     def _whole(self, parts: Sequence[Part]) -> str:
         return "".join(part.text for part in parts if isinstance(part, Text))
+
+
+def _by_text(top: Sequence[Alternative]) -> dict[str, float]:
+    """Return the most probable token of each text, the most probable first."""
+    values: dict[str, float] = {}
+    for one in top:
+        values.setdefault(one.text, one.value)
+    return values

@@ -17,7 +17,6 @@ from pydantic import Field
 
 from mlx_speculation.server.answer_parts import Reasoning, Text, ToolCall
 from mlx_speculation.server.api_errors import MESSAGES, ApiError
-from mlx_speculation.server.apis import usage as costs
 from mlx_speculation.server.apis.base import Block, BlockFace, Ending, event
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.request import Conversation, GenerationRequest
@@ -79,7 +78,6 @@ def messages_request(body: CountBody, settings: Settings) -> GenerationRequest:
     return generation(
         body,
         settings,
-        {},
         chat=conversation.chat(tools, args),
         tools=tools,
         form=config.format,
@@ -119,7 +117,7 @@ class MessagesFace(BlockFace):
         yield from self._closed()
         stopped = _stopped(ending)
         usage = _usage(ending.prompt_tokens, ending.cached_tokens, ending.tokens)
-        usage["speculative"] = costs.speculative([ending], self._draft)
+        usage["speculative"] = self._speculative(ending)
         ended = {**stopped, "usage": usage}
         self._answer = {**self._message, "content": self._blocks, **ended}
         yield _event("message_delta", delta=stopped, usage=usage)

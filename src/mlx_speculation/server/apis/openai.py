@@ -8,9 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, StrictBool
 
 from mlx_speculation import __version__
+from mlx_speculation.engine.stats import SourceCounts
 from mlx_speculation.server.answer_parts import Part
 from mlx_speculation.server.api_errors import ApiError, invalid
-from mlx_speculation.server.apis import usage as costs
 from mlx_speculation.server.apis.base import Ending, Face, WholeText, event
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.job import Token
@@ -93,7 +93,6 @@ def openai_request(
     body: OpenAIBody,
     settings: Settings,
     *,
-    prediction: str | None = None,
     prompts: Sequence[str | list[int]] = (),
     **more: Any,  # see `generation`
 ) -> GenerationRequest:
@@ -110,7 +109,7 @@ def openai_request(
     return generation(
         body,
         settings,
-        {"logprobs": _alternatives(body), "prediction": prediction},
+        logprobs=_alternatives(body),
         form=body.response_format,
         parallel=body.parallel_tool_calls,
         prompts=tuple(prompts),
@@ -214,5 +213,24 @@ class OpenAIFace(Face):
         return {**packet, "usage": None} if self._counts and choices else packet
 
     def _usage(self, endings: Sequence[Ending]) -> dict[str, Any]:
-        predicted = "prediction" in self.request.options
-        return costs.usage(endings, self._draft, predicted=predicted)
+        prompt = sum(each.prompt_tokens for each in endings)
+        tokens = sum(each.tokens for each in endings)
+        cached = sum(each.cached_tokens for each in endings)
+        every = [each.result.stats for each in endings]
+        drafts: list[Any] = every
+        # Without a prediction drafts count as predicted.
+        if "prediction" in self.request.options:
+            drafts = [each.sources.get("prediction", SourceCounts()) for each in every]
+        accepted = sum(each.accepted for each in drafts)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": tokens,
+            "total_tokens": prompt + tokens,
+            "prompt_tokens_details": {"cached_tokens": cached},
+            "completion_tokens_details": {
+                "reasoning_tokens": sum(each.reasoning_tokens for each in endings),
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": sum(e.drafted for e in drafts) - accepted,
+            },
+            "speculative": self._speculative(*endings),
+        }

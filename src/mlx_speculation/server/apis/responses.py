@@ -19,7 +19,6 @@ from pydantic import BeforeValidator, Field
 from mlx_speculation.samplers import Sampling
 from mlx_speculation.server.answer_parts import Reasoning, Text, ToolCall
 from mlx_speculation.server.api_errors import ApiError, invalid
-from mlx_speculation.server.apis import usage as costs
 from mlx_speculation.server.apis.base import Block, BlockFace, Ending, event
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.request import Conversation, GenerationRequest
@@ -173,7 +172,6 @@ def responses_request(body: ResponsesBody, settings: Settings) -> GenerationRequ
     return generation(
         body,
         settings,
-        {},
         chat=_conversation(body, settings).chat(tools, args),
         tools=tools,
         form=body.text.format,
@@ -258,7 +256,7 @@ class ResponsesFace(BlockFace):
             "output_tokens": ending.tokens,
             "output_tokens_details": {"reasoning_tokens": ending.reasoning_tokens},
             "total_tokens": ending.prompt_tokens + ending.tokens,
-            "speculative": costs.speculative([ending], self._draft),
+            "speculative": self._speculative(ending),
         }
 
     def _begin(self) -> Iterator[bytes]:

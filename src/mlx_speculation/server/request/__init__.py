@@ -13,17 +13,14 @@ Connections, threads, models and chat templates are not known here, and no API's
 """
 
 from mlx_speculation.server.request.images import opened
-from mlx_speculation.server.request.models import RequestModel, as_invalid, parsed
+from mlx_speculation.server.request.models import as_invalid, parsed
 from mlx_speculation.server.request.request import Chat, GenerationRequest
-from mlx_speculation.server.request.tools import Tools
 from mlx_speculation.server.request.transcript import Conversation
 
 __all__ = [
     "Chat",
     "Conversation",
     "GenerationRequest",
-    "RequestModel",
-    "Tools",
     "as_invalid",
     "opened",
     "parsed",

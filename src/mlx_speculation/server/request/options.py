@@ -153,13 +153,14 @@ class Switch(RequestModel):
 def generation(
     body: TextOptions,
     settings: Settings,
-    options: StreamKeywords,
     *,
     default_length: int = 0,  # of a body without one; 0: what there is room for
     chat: Chat | None = None,
     tools: Tools | None = None,
     form: TextFormat | None = None,
     parallel: bool = True,
+    logprobs: int | None = None,  # the number of alternatives
+    prediction: str | None = None,
     **more: Any,  # further fields of the request
 ) -> GenerationRequest:
     """Return a request: the options of its text that all APIs have, and its fields."""
@@ -174,8 +175,13 @@ def generation(
         )
     drafted, draft, exact = _drafts(body, settings)
     length = _length(body, settings) or default_length or settings.limits.max_tokens
-    ends = {"stop": getattr(body, "stop", None), "max_tokens": length or None}
-    given = {**options, **drafted, **ends}
+    given = {
+        **drafted,
+        "stop": getattr(body, "stop", None),
+        "max_tokens": length or None,
+        "logprobs": logprobs,
+        "prediction": prediction,
+    }
     given = {name: value for name, value in given.items() if value is not None}
     return GenerationRequest(
         stream=body.stream,
