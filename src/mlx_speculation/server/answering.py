@@ -92,7 +92,7 @@ class Answering:
                 request: GenerationRequest = make(self._settings)
                 assert request.chat is not None
                 chat = _without_images(request.chat)
-                return len(self._models.template.rendered(chat).tokens)
+                return len(self._models.template.rendered(chat))
 
             return await exchange.in_thread(counted)
 
@@ -116,28 +116,24 @@ class Answering:
     def _prepare(self, job: Job, stack: ExitStack) -> None:
         """Render the prompt of a text, and compile what the text has to fit."""
         request, models = job.request, self._models
-        state = NORMAL
-        if request.chat is None:
+        template, chat = models.template, request.chat
+        state, marks, known = NORMAL, None, tuple[dict[str, Any], ...]()
+        if chat is None:
             assert request.prompt is not None
             job.prompt = models.encode(request.prompt)
-        elif request.chat.images:
-            images = opened(request.chat.images, self._settings)
-            chat = replace(request.chat, images=images)
-            job.request = request = replace(request, chat=chat)
-        if request.chat is not None:
-            rendered = models.template.rendered(_without_images(request.chat))
-            state = rendered.state
-            if not request.chat.images:
-                job.prompt = rendered.tokens
-        models.check_length(len(job.prompt), "messages" if request.chat else "prompt")
-        template, known = models.template, tuple[dict[str, Any], ...]()
-        if request.chat is not None:
-            known = (*request.chat.tools, *request.chat.deferred)
+        else:
+            tokens = template.rendered(_without_images(chat))
+            state, known = template.state_after(tokens), (*chat.tools, *chat.deferred)
+            marks = template.marks(bool(known))
+            if chat.images:
+                images = opened(chat.images, self._settings)
+                job.request = replace(request, chat=replace(chat, images=images))
+            else:
+                job.prompt = tokens
+        models.check_length(len(job.prompt), "messages" if chat else "prompt")
+        read = partial(read_calls, parser=template.tool_parser, tools=known)
         job.parser = AnswerParser(
-            None if request.chat is None else template.marks(bool(known)),
-            state,
-            read=partial(read_calls, parser=template.tool_parser, tools=known),
-            most_calls=request.most_calls,
+            marks, state, read=read, most_calls=request.most_calls
         )
         job.constraint = self._constraint(job, state, stack)
 

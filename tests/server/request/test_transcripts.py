@@ -372,7 +372,7 @@ def template_of(name: str) -> ChatTemplate:
 def test_every_template_shows_all_of_a_history(name: str) -> None:
     template = template_of(name)
     made = chat(*HISTORY, tools=[FUNCTION])
-    shown = template._tokenizer.decode(template.rendered(made).tokens)
+    shown = template._tokenizer.decode(template.rendered(made))
     places = [shown.find(word) for word in ("H", "Q", "R", "kxk", "vxv", "ONE", "TWO")]
     assert -1 not in places, shown
     assert places[3:] == sorted(places[3:]), shown

@@ -6,7 +6,3 @@
 
 HTTP and the APIs are not known here, nor what a request asks for beside its chat.
 """
-
-from mlx_speculation.server.prompts.rendering import ChatTemplate, Rendered
-
-__all__ = ["ChatTemplate", "Rendered"]

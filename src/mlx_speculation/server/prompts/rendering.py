@@ -4,7 +4,6 @@ This module is imported by name only, since it imports all of mlx-lm's server.
 """
 
 import threading
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -19,14 +18,6 @@ from mlx_speculation.server.api_errors import ApiError, invalid
 from mlx_speculation.server.prompts.fitted import fitted
 from mlx_speculation.server.prompts.traits import Message, Traits, probed
 from mlx_speculation.server.request import Chat
-
-
-@dataclass(frozen=True, slots=True)
-class Rendered:
-    """A prompt."""
-
-    tokens: list[int]
-    state: str  # in which its answer begins, of `answer_parts`
 
 
 class ChatTemplate:
@@ -54,8 +45,8 @@ class ChatTemplate:
         """Return the marks of an answer to a chat with tools, or without."""
         return self._with_calls if tools else self._plain
 
-    def rendered(self, chat: Chat) -> Rendered:
-        """Return the prompt of a chat without images.
+    def rendered(self, chat: Chat) -> list[int]:
+        """Return the token ids of a chat without images.
 
         Raises:
             ApiError: the template refuses the messages.
@@ -68,14 +59,13 @@ class ChatTemplate:
                 tools = list(chat.tools) if traits.tools and chat.tools else None
                 if not self._has_template:
                     texts = [{**m, "content": m["content"] or ""} for m in messages]
-                    return Rendered(self._tokenizer.encode(convert_chat(texts)), NORMAL)
+                    return list(self._tokenizer.encode(convert_chat(texts)))
                 tokens = self._tokenizer.apply_chat_template(
                     messages, add_generation_prompt=True, tools=tools, **args
                 )
         except Exception as error:  # a template raises what it likes
             raise refused(error) from error
-        ids = [int(token) for token in tokens]
-        return Rendered(ids, self.state_after(ids))
+        return [int(token) for token in tokens]
 
     def with_images(self, chat: Chat) -> tuple[list[Message], dict[str, Any]]:
         """Return the messages of a chat with images, and what its template takes."""
@@ -85,7 +75,7 @@ class ChatTemplate:
         return fitted(chat.messages, chat.tools, self.traits), args
 
     def state_after(self, tokens: list[int]) -> str:
-        """Return in what the answer to a prompt begins."""
+        """Return the state of `answer_parts` in which an answer begins."""
         tokenizer = self._tokenizer
         state = NORMAL
         if tokenizer.has_thinking:
