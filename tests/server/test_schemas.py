@@ -296,6 +296,22 @@ def test_a_token_that_is_not_allowed_leaves_the_state(compiled: Compilers) -> No
         state.advance(int(np.flatnonzero(before)[0]))
 
 
+def test_a_step_that_fails_costs_no_other_one(compiled: Compilers) -> None:
+    """A matcher of the library's that has failed stays so."""
+    schema = compiled(PERSON)
+    state, other = schema.begin(), schema.begin()
+    for _ in range(3):
+        state.advance(int(np.flatnonzero(state.allowed())[0]))
+    refused = int(np.flatnonzero(~other.allowed())[0])
+    with pytest.raises(ConstraintError):
+        schema.after((refused,))
+    expected = state.fork()
+    state.advance(int(np.flatnonzero(state.allowed())[0]))
+    expected.advance(int(np.flatnonzero(expected.allowed())[0]))
+    assert state.allowed().tolist() == expected.allowed().tolist()
+    schema.close()
+
+
 def test_masks_that_take_too_long_end_their_text(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -18,7 +18,6 @@ import json
 import os
 import resource
 import signal
-import struct
 import sys
 import threading
 import time
@@ -30,7 +29,7 @@ from typing import Any
 
 import llguidance
 
-FORK, STEP = b"fork", struct.Struct("<III")
+FORK = b"fork"
 OUT_OF_MEMORY = 3  # the exit status
 WATCH_SECONDS = 0.05
 NICE = 10
@@ -51,7 +50,9 @@ class Child:
     ) -> None:
         self._channel, self._tokens, self._limits = channel, tokens, limits
         self._spare = limits["mask_seconds"]
-        self._places: dict[int, Any] = {}
+        # Of the schema: before the first token, and after those of the last step.
+        self._first: Any = None
+        self._matcher: Any = None
 
     def run(self) -> None:
         """Answer until the server closes the channel."""
@@ -77,7 +78,7 @@ class Child:
             return UNUSABLE + str(matcher.get_error()).encode()
         if warnings := matcher.get_grammar_warnings():
             return NOT_ENFORCED + "; ".join(warnings).encode()
-        self._places[0] = matcher
+        self._first, self._matcher = matcher.deep_copy(), matcher
         return _mask(matcher)
 
     def _timed_step(self, message: bytes) -> bytes:
@@ -92,15 +93,16 @@ class Child:
         return answer
 
     def _step(self, message: bytes) -> bytes:
-        """Let a token follow a place; those that nobody needs any more are named."""
-        place, token, new = STEP.unpack_from(message)
-        for (unused,) in struct.iter_unpack("<I", message[STEP.size :]):
-            del self._places[unused]
-        moved = self._places[place].deep_copy()
-        self._places[new] = moved
-        if not moved.consume_token(token):
-            return _failed(moved)
-        return _mask(moved)
+        """Go back by some tokens, then on by others."""
+        back, *tokens = json.loads(message)
+        matcher = self._matcher
+        if (back and not matcher.rollback(back)) or not matcher.consume_tokens(tokens):
+            answer = _failed(matcher)
+        else:
+            answer = _mask(matcher)
+        if matcher.is_error():  # which it stays
+            self._matcher = self._first.deep_copy()
+        return answer
 
 
 def _mask(matcher: Any) -> bytes:
