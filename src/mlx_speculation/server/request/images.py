@@ -14,7 +14,7 @@ from mlx_speculation.models.vision.open_image import (
     data_of_url,
     open_image,
 )
-from mlx_speculation.server.api_errors import ApiError, invalid
+from mlx_speculation.server.api_errors import invalid
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.request.fetch_image import FetchLimits, fetch_image
 
@@ -94,13 +94,11 @@ def _read(url: str, where: str, settings: Settings) -> bytes:
     try:
         root = folder.resolve()
         path = (root / unquote(parts.path)).resolve()  # links are followed first
-        if not path.is_relative_to(root):
-            raise invalid(f"{where} names a file outside of the allowed folder.", where)
-        if not path.is_file():  # no device, no pipe
-            raise invalid(f"{where} names no file of the allowed folder.", where)
-        with path.open("rb") as file:
-            return file.read(settings.limits.image_bytes + 1)
+        inside = path.is_relative_to(root)
+        if inside and path.is_file():  # no device, no pipe
+            with path.open("rb") as file:
+                return file.read(settings.limits.image_bytes + 1)
     except (OSError, ValueError, RuntimeError) as error:
-        if isinstance(error, ApiError):
-            raise
         raise invalid(f"{where} names a file that cannot be read.", where) from error
+    kind = "no file of" if inside else "a file outside of"
+    raise invalid(f"{where} names {kind} the allowed folder.", where)
