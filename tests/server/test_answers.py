@@ -23,8 +23,7 @@ from mlx_speculation.engine.mlx_lm_compat.prompt_cache import limited
 from mlx_speculation.engine.result import Result
 from mlx_speculation.option_fields import KvLimits
 from mlx_speculation.server import Server
-from mlx_speculation.server.apis.base import Ending
-from mlx_speculation.server.apis.usage import speculative
+from mlx_speculation.server.apis.base import Ending, speculative
 from mlx_speculation.server.routes import POSTED
 from support.models.tiny_models import TINY_MODELS, build, build_tiny
 from support.models.tiny_tokenizer import byte_tokenizer, sentencepiece_tokenizer

@@ -58,6 +58,33 @@ class WholeText:
     ending: Ending
 
 
+def speculative(endings: Sequence[Ending], draft: str | None) -> dict[str, Any]:
+    """Return the statistics of the drafts of texts; "auto" names their sources."""
+    every = [each.result.stats for each in endings]
+    reached = zip_longest(*(each.reached for each in every), fillvalue=0)
+    stats = Statistics(
+        rounds=sum(each.rounds for each in every),
+        drafts=sum(each.drafts for each in every),
+        drafted=sum(each.drafted for each in every),
+        accepted=sum(each.accepted for each in every),
+        reached=[sum(place) for place in reached],
+    )
+    sources = dict.fromkeys(name for each in every for name in each.sources)
+    drafted = ", ".join(sources) or None
+    return {
+        "draft": drafted if draft == "auto" else draft,
+        "seed": endings[0].result.seed,
+        "rounds": stats.rounds,
+        "drafts": stats.drafts,
+        "drafted": stats.drafted,
+        "accepted": stats.accepted,
+        "acceptance_rate": stats.acceptance_rate,
+        "mean_accepted_length": stats.mean_accepted_length,
+        "accepted_per_position": list(stats.accepted_per_position),
+        "drafter_faults": sum(len(each.drafter_faults) for each in every),
+    }
+
+
 class Face:
     """The form of one API; made of a body, for one answer.
 
@@ -101,32 +128,6 @@ class Face:
     def whole(self, texts: Sequence[WholeText]) -> dict[str, Any]:
         """Return an answer that is no stream."""
         raise NotImplementedError
-
-    def _speculative(self, *endings: Ending) -> dict[str, Any]:
-        """Return what was drafted of texts."""
-        every = [each.result.stats for each in endings]
-        reached = zip_longest(*(each.reached for each in every), fillvalue=0)
-        stats = Statistics(
-            rounds=sum(each.rounds for each in every),
-            drafts=sum(each.drafts for each in every),
-            drafted=sum(each.drafted for each in every),
-            accepted=sum(each.accepted for each in every),
-            reached=[sum(place) for place in reached],
-        )
-        sources = dict.fromkeys(name for each in every for name in each.sources)
-        drafted = ", ".join(sources) or None
-        return {
-            "draft": drafted if self._draft == "auto" else self._draft,
-            "seed": endings[0].result.seed,
-            "rounds": stats.rounds,
-            "drafts": stats.drafts,
-            "drafted": stats.drafted,
-            "accepted": stats.accepted,
-            "acceptance_rate": stats.acceptance_rate,
-            "mean_accepted_length": stats.mean_accepted_length,
-            "accepted_per_position": list(stats.accepted_per_position),
-            "drafter_faults": sum(len(each.drafter_faults) for each in every),
-        }
 
 
 class BlockFace(Face):

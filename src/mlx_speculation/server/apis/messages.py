@@ -17,7 +17,13 @@ from pydantic import Field
 
 from mlx_speculation.server.answer_parts import Reasoning, Text, ToolCall
 from mlx_speculation.server.api_errors import MESSAGES, ApiError
-from mlx_speculation.server.apis.base import Block, BlockFace, Ending, event
+from mlx_speculation.server.apis.base import (
+    Block,
+    BlockFace,
+    Ending,
+    event,
+    speculative,
+)
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.request import Conversation, GenerationRequest
 from mlx_speculation.server.request.content import Content
@@ -117,7 +123,7 @@ class MessagesFace(BlockFace):
         yield from self._closed()
         stopped = _stopped(ending)
         usage = _usage(ending.prompt_tokens, ending.cached_tokens, ending.tokens)
-        usage["speculative"] = self._speculative(ending)
+        usage["speculative"] = speculative([ending], self._draft)
         ended = {**stopped, "usage": usage}
         self._answer = {**self._message, "content": self._blocks, **ended}
         yield _event("message_delta", delta=stopped, usage=usage)

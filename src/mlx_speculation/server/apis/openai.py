@@ -11,7 +11,7 @@ from mlx_speculation import __version__
 from mlx_speculation.engine.stats import SourceCounts
 from mlx_speculation.server.answer_parts import Part
 from mlx_speculation.server.api_errors import ApiError, invalid
-from mlx_speculation.server.apis.base import Ending, Face, WholeText, event
+from mlx_speculation.server.apis.base import Ending, Face, WholeText, event, speculative
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.job import Token
 from mlx_speculation.server.request import GenerationRequest
@@ -232,5 +232,5 @@ class OpenAIFace(Face):
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": sum(e.drafted for e in drafts) - accepted,
             },
-            "speculative": self._speculative(*endings),
+            "speculative": speculative(endings, self._draft),
         }

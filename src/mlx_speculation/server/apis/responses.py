@@ -19,7 +19,13 @@ from pydantic import BeforeValidator, Field
 from mlx_speculation.samplers import Sampling
 from mlx_speculation.server.answer_parts import Reasoning, Text, ToolCall
 from mlx_speculation.server.api_errors import ApiError, invalid
-from mlx_speculation.server.apis.base import Block, BlockFace, Ending, event
+from mlx_speculation.server.apis.base import (
+    Block,
+    BlockFace,
+    Ending,
+    event,
+    speculative,
+)
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.request import Conversation, GenerationRequest
 from mlx_speculation.server.request.content import (
@@ -256,7 +262,7 @@ class ResponsesFace(BlockFace):
             "output_tokens": ending.tokens,
             "output_tokens_details": {"reasoning_tokens": ending.reasoning_tokens},
             "total_tokens": ending.prompt_tokens + ending.tokens,
-            "speculative": self._speculative(ending),
+            "speculative": speculative([ending], self._draft),
         }
 
     def _begin(self) -> Iterator[bytes]:
