@@ -208,9 +208,9 @@ class MtpDrafter(OpenDrafter):
         return [self._cache.held, self.committed.arrays]
 
     @property
-    def batch_head(self) -> "MtpDrafter | None":
-        """Itself, if one head can draft for all rows of a batch."""
-        return self if self._cache.batched else None
+    def batch_head(self) -> "MtpDrafter":
+        """Itself: one head can draft for all rows of a batch."""
+        return self
 
     @property
     def prefix_head(self) -> "MtpDrafter":

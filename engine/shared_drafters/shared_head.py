@@ -30,7 +30,7 @@ from mlx_speculation.engine.shared_drafters.shared import (
     SharedChain,
     SharedDrafter,
 )
-from mlx_speculation.models.mtp import BatchHeadCache, BatchHeadRound, RowCache
+from mlx_speculation.models.mtp import BatchHeadCache, BatchHeadRound, RowCache, beneath
 
 
 class SharedHead(SharedDrafter):
@@ -55,7 +55,8 @@ class SharedHead(SharedDrafter):
             self.leave([])  # those that are disabled
             self._take_in(requests)
             self._drop()
-            if max(self._counts(), default=0) > LONGEST_LAG:
+            lag = 0 if self._cache is None else self._cache.lag
+            if max(self._counts(), default=0) > LONGEST_LAG or lag > LONGEST_LAG:
                 self._catch_up()
                 self._drop(evaluate=True)
 
@@ -91,20 +92,22 @@ class SharedHead(SharedDrafter):
     def _drafted(self, most: list[int]) -> list[Proposal]:
         """Draft the longest chain for all requests; cut it to `most`."""
         assert self._cache is not None
-        head, counts = _head(self._requests[0]), self._counts()
+        cache, head = self._cache, _head(self._requests[0])
         length = max(most) if head.depth is None else min(max(most), head.depth)
-        self._round = self._cache.begin()
-        self._feed(self._round, [max(0, count - 1) for count in counts])
-        hidden = self._states([-1] * len(counts), [min(1, n) for n in counts])
-        tokens = [request.sequence.tokens[-1:] for request in self._requests]
-        inputs = mx.array(tokens, mx.uint32)
+        pairs = zip(cache.ends[0], self._counts(), strict=True)
+        stops = [end + count for end, count in pairs]
+        self._round = cache.begin()
+        if not cache.chained:  # the chains begin behind the last positions
+            self._feed(self._round, [stop - 1 for stop in stops])
         chain = self._chain = SharedChain(self._requests, head.ids)
-        self._round.draft(hidden, inputs, length, chain.choose)
+        hidden, texts = self._states(stops), self._texts()
+        assert hidden is not None
+        self._round.draft(hidden, texts, stops, length, chain.choose)
         return chain.drafts([min(limit, length) for limit in most], head.source)
 
     def _keep(self, accepted: list[int]) -> None:
         """Keep the positions of committed text; those of drafts never stay."""
-        self._round.commit([min(1, count) for count in self._counts()])
+        self._round.commit()
 
     def _counts(self) -> list[int]:
         """Return how many states of each request are known and not read.
@@ -114,38 +117,28 @@ class SharedHead(SharedDrafter):
         if self._cache is None:
             return []
         result = []
-        for request, end in zip(self._requests, self._cache.ends, strict=True):
+        for request, end in zip(self._requests, self._cache.ends[0], strict=True):
             committed = _head(request).committed
             known = committed.start <= end
             result.append(max(0, committed.stop - end) if known else 0)
         return result
 
-    def _states(self, firsts: Sequence[int], counts: Sequence[int]) -> mx.array:
-        """Return states from the next position on, or the last, of each request.
-
-        Args:
-            firsts: how far behind the next position they begin; -1: the last one.
-            counts: how many; behind shorter ones there are any.
+    def _states(self, stops: Sequence[int]) -> mx.array | None:
+        """Return states from the next position of each request to a later one.
 
         Returns:
-            [requests, the most, dim].
+            [requests, the most, dim], behind shorter ones any; None: there are none.
         """
         assert self._cache is not None
-        parts: list[mx.array | None] = []
-        for index, request in enumerate(self._requests):
-            committed, end = _head(request).committed, self._cache.ends[index]
-            count = counts[index]
-            first = committed.stop - 1 if firsts[index] < 0 else end + firsts[index]
-            some = committed.between(first, first + count) if count else None
-            parts.append(some)
-        width = max(counts)
-        like = next(part for part in parts if part is not None)
-        padded = []
-        for part in parts:
-            rows = like[:, :0] if part is None else part
-            more = width - rows.shape[1]
-            padded.append(mx.pad(rows, [(0, 0), (0, more), (0, 0)]) if more else rows)
-        return mx.concatenate(padded)
+        parts = []
+        pairs = zip(self._requests, self._cache.ends[0], stops, strict=True)
+        for request, end, stop in pairs:
+            committed = _head(request).committed
+            parts.append(committed.between(end, stop) if end < stop else None)
+        return beneath(parts)
+
+    def _texts(self) -> list[list[int]]:
+        return [request.sequence.tokens for request in self._requests]
 
     def _take_in(self, requests: Sequence[Drafted]) -> None:
         """Let those join that are not followed yet, and may draft at all."""
@@ -169,39 +162,27 @@ class SharedHead(SharedDrafter):
     def _catch_up(self) -> None:
         """Feed what plain steps have left, but for the newest position."""
         assert self._cache is not None
-        pairs = zip(self._requests, self._cache.ends, self._counts(), strict=True)
+        pairs = zip(self._texts(), self._cache.ends[0], self._counts(), strict=True)
         # The pair of the newest position is known, that of a step in flight is not.
-        feed = [
-            max(0, min(len(request.sequence.tokens) - 2 - end, count))
-            for request, end, count in pairs
-        ]
-        if not any(feed):
-            return
+        stops = [min(len(text) - 2, end + count) for text, end, count in pairs]
         head_round = self._cache.begin()
         try:
-            self._feed(head_round, feed)
+            self._feed(head_round, stops)
             head_round.evaluate()
         except BaseException:
             head_round.rollback()
             raise
 
-    def _feed(self, head_round: BatchHeadRound, counts: list[int]) -> None:
-        """Feed the next positions of every request, so many of each."""
-        width = max(counts)
-        if not width:
-            return
+    def _feed(self, head_round: BatchHeadRound, stops: list[int]) -> None:
+        """Feed the next positions of every request up to others, where they are."""
         assert self._cache is not None
-        pairs = []
-        ends = self._cache.ends
-        for request, end, count in zip(self._requests, ends, counts, strict=True):
-            known = request.sequence.tokens[end + 1 : end + 1 + count]
-            pairs.append(known + [0] * (width - count))
-        hidden = self._states([0] * len(counts), counts)
-        head_round.feed(hidden, mx.array(pairs, mx.uint32), counts)
+        stops = [*map(max, self._cache.ends[0], stops)]
+        if stops != self._cache.ends[0] or self._cache.lag:
+            head_round.feed(self._states(stops), self._texts(), stops)
 
     def _drop(self, *, evaluate: bool = False) -> None:
         """Forget the states that were read, but for those of a restore point."""
-        ends = [] if self._cache is None else self._cache.ends
+        ends = [] if self._cache is None else self._cache.ends[0]
         for request, end in zip(self._requests, ends, strict=True):
             head = _head(request)
             head.committed.drop(end - head.again + 1)

@@ -51,6 +51,15 @@ class HeadOutput(NamedTuple):
     logits: mx.array  # for the token after next, [batch, positions, vocab]
 
 
+class HeadState(NamedTuple):
+    """What a head's caches hold of a text."""
+
+    ends: tuple[int, ...]  # for each layer, the position that comes next
+    # For each layer, what the layer before made of positions from there to its own end,
+    # [1, positions, dim]; None: no positions
+    waiting: tuple[mx.array | None, ...]
+
+
 class HeadOnTarget(ABC):
     """A head on its target: how positions of its cache are run.
 
@@ -87,6 +96,25 @@ class HeadOnTarget(ABC):
         if tokens.shape[1] > 1:
             self.history(hidden[:, :-1], tokens[:, :-1], caches, layer)
         return self.rows(hidden[:, -1:], tokens[:, -1:], caches, layer)
+
+    def ragged(
+        self,
+        hidden: mx.array,
+        tokens: mx.array,
+        caches: Sequence[Any],
+        layer: int,
+        counts: Sequence[int],
+    ) -> HeadOutput:
+        """Run the first `counts` positions of each text, with logits of their last.
+
+        Takes what `rows` takes, and returns one position of logits. What follows the
+        first ones is padding.
+        """
+        states = self._run(layer, hidden, tokens, caches)
+        places = mx.array([max(0, count - 1) for count in counts])
+        last = states[mx.arange(len(counts)), places][:, None]
+        recycled = self._output(layer, states).recycled  # its logits are not evaluated
+        return HeadOutput(recycled, self._output(layer, last).logits)
 
     def draft(
         self,
@@ -132,6 +160,20 @@ class HeadCache(Protocol):
     first: int
 
     @property
+    def layers(self) -> list[list[Any]]:
+        """The caches of each layer."""
+        ...
+
+    @property
+    def state(self) -> HeadState:
+        """What they hold."""
+        ...
+
+    def take(self, layers: list[list[Any]], state: HeadState) -> None:
+        """Hold other caches in place of these."""
+        ...
+
+    @property
     def end(self) -> int:
         """The position that comes next."""
         ...
@@ -139,11 +181,6 @@ class HeadCache(Protocol):
     @property
     def lag(self) -> int:
         """Positions by which a layer lags the first one."""
-        ...
-
-    @property
-    def batched(self) -> bool:
-        """Return whether a batch can hold its rows beside others."""
         ...
 
     @property

@@ -14,6 +14,7 @@ import mlx.core as mx
 from mlx_speculation.caches import Snapshot, Speculation, restore, states, with_slack
 from mlx_speculation.models.checkpoints.draft_head import (
     ChooseNext,
+    HeadState,
     TokensOf,
     fed_again,
     first_rows,
@@ -71,8 +72,6 @@ class ParallelCache:
         caches: those of its layers.
     """
 
-    batched = True
-
     def __init__(self, mtp: ParallelHead, first: int = 0) -> None:
         self.mtp = mtp
         self.caches = with_slack(mtp.new_caches())
@@ -95,10 +94,20 @@ class ParallelCache:
         """The number of last tokens that are fed again; see `fed_again`."""
         return fed_again([self.caches])
 
-    def take(self, caches: list[Any], end: int) -> None:
-        """Hold these caches, which end before a position; see `MtpCache`."""
-        self.caches = with_slack(caches)
-        self.end = self._before = self._after = end
+    @property
+    def layers(self) -> list[list[Any]]:
+        """The caches, as those of one layer: a row keeps as many of all."""
+        return [self.caches]
+
+    @property
+    def state(self) -> HeadState:
+        """What they hold."""
+        return HeadState((self.end,), (None,))
+
+    def take(self, layers: list[list[Any]], state: HeadState) -> None:
+        """Hold other caches in place of these."""
+        self.caches = with_slack(layers[0])
+        self.end = self._before = self._after = state.ends[0]
         self._round = None
 
     def kept(self) -> tuple[list[Any], int] | None:

@@ -8,6 +8,7 @@ from mlx_speculation.models.mtp.batch_cache import (
     BatchHeadCache,
     BatchHeadRound,
     RowCache,
+    beneath,
 )
 from mlx_speculation.models.mtp.cache import MtpCache
 from mlx_speculation.models.mtp.files import is_split_head
@@ -25,6 +26,7 @@ __all__ = [
     "MtpCache",
     "MtpHead",
     "RowCache",
+    "beneath",
     "find_mtp_head",
     "is_split_head",
     "load_mtp_head",

@@ -15,7 +15,6 @@ and what they read has to wait for the next round:
     kept                          3 to 5             2 to 4; 5 waits
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -33,21 +32,12 @@ from mlx_speculation.models.checkpoints.draft_head import (
     ChooseNext,
     HeadOnTarget,
     HeadOutput,
+    HeadState,
     TokensOf,
     fed_again,
     first_rows,
 )
 from mlx_speculation.models.lanes import tree_forward
-
-
-@dataclass(frozen=True, slots=True)
-class _State:
-    """Contents of the caches."""
-
-    ends: tuple[int, ...]  # for each layer, the position that comes next
-    # For each layer, what the layer before made of positions from there to its own end,
-    # [1, positions, dim]; None: no positions
-    waiting: tuple[mx.array | None, ...]
 
 
 class MtpCache:
@@ -59,70 +49,66 @@ class MtpCache:
 
     Attributes:
         mtp: the same.
+        layers: the caches of each layer.
+        state: what they hold.
     """
 
     def __init__(self, mtp: HeadOnTarget, first: int = 0) -> None:
         self.mtp = mtp
         layers = mtp.head.new_caches()
-        self._caches = [with_slack(caches) for caches in layers]
-        self._state = _State((first,) * len(layers), (None,) * len(layers))
-        self._before = self._after = self._state
+        layers = layers if mtp.head.chained else layers[:1]  # those that draft
+        self.layers = [with_slack(caches) for caches in layers]
+        self._set(HeadState((first,) * len(layers), (None,) * len(layers)))
         self._round: list[Speculation] = []
         self.first = first
 
     @property
     def end(self) -> int:
         """The position that comes next."""
-        return self._state.ends[0]
+        return self.state.ends[0]
 
     @property
     def lag(self) -> int:
         """Positions by which a layer of a chain lags the first one."""
-        return self.end - min(self._state.ends)
-
-    @property
-    def batched(self) -> bool:
-        """Return whether a batch can hold its rows beside others: not of a chain."""
-        return not self.mtp.head.chained
+        return self.end - min(self.state.ends)
 
     @property
     def caches(self) -> list[Any]:
         """The caches of the first layer, which makes all drafts but in a chain."""
-        return self._caches[0]
+        return self.layers[0]
 
     @property
     def held(self) -> list[Any]:
         """The caches, and states that wait, for a count of bytes."""
-        return [self._caches, self._state.waiting]
+        return [self.layers, self.state.waiting]
 
     @property
     def again(self) -> int:
         """The number of last tokens that are fed again; see `fed_again`."""
-        return fed_again(self._caches)
+        return fed_again(self.layers)
 
     def kept(self) -> tuple[list[Any], int] | None:
         """Return caches and how many rows each holds, from the first position on.
 
         None where they do not begin there, or hold a window.
         """
-        rows = min(self._state.ends)
-        flat = [cache for caches in self._caches for cache in caches]
+        rows = min(self.state.ends)
+        flat = [cache for caches in self.layers for cache in caches]
         return None if self.first else first_rows(flat, rows)
 
     def resume(self, snapshot: Snapshot) -> None:
         """Hold the rows that `kept` has returned, of a beginning of the text."""
-        restore(snapshot, [cache for caches in self._caches for cache in caches])
-        self._begin(snapshot.stop)
+        restore(snapshot, [cache for caches in self.layers for cache in caches])
+        layers = len(self.layers)
+        self._set(HeadState((snapshot.stop,) * layers, (None,) * layers))
 
-    def take(self, caches: list[Any], end: int) -> None:
-        """Hold these caches of a head of one layer, which end at a position."""
-        self._caches = [with_slack(caches)]
-        self._begin(end)
+    def take(self, layers: list[list[Any]], state: HeadState) -> None:
+        """Hold other caches in place of these."""
+        self.layers = [with_slack(caches) for caches in layers]
+        self._set(state)
 
-    def _begin(self, end: int) -> None:
-        layers = len(self._caches)
-        self._state = _State((end,) * layers, (None,) * layers)
-        self._before = self._after = self._state
+    def _set(self, state: HeadState) -> None:
+        self.state = self._before = self._after = state
 
     def feed(self, hidden: mx.array, stop: int, tokens_of: TokensOf) -> None:
         """Write positions to all layers, and keep them, or none; see `HeadCache`."""
@@ -131,13 +117,13 @@ class MtpCache:
         except BaseException:
             self.rollback()
             raise
-        self._round, self._before = [], self._state
+        self._round, self._before = [], self.state
 
     def _feed(self, hidden: mx.array, stop: int, tokens_of: TokensOf) -> None:
-        state = self._before = self._after = self._state
+        state = self._before = self._after = self.state
         inputs: mx.array | None = hidden
         ends, waiting, self._round = list(state.ends), list(state.waiting), []
-        for layer, caches in enumerate(self._caches):
+        for layer, caches in enumerate(self.layers):
             if layer:
                 inputs = _joined(waiting[layer], inputs)
             width = max(0, stop - layer - ends[layer])
@@ -157,10 +143,10 @@ class MtpCache:
             waiting[layer] = rest if layer else None
             ends[layer] += width
             inputs = made
-        self._after = _State(tuple(ends), tuple(waiting))
+        self._after = HeadState(tuple(ends), tuple(waiting))
         self.commit()
         held_arrays = [array for array in waiting if array is not None]
-        mx.eval([states(caches) for caches in self._caches], held_arrays)
+        mx.eval([states(caches) for caches in self.layers], held_arrays)
 
     def draft(
         self,
@@ -171,7 +157,7 @@ class MtpCache:
         count: int,
     ) -> None:
         """Open a round; see `HeadCache`."""
-        state, head = self._state, self.mtp.head
+        state, head = self.state, self.mtp.head
         ends, waiting = list(state.ends), list(state.waiting)
         layers = count if head.chained else 1
         self._round, self._before, self._after = [], state, state
@@ -179,7 +165,7 @@ class MtpCache:
         for layer in range(layers):
             joined = _joined(waiting[layer], inputs) if layer else inputs
             assert joined is not None
-            speculation = Speculation(self._caches[layer], key_steps=True)
+            speculation = Speculation(self.layers[layer], key_steps=True)
             self._round.append(speculation)
             # Whole rows where the next layer reads them, in this round or a later one.
             whole = layer + 1 < len(ends)
@@ -196,7 +182,7 @@ class MtpCache:
             joined = _joined(waiting[layers], inputs)
             assert joined is not None
             waiting[layers] = _some(joined[:, : ends[layers - 1] - ends[layers]])
-        self._after = _State(tuple(ends), tuple(waiting))
+        self._after = HeadState(tuple(ends), tuple(waiting))
         for _ in range(layers, count):
             assert out is not None
             assert token is not None
@@ -207,28 +193,28 @@ class MtpCache:
         self, hidden: mx.array, stop: int, tokens_of: TokensOf
     ) -> "TreeRound":
         """Open a round as `draft` does, of a head that is no chain; see `TreeRound`."""
-        state = self._state
+        state = self.state
         self._before = self._after = state
-        speculation = Speculation(self._caches[0], key_steps=True)
+        speculation = Speculation(self.layers[0], key_steps=True)
         self._round = [speculation]
         tokens = tokens_of(0, state.ends[0], hidden.shape[1])
         out = self.mtp.step(hidden, tokens, speculation.caches, 0)
-        self._after = _State((max(state.ends[0], stop),), (None,))
+        self._after = HeadState((max(state.ends[0], stop),), (None,))
         return TreeRound(self.mtp, speculation, out)
 
     def commit(self) -> None:
         """Keep what of the round is of committed text."""
         for layer, speculation in enumerate(self._round):
-            speculation.commit(self._after.ends[layer] - self._state.ends[layer])
-        self._before, self._state = self._state, self._after
+            speculation.commit(self._after.ends[layer] - self.state.ends[layer])
+        self._before, self.state = self.state, self._after
 
     def rollback(self) -> None:
         """Undo the round, also after its commit. Never raises."""
         for speculation in self._round:
             speculation.rollback()
-        if self._state is self._after:
-            self._state = self._before
-        self._after = self._state
+        if self.state is self._after:
+            self.state = self._before
+        self._after = self.state
         self._round = []
 
     def _again(self, out: HeadOutput, token: mx.array) -> HeadOutput:
@@ -255,7 +241,7 @@ class TreeRound:
     def __init__(
         self, mtp: HeadOnTarget, speculation: Speculation, out: HeadOutput
     ) -> None:
-        self._mtp, self._caches = mtp, speculation.caches
+        self._mtp, self.layers = mtp, speculation.caches
         self._recycled = out.recycled[:, -1:]
         self.logits = out.logits[:, -1]
         self._level = self._columns = 0
@@ -274,7 +260,7 @@ class TreeRound:
         rows = TreeRows(seen, depths, self._level - self._columns)
         hidden = self._recycled[:, above]
         with tree_forward(rows):
-            out = self._mtp.rows(hidden, tokens, tree_views(self._caches, rows))
+            out = self._mtp.rows(hidden, tokens, tree_views(self.layers, rows))
         self._recycled, self.logits = out.recycled, out.logits[0]
         self._level, self._columns = self._level + 1, seen.shape[1]
 

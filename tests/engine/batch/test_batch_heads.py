@@ -44,8 +44,8 @@ from support.drafters.scripted_draft_lengths import Planned
 from support.identity import prompt_of
 
 CASES = [Case(p, s, 18) for p in (2, 17, 40) for s in SAMPLINGS[:2]]
-# Hybrid, a sliding head, two caches, plain with one draft.
-COMMON = ("qwen3_5", "mimo_v2_flash", "deepseek_v32", "mimo")
+# Hybrid, a sliding head, two caches, plain with one draft, a chain of layers.
+COMMON = ("qwen3_5", "mimo_v2_flash", "deepseek_v32", "mimo", "step3p5")
 OTHERS = (
     *("qwen3_next", "qwen3_5_moe", "deepseek_v3", "glm_moe_dsa", "glm4_moe"),
     *("glm4_moe_lite", "ernie4_5_moe", "longcat_flash", "nemotron_h", "exaone_moe"),

@@ -129,10 +129,10 @@ def test_after_a_wrong_draft_an_oracle_is_right_again(name: str, every: int) -> 
     assert tokens == text[PROMPT : PROMPT + TOKENS]
     contained: Any = stream.request.drafter
     drafter = contained.inner
-    for layer, caches in enumerate(drafter._cache._caches):
+    for layer, caches in enumerate(drafter._cache.layers):
         held = held_tokens(caches)
         assert held == text[1 + layer : 1 + layer + len(held)]
-        assert len(held) == drafter._cache._state.ends[layer]
+        assert len(held) == drafter._cache.state.ends[layer]
     # It is refreshed when it drafts: what it may lack is the last draft's round, and
     # a plain step where one token is left.
     assert drafter.history.stop >= PROMPT + TOKENS - (4 + 1) - 2

@@ -1,0 +1,244 @@
+"""Heads of several layers and assistants draft for all rows in one forward a draft."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_speculation import BatchGenerator, Sampling, SpeculativeGenerator
+from mlx_speculation.engine.drafters import mtp
+from mlx_speculation.engine.drafters.mtp import MtpDrafter
+from mlx_speculation.engine.shared_drafters import shared_head
+from mlx_speculation.engine.shared_drafters.shared import SharedDrafter
+from mlx_speculation.models.gemma_assistant import Assistant
+from mlx_speculation.models.mtp import Mtp, batch_cache
+from support.drafters.batch_heads import generator_of, mtp_on
+from support.drafters.scripted_draft_lengths import Planned
+from support.exact_drafters import assistant_on
+from support.identity import prompt_of
+
+KINDS = ("chained",)
+
+
+def generator(kind: str, name: str = "shared", **options: Any) -> SpeculativeGenerator:
+    """Return a generator whose draft is a random one of a kind."""
+    pair: Any = mtp_on("step3p5") if kind == "chained" else assistant_on(name)
+    return generator_of(*pair, **options)
+
+
+@contextmanager
+def forwards(kind: str) -> Iterator[list[int]]:
+    """Note the rows of each forward of a drafter that makes a draft."""
+    rows: list[int] = []
+    owner: Any = Mtp if kind == "chained" else Assistant
+    names = ("rows", "step", "ragged") if kind == "chained" else ("run",)
+
+    def noting(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, hidden: Any, *args: Any) -> Any:
+            rows.append(len(hidden))
+            return plain(self, hidden, *args)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            patch.setattr(owner, name, noting(getattr(owner, name)))
+        yield rows
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_eight_rows_are_as_many_forwards_of_the_drafter_as_one(kind: str) -> None:
+    made = generator(kind)
+    with BatchGenerator(made) as batch, forwards(kind) as rows:
+        for n in range(8):
+            batch.insert(prompt_of(9 + n), max_tokens=40, stop_tokens=())
+        while len(batch.running) < 8:
+            batch.next()
+        batch.next()
+        rows.clear()
+        for _ in range(3):
+            batch.next()
+        assert len(batch.running) == 8
+    assert rows == [8] * 9  # three drafts, three rounds
+    with forwards(kind) as alone:
+        result = made.generate(prompt_of(9), max_tokens=40, stop_tokens=())
+    assert len(alone) == result.stats.drafted
+
+
+class Asked(NamedTuple):
+    """A request, when it comes and goes, and how many tokens its rounds draft."""
+
+    prompt: int
+    lengths: list[int]
+    seed: int | None = None
+    joins: int = 0
+    leaves: int | None = None
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of the request."""
+        sampled = Sampling(temperature=0.8, seed=self.seed or 0)
+        return {
+            "sampling": Sampling() if self.seed is None else sampled,
+            "draft_length": Planned(self.lengths),
+            "max_tokens": 22,
+            "stop_tokens": (),
+            "logprobs": 2,
+        }
+
+
+# Longer and shorter than a window; the lags of rows are ragged, and some draft less
+# than the layers of a chain are.
+ASKED = (
+    Asked(40, [3, 0, 0, 2]),
+    Asked(2, [1, 1, 0, 3], seed=3, joins=1),
+    Asked(17, [0, 0, 0, 0, 0, 3], seed=4, leaves=5),
+    Asked(9, [3], joins=4),
+    Asked(23, [2, 0, 3], seed=5, joins=6, leaves=5),
+    Asked(5, [1], joins=7),
+)
+Drafts = dict[tuple[int, ...], list[int]]
+
+
+def note(patch: pytest.MonkeyPatch, found: Drafts) -> None:
+    """Note what is drafted, by the tokens that are known."""
+
+    def add(sequence: Any, draft: Any) -> None:
+        if draft.length:
+            tokens: Any = draft.tokens.tolist()
+            found[tuple(sequence.tokens)] = tokens
+
+    plain, shared = MtpDrafter.propose, SharedDrafter.propose
+
+    def propose(self: Any, sequence: Any, *args: Any) -> Any:
+        draft = plain(self, sequence, *args)
+        add(sequence, draft)
+        return draft
+
+    def together(self: Any, requests: Any, limits: Any) -> Any:
+        drafts, failed = shared(self, requests, limits)
+        for request, draft in zip(requests, drafts, strict=True):
+            add(request.sequence, draft)
+        return drafts, failed
+
+    patch.setattr(MtpDrafter, "propose", propose)
+    patch.setattr(SharedDrafter, "propose", together)
+
+
+Keys = dict[tuple[int, int], Any]
+
+
+def hold(held: Keys, head: Any) -> None:
+    """Note the keys of a head by layer and position, all of committed text."""
+    for layer, (caches, end) in enumerate(
+        zip(head.layers, head.state.ends, strict=True)
+    ):
+        for each in caches if end else ():
+            keys = np.array(each.keys_and_values()[0])[0].swapaxes(0, 1)
+            for place, key in enumerate(keys, end - len(keys)):
+                held[layer, place] = key
+
+
+def together(made: SpeculativeGenerator) -> tuple[list[Any], list[Keys]]:
+    """Return results of requests that come and go, and what the head has held."""
+    results: list[Any] = [None] * len(ASKED)
+    held, uids = [Keys() for _ in ASKED], dict[int, int]()
+    with BatchGenerator(made) as batch:
+        number = 0
+        while number < 8 or batch.waiting or batch.running:
+            for place, one in enumerate(ASKED):
+                if one.joins == number:
+                    asked = one.options()
+                    uids[place] = batch.insert(prompt_of(one.prompt), **asked)
+                if one.leaves is not None and one.joins + one.leaves == number:
+                    results[place] = batch.remove(uids.pop(place))
+            for place, uid in uids.items():
+                shared: Any = batch._groups[None]._rounds.proposals.shared
+                if uid in batch.running:
+                    request = batch._rows[uid].request
+                    if request in shared._requests:
+                        index = shared._requests.index(request)
+                        hold(held[place], shared._cache.extract(index))
+            batch.next()
+            number += 1
+        for place, uid in uids.items():
+            results[place] = batch.remove(uid)
+        assert not batch.stats.alone
+        assert batch.memory == 0
+    return results, held
+
+
+def assert_as_alone(made: SpeculativeGenerator) -> None:
+    """Require of requests that come and go what they do alone."""
+    batched, drafted = Drafts(), Drafts()
+    with pytest.MonkeyPatch.context() as patch:
+        note(patch, batched)
+        results, held = together(made)
+    for one, result, keys in zip(ASKED, results, held, strict=True):
+        own = Keys()
+        with pytest.MonkeyPatch.context() as patch:
+            note(patch, drafted)
+            stream, alone = made.stream(prompt_of(one.prompt), **one.options()), []
+            for chunk in stream:
+                alone.append(chunk.token)
+                guarded: Any = stream.request.drafter
+                hold(own, guarded.inner._cache)
+        count = len(result.tokens)
+        assert count > 3
+        assert result.tokens == alone[:count]
+        assert not result.stats.drafter_faults
+        pairs = zip(result.logprobs, stream.result.logprobs[:count], strict=True)
+        for ours, theirs in pairs:
+            np.testing.assert_allclose(ours.value, theirs.value, rtol=1e-3, atol=1e-3)
+        same = keys.keys() & own.keys()
+        assert len(same) > 15
+        for place in same:
+            np.testing.assert_allclose(keys[place], own[place], atol=1e-3)
+    both = batched.keys() & drafted.keys()
+    assert len(both) > 20
+    for known in both:
+        n = min(len(batched[known]), len(drafted[known]))
+        assert batched[known][:n] == drafted[known][:n]
+
+
+@pytest.mark.parametrize("longest", [1, 64])
+def test_rows_of_a_chain_draft_what_they_do_alone(
+    longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where what plain steps have left is read at once, or with the next draft."""
+    for module in (shared_head, mtp):
+        monkeypatch.setattr(module, "LONGEST_LAG", longest)
+    assert_as_alone(generator("chained"))
+
+
+def _of_other_rows(plain: Any) -> Any:
+    def taken(array: mx.array, places: Any) -> mx.array:
+        return plain(mx.roll(array, 1, axis=0), places)
+
+    return taken
+
+
+def _first_rows_wait(plain: Any) -> Any:
+    def leave(self: Any, stay: Any) -> None:
+        waiting = self.waiting
+        plain(self, stay)
+        self.waiting = [None if part is None else part[: len(stay)] for part in waiting]
+
+    return leave
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "broken"),
+    [
+        (batch_cache, "_taken", _of_other_rows),
+        (batch_cache.BatchHeadCache, "leave", _first_rows_wait),
+    ],
+)
+def test_states_of_another_row_are_seen(
+    owner: Any, name: str, broken: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, broken(getattr(owner, name)))
+    with pytest.raises(AssertionError):
+        assert_as_alone(generator("chained"))
