@@ -13,6 +13,8 @@ nowhere. The target's caches are read in `propose`, before its forward of the ro
 no array of them is held when that writes.
 """
 
+from collections.abc import Sequence as SequenceOf
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -21,19 +23,16 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_speculation.engine.argument_checks import checked_choice
-from mlx_speculation.engine.drafters.base import (
-    Choose,
-    DraftChain,
-    OpenDrafter,
-    Proposal,
-)
 from mlx_speculation.engine.drafters.draft import HeadDraft
+from mlx_speculation.engine.drafters.mtp import MtpDrafter
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
-from mlx_speculation.models import CommittedStates, HiddenStates, Lane
+from mlx_speculation.models import HiddenStates, Lane
+from mlx_speculation.models.checkpoints import ChooseNext, ParallelCache
 from mlx_speculation.models.gemma_assistant import (
     Anchor,
     Assistant,
+    Read,
     SharedKv,
     is_assistant,
     load_assistant,
@@ -135,76 +134,91 @@ class AssistantDraft(HeadDraft):
             UnsupportedCacheError: its caches cannot be read.
         """
         self.shared.check(lane.caches)
-        committed = self.following(lane, attrgetter("after_norm"))
-        return AssistantDrafter(self, lane, sequence, committed)
+        return AssistantDrafter(self, lane, sequence)
 
     def embed(self, tokens: mx.array) -> mx.array:
-        """Return ids [n] as the target's first layer is given them, [1, n, dim]."""
-        return self.taps.embed(tokens[None], scaled=True)
+        """Return ids [n] as the target's first layer is given them, [n, 1, dim]."""
+        return self.taps.embed(tokens[:, None], scaled=True)
 
 
-class AssistantDrafter(OpenDrafter):
-    """Drafts with an assistant in one stream, from the last committed state."""
+class AssistantDrafter(MtpDrafter):
+    """Drafts with an assistant in one stream, from the last committed state.
 
-    again = 1  # the last token is fed again, for its state
+    It has no caches, so that all states but the last one are read as they come.
+    """
+
+    def __init__(self, draft: AssistantDraft, target: Lane, sequence: Sequence) -> None:
+        self._draft = draft
+        own = AssistantOnTarget(draft, [target], [sequence.tokens])
+        committed = draft.following(target, attrgetter("after_norm"))
+        new_cache = partial(ParallelCache, own)
+        super().__init__(new_cache, sequence, committed, source=SOURCE)
+
+    def begin(self, sequence: Sequence) -> None:
+        """Make the state after the prompt, which would hold rows of a cache if late."""
+        super().begin(sequence)
+        mx.async_eval(*self.committed.arrays)
+
+    def on_target(self, requests: SequenceOf[Any]) -> "AssistantOnTarget":
+        """Return the assistant on its target, to draft for requests together."""
+        lanes = [request.target for request in requests]
+        texts = [request.sequence.tokens for request in requests]
+        return AssistantOnTarget(self._draft, lanes, texts)
+
+    def _read_chunk(self) -> None:
+        self._catch_up(0, until=self.committed.stop - 1)  # a restore point keeps it
+
+
+class AssistantOnTarget:
+    """An assistant on its target, for some texts; see `ParallelHead`.
+
+    Args:
+        draft: the assistant.
+        lanes: the target's, of each text; more than one are those of a batch.
+        texts: the known tokens of each.
+    """
 
     def __init__(
         self,
         draft: AssistantDraft,
-        target: Lane,
-        sequence: Sequence,
-        committed: CommittedStates,
+        lanes: SequenceOf[Lane],
+        texts: SequenceOf[list[int]],
     ) -> None:
-        self._draft, self._tokens = draft, sequence.tokens
-        self._target, self.committed = target, committed
-        committed.after_chunk(self._forget)
+        self._draft, self._lanes, self._texts = draft, lanes, texts
 
-    @property
-    def prefix_head(self) -> "AssistantDrafter":
-        """Itself: it needs the state of the last token that was fed."""
-        return self
+    def new_caches(self) -> list[Any]:
+        """Return none: it reads those of the target."""
+        return []
 
-    @property
-    def held(self) -> list[Any]:
-        """States of the target to be read, for a count of bytes."""
-        return self.committed.arrays
+    def history(self, *_: Any) -> None:
+        """Write nothing: the target has."""
 
-    def begin(self, sequence: Sequence) -> None:
-        """Make the state after the prompt, which would hold rows of a cache if late."""
-        self._forget()
-        mx.async_eval(*self.committed.arrays)
-
-    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
-        """Draft behind the known tokens.
-
-        Nothing is proposed where the state before the newest token was never seen,
-        since it is out of a passed cache.
-        """
-        self._forget()
-        newest, committed = len(self._tokens) - 1, self.committed
-        if not committed.start < newest <= committed.stop:
-            return Proposal(mx.array([], mx.uint32), source=SOURCE)
-        chain = DraftChain(choose, sequence)
-        token = mx.array(self._tokens[newest:], mx.uint32)
-        self._chain(token, committed.between(newest - 1, newest), limit, chain)
-        return Proposal.of(chain.chosen, source=SOURCE)
-
-    def _chain(
-        self, token: mx.array, state: mx.array, count: int, chain: DraftChain
+    def draft(
+        self,
+        hidden: mx.array,
+        tokens: mx.array,
+        caches: SequenceOf[Any],
+        count: int,
+        choose: ChooseNext,
     ) -> None:
-        """Run at most `count` steps. What is read of the target is gone at the end."""
-        draft, target = self._draft, self._target
-        # A step in flight may have written the newest token's position already.
-        behind = target.seen - (len(self._tokens) - 1)
-        layers = target.layers([*draft.shared.places.values()])
-        read, stop = draft.shared.read(layers, behind)
-        position = position_of(draft.anchor, stop)
+        """Draft behind the last tokens; what is read of the target is gone then."""
+        draft, state, token = self._draft, hidden[:, -1:], tokens[:, -1]
+        read, position = self._read()
         for _ in range(count):
             out = draft.step(draft.embed(token), state, read, position)
-            token = chain.add(out.logits, out.ids)
-            state = out.state
+            token, state = choose(out.logits, out.ids), out.state
 
-    def _forget(self) -> None:
-        """Drop the states that will not be read; of a prompt, all but the last."""
-        last = self.committed.stop - 1  # a restore point keeps it
-        self.committed.drop(min(len(self._tokens) - 2, last))
+    def _read(self) -> tuple[Read, Any]:
+        """Return what the texts see, and where they stand."""
+        draft, lanes = self._draft, self._lanes
+        stops = [len(text) - 1 for text in self._texts]
+        seen = [lane.seen for lane in lanes]
+        batch = lanes[0].holder
+        if batch is None:
+            # A step in flight may have written the newest token's position already.
+            read, stop = draft.shared.read(lanes[0].caches, seen[0] - stops[0])
+            return read, position_of(draft.anchor, stop)
+        places = batch.places_of(lanes)
+        read = draft.shared.read_together(batch.caches, places, stops, seen)
+        positions = [position_of(draft.anchor, stop) for stop in stops]
+        return read, mx.array(positions)

@@ -45,7 +45,7 @@ from mlx_speculation.models import (
     MtpConvention,
     ReducedEnds,
 )
-from mlx_speculation.models.checkpoints import HeadCache
+from mlx_speculation.models.checkpoints import HeadCache, HeadState
 from mlx_speculation.models.mtp import (
     Mtp,
     MtpCache,
@@ -255,9 +255,14 @@ class MtpDrafter(OpenDrafter):
         """Let go of the caches, which are held elsewhere from now on."""
         self._cache = self._new_cache(self.committed.stop)
 
-    def take_back(self, cache: HeadCache) -> None:
-        """Hold these caches again, such as to keep them."""
-        self._cache = cache
+    def take_back(self, first: int, layers: list[list[Any]], state: HeadState) -> None:
+        """Hold caches again, such as to keep them; see `HeadCache`."""
+        self._cache = self._new_cache(first)
+        self._cache.take(layers, state)
+
+    def on_target(self, requests: SequenceOf[Any]) -> Any:
+        """Return the head on its target, to draft for requests together."""
+        return self._cache.mtp
 
     def let_go(self) -> None:
         """Let go of what it holds, as if it had seen nothing of the text."""
@@ -283,7 +288,10 @@ class MtpDrafter(OpenDrafter):
             return self._pairs(layer, first, count, chain.chosen)
 
         def choose_next(logits: mx.array, ids: mx.array | None = None) -> mx.array:
-            return chain.add(logits, self.ids if ids is None else ids)
+            ids = self.ids if ids is None else ids
+            return chain.add(
+                logits, ids[0] if ids is not None and ids.ndim > 1 else ids
+            )
 
         self._cache.draft(
             self.committed.between(self._cache.end, newest),

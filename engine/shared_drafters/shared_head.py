@@ -30,7 +30,8 @@ from mlx_speculation.engine.shared_drafters.shared import (
     SharedChain,
     SharedDrafter,
 )
-from mlx_speculation.models.mtp import BatchHeadCache, BatchHeadRound, RowCache, beneath
+from mlx_speculation.models.checkpoints import HeadCache
+from mlx_speculation.models.mtp import BatchHeadCache, BatchHeadRound, beneath
 
 
 class SharedHead(SharedDrafter):
@@ -68,7 +69,7 @@ class SharedHead(SharedDrafter):
     def _extract(self, index: int) -> None:
         """Let the drafter of one of its requests hold a copy of its caches."""
         assert self._cache is not None
-        _head(self._requests[index]).take_back(self._cache.extract(index))
+        _head(self._requests[index]).take_back(*self._cache.extract(index))
 
     def leave(self, gone: Sequence[Drafted]) -> None:
         """Let go of requests, and of those whose drafter is disabled."""
@@ -96,7 +97,7 @@ class SharedHead(SharedDrafter):
         length = max(most) if head.depth is None else min(max(most), head.depth)
         pairs = zip(cache.ends[0], self._counts(), strict=True)
         stops = [end + count for end, count in pairs]
-        self._round = cache.begin()
+        self._round = cache.begin(head.on_target(self._requests))
         if not cache.chained:  # the chains begin behind the last positions
             self._feed(self._round, [stop - 1 for stop in stops])
         chain = self._chain = SharedChain(self._requests, head.ids)
@@ -152,8 +153,7 @@ class SharedHead(SharedDrafter):
                 handed.append(head_cache)
         if not new:
             return
-        first = handed[0]
-        cache = self._cache or BatchHeadCache(type(first), first.mtp)
+        cache = self._cache or BatchHeadCache()
         cache.join(handed)
         self._cache, self._requests = cache, self._requests + new
         for request in new:
@@ -165,7 +165,8 @@ class SharedHead(SharedDrafter):
         pairs = zip(self._texts(), self._cache.ends[0], self._counts(), strict=True)
         # The pair of the newest position is known, that of a step in flight is not.
         stops = [min(len(text) - 2, end + count) for text, end, count in pairs]
-        head_round = self._cache.begin()
+        head = _head(self._requests[0])
+        head_round = self._cache.begin(head.on_target(self._requests))
         try:
             self._feed(head_round, stops)
             head_round.evaluate()
@@ -195,7 +196,7 @@ def _head(request: Drafted) -> MtpDrafter:
     return head
 
 
-def _handed(request: Drafted) -> RowCache | None:
+def _handed(request: Drafted) -> HeadCache | None:
     """Return what a request's own drafter holds; None: it fails, or has failed."""
     drafter = request.open_drafter.shared
     head = drafter.batch_head
@@ -205,7 +206,7 @@ def _handed(request: Drafted) -> RowCache | None:
     if drafter.disabled:
         return None
     try:
-        handed: RowCache = head.hand_over()
+        handed: HeadCache = head.hand_over()
         return handed
     except Exception as error:
         drafter.fail("begin", error)  # which raises MemoryError

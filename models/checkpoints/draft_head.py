@@ -154,9 +154,11 @@ class HeadCache(Protocol):
     """The caches of a head, and rounds over the positions that follow: `MtpCache`.
 
     Attributes:
+        mtp: the head on its target.
         first: the first position that they hold.
     """
 
+    mtp: Any
     first: int
 
     @property

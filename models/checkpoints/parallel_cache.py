@@ -7,11 +7,19 @@ committed text; the others go.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import mlx.core as mx
 
-from mlx_speculation.caches import Snapshot, Speculation, restore, states, with_slack
+from mlx_speculation.caches import (
+    Keep,
+    Snapshot,
+    Speculation,
+    restore,
+    states,
+    with_slack,
+)
 from mlx_speculation.models.checkpoints.draft_head import (
     ChooseNext,
     HeadState,
@@ -75,7 +83,7 @@ class ParallelCache:
     def __init__(self, mtp: ParallelHead, first: int = 0) -> None:
         self.mtp = mtp
         self.caches = with_slack(mtp.new_caches())
-        self._round: Speculation | None = None
+        self._round: Speculation | NoRows | None = None
         self.first = self.end = first
         self._before = self._after = first
 
@@ -122,7 +130,7 @@ class ParallelCache:
     def feed(self, hidden: mx.array, stop: int, tokens_of: TokensOf) -> None:
         """Write positions of committed text, and keep them; see `HeadCache`."""
         tokens = tokens_of(0, self.end, stop - self.end)
-        with Speculation(self.caches, whole=True) as speculation:
+        with speculation_of(self.caches, whole=True) as speculation:
             self.mtp.history(hidden, tokens, speculation.caches)
             speculation.commit(stop - self.end)
         self.end = self._before = self._after = stop
@@ -139,7 +147,7 @@ class ParallelCache:
     ) -> None:
         """Open a round: write positions, and draft behind them; see `HeadCache`."""
         self._before, self._after = self.end, stop
-        self._round = Speculation(self.caches)
+        self._round = speculation_of(self.caches)
         tokens = tokens_of(0, self.end, stop - self.end)
         self.mtp.draft(hidden, tokens, self._round.caches, count, choose)
 
@@ -155,3 +163,22 @@ class ParallelCache:
             self._round.rollback()
         self.end = self._after = self._before
         self._round = None
+
+
+class NoRows(AbstractContextManager["NoRows"]):
+    """A speculation of a head without caches, such as one that reads the target's."""
+
+    caches = ()
+
+    def commit(self, keep: Keep) -> None:
+        """Keep nothing."""
+
+    def rollback(self) -> None:
+        """Undo nothing."""
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+def speculation_of(caches: list[Any], *, whole: bool = False) -> Speculation | NoRows:
+    """Open a speculation on the caches of a head, if it has any."""
+    return Speculation(caches, whole=whole) if caches else NoRows()

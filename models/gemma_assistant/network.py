@@ -25,16 +25,26 @@ from mlx_speculation.models.gemma_assistant.config import (
     read_assistant_settings,
 )
 
-# kind of layer -> keys and values [1, heads, rows, dim]
-Read = Mapping[str, tuple[mx.array, mx.array]]
+
+class Shown(NamedTuple):
+    """Keys and values that a layer sees."""
+
+    keys: mx.array  # [batch, heads, rows, dim]
+    values: mx.array
+    # bool [batch, 1, 1, rows], those that each text sees; None: all
+    mask: mx.array | None = None
+
+
+Read = Mapping[str, Shown]  # of each kind of layer
 
 
 class AssistantOutput(NamedTuple):
     """Output of a step."""
 
-    state: mx.array  # goes into the next step, [1, 1, target's dim]
-    logits: mx.array  # for the next token, [1, n]
-    ids: mx.array | None  # the tokens of the columns, uint32 [n]; None: all, in order
+    state: mx.array  # goes into the next step, [batch, 1, target's dim]
+    logits: mx.array  # for the next token, [batch, n]
+    # The tokens of the columns, uint32 [batch, n]; None: all, in order
+    ids: mx.array | None
 
 
 class TokenGroups(nn.Module):
@@ -47,11 +57,12 @@ class TokenGroups(nn.Module):
         self._chosen = settings.chosen
 
     def candidates(self, hidden: mx.array) -> mx.array:
-        """Return token ids, uint32 [n], for a state [1, dim]; they differ."""
-        scores = self.centroids(hidden)[0]
-        best = mx.argpartition(scores, kth=-self._chosen)[-self._chosen :]
-        groups = self.token_ordering.reshape(len(scores), -1)
-        return groups[best].reshape(-1).astype(mx.uint32)
+        """Return token ids, uint32 [batch, n], for states [batch, dim]; they differ."""
+        scores = self.centroids(hidden)
+        best = mx.argpartition(scores, kth=-self._chosen, axis=-1)
+        groups = self.token_ordering.reshape(scores.shape[-1], -1)
+        chosen = groups[best[:, -self._chosen :]]
+        return chosen.reshape(len(hidden), -1).astype(mx.uint32)
 
 
 class Assistant(nn.Module):
@@ -74,41 +85,39 @@ class Assistant(nn.Module):
         self.settings = settings
 
     def step(
-        self, embedded: mx.array, state: mx.array, read: Read, position: int
+        self, embedded: mx.array, state: mx.array, read: Read, position: Any
     ) -> AssistantOutput:
         """Run one draft step.
 
         Args:
             embedded: the newest token, as the target's first layer is given it,
-                [1, 1, target's dim].
-            state: [1, 1, target's dim].
+                [batch, 1, target's dim].
+            state: [batch, 1, target's dim].
             read: what each kind of layer sees.
-            position: where in the target's text the queries stand.
+            position: where in the target's text the queries stand; an array of each.
         """
         hidden = self.run(embedded, state, read, position)
         logits, ids = self.logits(hidden[:, 0])
         return AssistantOutput(self.post_projection(hidden), logits, ids)
 
     def run(
-        self, embedded: mx.array, state: mx.array, read: Read, position: int
+        self, embedded: mx.array, state: mx.array, read: Read, position: Any
     ) -> mx.array:
-        """Return the hidden state of a step, [batch, 1, dim].
-
-        Takes what `step` takes, of several texts.
-        """
+        """Return the hidden state of a step, [batch, 1, dim]; takes what it takes."""
         x = self.pre_projection(mx.concatenate([embedded, state], axis=-1))
         for layer in self.layers:
-            x, _, _ = layer(x, shared_kv=read[layer.layer_type], offset=position)
+            keys, values, mask = read[layer.layer_type]
+            x, _, _ = layer(x, mask, shared_kv=(keys, values), offset=position)
         normed: mx.array = self.norm(x)
         return normed
 
     def logits(self, hidden: mx.array) -> tuple[mx.array, mx.array | None]:
-        """Return logits [1, n] of what `run` made, [1, dim], and their tokens."""
+        """Return logits [batch, n] of what `run` made, [batch, dim], and their ids."""
         if "masked_embedding" not in self:
             return self.embed_tokens.as_linear(hidden), None
         ids = self.masked_embedding.candidates(hidden)
         rows: Any = self.embed_tokens(ids)
-        return hidden @ rows.T, ids
+        return (rows @ hidden[..., None])[..., 0], ids
 
 
 # The output layer is the embedding, which some files hold twice.

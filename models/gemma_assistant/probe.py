@@ -115,5 +115,5 @@ def _whole(logits: mx.array, ids: mx.array | None, vocab: int) -> mx.array:
         return logits[:, :vocab]
     least = logits.min(axis=-1, keepdims=True) - 1
     every = mx.repeat(least, vocab + 1, axis=-1)
-    every[:, mx.minimum(ids, vocab)] = logits
+    every[:, mx.minimum(ids[0], vocab)] = logits
     return every[:, :vocab]

@@ -9,13 +9,18 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import (
+    BatchRotatingKVCache,
+    KVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
 
 from mlx_speculation.caches import check_readable, read_rows
 from mlx_speculation.errors import UnsupportedModelError
 from mlx_speculation.models.checkpoints.rotation import FULL, SLIDING
 from mlx_speculation.models.gemma_assistant.config import NAME
-from mlx_speculation.models.gemma_assistant.network import Assistant, Read
+from mlx_speculation.models.gemma_assistant.network import Assistant, Read, Shown
 
 _KINDS = {SLIDING: RotatingKVCache, FULL: KVCache}
 
@@ -60,10 +65,59 @@ class SharedKv:
         stop = max(offsets) - left_out
         counts = {SLIDING: self._window, FULL: None}
         result = {
-            kind: read_rows(caches[place], stop, counts[kind])
+            kind: Shown(*read_rows(caches[place], stop, counts[kind]))
             for kind, place in self.places.items()
         }
         return result, stop
+
+    def read_together(
+        self, caches: Any, places: list[int], stops: list[int], seen: list[int]
+    ) -> Read:
+        """Return what each kind of layer sees of texts of a batch.
+
+        It has to be gone before the target writes again.
+
+        Args:
+            caches: the target's, by layer, of a batch.
+            places: where the texts stand in it.
+            stops: how many positions of each are read.
+            seen: how many of each the target has been fed.
+        """
+        result = {}
+        for kind, layer in self.places.items():
+            cache = caches[layer]
+            keys, values = (
+                _of_texts(part, places, cache) for part in cache.keys_and_values()
+            )
+            count = keys.shape[2]
+            columns, firsts = mx.arange(count), [0] * len(seen)
+            if isinstance(cache, BatchRotatingKVCache):  # all rows end together
+                firsts = [known - count for known in seen]
+                if cache.rotated:
+                    columns = (columns - cache._idx) % count
+            window = self._window if kind == SLIDING else max(stops)
+            starts = [max(0, stop - window) for stop in stops]
+            mask, spans = None, zip(firsts, starts, stops, strict=True)
+            if any(
+                start > first or first < 0 or stop < first + count
+                for first, start, stop in spans
+            ):
+                each = mx.array([firsts, starts, stops])[..., None, None, None]
+                positions = each[0] + columns
+                mask = (positions >= each[1]) & (positions < each[2])
+            result[kind] = Shown(keys, values, mask)
+        return result
+
+
+def _of_texts(part: Any, places: list[int], cache: Any) -> mx.array:
+    """Return the rows of some texts of keys or values, dequantized."""
+    if isinstance(part, tuple):
+        form: Any = {"group_size": cache.group_size, "bits": cache.bits}
+        codes, scales, biases = (_of_texts(one, places, cache) for one in part)
+        return mx.dequantize(codes, scales, biases, **form)
+    if places == [*range(len(places))]:
+        return part[: len(places)]  # type: ignore[no-any-return]
+    return part[mx.array(places)]  # type: ignore[no-any-return]
 
 
 def _last(caches: Iterable[Any], kind: str, model: nn.Module) -> int:

@@ -126,13 +126,9 @@ class RequestLane(Protocol):
         if not stay:
             self.caches = []
 
-    def layers(self, which: Sequence[int]) -> dict[int, Any]:
-        """Return some layers' caches of the one request, as `extract` does."""
-        return (self.holder or self).layers_of(self, which)
-
-    def layers_of(self, lane: "RequestLane", which: Sequence[int]) -> dict[int, Any]:
-        """Return some layers' caches of a request that it holds."""
-        return {index: self.caches[index] for index in which}
+    def places_of(self, lanes: "Sequence[RequestLane]") -> list[int]:
+        """Return where the rows of these requests stand, which it holds."""
+        return [0]
 
     def extract(self, place: int) -> list[Any]:
         """Return caches of one request alone, to be read before the next round.

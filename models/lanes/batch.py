@@ -127,10 +127,9 @@ class BatchLane(RequestLane):
         caches = [cache.extract(self.stand[place]) for cache in self.caches]
         return with_slack(caches) if self._slack else caches
 
-    def layers_of(self, lane: RequestLane, which: Sequence[int]) -> dict[int, Any]:
-        """Return copies of some layers' caches; see `RequestLane`."""
-        place = self.stand[self.members.index(lane)]
-        return {index: self.caches[index].extract(place) for index in which}
+    def places_of(self, lanes: Sequence[RequestLane]) -> list[int]:
+        """Return where the rows of these requests stand, which it holds."""
+        return [self.stand[self.members.index(lane)] for lane in lanes]
 
     def begin(self, count: int, *, whole: bool = False) -> "BatchRound":
         """Open a round, see `RequestLane`.

@@ -7,7 +7,6 @@ what no tensor shows. The head as a drafter is in the engine.
 from mlx_speculation.models.mtp.batch_cache import (
     BatchHeadCache,
     BatchHeadRound,
-    RowCache,
     beneath,
 )
 from mlx_speculation.models.mtp.cache import MtpCache
@@ -25,7 +24,6 @@ __all__ = [
     "Mtp",
     "MtpCache",
     "MtpHead",
-    "RowCache",
     "beneath",
     "find_mtp_head",
     "is_split_head",

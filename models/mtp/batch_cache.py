@@ -21,7 +21,7 @@ In a chain of layers each layer is one forward over the positions of all rows th
 lacks, those of drafts at their ends; see `models/mtp/cache.py` for what it keeps.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from operator import sub
 from typing import Any, TypeVar
@@ -31,21 +31,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_speculation.caches import Speculation, array_bytes, extend_all, merged, states
-from mlx_speculation.models.checkpoints.draft_head import ChooseNext, HeadState
-from mlx_speculation.models.checkpoints.parallel_cache import ParallelCache
-from mlx_speculation.models.mtp.cache import MtpCache
+from mlx_speculation.models.checkpoints.draft_head import (
+    ChooseNext,
+    HeadCache,
+    HeadState,
+)
+from mlx_speculation.models.checkpoints.parallel_cache import NoRows, speculation_of
 
-RowCache = MtpCache | ParallelCache
 Texts = Sequence[list[int]]
 T = TypeVar("T")
 
 
 class BatchHeadCache:
     """The caches of a head for several rows.
-
-    Args:
-        kind: of a row's caches: `MtpCache` or `ParallelCache`.
-        mtp: the head on its target.
 
     Attributes:
         layers: the caches of each layer.
@@ -55,8 +53,7 @@ class BatchHeadCache:
         firsts: for each row, the first position that is held.
     """
 
-    def __init__(self, kind: Callable[..., RowCache], mtp: Any) -> None:
-        self.kind, self.mtp = kind, mtp
+    def __init__(self) -> None:
         self.layers: list[list[Any]] = []
         self.ends: list[list[int]] = []
         self.waiting: list[mx.array | None] = []
@@ -82,7 +79,7 @@ class BatchHeadCache:
         """The most positions by which a layer lags the first one."""
         return max(max(_less(self.ends[0], ends)) for ends in self.ends)
 
-    def join(self, each: Sequence[RowCache]) -> None:
+    def join(self, each: Sequence[HeadCache]) -> None:
         """Let rows join behind those that are there; what they hold is copied.
 
         If it fails, the cache is as before.
@@ -118,8 +115,8 @@ class BatchHeadCache:
         self.ends = [[ends[row] for row in stay] for ends in self.ends]
         self.firsts = [self.firsts[row] for row in stay]
 
-    def extract(self, row: int) -> RowCache:
-        """Return a copy of what one row holds, as it would be held alone."""
+    def extract(self, row: int) -> tuple[int, list[list[Any]], HeadState]:
+        """Return a copy of what one row holds: its first position, and for `take`."""
         ends = tuple(layer[row] for layer in self.ends)
         lags = _less(ends[:1] + ends[:-1], ends)  # behind the layer before
         waiting = tuple(
@@ -127,13 +124,11 @@ class BatchHeadCache:
             for part, lag in zip(self.waiting, lags, strict=True)
         )
         layers = [[cache.extract(row) for cache in caches] for caches in self.layers]
-        alone = self.kind(self.mtp, self.firsts[row])
-        alone.take(layers, HeadState(ends, waiting))
-        return alone
+        return self.firsts[row], layers, HeadState(ends, waiting)
 
-    def begin(self) -> "BatchHeadRound":
-        """Open a round."""
-        return BatchHeadRound(self)
+    def begin(self, mtp: Any) -> "BatchHeadRound":
+        """Open a round of the head on its target."""
+        return BatchHeadRound(self, mtp)
 
 
 class BatchHeadRound:
@@ -144,11 +139,13 @@ class BatchHeadRound:
     positions end that are written.
     """
 
-    def __init__(self, cache: BatchHeadCache) -> None:
-        self._cache = cache
+    def __init__(self, cache: BatchHeadCache, mtp: Any) -> None:
+        self._cache, self._mtp = cache, mtp
         self._before = self._after = cache.ends, cache.waiting
-        self._speculations: list[Speculation] = []
-        self._open: list[tuple[Speculation, list[int]]] = []  # and what is kept
+        self._speculations: list[Speculation | NoRows] = []
+        self._open: list[
+            tuple[Speculation | NoRows, list[int]]
+        ] = []  # and what is kept
 
     def feed(self, hidden: mx.array | None, texts: Texts, stops: Sequence[int]) -> None:
         """Write positions of committed text and keep them, also those that wait."""
@@ -180,7 +177,7 @@ class BatchHeadRound:
             return
         tokens = mx.array([text[-1:] for text in texts], mx.uint32)
         speculation = self._written(0, stops)
-        cache.mtp.draft(hidden, tokens, speculation.caches, count, choose)
+        self._mtp.draft(hidden, tokens, speculation.caches, count, choose)
         self._after = [[*stops]], cache.waiting
 
     def commit(self) -> None:
@@ -201,10 +198,10 @@ class BatchHeadRound:
             speculation.rollback()
         self._cache.ends, self._cache.waiting = self._before
 
-    def _written(self, layer: int, ends: Sequence[int]) -> Speculation:
+    def _written(self, layer: int, ends: Sequence[int]) -> Speculation | NoRows:
         """Open a layer's caches for positions that are kept up to some ends."""
         cache = self._cache
-        speculation = Speculation(cache.layers[layer])
+        speculation = speculation_of(cache.layers[layer])
         self._speculations.append(speculation)
         self._open.append((speculation, _less(ends, cache.ends[layer])))
         return speculation
@@ -226,7 +223,7 @@ class BatchHeadRound:
             layers: how many.
             choose: see `draft`; None: run those of committed text, and draft nothing.
         """
-        cache, mtp = self._cache, self._cache.mtp
+        cache, mtp = self._cache, self._mtp
         after, waiting = [*cache.ends], [*cache.waiting]
         inputs, made = hidden, [*stops]  # states, and where their positions end
         drafts: list[mx.array] = []

@@ -27,7 +27,6 @@ from mlx_speculation import (
 from mlx_speculation.caches import KVQuantization
 from mlx_speculation.engine.drafters.base import NOTHING, OpenDrafter, Proposal
 from mlx_speculation.engine.drafters.draft import Draft
-from mlx_speculation.engine.drafters.gemma_assistant import AssistantDrafter
 from mlx_speculation.engine.drafters.mtp import MtpDrafter
 from mlx_speculation.engine.options import StreamKeywords
 from mlx_speculation.engine.result import Result
@@ -292,20 +291,15 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Drafts:
     """Note what heads draft from now on, by the tokens that are known."""
     found = Drafts()
 
-    def noting(kind: Any) -> None:
-        plain = kind.propose
+    def propose_alone(self: Any, sequence: Any, limit: int, choose: Any) -> Any:
+        draft = alone(self, sequence, limit, choose)
+        if limit == 3:
+            tokens: Any = draft.tokens.tolist()
+            found[tuple(sequence.tokens)] = tokens
+        return draft
 
-        def propose(self: Any, sequence: Any, limit: int, choose: Any) -> Any:
-            draft = plain(self, sequence, limit, choose)
-            if limit == 3:
-                tokens: Any = draft.tokens.tolist()
-                found[tuple(sequence.tokens)] = tokens
-            return draft
-
-        monkeypatch.setattr(kind, "propose", propose)
-
-    noting(MtpDrafter)
-    noting(AssistantDrafter)
+    alone = MtpDrafter.propose
+    monkeypatch.setattr(MtpDrafter, "propose", propose_alone)
     plain = SharedDrafter.propose
 
     def propose(self: Any, requests: Any, limits: Any) -> Any:

@@ -199,7 +199,7 @@ def test_long_prompts_are_fed_in_chunks_and_one_state_is_kept() -> None:
     for chunk in stream:
         chunks.append(chunk.token)
         follower: Any = stream.request.target.follower
-        assert follower.stop - follower.start <= 4 + 1
+        assert follower.stop - follower.start <= 2 * 4  # of the last two rounds
     assert chunks == text[PROMPT : PROMPT + TOKENS]
     assert stream.result.stats.acceptance_rate == 1.0
     assert knowing.calls[0] == (PROMPT - 1, 0)

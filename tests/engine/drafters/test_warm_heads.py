@@ -22,7 +22,6 @@ from mlx_speculation import (
     SpeculativeGenerator,
 )
 from mlx_speculation.engine import AssistantDraft, PEagleDraft
-from mlx_speculation.engine.drafters.gemma_assistant import AssistantDrafter
 from mlx_speculation.engine.drafters.mtp import MtpDrafter
 from support.covering import covering, others_slow
 from support.drafters.batch_heads import eagle_on, mtp_on
@@ -126,15 +125,15 @@ LAYOUTS_LEFT = sorted(
 def _proposed(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """Record the proposals of heads, round by round."""
     drafts: list[list[int]] = []
-    for kind in (MtpDrafter, AssistantDrafter):
-        propose = kind.propose
+    propose = MtpDrafter.propose
 
-        def noted(self: Any, *args: Any, propose: Any = propose) -> Any:
-            draft = propose(self, *args)
-            drafts.append(draft.tokens.tolist())
-            return draft
+    def noted(self: Any, *args: Any) -> Any:
+        draft = propose(self, *args)
+        tokens: Any = draft.tokens.tolist()
+        drafts.append(tokens)
+        return draft
 
-        monkeypatch.setattr(kind, "propose", noted)
+    monkeypatch.setattr(MtpDrafter, "propose", noted)
     return drafts
 
 

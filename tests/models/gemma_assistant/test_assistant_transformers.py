@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from mlx_speculation.models.gemma_assistant import SharedKv, load_assistant
+from mlx_speculation.models.gemma_assistant.network import Shown
 from support.models.assistant_checkpoints import HEADS, Made, build, config_of, write
 from support.models.tiny_models import TINY_MODELS, build_tiny
 from support.references.reference_target import read_folder
@@ -120,7 +121,7 @@ def test_drafts_on_the_target_equal_those_of_transformers(
                 shared_kv_states=dict(out.shared_kv_states),
             )
         logits = wanted.logits[0]
-        columns = slice(None) if found.ids is None else np.array(found.ids)
+        columns = slice(None) if found.ids is None else np.array(found.ids[0])
         assert_close(found.logits, logits[:, columns])
         assert_close(found.state, wanted.last_hidden_state)
         # Both go on from theirs, or the errors of float32 add up.
@@ -151,7 +152,7 @@ def test_steps_equal_those_of_transformers(
         kind: [random.standard_normal((1, *size)).astype(np.float32) for _ in "kv"]
         for kind, size in sizes.items()
     }
-    read = {k: (mx.array(keys), mx.array(values)) for k, (keys, values) in rows.items()}
+    read = {kind: Shown(*map(mx.array, pair)) for kind, pair in rows.items()}
     shared = {k: tuple(map(torch.tensor, pair)) for k, pair in rows.items()}
     hidden = random.standard_normal((1, 1, 64)).astype(np.float32)
     for _ in range(4):
@@ -169,7 +170,7 @@ def test_steps_equal_those_of_transformers(
         if found.ids is None:
             assert_close(found.logits, logits)
         else:
-            ids = np.array(found.ids)
+            ids = np.array(found.ids[0])
             assert len(set(ids.tolist())) == 256 // 16 * 3
             assert_close(found.logits, logits[:, ids])
             # All other ids have one value below these.

@@ -38,13 +38,20 @@ TARGETS: dict[str, TinyModel] = {
 # Heads that are wide enough for quantized caches.
 _WIDE = {"head_dim": 32, "global_head_dim": 32, "attention_k_eq_v": False}
 QUANTIZABLE = replace(_GEMMA4, args={**_GEMMA4.args, **_UNSHARED, **_WIDE})
+# The same without windows, which cannot be quantized.
+FULL_ONLY = replace(QUANTIZABLE, args={**QUANTIZABLE.args, "layer_types": [FULL] * 5})
 # What the text models of real checkpoints stand in.
 WRAPPED = replace(
     _GEMMA4,
     module="gemma4",
     args={"model_type": "gemma4", "vocab_size": 256, "text_config": _GEMMA4.args},
 )
-_ALL = {**TARGETS, "quantizable": QUANTIZABLE, "wrapped": WRAPPED}
+_ALL = {
+    **TARGETS,
+    "quantizable": QUANTIZABLE,
+    "full": FULL_ONLY,
+    "wrapped": WRAPPED,
+}
 HEADS = ("dense", "centroids")
 DIM, VOCAB, WINDOW = 64, 256, 16
 
@@ -87,7 +94,7 @@ def config_of(name: str, head: str = "dense", **text: Any) -> dict[str, Any]:
         "intermediate_size": 64,
         "num_hidden_layers": 4,
         "num_kv_shared_layers": 4,
-        "layer_types": [SLIDING, SLIDING, SLIDING, FULL],
+        "layer_types": [FULL if name == "full" else SLIDING] * 3 + [FULL],
         "num_attention_heads": 4,
         "num_key_value_heads": args["num_key_value_heads"],
         "num_global_key_value_heads": args.get("num_global_key_value_heads"),

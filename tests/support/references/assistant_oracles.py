@@ -80,7 +80,7 @@ class OracleStep:
         guess = self._guess(place + 1)
         if self._sparse:
             ids = mx.array([(guess + 7 * i) % VOCAB for i in (3, 0, 5)], mx.uint32)
-            return AssistantOutput(own, mx.array([[-100.0, 100.0, -100.0]]), ids)
+            return AssistantOutput(own, mx.array([[-100.0, 100.0, -100.0]]), ids[None])
         logits = mx.where(mx.arange(VOCAB) == guess, 100.0, -100.0)
         return AssistantOutput(own, logits[None], None)
 
@@ -92,7 +92,7 @@ class OracleStep:
     def _check_read(self, read: Read, stop: int) -> None:
         for kind, pair in read.items():
             start = max(0, stop - WINDOW) if kind == SLIDING else 0
-            for found, whole in zip(pair, self._kept[kind], strict=True):
+            for found, whole in zip(pair[:2], self._kept[kind], strict=True):
                 wanted = whole[:, :, start:stop]
                 lacking = wanted.shape[2] - found.shape[2]
                 assert lacking in (0, self._gone if start else 0), (kind, stop)
