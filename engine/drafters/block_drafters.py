@@ -18,7 +18,7 @@ from mlx_speculation.engine.drafters.draft import (
 from mlx_speculation.engine.drafters.mtp import MtpDrafter
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.models import HiddenStates, Lane
-from mlx_speculation.models.checkpoints import LayerIds, ParallelCache
+from mlx_speculation.models.checkpoints import LayerIds
 from mlx_speculation.models.dflash import (
     Anchor,
     DFlash,
@@ -35,6 +35,7 @@ from mlx_speculation.models.dspark import (
     load_dspark,
 )
 from mlx_speculation.models.gemma_assistant import starts_for
+from mlx_speculation.models.mtp import HeadCache
 
 
 class DFlashDraft(HeadDraft):
@@ -112,9 +113,9 @@ class DFlashDraft(HeadDraft):
         )
         return cls._of(model, loaded)
 
-    def new_cache(self, first: int) -> ParallelCache:
+    def new_cache(self, first: int) -> HeadCache:
         """Return caches of the drafter; see `HeadDraft`."""
-        return ParallelCache(self.dflash, first)
+        return HeadCache(self.dflash, [self.dflash.new_caches()], first)
 
     def open(
         self, lane: Lane, sequence: Sequence, draft_cache: list[Any] | None = None

@@ -24,7 +24,7 @@ from mlx_speculation.models import (
     Sliding,
     States,
 )
-from mlx_speculation.models.checkpoints import HeadCache
+from mlx_speculation.models.mtp import HeadCache
 from mlx_speculation.warn import notice
 
 

@@ -15,7 +15,7 @@ from mlx_speculation.engine.drafters.draft import HeadDraft
 from mlx_speculation.engine.drafters.mtp import MtpDrafter
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.models import HiddenStates, Lane, find_parts, read_config
-from mlx_speculation.models.checkpoints import HeadCache, LayerIds, ParallelCache
+from mlx_speculation.models.checkpoints import LayerIds
 from mlx_speculation.models.eagle import (
     AFTER_NORM,
     Eagle,
@@ -30,7 +30,7 @@ from mlx_speculation.models.eagle import (
     probe_layers,
 )
 from mlx_speculation.models.gemma_assistant import starts_for
-from mlx_speculation.models.mtp import MtpCache
+from mlx_speculation.models.mtp import HeadCache, MtpCache
 
 
 class EagleDraft(HeadDraft):
@@ -153,4 +153,4 @@ class PEagleDraft(EagleDraft):
 
     def new_cache(self, first: int) -> HeadCache:
         """Return caches of the head; see `HeadDraft`."""
-        return ParallelCache(self.eagle, first)
+        return HeadCache(self.eagle, [self.eagle.new_caches()], first)

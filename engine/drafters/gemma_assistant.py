@@ -28,7 +28,7 @@ from mlx_speculation.engine.drafters.mtp import MtpDrafter
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
 from mlx_speculation.models import HiddenStates, Lane
-from mlx_speculation.models.checkpoints import ChooseNext, ParallelCache
+from mlx_speculation.models.checkpoints import ChooseNext
 from mlx_speculation.models.gemma_assistant import (
     Anchor,
     Assistant,
@@ -40,6 +40,7 @@ from mlx_speculation.models.gemma_assistant import (
     probe_anchor,
     starts_for,
 )
+from mlx_speculation.models.mtp import HeadCache
 
 SOURCE = "assistant"
 
@@ -151,7 +152,7 @@ class AssistantDrafter(MtpDrafter):
         self._draft = draft
         own = AssistantOnTarget(draft, [target], [sequence.tokens])
         committed = draft.following(target, attrgetter("after_norm"))
-        new_cache = partial(ParallelCache, own)
+        new_cache = partial(HeadCache, own, [[]])
         super().__init__(new_cache, sequence, committed, source=SOURCE)
 
     def begin(self, sequence: Sequence) -> None:
@@ -185,10 +186,6 @@ class AssistantOnTarget:
         texts: SequenceOf[list[int]],
     ) -> None:
         self._draft, self._lanes, self._texts = draft, lanes, texts
-
-    def new_caches(self) -> list[Any]:
-        """Return none: it reads those of the target."""
-        return []
 
     def history(self, *_: Any) -> None:
         """Write nothing: the target has."""

@@ -14,7 +14,6 @@ last row is more than keys and values. See `models/mtp/cache.py` for what stays.
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -45,8 +44,9 @@ from mlx_speculation.models import (
     MtpConvention,
     ReducedEnds,
 )
-from mlx_speculation.models.checkpoints import HeadCache, HeadState
+from mlx_speculation.models.checkpoints import HeadState
 from mlx_speculation.models.mtp import (
+    HeadCache,
     Mtp,
     MtpCache,
     MtpHead,
@@ -54,7 +54,6 @@ from mlx_speculation.models.mtp import (
     load_mtp_head,
 )
 from mlx_speculation.models.mtp.tree_growth import Level, grow
-from mlx_speculation.samplers import Choice
 
 # More positions are fed by themselves, and not in a batch with a first draft.
 LONGEST_LAG = 64
@@ -231,8 +230,7 @@ class MtpDrafter(OpenDrafter):
         cache, committed = self._cache, self.committed
         stop = min(len(self._tokens) - 1, committed.stop)
         if committed.start <= cache.end < stop:
-            pairs = partial(self._pairs, chosen=())
-            cache.feed(committed.between(cache.end, stop), stop, pairs)
+            cache.feed(committed.between(cache.end, stop), stop, self._tokens)
 
     def resume(self, snapshot: Snapshot) -> None:
         """Begin with these rows, as if it had read the beginning of the text."""
@@ -284,9 +282,6 @@ class MtpDrafter(OpenDrafter):
             return self._tree(sequence, limit, choose, newest)
         chain = DraftChain(choose, sequence)
 
-        def tokens_of(layer: int, first: int, count: int) -> mx.array:
-            return self._pairs(layer, first, count, chain.chosen)
-
         def choose_next(logits: mx.array, ids: mx.array | None = None) -> mx.array:
             ids = self.ids if ids is None else ids
             return chain.add(
@@ -296,7 +291,7 @@ class MtpDrafter(OpenDrafter):
         self._cache.draft(
             self.committed.between(self._cache.end, newest),
             newest,
-            tokens_of,
+            self._tokens,
             choose_next,
             limit if self.depth is None else min(limit, self.depth),
         )
@@ -310,7 +305,7 @@ class MtpDrafter(OpenDrafter):
         round_ = self._cache.draft_tree(
             self.committed.between(self._cache.end, newest),
             newest,
-            partial(self._pairs, chosen=()),
+            self._tokens,
         )
         ahead: list[mx.array] = []  # stands for the tokens of the levels above
 
@@ -335,15 +330,6 @@ class MtpDrafter(OpenDrafter):
     def discard(self) -> None:
         """Undo the round."""
         self._cache.rollback()
-
-    def _pairs(
-        self, layer: int, first: int, count: int, chosen: SequenceOf[Choice]
-    ) -> mx.array:
-        """Return the tokens that a layer pairs with positions, drafts at the end."""
-        start = first + layer + 1
-        known = mx.array(self._tokens[start : start + count], mx.uint32)
-        drafts = [one.tokens for one in chosen[max(0, start - len(self._tokens)) :]]
-        return mx.concatenate([known, *drafts])[None, :count]
 
     def _read_chunk(self) -> None:
         """Read the chunk before the newest: for that the first token need not wait."""
@@ -372,7 +358,7 @@ class MtpDrafter(OpenDrafter):
             return
         hidden = committed.between(self._cache.end, stop)
         try:
-            self._cache.feed(hidden, stop, partial(self._pairs, chosen=()))
+            self._cache.feed(hidden, stop, self._tokens)
         except Exception:  # after Ctrl-C they are as before, and can be fed again
             self._cache = self._new_cache(committed.stop)
             raise

@@ -12,13 +12,13 @@ head's caches, of all requests together, and the chains begin behind it:
 
 So after a round every request holds its true positions, whatever was accepted of the
 others, and those of drafts never stay. See `engine/drafters/mtp.py` for one request,
-and `models/mtp/batch_cache.py` for how those that hold different numbers are fed.
+and `models/mtp/rounds.py` for how those that hold different numbers are fed.
 
 A head that raises is disabled for all requests, and one whose logits hold a NaN for
 those where they do.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
@@ -30,8 +30,12 @@ from mlx_speculation.engine.shared_drafters.shared import (
     SharedChain,
     SharedDrafter,
 )
-from mlx_speculation.models.checkpoints import HeadCache
-from mlx_speculation.models.mtp import BatchHeadCache, BatchHeadRound, beneath
+from mlx_speculation.models.mtp import (
+    BatchHeadCache,
+    HeadCache,
+    HeadRound,
+    beneath,
+)
 
 
 class SharedHead(SharedDrafter):
@@ -47,7 +51,7 @@ class SharedHead(SharedDrafter):
         if self._cache is None:
             return 0
         arrays = (_head(request).committed.arrays for request in self._requests)
-        return self._cache.nbytes + sum(map(array_bytes, arrays))
+        return array_bytes(self._cache.held) + sum(map(array_bytes, arrays))
 
     def follow(self, requests: Sequence[Drafted]) -> None:
         """Let new requests in, and read what many plain steps have left."""
@@ -97,9 +101,9 @@ class SharedHead(SharedDrafter):
         length = max(most) if head.depth is None else min(max(most), head.depth)
         pairs = zip(cache.ends[0], self._counts(), strict=True)
         stops = [end + count for end, count in pairs]
-        self._round = cache.begin(head.on_target(self._requests))
+        self._round = HeadRound(cache, head.on_target(self._requests))
         if not cache.chained:  # the chains begin behind the last positions
-            self._feed(self._round, [stop - 1 for stop in stops])
+            self._feed(self._round.feed, [stop - 1 for stop in stops])
         chain = self._chain = SharedChain(self._requests, head.ids)
         hidden, texts = self._states(stops), self._texts()
         assert hidden is not None
@@ -165,21 +169,15 @@ class SharedHead(SharedDrafter):
         pairs = zip(self._texts(), self._cache.ends[0], self._counts(), strict=True)
         # The pair of the newest position is known, that of a step in flight is not.
         stops = [min(len(text) - 2, end + count) for text, end, count in pairs]
-        head = _head(self._requests[0])
-        head_round = self._cache.begin(head.on_target(self._requests))
-        try:
-            self._feed(head_round, stops)
-            head_round.evaluate()
-        except BaseException:
-            head_round.rollback()
-            raise
+        on_target = _head(self._requests[0]).on_target(self._requests)
+        self._feed(HeadRound(self._cache, on_target).read, stops)
 
-    def _feed(self, head_round: BatchHeadRound, stops: list[int]) -> None:
+    def _feed(self, feed: Callable[..., None], stops: list[int]) -> None:
         """Feed the next positions of every request up to others, where they are."""
         assert self._cache is not None
         stops = [*map(max, self._cache.ends[0], stops)]
         if stops != self._cache.ends[0] or self._cache.lag:
-            head_round.feed(self._states(stops), self._texts(), stops)
+            feed(self._states(stops), self._texts(), stops)
 
     def _drop(self, *, evaluate: bool = False) -> None:
         """Forget the states that were read, but for those of a restore point."""

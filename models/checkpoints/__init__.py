@@ -7,13 +7,11 @@ trained with. No single kind of head is known here.
 from mlx_speculation.models.checkpoints.convention import convention_of
 from mlx_speculation.models.checkpoints.draft_head import (
     ChooseNext,
-    HeadCache,
     HeadOnTarget,
     HeadOutput,
     HeadState,
 )
 from mlx_speculation.models.checkpoints.layer_readings import LayerIds
-from mlx_speculation.models.checkpoints.parallel_cache import ParallelCache
 from mlx_speculation.models.checkpoints.speculation_json import PairFile, read_pair
 from mlx_speculation.models.checkpoints.tensor_kind import (
     kind_by_tensors,
@@ -22,13 +20,11 @@ from mlx_speculation.models.checkpoints.tensor_kind import (
 
 __all__ = [
     "ChooseNext",
-    "HeadCache",
     "HeadOnTarget",
     "HeadOutput",
     "HeadState",
     "LayerIds",
     "PairFile",
-    "ParallelCache",
     "convention_of",
     "kind_by_tensors",
     "read_pair",

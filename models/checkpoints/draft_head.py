@@ -6,16 +6,11 @@ m with token m + 1 of the text.
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList, KVCache
-
-from mlx_speculation.caches import Snapshot
-
-# (layer, first position, count) -> token ids [1, count] that the layer pairs with them
-TokensOf = Callable[[int, int, int], mx.array]
 
 
 class ChooseNext(Protocol):
@@ -150,99 +145,42 @@ class HeadOnTarget(ABC):
         """Return what the head makes of states before the norm."""
 
 
-class HeadCache(Protocol):
-    """The caches of a head, and rounds over the positions that follow: `MtpCache`.
+class ParallelHead(Protocol):
+    """A head on its target that makes all drafts in one forward."""
 
-    Attributes:
-        mtp: the head on its target.
-        first: the first position that they hold.
-    """
-
-    mtp: Any
-    first: int
-
-    @property
-    def layers(self) -> list[list[Any]]:
-        """The caches of each layer."""
+    def new_caches(self) -> list[Any]:
+        """Return new caches, one for each of its layers."""
         ...
 
-    @property
-    def state(self) -> HeadState:
-        """What they hold."""
-        ...
-
-    def take(self, layers: list[list[Any]], state: HeadState) -> None:
-        """Hold other caches in place of these."""
-        ...
-
-    @property
-    def end(self) -> int:
-        """The position that comes next."""
-        ...
-
-    @property
-    def lag(self) -> int:
-        """Positions by which a layer lags the first one."""
-        ...
-
-    @property
-    def held(self) -> list[Any]:
-        """Everything that they hold, for a count of bytes."""
-        ...
-
-    @property
-    def again(self) -> int:
-        """The number of last tokens that are fed again; see `fed_again`."""
-        ...
-
-    def kept(self) -> tuple[list[Any], int] | None:
-        """Return caches and how many rows each holds, from the first position on.
-
-        None where they do not begin there, or hold a window.
-        """
-        ...
-
-    def resume(self, snapshot: Snapshot) -> None:
-        """Hold the rows that `kept` has returned, of a beginning of the text."""
-        ...
-
-    def feed(self, hidden: mx.array, stop: int, tokens_of: TokensOf) -> None:
-        """Write positions of committed text, and keep them, or none.
+    def history(
+        self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any]
+    ) -> None:
+        """Write the keys and values of positions of committed text.
 
         Args:
-            hidden: what is read of positions [end, stop), [1, stop - end, dim].
-            stop: where they end.
-            tokens_of: the tokens that they are paired with.
+            hidden: what is read of them, [texts, positions, dim].
+            tokens: the one after each, ids [texts, positions].
+            caches: what they are written to.
         """
         ...
 
     def draft(
         self,
         hidden: mx.array,
-        stop: int,
-        tokens_of: TokensOf,
-        choose: ChooseNext,
+        tokens: mx.array,
+        caches: Sequence[Any],
         count: int,
+        choose: ChooseNext,
     ) -> None:
-        """Open a round: write positions of committed text, and draft behind them.
+        """Write positions of committed text, at least one, and draft behind them.
 
         Args:
-            hidden: what is read of positions [end, stop), at least one.
-            stop: where they end: the position of the newest token.
-            tokens_of: the tokens that they are paired with; for a layer of a chain,
-                the drafts that were chosen before among them.
-            choose: gets logits [1, vocab] for the next draft and returns it, [1].
-            count: how many drafts to make; at least 1, and no more than the head's
-                depth.
+            hidden: see `history`.
+            tokens: likewise; the last one is the newest.
+            caches: what they are written to, and then what is drafted.
+            count: how many drafts, at most the head's depth.
+            choose: gets logits [texts, n] for each draft in turn, returns it, [texts].
         """
-        ...
-
-    def commit(self) -> None:
-        """Keep what of the round is of committed text."""
-        ...
-
-    def rollback(self) -> None:
-        """Undo the round, also after its commit. Never raises."""
         ...
 
 

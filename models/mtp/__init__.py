@@ -4,12 +4,7 @@
 what no tensor shows. The head as a drafter is in the engine.
 """
 
-from mlx_speculation.models.mtp.batch_cache import (
-    BatchHeadCache,
-    BatchHeadRound,
-    beneath,
-)
-from mlx_speculation.models.mtp.cache import MtpCache
+from mlx_speculation.models.mtp.cache import BatchHeadCache, HeadCache, MtpCache
 from mlx_speculation.models.mtp.files import is_split_head
 from mlx_speculation.models.mtp.head import Mtp, MtpHead
 from mlx_speculation.models.mtp.load import find_mtp_head
@@ -17,10 +12,12 @@ from mlx_speculation.models.mtp.load_with_convention import (
     load_mtp_head,
     usual_convention,
 )
+from mlx_speculation.models.mtp.rounds import HeadRound, beneath
 
 __all__ = [
     "BatchHeadCache",
-    "BatchHeadRound",
+    "HeadCache",
+    "HeadRound",
     "Mtp",
     "MtpCache",
     "MtpHead",

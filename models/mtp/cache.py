@@ -1,30 +1,20 @@
-"""The KV cache of an MTP head: the positions that it holds, and rounds over the next.
+"""The caches of a head: of one text, and of the texts of a batch.
 
-With n known positions of committed text, a round over positions m to n - 1 of a head
-with one layer writes them, and then as many positions of drafts as are asked for. A
-commit keeps positions m to n - 1: they stay whatever is accepted, since they are of
-committed text.
-
-In a chain of layers each has its own cache. Layer k reads the states of layer k - 1 at
-the same positions and tokens k further, so of its positions the last k are of drafts,
-and what they read has to wait for the next round:
-
-    n = 6, two layers             layer 0            layer 1
-    held before the round         0 to 2             0 to 1; 2 waits
-    run                           3 to 5             2 to 5, 5 with a draft
-    kept                          3 to 5             2 to 4; 5 waits
+They hold positions of committed text; see `models/mtp/rounds.py` for how others follow.
 """
 
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
 from mlx_speculation.caches import (
     Snapshot,
-    Speculation,
     TreeRows,
+    extend_all,
+    merged,
     restore,
-    states,
     tree_views,
     with_slack,
 )
@@ -33,54 +23,49 @@ from mlx_speculation.models.checkpoints.draft_head import (
     HeadOnTarget,
     HeadOutput,
     HeadState,
-    TokensOf,
     fed_again,
     first_rows,
 )
 from mlx_speculation.models.lanes import tree_forward
+from mlx_speculation.models.mtp.rounds import HeadRound, HeadRows, beneath, cut, less
+
+T = TypeVar("T")
 
 
-class MtpCache:
-    """The caches of a head, from position `first` on.
+class HeadCache(HeadRows):
+    """The caches of a head for one text, from position `first` on.
 
     Args:
         mtp: the head on its target.
+        layers: new caches of each of its layers; none where it reads the target's.
         first: the first position that they will hold.
+        key_steps: see `Speculation`.
 
     Attributes:
         mtp: the same.
-        layers: the caches of each layer.
-        state: what they hold.
+        first: the same.
     """
 
-    def __init__(self, mtp: HeadOnTarget, first: int = 0) -> None:
-        self.mtp = mtp
-        layers = mtp.head.new_caches()
-        layers = layers if mtp.head.chained else layers[:1]  # those that draft
-        self.layers = [with_slack(caches) for caches in layers]
-        self._set(HeadState((first,) * len(layers), (None,) * len(layers)))
-        self._round: list[Speculation] = []
-        self.first = first
+    def __init__(
+        self,
+        mtp: Any,
+        layers: list[list[Any]],
+        first: int = 0,
+        *,
+        key_steps: bool = False,
+    ) -> None:
+        self.mtp, self.first, self._key_steps = mtp, first, key_steps
+        self.take(layers, HeadState((first,) * len(layers), (None,) * len(layers)))
 
     @property
     def end(self) -> int:
         """The position that comes next."""
-        return self.state.ends[0]
+        return self.ends[0][0]
 
     @property
-    def lag(self) -> int:
-        """Positions by which a layer of a chain lags the first one."""
-        return self.end - min(self.state.ends)
-
-    @property
-    def caches(self) -> list[Any]:
-        """The caches of the first layer, which makes all drafts but in a chain."""
-        return self.layers[0]
-
-    @property
-    def held(self) -> list[Any]:
-        """The caches, and states that wait, for a count of bytes."""
-        return [self.layers, self.state.waiting]
+    def state(self) -> HeadState:
+        """What they hold."""
+        return HeadState(tuple(ends[0] for ends in self.ends), tuple(self.waiting))
 
     @property
     def again(self) -> int:
@@ -93,134 +78,80 @@ class MtpCache:
         None where they do not begin there, or hold a window.
         """
         rows = min(self.state.ends)
-        flat = [cache for caches in self.layers for cache in caches]
-        return None if self.first else first_rows(flat, rows)
+        return None if self.first else first_rows([*chain(*self.layers)], rows)
 
     def resume(self, snapshot: Snapshot) -> None:
         """Hold the rows that `kept` has returned, of a beginning of the text."""
-        restore(snapshot, [cache for caches in self.layers for cache in caches])
-        layers = len(self.layers)
-        self._set(HeadState((snapshot.stop,) * layers, (None,) * layers))
+        restore(snapshot, [*chain(*self.layers)])
+        layers, stop = len(self.layers), snapshot.stop
+        self._hold(HeadState((stop,) * layers, (None,) * layers))
 
     def take(self, layers: list[list[Any]], state: HeadState) -> None:
         """Hold other caches in place of these."""
         self.layers = [with_slack(caches) for caches in layers]
-        self._set(state)
+        self._hold(state)
 
-    def _set(self, state: HeadState) -> None:
-        self.state = self._before = self._after = state
+    def _hold(self, state: HeadState) -> None:
+        self.ends = [[end] for end in state.ends]
+        self.waiting = [*state.waiting]
+        self._round: HeadRound | None = None
 
-    def feed(self, hidden: mx.array, stop: int, tokens_of: TokensOf) -> None:
-        """Write positions to all layers, and keep them, or none; see `HeadCache`."""
-        try:
-            self._feed(hidden, stop, tokens_of)
-        except BaseException:
-            self.rollback()
-            raise
-        self._round, self._before = [], self.state
+    def feed(self, hidden: mx.array, stop: int, text: list[int]) -> None:
+        """Write positions of committed text, and keep them, or none.
 
-    def _feed(self, hidden: mx.array, stop: int, tokens_of: TokensOf) -> None:
-        state = self._before = self._after = self.state
-        inputs: mx.array | None = hidden
-        ends, waiting, self._round = list(state.ends), list(state.waiting), []
-        for layer, caches in enumerate(self.layers):
-            if layer:
-                inputs = _joined(waiting[layer], inputs)
-            width = max(0, stop - layer - ends[layer])
-            last = layer == len(ends) - 1
-            speculation = Speculation(caches, whole=True)
-            self._round.append(speculation)
-            rest = None if inputs is None else _some(inputs[:, width:])
-            made: mx.array | None = None
-            if inputs is not None and width:
-                tokens = tokens_of(layer, ends[layer], width)
-                part = inputs[:, :width]
-                if last:
-                    self.mtp.history(part, tokens, speculation.caches, layer)
-                else:
-                    out = self.mtp.rows(part, tokens, speculation.caches, layer)
-                    made = out.recycled
-            waiting[layer] = rest if layer else None
-            ends[layer] += width
-            inputs = made
-        self._after = HeadState(tuple(ends), tuple(waiting))
-        self.commit()
-        held_arrays = [array for array in waiting if array is not None]
-        mx.eval([states(caches) for caches in self.layers], held_arrays)
+        Args:
+            hidden: what is read of positions [end, stop), [1, stop - end, dim].
+            stop: where they end.
+            text: the known tokens.
+        """
+        self._round = None
+        HeadRound(self, self.mtp, whole=True).read(hidden, [text], [stop])
 
     def draft(
         self,
         hidden: mx.array,
         stop: int,
-        tokens_of: TokensOf,
+        text: list[int],
         choose: ChooseNext,
         count: int,
     ) -> None:
-        """Open a round; see `HeadCache`."""
-        state, head = self.state, self.mtp.head
-        ends, waiting = list(state.ends), list(state.waiting)
-        layers = count if head.chained else 1
-        self._round, self._before, self._after = [], state, state
-        inputs, out, token = hidden, None, None
-        for layer in range(layers):
-            joined = _joined(waiting[layer], inputs) if layer else inputs
-            assert joined is not None
-            speculation = Speculation(self.layers[layer], key_steps=True)
-            self._round.append(speculation)
-            # Whole rows where the next layer reads them, in this round or a later one.
-            whole = layer + 1 < len(ends)
-            run = self.mtp.rows if whole else self.mtp.step
-            tokens = tokens_of(layer, ends[layer], joined.shape[1])
-            out = run(joined, tokens, speculation.caches, layer)
-            token = choose(out.logits[:, -1])
-            end = max(ends[layer], stop - layer)
-            if layer:
-                start = ends[layer]
-                waiting[layer] = _some(joined[:, end - start : ends[layer - 1] - start])
-            ends[layer], inputs = end, out.recycled
-        if layers < len(ends):
-            joined = _joined(waiting[layers], inputs)
-            assert joined is not None
-            waiting[layers] = _some(joined[:, : ends[layers - 1] - ends[layers]])
-        self._after = HeadState(tuple(ends), tuple(waiting))
-        for _ in range(layers, count):
-            assert out is not None
-            assert token is not None
-            out = self._again(out, token)
-            token = choose(out.logits[:, -1])
+        """Open a round: write positions of committed text, and draft behind them.
 
-    def draft_tree(
-        self, hidden: mx.array, stop: int, tokens_of: TokensOf
-    ) -> "TreeRound":
-        """Open a round as `draft` does, of a head that is no chain; see `TreeRound`."""
-        state = self.state
-        self._before = self._after = state
-        speculation = Speculation(self.layers[0], key_steps=True)
-        self._round = [speculation]
-        tokens = tokens_of(0, state.ends[0], hidden.shape[1])
-        out = self.mtp.step(hidden, tokens, speculation.caches, 0)
-        self._after = HeadState((max(state.ends[0], stop),), (None,))
-        return TreeRound(self.mtp, speculation, out)
+        Args:
+            hidden: what is read of positions [end, stop), at least one.
+            stop: where they end: the position of the newest token.
+            text: the known tokens.
+            choose: gets logits [1, vocab] for the next draft and returns it, [1].
+            count: how many drafts to make; at least 1, and no more than the head's
+                depth.
+        """
+        self._round = HeadRound(self, self.mtp, key_steps=self._key_steps)
+        self._round.draft(hidden, [text], [stop], count, choose)
 
     def commit(self) -> None:
         """Keep what of the round is of committed text."""
-        for layer, speculation in enumerate(self._round):
-            speculation.commit(self._after.ends[layer] - self.state.ends[layer])
-        self._before, self.state = self.state, self._after
+        if self._round is not None:
+            self._round.commit()
 
     def rollback(self) -> None:
         """Undo the round, also after its commit. Never raises."""
-        for speculation in self._round:
-            speculation.rollback()
-        if self.state is self._after:
-            self.state = self._before
-        self._after = self.state
-        self._round = []
+        if self._round is not None:
+            self._round.rollback()
+        self._round = None
 
-    def _again(self, out: HeadOutput, token: mx.array) -> HeadOutput:
-        """Run the position of a draft: the head's own state, and the draft."""
-        caches = self._round[0].caches
-        return self.mtp.step(out.recycled[:, -1:], token[None], caches)
+
+class MtpCache(HeadCache):
+    """The caches of a head that drafts token by token; see `HeadCache`."""
+
+    def __init__(self, mtp: HeadOnTarget, first: int = 0) -> None:
+        layers = mtp.head.new_caches()
+        layers = layers if mtp.head.chained else layers[:1]  # those that draft
+        super().__init__(mtp, layers, first, key_steps=True)
+
+    def draft_tree(self, hidden: mx.array, stop: int, text: list[int]) -> "TreeRound":
+        """Open a round as `draft` does, of a head that is no chain; see `TreeRound`."""
+        self._round = HeadRound(self, self.mtp, key_steps=True)
+        return TreeRound(self.mtp, *self._round.step(hidden, text, stop))
 
 
 class TreeRound:
@@ -231,7 +162,7 @@ class TreeRound:
 
     Args:
         mtp: the head on its target.
-        speculation: of its caches, which committed positions were written to.
+        caches: its caches in a round, which committed positions were written to.
         out: what the newest position has given.
 
     Attributes:
@@ -239,9 +170,9 @@ class TreeRound:
     """
 
     def __init__(
-        self, mtp: HeadOnTarget, speculation: Speculation, out: HeadOutput
+        self, mtp: HeadOnTarget, caches: Sequence[Any], out: HeadOutput
     ) -> None:
-        self._mtp, self.layers = mtp, speculation.caches
+        self._mtp, self._caches = mtp, caches
         self._recycled = out.recycled[:, -1:]
         self.logits = out.logits[:, -1]
         self._level = self._columns = 0
@@ -260,16 +191,66 @@ class TreeRound:
         rows = TreeRows(seen, depths, self._level - self._columns)
         hidden = self._recycled[:, above]
         with tree_forward(rows):
-            out = self._mtp.rows(hidden, tokens, tree_views(self.layers, rows))
+            out = self._mtp.rows(hidden, tokens, tree_views(self._caches, rows))
         self._recycled, self.logits = out.recycled, out.logits[0]
         self._level, self._columns = self._level + 1, seen.shape[1]
 
 
-def _joined(first: mx.array | None, second: mx.array | None) -> mx.array | None:
-    if first is None or second is None:
-        return second if first is None else first
-    return mx.concatenate([first, second], axis=1)
+class BatchHeadCache(HeadRows):
+    """The caches of a head for several rows.
+
+    Attributes:
+        firsts: for each row, the first position that is held.
+    """
+
+    def __init__(self) -> None:
+        self.layers, self.ends, self.waiting = [], [], []
+        self.firsts: list[int] = []
+
+    def join(self, each: Sequence[HeadCache]) -> None:
+        """Let rows join behind those that are there; what they hold is copied.
+
+        If it fails, the cache is as before.
+        """
+        rows = len(self.firsts)
+        joining = [merged(caches) for caches in _by_layer(one.layers for one in each)]
+        ends = [[*layer] for layer in _by_layer(one.state.ends for one in each)]
+        waiting = [[*layer] for layer in _by_layer(one.state.waiting for one in each)]
+        if rows:
+            ends = [old + more for old, more in zip(self.ends, ends, strict=True)]
+            for layer, old in enumerate(self.waiting):
+                waiting[layer][:0] = [None] * rows if old is None else [old]
+        stacked = [beneath(parts) for parts in waiting]
+        if rows:
+            extend_all([*chain(*self.layers)], [*chain(*joining)])
+        else:
+            self.layers = joining
+        self.ends, self.waiting = ends, stacked
+        self.firsts = self.firsts + [cache.first for cache in each]
+
+    def leave(self, stay: Sequence[int]) -> None:
+        """Keep these rows, one at least, in this order, and drop the others."""
+        indices = mx.array(list(stay))
+        mx.eval(indices)  # caches read it, each in its turn
+        for cache in chain(*self.layers):
+            cache.filter(indices)
+        self.waiting = [
+            None if part is None else part[indices] for part in self.waiting
+        ]
+        self.ends = [[ends[row] for row in stay] for ends in self.ends]
+        self.firsts = [self.firsts[row] for row in stay]
+
+    def extract(self, row: int) -> tuple[int, list[list[Any]], HeadState]:
+        """Return a copy of what one row holds: its first position, and for `take`."""
+        ends = tuple(layer[row] for layer in self.ends)
+        lags = less(ends[:1] + ends[:-1], ends)  # behind the layer before
+        waiting = tuple(
+            None if part is None else cut(part[row : row + 1], [0], [lag])
+            for part, lag in zip(self.waiting, lags, strict=True)
+        )
+        layers = [[cache.extract(row) for cache in caches] for caches in self.layers]
+        return self.firsts[row], layers, HeadState(ends, waiting)
 
 
-def _some(array: mx.array) -> mx.array | None:
-    return array if array.shape[1] else None
+def _by_layer(rows: Iterable[Iterable[T]]) -> "Iterator[tuple[T, ...]]":
+    return zip(*rows, strict=True)

@@ -17,7 +17,7 @@ from mlx_speculation.engine.shared_drafters import shared_head
 from mlx_speculation.engine.shared_drafters.shared import SharedDrafter
 from mlx_speculation.models import BatchLane
 from mlx_speculation.models.gemma_assistant import Assistant, SharedKv
-from mlx_speculation.models.mtp import Mtp, batch_cache
+from mlx_speculation.models.mtp import BatchHeadCache, Mtp, rounds
 from support.covering import covering
 from support.drafters.batch_heads import generator_of, mtp_on
 from support.drafters.scripted_draft_lengths import Planned
@@ -276,8 +276,8 @@ def _unmasked(plain: Any) -> Any:
 @pytest.mark.parametrize(
     ("kind", "owner", "name", "broken"),
     [
-        ("chained", batch_cache, "_taken", _of_other_rows),
-        ("chained", batch_cache.BatchHeadCache, "leave", _first_rows_wait),
+        ("chained", rounds, "_taken", _of_other_rows),
+        ("chained", BatchHeadCache, "leave", _first_rows_wait),
         ("assistant", BatchLane, "places_of", _in_order),
         ("assistant", SharedKv, "read_together", _of_the_first_stop),
         ("assistant", SharedKv, "read_together", _unmasked),

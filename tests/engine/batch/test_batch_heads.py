@@ -18,7 +18,7 @@ from mlx_speculation.engine.round.outcome import Pending
 from mlx_speculation.engine.shared_drafters import shared_head
 from mlx_speculation.engine.shared_drafters.shared_head import SharedHead
 from mlx_speculation.models.checkpoints import HeadOutput
-from mlx_speculation.models.mtp import BatchHeadRound
+from mlx_speculation.models.mtp import HeadRound
 from support.drafters import batches
 from support.drafters.batch_heads import (
     HeadBench,
@@ -256,11 +256,11 @@ def test_an_interrupt_among_plain_steps_takes_their_states_back(where: str) -> N
         assert knowing(generator).unknown == 0
 
 
-@pytest.mark.parametrize("where", ["feed", "evaluate"])
+@pytest.mark.parametrize("where", ["feed", "commit"])
 def test_an_interrupt_while_catching_up_leaves_the_head_as_it_was(where: str) -> None:
     """States of plain steps are still held then, and none of them is fed twice."""
     made, cases = head_bench("llama"), [CASES[0], CASES[3], CASES[4]]
-    plain = getattr(BatchHeadRound, where)
+    plain = getattr(HeadRound, where)
     generator, catching = made.generator("mtp"), []
     catch_up = SharedHead._catch_up
 
@@ -269,17 +269,17 @@ def test_an_interrupt_while_catching_up_leaves_the_head_as_it_was(where: str) ->
         catch_up(drafter)
         catching.append(False)
 
-    def failing(head_round: BatchHeadRound, *args: Any) -> None:
+    def failing(head_round: HeadRound, *args: Any) -> None:
         plain(head_round, *args)
         if catching[-1:] == [True]:
             catching.clear()
-            patch.setattr(BatchHeadRound, where, plain)
+            patch.setattr(HeadRound, where, plain)
             raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch, BatchGenerator(generator) as batch:
         patch.setattr(shared_head, "LONGEST_LAG", 1)
         patch.setattr(SharedHead, "_catch_up", noting)
-        patch.setattr(BatchHeadRound, where, failing)
+        patch.setattr(HeadRound, where, failing)
         rows = insert_planned(made, batch, [2, 0, 0, 0, 3, 0], cases)
         with pytest.raises(KeyboardInterrupt):
             run(batch)

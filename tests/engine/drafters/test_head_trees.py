@@ -185,15 +185,12 @@ def test_a_level_is_what_chains_to_its_nodes_are(dialect: str) -> None:
 
     def cache_after(positions: int) -> MtpCache:
         made = MtpCache(draft.eagle)
-        made.feed(hidden[:, :positions], positions, tokens_of)
+        made.feed(hidden[:, :positions], positions, text)
         return made
-
-    def tokens_of(layer: int, first: int, count: int) -> mx.array:
-        return mx.array([text[first + 1 : first + 1 + count]])
 
     newest = len(text) - 1
     held = cache_after(newest - 2)
-    opened = held.draft_tree(hidden[:, newest - 2 :], newest, tokens_of)
+    opened = held.draft_tree(hidden[:, newest - 2 :], newest, text)
     # Two nodes at each level; parents are counted within the level before.
     levels: list[tuple[list[int], list[int]]] = [
         ([5, 9], [0, 0]),
@@ -221,7 +218,7 @@ def test_a_level_is_what_chains_to_its_nodes_are(dialect: str) -> None:
 
         again = cache_after(newest - 2)
         count = len(path) + 1
-        again.draft(hidden[:, newest - 2 :], newest, tokens_of, choose, count)
+        again.draft(hidden[:, newest - 2 :], newest, text, choose, count)
         assert mx.allclose(found[0][0], chain[0], atol=1e-4).item()
         of_node = found[len(path)][node % 2]
         assert mx.allclose(of_node, chain[-1], atol=1e-4).item()

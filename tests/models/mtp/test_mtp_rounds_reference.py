@@ -37,12 +37,6 @@ class Rounds:
         self.drafted: list[int] = []
         self.logits: list[mx.array] = []
 
-    def tokens_of(self, layer: int, first: int, count: int) -> mx.array:
-        known = [*self.tokens, *self.drafted]
-        start = first + 1 + layer
-        assert start + count <= len(known)
-        return mx.array(known[start : start + count])[None]
-
     def choose(self, logits: mx.array, ids: mx.array | None = None) -> mx.array:
         assert ids is None
         self.logits.append(logits)
@@ -54,7 +48,7 @@ class Rounds:
         stop = len(self.tokens) - 1
         self.drafted, self.logits = [], []
         hidden = states(self.hidden[self.slots.end : stop])
-        self.slots.draft(hidden, stop, self.tokens_of, self.choose, count)
+        self.slots.draft(hidden, stop, self.tokens, self.choose, count)
         mx.eval(self.logits)
 
     def settle(self, accepted: int) -> None:
@@ -89,7 +83,7 @@ def test_drafts_of_rounds_equal_those_of_all_slots_computed_anew(
     rounds = Rounds(make_bench(tmp_path, FAMILIES[name]))
     depth = rounds.here.load().head.depth or 3
     if fed:
-        rounds.slots.feed(states(rounds.hidden[:fed]), fed, rounds.tokens_of)
+        rounds.slots.feed(states(rounds.hidden[:fed]), fed, rounds.tokens)
     for accepted, count in ROUNDS:
         count = min(count, depth)
         if undone:

@@ -8,7 +8,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
 from mlx_speculation.models import HiddenStates
-from mlx_speculation.models.checkpoints import HeadOutput
+from mlx_speculation.models.checkpoints import HeadOnTarget, HeadOutput
 
 VOCAB, DIM = 256, 64
 # States that the oracle makes: a number of its own for each slot and layer.
@@ -76,6 +76,8 @@ class OracleMtp:
         """Run all slots to the end."""
         start = self._checked("rows", hidden, tokens, caches, layer)
         return self._said(range(start, start + tokens.shape[1]), layer)
+
+    draft = HeadOnTarget.draft
 
     def step(
         self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0

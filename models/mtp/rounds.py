@@ -1,0 +1,318 @@
+"""Rounds over the positions that follow those in a head's caches, of one text or many.
+
+With n known positions of committed text, a round over positions m to n - 1 of a head
+with one layer writes them, and then as many positions of drafts as are asked for. A
+commit keeps positions m to n - 1: they stay whatever is accepted, since they are of
+committed text.
+
+In a chain of layers each has its own cache. Layer k reads the states of layer k - 1 at
+the same positions and tokens k further, so of its positions the last k are of drafts,
+and what they read has to wait for the next round:
+
+    n = 6, two layers             layer 0            layer 1
+    held before the round         0 to 2             0 to 1; 2 waits
+    run                           3 to 5             2 to 5, 5 with a draft
+    kept                          3 to 5             2 to 4; 5 waits
+
+Texts have different numbers of positions to be written. They are fed together, shorter
+rows padded on the right, and each keeps its own; nobody reads what comes out of them.
+A layer of a chain is one forward over all of them. Otherwise all texts draft from their
+last position on, which alone is of committed text, and the others are fed before:
+
+    to be written    5 6 7                  row 0       4        row 1, keys and values
+    fed              5 6                    .
+    kept             5 6
+    drafted from     7 d1 d2                4 d1 d2
+    kept             7                      4
+
+A head that makes all drafts in one forward (`ParallelHead`) writes them behind 7 and 4
+at once, and they go as well. Padding is never attended to: it stands behind the
+positions of its forward, and is gone when the next one is written. So no text waits for
+another, and none is fed twice.
+"""
+
+from collections.abc import Sequence
+from operator import sub
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_speculation.caches import Keep, Speculation, states
+from mlx_speculation.models.checkpoints.draft_head import ChooseNext
+
+Texts = Sequence[list[int]]
+
+
+class HeadRows:
+    """Contents of a head's caches.
+
+    Attributes:
+        layers: the caches of each layer.
+        ends: for each layer and text, the position that comes next.
+        waiting: for each layer, what the one before made of the positions from its end
+            on, [texts, the most, dim]; None: of none.
+    """
+
+    layers: list[list[Any]]
+    ends: list[list[int]]
+    waiting: list[mx.array | None]
+
+    @property
+    def chained(self) -> bool:
+        """Return whether each layer makes a draft."""
+        return len(self.layers) > 1
+
+    @property
+    def held(self) -> list[Any]:
+        """The caches, and the states that wait, for a count of bytes."""
+        return [self.layers, self.waiting]
+
+    @property
+    def lag(self) -> int:
+        """The most positions by which a layer lags the first one."""
+        return max(max(less(self.ends[0], ends)) for ends in self.ends)
+
+
+class HeadRound:
+    """Writes to caches of a head, which can be undone until others are made.
+
+    In what its methods take, `hidden` are the target's states from each text's next
+    position on, [texts, n, dim], `texts` the known tokens, and `stops` where the
+    positions end that are written.
+
+    Args:
+        rows: what they hold.
+        mtp: the head on its target.
+        whole: see `Speculation`; of one text.
+        key_steps: likewise.
+    """
+
+    def __init__(
+        self, rows: HeadRows, mtp: Any, *, whole: bool = False, key_steps: bool = False
+    ) -> None:
+        self._rows, self._mtp = rows, mtp
+        self._options: Any = {"whole": whole, "key_steps": key_steps}
+        self._before = rows.ends, rows.waiting
+        self._ends, self._waiting = [*rows.ends], [*rows.waiting]
+        self._speculations: list[Any] = []
+        # Those that are not committed, and what each text keeps
+        self._open: list[tuple[Any, list[int]]] = []
+
+    def feed(self, hidden: mx.array | None, texts: Texts, stops: Sequence[int]) -> None:
+        """Write positions of committed text and keep them, also those that wait."""
+        self._run(hidden, texts, stops, len(self._rows.layers))
+        self.commit()
+
+    def read(self, hidden: mx.array | None, texts: Texts, stops: Sequence[int]) -> None:
+        """Feed, and wait for it; if that fails, nothing is kept."""
+        try:
+            self.feed(hidden, texts, stops)
+            mx.eval([states(caches) for caches in self._rows.layers], self._waiting)
+        except BaseException:
+            self.rollback()
+            raise
+
+    def draft(
+        self,
+        hidden: mx.array,
+        texts: Texts,
+        stops: Sequence[int],
+        count: int,
+        choose: ChooseNext,
+    ) -> None:
+        """Write positions, and draft behind them; see `ParallelHead`.
+
+        They are one of each text, or none, where there are several and no chain.
+
+        Args:
+            hidden: see the class.
+            texts: likewise.
+            stops: likewise.
+            count: how many drafts, at least 1, and no more than the head's depth.
+            choose: gets logits [texts, n] of the next ones, and returns them, [texts].
+        """
+        if self._rows.chained:
+            self._run(hidden, texts, stops, count, choose)
+            return
+        tokens = self._tokens_to(stops, texts)
+        caches = self.write(0, stops)
+        self._mtp.draft(hidden, tokens, caches, count, choose)
+
+    def step(self, hidden: mx.array, text: list[int], stop: int) -> tuple[Any, Any]:
+        """Write positions of one text; return caches and what the last one gives."""
+        tokens = self._tokens_to([stop], [text])
+        caches = self.write(0, [stop])
+        return caches, self._mtp.step(hidden, tokens, caches, 0)
+
+    def commit(self) -> None:
+        """Keep what of it is of committed text."""
+        for speculation, keep in self._open:
+            speculation.commit(keep[0] if len(set(keep)) == 1 else keep)
+        self._open = []
+        self._rows.ends, self._rows.waiting = [*self._ends], [*self._waiting]
+
+    def rollback(self) -> None:
+        """Undo all of it, also after a commit. Never raises."""
+        for speculation in reversed(self._speculations):
+            speculation.rollback()
+        self._rows.ends, self._rows.waiting = self._before
+
+    def write(self, layer: int, ends: Sequence[int]) -> Any:
+        """Return a layer's caches for positions that are kept up to some ends."""
+        caches, starts = self._rows.layers[layer], self._ends[layer]
+        speculation = Speculation(caches, **self._options) if caches else _NoRows()
+        self._speculations.append(speculation)
+        self._open.append((speculation, less(ends, starts)))
+        self._ends[layer] = [*ends]
+        return speculation.caches
+
+    def _tokens_to(self, stops: Sequence[int], texts: Texts) -> mx.array:
+        starts = self._ends[0]
+        return _tokens(texts, [n + 1 for n in starts], less(stops, starts), [])
+
+    def _run(
+        self,
+        hidden: mx.array | None,
+        texts: Texts,
+        stops: Sequence[int],
+        layers: int,
+        choose: ChooseNext | None = None,
+    ) -> None:
+        """Run the first layers over all positions that they lack.
+
+        Args:
+            hidden: see the class.
+            texts: likewise.
+            stops: likewise.
+            layers: how many.
+            choose: see `draft`; None: run those of committed text, and draft nothing.
+        """
+        rows, mtp, waiting = self._rows, self._mtp, self._waiting
+        inputs, made = hidden, [*stops]  # states, and where their positions end
+        drafts: list[mx.array] = []
+        for layer, starts in enumerate(rows.ends[: layers + 1]):
+            ends = starts
+            if layer < layers:
+                ends = [*map(max, starts, [n - layer for n in stops])]
+            if layer:
+                some, old = less(rows.ends[layer - 1], starts), waiting[layer]
+                if old is not None:
+                    inputs = old if inputs is None else _behind(old, some, inputs)
+                left = less(self._ends[layer - 1], ends)
+                waiting[layer] = cut(inputs, less(ends, starts), left)
+            if layer == layers:
+                break
+            made = ends if choose is None else made
+            widths = less(made, starts)
+            if not max(widths):
+                inputs = None
+                continue
+            assert inputs is not None
+            part, last = inputs[:, : max(widths)], layer + 1 == len(rows.layers)
+            first = [start + layer + 1 for start in starts]
+            tokens = _tokens(texts, first, widths, drafts)
+            caches = self.write(layer, ends)
+            if choose is None and last:  # a head of blocks has no layers to name
+                mtp.history(part, tokens, caches, *((layer,) if layer else ()))
+                continue
+            if choose is not None and len(texts) > 1:
+                out = mtp.ragged(part, tokens, caches, layer, widths)
+            else:  # whole rows where the next layer reads them, now or later
+                out = (mtp.step if last else mtp.rows)(part, tokens, caches, layer)
+            if choose is not None:
+                drafts.append(choose(out.logits[:, -1]))
+            inputs = out.recycled
+
+
+class _NoRows:
+    """A speculation of a head without caches, such as one that reads the target's."""
+
+    caches = ()
+
+    def commit(self, keep: Keep) -> None:
+        """Keep nothing."""
+
+    def rollback(self) -> None:
+        """Undo nothing."""
+
+
+def beneath(parts: Sequence[mx.array | None]) -> mx.array | None:
+    """Return states [rows, n, dim] below each other, padded; None: there are none.
+
+    A part that is None is one row without any.
+    """
+    some = [part for part in parts if part is not None]
+    if not some:
+        return None
+    width = max(part.shape[1] for part in some)
+    padded = []
+    for part in parts:
+        rows = some[0][:1, :0] if part is None else part
+        more = width - rows.shape[1]
+        padded.append(mx.pad(rows, [(0, 0), (0, more), (0, 0)]) if more else rows)
+    return mx.concatenate(padded)
+
+
+def _tokens(
+    texts: Texts, firsts: Sequence[int], widths: Sequence[int], drafts: list[mx.array]
+) -> mx.array:
+    """Return ids [rows, the most], from a place of each text on, and drafts behind."""
+    known = [
+        text[first : first + width]
+        for text, first, width in zip(texts, firsts, widths, strict=True)
+    ]
+    counts = [*map(len, known)]
+    rows = [row + [0] * (max(counts) - len(row)) for row in known]
+    ids = mx.array(rows, mx.uint32)
+    if drafts:
+        late = [max(0, n) for n in less(firsts, [*map(len, texts)])]
+        joined = _behind(ids, counts, mx.stack(drafts, axis=1), late)
+        return joined[:, : max(widths)]
+    return ids
+
+
+def _behind(
+    first: mx.array,
+    counts: Sequence[int],
+    second: mx.array,
+    late: Sequence[int] = (),
+) -> mx.array:
+    """Return of each row the first `counts` columns, and behind them the others'.
+
+    Args:
+        first: [rows, n, ...].
+        counts: how many of each row.
+        second: [rows, m, ...].
+        late: how many columns of it are left out in each row; none when omitted.
+    """
+    both = mx.concatenate([first, second], axis=1)
+    size, columns = first.shape[1], np.arange(both.shape[1])
+    if min(counts) == size and not any(late):
+        return both
+    own = np.array(counts)[:, None]
+    moved = columns + size - own + np.array(late or [0])[:, None]
+    return _taken(both, np.where(columns < own, columns, moved))
+
+
+def cut(
+    array: mx.array | None, starts: Sequence[int], counts: Sequence[int]
+) -> mx.array | None:
+    """Return `counts` columns of each row from `starts` on; None: there are none."""
+    if array is None or not max(counts):
+        return None
+    if len(set(starts)) == 1:  # shorter rows have any columns behind their own
+        return array[:, starts[0] : starts[0] + max(counts)]
+    return _taken(array, np.array(starts)[:, None] + np.arange(max(counts)))
+
+
+def _taken(array: mx.array, places: NDArray[np.int64]) -> mx.array:
+    """Return columns of each row; past its end any."""
+    columns = mx.array(np.minimum(places, array.shape[1] - 1))
+    return array[mx.arange(len(places))[:, None], columns]
+
+
+def less(numbers: Sequence[int], others: Sequence[int]) -> list[int]:
+    """Return differences, as many as the shorter has."""
+    return [*map(sub, numbers, others)]
