@@ -115,9 +115,7 @@ class BatchDrafting:
         """Let drafters read one chunk's worth of prompts."""
         self._reading, shared = False, self._proposals.shared
         room: PrefillBudget | None = None
-        most = []
         for row, limit in zip(self._rows, limits, strict=True):
-            most.append(limit if row.shares else 0)
             if limit <= 0 or self._reading or row.uid in self._started:
                 continue
             drafter, sequence = self._own(row), row.request.sequence
@@ -130,15 +128,13 @@ class BatchDrafting:
                 self._started.add(row.uid)
         if shared is not None:
             requests = self._running.requests
-            shared.prepare(requests, shared.within(requests, most))
+            shared.prepare(requests, shared.within(requests, limits))
 
     def _own(self, row: BatchRequest) -> OpenDrafter | None:
         """Return what reads the prompt of a request for itself."""
         if self._proposals.shared is None:
             return row.request.drafter
-        if row.ruled is not None:
-            return row.ruled.lookups
-        return None if row.shares else row.request.drafter
+        return None if row.ruled is None else row.ruled.lookups
 
     def _divided(self, limits: list[int], ahead: int) -> tuple[list[int], list[int]]:
         """Return how many tokens each request's own drafter drafts, and the shared one.
@@ -153,7 +149,7 @@ class BatchDrafting:
             sequential.append(limit if started else 0)
             costs = row.ruled is None or row.ruled.costs(index)
             limit = limit if row.ruled is None else min(limit, width)
-            most.append(limit if costs and row.shares else 0)
+            most.append(limit if costs else 0)
         if shared is None:
             return sequential, []
         drafts = max(most) > 0

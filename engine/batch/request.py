@@ -67,7 +67,6 @@ class BatchRequest:
     # Its drafter, of several the one that all rows may share; for plain decoding one
     # that proposes nothing
     drafter: OpenDrafter = field(init=False)
-    shares: bool = field(init=False)  # whether that can be a shared one
     tokens: list[int] = field(init=False)  # its known tokens
 
     def __post_init__(self) -> None:
@@ -76,8 +75,7 @@ class BatchRequest:
         self.tokens = request.sequence.tokens
         policy = self.policy = request.policy
         self.ruled = policy.drafter if isinstance(policy, RuleDraftLength) else None
-        drafter = self.drafter = request.open_drafter.shared
-        self.shares = drafter.batch_lane is not None or drafter.batch_head is not None
+        self.drafter = request.open_drafter.shared
 
     @property
     def quantization(self) -> KVQuantization | None:

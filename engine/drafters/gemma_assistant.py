@@ -150,9 +150,9 @@ class AssistantDrafter(MtpDrafter):
 
     def __init__(self, draft: AssistantDraft, target: Lane, sequence: Sequence) -> None:
         self._draft = draft
-        own = AssistantOnTarget(draft, [target], [sequence.tokens])
+        on_target = AssistantOnTarget(draft, [target], [sequence.tokens])
         committed = draft.following(target, attrgetter("after_norm"))
-        new_cache = partial(HeadCache, own, [[]])
+        new_cache = partial(HeadCache, on_target, [[]])
         super().__init__(new_cache, sequence, committed, source=SOURCE)
 
     def begin(self, sequence: Sequence) -> None:

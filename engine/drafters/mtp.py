@@ -9,7 +9,7 @@ known token, h_i the target's states and k = 3:
                           the position before; they give d_2 and d_3
 
 Positions m to n-1, the refresh and the first draft, are one batch, of which only the
-last row is more than keys and values. See `models/mtp/cache.py` for what stays.
+last row is more than keys and values. See `models/mtp/rounds.py` for what stays.
 """
 
 from collections.abc import Callable
@@ -44,7 +44,7 @@ from mlx_speculation.models import (
     MtpConvention,
     ReducedEnds,
 )
-from mlx_speculation.models.checkpoints import HeadState
+from mlx_speculation.models.checkpoints import HeadState, ParallelHead
 from mlx_speculation.models.mtp import (
     HeadCache,
     Mtp,
@@ -258,7 +258,7 @@ class MtpDrafter(OpenDrafter):
         self._cache = self._new_cache(first)
         self._cache.take(layers, state)
 
-    def on_target(self, requests: SequenceOf[Any]) -> Any:
+    def on_target(self, requests: SequenceOf[Any]) -> ParallelHead:
         """Return the head on its target, to draft for requests together."""
         return self._cache.mtp
 

@@ -149,17 +149,16 @@ class SharedHead(SharedDrafter):
         """Let those join that are not followed yet, and may draft at all."""
         new, handed = [], []
         for request in requests:
-            inside = any(request is head_cache for head_cache in self._requests)
-            if inside or not request.drafts:
+            if request in self._requests or not request.drafts:
                 continue
-            if (head_cache := _handed(request)) is not None:
+            if (cache := _handed(request)) is not None:
                 new.append(request)
-                handed.append(head_cache)
+                handed.append(cache)
         if not new:
             return
-        cache = self._cache or BatchHeadCache()
-        cache.join(handed)
-        self._cache, self._requests = cache, self._requests + new
+        together = self._cache or BatchHeadCache()
+        together.join(handed)
+        self._cache, self._requests = together, self._requests + new
         for request in new:
             _head(request).handed_over()
 
@@ -197,15 +196,12 @@ def _head(request: Drafted) -> MtpDrafter:
 def _handed(request: Drafted) -> HeadCache | None:
     """Return what a request's own drafter holds; None: it fails, or has failed."""
     drafter = request.open_drafter.shared
-    head = drafter.batch_head
-    if drafter.disabled or head is None:
-        return None
-    drafter.begin(request.sequence)
+    if not drafter.disabled:
+        drafter.begin(request.sequence)
     if drafter.disabled:
         return None
     try:
-        handed: HeadCache = head.hand_over()
-        return handed
+        return _head(request).hand_over()
     except Exception as error:
         drafter.fail("begin", error)  # which raises MemoryError
         return None

@@ -10,6 +10,7 @@ from mlx_speculation.models.checkpoints.draft_head import (
     HeadOnTarget,
     HeadOutput,
     HeadState,
+    ParallelHead,
 )
 from mlx_speculation.models.checkpoints.layer_readings import LayerIds
 from mlx_speculation.models.checkpoints.speculation_json import PairFile, read_pair
@@ -25,6 +26,7 @@ __all__ = [
     "HeadState",
     "LayerIds",
     "PairFile",
+    "ParallelHead",
     "convention_of",
     "kind_by_tensors",
     "read_pair",

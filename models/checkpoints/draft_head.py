@@ -47,7 +47,7 @@ class HeadOutput(NamedTuple):
 
 
 class HeadState(NamedTuple):
-    """What a head's caches hold of a text."""
+    """Positions that a head's caches hold of a text."""
 
     ends: tuple[int, ...]  # for each layer, the position that comes next
     # For each layer, what the layer before made of positions from there to its own end,
@@ -146,11 +146,7 @@ class HeadOnTarget(ABC):
 
 
 class ParallelHead(Protocol):
-    """A head on its target that makes all drafts in one forward."""
-
-    def new_caches(self) -> list[Any]:
-        """Return new caches, one for each of its layers."""
-        ...
+    """A head on its target that makes all drafts in one forward, or in its own way."""
 
     def history(
         self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any]

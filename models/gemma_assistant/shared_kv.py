@@ -105,6 +105,8 @@ class SharedKv:
                 each = mx.array([firsts, starts, stops])[..., None, None, None]
                 positions = each[0] + columns
                 mask = (positions >= each[1]) & (positions < each[2])
+                # A text of which nothing is held sees any: nobody reads its draft.
+                mask = mask | ~mask.any(axis=-1, keepdims=True)
             result[kind] = Shown(keys, values, mask)
         return result
 

@@ -23,6 +23,7 @@ from mlx_speculation.models.checkpoints.draft_head import (
     HeadOnTarget,
     HeadOutput,
     HeadState,
+    ParallelHead,
     fed_again,
     first_rows,
 )
@@ -48,13 +49,14 @@ class HeadCache(HeadRows):
 
     def __init__(
         self,
-        mtp: Any,
+        mtp: ParallelHead,
         layers: list[list[Any]],
         first: int = 0,
         *,
         key_steps: bool = False,
     ) -> None:
-        self.mtp, self.first, self._key_steps = mtp, first, key_steps
+        self.mtp: Any = mtp
+        self.first, self._key_steps = first, key_steps
         self.take(layers, HeadState((first,) * len(layers), (None,) * len(layers)))
 
     @property
@@ -64,7 +66,7 @@ class HeadCache(HeadRows):
 
     @property
     def state(self) -> HeadState:
-        """What they hold."""
+        """Ends of the layers, and states that wait."""
         return HeadState(tuple(ends[0] for ends in self.ends), tuple(self.waiting))
 
     @property

@@ -199,7 +199,7 @@ class HeadRound:
             if layer:
                 some, old = less(rows.ends[layer - 1], starts), waiting[layer]
                 if old is not None:
-                    inputs = old if inputs is None else _behind(old, some, inputs)
+                    inputs = old if inputs is None else _followed_by(old, some, inputs)
                 left = less(self._ends[layer - 1], ends)
                 waiting[layer] = cut(inputs, less(ends, starts), left)
             if layer == layers:
@@ -268,12 +268,12 @@ def _tokens(
     ids = mx.array(rows, mx.uint32)
     if drafts:
         late = [max(0, n) for n in less(firsts, [*map(len, texts)])]
-        joined = _behind(ids, counts, mx.stack(drafts, axis=1), late)
+        joined = _followed_by(ids, counts, mx.stack(drafts, axis=1), late)
         return joined[:, : max(widths)]
     return ids
 
 
-def _behind(
+def _followed_by(
     first: mx.array,
     counts: Sequence[int],
     second: mx.array,
@@ -291,9 +291,9 @@ def _behind(
     size, columns = first.shape[1], np.arange(both.shape[1])
     if min(counts) == size and not any(late):
         return both
-    own = np.array(counts)[:, None]
-    moved = columns + size - own + np.array(late or [0])[:, None]
-    return _taken(both, np.where(columns < own, columns, moved))
+    kept = np.array(counts)[:, None]
+    moved = columns + size - kept + np.array(late or [0])[:, None]
+    return _taken(both, np.where(columns < kept, columns, moved))
 
 
 def cut(

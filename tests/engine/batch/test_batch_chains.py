@@ -107,6 +107,7 @@ ASKED = (
     Asked(9, [3], joins=4),
     Asked(23, [2, 0, 3], seed=5, joins=6, leaves=5),
     Asked(5, [1], joins=7),
+    Asked(1, [3], joins=5),
 )
 Drafts = dict[tuple[int, ...], list[int]]
 
@@ -202,7 +203,8 @@ def assert_as_alone(made: SpeculativeGenerator, **options: Any) -> None:
         assert not result.stats.drafter_faults
         pairs = zip(result.logprobs, stream.result.logprobs[:count], strict=True)
         for ours, theirs in pairs:
-            np.testing.assert_allclose(ours.value, theirs.value, rtol=1e-3, atol=1e-3)
+            far = 0.02 if options else 1e-3  # a code of quantized keys may be another
+            np.testing.assert_allclose(ours.value, theirs.value, atol=far)
         same = keys.keys() & own.keys()
         assert len(same) > 15 or not own
         for place in same:
