@@ -9,7 +9,7 @@ Position i of its cache pairs what layers of the target returned at i with token
 
 The layers' outputs go through `fc` as soon as they are committed, so a position of the
 target's and one of the head's are of one form. It has the interface of `Mtp`, and the
-same positions (`mtp.cache`): refresh and next first draft are one batch.
+same positions (`mtp.rounds`): refresh and next first draft are one batch.
 """
 
 from collections.abc import Sequence
