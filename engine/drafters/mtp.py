@@ -260,7 +260,8 @@ class MtpDrafter(OpenDrafter):
 
     def on_target(self, requests: SequenceOf[Any]) -> ParallelHead:
         """Return the head on its target, to draft for requests together."""
-        return self._cache.mtp
+        head: ParallelHead = self._cache.mtp
+        return head
 
     def let_go(self) -> None:
         """Let go of what it holds, as if it had seen nothing of the text."""

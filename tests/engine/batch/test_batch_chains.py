@@ -203,7 +203,8 @@ def assert_as_alone(made: SpeculativeGenerator, **options: Any) -> None:
         assert count > 3
         assert result.tokens == alone[:count]
         assert not result.stats.drafter_faults
-        pairs = zip(result.logprobs, stream.result.logprobs[:count], strict=True)
+        expected: Any = stream.result.logprobs
+        pairs = zip(result.logprobs, expected[:count], strict=True)
         for ours, theirs in pairs:
             np.testing.assert_allclose(ours.value, theirs.value, rtol=1e-3, atol=1e-3)
         same = keys.keys() & own.keys()
@@ -239,7 +240,8 @@ def test_rows_of_an_assistant_draft_what_they_do_alone(name: str, head: str) -> 
 
 def _of_other_rows(plain: Any) -> Any:
     def taken(array: mx.array, places: Any) -> mx.array:
-        return plain(mx.roll(array, 1, axis=0), places)
+        moved: mx.array = plain(mx.roll(array, 1, 0), places)
+        return moved
 
     return taken
 
