@@ -58,13 +58,14 @@ class PrefixReuse:
         cache, named, head = self._cache, self._named(tokens)[:-1], self._head()
         again = 0 if head is None else head.again
         in_memory = cache.fetch(named)
-        places = self._places(tokens, named)
         for which, lane in self._each():
-            rows = cache.lookup(which, named, 0 if which else again)
+            # One model drafts for all of a batch two tokens behind each text.
+            known = named[:-1] if which else named
+            rows = cache.lookup(which, known, 0 if which else again)
             if rows is not None:
                 lane.resume(rows)
             if cache.stateful(which):
-                lane.points = RestorePoints(cache, places)
+                lane.points = RestorePoints(cache, self._places(tokens, known))
                 lane.points.resumed(lane.seen)
                 if which == 0 and head is not None:
                     lane.points.hidden = lambda: head.committed.last(again)
@@ -122,15 +123,15 @@ class PrefixReuse:
         named = self._named(tokens)[: self._target.seen]
         self._cache.store(named, left, self._prompt)
 
-    def _places(self, tokens: Sequence[int], named: Sequence[int]) -> set[int]:
+    def _places(self, tokens: Sequence[int], known: Sequence[int]) -> set[int]:
         """Return where later prompts are likely to part from this one.
 
         That is after its last whole turn, since templates change how the next one
         begins; and where it parts from earlier ones, as others will too.
         """
-        places = range(len(named), 0, -1)
+        places = range(len(known), 0, -1)
         end = next((at for at in places if tokens[at - 1] in self._ends), 0)
-        return {self._cache.border(named), end}
+        return {self._cache.border(known), end}
 
     @property
     def _target(self) -> Lane:
