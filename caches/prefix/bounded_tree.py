@@ -61,7 +61,7 @@ class BoundedTree(PrefixTree):
         """Let a node have what a file has, and at the `end` the points.
 
         Returns:
-            False if it has no rows of the target: there is no room.
+            False if there is no room, and the target cannot be resumed behind it.
         """
         for which, (rows, point) in kept.items():
             part = self._roles[which].part(rows, node.start, node.stop)
@@ -70,13 +70,11 @@ class BoundedTree(PrefixTree):
                 self._budget.stored += node.rows[which].nbytes
             if end and point is not None:
                 self._hang(node, which, point, claim)
-        if end or not node.resident:
-            self.release(node)
-        return node.resident
+        return 0 in (node.points if end and self._roles[0].stateful else node.rows)
 
-    def release(self, node: Node) -> None:
-        """Remove what leads nowhere, from a node upwards."""
-        self._budget.stored -= self.prune(node)
+    def release(self, node: Node, start: int = 0) -> None:
+        """Remove what leads nowhere, from a node upwards; see `prune`."""
+        self._budget.stored -= self.prune(node, start=start)
 
     def store(self, tokens: Tokens, left: Sequence[Left], prompt: int) -> None:
         """Keep what the caches of a request hold; see `PrefixCache.store`."""
@@ -92,17 +90,18 @@ class BoundedTree(PrefixTree):
             last = ends[which] = min(stop, len(tokens))
             points[:] = [point for point in points if 0 < point.stop <= last]
             places |= {last, *(point.stop for point in points)}
-        known, every = path[-1].stop, self._every
+        end, known, every = path[-1], path[-1].stop, self._every
         last = max(ends.values(), default=0)
         places.update(range((known // every + 1) * every, last, every))
         places |= {prompt} if known < prompt < last else set()
         for place in sorted(places):
             there = {which: kept[which] for which in kept if place <= ends[which]}
             taken = [each.points for each in left]
-            end = self._extend(tokens[:place], there, taken, claim)
-            if end is None:
+            reached = self._extend(tokens[:place], there, taken, claim)
+            if reached is None:
                 self._budget.level = max(self._budget.level, claim.cost)
-                return
+                break
+            end = reached
             end.written |= end.start >= max(known, prompt)
             for which, _, stop, points, hidden in left:
                 if points and points[0].stop == place:
@@ -110,6 +109,7 @@ class BoundedTree(PrefixTree):
                 elif stop == place and self._roles[which].stateful:
                     states = kept[which].states
                     self._hang(end, which, Point(stop, states, hidden), claim)
+        self.release(end)
 
     def _extend(
         self,
@@ -138,7 +138,6 @@ class BoundedTree(PrefixTree):
         while not self._room(size, claim):
             later = [each for each in taken if each and each[-1].stop > len(tokens)]
             if not later:
-                self.release(known)
                 return None
             max(later, key=lambda points: points[-1].stop).pop()
         for node, which, rows in [(n, w, rows.copied()) for n, w, rows in lacking]:
@@ -154,8 +153,6 @@ class BoundedTree(PrefixTree):
         if self._room(point.size, claim):
             node.points[which] = point
             self._budget.stored += point.nbytes
-        else:
-            self.release(node)
 
     def _room(self, size: int, claim: Claim) -> bool:
         return self._budget.room(self, size, claim)

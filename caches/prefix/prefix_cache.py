@@ -201,23 +201,28 @@ class PrefixCache:
             if disk is not None:
                 disk.link()
             usable = self._tree.usable(0, tokens)[1]
-            while disk is not None and self._read(disk, tokens):
-                pass  # a file was damaged: others lead to less
+            while disk is not None and tokens:
+                tokens = self._read(disk, tokens)
         return usable
 
-    def _read(self, disk: Persistence, tokens: Tokens) -> bool:
-        """Read the segments that help; return True if one of them was damaged."""
-        if not (segments := disk.missing(tokens)):
-            return False
-        claim, last = self._tree.claim(tokens), segments[-1][1][-1]
+    def _read(self, disk: Persistence, tokens: Tokens) -> Tokens:
+        """Read the segments that help.
+
+        Returns:
+            The tokens to try next: the same where a file was damaged, fewer where there
+            is no room, none where all is done.
+        """
+        segments, claim = disk.missing(tokens), self._tree.claim(tokens)
         for segment, nodes in segments:
             if (parts := disk.read(segment)) is None:
-                self._tree.release(nodes[-1])
-                return True
+                return tokens
             for node in nodes:
-                if not self._tree.fill(node, parts, claim, end=node is last):
-                    return False
-        return False
+                end = node is segments[-1][1][-1]
+                if not self._tree.fill(node, parts, claim, end=end):
+                    self._tree.release(self._tree.path(tokens)[0][-1], node.start)
+                    return tokens[: node.start]
+        self._tree.release(self._tree.path(tokens)[0][-1])
+        return ()
 
     def lookup(self, which: int, tokens: Tokens, back: int = 0) -> Snapshot | None:
         """Return what is held for the longest reusable beginning of `tokens`.

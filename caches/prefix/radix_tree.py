@@ -228,14 +228,19 @@ class PrefixTree:
         node.points = {}
         return freed
 
-    def prune(self, node: Node, before: float = math.inf) -> int:
+    def prune(self, node: Node, before: float = math.inf, start: int = 0) -> int:
         """Remove what leads nowhere, from a node upwards; return the bytes.
 
         That is what has no rows of the target, or none that it can be resumed behind.
-        Nodes used at `before` or later stay.
+        Nodes used at `before` or later stay, and those that begin before `start`.
         """
         freed, stateful = 0, self._roles[0].stateful
-        while node.parent is not None and not node.ways and node.used < before:
+        while (
+            node.parent is not None
+            and not node.ways
+            and node.used < before
+            and node.start >= start
+        ):
             if node.resident and (0 in node.points or not stateful):
                 break
             freed += node.nbytes

@@ -28,7 +28,7 @@ from mlx_speculation.caches import PrefixCache
 from mlx_speculation.caches.files.safetensors_reader import FlawError
 from mlx_speculation.caches.prefix.segment_folder import KEY_BYTES, SegmentFolder
 from mlx_speculation.errors import InvalidRequestError
-from support.caches.prefix_roles import RING, ROW, ROWS, Kind, bound, request
+from support.caches.prefix_roles import EVERY, RING, ROW, ROWS, Kind, bound, request
 
 Kinds = tuple[Kind, ...]
 KINDS: dict[str, Kinds] = {
@@ -86,6 +86,31 @@ def test_another_process_finds_what_memory_has(
                 assert found[0] > 0
             first.flush()
             second.flush()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_of_a_text_too_long_for_memory_what_fits_is_used(
+    name: str, tmp_path: Path
+) -> None:
+    kinds, folder, tokens = KINDS[name], tmp_path / "own", [2, 0] * 20
+    first, _first_owners = bound(1 << 30, *kinds, folder=folder)
+    play(first, tokens, kinds)
+    nodes = list(first._tree.nodes())
+    rows = sum(each.nbytes for node in nodes for each in node.rows.values())
+    states = sum(each.nbytes for each in nodes[-1].points.values())
+    play(first, [*tokens[:17], 1, 1], kinds)  # the node that ends here has no states
+    first.flush()
+    for size in range(0, rows + states, 5 * ROW):
+        later, _owners = bound(size, *kinds, folder=folder)
+        later.fetch(tokens)
+        assert later.nbytes <= size
+        for node in later._tree.nodes():
+            assert node.ways or node.points or not (node.resident and states)
+        found = later.lookup(0, tokens)
+        place = len(tokens) * (size - states) / rows
+        stop = 0 if found is None else found.stop
+        assert place - 2 * EVERY <= stop <= max(0, place) + 2 * EVERY
+        later.flush()
 
 
 def test_processes_share_a_folder_while_they_run(tmp_path: Path) -> None:
