@@ -221,6 +221,7 @@ class PrefixCache:
                 if not self._tree.fill(node, parts, claim, end=end):
                     self._tree.release(self._tree.path(tokens)[0][-1], node.start)
                     return tokens[: node.start]
+            del parts  # or the next ones would be a second chunk
         self._tree.release(self._tree.path(tokens)[0][-1])
         return ()
 

@@ -6,6 +6,7 @@ that is not counted (a session that nobody uses stays for ever), edges of any le
 """
 
 import gc
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -156,6 +157,22 @@ def test_memory_is_at_most_the_bound_and_a_chunk() -> None:
         del caches
         gc.collect()
         assert mx.get_active_memory() - before <= budget
+
+
+@pytest.mark.usefixtures("exact_buffers")
+def test_memory_is_at_most_that_while_files_are_read(tmp_path: Path) -> None:
+    budget, chunk = 40 * ROW, EVERY * ROW
+    first, _first_owners = bound(1 << 30, ROWS, folder=tmp_path / "own")
+    play(first, SESSION)
+    first.flush()
+    first.clear()
+    later, _owners = bound(budget, ROWS, folder=tmp_path / "own")
+    gc.collect()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    later.fetch(SESSION)
+    assert mx.get_peak_memory() - before <= budget + chunk
+    assert later.nbytes > budget - chunk
 
 
 @pytest.mark.usefixtures("exact_buffers")

@@ -12,8 +12,10 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import astuple
 from pathlib import Path
@@ -151,17 +153,42 @@ def test_the_folder_is_its_owners_alone(tmp_path: Path) -> None:
         PrefixCache(1, folder=folder)
 
 
+def test_the_key_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where several have made one in the same moment."""
+    barrier, link = threading.Barrier(4), os.link
+
+    def link_together(source: Path, place: Path) -> None:
+        barrier.wait(60)
+        link(source, place)
+
+    monkeypatch.setattr(os, "link", link_together)
+    folder = tmp_path / "own"
+    with ThreadPoolExecutor(4) as threads:
+        made = [threads.submit(SegmentFolder, folder, 1.0) for _ in range(4)]
+    assert len({each.result()._key for each in made}) == 1
+    assert [each.name for each in folder.iterdir()] == ["key"]
+
+
 def test_links_are_not_followed(tmp_path: Path) -> None:
     folder = tmp_path / "own"
-    filled(folder, (ROWS,))
+    looked_at = SegmentFolder(folder, 1.0)
+    looked_at.serve(filled(folder, (ROWS,)))
+    segments = looked_at.new_segments()
     for file in files(folder):
         moved = tmp_path / file.name
         file.rename(moved)
         file.symlink_to(moved)
+    for segment in segments:
+        with pytest.raises(FlawError):
+            looked_at.read(segment)
     prefixes, _owners = bound(1 << 30, ROWS, folder=folder)
     assert play(prefixes, PLAYED[0], (ROWS,)) == [0]
     prefixes.flush()
     assert all(file.is_symlink() is False for file in files(folder))
+    (folder / "key").rename(tmp_path / "key")
+    (folder / "key").symlink_to(tmp_path / "key")
+    with pytest.raises(InvalidRequestError, match="cannot be opened"):
+        PrefixCache(1, folder=folder)
 
 
 def test_the_disk_has_a_bound_too_and_keeps_what_leads_to_others(
@@ -180,6 +207,29 @@ def test_the_disk_has_a_bound_too_and_keeps_what_leads_to_others(
     later, _later_owners = bound(1 << 30, ROWS, folder=folder)
     assert play(later, [*long, 1], (ROWS,)) == [20]
     later.flush()
+
+
+def test_requests_go_on_while_a_file_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on, write = threading.Event(), threading.Event(), SegmentFolder.write
+
+    def waiting(*args: Any, **options: Any) -> Any:
+        begun.set()
+        assert go_on.wait(60)
+        return write(*args, **options)
+
+    monkeypatch.setattr(SegmentFolder, "write", waiting)
+    prefixes, _owners = bound(1 << 30, ROWS, folder=tmp_path / "own")
+    found = []
+    for tokens in (*PLAYED, [*PLAYED[0], 1]):
+        found += play(prefixes, tokens, (ROWS,))
+        assert begun.wait(60)
+    assert found == [0, 9, 0, 4, 14]
+    assert not files(tmp_path / "own")
+    go_on.set()
+    prefixes.flush()
+    assert len(files(tmp_path / "own")) == len(list(prefixes._tree.nodes()))
 
 
 def test_a_full_disk_is_said_once(

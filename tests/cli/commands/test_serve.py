@@ -10,6 +10,7 @@ import threading
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,6 +106,21 @@ def test_replay_can_be_turned_off(options: list[str]) -> None:
     assert encoded != written
     expected = encoded if options else written
     assert second["usage"]["prompt_tokens"] == expected
+
+
+def test_a_folder_keeps_prompts_for_the_next_server(tmp_path: Path) -> None:
+    body = {"prompt": "def add(first, second):\n" * 9, "max_tokens": 4}
+    options = ["--draft", "none", "--cache-folder", str(tmp_path / "own")]
+    texts, cached = set(), []
+    for _ in range(2):
+        with served(*options, "--cache-disk-gigabytes", "0.5") as (process, url):
+            answer = asked(f"{url}/completions", body)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+        texts.add(answer["choices"][0]["text"])
+        cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert cached == [0, answer["usage"]["prompt_tokens"] - 1]
+    assert len(texts) == 1
 
 
 def test_without_its_library_it_says_what_to_install(

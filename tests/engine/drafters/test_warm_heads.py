@@ -404,15 +404,18 @@ def in_a_batch(ours: SpeculativeGenerator, prompts: list[list[int]]) -> list[Any
 
 @pytest.mark.parametrize(("kind", "runs"), covering(DRAFTED, (in_streams, in_a_batch)))
 def test_acceptance_of_warm_requests_is_that_of_cold_ones(
-    kind: str, runs: Callable[..., list[Any]]
+    kind: str, runs: Callable[..., list[Any]], tmp_path: Path
 ) -> None:
+    """Of what memory holds, and of what files hold after a restart."""
     target, draft = DRAFTED[kind]()
     prompts = [prompt_of(count) for count in (41, 26)]
     further = [[*prompt, *prompt_of(11)] for prompt in prompts]
     # Known but for the last token, as `prompts` are the second time.
     nearly = [[*prompt, 7] for prompt in prompts]
 
-    def counted(prefixes: PrefixCache | None) -> tuple[list[Counts], list[int]]:
+    def counted(
+        prefixes: PrefixCache | None, *requests: list[list[int]]
+    ) -> tuple[list[Counts], list[Any]]:
         ours = SpeculativeGenerator(
             target,
             byte_tokenizer(),
@@ -420,16 +423,25 @@ def test_acceptance_of_warm_requests_is_that_of_cold_ones(
             draft_length=3,
             prefix_cache=prefixes,
         )
-        results = [runs(ours, each) for each in (prompts, prompts, further, nearly)]
+        results = [runs(ours, each) for each in requests]
         counts = [
             [(r.tokens, r.stats.rounds, r.stats.drafted, r.stats.reached) for r in each]
             for each in results
         ]
-        return counts, [r.stats.reused for each in results[1:] for r in each]
+        return counts, [r.stats for each in results for r in each]
 
-    cold, nothing = counted(None)
-    warm, reused = counted(PrefixCache(1 << 30, every=EVERY))
-    assert warm == cold
+    def kept() -> PrefixCache:
+        return PrefixCache(1 << 30, every=EVERY, folder=tmp_path / "own")
+
+    cold, _ = counted(None, prompts, further, nearly)
     assert sum(accepted for *_, each in cold[0] for accepted in each) > 0
-    assert nothing == [0] * 6
-    assert min(reused) >= 16
+    prefixes = kept()
+    counted(prefixes, prompts)
+    prefixes.flush()
+    for held, restarted in ((prefixes, False), (kept(), True)):
+        warm, stats = counted(held, prompts, further, nearly)
+        held.flush()
+        assert warm == cold
+        assert min(each.reused for each in stats) >= 16
+        from_disk = sum(each.reused_from_disk for each in stats)
+        assert (from_disk > 0) == restarted
