@@ -19,16 +19,21 @@ from lengths are made on the host, once for all layers: on a GPU, arithmetic on 
 integers in each layer is a sixth of all the kernels of a step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import copy
 from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx.utils import tree_map
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from mlx_speculation.caches.types.padded_kv import asks_cudnn, whole_steps
+from mlx_speculation.caches.types.shared_rows import buffers
 from mlx_speculation.errors import UnsupportedCacheError
+
+Pair = tuple[Any, Any]  # keys and values, an array or several of each
 
 
 class RaggedKVCache(BatchKVCache):
@@ -58,21 +63,23 @@ class RaggedKVCache(BatchKVCache):
         return _offset(tuple(self.lengths))
 
     @classmethod
-    def merge(cls, caches: Sequence[KVCache]) -> "RaggedKVCache":
+    def merge(cls, caches: Sequence[Any]) -> Any:
         """Return a batch that holds copies of what these caches of one row do."""
-        merged = cls(len(caches))
+        merged = cls._of(caches)
         merged.lengths = [int(cache.offset) for cache in caches]
-        filled: list[tuple[int, Any]] = [
-            (i, x) for i, x in enumerate(caches) if x.offset
-        ]
-        for row, cache in filled:
-            columns = merged._whole(merged.columns)
-            merged.keys = merged._padded(merged.keys, cache.keys, columns)
-            merged.values = merged._padded(merged.values, cache.values, columns)
+        columns = merged._whole(merged.columns)
+        for row, cache in enumerate(caches):
             stop = cache.offset
-            merged.keys[row : row + 1, :, :stop] = cache.keys[..., :stop, :]
-            merged.values[row : row + 1, :, :stop] = cache.values[..., :stop, :]
+            if stop:
+                merged._widen((cache.keys, cache.values), columns)
+                for whole, one in zip(buffers(merged), buffers(cache), strict=True):
+                    whole[row : row + 1, :, :stop] = one[..., :stop, :]
         return merged
+
+    @classmethod
+    def _of(cls, caches: Sequence[Any]) -> "RaggedKVCache":
+        """Return an empty batch for caches of one row."""
+        return cls(len(caches))
 
     @property
     def columns(self) -> int:
@@ -154,31 +161,40 @@ class RaggedKVCache(BatchKVCache):
         self.lengths = [self.lengths[index] for index in order]
         if self.keys is not None:
             stop = self._whole(self.shown)
-            self.keys = taken(self.keys, places)[..., :stop, :]
-            self.values = taken(self.values, places)[..., :stop, :]
+            self._change(lambda array: taken(array, places)[..., :stop, :])
 
     def extend(self, other: Any) -> None:
         """Let the rows of another batch stand behind these."""
         some: Any = self if self.keys is not None else other
         if some.keys is not None:
             stop = max(self._columns_held, other._columns_held)
-            both = self, other
-            self.keys, self.values = (
-                mx.concatenate([x._padded(x.keys, some.keys, stop) for x in both]),
-                mx.concatenate([x._padded(x.values, some.values, stop) for x in both]),
-            )
+            like = (some.keys, some.values)
+            self._widen(like, stop)
+            behind = copy(other)
+            behind._widen(like, stop)
+            new = (behind.keys, behind.values)
+            self._change(lambda *both: mx.concatenate([*both]), new)
         self.lengths = self.lengths + other.lengths
 
-    def extract(self, idx: int) -> KVCache:
+    def extract(self, idx: int) -> Any:
         """Return a copy of one row as a cache of its own."""
-        cache: Any = KVCache()
-        stop = self.lengths[idx]
+        cache, stop = self._row(), self.lengths[idx]
         if self.keys is not None and stop:
-            cache.keys = mx.contiguous(self.keys[idx : idx + 1, :, :stop])
-            cache.values = mx.contiguous(self.values[idx : idx + 1, :, :stop])
+            cache.keys, cache.values = tree_map(
+                lambda array: mx.contiguous(array[idx : idx + 1, :, :stop]),
+                (self.keys, self.values),
+            )
             cache.offset = stop
-        result: KVCache = cache
-        return result
+        return cache
+
+    def _row(self) -> Any:
+        """Return an empty cache of one row."""
+        return KVCache()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its arrays, as allocated."""
+        return sum(array.nbytes for array in buffers(self))
 
     @property
     def state(self) -> Any:
@@ -214,7 +230,20 @@ class RaggedKVCache(BatchKVCache):
 
     @property
     def _columns_held(self) -> int:
-        return 0 if self.keys is None else int(self.keys.shape[2])
+        return 0 if self.keys is None else int(buffers(self)[0].shape[2])
+
+    def _change(self, change: Callable[..., mx.array], *others: Pair) -> None:
+        """Put what `change` makes of each array, and of others, in its place."""
+        self.keys, self.values = tree_map(change, (self.keys, self.values), *others)
+
+    def _widen(self, like: Pair, columns: int) -> None:
+        """Let it hold so many columns at least; zeros, if it holds none."""
+        if self.keys is None:
+            self.keys, self.values = tree_map(
+                lambda one: self._padded(None, one, columns), like
+            )
+        else:
+            self._change(lambda array: self._padded(array, array, columns))
 
     def _whole(self, columns: int) -> int:
         """Return a number of columns in whole steps."""
