@@ -1,11 +1,13 @@
 """`serve` as a user runs it."""
 
 import builtins
+import ctypes
 import json
 import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -90,6 +92,16 @@ def test_it_serves_until_a_signal_ends_it() -> None:
     expected = plain.generate("def add(first, second):", max_tokens=8).text
     assert answer["choices"][0]["text"] == expected
     assert answer["model"] == "draft"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="signals one thread by its number")
+def test_a_signal_that_another_thread_takes_ends_it_too() -> None:
+    """The system gives it to any thread; now and then the server went on."""
+    with served("--draft", "none") as (process, _):
+        threads = Path("/proc", str(process.pid), "task").iterdir()
+        last = max(int(each.name) for each in threads)
+        assert ctypes.CDLL(None).tgkill(process.pid, last, signal.SIGTERM) == 0
+        assert process.wait(60) == 0
 
 
 @pytest.mark.parametrize("options", [[], ["--no-replay"]], ids=str)

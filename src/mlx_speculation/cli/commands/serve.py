@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 KEY = "MLX_SPECULATION_API_KEY"
 # Where the config of a model does not say what it is made for.
 MOST_CONTEXT = 1 << 20
+LOOK_SECONDS = 0.5
 Level = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 
 
@@ -202,7 +203,9 @@ def _until_stopped(
         screen.say("To use an agent with it, run its command in another terminal:")
         for agent, line in agent_lines(server.url, settings.names[0], context).items():
             typer.echo(f"\n# {agent}\n{line}", err=True)  # as it is, to be copied
-        threading.Event().wait()
+        # A signal that another thread takes does not wake this one.
+        while not threading.Event().wait(LOOK_SECONDS):
+            pass
     screen.say("ending")
     if not server.stop(grace):
         logging.shutdown()
