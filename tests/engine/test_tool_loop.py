@@ -16,7 +16,7 @@ import pytest
 
 from mlx_speculation import PrefixCache, SpeculativeGenerator
 from mlx_speculation.engine import BatchGenerator
-from support.covering import covering, others_slow
+from support.covering import covering
 from support.drafters.batch_heads import eagle_on, mtp_on
 from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer
@@ -147,13 +147,13 @@ def test_a_third_session_reads_nothing_of_what_the_first_two_share(kind: str) ->
     assert reused == [0, 256, 300]
 
 
-def after_a_restart(kind: str, head: int, before: int) -> None:
+def after_a_restart(kind: str, runs: Runs, head: int, before: int) -> None:
     with TemporaryDirectory() as folder:
         sessions = [Session(noise(1, head), seed) for seed in (2, 3)]
         for after, turns in enumerate((before, 1)):
             place = Path(folder, "own")
             prefixes = PrefixCache(1 << 30, every=head // 16, folder=place)
-            run = streams(generator(kind, prefixes))
+            run = runs(generator(kind, prefixes))
             for session in sessions:
                 session.again.clear()
                 session.prompts = 0
@@ -164,15 +164,19 @@ def after_a_restart(kind: str, head: int, before: int) -> None:
             assert max(session.again) <= LEAST
 
 
-@pytest.mark.parametrize("kind", others_slow(KINDS, ["hybrid, mtp"]))
-def test_a_restart_with_the_folder_reads_little_again(kind: str) -> None:
-    after_a_restart(kind, HEAD // 16, 2)
+@pytest.mark.parametrize(
+    ("kind", "runs"),
+    covering(KINDS, (streams, batches), quick=(0, ["sliding", "hybrid, mtp"])),
+)
+def test_a_restart_with_the_folder_reads_little_again(kind: str, runs: Runs) -> None:
+    after_a_restart(kind, runs, HEAD // 16, 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_restart_after_eight_thousand_tokens(kind: str) -> None:
-    after_a_restart(kind, HEAD, TURNS // 2)
+@pytest.mark.parametrize("runs", [streams, batches])
+def test_a_restart_after_eight_thousand_tokens(kind: str, runs: Runs) -> None:
+    after_a_restart(kind, runs, HEAD, TURNS // 2)
 
 
 def test_where_the_tokens_of_a_prompt_come_from_is_counted(tmp_path: Path) -> None:
