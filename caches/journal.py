@@ -35,6 +35,11 @@ class Journal(Protocol):
         ...
 
     @property
+    def rows(self) -> int | None:
+        """Rows that may keep different numbers; None when an empty batch cannot say."""
+        ...
+
+    @property
     def written(self) -> int | None:
         """Positions written since the journal was opened.
 
@@ -42,32 +47,17 @@ class Journal(Protocol):
         """
         ...
 
-    def prepare(self, keep: int) -> None:
+    def prepare(self, keep: Any) -> None:
         """Do everything of `commit(keep)` that can fail; changes nothing live."""
         ...
 
-    def commit(self, keep: int) -> None:
-        """Keep the first `keep` written positions, from 1. Legal after `prepare`."""
+    def commit(self, keep: Any) -> None:
+        """Keep the first `keep` written positions, from 1. Legal after `prepare`.
+
+        Of several rows, `keep` may be a sequence with a number for each.
+        """
         ...
 
     def rollback(self) -> None:
         """Put the cache back as it was when the journal was opened. Never raises."""
-        ...
-
-
-@runtime_checkable
-class RowsJournal(Journal, Protocol):
-    """Undo log of a batch cache, whose rows may keep different numbers."""
-
-    @property
-    def rows(self) -> int | None:
-        """Sequences in the batch; None when the cache holds nothing yet."""
-        ...
-
-    def prepare(self, keep: Keep) -> None:
-        """Do everything of `commit(keep)` that can fail; changes nothing live."""
-        ...
-
-    def commit(self, keep: Keep) -> None:
-        """Keep the first `keep` positions, or the first `keep[row]` of each row."""
         ...

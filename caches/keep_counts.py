@@ -7,7 +7,7 @@ commit([3, 3, 3])    the same as commit(3), and as cheap, once 3 rows are there
 
 from collections.abc import Sequence
 
-from mlx_speculation.caches.journal import Journal, Keep, RowsJournal
+from mlx_speculation.caches.journal import Journal, Keep
 from mlx_speculation.errors import InvalidRequestError
 
 
@@ -35,7 +35,7 @@ def per_row(
     if isinstance(keep, int):
         return keep
     for place, journal in enumerate(journals):
-        rows = journal.rows if isinstance(journal, RowsJournal) else 1
+        rows = journal.rows
         if rows is not None and rows != len(keep):
             raise InvalidRequestError(
                 f"commit({shown(keep)}) names {len(keep)} rows, and cache {place} has "

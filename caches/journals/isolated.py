@@ -25,7 +25,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_speculation.caches.journal import Journal, Keep, RowsJournal
+from mlx_speculation.caches.journal import Journal, Keep
 from mlx_speculation.caches.journals.batch_kv import loose, set_loose
 from mlx_speculation.caches.journals.checked_writes import check_writes
 from mlx_speculation.caches.types.shared_rows import native_type
@@ -75,7 +75,7 @@ class IsolatedJournal:
 
     live = False
 
-    def __init__(self, cache: Any, twin: Any, inner: Any) -> None:
+    def __init__(self, cache: Any, twin: Any, inner: Journal) -> None:
         self._cache, self._twin, self._inner = cache, twin, inner
         self._before = vars(cache)  # the dict itself: nothing changes it until then
         self._loose = loose(cache)
@@ -86,8 +86,12 @@ class IsolatedJournal:
     @property
     def written(self) -> int | None:
         """Positions written to the twin since the journal was opened."""
-        written: int | None = self._inner.written
-        return written
+        return self._inner.written
+
+    @property
+    def rows(self) -> int | None:
+        """Sequences that may keep different numbers; see `Journal`."""
+        return self._inner.rows
 
     def prepare(self, keep: Keep) -> None:
         """Prepare the twin."""
@@ -105,19 +109,7 @@ class IsolatedJournal:
         set_loose(self._cache, self._loose)
 
 
-class IsolatedRowsJournal(IsolatedJournal):
-    """Journal of a kind whose rows may keep different numbers."""
-
-    @property
-    def rows(self) -> int | None:
-        """Sequences in the batch; None when the cache holds nothing yet."""
-        rows: int | None = self._inner.rows
-        return rows
-
-
 def isolate(cache: Any, open_journal: Callable[[Any], Journal]) -> Journal:
     """Return a journal of `cache` that writes to a twin."""
     twin = twin_of(cache)
-    inner = open_journal(twin)
-    kind = IsolatedRowsJournal if isinstance(inner, RowsJournal) else IsolatedJournal
-    return kind(cache, twin, inner)
+    return IsolatedJournal(cache, twin, open_journal(twin))

@@ -22,6 +22,11 @@ class LiveJournal:
     live = True
     presented: Any
 
+    @property
+    def rows(self) -> int | None:
+        """Sequences that may keep different numbers: one."""
+        return 1
+
     def prepare(self, keep: Any) -> None:
         """Nothing can fail."""
 

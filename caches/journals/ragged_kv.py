@@ -17,7 +17,11 @@ class RaggedJournal(LiveJournal):
         self.presented = self._cache = cache
         self._lengths = cache.lengths
         self._was_empty = cache.keys is None
-        self.rows = len(cache.lengths)  # sequences in the batch
+
+    @property
+    def rows(self) -> int:
+        """Sequences in the batch."""
+        return len(self._lengths)
 
     @property
     def written(self) -> int:

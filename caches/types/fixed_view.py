@@ -65,16 +65,11 @@ class FixedShape:
 
     def shown(self, position: int) -> int:
         """Return V(position): how many rows of a cache a row there is shown."""
-        return shown_by_position(position, self.step)
+        return self.step * (position // self.step + 1)
 
     def room(self, position: int) -> int:
         """Return how many tokens a forward may be fed at a position, from 1."""
         return min(self.rows, self.shown(position) - position)
-
-
-def shown_by_position(position: int, step: int) -> int:
-    """Return how many rows of a cache a row at `position` is shown."""
-    return step * (position // step + 1)
 
 
 def fixed_mask(

@@ -24,7 +24,7 @@ from mlx_speculation.caches import (
     restore,
     snapshot,
 )
-from mlx_speculation.caches.types.fixed_view import fixed_mask, shown_by_position
+from mlx_speculation.caches.types.fixed_view import fixed_mask
 from mlx_speculation.errors import InvalidRequestError, UnsupportedCacheError
 from support.caches.cache_twins import Rows, tagged
 
@@ -57,7 +57,7 @@ def test_each_row_sees_the_kept_rows_before_it(
             (shown,) = speculation.caches
             mask = shown.make_mask(SHAPE.rows, return_array=False)
             keys, values = shown.update_and_fetch(*tagged(Rows(at, tuple(serials))))
-            stop = shown_by_position(at, SHAPE.step)
+            stop = SHAPE.shown(at)
             first = 0 if window is None else max(stop - SHAPE.step - window, 0)
             assert keys.shape[2] == values.shape[2] == stop - first
             assert mask.shape == (SHAPE.rows, stop - first)
@@ -67,7 +67,7 @@ def test_each_row_sees_the_kept_rows_before_it(
             for row, seen in enumerate(seen_by(keys, mask)[:count]):
                 expected = [*kept, *serials[: row + 1]]
                 assert seen == expected[-window:] if window else expected
-                assert shown_by_position(at + row, SHAPE.step) == stop
+                assert SHAPE.shown(at + row) == stop
             assert speculation.written == SHAPE.rows
             keep = min(keep, count)
             speculation.commit(keep)
@@ -91,7 +91,7 @@ def test_a_quantized_cache_holds_what_a_native_one_does(
         rows = noise[..., at : at + SHAPE.rows, :]
         with Speculation([cache], shape=SHAPE) as speculation:
             shown = speculation.caches[0].update_and_fetch(rows, rows)
-            stop = shown_by_position(at, SHAPE.step)
+            stop = SHAPE.shown(at)
             assert all(part.shape[2] == stop for both in shown for part in both)
             speculation.commit(keep)
         if keep:
