@@ -55,7 +55,7 @@ class RaggedQuantizedKVCache(RaggedKVCache):
             values: likewise.
         """
         width = keys.shape[2]
-        form = {"group_size": self.group_size, "bits": self.bits}
+        form: Any = {"group_size": self.group_size, "bits": self.bits}
         new = tuple(mx.quantize(keys, **form)), tuple(mx.quantize(values, **form))
         self._widen(new, self._whole(self.columns + width))
         if len(set(self.lengths)) > 1:
