@@ -23,6 +23,7 @@ from mlx_speculation.caches.journals.ring import SAVED_ROWS
 from mlx_speculation.engine import memory
 from mlx_speculation.engine.memory import CacheSize
 from mlx_speculation.errors import InvalidRequestError
+from support.drafters.batch_heads import eagle_on
 from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer
 
@@ -206,14 +207,27 @@ def test_what_a_prompt_needs_is_known_before_it_is_read(name: str) -> None:
         assert found <= (size.row * tokens + size.states) * 1.1 + 512 * size.row * 2
 
 
+@pytest.mark.parametrize("drafter", ["none", "model", "head"])
 def test_a_prompt_that_does_not_fit_is_refused_with_numbers(
-    monkeypatch: pytest.MonkeyPatch,
+    drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = build("qwen3_5")
-    prefixes = PrefixCache(50_000, every=64)
-    ours = SpeculativeGenerator(model, byte_tokenizer(), prefix_cache=prefixes)
-    size, before = CacheSize.of(model), mx.get_active_memory()
-    needed = size.row * 1000 + size.states + 50_000
+    model, draft = build("qwen3_5", layers=4), None
+    sizes = [CacheSize.of(model)]
+    if drafter == "model":
+        draft = build("qwen3_5", seed=7)
+        sizes.append(CacheSize.of(draft))
+    elif drafter == "head":
+        draft = eagle_on(model, "specforge")
+        sizes.append(CacheSize(row=sizes[0].layer))
+    ours = SpeculativeGenerator(
+        model,
+        byte_tokenizer(),
+        draft=draft,
+        draft_length=2 if draft else None,
+        prefix_cache=PrefixCache(50_000, every=64),
+    )
+    before = mx.get_active_memory()
+    needed = sum(size.row * 1000 + size.states for size in sizes) + 50_000
     for free in (needed, needed - 1):
         monkeypatch.setattr(memory, "free_memory", lambda free=free: free)
         if free == needed:

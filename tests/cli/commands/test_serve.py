@@ -71,6 +71,7 @@ def served(*options: str) -> Iterator[tuple["subprocess.Popen[str]", str]]:
                 break
         else:
             raise AssertionError(said)
+        assert "prefix cache: up to" in said
         yield process, match[1]
 
 
