@@ -23,8 +23,8 @@ def check_like(
     ):
         if caches is None:
             continue
-        need(nodes is not None, f"it holds no caches of the {whose}")
-        assert nodes is not None
+        if nodes is None:
+            raise FlawError(f"it holds no caches of the {whose}")
         for i, (leaf, live) in enumerate(pairs_of(nodes, caches)):
             try:
                 check_fits(leaf, live)

@@ -24,7 +24,6 @@ from mlx_speculation.caches.files import (
 )
 from mlx_speculation.caches.files.codecs import KNOWN_KINDS, attributes_for, is_known
 from mlx_speculation.caches.files.extension import Content, Description
-from mlx_speculation.caches.files.fields import need
 from mlx_speculation.caches.files.fit import cast_to, check_like, pairs_of
 from mlx_speculation.caches.files.safetensors_reader import FlawError, Header
 from mlx_speculation.caches.files.tree import Rows
@@ -163,12 +162,11 @@ def _content(
 
 def _layout(metadata: dict[str, str]) -> str:
     layout = mlx_lm_format.layout_of(metadata)
-    need(
-        layout is not None,
-        "it holds no caches: its metadata are not those of save_caches or of mlx-lm's "
-        "save_prompt_cache",
-    )
-    assert layout is not None
+    if layout is None:
+        raise FlawError(
+            "it holds no caches: its metadata are not those of save_caches or of "
+            "mlx-lm's save_prompt_cache"
+        )
     return layout
 
 

@@ -4,7 +4,7 @@ They belong to the stream, and count in the budget of the prefix cache that it w
 leave them to.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -66,10 +66,6 @@ class RunningPoints:
         the other is nearest to where the text goes on.
         """
         places = [point.stop for point in self.taken]
-        gaps = [(stop - start, i) for i, (start, stop) in enumerate(_ends(places), 1)]
+        around = zip(places, places[2:], strict=False)
+        gaps = [(stop - start, i) for i, (start, stop) in enumerate(around, 1)]
         del self.taken[min(gaps)[1] if gaps else -1]
-
-
-def _ends(places: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield the neighbours of every place but the first and the last."""
-    return zip(places, places[2:], strict=False)

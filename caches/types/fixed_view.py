@@ -30,6 +30,7 @@ import mlx.core as mx
 from mlx.utils import tree_map
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
+from mlx_speculation.caches.types.padded_kv import with_room
 from mlx_speculation.caches.types.shared_rows import buffers, native_type
 from mlx_speculation.caches.types.sliding_kv import SlidingKVCache
 from mlx_speculation.errors import InvalidRequestError
@@ -166,12 +167,7 @@ class FixedSlidingKVCache(SlidingKVCache):
     def update_and_fetch(
         self, keys: mx.array, values: mx.array
     ) -> tuple[mx.array, mx.array]:
-        """Write rows, as many as the view has room for, and return the view.
-
-        Args:
-            keys: [batch, heads, rows, key dim].
-            values: [batch, heads, rows, value dim].
-        """
+        """Write rows, as many as the view has room for, and return the view."""
         first, stop = self._range()
         start, rows = self.offset - first, keys.shape[2]
         fits = min(rows, stop - self.offset)
@@ -237,8 +233,7 @@ def _fit(cache: Any, rows: int) -> None:
 
 def _resized(buffer: mx.array, rows: int) -> mx.array:
     """Return a buffer [..., rows, dim] that begins like another one."""
-    *lead, present, dim = buffer.shape
+    present = buffer.shape[-2]
     if present > rows:
         return mx.contiguous(buffer[..., :rows, :])
-    more = mx.zeros((*lead, rows - present, dim), buffer.dtype)
-    return mx.concatenate([buffer, more], axis=-2)
+    return with_room(buffer, present, rows)

@@ -48,12 +48,7 @@ class RaggedQuantizedKVCache(RaggedKVCache):
         return merged
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
-        """Quantize, and write behind each row's last position; show all columns.
-
-        Args:
-            keys: [rows, heads, positions, dim].
-            values: likewise.
-        """
+        """Quantize, and write behind each row's last position; show all columns."""
         width = keys.shape[2]
         form: Any = {"group_size": self.group_size, "bits": self.bits}
         new = tuple(mx.quantize(keys, **form)), tuple(mx.quantize(values, **form))
