@@ -9,7 +9,6 @@ carry a digest; in those of mlx-lm a changed number inside a key or a value is u
 """
 
 import os
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +26,7 @@ from mlx_speculation.caches.files.extension import Content, Description
 from mlx_speculation.caches.files.fit import cast_to, check_like, pairs_of
 from mlx_speculation.caches.files.safetensors_reader import FlawError, Header
 from mlx_speculation.caches.files.tree import Rows
-from mlx_speculation.caches.types.leaves import checked_leaves
+from mlx_speculation.caches.types.leaves import assign, checked_leaves
 from mlx_speculation.errors import CacheFileError, InvalidRequestError
 
 
@@ -101,14 +100,12 @@ def load_into(
     if draft_caches is not None:
         assert content.drafter is not None
         pairs += pairs_of(content.drafter, draft_caches)
-    before = [vars(live) for _, live in pairs]
     new = [attributes_for(live, leaf) for leaf, live in pairs]
     mx.eval(new)
     result = _loaded(
         content, list(caches), None if draft_caches is None else list(draft_caches)
     )
-    # One call that runs no Python in between, so that no Ctrl-C falls half-way.
-    deque(map(dict.update, before, new), maxlen=0)
+    assign([live for _, live in pairs], new)
     return result
 
 

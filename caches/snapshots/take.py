@@ -25,6 +25,7 @@ from mlx_speculation.caches.snapshots.snapshot import (
     check_same,
 )
 from mlx_speculation.caches.types.leaves import (
+    assign,
     checked_leaves,
     is_batch,
     leaves,
@@ -97,14 +98,7 @@ def restore(saved: Snapshot, target: Sequence[Any]) -> None:
     pairs = list(zip(result, saved.leaves, strict=True))
     fields = [_restored(cache, leaf, saved) for (_, cache, _), leaf in pairs]
     mx.eval(fields)
-    before = [dict(vars(cache)) for _, cache, _ in result]
-    try:
-        for (_, cache, _), values in zip(result, fields, strict=True):
-            vars(cache).update(values)
-    except BaseException:
-        for (_, cache, _), values in zip(result, before, strict=True):
-            vars(cache).update(values)
-        raise
+    assign([cache for _, cache, _ in result], fields)
 
 
 def _supported(caches: Sequence[Any]) -> list[tuple[str, Any, Holding]]:
