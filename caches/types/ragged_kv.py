@@ -170,9 +170,9 @@ class RaggedKVCache(BatchKVCache):
             stop = max(self._columns_held, other._columns_held)
             like = (some.keys, some.values)
             self._widen(like, stop)
-            behind = copy(other)
-            behind._widen(like, stop)
-            new = (behind.keys, behind.values)
+            added = copy(other)
+            added._widen(like, stop)
+            new = (added.keys, added.values)
             self._change(lambda *both: mx.concatenate([*both]), new)
         self.lengths = self.lengths + other.lengths
 
