@@ -77,7 +77,7 @@ class Plan:
 
     fixed     the caller has named the length
     best      of the options
-    trial     drafting is paused, and may pay by now
+    trial     of a draft that may pay by now
     plain     no draft pays, or there is no credit for one
     measure   a plain step, which tells what drafts have to gain
     budget    no more than one token is wanted
@@ -89,6 +89,11 @@ class Plan:
     source: Any = None  # who drafts, of the sources that `rule` knows
     compared: tuple[Compared, ...] = ()
     seconds: float = 0.0  # of a plain step
+
+    @property
+    def pick(self) -> tuple[int, int]:
+        """The index of the source that drafts, and the length."""
+        return self.source.index if self.length else 0, self.length
 
     def __str__(self) -> str:
         said = f"draft {self.length} ({self.reason})"

@@ -16,8 +16,8 @@ from typing import Protocol
 
 from mlx_speculation.engine.draft_length.base import DraftLengthPolicy, Feedback, Plan
 from mlx_speculation.engine.draft_length.costs import RoundCosts
-from mlx_speculation.engine.draft_length.rule import Credit, DraftRule, Offer
-from mlx_speculation.engine.draft_length.ruled import RuleDraftLength, Survival
+from mlx_speculation.engine.draft_length.rule import Credit, DraftRule, Offered
+from mlx_speculation.engine.draft_length.ruled import RuleDraftLength
 
 
 class BatchMember(Protocol):
@@ -80,7 +80,7 @@ class BatchDraftLength:
         bucket = row_bucket(len(rows)) if size is None else size
         if bucket != self.bucket:
             self.bucket, self.plan = bucket, None
-            self._rule.use(self._alone if bucket == 1 else self._together)
+            self._rule.credit = self._alone if bucket == 1 else self._together
             each = zip(self._rule.sources, self._costs(bucket), strict=True)
             for source, costs in each:
                 source.costs = costs
@@ -122,56 +122,36 @@ class BatchDraftLength:
         most = max(
             min(limit, member.longest, self._rule.longest) for member, limit in result
         )
-        if result[0][0].late and not self._rule.measures(context):
-            return Plan(most, "free") if most > 0 else Plan(0, "budget")
-        offered = [
-            [survival[: max(0, limit)] for survival in member.survivals()]
-            for member, limit in result
-        ]
-        return self._choice(context, most, offered)
+        self._context = context
+        return self._rule.plan(
+            context,
+            most,
+            lambda: [
+                [survival[: max(0, limit)] for survival in member.survivals()]
+                for member, limit in result
+            ],
+        )
 
     def choose(
-        self,
-        context: int,
-        limit: int,
-        offered: SequenceOf[SequenceOf[Survival]],
-        *,
-        behind: bool,
+        self, context: int, limit: int, offered: Offered, *, behind: bool
     ) -> tuple[int, int]:
         """Return the source that drafts for all, and the width.
 
         Args:
             context: how many tokens the longest request holds.
             limit: the most tokens that one may draft.
-            offered: of each request that leaves its length open, what each source
-                offers.
+            offered: by the requests that leave their lengths open.
             behind: whether a plain step is in flight.
         """
-        plan = self.plan = self._choice(context, limit, offered, behind=behind)
-        return self._rule.sources.index(plan.source) if plan.length else 0, plan.length
+        self._context = context
+        self.plan = self._rule.choose(context, limit, offered, behind=behind)
+        return self.plan.pick
 
     def expects(self, rows: SequenceOf[BatchMember]) -> bool:
         """Return whether costly sources are expected to draft without a step ahead."""
         ruled = [p for row in rows if isinstance(p := row.policy, RuleDraftLength)]
-        offers = self._offers([policy.survivals() for policy in ruled])
-        costly = [offer for offer in offers if not offer.source.free]
+        costly = [policy.survivals() for policy in ruled]
         return self._rule.expects(self._context, costly)
-
-    def _choice(
-        self,
-        context: int,
-        limit: int,
-        offered: SequenceOf[SequenceOf[Survival]],
-        *,
-        behind: bool = False,
-    ) -> Plan:
-        offers, self._context = self._offers(offered), context
-        return self._rule.choose(context, limit, offers, behind=behind)
-
-    def _offers(self, offered: SequenceOf[SequenceOf[Survival]]) -> list[Offer]:
-        each = zip(self._rule.sources, zip(*offered, strict=True), strict=True)
-        offers = [Offer(source, survivals) for source, survivals in each]
-        return sorted(offers, key=lambda offer: not offer.source.free)
 
     def note(
         self,
@@ -191,8 +171,7 @@ class BatchDraftLength:
             policy = row.policy
             if row.planned is None:
                 if count and plan is not None and isinstance(policy, RuleDraftLength):
-                    source = self._rule.sources.index(plan.source)
-                    policy.rates[source].note(count, right)
+                    policy.rates[plan.source.index].note(count, right)
             elif id(policy) not in noted:
                 counted = replace(feedback, drafted=count, accepted=right)
                 policy.note(context, row.planned, counted)

@@ -18,7 +18,8 @@ that share and the round that uses the credit up, but for rounds that take longe
 is usual.
 """
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, zip_longest
 
@@ -35,20 +36,25 @@ from mlx_speculation.engine.draft_length.costs import (
 FIRST_CREDIT, MOST_CREDIT, LEAST_CREDIT = 4.0, 24.0, -3.0
 SHARE = 0.015
 # First credit, most credit and share of a batch. The gain of a round varies less there,
-# and a job that begins with a loss may be over before it has made up for it.
-BATCH_CREDIT = (0.6, 1.0, 0.01)
+# and a job that begins with a loss may be over before it has made up for it: where a
+# row costs half a step, the first credit pays for no draft.
+BATCH_CREDIT = (0.4, 1.0, 0.01)
 # What a draft gains over plain steps where all of it is right, if it is to be tried.
 LEAST_GAIN = 1.2
 # The first draft.
 FIRST_LENGTH = 2
 # A round counts for at most so many times what is usual.
 SLOWEST = 2.0
-# Plain steps between trials of a source; twice as many after each one in vain.
-PAUSE, MOST_DOUBLED = 8, 4
 # Drafted rounds until plain steps are measured again, and how many of them tell.
 REVIEW_ROUNDS, REVIEW_STEPS = 128, 4
 # Plain steps that the usual rate looks back on.
 MEMORY = 500.0
+
+# By token, the chance that it and those before it are accepted: of a free source as
+# long as its proposal, empty without one.
+Survival = Sequence[float]
+# Of each request, that of each source.
+Offered = Sequence[Sequence[Survival]]
 
 
 @dataclass(slots=True)
@@ -59,7 +65,7 @@ class Credit:
         first: of each source at first.
         most: of each source at most.
         share: what a plain step adds to all of them, in equal parts.
-        steps: left to each source, in their order.
+        steps: left to each source, by its index.
         tokens: of each request, in the rounds so far, the older ones counting less.
         spent: plain steps that those took.
     """
@@ -67,13 +73,12 @@ class Credit:
     first: float = FIRST_CREDIT
     most: float = MOST_CREDIT
     share: float = SHARE
-    steps: list[float] = field(default_factory=list)
+    steps: defaultdict[int, float] = field(init=False)
     tokens: float = MEMORY / 10
     spent: float = MEMORY / 10
 
-    def open(self, sources: int) -> None:
-        """Give the first credit to each of so many sources that has had none."""
-        self.steps += [self.first] * (sources - len(self.steps))
+    def __post_init__(self) -> None:
+        self.steps = defaultdict(lambda: self.first)
 
     @property
     def rate(self) -> float:
@@ -105,42 +110,19 @@ class Source:
         costs: seconds of rounds that it drafts in, by length.
         free: whether its proposals cost nothing, and are made before the rule chooses.
         name: the kind of its drafts.
-        pause: rounds until it may be tried again.
-        vain: trials in a row that were in vain.
-        right: whether its last draft was right to its end.
         lag: tokens that it has not read.
         reading: plain steps that it has read the prompt for.
         gained: plain steps that its drafts have gained.
+        index: its place among the sources of a rule.
     """
 
     costs: RoundCosts
     free: bool = False
     name: str = "draft"
-    pause: int = 0
-    vain: int = 0
-    right: bool = False
     lag: float = 0.0
     reading: float = 0.0
     gained: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """The drafts that a source can make in a round.
-
-    Attributes:
-        source: whose.
-        survival: of each request, the chance by token that it and those before it are
-            accepted; of a free source as long as its proposal, empty without one.
-    """
-
-    source: Source
-    survival: Sequence[Sequence[float]]
-
-    def mean(self, longest: int) -> list[float]:
-        """Return the mean survival over the requests."""
-        each = [rates[:longest] for rates in self.survival]
-        return [sum(column) / len(each) for column in zip_longest(*each, fillvalue=0.0)]
+    index: int = 0
 
 
 class DraftRule:
@@ -153,26 +135,31 @@ class DraftRule:
     """
 
     def __init__(self, sources: Sequence[Source], credit: Credit, longest: int) -> None:
-        self.sources, self.longest = list(sources), longest
-        self.use(credit)
+        self.sources, self.credit, self.longest = list(sources), credit, longest
+        for index, source in enumerate(self.sources):
+            source.index = index
+        # Whether it chooses when the free proposals are there
+        self.late = len(self.sources) > 1 or any(one.free for one in self.sources)
         self._measure = 1  # plain steps that are decided already
         self._since_plain = 0  # drafted rounds since a plain step was measured
         self._cold = 0.0  # seconds of a step that was not in flight, and submits one
 
-    def use(self, credit: Credit) -> None:
-        """Draft on another credit from now on."""
-        credit.open(len(self.sources))
-        self.credit = credit
+    def plan(self, context: int, limit: int, forecasts: Callable[[], Offered]) -> Plan:
+        """Plan by forecasts, or the most, where it is chosen late; see `choose`."""
+        if not self.late or self.measures(context):
+            return self.choose(context, limit, forecasts())
+        longest = min(limit, self.longest)
+        return Plan(longest, "free") if longest > 0 else Plan(0, "budget")
 
     def choose(
-        self, context: int, limit: int, offers: Sequence[Offer], *, behind: bool = False
+        self, context: int, limit: int, offered: Offered, *, behind: bool = False
     ) -> Plan:
         """Return the next round's plan.
 
         Args:
             context: how many tokens the target's caches hold.
             limit: the most tokens that may be drafted.
-            offers: of the sources that can draft.
+            offered: the drafts that can be made.
             behind: whether a plain step is in flight.
         """
         longest, plain = min(limit, self.longest), self.plain(context)
@@ -181,14 +168,14 @@ class DraftRule:
         if plain is None or self.measures(context):
             self._measure = max(0, self._measure - 1)
             return Plan(0, "measure")
-        return self._decided(context, longest, offers, plain, behind)
+        return self._decided(context, longest, offered, plain, behind)
 
-    def expects(self, context: int, offers: Sequence[Offer]) -> bool:
+    def expects(self, context: int, offered: Offered) -> bool:
         """Return whether one of these would be taken up, if no step were in flight."""
         plain = self.plain(context)
         if plain is None or self.measures(context):
             return False
-        return self._decided(context, self.longest, offers, plain, False).length > 0
+        return self._decided(context, self.longest, offered, plain, False).length > 0
 
     def measures(self, context: int) -> bool:
         """Return whether a plain step is due that tells what drafts have to gain."""
@@ -200,32 +187,43 @@ class DraftRule:
         self,
         context: int,
         longest: int,
-        offers: Sequence[Offer],
+        offered: Offered,
         plain: float,
         behind: bool,
     ) -> Plan:
         """Return the plan that is worth most, or tells most."""
         rate = self.credit.rate / plain
         judged = [
-            self._judged(context, longest, offer, plain, behind) for offer in offers
+            self._judged(
+                context, source, _mean(offered, source, longest + behind), plain, behind
+            )
+            for source in sorted(self.sources, key=lambda source: not source.free)
         ]
         known = (tuple(judged), plain)
         best, worth = Plan(0, "plain", None, *known), 1.0 - rate * plain
         trial: Plan | None = None
         for each in judged:
+            if not each.options or each.credit <= 0:
+                continue
             source = each.source
-            option = max(each.options, key=lambda o: o.worth(rate), default=None)
-            paid = each.credit > 0
-            if option is not None and option.worth(rate) > worth and paid:
+            option = max(each.options, key=lambda option: option.worth(rate))
+            if option.worth(rate) > worth:
                 best = Plan(option.length, "best", source, *known)
                 worth = option.worth(rate)
             elif not source.free and trial is None:
-                length = self._trial(context, each, plain)
-                trial = Plan(length, "trial", source, *known) if length else None
+                option = max(each.options, key=lambda option: option.speed)
+                unread = 0.0 if source.reading else context * source.costs.reading
+                if each.credit >= (option.seconds + unread) / plain - 1:
+                    trial = Plan(option.length, "trial", source, *known)
         return best if best.length or trial is None else trial
 
     def _judged(
-        self, context: int, longest: int, offer: Offer, plain: float, behind: bool
+        self,
+        context: int,
+        source: Source,
+        survival: list[float],
+        plain: float,
+        behind: bool,
     ) -> Compared:
         """Return the lengths that may pay, and that the credit pays for if they do not.
 
@@ -233,10 +231,9 @@ class DraftRule:
         costly one of its length does. Behind a plain step its token counts, and the
         first drafted one stands for it.
         """
-        survival = offer.mean(longest + behind)
         tokens = [*accumulate(survival[behind:], initial=1.0 + behind)]
-        known = [offer.source.costs]
-        if offer.source.free:
+        known = [source.costs]
+        if source.free:
             known += [each.costs for each in self.sources]
         measured = max(costs.longest() for costs in known)
         reach = min(len(tokens) - 1, max(FIRST_LENGTH, 2 * measured))
@@ -246,25 +243,14 @@ class DraftRule:
             if costs is known[0] or costs.longest() > known[0].longest()
         ]
         left = left_of_step(plain, self._cold) if behind else 0.0
-        credit = self.credit.steps[self.sources.index(offer.source)]
+        credit = self.credit.steps[source.index]
         result = []
         for n in sorted({*few_lengths(reach), reach} - {0}):
             seconds = min(curve[n] for curve in curves)
             over = seconds / plain
             if n + 1 >= LEAST_GAIN * over and over - 1 <= credit:
                 result.append(Option(n, tokens[n], seconds + left))
-        return Compared(offer.source, survival, tuple(result), credit)
-
-    def _trial(self, context: int, judged: Compared, plain: float) -> int:
-        """Return the length of a draft that may not pay, but tells; 0: not due."""
-        source = judged.source
-        draft = max(judged.options, key=lambda option: option.speed, default=None)
-        if draft is None:
-            return 0
-        reading = 0.0 if source.reading else context * source.costs.reading
-        due: bool = source.pause <= 0
-        due &= judged.credit >= (draft.seconds + reading) / plain - 1
-        return draft.length if source.right or due else 0
+        return Compared(source, survival, tuple(result), credit)
 
     def plain(self, context: int) -> float | None:
         """Return the seconds of a plain step; None: not known yet."""
@@ -280,12 +266,7 @@ class DraftRule:
         for other in self.sources:
             if other is not source:
                 other.lag += feedback.accepted + 1
-                other.pause -= 1
         self._since_plain += 1
-        source.right = feedback.drafted == feedback.accepted
-        if plan.reason == "trial":
-            source.vain = 0 if source.right else min(source.vain + 1, MOST_DOUBLED)
-            source.pause = (PAUSE << source.vain) + 1 if source.vain else 0
         plain = self.plain(context)
         if plain is None:
             return
@@ -305,19 +286,17 @@ class DraftRule:
         gain = feedback.accepted + 1 - steps
         source.gained += gain
         usually = feedback.accepted + 1 - usual / plain if knows else 0.0
-        self.credit.add(self.sources.index(source), gain, usually)
+        self.credit.add(source.index, gain, usually)
         self.credit.count(feedback.accepted + 1, steps)
 
     def _note_plain(self, context: int, feedback: Feedback) -> None:
         for source in self.sources:
             source.lag += 1
-            source.pause -= 1
-            source.right = False
         if feedback.steady:
             self._since_plain = 0
             share = self.credit.share / len(self.sources)
-            for index in range(len(self.sources)):
-                self.credit.add(index, share)
+            for source in self.sources:
+                self.credit.add(source.index, share)
             self.credit.count(1, 1)
         if feedback.ahead and not feedback.fresh:
             if feedback.behind:
@@ -328,6 +307,12 @@ class DraftRule:
 
     def end(self) -> None:
         """Pay for prompts that were read in vain."""
-        for index, source in enumerate(self.sources):
+        for source in self.sources:
             vain = source.reading - max(0.0, source.gained)
-            self.credit.add(index, -max(0.0, vain))
+            self.credit.add(source.index, -max(0.0, vain))
+
+
+def _mean(offered: Offered, source: Source, longest: int) -> list[float]:
+    """Return the mean survival of a source's drafts over the requests."""
+    each = [survivals[source.index][:longest] for survivals in offered]
+    return [sum(column) / len(each) for column in zip_longest(*each, fillvalue=0.0)]

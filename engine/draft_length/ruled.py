@@ -14,7 +14,12 @@ from collections.abc import Sequence as SequenceOf
 
 from mlx_speculation.engine.draft_length.base import Feedback, Plan
 from mlx_speculation.engine.draft_length.cost_store import Known
-from mlx_speculation.engine.draft_length.rule import Credit, DraftRule, Offer, Source
+from mlx_speculation.engine.draft_length.rule import (
+    Credit,
+    DraftRule,
+    Source,
+    Survival,
+)
 from mlx_speculation.engine.drafters.base import (
     NOTHING,
     Choose,
@@ -25,7 +30,6 @@ from mlx_speculation.engine.drafters.cascade import CascadeDrafter, proposed
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.models import Lane
 
-Survival = SequenceOf[float]
 Forecasts = Callable[[int], SequenceOf[Survival | None]]
 
 
@@ -44,7 +48,7 @@ class RuleDraftLength:
         sources: what the rule knows of each.
         credit: as passed.
         rates: of each source, what was accepted.
-        late: whether it chooses when the free proposals are there.
+        late: see `DraftRule`.
     """
 
     def __init__(
@@ -54,33 +58,28 @@ class RuleDraftLength:
         longest: int,
     ) -> None:
         self.longest = longest
-        self.late = any(each.free for each in known) or len(known) > 1
         self.forecast: Forecasts = lambda _: [None] * len(known)
         self.drafter: RuledDrafter | None = None
         self.rates = [one.rates.loosened() for one in known]
         self._known, self.credit = known, credit
         self.sources = [Source(one.costs, one.free, one.name) for one in known]
         self._rule = DraftRule(self.sources, credit, longest)
-        self._chosen = Plan(0, "plain")
+        self.late = self._rule.late
+        self._chosen: Plan | None = None  # of this round, if it was chosen late
 
     def plan(self, context: int, limit: int) -> Plan:
         """Return the next round's plan; see `DraftLengthPolicy`."""
-        if not self.late or self._rule.measures(context):
-            return self._rule.choose(context, limit, self._offers(self.survivals()))
-        self._chosen = Plan(0, "plain")
-        longest = min(limit, self.longest)
-        return Plan(longest, "free") if longest > 0 else Plan(0, "budget")
+        return self._rule.plan(context, limit, lambda: [self.survivals()])
 
     def survivals(self) -> list[Survival]:
-        """Return each source's forecast, or what the rates so far say."""
+        """Return what costly sources forecast, or what the rates so far say."""
         longest = self.longest + 1  # one may stand for the token of a step
-        each = zip(self.forecast(longest), self.rates, self.sources, strict=True)
-        return [
-            (() if source.free else rates.survival(longest))
-            if drafter is None
-            else drafter
-            for drafter, rates, source in each
-        ]
+        result: list[Survival] = []
+        forecasts = zip(self.sources, self.forecast(longest), self.rates, strict=True)
+        for source, forecast, rates in forecasts:
+            own = rates.survival(longest) if forecast is None else forecast
+            result.append(() if source.free else own)
+        return result
 
     def choose(
         self, context: int, limit: int, survivals: SequenceOf[Survival], *, behind: bool
@@ -93,24 +92,17 @@ class RuleDraftLength:
             survivals: of each source, of its proposal if it is free.
             behind: whether a plain step is in flight.
         """
-        offers = self._offers(survivals)
-        plan = self._chosen = self._rule.choose(context, limit, offers, behind=behind)
-        return self.sources.index(plan.source) if plan.length else 0, plan.length
-
-    def _offers(self, survivals: SequenceOf[Survival]) -> list[Offer]:
-        """Return what each source offers, free ones first."""
-        each = zip(self.sources, survivals, strict=True)
-        offers = [Offer(source, [survival]) for source, survival in each]
-        return sorted(offers, key=lambda offer: not offer.source.free)
+        self._chosen = self._rule.choose(context, limit, [survivals], behind=behind)
+        return self._chosen.pick
 
     def note(self, context: int, plan: Plan, feedback: Feedback) -> Plan:
         """Learn from a round, and return what was chosen; see `DraftLengthPolicy`."""
-        chosen = self._chosen if plan.reason == "free" else plan
-        self._rule.note(context, chosen, feedback)
-        if feedback.drafted and chosen.source is not None:
-            rates = self.rates[self.sources.index(chosen.source)]
+        plan, self._chosen = self._chosen or plan, None
+        self._rule.note(context, plan, feedback)
+        if feedback.drafted and plan.source is not None:
+            rates = self.rates[plan.source.index]
             rates.note(feedback.drafted, feedback.accepted)
-        return chosen
+        return plan
 
     def end(self) -> None:
         """Leave the rates to later streams."""

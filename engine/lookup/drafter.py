@@ -1,4 +1,8 @@
-"""The drafter that looks up what followed the same tokens before. It runs no model."""
+"""The drafter that looks up what followed the same tokens before. It runs no model.
+
+For calibration a constant proposal stands in its place: the tokens of a lookup depend
+on the text, the cost of verifying them does not.
+"""
 
 import copy
 import operator
@@ -11,7 +15,8 @@ import mlx.core as mx
 
 from mlx_speculation.engine.argument_checks import checked_count
 from mlx_speculation.engine.drafters.base import NOTHING, Choose, OpenDrafter, Proposal
-from mlx_speculation.engine.drafters.draft import Draft, DraftOptions
+from mlx_speculation.engine.drafters.cascade import CascadeDraft
+from mlx_speculation.engine.drafters.draft import Draft, DraftOptions, members_of
 from mlx_speculation.engine.lookup.lookup import Lookup, SharedPlaces
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import InvalidRequestError
@@ -118,6 +123,35 @@ class LookupDrafter(OpenDrafter):
             self._lookup = Lookup(self._draft.places, sequence.prediction)
             self._sequence = sequence
         return self._lookup
+
+
+def measured_draft(draft: Draft | None) -> Draft:
+    """Return a draft without its lookups; where nothing is left, one in their place."""
+    others = [each for each in members_of(draft) if not each.free]
+    if len(others) > 1:
+        return CascadeDraft(*others)
+    return others[0] if others else ConstantDraft()
+
+
+class ConstantDraft(Draft):
+    """Stands for lookups: its drafters propose the last token again and again."""
+
+    kind = "filler"
+
+    def open(
+        self, lane: Lane, sequence: Sequence, draft_cache: list[Any] | None = None
+    ) -> "ConstantDrafter":
+        """Return the drafter of one stream."""
+        return ConstantDrafter()
+
+
+class ConstantDrafter(OpenDrafter):
+    """Proposes the last token again, as often as it is asked to."""
+
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
+        """Propose `limit` tokens."""
+        tokens = mx.array(sequence.tokens[-1:] * limit, mx.uint32)
+        return Proposal(tokens, source=ConstantDraft.kind)
 
 
 def _checked_ids(number: int, document: Any) -> list[int]:

@@ -10,14 +10,6 @@ from mlx_speculation.engine.lookup.places import GrowingIndex
 BEFORE = 8
 
 
-class Generation:
-    """Answers, and their index."""
-
-    def __init__(self, tokens: Sequence[int] = ()) -> None:
-        self.tokens = array("i", tokens)
-        self.index = GrowingIndex()
-
-
 class AnswerHistory:
     """Holds answers, each with a few tokens before it, and forgets the oldest.
 
@@ -35,7 +27,7 @@ class AnswerHistory:
 
     def __init__(self, limit: int) -> None:
         self._half = limit // 2
-        self.generations = Generation(), Generation()
+        self.generations = GrowingIndex(array("i")), GrowingIndex(array("i"))
 
     def add(self, tokens: Sequence[int], answer: int) -> None:
         """Hold an answer, `tokens[answer:]`; of one that is too long the last tokens.
@@ -48,9 +40,9 @@ class AnswerHistory:
         document = document[-self._half :]
         young, _ = self.generations
         if len(young.tokens) + len(document) > self._half:
-            self.generations = Generation(document), young
+            self.generations = GrowingIndex(document), young
         else:
-            young.tokens.extend(document)
+            young.tokens += document
 
 
 class TextPool:
@@ -69,14 +61,12 @@ class TextPool:
 
         It is an empty one where there is none.
         """
-        result: GrowingIndex | None = None
+        result = GrowingIndex()
         for index in self._indexes:
             kept = index.automaton.tokens
-            longer = result is None or len(kept) > len(result.automaton.tokens)
+            longer = len(kept) > len(result.automaton.tokens)
             if longer and _begins(tokens, kept):
                 result = index
-        if result is None:
-            return GrowingIndex()
         self._indexes = [index for index in self._indexes if index is not result]
         return result
 

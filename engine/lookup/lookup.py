@@ -88,8 +88,7 @@ class Lookup:
     def __init__(self, shared: SharedPlaces, prediction: Sequence[int] = ()) -> None:
         self._shared = shared
         self._text: GrowingIndex | None = None
-        self._prediction = [*prediction, BREAK] if prediction else []
-        self._predicted = GrowingIndex()
+        self._prediction = GrowingIndex([*prediction, BREAK] if prediction else ())
         self._cursors = [Cursor() for _ in range(4)]
         self._unjudged: tuple[int, Found] = 0, NOTHING_FOUND
         self._ended = False
@@ -106,14 +105,11 @@ class Lookup:
     def _read_ahead(self, tokens: Sequence[int], limit: int) -> bool:
         if self._text is None:
             self._text = self._shared.texts.take(tokens)
-        growing: list[tuple[GrowingIndex, Sequence[int]]] = [
-            (self._text, tokens),
-            (self._predicted, self._prediction),
-            *((each.index, each.tokens) for each in self._shared.history.generations),
-        ]
-        for index, text in growing:
-            limit -= index.catch_up(text, limit)
-        return all(index.complete(text) for index, text in growing)
+        self._text.tokens = tokens
+        growing = self._text, self._prediction, *self._shared.history.generations
+        for index in growing:
+            limit -= index.catch_up(limit)
+        return all(index.complete for index in growing)
 
     def propose(self, tokens: Sequence[int], limit: int) -> Found:
         """Return at most `limit` tokens that followed the longest match."""
@@ -160,13 +156,13 @@ class Lookup:
         young, old = self._shared.history.generations
         text = self._text.automaton
         places = [
-            (PREDICTION, self._predicted.automaton),
-            (HISTORY, young.index.automaton),
-            (HISTORY, old.index.automaton),
+            (PREDICTION, self._prediction.automaton),
+            (HISTORY, young.automaton),
+            (HISTORY, old.automaton),
             (DOCUMENT, self._shared.documents),
         ]
         result = []
-        if self._text.complete(tokens):  # else the end of the text is not in it yet
+        if self._text.complete:  # else the end of the text is not in it yet
             result.append((text.with_successor(text.match()), TEXT, text))
         for cursor, (place, automaton) in zip(self._cursors, places, strict=True):
             if automaton.tokens:

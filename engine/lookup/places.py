@@ -1,6 +1,7 @@
 """Places to look in: growing indexes, and where the end of a text occurs in them."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from mlx_speculation.engine.lookup.automaton import (
     NO_MATCH,
@@ -19,22 +20,27 @@ class GrowingIndex:
 
     The tokens are the truth: an index that an interrupt has left half-made is made
     anew from them, so that it holds what it held before, or all.
+
+    Attributes:
+        tokens: set by the owner, who may add to them.
+        automaton: their index, as far as it goes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tokens: Sequence[int] = ()) -> None:
+        self.tokens: Any = tokens
         self.automaton = SuffixAutomaton()
         self._whole = True
 
-    def catch_up(self, tokens: Sequence[int], limit: int = CHUNK) -> int:
+    def catch_up(self, limit: int = CHUNK) -> int:
         """Index at most `limit` of the tokens that are new; 3 microseconds each.
 
         Returns:
             How many were indexed.
         """
-        if not self._whole or len(self.automaton.tokens) > len(tokens):
+        if not self._whole or len(self.automaton.tokens) > len(self.tokens):
             self.automaton = SuffixAutomaton()
         append, done = self.automaton.append, len(self.automaton.tokens)
-        new = tokens[done : done + limit]
+        new = self.tokens[done : done + limit]
         if new:
             self._whole = False
             for token in new:
@@ -42,9 +48,10 @@ class GrowingIndex:
             self._whole = True
         return len(new)
 
-    def complete(self, tokens: Sequence[int]) -> bool:
+    @property
+    def complete(self) -> bool:
         """Return whether all of the tokens are indexed."""
-        return self._whole and len(self.automaton.tokens) == len(tokens)
+        return self._whole and len(self.automaton.tokens) == len(self.tokens)
 
 
 class Cursor:

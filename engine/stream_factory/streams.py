@@ -20,7 +20,7 @@ from mlx_speculation.engine.distributed import (
 )
 from mlx_speculation.engine.draft_length.base import DraftLengthPolicy
 from mlx_speculation.engine.drafters.draft import Draft, members_of
-from mlx_speculation.engine.lookup.measured_draft import measured_draft
+from mlx_speculation.engine.lookup.drafter import measured_draft
 from mlx_speculation.engine.memory import (
     CacheSize,
     Weights,

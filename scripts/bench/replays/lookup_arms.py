@@ -14,7 +14,7 @@ from unittest.mock import patch
 from bench.replays.sessions import Turn
 from mlx_speculation.engine.draft_length.base import Feedback
 from mlx_speculation.engine.draft_length.costs import RoundCosts
-from mlx_speculation.engine.draft_length.rule import Credit, DraftRule, Offer, Source
+from mlx_speculation.engine.draft_length.rule import Credit, DraftRule, Source
 from mlx_speculation.engine.lookup.automaton import SuffixAutomaton
 from mlx_speculation.engine.lookup.lookup import Lookup, SharedPlaces
 
@@ -96,7 +96,7 @@ class Ours(Arm):
     def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
         """Return what the rule drafts of what was found."""
         result = self._lookup.propose(tokens, LONGEST)
-        plan = self._rule.choose(1, limit, [Offer(self._source, [result.survival])])
+        plan = self._rule.choose(1, limit, [[result.survival]])
         self._last = plan, len(tokens)
         return result.tokens[: plan.length]
 

@@ -43,7 +43,7 @@ from mlx_speculation.demo import demo_models, demo_prompts
 from mlx_speculation.engine.draft_length.calibration import calibration_prompt
 from mlx_speculation.engine.drafters.base import NOTHING, Choose, Drafter, Proposal
 from mlx_speculation.engine.drafters.draft import Draft
-from mlx_speculation.engine.lookup.measured_draft import measured_draft
+from mlx_speculation.engine.lookup.drafter import measured_draft
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.models import Lane
 from mlx_speculation.samplers import Choice, Rows, Sampling

@@ -15,7 +15,7 @@ from mlx_speculation import (
 )
 from mlx_speculation.engine.batch.running import RunningTogether
 from mlx_speculation.engine.draft_length import calibration
-from mlx_speculation.engine.draft_length.rule import DraftRule, Offer
+from mlx_speculation.engine.draft_length.rule import DraftRule
 from mlx_speculation.engine.stream_factory import StreamFactory
 from support.covering import others_slow
 from support.drafters.batch_heads import head_bench
@@ -115,9 +115,9 @@ def test_the_costs_of_a_single_text_are_left_as_they_are() -> None:
 def test_a_batch_chooses_among_the_lengths_that_are_measured() -> None:
     rule = generator_with("model").lengths.for_batch()._rule
     rule.sources[0].costs.take({0: {n: 1 + 0.01 * n for n in CALIBRATED}})
-    offers = [Offer(rule.sources[0], [[0.9] * 16])]
-    rule.choose(8, 50, offers)  # the first token
-    plan = rule.choose(8, 50, offers)
+    offered = [[[0.9] * 16]]
+    rule.choose(8, 50, offered)  # the first token
+    plan = rule.choose(8, 50, offered)
     assert [option.length for option in plan.compared[0].options] == CALIBRATED[1:]
 
 

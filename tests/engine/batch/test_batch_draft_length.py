@@ -15,7 +15,6 @@ from mlx_speculation.engine.draft_length.costs import RoundCosts
 from mlx_speculation.engine.draft_length.rule import (
     BATCH_CREDIT,
     FIRST_CREDIT,
-    PAUSE,
     Credit,
     DraftRule,
     Source,
@@ -43,7 +42,7 @@ def lengths_with(seconds: Any, *, free: bool = False) -> BatchDraftLength:
     def costs(rows: int) -> RoundCosts:
         return RoundCosts({0: {n: seconds(rows, n) for n in range(LONGEST + 1)}})
 
-    credit, own = Credit(*BATCH_CREDIT), [Source(RoundCosts(), free=free, pause=PAUSE)]
+    credit, own = Credit(*BATCH_CREDIT), [Source(RoundCosts(), free=free)]
     rule = DraftRule(own, credit, LONGEST)
     return BatchDraftLength(rule, lambda rows: [costs(rows)])
 
@@ -184,7 +183,7 @@ def test_a_busy_device_is_never_asked_for_a_draft_of_few_rows() -> None:
     for number, row in enumerate(rows):
         policy(row).rates = [AcceptanceRates([0.95 if number < 2 else 0.1] * 8, 99)]
     lengths = lengths_with(seconds)
-    for _ in range(PAUSE):
+    for _ in range(8):
         limits = lengths.limits(rows, 100, [50] * 8)
         steady = Feedback(0, 0, 1.0, behind=True, ahead=True)
         assert not any(limits)
@@ -270,4 +269,4 @@ def test_a_request_by_itself_drafts_on_the_credit_of_streams() -> None:
     for rows in (1, 2, 1):
         lengths.limits(rows_of(rows, "lookup"), 100, [50] * rows, rows)
         assert (rule.credit is alone) == (rows == 1)
-    assert rule.credit.steps == [FIRST_CREDIT]
+    assert rule.credit.steps[0] == FIRST_CREDIT

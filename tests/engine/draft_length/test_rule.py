@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from mlx_speculation.engine.draft_length.base import Feedback, Plan
 from mlx_speculation.engine.draft_length.costs import RoundCosts, few_lengths
 from mlx_speculation.engine.draft_length.rule import (
+    SHARE,
     Credit,
     DraftRule,
-    Offer,
     Source,
 )
 
@@ -32,8 +32,7 @@ def rule_of(*sources: Source, credit: float = 24.0) -> DraftRule:
 
 
 def chosen(rule: DraftRule, *survival: Sequence[float], behind: bool = False) -> Plan:
-    offer = Offer(rule.sources[0], survival)
-    return rule.choose(CONTEXT, 16, [offer], behind=behind)
+    return rule.choose(CONTEXT, 16, [[own] for own in survival], behind=behind)
 
 
 @given(
@@ -77,17 +76,16 @@ def test_behind_a_step_the_first_token_stands_for_that_of_the_step() -> None:
 def test_the_cheaper_of_two_sources_drafts_where_both_expect_as_much() -> None:
     free, model = source(1 / 8), source(0.3, free=False)
     rule = rule_of(free, model)
-    offers = [Offer(free, [[0.8] * 4]), Offer(model, [[0.8] * 4])]
-    assert rule.choose(CONTEXT, 16, offers).source is free
-    offers = [Offer(free, [[0.2]]), Offer(model, [[0.9, 0.85, 0.8, 0.7]])]
-    assert rule.choose(CONTEXT, 16, offers).source is model
+    alike = [[[0.8] * 4, [0.8] * 4]]
+    assert rule.choose(CONTEXT, 16, alike).source is free
+    unlike = [[[0.2], [0.9, 0.85, 0.8, 0.7]]]
+    assert rule.choose(CONTEXT, 16, unlike).source is model
 
 
 def test_a_free_source_costs_at_most_what_a_costly_one_was_measured_at() -> None:
     free, model = Source(RoundCosts({0: {0: 1.0}}), free=True), source(0.01, free=False)
     rule = rule_of(free, model)
-    offers = [Offer(free, [[0.9] * 16]), Offer(model, [[0.1]])]
-    assert rule.choose(CONTEXT, 16, offers).length == 16
+    assert rule.choose(CONTEXT, 16, [[[0.9] * 16, [0.1]]]).length == 16
 
 
 def test_no_draft_is_longer_than_the_credit_could_pay_for() -> None:
@@ -108,22 +106,21 @@ def test_an_unknown_length_is_tried_short_and_doubled() -> None:
     assert lengths == [2, 4, 8, 16]
 
 
-def test_a_costly_source_is_tried_more_seldom_while_it_is_in_vain() -> None:
+def test_a_costly_source_is_tried_as_often_as_its_credit_pays() -> None:
     model = source(1 / 4, free=False)
-    rule = rule_of(model)
-    tried = []
-    for step in range(400):
+    rule = rule_of(model, credit=4.0)
+    tried, lost = [], 0.0
+    for step in range(600):
         plan = chosen(rule, [0.1, 0.01])
         if plan.length:
             assert plan.reason == "trial"
             tried.append(step)
+            lost += plan.length / 4
             rule.note(CONTEXT, plan, Feedback(plan.length, 0, 1 + plan.length / 4))
         else:
             rule.note(CONTEXT, plan, Feedback(0, 0, 1.0, True, True))
-    gaps = [b - a for a, b in pairwise(tried)]
-    assert gaps == sorted(gaps)
-    assert gaps[0] > 8
-    assert len(tried) < 8
+    assert lost <= 4.0 + SHARE * 600
+    assert min(b - a for a, b in pairwise(tried[-3:])) > 10
 
 
 def test_drafts_that_are_always_wrong_lose_the_credit_and_its_share() -> None:
@@ -144,9 +141,9 @@ def test_a_free_source_may_know_no_costs_beside_one_that_was_calibrated() -> Non
     model = Source(RoundCosts({0: {0: 1.0, 4: 1.4}}), False)
     lookup = Source(RoundCosts(), True)
     rule = DraftRule([model, lookup], Credit(), 16)
-    offers = [Offer(lookup, [[0.9] * 8]), Offer(model, [[0.1] * 8])]
-    assert rule.choose(10, 8, offers).reason == "measure"
-    plan = rule.choose(10, 8, offers)
+    offered = [[[0.1] * 8, [0.9] * 8]]
+    assert rule.choose(10, 8, offered).reason == "measure"
+    plan = rule.choose(10, 8, offered)
     assert plan.source is lookup
     assert plan.length > 0
 
@@ -154,8 +151,8 @@ def test_a_free_source_may_know_no_costs_beside_one_that_was_calibrated() -> Non
 def test_a_source_that_has_lost_its_credit_keeps_no_other_from_drafting() -> None:
     lookup, model = source(1 / 4), source(1 / 4, free=False)
     rule = rule_of(lookup, model, credit=4.0)
-    wrong = [Offer(lookup, [[]]), Offer(model, [[0.9] * 4])]
+    wrong = [[[], [0.9] * 4]]
     while (plan := rule.choose(CONTEXT, 16, wrong)).length:
         rule.note(CONTEXT, plan, Feedback(plan.length, 0, 1 + plan.length / 4))
-    right = [Offer(lookup, [[0.9] * 8]), Offer(model, [[0.9] * 4])]
+    right = [[[0.9] * 8, [0.9] * 4]]
     assert rule.choose(CONTEXT, 16, right).source is lookup

@@ -87,7 +87,7 @@ def test_a_text_that_ends_twice_is_remembered_once() -> None:
     lookup = Lookup(shared)
     lookup.end([1, 2, 3], 1)
     lookup.end([1, 2, 3], 1)
-    assert shared.history.generations[0].tokens.tolist() == [1, 2, 3, BREAK]
+    assert list(shared.history.generations[0].tokens) == [1, 2, 3, BREAK]
 
 
 @given(tokens_of, tokens_of, st.integers(0, 40))
@@ -161,8 +161,8 @@ def test_turns_go_on_with_the_index_of_their_text(
 
 def test_a_prompt_that_goes_on_otherwise_begins_anew() -> None:
     pool = TextPool(100)
-    index = GrowingIndex()
-    index.catch_up([1, 2, 3])
+    index = GrowingIndex([1, 2, 3])
+    index.catch_up()
     pool.give(index)
     assert pool.take([1, 2, 4, 5]) is not index
     assert pool.take([1, 2]) is not index
@@ -174,8 +174,8 @@ def test_a_pool_and_a_history_forget_the_oldest_beyond_their_limit() -> None:
     pool, history = TextPool(10), AnswerHistory(40)
     indexes = []
     for number in range(5):
-        indexes.append(GrowingIndex())
-        indexes[-1].catch_up([number] * 4)
+        indexes.append(GrowingIndex([number] * 4))
+        indexes[-1].catch_up()
         pool.give(indexes[-1])
     assert [pool.take([n] * 5) is indexes[n] for n in range(5)] == [False] * 3 + [
         True
@@ -273,11 +273,11 @@ def test_lookups_of_several_threads_share_indexes_that_stay_right() -> None:
         sys.setswitchinterval(interval)
     assert not errors
     for generation in shared.history.generations:
-        while not generation.index.complete(generation.tokens):
-            generation.index.catch_up(generation.tokens)
+        while not generation.complete:
+            generation.catch_up()
         fresh = SuffixAutomaton()
         for token in generation.tokens:
             fresh.append(token)
-        index = generation.index.automaton
+        index = generation.automaton
         assert index.tokens == fresh.tokens
         assert (index._length, index._link) == (fresh._length, fresh._link)
