@@ -30,9 +30,9 @@ from mlx_speculation.engine.draft_length.costs import (
     left_of_step,
 )
 
-# In plain steps: the credit at first, the most of it, the least after rounds that took
-# longer than usual, and what a plain step adds. A round that took ten times as long, on
-# a busy machine, is made up for in 200 plain steps.
+# In plain steps: the credit at first, the most and the least of it, and what a plain
+# step adds. A round that took ten times as long, on a busy machine, is made up for in
+# 200 plain steps.
 FIRST_CREDIT, MOST_CREDIT, LEAST_CREDIT = 4.0, 24.0, -3.0
 SHARE = 0.015
 # First credit, most credit and share of a batch. The gain of a round varies less there,
@@ -91,15 +91,10 @@ class Credit:
         self.tokens = self.tokens * keep + tokens
         self.spent = self.spent * keep + steps
 
-    def add(self, index: int, gain: float, usual: float = 0.0) -> None:
-        """Add what a round of a source has gained or lost.
-
-        What it would have lost in its usual time counts whole; the rest does not lead
-        below `LEAST_CREDIT`.
-        """
-        steps = self.steps[index]
-        least = min(LEAST_CREDIT, steps + usual)
-        self.steps[index] = max(least, min(steps + gain, self.most))
+    def add(self, index: int, gain: float) -> None:
+        """Add what a round of a source has gained or lost."""
+        steps = min(self.steps[index] + gain, self.most)
+        self.steps[index] = max(steps, LEAST_CREDIT)
 
 
 @dataclass(slots=True)
@@ -227,9 +222,11 @@ class DraftRule:
     ) -> Compared:
         """Return the lengths that may pay, and that the credit pays for if they do not.
 
-        No more than twice the longest measured one; a free draft costs at most what a
-        costly one of its length does. Behind a plain step its token counts, and the
-        first drafted one stands for it.
+        Half of the first credit may be lost in one round while any is left: where all
+        rounds are dear, a credit that is spent in part would end them for good. Drafts
+        grow to twice the longest measured one; a free one costs at most what a costly
+        one of its length does. Behind a plain step its token counts, and the first
+        drafted one stands for it.
         """
         tokens = [*accumulate(survival[behind:], initial=1.0 + behind)]
         known = [source.costs]
@@ -244,11 +241,12 @@ class DraftRule:
         ]
         left = left_of_step(plain, self._cold) if behind else 0.0
         credit = self.credit.steps[source.index]
+        most = max(credit, self.credit.first / 2)  # steps that a round may lose
         result = []
         for n in sorted({*few_lengths(reach), reach} - {0}):
             seconds = min(curve[n] for curve in curves)
             over = seconds / plain
-            if n + 1 >= LEAST_GAIN * over and over - 1 <= credit:
+            if n + 1 >= LEAST_GAIN * over and over - 1 <= most:
                 result.append(Option(n, tokens[n], seconds + left))
         return Compared(source, survival, tuple(result), credit)
 
@@ -285,8 +283,7 @@ class DraftRule:
         steps = min(seconds, SLOWEST * usual) / plain
         gain = feedback.accepted + 1 - steps
         source.gained += gain
-        usually = feedback.accepted + 1 - usual / plain if knows else 0.0
-        self.credit.add(source.index, gain, usually)
+        self.credit.add(source.index, gain)
         self.credit.count(feedback.accepted + 1, steps)
 
     def _note_plain(self, context: int, feedback: Feedback) -> None:

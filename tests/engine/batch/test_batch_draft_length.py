@@ -126,6 +126,7 @@ def test_a_plan_is_made_anew_when_the_rows_change(change: str) -> None:
             AcceptanceRates([0.0 if change != "sizes" else 1.0] * 8, 99)
         ]
     lengths = lengths_with(seconds)
+    lengths._together.steps[0] = 0.05  # it pays for no trial
     for _ in range(3):
         limits = lengths.limits(rows, 100, [50] * len(rows))
         assert not any(limits)
