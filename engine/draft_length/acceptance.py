@@ -56,11 +56,6 @@ class AcceptanceRates:
         """Return the chance of each token that it and those before it are right."""
         return [*accumulate(self.rates(longest), mul)]
 
-    @property
-    def known(self) -> int:
-        """Number of positions that were ever tried."""
-        return len(self._tries)
-
     def loosened(self) -> "AcceptanceRates":
         """Return the same rates for a new stream, of `KNOWN_WEIGHT` rounds at most."""
         result = AcceptanceRates()

@@ -77,7 +77,7 @@ class Plan:
 
     fixed     the caller has named the length
     best      of the options
-    trial     of a draft that may pay by now
+    trial     drafting is paused, and may pay by now
     plain     no draft pays, or there is no credit for one
     measure   a plain step, which tells what drafts have to gain
     budget    no more than one token is wanted

@@ -25,6 +25,7 @@ from mlx_speculation.engine.draft_length.cost_store import Known
 from mlx_speculation.engine.draft_length.costs import CostTable, RoundCosts
 from mlx_speculation.engine.draft_length.rule import (
     BATCH_CREDIT,
+    PAUSE,
     Credit,
     DraftRule,
     Source,
@@ -102,7 +103,9 @@ class PolicyFactory:
 
     def for_batch(self) -> BatchDraftLength:
         """Return the policy of a batch."""
-        sources = [Source(RoundCosts(), each.free, each.kind) for each in self._each]
+        sources = [
+            Source(RoundCosts(), each.free, each.kind, PAUSE) for each in self._each
+        ]
         rule = DraftRule(sources, self._batch_credit, self.longest)
         return BatchDraftLength(rule, self.batch_costs, self._credit)
 

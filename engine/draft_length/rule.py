@@ -36,15 +36,16 @@ from mlx_speculation.engine.draft_length.costs import (
 FIRST_CREDIT, MOST_CREDIT, LEAST_CREDIT = 4.0, 24.0, -3.0
 SHARE = 0.015
 # First credit, most credit and share of a batch. The gain of a round varies less there,
-# and a job that begins with a loss may be over before it has made up for it: where a
-# row costs half a step, the first credit pays for no draft.
-BATCH_CREDIT = (0.4, 1.0, 0.01)
+# and a job that begins with a loss may be over before it has made up for it.
+BATCH_CREDIT = (0.6, 1.0, 0.01)
 # What a draft gains over plain steps where all of it is right, if it is to be tried.
 LEAST_GAIN = 1.2
 # The first draft.
 FIRST_LENGTH = 2
 # A round counts for at most so many times what is usual.
 SLOWEST = 2.0
+# Plain steps between trials of a source; twice as many after each one in vain.
+PAUSE, MOST_DOUBLED = 8, 4
 # Drafted rounds until plain steps are measured again, and how many of them tell.
 REVIEW_ROUNDS, REVIEW_STEPS = 128, 4
 # Plain steps that the usual rate looks back on.
@@ -105,6 +106,8 @@ class Source:
         costs: seconds of rounds that it drafts in, by length.
         free: whether its proposals cost nothing, and are made before the rule chooses.
         name: the kind of its drafts.
+        pause: rounds until it may be tried again.
+        vain: trials in a row that were in vain.
         lag: tokens that it has not read.
         reading: plain steps that it has read the prompt for.
         gained: plain steps that its drafts have gained.
@@ -114,6 +117,8 @@ class Source:
     costs: RoundCosts
     free: bool = False
     name: str = "draft"
+    pause: int = 0
+    vain: int = 0
     lag: float = 0.0
     reading: float = 0.0
     gained: float = 0.0
@@ -205,7 +210,7 @@ class DraftRule:
             if option.worth(rate) > worth:
                 best = Plan(option.length, "best", source, *known)
                 worth = option.worth(rate)
-            elif not source.free and trial is None:
+            elif not source.free and trial is None and source.pause <= 0:
                 option = max(each.options, key=lambda option: option.speed)
                 unread = 0.0 if source.reading else context * source.costs.reading
                 if each.credit >= (option.seconds + unread) / plain - 1:
@@ -264,7 +269,12 @@ class DraftRule:
         for other in self.sources:
             if other is not source:
                 other.lag += feedback.accepted + 1
+                other.pause -= 1
         self._since_plain += 1
+        if plan.reason == "trial":
+            right = feedback.drafted == feedback.accepted
+            source.vain = 0 if right else min(source.vain + 1, MOST_DOUBLED)
+            source.pause = (PAUSE << source.vain) + 1 if source.vain else 0
         plain = self.plain(context)
         if plain is None:
             return
@@ -289,6 +299,7 @@ class DraftRule:
     def _note_plain(self, context: int, feedback: Feedback) -> None:
         for source in self.sources:
             source.lag += 1
+            source.pause -= 1
         if feedback.steady:
             self._since_plain = 0
             share = self.credit.share / len(self.sources)

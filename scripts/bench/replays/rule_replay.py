@@ -15,7 +15,7 @@ from bench.replays.replay import FIXED, Machine, Replayed, Text, run, texts_of
 from mlx_speculation.engine.draft_length.base import Feedback, FixedDraftLength, Plan
 from mlx_speculation.engine.draft_length.batched import BatchDraftLength
 from mlx_speculation.engine.draft_length.cost_store import Known
-from mlx_speculation.engine.draft_length.rule import Credit, DraftRule, Source
+from mlx_speculation.engine.draft_length.rule import PAUSE, Credit, DraftRule, Source
 from mlx_speculation.engine.draft_length.ruled import RuleDraftLength
 from mlx_speculation.engine.lookup.survival import SurvivalRates
 
@@ -167,7 +167,7 @@ def replay_batch(
     A round costs what `machine` says in plain steps of the requests that are left, and
     these as many plain steps of the whole batch as is their share: the device is busy.
     """
-    sources = [Source(one.costs, one.free, one.name) for one in known.each]
+    sources = [Source(one.costs, one.free, one.name, PAUSE) for one in known.each]
     rule = DraftRule(sources, known.credit, LONGEST)
     costs = [one.costs for one in known.each]
     lengths = BatchDraftLength(rule, lambda _: costs)

@@ -15,6 +15,7 @@ from mlx_speculation.engine.draft_length.costs import RoundCosts
 from mlx_speculation.engine.draft_length.rule import (
     BATCH_CREDIT,
     FIRST_CREDIT,
+    PAUSE,
     Credit,
     DraftRule,
     Source,
@@ -42,7 +43,7 @@ def lengths_with(seconds: Any, *, free: bool = False) -> BatchDraftLength:
     def costs(rows: int) -> RoundCosts:
         return RoundCosts({0: {n: seconds(rows, n) for n in range(LONGEST + 1)}})
 
-    credit, own = Credit(*BATCH_CREDIT), [Source(RoundCosts(), free=free)]
+    credit, own = Credit(*BATCH_CREDIT), [Source(RoundCosts(), free=free, pause=PAUSE)]
     rule = DraftRule(own, credit, LONGEST)
     return BatchDraftLength(rule, lambda rows: [costs(rows)])
 
@@ -126,7 +127,6 @@ def test_a_plan_is_made_anew_when_the_rows_change(change: str) -> None:
             AcceptanceRates([0.0 if change != "sizes" else 1.0] * 8, 99)
         ]
     lengths = lengths_with(seconds)
-    lengths._together.steps[0] = 0.05  # it pays for no trial
     for _ in range(3):
         limits = lengths.limits(rows, 100, [50] * len(rows))
         assert not any(limits)
@@ -184,7 +184,7 @@ def test_a_busy_device_is_never_asked_for_a_draft_of_few_rows() -> None:
     for number, row in enumerate(rows):
         policy(row).rates = [AcceptanceRates([0.95 if number < 2 else 0.1] * 8, 99)]
     lengths = lengths_with(seconds)
-    for _ in range(8):
+    for _ in range(PAUSE):
         limits = lengths.limits(rows, 100, [50] * 8)
         steady = Feedback(0, 0, 1.0, behind=True, ahead=True)
         assert not any(limits)

@@ -30,7 +30,6 @@ def test_rates_count_positions_up_to_the_first_rejection() -> None:
     assert second > first > 0.94
     assert third < 0.2
     assert fourth == third  # never asked: as the one before it
-    assert rates.known == 3
 
 
 def test_loosened_rates_are_the_same_and_move_sooner() -> None:
