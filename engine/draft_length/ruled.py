@@ -77,8 +77,8 @@ class RuleDraftLength:
         result: list[Survival] = []
         forecasts = zip(self.sources, self.forecast(longest), self.rates, strict=True)
         for source, forecast, rates in forecasts:
-            own = rates.survival(longest) if forecast is None else forecast
-            result.append(() if source.free else own)
+            survival = rates.survival(longest) if forecast is None else forecast
+            result.append(() if source.free else survival)
         return result
 
     def choose(
