@@ -12,7 +12,7 @@ from mlx_speculation import (
 )
 from mlx_speculation.engine.draft_length.base import Plan
 from mlx_speculation.engine.draft_length.costs import RoundCosts
-from mlx_speculation.engine.draft_length.rule import Credit, DraftRule, Offer, Source
+from mlx_speculation.engine.draft_length.rule import Credit, DraftRule, Source
 from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer
 
@@ -29,9 +29,11 @@ def planned(survival: list[float], *, cost: float, credit: float = 4.0) -> Plan:
     """Return the plan where a drafted token takes so much of a plain step."""
     costs = RoundCosts({0: {0: 0.01, 16: 0.01 * (1 + 16 * cost)}})
     source = Source(costs, free=True, name="lookup")
-    rule = DraftRule([source], Credit(steps=[credit]), 16)
-    assert rule.choose(0, 8, []).reason == "measure"
-    return rule.choose(0, 8, [Offer(source, [survival])])
+    shared = Credit()
+    shared.steps[0] = credit
+    rule = DraftRule([source], shared, 16)
+    assert rule.choose(0, 8, [[[]]]).reason == "measure"
+    return rule.choose(0, 8, [[survival]])
 
 
 @pytest.mark.parametrize(

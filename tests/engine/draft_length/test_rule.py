@@ -156,3 +156,14 @@ def test_a_source_that_has_lost_its_credit_keeps_no_other_from_drafting() -> Non
         rule.note(CONTEXT, plan, Feedback(plan.length, 0, 1 + plan.length / 4))
     right = [[[0.9] * 8, [0.9] * 4]]
     assert rule.choose(CONTEXT, 16, right).source is lookup
+
+
+def test_a_partly_spent_credit_still_pays_for_a_dear_draft() -> None:
+    """Two drafted tokens take 2.4 plain steps; half of the first credit of 4 is 2."""
+    rule = rule_of(source(0.7), credit=4.0)
+    rule.credit.steps[0] = 0.5
+    assert [
+        option.length for option in chosen(rule, [1.0, 1.0]).compared[0].options
+    ] == [2]
+    rule.credit.steps[0] = 0.0
+    assert chosen(rule, [1.0, 1.0]).length == 0
