@@ -26,10 +26,10 @@ def test_each_combination_is_there_once_and_each_value_is_quick(
     assert [each.values for each in parameters] == list(product(*values))
     marks = [mark.name for each in parameters for mark in each.marks]
     assert set(marks) <= {"slow"}
-    found = quick(parameters)
+    quick_rows = quick(parameters)
     for number, each in enumerate(values):
-        assert {one[number] for one in found} == set(each)
-    assert len(found) == max(sizes)
+        assert {one[number] for one in quick_rows} == set(each)
+    assert len(quick_rows) == max(sizes)
 
 
 @given(sizes=SIZES, data=st.data())
@@ -37,18 +37,18 @@ def test_pairs_that_are_named_all_meet(sizes: list[int], data: st.DataObject) ->
     numbers = st.integers(0, len(sizes) - 1)
     pairs = data.draw(st.lists(st.tuples(numbers, numbers), max_size=3))
     values = [range(size) for size in sizes]
-    found = quick(covering(*values, pairs=pairs))
+    quick_rows = quick(covering(*values, pairs=pairs))
     for one, two in pairs:
-        met = {(each[one], each[two]) for each in found}
+        met = {(each[one], each[two]) for each in quick_rows}
         assert met == {(each[one], each[two]) for each in product(*values)}, (
             f"{one} and {two}"
         )
 
 
 def test_what_is_left_over_is_mixed_and_always_the_same() -> None:
-    found = [quick(covering("abcdef", (1, 2, 3))) for _ in range(2)]
-    assert found[0] == found[1]
-    assert sorted(value for _, value in found[0]) == [1, 1, 2, 2, 3, 3]
+    drawn = [quick(covering("abcdef", (1, 2, 3))) for _ in range(2)]
+    assert drawn[0] == drawn[1]
+    assert sorted(value for _, value in drawn[0]) == [1, 1, 2, 2, 3, 3]
 
 
 def test_the_example_of_its_docstring() -> None:

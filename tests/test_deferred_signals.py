@@ -45,9 +45,9 @@ def signal_at(number: int) -> AbstractContextManager[list[int]]:
 
 @pytest.fixture(name="dropped_errors")
 def _dropped_errors(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    found: list[Any] = []
-    monkeypatch.setattr(sys, "unraisablehook", found.append)
-    return found
+    dropped: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", dropped.append)
+    return dropped
 
 
 def drop(clean_up: Callable[[], object], opcode: int) -> int:

@@ -63,8 +63,8 @@ def test_the_long_suite_runs_nightly() -> None:
     job = workflow["jobs"]["test-long"]
     assert 'make test-long PYTHON=python TESTS="${{ matrix.tests }}"' in steps(job)
     parts = " ".join(job["strategy"]["matrix"]["tests"]).split()
-    found = [path for part in parts for path in ROOT.glob(part)]
-    files = [file for path in found for file in [path, *path.rglob("test_*.py")]]
+    paths = [path for part in parts for path in ROOT.glob(part)]
+    files = [file for path in paths for file in [path, *path.rglob("test_*.py")]]
     modules = [file for file in files if file.suffix == ".py"]
     assert sorted(modules) == sorted((ROOT / "tests").rglob("test_*.py"))
 
@@ -113,9 +113,9 @@ def test_all_extras_are_what_a_user_may_want() -> None:
     (everything,) = EXTRAS["all"]
     named = re.fullmatch(r"mlx-speculation\[([\w,]+)\]", everything)
     assert named is not None
-    backends, own = {"cpu", "cuda13"}, {"docs", "mutation", "reference", "test"}
+    backends, developers = {"cpu", "cuda13"}, {"docs", "mutation", "reference", "test"}
     large = {"vision"}  # 660 MB, for who has such a model
-    others = backends | own | large | {"all"}
+    others = backends | developers | large | {"all"}
     assert set(named[1].split(",")) == EXTRAS.keys() - others
 
 

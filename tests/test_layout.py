@@ -214,11 +214,11 @@ def test_importing_the_front_door_does_not_import_mlx(module: str) -> None:
 def test_no_file_names_a_path_of_one_machine() -> None:
     # Written in pieces, so that this file does not contain what it looks for.
     pattern = re.compile(r"(?<![\w.])/(" + "|".join(["tmp", "root", "home"]) + r")/\w")
-    found = [
+    named = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
         for path in _files()
         if path.suffix in TEXT and "demo" not in path.relative_to(ROOT).parts
         for number, line in enumerate(path.read_text("utf-8").splitlines(), start=1)
         if pattern.search(line)
     ]
-    assert not found
+    assert not named

@@ -157,13 +157,13 @@ TO_BE_DIVIDED: frozenset[str] = frozenset()
 @cache
 def modules() -> tuple[str, ...]:
     """Return every product module, by its path without `.py`."""
-    found = [
+    paths = [
         path.relative_to(ROOT).with_suffix("").as_posix()
         for folder in (*FOLDERS, FRONT)
         for path in (ROOT / folder).rglob("*.py")
         if path.relative_to(ROOT / folder).parts[0] not in {*FOLDERS, "demo"}
     ]
-    return tuple(sorted(found))
+    return tuple(sorted(paths))
 
 
 @cache
@@ -215,14 +215,14 @@ def path_of(dotted: str) -> str | None:
 @cache
 def exports(module: str) -> dict[str, str]:
     """Return where the names that an `__init__` takes over are from."""
-    found = {}
+    homes = {}
     for node in nodes(ast.parse(source(module))):
         if isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 home = home_of(node.module, alias.name)
                 if home is not None:
-                    found[alias.asname or alias.name] = home
-    return found
+                    homes[alias.asname or alias.name] = home
+    return homes
 
 
 def home_of(dotted: str, name: str) -> str | None:
@@ -239,13 +239,13 @@ def home_of(dotted: str, name: str) -> str | None:
 @cache
 def imports(module: str) -> frozenset[str]:
     """Return the modules that a module takes names from."""
-    found: set[str | None] = set()
+    imported: set[str | None] = set()
     for node in nodes(ast.parse(source(module))):
         if isinstance(node, ast.Import):
-            found |= {path_of(alias.name) for alias in node.names}
+            imported |= {path_of(alias.name) for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {home_of(node.module, alias.name) for alias in node.names}
-    return frozenset(each for each in found if each is not None and each != module)
+            imported |= {home_of(node.module, alias.name) for alias in node.names}
+    return frozenset(each for each in imported if each is not None and each != module)
 
 
 def layer_of(module: str) -> int:
@@ -277,24 +277,24 @@ def edges() -> Iterator[tuple[str, str]]:
 
 def back_edges() -> set[str]:
     """Return the edges that point up, or across to a room of the same layer."""
-    found = set()
+    upward = set()
     for module, other in edges():
         here, there = layer_of(module), layer_of(other)
         across = here == there and together(module) != together(other)
         if there > here or across:
-            found.add(f"{module} -> {other}")
-    return found
+            upward.add(f"{module} -> {other}")
+    return upward
 
 
 def room_edges() -> dict[str, set[str]]:
     """Return which room knows which; a room and its parent may know each other."""
-    found: dict[str, set[str]] = defaultdict(set)
+    known_rooms: dict[str, set[str]] = defaultdict(set)
     for module, other in edges():
         one, two = PurePosixPath(together(module)), PurePosixPath(together(other))
         parent = one == two or one in two.parents or two in one.parents
         if not parent and f"{module} -> {other}" not in TO_BE_CUT:
-            found[str(one)].add(str(two))
-    return found
+            known_rooms[str(one)].add(str(two))
+    return known_rooms
 
 
 def cycle(graph: dict[str, set[str]]) -> list[str]:
@@ -307,16 +307,16 @@ def cycle(graph: dict[str, set[str]]) -> list[str]:
         if room in done:
             return []
         for other in sorted(graph.get(room, ())):
-            found = walk(other, [*way, room])
-            if found:
-                return found
+            way_back = walk(other, [*way, room])
+            if way_back:
+                return way_back
         done.add(room)
         return []
 
     for room in sorted(graph):
-        found = walk(room, [])
-        if found:
-            return found
+        way_back = walk(room, [])
+        if way_back:
+            return way_back
     return []
 
 
@@ -339,7 +339,7 @@ def named_alike() -> dict[str, list[str]]:
     rooms: dict[str, list[str]] = defaultdict(list)
     for module in modules():
         rooms[PurePosixPath(module).name].append(room_of(module))
-    return {name: found for name, found in rooms.items() if len(found) > 1}
+    return {name: places for name, places in rooms.items() if len(places) > 1}
 
 
 def unsealed() -> set[str]:

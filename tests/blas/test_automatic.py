@@ -73,8 +73,8 @@ def served_by(
 )
 def test_a_program_that_imports_this_package_first_gets_openblas(program: str) -> None:
     """It had mlx's reference BLAS: 27 tokens/s where OpenBLAS brings 175."""
-    found, words = served_by(program, "-Werror::UserWarning")
-    assert found == OPENBLAS
+    blas, words = served_by(program, "-Werror::UserWarning")
+    assert blas == OPENBLAS
     assert words.startswith("OpenBLAS ")
 
 
@@ -277,8 +277,8 @@ def test_another_blas_that_the_program_put_in_front_is_left(
 ) -> None:
     load = "" if preloaded else LOAD.format(path=str(other))
     environment = {"LD_PRELOAD": str(other)} if preloaded else {}
-    found, words = served_by(load + "import mlx_speculation", **environment)
-    assert found == OPENBLAS
+    blas, words = served_by(load + "import mlx_speculation", **environment)
+    assert blas == OPENBLAS
     assert words == f"BLAS of {other}"
 
 
@@ -303,10 +303,10 @@ def test_another_blas_in_front_is_left_by_auto_and_in_the_way_of_openblas(
 def test_an_openblas_of_the_users_keeps_its_threads_and_brings_no_warning(
     other: Path, tmp_path: Path
 ) -> None:
-    own = other.with_name("libopenblas.so")
-    environment = {"LD_PRELOAD": str(own), "OPENBLAS_NUM_THREADS": "2"}
-    found, words = served_by("import mlx_speculation", **environment)
-    assert found == OPENBLAS
+    users_library = other.with_name("libopenblas.so")
+    environment = {"LD_PRELOAD": str(users_library), "OPENBLAS_NUM_THREADS": "2"}
+    blas, words = served_by("import mlx_speculation", **environment)
+    assert blas == OPENBLAS
     assert words.endswith(", 2 threads)" if len(cores) > 1 else ", 1 thread)")
     assert _said(MLX_FIRST.format(use=""), tmp_path, **environment) == []
 
@@ -335,27 +335,27 @@ def doctor(*options: str, **environment: str | None) -> str:
 
 
 def facts(**environment: str | None) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(doctor("--json", **environment))["facts"]
-    return found
+    values: dict[str, Any] = json.loads(doctor("--json", **environment))["facts"]
+    return values
 
 
 @linux
 @with_wheel
 def test_doctor_says_which_blas_and_threads_commands_and_programs_have() -> None:
-    found, table = facts(), doctor(OPENBLAS_NUM_THREADS="1")
-    assert found["openblas"]
-    assert found["program_blas"] == found["blas"]
-    assert found["late_program_blas"] == "reference BLAS of the mlx wheel"
-    assert re.match(r"[\d or]+ threads?: this process may use \d+", found["threads"])
-    for told in (found["blas"].rpartition(",")[0], found["late_program_blas"]):
-        assert told in table
+    values, table = facts(), doctor(OPENBLAS_NUM_THREADS="1")
+    assert values["openblas"]
+    assert values["program_blas"] == values["blas"]
+    assert values["late_program_blas"] == "reference BLAS of the mlx wheel"
+    assert re.match(r"[\d or]+ threads?: this process may use \d+", values["threads"])
+    for description in (values["blas"].rpartition(",")[0], values["late_program_blas"]):
+        assert description in table
     assert "OPENBLAS_NUM_THREADS is 1" in table
 
 
 @linux
 @with_wheel
 def test_doctor_says_what_the_user_has_set() -> None:
-    found = facts(MLX_SPECULATION_BLAS="stock")
-    both = {found["blas"], found["program_blas"], found["late_program_blas"]}
+    values = facts(MLX_SPECULATION_BLAS="stock")
+    both = {values["blas"], values["program_blas"], values["late_program_blas"]}
     assert both == {"reference BLAS of the mlx wheel"}
-    assert found["threads"] is None
+    assert values["threads"] is None

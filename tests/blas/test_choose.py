@@ -116,7 +116,7 @@ def test_better_kernels_are_those_that_the_processor_can_run(
 @with_openblas
 def test_openblas_takes_the_kernels_of_this_processor() -> None:
     """An OpenBLAS that does not know it takes SSE3, and decodes 1.4 times as long."""
-    found, detail, better = _run(
+    better_than_chosen, detail, better = _run(
         "import os; os.environ.pop('OPENBLAS_CORETYPE', None)\n"
         "from mlx_speculation.blas.kernels import *\n"
         "detail = use_blas('openblas').detail\n"
@@ -125,7 +125,7 @@ def test_openblas_takes_the_kernels_of_this_processor() -> None:
         "print(core in detail)\n"
         "print(better_kernels())"
     )
-    assert found == better == "None"
+    assert better_than_chosen == better == "None"
     assert detail == "True"
 
 
@@ -181,10 +181,10 @@ def test_openblas_is_loaded_for_all_cores_and_child_processes_get_nothing_of_it(
     cores: int, loaded: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _clear_threads(monkeypatch)
-    while_loaded, after, found = _run(WATCHED.format(cores=cores))
+    while_loaded, after, report = _run(WATCHED.format(cores=cores))
     assert while_loaded == loaded
     assert after == "None None"
-    assert found.startswith(said)
+    assert report.startswith(said)
 
 
 @linux
@@ -220,10 +220,10 @@ def test_two_threads_that_are_asked_for_on_two_cores_do_not_spin_beside_mlx(
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "2")
     if timeout is not None:
         monkeypatch.setenv("OPENBLAS_THREAD_TIMEOUT", timeout)
-    told, after, found = _run(WATCHED.format(cores=2))
-    assert told == while_loaded
+    loaded, after, report = _run(WATCHED.format(cores=2))
+    assert loaded == while_loaded
     assert after == f"2 {timeout}"
-    assert " | OPENBLAS_NUM_THREADS is 2" in found
+    assert " | OPENBLAS_NUM_THREADS is 2" in report
 
 
 @linux
@@ -363,8 +363,8 @@ def test_a_wheel_that_cannot_be_used_is_named_where_there_is_nothing_else() -> N
         "openblas_wheel._patchelf = lambda: 'false'\n"
         "choose._LIBRARY = 'libmissing.so.0'\n"
     )
-    asked = CAUGHT.format(call="use_blas('openblas')")
-    message, report = _run(broken + asked + "print(use_blas().detail)")
+    explicit_choice = CAUGHT.format(call="use_blas('openblas')")
+    message, report = _run(broken + explicit_choice + "print(use_blas().detail)")
     assert "libmissing.so.0 cannot be loaded" in message
     assert "that of scipy-openblas32 is left: patchelf cannot rename" in message
     assert "(slow: no libmissing.so.0 found; that of scipy-openblas32 is" in report

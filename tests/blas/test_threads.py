@@ -163,20 +163,22 @@ class Clock:
     """A machine of 4 cores whose counts the test sets, in seconds."""
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = self.busy = self.own = 100.0
+        self.now = self.busy = self.process_seconds = 100.0
         self.file, self.slept = path / "stat", 0.0
         monkeypatch.setattr(threads, "_STAT", self.file)
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(time, "process_time", lambda: self.own)
+        monkeypatch.setattr(time, "process_time", lambda: self.process_seconds)
         monkeypatch.setattr(time, "sleep", self.sleep)
         monkeypatch.setattr(os, "cpu_count", lambda: 4)
         self.run(0.0)
 
-    def run(self, seconds: float, others: float = 0.0, own: float = 0.0) -> None:
+    def run(
+        self, seconds: float, others: float = 0.0, this_process: float = 0.0
+    ) -> None:
         """Let time pass in which so many cores are used."""
         self.now += seconds
-        self.busy += seconds * (others + own)
-        self.own += seconds * own
+        self.busy += seconds * (others + this_process)
+        self.process_seconds += seconds * this_process
         ticks = round(self.busy * os.sysconf("SC_CLK_TCK"))
         self.file.write_text(f"cpu  {ticks} 0 0 7 9 0 0 0 0 0\ncpu0 1 2 3\n")
 
@@ -190,9 +192,9 @@ def test_the_load_of_other_programs_is_that_since_the_last_text(
 ) -> None:
     clock = Clock(tmp_path, monkeypatch)
     load = OtherPrograms()
-    clock.run(1.0, others=1.0, own=2.0)
+    clock.run(1.0, others=1.0, this_process=2.0)
     assert load.idle_cores() == pytest.approx(3.0)
-    clock.run(1.0, own=4.0)
+    clock.run(1.0, this_process=4.0)
     assert load.idle_cores() == pytest.approx(4.0)
     assert clock.slept == 0
 

@@ -74,12 +74,12 @@ def test_an_interrupted_round_leaves_every_row_as_it_was(
     def leaving(frame: Any) -> bool:
         return bool(frame.f_code.co_name == "__exit__")  # a commit is done, and stays
 
-    found = [contents()]
+    seen = [contents()]
     while (
-        raised_at(len(found), KeyboardInterrupt(), TRACED, action, leaving) is not None
+        raised_at(len(seen), KeyboardInterrupt(), TRACED, action, leaving) is not None
     ):
-        found.append(contents())
-    before, *after = read(found)  # one evaluation
+        seen.append(contents())
+    before, *after = read(seen)  # one evaluation
     for line, each in enumerate(after, 1):
         assert_same(each, before, f"interrupted at line {line}")
     assert len(after) > 50

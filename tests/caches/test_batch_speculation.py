@@ -215,8 +215,8 @@ def test_the_width_stays_bounded_over_a_thousand_rounds(
         lengths = [one + two for one, two in zip(lengths, keep, strict=True)]
         if count % 7 == 0:
             mx.eval(cache.state[:4])
-        held = min(max(lengths), window or max(lengths))
-        assert cache._idx <= held + batch_kv.LOOSE + 3
+        needed_rows = min(max(lengths), window or max(lengths))
+        assert cache._idx <= needed_rows + batch_kv.LOOSE + 3
         assert window is None or cache._idx <= window
         widest = max(widest, cache.keys.shape[2])
     assert cache.offset.tolist() == lengths

@@ -105,10 +105,10 @@ def rows(position: int, width: int, serial: int) -> Rows:
     return Rows(position, tuple(range(serial, serial + width)))
 
 
-def assert_all_same(found: dict[int, Any], expected: Any) -> None:
+def assert_all_same(by_line: dict[int, Any], expected: Any) -> None:
     """Require equal contents after an interruption at each line; one evaluation."""
-    lines = read([expected, *found.values()])
-    for line, each in zip(found, lines[1:], strict=True):
+    lines = read([expected, *by_line.values()])
+    for line, each in zip(by_line, lines[1:], strict=True):
         assert_same(each, lines[0], f"interrupted at line {line}")
 
 
@@ -149,7 +149,7 @@ def test_an_interrupted_round_leaves_the_cache_as_it_was(
     widths, keep = round_
     kind, cache, position = prepared(name)
     before = [kind.content(cache, probe) for probe in PROBES]
-    found: list[dict[int, Any]] = [{} for _ in PROBES]
+    by_line: list[dict[int, Any]] = [{} for _ in PROBES]
 
     def action() -> None:
         with Speculation([cache], isolated=isolated) as speculation:
@@ -162,8 +162,8 @@ def test_an_interrupted_round_leaves_the_cache_as_it_was(
     for line in at_every_line(action):
         # In turn: what is wrong after one line is so after the next one.
         which = line % len(PROBES)
-        found[which][line] = kind.content(cache, PROBES[which])
-    for each, expected in zip(found, before, strict=True):
+        by_line[which][line] = kind.content(cache, PROBES[which])
+    for each, expected in zip(by_line, before, strict=True):
         assert_all_same(each, expected)
 
 

@@ -55,10 +55,10 @@ def written_pair() -> list[Any]:
 
 def image(caches: list[Any]) -> Any:
     """Return everything the caches hold: rows up to the offset, slots and counts."""
-    return read([_held(leaf) for _, leaf in leaves(caches)])
+    return read([_leaf_contents(leaf) for _, leaf in leaves(caches)])
 
 
-def _held(cache: Any) -> list[Any]:
+def _leaf_contents(cache: Any) -> list[Any]:
     if isinstance(cache, ArraysCache):
         return [cache.cache, detached(cache.lengths), detached(cache.left_padding)]
     rows = None if cache.empty() else detached(cache.keys_and_values())
@@ -111,9 +111,9 @@ def test_caches_without_a_leaf_are_refused(caches: list[Any]) -> None:
 
 def test_leaves_are_named_by_their_place() -> None:
     kv, ring, arrays = KVCache(), RotatingKVCache(4), ArraysCache(1)
-    found = list(leaves([kv, CacheList(arrays, CacheList(ring))]))
-    assert [place for place, _ in found] == ["0", "1.0", "1.1.0"]
-    assert [leaf for _, leaf in found] == [kv, arrays, ring]
+    named_leaves = list(leaves([kv, CacheList(arrays, CacheList(ring))]))
+    assert [place for place, _ in named_leaves] == ["0", "1.0", "1.1.0"]
+    assert [leaf for _, leaf in named_leaves] == [kv, arrays, ring]
 
 
 def test_the_position_is_the_largest_offset_and_unknown_to_recurrent_states() -> None:
@@ -390,10 +390,10 @@ def test_running_again_equals_plain_decoding(name: str, keep: int) -> None:
     model, caches = prefilled(name)
     twin = detached(caches)
     model(BLOCK[:, :keep], cache=twin)
-    asked: list[int] = []
+    rerun_counts: list[int] = []
 
     def rerun(count: int) -> None:
-        asked.append(count)
+        rerun_counts.append(count)
         model(BLOCK[:, :count], cache=caches)
 
     with Speculation(caches, rerun=rerun) as speculation:
@@ -402,7 +402,7 @@ def test_running_again_equals_plain_decoding(name: str, keep: int) -> None:
         if speculation.written is not None:
             speculation.prepare(keep)
         speculation.commit(keep)
-    assert asked == [keep]
+    assert rerun_counts == [keep]
     assert speculation.reran
     assert_same(image(caches), image(twin), "a part, run again")
 

@@ -51,10 +51,10 @@ def written(cache: Any, serials: list[int]) -> Any:
 def shown(cache: Any) -> tuple[list[float], list[float]]:
     """Return the numbers in keys and values that a next row would see."""
     cache = cache if not isinstance(cache, list) else cache[0]
-    found: Any = written(cache, [-1])
+    rows: Any = written(cache, [-1])
     if isinstance(cache, QuantizedKVCache):
-        found = [mx.dequantize(w, s, b, 32, 8) for w, s, b in found]
-    keys, values = (each[0, 0, :, 0].tolist() for each in found)
+        rows = [mx.dequantize(w, s, b, 32, 8) for w, s, b in rows]
+    keys, values = (each[0, 0, :, 0].tolist() for each in rows)
     return keys, values
 
 
@@ -108,16 +108,16 @@ def test_a_row_sees_the_window_before_it_and_its_ancestors(
     lead, nodes = data.randint(1, 3), data.randint(1, 9)
     parents = random_parents(data, nodes)
     rows = tree_rows(mx.array(parents), levels=nodes, lead=lead)
-    asked = data.choice([None, 3, WINDOW])
+    window_size = data.choice([None, 3, WINDOW])
     with Speculation([cache]) as speculation:
         (view,) = tree_views(speculation.caches, rows)
-        mask = view.make_mask(lead + nodes, window_size=asked, return_array=True)
+        mask = view.make_mask(lead + nodes, window_size=window_size, return_array=True)
         assert view
         assert view.offset == offset
         keys = written(view, [100 + row for row in range(lead + nodes)])[0]
         seen = np.array(mask)
         columns = np.array(keys[0, 0, :, 0])
-    window = min(asked or 99, 99 if kind == "KVCache" else WINDOW)
+    window = min(window_size or 99, 99 if kind == "KVCache" else WINDOW)
     for row in range(lead + nodes):
         path = [*range(min(row + 1, lead))]
         if row >= lead:
@@ -179,16 +179,16 @@ def test_a_move_that_is_interrupted_is_rolled_back(
 
 
 @pytest.mark.parametrize("kind", ["KVCache", "SlidingKVCache"])
-@pytest.mark.parametrize("held", [0, 3, 5, 40])
+@pytest.mark.parametrize("kept_rows", [0, 3, 5, 40])
 def test_keys_in_whole_steps_have_masks_of_trees(
-    kind: str, held: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, kept_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So they are shown on CUDA; what is behind the written rows is not seen."""
     for module in (padded_kv, sliding_kv):
         monkeypatch.setattr(module, "asks_cudnn", lambda dtype: True)
     cache = KVCache() if kind == "KVCache" else SlidingKVCache(6, 600)
-    if held:
-        written(cache, [*range(held)])
+    if kept_rows:
+        written(cache, [*range(kept_rows)])
     rows = tree_rows(mx.array([-1, 0, 0, 1]), levels=3)
     with Speculation([cache], key_steps=True) as speculation:
         (view,) = tree_views(speculation.caches, rows)
@@ -197,8 +197,8 @@ def test_keys_in_whole_steps_have_masks_of_trees(
             keys = np.array(written(view, [100, 101, 102, 103, 104])[0][0, 0, :, 0])
             assert mask.shape == (5, len(keys))
         assert len(keys) == padded_kv.STEP or kind != "KVCache"
-        before = [*range(held), *range(100, 105)]
+        before = [*range(kept_rows), *range(100, 105)]
         text = [*before, 100, 101, 102, 104]
         window = 6 if kind == "SlidingKVCache" else 99
         assert keys[mask[4]].tolist() == text[-window:]
-    assert cache.offset == held
+    assert cache.offset == kept_rows

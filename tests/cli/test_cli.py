@@ -135,8 +135,10 @@ print(*sorted(set(sys.modules) - before))
         check=True,
         env={"PYTHONPATH": str(Path(mlx_speculation.__file__).parents[1])},
     )
-    own = {name for name in done.stdout.split() if name.startswith("mlx_speculation")}
-    assert own == {
+    loaded = {
+        name for name in done.stdout.split() if name.startswith("mlx_speculation")
+    }
+    assert loaded == {
         "mlx_speculation",
         "mlx_speculation.before_mlx",
         "mlx_speculation.cli",

@@ -90,8 +90,8 @@ def test_every_value_becomes_strict_json(value: Any) -> None:
 
 
 def test_paths_and_dataclasses_become_plain() -> None:
-    found = plain({"a": Path("x") / "y", "b": Origin("accepted", 2), "c": (1, {2})})
-    assert found == {
+    converted = plain({"a": Path("x") / "y", "b": Origin("accepted", 2), "c": (1, {2})})
+    assert converted == {
         "a": str(Path("x") / "y"),
         "b": {"writer": "accepted", "place": 2},
         "c": [1, [2]],

@@ -48,7 +48,7 @@ def test_the_text_is_that_of_the_whole_prompt(
     )
     file = tmp_path / "begun.safetensors"
     save_prompt_cache(str(file), caches, {"model": str(MODELS[name])})
-    held = file.read_bytes()
+    before = file.read_bytes()
     command = [
         "generate",
         MODELS[name],
@@ -63,7 +63,7 @@ def test_the_text_is_that_of_the_whole_prompt(
     assert report["prompt_tokens"] == len(rest)
     assert report["tokens"] == generator.generate([*ids, *rest], max_tokens=14).tokens
     assert report["statistics"]["accepted"] > 0
-    assert file.read_bytes() == held
+    assert file.read_bytes() == before
 
 
 def test_numbers_take_the_dtype_of_the_model(

@@ -142,10 +142,10 @@ def test_models_that_are_none_are_refused(commands: Commands, tmp_path: Path) ->
         each.write_bytes(b"GGUF")
     assert "convert the original with mlx_lm.convert" in said(gguf)
     assert "is a file, and a model is a folder" in said(file)
-    held = tmp_path / "download"
-    held.mkdir()
-    (held / "model.gguf").write_bytes(b"GGUF")
-    assert "convert the original with mlx_lm.convert" in said(held)
+    gguf_folder = tmp_path / "download"
+    gguf_folder.mkdir()
+    (gguf_folder / "model.gguf").write_bytes(b"GGUF")
+    assert "convert the original with mlx_lm.convert" in said(gguf_folder)
 
     folder = copy_of("draft", tmp_path / "cut")
     (folder / "model.safetensors").write_bytes(b"\x08")
@@ -297,8 +297,8 @@ def test_schemas_that_cannot_be_used_are_refused(
 ) -> None:
     file = tmp_path / "schema.json"
 
-    def said(held: bytes) -> str:
-        file.write_bytes(held)
+    def said(content: bytes) -> str:
+        file.write_bytes(content)
         return commands.refused(*HI, "--json-schema", file)
 
     assert "is not JSON" in said(b"{")

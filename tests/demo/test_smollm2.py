@@ -29,8 +29,8 @@ from mlx_speculation.models.eagle import load_eagle_head
 MARKS = ["<|end|>", "<|start|>"]
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 TOKENS = [*MARKS, *LETTERS, "ab", "Ġab", "12"]
-NAMES = {own: theirs for theirs, own in gguf_llama._PARTS.items()}
-ENDS = {own: theirs for theirs, own in gguf_llama._ENDS.items()}
+NAMES = {ours: theirs for theirs, ours in gguf_llama._PARTS.items()}
+ENDS = {ours: theirs for theirs, ours in gguf_llama._ENDS.items()}
 
 
 def tiny_llama(*, tied: bool) -> llama.Model:
@@ -147,8 +147,8 @@ def test_files_of_another_kind_are_refused(tmp_path: Path) -> None:
 def wheel(tmp_path: Path) -> tuple[Path, dict[str, str]]:
     """Return a package that holds a tiny model, and what is known of its file."""
     gguf = write_gguf(tmp_path / "x.gguf", tiny_llama(tied=True))
-    with zipfile.ZipFile(tmp_path / "small.whl", "w") as held:
-        held.write(gguf, "small/x.gguf")
+    with zipfile.ZipFile(tmp_path / "small.whl", "w") as archive:
+        archive.write(gguf, "small/x.gguf")
     known = hashlib.sha256(gguf.read_bytes()).hexdigest()
     return tmp_path / "small.whl", {"file": "small/x.gguf", "sha256": known}
 
@@ -203,8 +203,8 @@ def test_another_file_in_the_package_is_refused(
 def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path) -> None:
     more = {"general.architecture": "mamba"}
     gguf = write_gguf(tmp_path / "x.gguf", tiny_llama(tied=True), **more)
-    with zipfile.ZipFile(tmp_path / "small.whl", "w") as held:
-        held.write(gguf, "x.gguf")
+    with zipfile.ZipFile(tmp_path / "small.whl", "w") as archive:
+        archive.write(gguf, "x.gguf")
     known = hashlib.sha256(gguf.read_bytes()).hexdigest()
     folder = tmp_path / "cache" / "model"
     with pytest.raises(ModelFolderError, match="mamba"):

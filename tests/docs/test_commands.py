@@ -49,8 +49,8 @@ CHEAPLY = {
 
 def ours() -> list[tuple[str, ...]]:
     """Return our commands, each once, without the program's name."""
-    found = {tuple(words[1:]) for _, words in SHOWN if words[0] == OURS}
-    return sorted(found)
+    shown = {tuple(words[1:]) for _, words in SHOWN if words[0] == OURS}
+    return sorted(shown)
 
 
 def parsed(words: tuple[str, ...]) -> dict[str, Any]:

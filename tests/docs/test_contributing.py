@@ -18,7 +18,7 @@ def test_every_slow_test_is_in_the_table_and_each_line_has_some() -> None:
         for path in TESTS.rglob("test_*.py")
         if re.search(r"\bmark\.slow\b", path.read_text("utf-8"))
     ]
-    found = {
+    by_line = {
         line: [
             path
             for path in slow
@@ -26,6 +26,6 @@ def test_every_slow_test_is_in_the_table_and_each_line_has_some() -> None:
         ]
         for line in lines
     }
-    assert [line for line, paths in found.items() if not paths] == []
-    listed = {path for paths in found.values() for path in paths}
+    assert [line for line, paths in by_line.items() if not paths] == []
+    listed = {path for paths in by_line.values() for path in paths}
     assert [str(path) for path in slow if path not in listed] == []

@@ -81,10 +81,10 @@ def targets(page: Path) -> list[str]:
 
 def test_links_of_the_readme_work_anywhere_it_is_shown() -> None:
     """On PyPI too, where relative links lead nowhere."""
-    found = targets(README)
-    assert found
-    assert not [link for link in found if not link.startswith(("https://", "#"))]
-    for link in found:
+    links = targets(README)
+    assert links
+    assert not [link for link in links if not link.startswith(("https://", "#"))]
+    for link in links:
         if link.startswith(HOME):
             _, _, path = link.removeprefix(HOME).partition("/main/")
             assert (ROOT / path.partition("#")[0]).exists(), link
@@ -109,11 +109,11 @@ def test_links_between_pages_lead_to_a_heading() -> None:
 def anchors(page: Path) -> set[str]:
     """Return the anchors of the headings of a page."""
     text = re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.DOTALL)
-    found = set()
+    names = set()
     for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE):
         words = re.sub(r"[^\w\s-]", "", heading.replace("`", "")).strip().lower()
-        found.add(re.sub(r"[\s-]+", "-", words))
-    return found
+        names.add(re.sub(r"[\s-]+", "-", words))
+    return names
 
 
 def options() -> dict[str, set[str]]:

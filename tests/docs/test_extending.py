@@ -32,9 +32,9 @@ def program(name: str) -> Path:
 
 def blocks() -> dict[str, list[str]]:
     """Return the Python blocks of the pages, by the heading that they are under."""
-    found = {"A new drafter": shown(DRAFTER_PAGE)}
+    shown_parts = {"A new drafter": shown(DRAFTER_PAGE)}
     parts = {part.splitlines()[0]: shown(part) for part in PAGE.split("\n## ")[1:]}
-    return found | {heading: code for heading, code in parts.items() if code}
+    return shown_parts | {heading: code for heading, code in parts.items() if code}
 
 
 def shown(text: str) -> list[str]:
@@ -60,9 +60,9 @@ def test_the_page_shows_parts_of_the_program_in_their_order(section: str) -> Non
     name = PROGRAMS[section]
     text, place = program(name).read_text("utf-8"), 0
     for block in blocks()[section]:
-        found = text.find(block, place)
-        assert found >= 0, f"examples/extending/{name}.py lacks:\n{block}"
-        place = found + len(block)
+        begin = text.find(block, place)
+        assert begin >= 0, f"examples/extending/{name}.py lacks:\n{block}"
+        place = begin + len(block)
 
 
 def test_the_page_names_each_program() -> None:

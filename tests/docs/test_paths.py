@@ -93,14 +93,14 @@ def resolves(dotted: str) -> bool:
     parts = dotted.split(".")
     for length in range(len(parts), 0, -1):
         try:
-            found: object = importlib.import_module(".".join(parts[:length]))
+            target: object = importlib.import_module(".".join(parts[:length]))
         except ModuleNotFoundError:
             continue
         for name in parts[length:]:
-            fields = getattr(found, "__dataclass_fields__", {})
-            if not hasattr(found, name) and name not in fields:
+            fields = getattr(target, "__dataclass_fields__", {})
+            if not hasattr(target, name) and name not in fields:
                 return False
-            found = getattr(found, name, None)
+            target = getattr(target, name, None)
         return True
     return False
 
@@ -123,8 +123,8 @@ def test_what_is_named_is_there() -> None:
     """Prose is told from code, which takes longer, where a whole text is not right."""
     whole = {name: (ROOT / name).read_text("utf-8") for name in texts()}
     doubtful = [name for name, text in whole.items() if any(unknown(text))]
-    found = {name: sorted(unknown(prose(name))) for name in doubtful}
-    assert not any(found.values()), found
+    unknown_names = {name: sorted(unknown(prose(name))) for name in doubtful}
+    assert not any(unknown_names.values()), unknown_names
 
 
 @pytest.mark.parametrize(

@@ -32,9 +32,9 @@ def private(text: str) -> list[str]:
     words = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)", "", text, flags=re.DOTALL)
     words = " ".join(words.split())
     return [
-        f"{found[0]!r}: say {better}"
+        f"{match[0]!r}: say {better}"
         for pattern, better in INSTEAD.items()
-        for found in re.finditer(pattern, words, flags=re.IGNORECASE)
+        for match in re.finditer(pattern, words, flags=re.IGNORECASE)
     ]
 
 

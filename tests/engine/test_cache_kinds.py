@@ -76,8 +76,8 @@ def test_a_drafts_own_chunks_hold_what_was_kept_of_several_forwards() -> None:
     )
     assert result.stats.accepted < result.stats.drafted
     known, native = prompt + result.tokens, make_prompt_cache(draft)
-    held = position(caches)
-    for token in known[:held]:
+    cached = position(caches)
+    for token in known[:cached]:
         draft(mx.array([[token]]), cache=native)
     for cache in (*caches, *native):
         if isinstance(cache, ChunkedKVCache):
@@ -128,13 +128,13 @@ def rows(caches: list[Any]) -> Any:
 def test_a_cache_that_was_quantized_later_goes_on_as_in_plain_decoding() -> None:
     model, prompt = wide_llama(), prompt_of(40)
 
-    def begun() -> list[Any]:
+    def prefilled() -> list[Any]:
         caches = make_prompt_cache(model)
         model(mx.array([prompt[:-1]]), cache=caches)
         return [cache.to_quantized(group_size=32, bits=8) for cache in caches]
 
     steps = generate_step(
-        mx.array(prompt[-1:]), model, max_tokens=TOKENS, prompt_cache=begun()
+        mx.array(prompt[-1:]), model, max_tokens=TOKENS, prompt_cache=prefilled()
     )
     expected = [int(token) for token, _ in steps]
     drafter = ScriptedDrafter(prompt + expected, 0.7, seed=3, ragged=True)
@@ -143,7 +143,7 @@ def test_a_cache_that_was_quantized_later_goes_on_as_in_plain_decoding() -> None
         prompt[-1:],
         max_tokens=TOKENS,
         sampling=GREEDY,
-        prompt_cache=begun(),
+        prompt_cache=prefilled(),
         cached_tokens=prompt[:-1],
     )
     assert result.tokens == expected

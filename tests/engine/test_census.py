@@ -43,9 +43,9 @@ def kinds() -> set[frozenset[str]]:
 
 
 def test_every_module_of_mlx_lm_is_in_one_table() -> None:
-    found, broken = census.architectures()
+    modules, broken = census.architectures()
     assert not BUILT.keys() & NOT_BUILT.keys()
-    assert found | broken == BUILT.keys() | NOT_BUILT.keys()
+    assert modules | broken == BUILT.keys() | NOT_BUILT.keys()
     assert broken == {name for name, row in NOT_BUILT.items() if row.args is None}
 
 

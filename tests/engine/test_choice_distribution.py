@@ -66,9 +66,9 @@ class Adversary(WrappedDrafter):
         return proposal if self.trim is None else proposal.until(self.trim(proposal))
 
 
-def looked(found: Proposal) -> int:
+def looked(proposal: Proposal) -> int:
     """Keep tokens up to the first drawn one that is odd."""
-    tokens: Any = found.tokens.tolist()
+    tokens: Any = proposal.tokens.tolist()
     return next((n for n, token in enumerate(tokens) if token % 2), len(tokens))
 
 

@@ -155,20 +155,20 @@ def demo(acceptance: Any) -> SpeculativeGenerator:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("acceptance", ["rejection", "block"])
-def test_the_law_is_the_models_among_what_is_allowed(acceptance: Any) -> None:
+def test_the_distribution_is_the_models_among_what_is_allowed(acceptance: Any) -> None:
     """Chi-square of the first two tokens, 3 ids each, 8 degrees of freedom; the bound
     has odds of 1e-4."""
     ids, count = [7, 41, 200], 600
     generator = drafted("llama", model("llama", seed=1), acceptance)
-    law = np.zeros((3, 3))
+    joint_probs = np.zeros((3, 3))
     for row, first in enumerate([None, *ids]):
         fed = mx.array([PROMPT if first is None else [*PROMPT, first]])
         logits = generator.model(fed)[0, -1].astype(mx.float32) / 2.0
         probs = np.array(mx.softmax(logits[mx.array(ids)]), dtype=np.float64)
         if first is None:
-            law += probs[:, None]
+            joint_probs += probs[:, None]
         else:
-            law[row - 1] *= probs
+            joint_probs[row - 1] *= probs
     observed = np.zeros((3, 3))
     for seed in range(count):
         tokens = generator.generate(
@@ -179,7 +179,7 @@ def test_the_law_is_the_models_among_what_is_allowed(acceptance: Any) -> None:
             sampling=Sampling(temperature=2.0, seed=seed),
         ).tokens
         observed[ids.index(tokens[0]), ids.index(tokens[1])] += 1
-    expected = law * count
+    expected = joint_probs * count
     assert expected.min() > 5
     assert ((observed - expected) ** 2 / expected).sum() < 31.8
 
@@ -399,7 +399,7 @@ class FewIds:
 
     def __init__(self, columns: int, ids: list[int] | None) -> None:
         self._columns, self._ids = columns, ids
-        self.laws: list[mx.array] = []
+        self.drawn_probs: list[mx.array] = []
 
     def begin(self, sequence: Sequence) -> None:
         """Nothing to begin."""
@@ -412,7 +412,7 @@ class FewIds:
             ahead = mx.concatenate([c.tokens for c in chosen]) if chosen else None
             logits = mx.arange(self._columns)[None].astype(mx.float32) / 50 + index
             chosen.append(choose(logits, sequence.rows(ahead), ids))
-        self.laws += [one.probs for one in chosen if one.probs is not None]
+        self.drawn_probs += [one.probs for one in chosen if one.probs is not None]
         return Proposal.of(chosen)
 
     def settle(self, accepted: int) -> None:
@@ -454,9 +454,9 @@ def test_drafters_of_any_vocabulary_draft_what_is_allowed_or_are_not_accepted(
         assert result.tokens == plain("llama").generate(PROMPT, **options).tokens
     if not set(allowed) & set(ids or range(columns)):
         assert result.stats.accepted == 0
-    assert bool(drafter.laws) == (acceptance != "keyed")
-    for law in drafter.laws:
-        assert law.sum().item() == pytest.approx(1, abs=1e-5)
+    assert bool(drafter.drawn_probs) == (acceptance != "keyed")
+    for probs in drafter.drawn_probs:
+        assert probs.sum().item() == pytest.approx(1, abs=1e-5)
 
 
 def test_what_the_constraint_allows_may_be_what_the_model_gives_no_chance() -> None:

@@ -150,9 +150,9 @@ def test_text_is_cut_before_the_first_stop_however_it_arrives(
         assert not any(s in shown for s in stops)
     if not stopped:
         shown += strings.flush()
-    found = [text.find(s) for s in stops if s in text]
-    assert stopped == bool(found)
-    if not found:
+    places = [text.find(s) for s in stops if s in text]
+    assert stopped == bool(places)
+    if not places:
         assert shown == text
     else:
         assert text.startswith(shown)

@@ -168,15 +168,17 @@ def test_a_reduced_vocabulary_weighs_its_rows() -> None:
 def test_rounds_of_recurrent_layers_hold_states_and_inputs() -> None:
     """More than the states alone, and more for wider rounds; none for a prompt."""
     model = build("qwen3_5")
-    held = {}
+    round_bytes = {}
     for length in (0, 1, 4):
         made = generator("qwen3_5", model, draft_length=length)
-        held[length] = made.generate(PROMPT * 4, max_tokens=12).memory.rounds
+        round_bytes[length] = made.generate(PROMPT * 4, max_tokens=12).memory.rounds
     caches: Any = model.make_cache()
     model(mx.array([PROMPT]), cache=caches)
     states = array_bytes([c for c in caches if isinstance(c, ArraysCache)])
-    assert held[0] == states
-    assert held[4] > held[1] > 2 * states  # of the target and of the draft model
+    assert round_bytes[0] == states
+    assert (
+        round_bytes[4] > round_bytes[1] > 2 * states
+    )  # of the target and of the draft model
 
 
 def test_a_prefix_cache_counts_what_it_keeps() -> None:
@@ -202,9 +204,11 @@ def test_what_a_prompt_needs_is_known_before_it_is_read(name: str) -> None:
     size, caches = CacheSize.of(model), make_prompt_cache(model)
     for tokens in (512, 1024):
         model(mx.zeros((1, 512), mx.int32), cache=caches)
-        found = array_bytes(caches)
-        assert size.row * tokens + size.states <= found * 1.1
-        assert found <= (size.row * tokens + size.states) * 1.1 + 512 * size.row * 2
+        used_bytes = array_bytes(caches)
+        assert size.row * tokens + size.states <= used_bytes * 1.1
+        assert (
+            used_bytes <= (size.row * tokens + size.states) * 1.1 + 512 * size.row * 2
+        )
 
 
 @pytest.mark.parametrize("drafter", ["none", "model", "head"])

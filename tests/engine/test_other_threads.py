@@ -65,7 +65,7 @@ def test_every_architecture_generates_in_another_thread_than_it_was_made_in(
     faults = {
         name: fault(census.build(name), census.BUILT[name].unequal) for name in names
     }
-    assert {name: found for name, found in faults.items() if found} == {}
+    assert {name: difference for name, difference in faults.items() if difference} == {}
 
 
 def reduced(draft: Any) -> dict[str, Any]:

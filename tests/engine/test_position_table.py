@@ -113,16 +113,20 @@ def test_a_text_is_that_of_mlx_lm_up_to_the_end_of_the_table(
         exact=exact,
     )
     caches = make_prompt_cache(model)
-    for asked, reason in ((MANY, "length"), (left, "length"), (left // 2, "length")):
-        result = generator.generate(prompt, max_tokens=asked, sampling=sampling)
-        assert result.tokens == expected[:asked]
+    for max_tokens, reason in (
+        (MANY, "length"),
+        (left, "length"),
+        (left // 2, "length"),
+    ):
+        result = generator.generate(prompt, max_tokens=max_tokens, sampling=sampling)
+        assert result.tokens == expected[:max_tokens]
         assert result.finish_reason == reason
         assert highest(model) < positions
-    held = generator.generate(
+    continued = generator.generate(
         prompt, max_tokens=MANY, prompt_cache=caches, sampling=sampling
     )
-    assert held.tokens == expected
-    assert held.cached_tokens == prompt + expected
+    assert continued.tokens == expected
+    assert continued.cached_tokens == prompt + expected
     assert position(caches) == positions
     assert highest(model) < positions
     if kind in ("shorter", "cascade"):

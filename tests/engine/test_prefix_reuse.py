@@ -149,10 +149,10 @@ def test_a_request_with_quantized_caches_passes_it_by(start: int) -> None:
     """A second one with the same prompt was an error: rows of the first were taken."""
     tiny = TINY_MODELS["llama"]
     model = build_tiny(replace(tiny, args={**tiny.args, "head_dim": 32}))
-    held = KVQuantization(bits=8, group_size=32, start=start)
+    eight_bits = KVQuantization(bits=8, group_size=32, start=start)
     prefixes = PrefixCache(1 << 26, every=4)
     generator = SpeculativeGenerator(model, byte_tokenizer(), prefix_cache=prefixes)
-    for quantization in (held, held, None):
+    for quantization in (eight_bits, eight_bits, None):
         result = generator.generate(
             [*range(40, 60)], max_tokens=4, kv_quantization=quantization
         )
@@ -256,14 +256,14 @@ def test_streams_of_several_threads_share_it() -> None:
     expected = [
         fresh.generate(p, max_tokens=8, sampling=GREEDY).tokens for p in prompts
     ]
-    found: dict[int, list[list[int]]] = {}
+    written: dict[int, list[list[int]]] = {}
     errors: list[BaseException] = []
 
     def play(which: int) -> None:
         try:
             stream = mx.new_thread_local_stream(mx.default_device())
             with mx.stream(stream):
-                found[which] = [
+                written[which] = [
                     ours.generate(prompts[(which + i) % 3], max_tokens=8).tokens
                     for i in range(3)
                 ]
@@ -276,5 +276,5 @@ def test_streams_of_several_threads_share_it() -> None:
     for thread in threads:
         thread.join()
     assert not errors, errors
-    for which, texts in found.items():
+    for which, texts in written.items():
         assert texts == [expected[(which + i) % 3] for i in range(3)]

@@ -281,7 +281,7 @@ def test_processors_made_by_mlx_lm_are_taken_as_they_are() -> None:
     assert result.stats.reads == 0
 
 
-def test_rounds_in_turn_without_a_draft_read_nothing_beside_their_token() -> None:
+def test_sequential_rounds_without_a_draft_read_nothing_beside_their_token() -> None:
     stats = generate(None, 0, {}, [USERS["serial"]()]).stats
     assert stats.rounds == TOKENS
     assert stats.reads == 0

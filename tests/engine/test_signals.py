@@ -153,11 +153,19 @@ class Played:
             assert result.finish_reason == "length"
             assert len(result.tokens) == case.max_tokens
             self.made.check(case, result.tokens)
-            own = [response for response in self.responses if response.uid == uid]
-            chunks = [response.chunk for response in own if response.chunk is not None]
+            row_responses = [
+                response for response in self.responses if response.uid == uid
+            ]
+            chunks = [
+                response.chunk
+                for response in row_responses
+                if response.chunk is not None
+            ]
             assert [chunk.token for chunk in chunks] == result.tokens
             assert "".join(chunk.text for chunk in chunks) == result.text
-            assert [r.finish_reason for r in own if r.finish_reason] == ["length"]
+            assert [r.finish_reason for r in row_responses if r.finish_reason] == [
+                "length"
+            ]
         assert self.batch.stats.emitted == sum(case.max_tokens for case in CASES)
         assert self.batch.stats.finished == len(CASES)
         assert self.batch.memory == 0
@@ -227,22 +235,22 @@ def test_a_signal_at_any_opcode_of_a_streams_round_loses_no_token(
     options: dict[str, Any] = {"max_tokens": TOKENS, "stop_tokens": ()}
     text = prompt + made.generator("none").generate(prompt, **options).tokens
 
-    def begun(caches: list[Any]) -> tuple[Stream, list[int]]:
+    def started(caches: list[Any]) -> tuple[Stream, list[int]]:
         stream = generator.stream(prompt, prompt_cache=caches, **options)
         tokens = [next(stream).token]
         while stream.generation.chunks.ready:
             tokens.append(next(stream).token)
         return stream, tokens
 
-    next(begun(make_prompt_cache(made.model))[0])  # what is done once
-    stream, _ = begun(make_prompt_cache(made.model))
+    next(started(make_prompt_cache(made.model))[0])  # what is done once
+    stream, _ = started(make_prompt_cache(made.model))
     with signal_at_opcode(0) as left:
         next(stream)
     stream.close()
     with interruptions() as timer:
         for opcode in range(1, -left[0], -left[0] // many):
             caches = make_prompt_cache(made.model)
-            stream, tokens = begun(caches)
+            stream, tokens = started(caches)
             try:
                 with signal_at_opcode(opcode):
                     tokens.append(next(stream).token)
@@ -276,14 +284,14 @@ def test_a_signal_at_any_time_of_a_stream_closes_it(
         generator = made.generator(kind)
         for _ in range(2):
             caches = make_prompt_cache(made.model)
-            known, held = list(prompt), list[int]()
+            known, cached = list(prompt), list[int]()
             longest = 0.01
             with interruptions() as timer:
                 while (left := len(prompt) + TOKENS - len(known)) > 0:
                     stream = generator.stream(
-                        known[len(held) :],
+                        known[len(cached) :],
                         prompt_cache=caches,
-                        cached_tokens=held,
+                        cached_tokens=cached,
                         max_tokens=left,
                         sampling=sampling,
                         stop_tokens=(),
@@ -298,17 +306,17 @@ def test_a_signal_at_any_time_of_a_stream_closes_it(
                         longest *= 1.1  # or a slow machine would never get through
                         stream.close()  # it may have come before next() had begun
                     timer.off()
-                    result, held = stream.result, stream.cached_tokens
+                    result, cached = stream.result, stream.cached_tokens
                     got = [chunk.token for chunk in chunks]
                     # The last chunk may be lost: its text had ended before the signal.
                     lost = len(result.tokens) - len(got)
                     assert lost == 0 or (lost == 1 and result.finish_reason == "length")
                     assert got == result.tokens[: len(got)]
-                    assert held[: len(known)] == known[: len(held)]
+                    assert cached[: len(known)] == known[: len(cached)]
                     whole = known + result.tokens
-                    assert held[: len(whole)] == whole[: len(held)]
-                    if len(held) >= len(known) and result.next_token is not None:
-                        known = [*held, result.next_token]
+                    assert cached[: len(whole)] == whole[: len(cached)]
+                    if len(cached) >= len(known) and result.next_token is not None:
+                        known = [*cached, result.next_token]
             made.check(case, known[len(prompt) :][:TOKENS])
     assert hits
 

@@ -98,7 +98,7 @@ def test_converted_caches_can_be_passed_and_turned_back(name: str) -> None:
     drafter = ScriptedDrafter(text, 0.7, seed=3, ragged=True)
     generator = SpeculativeGenerator(model, tokenizer, draft=drafter)
     caches = make_prompt_cache(model)
-    found: list[int] = []
+    written: list[int] = []
     kept: list[int] = []
     for convert in (list, with_slack, as_native):
         caches = convert(caches)
@@ -108,11 +108,11 @@ def test_converted_caches_can_be_passed_and_turned_back(name: str) -> None:
             prompt_cache=caches,
             cached_tokens=kept,
         )
-        found += result.tokens if not kept else [text[len(kept)], *result.tokens]
+        written += result.tokens if not kept else [text[len(kept)], *result.tokens]
         kept = result.cached_tokens
     assert kinds(caches) == kinds(make_prompt_cache(model))
-    assert found == expected[: len(found)]
-    assert len(found) == 63
+    assert written == expected[: len(written)]
+    assert len(written) == 63
 
 
 def test_another_word_is_refused() -> None:

@@ -411,10 +411,10 @@ def _assert_holds(name: str, caches: list[Any], tokens: list[int]) -> None:
 def _fed(name: str, tokens: tuple[int, ...]) -> tuple[list[int], list[mx.array]]:
     """Return offsets of caches that were fed tokens, and what follows, for each way."""
     model, offsets = known(name)[0], list[int]()
-    found = list[mx.array]()
+    logits = list[mx.array]()
     for step in (None,) if TINY_MODELS[name].bitwise else (1, 2, None):
         twin = make_prompt_cache(model)
         Lane(model, twin).feed(list(tokens), step=step)
         offsets = [getattr(c, "offset", 0) for c in twin]
-        found.append(model(PROBE, cache=twin))
-    return offsets, found
+        logits.append(model(PROBE, cache=twin))
+    return offsets, logits

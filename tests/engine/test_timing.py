@@ -209,14 +209,14 @@ def test_each_part_gets_what_is_slow_in_it(length: int, explain: bool) -> None:
     slow = SpeculativeGenerator(model, byte_tokenizer(), draft=scripted)
     assert run(slow)[0] == "verify"
     fast = generator(scripted)
-    _, found = run(fast, slow_to_build, tokens=16)
-    assert found["host"] > nap.seconds > 0
+    _, seconds = run(fast, slow_to_build, tokens=16)
+    assert seconds["host"] > nap.seconds > 0
     if length:
         nap.seconds = 0
-        _, found = run(generator(Sleepy(script, nap)), tokens=16)
-        assert found["draft"] > nap.seconds > 0
+        _, seconds = run(generator(Sleepy(script, nap)), tokens=16)
+        assert seconds["draft"] > nap.seconds > 0
     if not length:  # told apart from the logits' time
-        assert (found["sampler"] > 0) == explain
+        assert (seconds["sampler"] > 0) == explain
     if length and explain:
         assert run(fast, slow_to_compute)[0] == "sampler"
         assert run(generator(Late(script, 1.0)))[0] == "draft"

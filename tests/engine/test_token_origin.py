@@ -122,8 +122,8 @@ def test_origins_are_what_the_statistics_count(
             start = position
         if origin.place is not None:
             # A draft may begin with a token that the target was choosing already.
-            begun = next(at for at in (start, start - 1) if at in drafter.drafts)
-            assert drafter.drafts[begun][position - begun] == token
+            round_start = next(at for at in (start, start - 1) if at in drafter.drafts)
+            assert drafter.drafts[round_start][position - round_start] == token
         position += 1
 
 

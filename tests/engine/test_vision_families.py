@@ -30,13 +30,13 @@ from support.models.vision_requests import (
     SAMPLED,
     TOKENS,
     TWO,
-    asked,
     generator,
     in_turns,
     most,
     options,
     plain_text,
     prompt_of,
+    request_of,
     target,
     text,
     written,
@@ -99,7 +99,9 @@ def test_requests_in_turns_write_what_each_does_alone(name: str) -> None:
     read = [target(name).with_slots(each) for each in prompts]
     alone = [their_text(target(name), each, TOKENS) for each in read]
     shared = generator(target(name), draft="lookup", draft_length=2)
-    assert in_turns(*(shared.stream(asked(p), **options()) for p in prompts)) == alone
+    assert (
+        in_turns(*(shared.stream(request_of(p), **options()) for p in prompts)) == alone
+    )
 
 
 @pytest.mark.parametrize(
@@ -148,6 +150,6 @@ def test_chunks_of_a_prompt_are_one_pass_and_rounds_leave_what_steps_leave(
     with steps.begin() as one, rounds.begin() as other:
         logits = one.forward(mx.array([9])), other.forward(mx.array([9]))
         assert mx.allclose(*logits, atol=2e-4).item()
-    for held in (states(steps.caches), states(rounds.caches)):
-        mx.eval(held)
+    for state in (states(steps.caches), states(rounds.caches)):
+        mx.eval(state)
     assert steps.seen == rounds.seen

@@ -37,12 +37,12 @@ _ANYRES: dict[str, Any] = {
 
 def tokens(*names: str, **special: str) -> Any:
     """Return transformers' tokenizer of bytes, and of `names` from 256 on."""
-    own = tokenizer(names)._tokenizer
-    own.add_special_tokens(
+    inner = tokenizer(names)._tokenizer
+    inner.add_special_tokens(
         {"additional_special_tokens": list(names), "pad_token": names[-1], **special}
     )
-    own.eos_token = "<|7|>"
-    return own
+    inner.eos_token = "<|7|>"
+    return inner
 
 
 def home(name: str) -> Any:
@@ -52,8 +52,8 @@ def home(name: str) -> Any:
 def minicpm() -> tuple[Any, str]:
     names = ("<image>", "</image>", "<|image_pad|>", "<|video_pad|>")
     slices = ("<slice>", "</slice>", "<unk>")
-    own = home("minicpmv4_6.processing_minicpmv4_6")
-    images = own.MiniCPMVImageProcessor(
+    module = home("minicpmv4_6.processing_minicpmv4_6")
+    images = module.MiniCPMVImageProcessor(
         patch_size=4,
         scale_resolution=32,
         image_feature_size=4,
@@ -61,12 +61,12 @@ def minicpm() -> tuple[Any, str]:
         use_image_id=False,
     )
     made = tokens(*names, *slices, unk_token="<unk>")
-    return own.MiniCPMVProcessor(images, made), "<image>./</image>"
+    return module.MiniCPMVProcessor(images, made), "<image>./</image>"
 
 
 def molmo() -> tuple[Any, str]:
-    own = home("molmo.processing_molmo")
-    images = own.MolmoImageProcessor(
+    module = home("molmo.processing_molmo")
+    images = module.MolmoImageProcessor(
         max_crops=2,
         overlap_margins=[0, 0],
         base_image_input_size=[16, 16],
@@ -75,12 +75,12 @@ def molmo() -> tuple[Any, str]:
         image_patch_size=4,
     )
     made = tokens("<im_start>", "<im_end>", "<im_patch>", "<im_col>")
-    return own.MolmoProcessor(images, made), ""
+    return module.MolmoProcessor(images, made), ""
 
 
 def molmo2() -> tuple[Any, str]:
-    own = home("molmo2.processing")
-    images = own.Molmo2ImageProcessor(
+    module = home("molmo2.processing")
+    images = module.Molmo2ImageProcessor(
         size=_ANYRES["size"],
         max_crops=2,
         overlap_margins=[0, 0],
@@ -89,13 +89,13 @@ def molmo2() -> tuple[Any, str]:
     )
     names = ("<im_start>", "<im_end>", "<im_patch>", "<im_col>")
     more = ("<low_res_im_start>", "<im_low>", "<|image|>")
-    return own.Molmo2Processor(images, tokens(*names, *more)), "<|image|>"
+    return module.Molmo2Processor(images, tokens(*names, *more)), "<|image|>"
 
 
 def jina() -> tuple[Any, str]:
-    own = home("jina_vlm.processing_jinavlm")
+    module = home("jina_vlm.processing_jinavlm")
     names = ("<im_start>", "<im_end>", "<im_patch>", "<im_col>", "<|image|>")
-    made = own.JinaVLMProcessor(tokens(*names))
+    made = module.JinaVLMProcessor(tokens(*names))
     made._image_proc = home("jina_vlm.image_processor").ImageProcessor(
         base_input_size=(16, 16),
         patch_size=4,
@@ -112,59 +112,61 @@ def jina() -> tuple[Any, str]:
 
 
 def bunny() -> tuple[Any, str]:
-    own = home("llava_bunny.llava_bunny")
+    module = home("llava_bunny.llava_bunny")
     made = tokens("<a>", "<pad>", bos_token="<a>")
     crop = {"height": 27, "width": 27}
-    made.image_processor = own.ImageProcessor(size=(27, 27), crop_size=crop)
+    made.image_processor = module.ImageProcessor(size=(27, 27), crop_size=crop)
     return made, "<image>"
 
 
 def phi4() -> tuple[Any, str]:
     from transformers import Siglip2ImageProcessorPil
 
-    own = home("phi4_siglip.processing_phi4_siglip")
+    module = home("phi4_siglip.processing_phi4_siglip")
     images = Siglip2ImageProcessorPil(patch_size=4, max_num_patches=16)
     made = tokens("<a>", "<pad>", bos_token="<a>")
-    return own.Phi4SigLipProcessor(images, made), "<image>"
+    return module.Phi4SigLipProcessor(images, made), "<image>"
 
 
 def kimi() -> tuple[Any, str]:
-    own = home("kimi_vl.processing_kimi_vl")
-    images = own.KimiVLImageProcessor(patch_size=4, in_token_limit=64, pad_input=True)
+    module = home("kimi_vl.processing_kimi_vl")
+    images = module.KimiVLImageProcessor(
+        patch_size=4, in_token_limit=64, pad_input=True
+    )
     names = ("<|media_start|>", "<|media_end|>", "<|media_pad|>", "<|pad|>")
-    return own.KimiVLProcessor(images, tokens(*names)), "<|media_pad|>"
+    return module.KimiVLProcessor(images, tokens(*names)), "<|media_pad|>"
 
 
 def locate() -> tuple[Any, str]:
-    own = home("locateanything.processing_locateanything")
+    module = home("locateanything.processing_locateanything")
     kind = home("locateanything.image_processing_locateanything")
     images = kind.LocateAnythingImageProcessor(patch_size=4, in_token_limit=64)
     made = tokens("<img>", "</img>", "<IMG_CONTEXT>", "<|pad|>")
-    return own.LocateAnythingProcessor(images, made), "<image-1>"
+    return module.LocateAnythingProcessor(images, made), "<image-1>"
 
 
 def paddle() -> tuple[Any, str]:
-    own = home("paddleocr_vl.processing_paddleocr_vl")
+    module = home("paddleocr_vl.processing_paddleocr_vl")
     names = ("<|IMAGE_START|>", "<|IMAGE_END|>", "<|IMAGE_PLACEHOLDER|>", "<|pad|>")
     made = tokens(*names)
     made.image_token, made.image_token_id = names[2], 258
-    images = own.ImageProcessor(**_GRID)
-    return own.PaddleOCRVLProcessor(images, made), f"{names[0]}{names[2]}{names[1]}"
+    images = module.ImageProcessor(**_GRID)
+    return module.PaddleOCRVLProcessor(images, made), f"{names[0]}{names[2]}{names[1]}"
 
 
 def ernie() -> tuple[Any, str]:
-    own = home("ernie4_5_moe_vl.processing_ernie4_5_moe_vl")
+    module = home("ernie4_5_moe_vl.processing_ernie4_5_moe_vl")
     names = ("<|IMAGE_START|>", "<|IMAGE_END|>", "<|IMAGE_PLACEHOLDER|>", "<|pad|>")
-    images = own.ImageProcessor(**_GRID)
-    made = own.Ernie4_5_VLProcessor(images, tokens(*names))
+    images = module.ImageProcessor(**_GRID)
+    made = module.Ernie4_5_VLProcessor(images, tokens(*names))
     return made, f"{names[0]}<|image@placeholder|>{names[1]}"
 
 
 def granite(name: str, kind: str, **more: Any) -> tuple[Any, str]:
     from transformers import LlavaNextImageProcessorPil
 
-    own = getattr(home(f"{name}.processing_{name}"), kind)
-    made = own(
+    processor = getattr(home(f"{name}.processing_{name}"), kind)
+    made = processor(
         LlavaNextImageProcessorPil(**_ANYRES),
         tokens("<a>", "<b>", "<image>", "<|pad|>"),
         patch_size=4,

@@ -85,8 +85,8 @@ def stepped(name: str, prompt: ImagePrompt, start: int, bits: int) -> list[int]:
     model, caches = target(name), target(name).make_cache()
     run = ImageForward(model, prompt)
     ids, at = prompt.input_ids, 0
-    found: list[int] = []
-    while len(found) < TOKENS:
+    generated: list[int] = []
+    while len(generated) < TOKENS:
         left = ids.shape[1] - at
         count = min(STEP, left - 1) if left > 1 else 1
         logits = run(ids[:, at : at + count], caches)
@@ -95,10 +95,10 @@ def stepped(name: str, prompt: ImagePrompt, start: int, bits: int) -> list[int]:
         at += count
         if at == ids.shape[1]:
             chosen: Any = mx.argmax(logits[0, -1]).item()
-            found.append(chosen)
-            ids = mx.concatenate([ids, mx.array([found[-1:]])], axis=1)
+            generated.append(chosen)
+            ids = mx.concatenate([ids, mx.array([generated[-1:]])], axis=1)
     assert any(isinstance(each, QuantizedKVCache) for each in caches)
-    return found
+    return generated
 
 
 def text(name: str, prompt: Any, sampling: Sampling, start: int, **more: Any) -> Any:

@@ -101,15 +101,15 @@ def pictures(name: str, size: str, seed: int = 0) -> list[bytes]:
     return [picture(w, h, seed=seed + i) for i, (w, h) in enumerate(sizes)]
 
 
-def asked(text: str, images: int) -> dict[str, Any]:
+def user_turn(text: str, images: int) -> dict[str, Any]:
     parts: list[dict[str, Any]] = [{"type": "image"}] * images
     return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
 
 
 def prompt_of(name: str, messages: Messages, images: list[bytes]) -> ImagePrompt:
     """Return the prompt of a chat."""
-    found: ImagePrompt = loaded(name)[0].image_prompt(messages, images)
-    return found
+    result: ImagePrompt = loaded(name)[0].image_prompt(messages, images)
+    return result
 
 
 def tokens(name: str, prompt: Any, sampling: Sampling = GREEDY, **more: Any) -> Any:
@@ -133,7 +133,10 @@ def theirs(name: str, text: str, images: list[bytes]) -> list[int]:
     target = loaded(name)[0]
     processor = usable(target.processor._processor, target.vlm.config)
     prompt = mlx_vlm.apply_chat_template(
-        processor, target.vlm.config, [asked(text, len(images))], num_images=len(images)
+        processor,
+        target.vlm.config,
+        [user_turn(text, len(images))],
+        num_images=len(images),
     )
     opened = [Image.open(io.BytesIO(data)) for data in images]
     answers = mlx_vlm.stream_generate(
@@ -149,7 +152,7 @@ def theirs(name: str, text: str, images: list[bytes]) -> list[int]:
 def test_a_text_is_that_of_mlx_vlm_at_every_size(name: str, size: str) -> None:
     """Right, wrong and random drafts, greedy and drawn."""
     images = pictures(name, size)
-    prompt = prompt_of(name, [asked("What is it?", len(images))], images)
+    prompt = prompt_of(name, [user_turn("What is it?", len(images))], images)
     plain = tokens(name, prompt)
     ended = theirs(name, "What is it?", images)
     assert plain[: len(ended)] == ended
@@ -167,11 +170,11 @@ def test_a_text_is_that_of_mlx_vlm_at_every_size(name: str, size: str) -> None:
 @pytest.mark.parametrize("name", QUICK)
 def test_two_images_of_different_sizes_write_what_mlx_vlm_writes(name: str) -> None:
     images = pictures(name, "two")
-    prompt = prompt_of(name, [asked("What is it?", 2)], images)
+    prompt = prompt_of(name, [user_turn("What is it?", 2)], images)
     expected = theirs(name, "What is it?", images)
     draft = TurningDrafter(prompt.tokens + expected, VOCAB)
     assert tokens(name, prompt, draft=draft, draft_length=3) == expected
-    other = prompt_of(name, [asked("What is it?", 2)], images[::-1])
+    other = prompt_of(name, [user_turn("What is it?", 2)], images[::-1])
     keys = [each.prefix_keys(loaded(name)[0].placeholder) for each in (prompt, other)]
     first = prompt.slots(loaded(name)[0].placeholder)[0][0]
     assert keys[0][: first + 1] != keys[1][: first + 1]
@@ -180,7 +183,9 @@ def test_two_images_of_different_sizes_write_what_mlx_vlm_writes(name: str) -> N
 @pytest.mark.parametrize("name", families())
 def test_requests_in_turns_with_images_of_different_sizes(name: str) -> None:
     sets = [pictures(name, size, seed=3) for size in ("tall", "two", "large")]
-    prompts = [prompt_of(name, [asked("What?", len(own))], own) for own in sets]
+    prompts = [
+        prompt_of(name, [user_turn("What?", len(images))], images) for images in sets
+    ]
     for sampling in (GREEDY, SAMPLED):
         alone = [tokens(name, each, sampling) for each in prompts]
         made = SpeculativeGenerator(*loaded(name), draft="lookup", draft_length=2)
@@ -194,7 +199,7 @@ def test_requests_in_turns_with_images_of_different_sizes(name: str) -> None:
 def test_a_second_turn_brings_an_image_of_another_size(name: str) -> None:
     """It shares what both turns have in common, and never a place of an image."""
     images = pictures(name, "wide", seed=5) + pictures(name, "small", seed=6)
-    first = prompt_of(name, [asked("What?", 1)], images[:1])
+    first = prompt_of(name, [user_turn("What?", 1)], images[:1])
     made = SpeculativeGenerator(
         *loaded(name),
         draft="lookup",
@@ -205,7 +210,7 @@ def test_a_second_turn_brings_an_image_of_another_size(name: str) -> None:
     assert result.tokens == tokens(name, first)
     answer = {"role": "assistant", "content": "A thing."}
     one = SERVED[name].one_image
-    turns = [asked("What?", 1), answer, asked("And that?", 0 if one else 1)]
+    turns = [user_turn("What?", 1), answer, user_turn("And that?", 0 if one else 1)]
     second = prompt_of(name, turns, images[:1] if one else images)
     for sampling in (GREEDY, SAMPLED):
         again = made.generate(second, **options(sampling))
@@ -230,7 +235,7 @@ def test_what_transformers_writes_of_a_processor_is_read(
     again = SpeculativeGenerator.from_pretrained(tmp_path, vision=vision)
     assert isinstance(again.model, VisionTarget)
     images = pictures(name, "two")
-    asking = [asked("What is it?", len(images))]
+    asking = [user_turn("What is it?", len(images))]
     result = again.generate(asking, images=images, **options())
     assert result.tokens == tokens(name, prompt_of(name, asking, images))
 
@@ -245,8 +250,8 @@ def test_a_request_logs_no_warning(name: str, caplog: pytest.LogCaptureFixture) 
     logger.addHandler(caplog.handler)
     try:
         for more in ({}, {"enable_thinking": False}):
-            target.image_prompt([asked("What?", 1)], pictures(name, "small"), more)
+            target.image_prompt([user_turn("What?", 1)], pictures(name, "small"), more)
     finally:
         logger.removeHandler(caplog.handler)
-    found = [each for each in caplog.records if each.levelno >= logging.WARNING]
-    assert [each.getMessage() for each in found] == []
+    warnings = [each for each in caplog.records if each.levelno >= logging.WARNING]
+    assert [each.getMessage() for each in warnings] == []

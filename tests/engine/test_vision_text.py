@@ -35,11 +35,11 @@ from support.models.vision_requests import (
     SAMPLED,
     TOKENS,
     TWO,
-    asked,
     generator,
     in_turns,
     options,
     plain_text,
+    request_of,
     target,
     text,
 )
@@ -109,7 +109,7 @@ def test_tokens_of_an_image_see_each_other_where_the_config_says_so(
     draft = TurningDrafter(prompt.tokens + drawn, VOCAB)
     assert text(both, made, SAMPLED, draft=draft, draft_length=3) == drawn
     alone = [text(both, each, GREEDY) for each in (prompt, prompt_with(name, NONE))]
-    plain = asked(prompt_with(name, NONE))
+    plain = request_of(prompt_with(name, NONE))
     streams = [shared.stream(each, **options()) for each in (prompt, plain)]
     assert in_turns(*streams) == alone
 
@@ -189,7 +189,7 @@ def test_an_error_of_the_tower_ends_one_stream_and_the_next_is_right() -> None:
 
 
 @pytest.mark.parametrize("name", others_slow([*SOME, "qwen3_vl", "smolvlm"], SOME))
-def test_a_second_turn_resumes_the_first_behind_its_images(name: str) -> None:
+def test_a_second_turn_resumes_the_first_after_its_images(name: str) -> None:
     model, first = target(name), prompt_with(name, TWO)
     prefixes = PrefixCache(1 << 28, every=8)
     made = generator(model, draft="lookup", draft_length=2, prefix_cache=prefixes)
@@ -205,7 +205,7 @@ def test_a_second_turn_resumes_the_first_behind_its_images(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", others_slow([*SOME, "pixtral"], SOME))
-def test_a_head_behind_images_drafts_warm_as_it_does_cold(
+def test_a_head_after_images_drafts_warm_as_it_does_cold(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of two images with the same ids are of two texts."""
@@ -253,7 +253,7 @@ def test_rows_of_a_batch_write_what_each_does_alone() -> None:
     model = target("qwen3_vl")
     prompts = [prompt_with("qwen3_vl", sizes) for sizes in (NONE, ONE, TWO)]
     made = generator(model, draft="lookup", draft_length=2)
-    results = made.generate_batch([asked(p) for p in prompts], **options())
+    results = made.generate_batch([request_of(p) for p in prompts], **options())
     alone = [plain_text("qwen3_vl", sizes) for sizes in (NONE, ONE, TWO)]
     assert [r.tokens for r in results] == alone
 

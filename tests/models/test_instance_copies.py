@@ -243,9 +243,9 @@ def test_a_class_that_somebody_derived_from_a_hooked_one_is_copied_as_it_is() ->
 
 def test_a_model_s_own_attributes_are_none_of_ours() -> None:
     module: Any = Plain()
-    module._hooks = module._held = None
+    module._hooks = module._owners = None
     owner = Hooked([(module, OBSERVED)])
     made = copy.deepcopy(module)
     owner.remove()
     for each in (module, made):
-        assert {"_hooks", "_held"} <= vars(each).keys()
+        assert {"_hooks", "_owners"} <= vars(each).keys()

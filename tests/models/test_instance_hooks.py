@@ -37,7 +37,7 @@ def saying(kind: type[nn.Module], name: str) -> type[nn.Module]:
     return derived(kind, {"__call__": call})
 
 
-def heard(module: nn.Module) -> list[str]:
+def active_hooks(module: nn.Module) -> list[str]:
     HEARD.clear()
     module(mx.zeros((1, 4)))
     return list(HEARD)
@@ -63,7 +63,10 @@ def test_the_class_follows_from_the_hooks_that_are_left(
     left = list(hooks)
     for index in leaving:
         ranks = {hook.rank for hook in left}
-        assert heard(norm) == [("inner", "outer")[rank] for rank in sorted(ranks)][::-1]
+        assert (
+            active_hooks(norm)
+            == [("inner", "outer")[rank] for rank in sorted(ranks)][::-1]
+        )
         owners[index].remove()
         owners[index].remove()
         left.remove(hooks[index])
@@ -76,9 +79,9 @@ def test_of_one_rank_the_first_hook_counts_until_its_last_owner_leaves() -> None
     norm = nn.RMSNorm(4)
     first = Hooked([(norm, INNER)])
     second = Hooked([(norm, Hook(0, saying, ("another",)))])
-    assert heard(norm) == ["inner"]
+    assert active_hooks(norm) == ["inner"]
     first.remove()
-    assert heard(norm) == ["inner"]
+    assert active_hooks(norm) == ["inner"]
     second.remove()
     assert type(norm) is nn.RMSNorm
 
@@ -105,12 +108,12 @@ def test_a_class_that_somebody_derived_from_a_hooked_one_stays() -> None:
 
 def in_a_round(module: nn.Module) -> list[str]:
     with rows_of_a_round():
-        return heard(module)
+        return active_hooks(module)
 
 
 def in_a_plain_step(module: nn.Module) -> list[str]:
     with plain_step(1):
-        return heard(module)
+        return active_hooks(module)
 
 
 def test_a_hook_of_rounds_is_on_from_a_round_to_the_next_plain_step() -> None:
@@ -120,7 +123,9 @@ def test_a_hook_of_rounds_is_on_from_a_round_to_the_next_plain_step() -> None:
     for _ in range(2):
         assert in_a_plain_step(norm) == []
         assert in_a_round(norm) == ["of a round"]
-        assert heard(norm) == ["of a round"]  # so it costs nothing where rounds follow
+        assert active_hooks(norm) == [
+            "of a round"
+        ]  # so it costs nothing where rounds follow
         assert in_a_round(norm) == ["of a round"]
     owner.remove()
     assert type(norm) is nn.RMSNorm
@@ -137,24 +142,24 @@ def test_other_hooks_come_and_leave_whether_those_of_rounds_are_on_or_off(
 ) -> None:
     norm = nn.RMSNorm(4)
 
-    def check(held: set[str]) -> None:
-        order = [each for each in ("outer", "inner", "of a round") if each in held]
+    def check(installed: set[str]) -> None:
+        order = [each for each in ("outer", "inner", "of a round") if each in installed]
         plain = [each for each in order if each != "of a round"]
-        assert heard(norm) == (order if before is in_a_round else plain)
+        assert active_hooks(norm) == (order if before is in_a_round else plain)
         assert in_a_plain_step(norm) == plain
         assert in_a_round(norm) == order
         before(norm)
 
     before(norm)
-    owners, held = [], set()
+    owners, installed = [], set()
     for hook in hooks:
         owners.append(Hooked([(norm, hook)]))
-        held |= set(hook.args)
-        check(held)
+        installed |= set(hook.args)
+        check(installed)
     for index in leaving:
         owners[index].remove()
-        held -= set(hooks[index].args)
-        check(held)
+        installed -= set(hooks[index].args)
+        check(installed)
     assert type(norm) is nn.RMSNorm
 
 
@@ -171,11 +176,11 @@ def test_a_plain_step_of_another_thread_leaves_a_round_its_hooks() -> None:
         with rows_of_a_round():
             plain_step()
         plain_step()  # the outer one is not built yet
-        assert heard(norm) == ["of a round"]
+        assert active_hooks(norm) == ["of a round"]
     with suppress(ZeroDivisionError), rows_of_a_round():
         raise ZeroDivisionError
     plain_step()
-    assert heard(norm) == []
+    assert active_hooks(norm) == []
     owner.remove()
 
 
@@ -197,7 +202,7 @@ def test_a_round_and_a_plain_step_leave_a_class_that_somebody_derived() -> None:
 
 
 @pytest.mark.parametrize("change", ["comes", "leaves", "turns on", "turns off"])
-def test_an_owner_that_is_collected_in_the_middle_of_a_change_leaves_behind_it(
+def test_an_owner_that_is_collected_in_the_middle_of_a_change_leaves_after_it(
     change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     norms = [nn.RMSNorm(4) for _ in range(3)]

@@ -84,14 +84,14 @@ def test_rounds_in_whole_steps_compute_what_native_rounds_do(
     for number in range(13):
         width = (4, 1, 7, 2, 3)[number % 5]
         tokens = mx.array([[(11 * number + 5 * i) % 256 for i in range(width)]])
-        found = []
+        logits = []
         for caches, steps in zip(lanes, (False, True), strict=True):
             with Speculation(caches, whole=True, key_steps=steps) as speculation:
-                found.append(model(tokens, cache=speculation.caches))
-                mx.eval(found[-1])
+                logits.append(model(tokens, cache=speculation.caches))
+                mx.eval(logits[-1])
                 speculation.commit(width)
             stepped += steps and width > 1
-        one, other = read(found)
+        one, other = read(logits)
         np.testing.assert_allclose(other, one, rtol=0, atol=2e-4)
     assert stepped
 
@@ -116,13 +116,13 @@ def test_a_batch_in_whole_steps_computes_what_a_native_one_does(name: str) -> No
             [(11 * number + 5 * i + row) % 256 for i in range(width)]
             for row in range(3)
         ]
-        found = []
+        logits = []
         for lane in lanes:
             with lane.begin(width) as lane_round:
-                found.append(lane_round.forward(mx.array(tokens)))
-                mx.eval(found[-1])
+                logits.append(lane_round.forward(mx.array(tokens)))
+                mx.eval(logits[-1])
                 lane_round.commit(keep)
-        one, other = read(found)
+        one, other = read(logits)
         np.testing.assert_allclose(other, one, rtol=0, atol=2e-4)
     hooks.remove()
 
@@ -236,9 +236,9 @@ def test_a_mask_of_one_row_ends_a_window_in_steps() -> None:
         (seen,) = speculation.caches
         for n in (2, 1):
             seen.make_mask(n)
-        for held in (4, 5):
+        for kept_rows in (4, 5):
             keys, _ = seen.update_and_fetch(rows[..., :1, :], rows[..., :1, :])
-            assert keys.shape[2] == held
+            assert keys.shape[2] == kept_rows
 
 
 def test_a_model_that_asks_for_no_mask_gets_the_native_rows() -> None:
@@ -251,9 +251,9 @@ def test_a_model_that_asks_for_no_mask_gets_the_native_rows() -> None:
         for n in (3, 1):
             speculation.caches[0].make_mask(n, False, None)
         one = rows[..., :1, :]
-        for held in (7, 8, 9):
+        for kept_rows in (7, 8, 9):
             keys, _ = speculation.caches[0].update_and_fetch(one, one)
-            assert keys.shape[2] == held
+            assert keys.shape[2] == kept_rows
 
 
 def test_nothing_changes_where_it_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,9 +43,11 @@ def source_text(touch: Touch) -> str:
     lines, tree = parsed(touch.module)
     node: Any = tree
     for part in touch.name.split("."):
-        found = [n for n in node.body if getattr(n, "name", None) == part]
-        assert found, f"{touch.module} has no {touch.name}: read {touch.used_by} again"
-        node = found[0]
+        definitions = [n for n in node.body if getattr(n, "name", None) == part]
+        assert definitions, (
+            f"{touch.module} has no {touch.name}: read {touch.used_by} again"
+        )
+        node = definitions[0]
     segment = lines[node.lineno - 1 : node.end_lineno]
     segment[-1] = segment[-1].encode()[: node.end_col_offset].decode()
     return "\n".join(segment)[node.col_offset :]

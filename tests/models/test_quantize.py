@@ -32,9 +32,9 @@ def test_weights_are_rounded_and_nothing_else_changes(bits: int) -> None:
         if "norm" in path:
             assert mx.array_equal(value, flat(before)[path])
     layer, old = model.layers[0].mlp.up_proj, before.layers[0].mlp.up_proj
-    held = mx.dequantize(layer.weight, layer.scales, layer.biases, 64, bits)
+    rounded = mx.dequantize(layer.weight, layer.scales, layer.biases, 64, bits)
     step = np.array(mx.abs(layer.scales)).max()
-    assert mx.abs(held - old.weight).max().item() <= step
+    assert mx.abs(rounded - old.weight).max().item() <= step
     # A scale and a bias in float32 for 64 numbers: one bit more for each.
     assert 0.9 < weight_bytes(before) / weight_bytes(model) * (bits + 1) / 32 <= 1
 

@@ -104,9 +104,11 @@ def test_rows_compute_what_they_do_in_a_batch_of_their_own_size(
         shown.add(places - len(seeds))
         if width > 1:
             assert places == row_size(len(seeds))
-        for leaf, own in zip(*(flat(lane.caches) for lane in lanes[::-1]), strict=True):
+        for leaf, exact_leaf in zip(
+            *(flat(lane.caches) for lane in lanes[::-1]), strict=True
+        ):
             if is_batch(leaf):
-                offsets, rows = leaf.offset.tolist(), own.offset.tolist()
+                offsets, rows = leaf.offset.tolist(), exact_leaf.offset.tolist()
                 assert [offsets[place] for place in lanes[1].stand] == rows
         order = data.draw(st.permutations(range(len(seeds))))
         stay = sorted(order[: data.draw(st.integers(0, len(seeds)))])
@@ -128,7 +130,7 @@ def test_nothing_is_left_of_rows_that_have_gone(name: str) -> None:
     """Once the size changes, bits are those of a batch that others have left."""
     model = build_tiny(MODELS[name])
     hooks = ModelHooks(model)
-    held, found = [], []
+    contents, logits = [], []
     for gone in (50, 60):
         lane = BatchLane(model, IN_SIZES)
         seeds = [1, 2, gone, 3, 4, gone + 1, 5]
@@ -138,15 +140,15 @@ def test_nothing_is_left_of_rows_that_have_gone(name: str) -> None:
         assert (lane.requests, lane.places) == (5, 6)
         seeds = [1, 2, 3, 4, 5]
         arrays = [read([array])[0] for array in arrays_in(lane.caches).values()]
-        found.append(play(lane, tokens_of(seeds, 2, 3), [1, 3, 2, 2, 1]))
-        held.append(
+        logits.append(play(lane, tokens_of(seeds, 2, 3), [1, 3, 2, 2, 1]))
+        contents.append(
             arrays + [read([array])[0] for array in arrays_in(lane.caches).values()]
         )
     hooks.remove()
-    assert held[0]
-    for one, other in zip(*held, strict=True):
+    assert contents[0]
+    for one, other in zip(*contents, strict=True):
         np.testing.assert_array_equal(one, other)
-    np.testing.assert_array_equal(*found)
+    np.testing.assert_array_equal(*logits)
 
 
 def test_copies_hold_less_than_half_as_much_again() -> None:
@@ -188,10 +190,10 @@ def test_a_shape_is_new_once() -> None:
     lane = BatchLane(model, IN_SIZES)
     seeds = list(range(5))
     lane.join([fed(model, 20, seed) for seed in seeds])
-    found = []
+    is_new = []
     for number, width in enumerate([1, 3, 3, 1, 2]):
         play(lane, tokens_of(seeds, number, width), 1 if width == 1 else [0] * 5)
-        found.append(lane.met_new_shapes())
+        is_new.append(lane.met_new_shapes())
     # The model is shown 23 columns, then 23, then those of the token that stayed too.
-    assert found == [False, True, False, False, True]
+    assert is_new == [False, True, False, False, True]
     assert not lane.met_new_shapes()

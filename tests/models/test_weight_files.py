@@ -50,10 +50,12 @@ def divide(folder: Path, *, index: bool = True) -> None:
     (folder / "model.safetensors").unlink()
     names = sorted(arrays)
     parts = {f"model-{n}.safetensors": names[n - 1 :: 2] for n in (1, 2)}
-    for file, held in parts.items():
-        save(folder / file, {each: arrays[each] for each in held})
+    for file, tensor_names in parts.items():
+        save(folder / file, {each: arrays[each] for each in tensor_names})
     if index:
-        weight_map = {each: file for file, held in parts.items() for each in held}
+        weight_map = {
+            each: file for file, tensor_names in parts.items() for each in tensor_names
+        }
         (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
 
 
@@ -333,7 +335,7 @@ def test_a_drafter_in_the_place_of_a_target_is_named(
         (folder / "tokenizer_config.json").write_text("{}")  # with a tokenizer too
 
 
-def test_a_drafter_that_claims_to_be_a_llama_is_told_by_its_tensors(
+def test_a_drafter_that_claims_to_be_a_llama_is_known_by_its_tensors(
     tmp_path: Path,
 ) -> None:
     folder = an_eagle_head(tmp_path)

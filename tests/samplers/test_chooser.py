@@ -53,7 +53,7 @@ def test_noise_depends_on_seed_position_and_id_alone(
 
 @given(
     width=st.sampled_from([3, 160, 4_200]),
-    asked=st.lists(
+    blocks=st.lists(
         st.tuples(st.integers(0, 200), st.integers(1, 5)), min_size=1, max_size=4
     ),
     scattered=st.lists(st.integers(0, 300), min_size=1, max_size=3),
@@ -61,12 +61,12 @@ def test_noise_depends_on_seed_position_and_id_alone(
 @settings(max_examples=25, deadline=None)
 @patch.object(noises, "BLOCK_VALUES", 2**12)  # 64 rows of 3 ids, 25 of 160, 1 of 4,200
 def test_noise_drawn_in_blocks_is_the_same_noise(
-    width: int, asked: list[tuple[int, int]], scattered: list[int]
+    width: int, blocks: list[tuple[int, int]], scattered: list[int]
 ) -> None:
     """Whatever was asked before, within a block, across two, and out of order."""
     key = stream_key(5, CHOICE)
     noise = GumbelNoise(key, width)
-    for positions in [*(range(a, a + n) for a, n in asked), scattered]:
+    for positions in [*(range(a, a + n) for a, n in blocks), scattered]:
         expected = gumbel(key, mx.array(list(positions)), width)
         assert mx.array_equal(noise.rows(positions), expected).item()
 
@@ -283,8 +283,8 @@ def test_the_mark_shows_a_nan_anywhere(width: int, dtype: mx.Dtype) -> None:
             logits = np.random.default_rng(place).normal(size=(count, width))
             logits[row, place] = np.nan
             logits[row, (place + 1) % width] = np.nan if width == 1 else np.inf
-            found = peaks(mx.array(logits, dtype=dtype))
-            assert mx.isnan(found).tolist() == [index == row for index in range(count)]
+            marks = peaks(mx.array(logits, dtype=dtype))
+            assert mx.isnan(marks).tolist() == [index == row for index in range(count)]
 
 
 def test_normalizers_make_log_probabilities() -> None:

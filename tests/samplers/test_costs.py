@@ -39,13 +39,13 @@ def test_noise_of_few_ids_is_drawn_for_those_alone(
 
 
 def test_a_growing_text_is_moved_seldom() -> None:
-    held, text = KnownTokens(), [0] * 100
-    buffers = [held._buffer]
+    tokens, text = KnownTokens(), [0] * 100
+    buffers = [tokens._buffer]
     for token in range(5_000):
         text.append(token)
-        held.since(text)
-        if held._buffer is not buffers[-1]:
-            buffers.append(held._buffer)
+        tokens.since(text)
+        if tokens._buffer is not buffers[-1]:
+            buffers.append(tokens._buffer)
     assert len(buffers) <= 6
 
 
@@ -54,17 +54,17 @@ class Counting(KnownTokens):
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked: list[int] = []
+        self.read_counts: list[int] = []
 
     def since(self, known: Sequence[int], begin: int = 0) -> Any:
-        found = super().since(known, begin)
-        self.asked.append(len(found))
-        return found
+        tokens = super().since(known, begin)
+        self.read_counts.append(len(tokens))
+        return tokens
 
 
 def test_a_window_reads_no_more_of_the_text_than_it_shows() -> None:
-    held = Counting()
+    counting = Counting()
     rows = Rows(list(range(1_000)), mx.array([1, 2, 3], mx.uint32), count=4)
-    rows.windows(20, held)
-    rows.windows(0, held)
-    assert held.asked == [20, 1_000]
+    rows.windows(20, counting)
+    rows.windows(0, counting)
+    assert counting.read_counts == [20, 1_000]

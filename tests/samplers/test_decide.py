@@ -35,7 +35,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 def requests(draw: st.DrawFn) -> tuple[list[Ask], int]:
     """Draw what some requests ask for, and the widest draft."""
     rules: list[Acceptance] = ["keyed", "keyed", "keyed", "rejection", "block"]
-    asked, width = [], draw(st.integers(0, 4))
+    rows, width = [], draw(st.integers(0, 4))
     for _ in range(draw(st.integers(1, 6))):
         ours = {**draw(st.sampled_from(OPTIONS)), "seed": draw(st.integers(0, 3))}
         chooser = Chooser(Sampling(**ours), VOCAB)
@@ -52,7 +52,7 @@ def requests(draw: st.DrawFn) -> tuple[list[Ask], int]:
             masks = st.lists(st.booleans(), min_size=VOCAB, max_size=VOCAB)
             allowed = mx.array([[True, *draw(masks)[1:]] for _ in range(count + 1)])
         keyed = verifier.shared is not None or verifier._rule is None
-        asked.append(
+        rows.append(
             Ask(
                 verifier,
                 Rows(known, tokens, count + 1, allowed=allowed),
@@ -61,13 +61,13 @@ def requests(draw: st.DrawFn) -> tuple[list[Ask], int]:
                 draw(st.sampled_from([None, None, 0, 3])),
             )
         )
-    return asked, width
+    return rows, width
 
 
 def logits_of(rows: int, width: int, key: int) -> mx.array:
     """Return logits in which tokens 1 and 2 are likely."""
-    found = mx.random.normal((rows, width + 1, VOCAB), key=mx.random.key(key))
-    return found + 2 * (mx.arange(VOCAB) % VOCAB < 3)
+    noise = mx.random.normal((rows, width + 1, VOCAB), key=mx.random.key(key))
+    return noise + 2 * (mx.arange(VOCAB) % VOCAB < 3)
 
 
 @settings(max_examples=60)
@@ -75,19 +75,19 @@ def logits_of(rows: int, width: int, key: int) -> mx.array:
 def test_requests_are_decided_as_each_alone(
     drawn: tuple[list[Ask], int], key: int
 ) -> None:
-    asked, width = drawn
-    logits = logits_of(len(asked), width, key)
-    padded = np.ones((len(asked), width), np.uint32)  # likely tokens
-    for row, one in enumerate(asked):
+    requests, width = drawn
+    logits = logits_of(len(requests), width, key)
+    padded = np.ones((len(requests), width), np.uint32)  # likely tokens
+    for row, one in enumerate(requests):
         if one.drafted is not None:
             padded[row, : len(one.drafted)] = np.array(one.drafted)
-    found = decide(asked, logits, mx.array(padded) if width else None)
-    assert not found.failed
+    decided_rows = decide(requests, logits, mx.array(padded) if width else None)
+    assert not decided_rows.failed
     seen = []
-    for decided in found.groups:
+    for decided in decided_rows.groups:
         wide = len(decided.verified.tokens) // len(decided.members)
         for place, index in enumerate(decided.members):
-            one, start = asked[index], place * wide
+            one, start = requests[index], place * wide
             alone = one.verifier.verify(
                 logits[index, : one.rows.count],
                 one.rows,
@@ -114,10 +114,10 @@ def test_requests_are_decided_as_each_alone(
                     )
                     same(ours[start:stop], theirs[: accepted + 1])
             seen.append(index)
-    assert sorted(seen) == list(range(len(asked)))
+    assert sorted(seen) == list(range(len(requests)))
     if width == 0:
-        first: Any = found.first_tokens().tolist()
-        for index, one in enumerate(asked):
+        first: Any = decided_rows.first_tokens().tolist()
+        for index, one in enumerate(requests):
             alone = one.verifier.verify(logits[index], one.rows)
             assert first[index] == alone.tokens.item()
 
@@ -125,16 +125,16 @@ def test_requests_are_decided_as_each_alone(
 @settings(max_examples=40)
 @given(drawn=requests(), key=st.integers(0, 1000))
 def test_requests_draft_as_each_alone(drawn: tuple[list[Ask], int], key: int) -> None:
-    asked = [
+    requests = [
         Ask(one.verifier, Rows(one.rows.known, one.rows.ahead)) for one in drawn[0]
     ]
-    logits = logits_of(len(asked), 0, key)[:, 0]
-    places = [one.rows.positions[0] for one in asked]
-    found = propose_all(asked, places, logits)
-    for index, one in enumerate(asked):
+    logits = logits_of(len(requests), 0, key)[:, 0]
+    places = [one.rows.positions[0] for one in requests]
+    proposed = propose_all(requests, places, logits)
+    for index, one in enumerate(requests):
         alone = one.verifier.propose(logits[index][None], one.rows)
-        assert found.tokens[index].item() == alone.tokens.item()
-        assert (index in found.probs) == (alone.probs is not None)
+        assert proposed.tokens[index].item() == alone.tokens.item()
+        assert (index in proposed.probs) == (alone.probs is not None)
 
 
 def test_a_processor_that_raises_is_the_fault_of_its_request() -> None:
@@ -143,17 +143,17 @@ def test_a_processor_that_raises_is_the_fault_of_its_request() -> None:
         raise KeyError("mine")
 
     ours = [Sampling(seed=1), Sampling(logits_processors=[raises], seed=1), Sampling()]
-    asked = [
+    requests = [
         Ask(Verifier(Chooser(one.with_seed(), VOCAB)), Rows([row, 1]))
         for row, one in enumerate(ours)
     ]
     logits = logits_of(3, 0, 5)
-    found = decide(asked, logits)
-    assert isinstance(found.failed.pop(1), KeyError)
-    found.failed[1] = KeyError()
+    decided = decide(requests, logits)
+    assert isinstance(decided.failed.pop(1), KeyError)
+    decided.failed[1] = KeyError()
     expected = mx.argmax(logits[:, 0], axis=-1).tolist()
-    assert found.first_tokens().tolist() == [expected[0], 0, expected[2]]  # type: ignore[index]
-    proposed = propose_all(asked, [2, 2, 2], logits[:, 0])
+    assert decided.first_tokens().tolist() == [expected[0], 0, expected[2]]  # type: ignore[index]
+    proposed = propose_all(requests, [2, 2, 2], logits[:, 0])
     assert [*proposed.failed] == [1]
     assert proposed.tokens.tolist() == [expected[0], 0, expected[2]]  # type: ignore[index]
 

@@ -70,7 +70,7 @@ def test_the_path_is_that_of_the_choices_after_each_prefix(
         [column in (0, *(1 + i for i in paths[row])) for column in range(nodes + 1)]
         for row in range(nodes + 1)
     ]
-    found = verify_tree(
+    result = verify_tree(
         verifier,
         logits,
         Rows(KNOWN, mx.zeros(levels, mx.uint32), levels + 1),
@@ -80,20 +80,20 @@ def test_the_path_is_that_of_the_choices_after_each_prefix(
         levels,
         top=top,
     )
-    accepted: Any = found.verified.accepted
+    accepted: Any = result.verified.accepted
     count = int(accepted.item())
-    texts: Any = found.verified.tokens.tolist()
-    taken: Any = found.path.tolist()
+    texts: Any = result.verified.tokens.tolist()
+    taken: Any = result.path.tolist()
     assert len(texts) == levels + 1
     assert count == len(path)
     assert taken[:count] == path
     assert texts[: count + 1] == [said[node + 1] for node in (-1, *path)]
     rows = [choices[node + 1] for node in (-1, *path)]
     for place, row in enumerate(rows if top else []):
-        assert found.verified.log_probs is not None
+        assert result.verified.log_probs is not None
         assert row.log_probs is not None
         for name in ("tokens", "top_ids", "top"):
-            one = getattr(found.verified.log_probs, name)[place]
+            one = getattr(result.verified.log_probs, name)[place]
             assert mx.allclose(one, getattr(row.log_probs, name)[0], atol=1e-5)
 
 
@@ -117,8 +117,8 @@ def test_the_first_child_is_what_a_chain_would_propose(
     for row in range(3):
         alone = verifier.propose(logits[row : row + 1], rows, ids)
         assert tokens[row, 0].item() == alone.tokens.item()
-        found: Any = tokens[row].tolist()
-        assert len({*found}) == count
+        row_tokens: Any = tokens[row].tolist()
+        assert len({*row_tokens}) == count
         likely: Any = values[row].tolist()
         assert likely == sorted(likely, reverse=True)
         assert float(mx.exp(values[row]).sum().item()) <= 1 + 1e-5  # type: ignore[arg-type]

@@ -97,7 +97,7 @@ def test_a_draw_is_repeated_and_its_distribution_is_named(
     key=st.integers(0, 999),
     k=st.integers(0, 4),
 )
-def test_rows_in_turn_decide_as_rows_at_once(
+def test_rows_one_by_one_decide_as_rows_at_once(
     options: dict[str, Any], acceptance: Acceptance, key: int, k: int
 ) -> None:
     verifier = verifier_of(options, acceptance)

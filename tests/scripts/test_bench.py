@@ -169,8 +169,8 @@ def test_a_text_that_is_not_plain_decodings_ends_the_run(bench: Bench) -> None:
     with pytest.raises(AssertionError, match="wrong: not the text of our plain"):
         compare(bench, [plain, theirs, wrong], [Job(PROMPT, 12)])
     foreign = replace(wrong, ours=False, draft="mlx-lm")
-    *_, found = compare(bench, [plain, theirs, foreign], [Job(PROMPT, 12)])
-    assert found.text == "wrong from token 5"
+    *_, last = compare(bench, [plain, theirs, foreign], [Job(PROMPT, 12)])
+    assert last.text == "wrong from token 5"
 
 
 def test_ratios_are_to_the_faster_plain_decoding() -> None:
@@ -237,8 +237,8 @@ def test_questions_are_grouped_as_spec_bench_does(tmp_path: Path) -> None:
         {"question_id": 84, "category": "rag", "group": "mine", "turns": ["e"]},
     ]
     file.write_text("\n".join(map(json.dumps, rows)) + "\n\n", "utf-8")
-    found = read_questions(file, None, 9)
-    turns = {group: [each.turns for each in one] for group, one in found.items()}
+    questions = read_questions(file, None, 9)
+    turns = {group: [each.turns for each in one] for group, one in questions.items()}
     assert turns == {
         "mt_bench": [("a", "b"), ("c",)],
         "math_reasoning": [("d",)],
@@ -261,7 +261,7 @@ def test_a_line_that_is_no_question_is_named(tmp_path: Path, line: str) -> None:
         read_questions(file, None, 1)
 
 
-def test_a_later_turn_is_asked_behind_the_answers(bench: Bench) -> None:
+def test_a_later_turn_is_asked_after_the_answers(bench: Bench) -> None:
     tokenizer: Any = bench.tokenizer
     question = Question("qa", "1", ("one", "two", "three"))
     assert not tokenizer.has_chat_template
@@ -276,7 +276,7 @@ def test_a_later_turn_is_asked_behind_the_answers(bench: Bench) -> None:
     assert tokenizer.decode(raw) == "one"
 
 
-def test_jobs_ask_later_turns_behind_what_plain_decoding_answers(bench: Bench) -> None:
+def test_jobs_ask_later_turns_after_what_plain_decoding_answers(bench: Bench) -> None:
     questions = [Question("qa", "1", ("one", "two")), Question("qa", "2", ("three",))]
     jobs = [*jobs_of(bench, questions, tokens=6, temperature=0.0, seed=4)]
     answer = bench.plain.generate(jobs[0].prompt, max_tokens=6).text
@@ -338,10 +338,10 @@ def test_steady_forwards_are_fed_their_own_choices_and_leave_no_rows(
     assert forwards.steady_seconds(watched, 3, 4, iter(range(9)).__next__) > 0
     assert position(caches) == 3
     assert len(fed) == 6
-    for tokens, following in pairwise(fed):
+    for tokens, next_tokens in pairwise(fed):
         fresh = make_prompt_cache(model)
         logits = model(mx.array([[7, 8, 9, *tokens]]), cache=fresh)
-        assert following == [int(logits[0, -1].argmax().item())] * 3
+        assert next_tokens == [int(logits[0, -1].argmax().item())] * 3
 
 
 @pytest.mark.parametrize("drafts", [False, True])

@@ -67,15 +67,15 @@ def test_the_last_does_not_run_after_a_failure_beside_it() -> None:
     assert done.returncode == 3
     *said, last = done.stdout.splitlines()
     assert said == ["one", "no"]
-    found = r"stages: one \d+ s, bad \d+ s \(failed with status 3\)"
-    assert re.fullmatch(found, last), last
+    pattern = r"stages: one \d+ s, bad \d+ s \(failed with status 3\)"
+    assert re.fullmatch(pattern, last), last
 
 
 def test_a_failure_ends_what_runs_beside_it(tmp_path: Path) -> None:
-    file, begun = tmp_path / "id", time.monotonic()
+    file, start = tmp_path / "id", time.monotonic()
     beside = f"slow&: echo $$ > {file}; exec sleep 60"
     done = run(beside, f"bad: until [ -s {file} ]; do :; done; exit 4", "last: echo no")
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - start < 30
     assert done.returncode == 4
     with pytest.raises(ProcessLookupError):
         os.kill(int(file.read_text()), 0)

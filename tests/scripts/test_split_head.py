@@ -34,12 +34,12 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "split_head.py"
 
 def stored(*files: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     """Return dtype, shape and bytes of all tensors in some files."""
-    found = {}
+    parts = {}
     for file in files:
         whole = file.read_bytes()
         for name, place in places_in(file).items():
-            found[name] = place.dtype, place.shape, whole[place.begin : place.end]
-    return found
+            parts[name] = place.dtype, place.shape, whole[place.begin : place.end]
+    return parts
 
 
 @pytest.mark.parametrize("name", others_slow(LAYOUTS, EACH_KIND))

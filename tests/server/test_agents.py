@@ -59,8 +59,8 @@ def run(*command: str | Path, seconds: float = 300, **options: Any) -> Any:
 def npm(package: str, program: str) -> Path:
     """Return a program of npm's, installed once; skip where it cannot be had."""
     folder = FOLDER / package.strip("@").replace("/", "-")
-    found = folder / "node_modules" / ".bin" / program
-    if not found.exists():
+    executable = folder / "node_modules" / ".bin" / program
+    if not executable.exists():
         if shutil.which("npm") is None:
             pytest.skip("npm is not installed")
         folder.mkdir(parents=True, exist_ok=True)
@@ -69,20 +69,20 @@ def npm(package: str, program: str) -> Path:
             run("node", script)
         if done.returncode:
             pytest.skip(f"npm cannot install {package}: {done.stderr[-300:]}")
-    return found
+    return executable
 
 
 @cache
 def aider() -> Path:
     """Return aider's program, in an environment of its own."""
-    found = FOLDER / "aider" / "bin" / "aider"
-    if not found.exists():
+    executable = FOLDER / "aider" / "bin" / "aider"
+    if not executable.exists():
         run(sys.executable, "-m", "venv", FOLDER / "aider")
         pip = FOLDER / "aider" / "bin" / "pip"
         done = run(pip, "install", "-q", AIDER, seconds=900)
         if done.returncode:
             pytest.skip(f"pip cannot install {AIDER}: {done.stderr[-300:]}")
-    return found
+    return executable
 
 
 def sample(lines: str) -> str:
@@ -95,12 +95,12 @@ class Session:
 
     Attributes:
         steps: makes what the model says in each turn, of the file and the tools' names.
-        asked: how many tool results each request had, and how many tools.
+        requests: how many tool results each request had, and how many tools.
     """
 
     steps: Callable[[Path, Sequence[str]], list[str]]
     work: Path
-    asked: list[tuple[int, int]] = field(default_factory=list)
+    requests: list[tuple[int, int]] = field(default_factory=list)
 
     def script(self, request: GenerationRequest) -> str:
         """Say what the model says."""
@@ -108,7 +108,7 @@ class Session:
         assert chat is not None
         names = [tool["function"]["name"] for tool in chat.tools]
         results = sum(message["role"] == "tool" for message in chat.messages)
-        self.asked.append((results, len(names)))
+        self.requests.append((results, len(names)))
         if not names:  # a title
             return '{"title": "Fix add"}' if request.schema else "Fix add"
         steps = self.steps(self.work / "a.py", names)
@@ -235,9 +235,9 @@ def test_the_commands_that_serve_prints_connect_an_agent(
 
 
 def environment(work: Path, home: Path) -> dict[str, str]:
-    own = {"HOME": str(home), "PWD": str(work)}
+    private = {"HOME": str(home), "PWD": str(work)}
     kept = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
-    return {**kept, **own}
+    return {**kept, **private}
 
 
 AGENTS: dict[str, tuple[Any, Any]] = {
@@ -266,7 +266,7 @@ def test_an_agent_reads_edits_runs_and_ends(
         assert done.returncode == 0, (done.stdout[-2000:], done.stderr[-2000:])
         assert (work / "a.py").read_text() == AFTER
         assert END in done.stdout
-        assert [r for r, tools in session.asked if tools] == [0, 1, 2, 3]
+        assert [r for r, tools in session.requests if tools] == [0, 1, 2, 3]
         said.append(done.stdout.replace(str(work), "WORK"))
     assert said[0] == said[1]
 
@@ -281,8 +281,8 @@ def test_aider_edits_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     def script(request: GenerationRequest) -> str:
         assert request.chat is not None
-        asked = str(request.chat.messages[0]["content"])
-        return edit if "SEARCH" in asked else whole
+        content = str(request.chat.messages[0]["content"])
+        return edit if "SEARCH" in content else whole
 
     options = (
         *("--model", "openai/local", "--no-show-model-warnings", "--no-git"),

@@ -130,31 +130,31 @@ def make(prefixes: PrefixCache | None) -> SpeculativeGenerator:
     )
 
 
-def ask(server: Listening, asked: Asked) -> Answer | None:
+def ask(server: Listening, question: Asked) -> Answer | None:
     """Send a request; None: its client has left."""
-    if not asked.leaves:
-        return post(server, asked.body, path=asked.path)
+    if not question.leaves:
+        return post(server, question.body, path=question.path)
     with connect(server) as connection:
-        connection.sendall(packet(asked.body, path=asked.path))
-        if asked.stream:
+        connection.sendall(packet(question.body, path=question.path))
+        if question.stream:
             connection.recv(200)
     return None
 
 
-def text_of(answer: Answer, asked: Asked) -> str:
+def text_of(answer: Answer, question: Asked) -> str:
     """Return the text of an answer, however it has come."""
     assert answer.status == 200, answer.body[:300]
-    if not asked.stream:
-        return _whole(answer.json, asked.path)
+    if not question.stream:
+        return _whole(answer.json, question.path)
     lines = answer.body.decode().split("\n")
     data = [line[6:] for line in lines if line.startswith("data: ")]
     events = [json.loads(each) for each in data if each != "[DONE]"]
     assert "error" not in str([each.get("type") for each in events])
-    if asked.path == "/v1/messages":
+    if question.path == "/v1/messages":
         assert events[-1]["type"] == "message_stop"
         deltas = [each.get("delta", {}) for each in events]
         return "".join(each.get("text", "") for each in deltas)
-    if asked.path == "/v1/responses":
+    if question.path == "/v1/responses":
         assert events[-1]["type"] in ("response.completed", "response.incomplete")
         return "".join(
             each["delta"] for each in events if each["type"].endswith("text.delta")
@@ -176,19 +176,22 @@ def _whole(body: Any, path: str) -> str:
     return str(choice["text"] if "text" in choice else choice["message"]["content"])
 
 
-def check(answer: Answer, asked: Asked) -> int:
+def check(answer: Answer, question: Asked) -> int:
     """Assert that a text is that of its prompt; return 1 for a near-tie."""
-    known = expected(asked.rendered, asked.constrained)
-    text = text_of(answer, asked)
-    if asked.constrained:
+    known = expected(question.rendered, question.constrained)
+    text = text_of(answer, question)
+    if question.constrained:
         assert json.loads(text)["a"] in ("x", "yy")
     if text == known.text or not known.text.strip():
         return 0
-    own = plain()
+    plain_generator = plain()
     chooser = Chooser(Sampling(), 256)
-    ids, tokens = own.encode(text), own.encode(asked.rendered)
+    ids, tokens = (
+        plain_generator.encode(text),
+        plain_generator.encode(question.rendered),
+    )
     same: Any = assert_same_up_to_ties
-    model: Any = own.model
+    model: Any = plain_generator.model
     assert same(model, chooser, tokens, known.tokens, ids, width=5) is not None
     return 1
 

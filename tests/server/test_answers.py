@@ -143,13 +143,15 @@ def test_usage_says_what_was_drafted_and_accepted(client: openai.OpenAI) -> None
     assert usage is not None
     assert usage.prompt_tokens == len(PROMPT)
     assert usage.total_tokens == len(PROMPT) + 16
-    own = usage.model_extra["speculative"]
+    counts = usage.model_extra["speculative"]
     details = usage.completion_tokens_details
     assert details is not None
-    assert details.accepted_prediction_tokens == own["accepted"] > 0
-    assert details.rejected_prediction_tokens == own["drafted"] - own["accepted"] > 0
-    assert own["draft"] == "near"
-    assert 0 < own["acceptance_rate"] < 1
+    assert details.accepted_prediction_tokens == counts["accepted"] > 0
+    assert (
+        details.rejected_prediction_tokens == counts["drafted"] - counts["accepted"] > 0
+    )
+    assert counts["draft"] == "near"
+    assert 0 < counts["acceptance_rate"] < 1
 
 
 def test_usage_of_auto_names_what_has_drafted(plain: SpeculativeGenerator) -> None:
@@ -199,9 +201,9 @@ def test_a_request_chooses_what_drafts_and_its_text_stays(
     request = {**DRAWN, "extra_body": {"speculative": speculative}}
     answer = client.completions.create(**request)
     assert answer.choices[0].text == expected(plain).text
-    own = answer.usage.model_extra["speculative"]
-    assert own["draft"] == draft
-    places = len(own["accepted_per_position"])
+    counts = answer.usage.model_extra["speculative"]
+    assert counts["draft"] == draft
+    places = len(counts["accepted_per_position"])
     assert places == drafts or (draft == "lookup" and places <= drafts)
 
 
@@ -230,8 +232,8 @@ def test_a_number_of_drafts_is_mlx_lms_and_most_of_them_ours(
     ):
         answer = client.completions.create(**{**DRAWN, "extra_body": body})
         assert answer.choices[0].text == expected(plain).text
-        own = answer.usage.model_extra["speculative"]
-        assert len(own["accepted_per_position"]) == drafts
+        counts = answer.usage.model_extra["speculative"]
+        assert len(counts["accepted_per_position"]) == drafts
 
 
 def test_log_probabilities_are_those_of_the_library(
@@ -239,13 +241,13 @@ def test_log_probabilities_are_those_of_the_library(
 ) -> None:
     known = expected(plain, logprobs=2)
     answer = client.completions.create(**DRAWN, logprobs=2)
-    found: Any = answer.choices[0].logprobs
-    assert "".join(found.tokens) == known.text
-    assert found.token_ids == known.tokens
-    assert found.text_offset == list(range(16))
+    logprobs: Any = answer.choices[0].logprobs
+    assert "".join(logprobs.tokens) == known.text
+    assert logprobs.token_ids == known.tokens
+    assert logprobs.text_offset == list(range(16))
     assert known.logprobs is not None
     for value, top, one in zip(
-        found.token_logprobs, found.top_logprobs, known.logprobs, strict=True
+        logprobs.token_logprobs, logprobs.top_logprobs, known.logprobs, strict=True
     ):
         assert value == pytest.approx(one.value, abs=1e-4)
         ids = {letters(text)[0]: value for text, value in top.items()}
@@ -364,7 +366,7 @@ def test_a_stream_of_a_chat_reports_every_token_once(client: openai.OpenAI) -> N
     parts = list(client.chat.completions.create(**request, stream=True))
     assert whole.choices[0].logprobs is not None
     known = whole.choices[0].logprobs.content
-    found = [
+    reported = [
         token
         for part in parts
         if part.choices[0].logprobs
@@ -372,7 +374,7 @@ def test_a_stream_of_a_chat_reports_every_token_once(client: openai.OpenAI) -> N
     ]
     assert known is not None
     assert len(known) == 16
-    assert [token.token for token in found] == [token.token for token in known]
+    assert [token.token for token in reported] == [token.token for token in known]
     assert "".join(token.token for token in known) == whole.choices[0].message.content
     assert known[0].bytes == list(known[0].token.encode())
     assert [token.top_logprobs[0].logprob for token in known] == pytest.approx(
@@ -414,14 +416,14 @@ def test_metrics_have_the_names_of_vllm(client: openai.OpenAI, server: Server) -
     before = _metrics(server)
     answer = client.completions.create(**DRAWN)
     after = _metrics(server)
-    own = answer.usage.model_extra["speculative"]
+    counts = answer.usage.model_extra["speculative"]
     grown = {
         "vllm:prompt_tokens_total": len(PROMPT),
         "vllm:generation_tokens_total": 16,
-        "vllm:spec_decode_num_drafts_total": own["drafts"],
-        "vllm:spec_decode_num_draft_tokens_total": own["drafted"],
-        "vllm:spec_decode_num_accepted_tokens_total": own["accepted"],
-        "vllm:spec_decode_num_accepted_tokens_per_pos_total": own["accepted"],
+        "vllm:spec_decode_num_drafts_total": counts["drafts"],
+        "vllm:spec_decode_num_draft_tokens_total": counts["drafted"],
+        "vllm:spec_decode_num_accepted_tokens_total": counts["accepted"],
+        "vllm:spec_decode_num_accepted_tokens_per_pos_total": counts["accepted"],
         "vllm:request_success_total": 1,
         "vllm:time_to_first_token_seconds_count": 1,
         "vllm:e2e_request_latency_seconds_count": 1,
@@ -437,12 +439,12 @@ def _metrics(server: Server) -> dict[str, float]:
     page = get(server, "/metrics")
     assert page.status == 200
     assert page.headers["content-type"].startswith("text/plain")
-    found: dict[str, float] = {}
+    sums: dict[str, float] = {}
     for family in text_string_to_metric_families(page.body.decode()):
         for sample in family.samples:
             assert sample.labels["model_name"] == NAME
-            found[sample.name] = found.get(sample.name, 0) + sample.value
-    return found
+            sums[sample.name] = sums.get(sample.name, 0) + sample.value
+    return sums
 
 
 def test_the_raw_answer_is_one_json_object(server: Server) -> None:
@@ -492,12 +494,12 @@ def test_caches_can_be_smaller_than_the_text(name: str, kv: KvLimits) -> None:
     def make(prefixes: PrefixCache | None) -> SpeculativeGenerator:
         return SpeculativeGenerator(target, wrapped_letters(), draft="lookup")
 
-    asked = {**DRAWN, "max_tokens": 40}
+    request = {**DRAWN, "max_tokens": 40}
     with (
         serving(make, draft="lookup", kv=kv) as server,
         client_of(server) as client,
     ):
-        text = client.completions.create(**asked).choices[0].text
+        text = client.completions.create(**request).choices[0].text
     generator = SpeculativeGenerator(target, wrapped_letters())
     caches, quantization = limited(target, 100, **kv.limits())
     result = generator.generate(
@@ -552,13 +554,13 @@ def test_several_texts_are_those_of_requests_of_their_own(
 
 
 def test_several_texts_are_counted_together(client: openai.OpenAI) -> None:
-    asked = {**DRAWN, "prompt": [PROMPT, OTHER], "n": 3, "max_tokens": 8}
-    usage = client.completions.create(**asked).usage
+    request = {**DRAWN, "prompt": [PROMPT, OTHER], "n": 3, "max_tokens": 8}
+    usage = client.completions.create(**request).usage
     counted: dict[str, Any] = {
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    pieces = list(client.completions.create(**asked, **counted))
+    pieces = list(client.completions.create(**request, **counted))
     assert [piece.usage for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
     for each in (usage, pieces[-1].usage):
         assert each is not None
@@ -566,11 +568,11 @@ def test_several_texts_are_counted_together(client: openai.OpenAI) -> None:
         assert each.completion_tokens == 48
         assert each.total_tokens == each.prompt_tokens + 48
         assert each.prompt_tokens_details.cached_tokens <= each.prompt_tokens
-        own = each.model_extra["speculative"]
-        assert 0 < own["rounds"] <= 48
-        assert own["acceptance_rate"] == own["accepted"] / own["drafted"]
-        summed = sum(own["accepted_per_position"]) * own["drafts"]
-        assert summed == pytest.approx(own["accepted"])
+        counts = each.model_extra["speculative"]
+        assert 0 < counts["rounds"] <= 48
+        assert counts["acceptance_rate"] == counts["accepted"] / counts["drafted"]
+        summed = sum(counts["accepted_per_position"]) * counts["drafts"]
+        assert summed == pytest.approx(counts["accepted"])
 
 
 def test_a_chat_of_several_answers_through_the_real_client() -> None:
@@ -601,14 +603,14 @@ def test_an_error_of_one_text_is_that_of_the_request(client: openai.OpenAI) -> N
 
 
 def test_a_prediction_of_the_text_is_accepted_without_a_draft() -> None:
-    asked: dict[str, Any] = {"model": NAME, "max_tokens": 24, "temperature": 0}
-    asked["messages"] = [{"role": "user", "content": PROMPT}]
+    request: dict[str, Any] = {"model": NAME, "max_tokens": 24, "temperature": 0}
+    request["messages"] = [{"role": "user", "content": PROMPT}]
     made = make_tiny(draft=None, draft_length=None)
     with serving(made, draft=None) as server, client_of(server) as client:
-        plain = client.chat.completions.create(**asked)
+        plain = client.chat.completions.create(**request)
         text = plain.choices[0].message.content
         predicted: Any = {"type": "content", "content": text}
-        again = client.chat.completions.create(**asked, prediction=predicted)
+        again = client.chat.completions.create(**request, prediction=predicted)
     assert again.choices[0].message.content == text
     answers: list[Any] = [plain, again]
     counts = [each.usage.completion_tokens_details for each in answers]

@@ -524,8 +524,8 @@ def script(request: GenerationRequest) -> str | None:
         return None
     if request.chat is None:
         return "Text."
-    asked = str(request.chat.messages[-1]["content"]).split("\n")[-1]
-    return SAID.get(asked, "Hello.")
+    question = str(request.chat.messages[-1]["content"]).split("\n")[-1]
+    return SAID.get(question, "Hello.")
 
 
 @pytest.fixture(name="server", scope="module")

@@ -23,7 +23,7 @@ PLAIN = "def add(first, second):\n    return"
 
 def body(number: int, *, schema: bool) -> dict[str, Any]:
     """Return a request; its schema is its own, and longer than its text may be."""
-    asked: dict[str, Any] = {
+    result: dict[str, Any] = {
         "messages": [{"role": "user", "content": f"{PLAIN} {number}"}],
         "max_tokens": TOKENS,
         "logit_bias": {"0": -100},  # the end of the text
@@ -39,8 +39,8 @@ def body(number: int, *, schema: bool) -> dict[str, Any]:
             "additionalProperties": False,
         }
         form = {"name": "lists", "schema": described}
-        asked["response_format"] = {"type": "json_schema", "json_schema": form}
-    return asked
+        result["response_format"] = {"type": "json_schema", "json_schema": form}
+    return result
 
 
 def make(prefixes: PrefixCache | None) -> SpeculativeGenerator:
@@ -58,11 +58,11 @@ def forwards(server: Server, bodies: list[dict[str, Any]]) -> int:
     with ThreadPoolExecutor(len(bodies)) as clients:
         ask = partial(post, server, path="/v1/chat/completions")
         answers = list(clients.map(ask, bodies))
-    for asked, answer in zip(bodies, answers, strict=True):
+    for request, answer in zip(bodies, answers, strict=True):
         assert answer.status == 200, answer.body[:300]
         assert answer.json["usage"]["completion_tokens"] == TOKENS
         text = answer.json["choices"][0]["message"]["content"]
-        assert text.startswith('{"list') == ("response_format" in asked)
+        assert text.startswith('{"list') == ("response_format" in request)
     assert not stats.alone
     return stats.forwards - before
 

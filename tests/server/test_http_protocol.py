@@ -87,9 +87,9 @@ def test_a_body_is_refused_by_its_length_and_the_answer_is_read(
     exchange(listener, packet(b"x" * 4097, path="/")).refused(413)
     chunked = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
     exchange(listener, chunked).refused(411)
-    asked = urllib.request.Request(f"{listener.url}/", b" " * 30_000_000)
+    request = urllib.request.Request(f"{listener.url}/", b" " * 30_000_000)
     with pytest.raises(urllib.error.HTTPError) as caught:
-        urllib.request.urlopen(asked, timeout=20)
+        urllib.request.urlopen(request, timeout=20)
     with caught.value as answer:
         assert (answer.code, json.load(answer)["error"]["code"]) == (
             413,
@@ -161,7 +161,7 @@ def test_connections_are_counted(listener: Listener) -> None:
     assert get(listener, "/").status == 200
 
 
-def test_bodies_and_heads_that_end_early_are_told(listener: Listener) -> None:
+def test_bodies_and_heads_that_end_early_are_refused(listener: Listener) -> None:
     whole = packet({"a": 1}, path="/")
     assert "ends" in exchange(listener, whole[:-2], close=True).refused(400)["message"]
     assert "ends" in exchange(listener, whole[:9], close=True).refused(400)["message"]

@@ -32,8 +32,8 @@ def body(*urls: str, **more: Any) -> dict[str, Any]:
     return {"model": NAME, "messages": [message(*urls)], "max_tokens": 8, **more}
 
 
-def post(server: Listening, asked: Any) -> Answer:
-    return servers.post(server, asked, path="/v1/chat/completions")
+def post(server: Listening, request: Any) -> Answer:
+    return servers.post(server, request, path="/v1/chat/completions")
 
 
 @pytest.fixture(scope="module")
@@ -44,17 +44,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def allowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with an image, and links that lead out of it and nowhere."""
-    own = tmp_path_factory.mktemp("allowed")
+    inside = tmp_path_factory.mktemp("allowed")
     beside = tmp_path_factory.mktemp("beside")
-    (own / "in ner").mkdir()
-    (own / "in ner" / "a.png").write_bytes(PICTURES[0])
+    (inside / "in ner").mkdir()
+    (inside / "in ner" / "a.png").write_bytes(PICTURES[0])
     (beside / "b.png").write_bytes(PICTURES[0])
-    (own / "out.png").symlink_to(beside / "b.png")
-    (own / "to").symlink_to(beside)
-    (own / "loop").symlink_to(own / "loop")
-    (own / "text.png").write_text("no image")
-    os.mkfifo(own / "pipe.png")
-    return own
+    (inside / "out.png").symlink_to(beside / "b.png")
+    (inside / "to").symlink_to(beside)
+    (inside / "loop").symlink_to(inside / "loop")
+    (inside / "text.png").write_text("no image")
+    os.mkfifo(inside / "pipe.png")
+    return inside
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +79,8 @@ def server(folder: Path, allowed: Path) -> Iterator[Server]:
 def expected(folder: Path, *images: bytes) -> str:
     plain = SpeculativeGenerator.from_pretrained(folder, vision=True)
     parts = [{"type": "image"}] * len(images)
-    asked = {"role": "user", "content": [*parts, {"type": "text", "text": "And?"}]}
-    return plain.generate([asked], images=images, max_tokens=8).text
+    turn = {"role": "user", "content": [*parts, {"type": "text", "text": "And?"}]}
+    return plain.generate([turn], images=images, max_tokens=8).text
 
 
 @WITHOUT_MLX_VLM
@@ -91,8 +91,8 @@ def test_a_chat_with_images_is_the_text_of_the_library(
     images = PICTURES[:count]
     with client_of(server) as client:
         for stream in (False, True):
-            asked: Any = body(*map(url, images), stream=stream)
-            answer: Any = client.chat.completions.create(**asked)
+            request: Any = body(*map(url, images), stream=stream)
+            answer: Any = client.chat.completions.create(**request)
             if stream:
                 deltas = [chunk.choices[0].delta.content for chunk in answer]
                 text = "".join(delta or "" for delta in deltas)
@@ -167,8 +167,8 @@ def test_parts_of_other_kinds_and_too_many_images_are_refused(server: Server) ->
         "text",
         None,
     ):
-        asked = body(messages=[{"role": "user", "content": [part]}])
-        post(server, asked).refused(400)
+        request = body(messages=[{"role": "user", "content": [part]}])
+        post(server, request).refused(400)
     assert post(server, body(url(PICTURES[0]))).status == 200
 
 
@@ -208,7 +208,7 @@ def test_images_by_messages_and_responses_are_those_of_a_chat(
 
 
 @WITHOUT_MLX_VLM
-def test_an_image_that_a_tool_returns_stands_behind_the_results(
+def test_an_image_that_a_tool_returns_stands_after_the_results(
     server: Server,
 ) -> None:
     data = base64.b64encode(PICTURES[0]).decode()
@@ -221,8 +221,8 @@ def test_an_image_that_a_tool_returns_stands_behind_the_results(
         {"role": "assistant", "content": [call]},
         {"role": "user", "content": [result]},
     ]
-    asked = {"messages": turns, "max_tokens": 8}
-    by_messages = text_of(servers.post(server, asked, path="/v1/messages"))
+    request = {"messages": turns, "max_tokens": 8}
+    by_messages = text_of(servers.post(server, request, path="/v1/messages"))
     image = [{"type": "input_image", "image_url": url(PICTURES[0])}]
     items = [
         {"role": "user", "content": "Look."},

@@ -106,8 +106,8 @@ def test_what_the_model_is_made_for_is_not_left(model_len: int, longest: int) ->
             f"prompt is too long: {longest} tokens > {longest - 1} maximum. Shorten "
             "it, or start the server with a larger --max-model-len."
         )
-        asked = {**SHORT, "prompt": "A" * (longest - 3), "max_tokens": 50}
-        answer = json.loads(post(server, asked).body)
+        request = {**SHORT, "prompt": "A" * (longest - 3), "max_tokens": 50}
+        answer = json.loads(post(server, request).body)
         assert answer["usage"]["completion_tokens"] == 3
         assert answer["choices"][0]["finish_reason"] == "length"
 
@@ -127,8 +127,8 @@ def test_no_limit_goes_past_a_table_of_positions(name: str, model_len: int) -> N
             "table of 24 positions."
         )
         for stops in ([], ["QQ"]):
-            asked = {**SHORT, "prompt": "THE" * 7, "max_tokens": 50, "stop": stops}
-            answer = json.loads(post(server, asked).body)
+            request = {**SHORT, "prompt": "THE" * 7, "max_tokens": 50, "stop": stops}
+            answer = json.loads(post(server, request).body)
             assert answer["usage"]["completion_tokens"] == 3
             assert answer["choices"][0]["finish_reason"] == "length"
 
@@ -150,10 +150,10 @@ def test_what_is_too_much_names_the_option_that_allows_more(server: Server) -> N
 
 def test_a_request_that_does_not_arrive_is_given_up(server: Server) -> None:
     started = time.monotonic()
-    begun = packet(b" " * 99)[:-99]
+    partial = packet(b" " * 99)[:-99]
     with connect(server) as silent, connect(server) as cut, connect(server) as drips:
         cut.sendall(b"POST /v1/completions HTTP/1.1\r\nContent-Le")
-        drips.sendall(begun)
+        drips.sendall(partial)
         for _ in range(300):  # each comes within the time, all together do not
             drips.sendall(b" ")
             if select.select([drips], [], [], 0.05)[0]:
@@ -346,13 +346,13 @@ def test_nothing_is_held_when_requests_have_ended() -> None:
         prefixes.clear()
         gc.collect()
         until(lambda: server.worker.taken == 0)
-        held = mx.get_active_memory()
+        memory_before = mx.get_active_memory()
         for seed in range(3):
             body = {**SHORT, "max_tokens": 20, "seed": seed, "temperature": 1}
             assert post(server, body).status == 200
         prefixes.clear()
         gc.collect()  # the nodes of a cleared prefix cache know each other
-        until(lambda: mx.get_active_memory() <= held + 4096)
+        until(lambda: mx.get_active_memory() <= memory_before + 4096)
         assert rows_held(server.worker) == 0
 
 
@@ -471,18 +471,18 @@ def test_an_engine_has_ended_when_the_thread_of_the_system_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A process that ended before aborted, 1 time in 8 after a refusal."""
-    asked: list[str] = []
+    paths: list[str] = []
 
     class Task:
         def __init__(self, path: str) -> None:
             self.path = path
 
         def exists(self) -> bool:
-            asked.append(self.path)
-            return len(asked) < 3
+            paths.append(self.path)
+            return len(paths) < 3
 
     monkeypatch.setattr(engine_thread, "Path", Task)
     with serving() as server:
         thread = server.worker._thread
         server.stop()
-    assert asked == [f"/proc/self/task/{thread.native_id}"] * 3
+    assert paths == [f"/proc/self/task/{thread.native_id}"] * 3

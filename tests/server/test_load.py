@@ -102,14 +102,14 @@ def asks(count: int, prompts: list[str], tokens: int, seed: int) -> list[Ask]:
 
 def answers(server: Server, wanted: list[Ask]) -> list[tuple[str, list[int]] | None]:
     """Let clients ask side by side; return texts and ids, None where one has left."""
-    found: dict[int, tuple[str, list[int]] | None] = {}
+    texts: dict[int, tuple[str, list[int]] | None] = {}
     failed: list[BaseException] = []
 
     def run(which: int) -> None:
         try:
             with client_of(server) as client:
                 for number in range(which, len(wanted), CLIENTS):
-                    found[number] = answer(client, wanted[number])
+                    texts[number] = answer(client, wanted[number])
         except BaseException as error:
             failed.append(error)
 
@@ -119,7 +119,7 @@ def answers(server: Server, wanted: list[Ask]) -> list[tuple[str, list[int]] | N
     for thread in threads:
         thread.join()
     assert not failed, failed
-    return [found[number] for number in range(len(wanted))]
+    return [texts[number] for number in range(len(wanted))]
 
 
 def answer(client: openai.OpenAI, ask: Ask) -> tuple[str, list[int]] | None:
@@ -141,12 +141,12 @@ def answer(client: openai.OpenAI, ask: Ask) -> tuple[str, list[int]] | None:
 
 
 def check(
-    model: nn.Module, tokenizer: Any, wanted: list[Ask], found: list[Any], ids: int
+    model: nn.Module, tokenizer: Any, wanted: list[Ask], texts: list[Any], ids: int
 ) -> int:
     """Assert that every text is plain decoding's; return the number of near-ties."""
     plain = SpeculativeGenerator(model, tokenizer)
     ties = 0
-    for ask, got in zip(wanted, found, strict=True):
+    for ask, got in zip(wanted, texts, strict=True):
         if got is None:
             continue
         known = plain.generate(ask.prompt, max_tokens=ask.tokens, sampling=ask.sampling)
@@ -180,14 +180,14 @@ def load_and_check(
         warm = {"model": NAME, "prompt": "ABC", "max_tokens": 9, "temperature": 1}
         for speculative in SPECULATIVE:
             assert post(server, {**warm, "speculative": speculative}).status == 200
-        held = bytes_in_use(server, prefixes)
-        found = answers(server, wanted)
-        assert bytes_in_use(server, prefixes) <= held + (1 << 16)
-    left = sum(got is None for got in found)
-    ties = check(model, tokenizer, wanted, found, ids)
-    print(f"{len(found)} requests, {left} left early, {ties} near-ties")  # noqa: T201
+        bytes_before = bytes_in_use(server, prefixes)
+        texts = answers(server, wanted)
+        assert bytes_in_use(server, prefixes) <= bytes_before + (1 << 16)
+    left = sum(got is None for got in texts)
+    ties = check(model, tokenizer, wanted, texts, ids)
+    print(f"{len(texts)} requests, {left} left early, {ties} near-ties")  # noqa: T201
     assert left > 0
-    assert ties <= len(found) // 20
+    assert ties <= len(texts) // 20
 
 
 @pytest.mark.parametrize(

@@ -33,15 +33,15 @@ SHORT: dict[str, Any] = {"model": NAME, "prompt": "SHORT", "max_tokens": MANY}
 @pytest.fixture(name="events")
 def _events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Any]]:
     """Return what requests are told, with the length of their prompts, in order."""
-    told: list[tuple[int, Any]] = []
+    events: list[tuple[int, Any]] = []
     put = Job.put
 
     def noting(job: Job, event: Any) -> None:
-        told.append((job.prompt_tokens, event))
+        events.append((job.prompt_tokens, event))
         put(job, event)
 
     monkeypatch.setattr(Job, "put", noting)
-    return told
+    return events
 
 
 @pytest.fixture(name="slow")

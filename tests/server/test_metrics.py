@@ -23,8 +23,8 @@ def values(metrics: Metrics) -> dict[str, float]:
 
 def by_source(metrics: Metrics) -> list[float]:
     name = 'mlx_speculation:prompt_tokens_by_source_total{source="%s"}'
-    found = values(metrics)
-    return [found[name % source] for source in SOURCES]
+    sums = values(metrics)
+    return [sums[name % source] for source in SOURCES]
 
 
 def generator(prefixes: PrefixCache) -> SpeculativeGenerator:
@@ -50,10 +50,10 @@ def test_tokens_of_prompts_are_counted_by_where_they_come_from(tmp_path: Path) -
     counted = by_source(metrics)
     assert counted[:2] == [size - 1, size - 1 + 96]  # a point that was in a file
     assert sum(counted) == 3 * size + 104
-    found = values(metrics)
-    assert found["vllm:prompt_tokens_total{}"] == sum(counted)
-    assert found["vllm:prefix_cache_queries_total{}"] == sum(counted)
-    assert found["vllm:prefix_cache_hits_total{}"] == sum(counted[:2])
+    sums = values(metrics)
+    assert sums["vllm:prompt_tokens_total{}"] == sum(counted)
+    assert sums["vllm:prefix_cache_queries_total{}"] == sum(counted)
+    assert sums["vllm:prefix_cache_hits_total{}"] == sum(counted[:2])
 
 
 def test_restore_points_and_evictions_are_those_of_the_cache() -> None:
@@ -65,10 +65,10 @@ def test_restore_points_and_evictions_are_those_of_the_cache() -> None:
     ours, seen = generator(prefixes), []
     for number in range(6):
         ours.generate([number, *PROMPT], max_tokens=2)
-        found = values(metrics)
+        sums = values(metrics)
         nodes = list(prefixes._tree.nodes())
-        assert found[points] == sum(0 in node.points for node in nodes) > 0
-        assert found[evictions] == prefixes.evictions
+        assert sums[points] == sum(0 in node.points for node in nodes) > 0
+        assert sums[evictions] == prefixes.evictions
         seen.append(prefixes.evictions)
     assert seen[0] == 0 < seen[-1]
     assert seen == sorted(seen)

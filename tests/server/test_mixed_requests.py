@@ -241,21 +241,21 @@ def choices(answer: Answer, wanted: Wanted) -> list[dict[str, Any]]:
     texts: dict[int, dict[str, Any]] = {}
     for each in packets:
         for choice in each["choices"]:
-            own = texts.setdefault(choice["index"], {"text": "", "calls": []})
+            choice_text = texts.setdefault(choice["index"], {"text": "", "calls": []})
             part = choice[field] if wanted.chat else choice
-            own["text"] += part.get("content" if wanted.chat else "text") or ""
+            choice_text["text"] += part.get("content" if wanted.chat else "text") or ""
             for call in part.get("tool_calls", ()):
                 if "id" in call:
-                    own["calls"].append(call)
+                    choice_text["calls"].append(call)
                 else:
-                    before = own["calls"][call["index"]]["function"]
+                    before = choice_text["calls"][call["index"]]["function"]
                     before["arguments"] += call["function"]["arguments"]
-            own["end"] = choice["finish_reason"] or own.get("end")
+            choice_text["end"] = choice["finish_reason"] or choice_text.get("end")
             probabilities = choice.get("logprobs") or {}
             ids = probabilities.get("token_ids") or [
                 one["id"] for one in probabilities.get("content") or ()
             ]
-            own.setdefault("ids", []).extend(ids)
+            choice_text.setdefault("ids", []).extend(ids)
     return [texts[index] for index in sorted(texts)]
 
 

@@ -135,8 +135,8 @@ def test_many_such_schemas_take_turns_and_one_that_crashes_is_one_answer(
     until(lambda: len(compilers_of(server) - first) == 1)
     (last,) = compilers_of(server) - first
     os.kill(last, signal.SIGSEGV)
-    for asked in many:
-        error = asked.result().refused(400)
+    for request in many:
+        error = request.result().refused(400)
         assert error["code"] == "schema_limit"
         assert error["param"] == "response_format"
         assert "The compiler has failed on this schema" in error["message"]
@@ -162,15 +162,15 @@ def test_ending_waits_for_no_schema_and_for_no_client_that_does_not_read(
         body = {"prompt": "x", "max_tokens": 8000, "logprobs": 20, "stream": True}
         connection.sendall(packet(body))
         assert connection.recv(1)
-        asked = Asked(server, asking(hostile()))
+        request = Asked(server, asking(hostile()))
         until(lambda: bool(compilers_of(server)))
-        held = {template_of(server).id, *compilers_of(server)}
+        kept_processes = {template_of(server).id, *compilers_of(server)}
         started = time.monotonic()
         assert server.stop(grace=0.5)
         assert time.monotonic() - started < 0.5 + SLACK
-        error = asked.result().refused(503)
+        error = request.result().refused(503)
         assert error["message"] == "The server is shutting down."
-        until(lambda: not held & processes().keys())
+        until(lambda: not kept_processes & processes().keys())
 
 
 def test_ending_does_not_wait_for_a_template_that_hangs(tmp_path: Path) -> None:
@@ -185,21 +185,21 @@ def test_ending_does_not_wait_for_a_template_that_hangs(tmp_path: Path) -> None:
     with server_process(*options, model=folder, before=sooner) as server:
         chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
         path = "/v1/chat/completions"
-        asked = [Asked(server, chat, path) for _ in range(2)]
+        requests = [Asked(server, chat, path) for _ in range(2)]
         # One of them is turned away, once the other was taken.
-        until(lambda: any(one.answer is not None for one in asked))
+        until(lambda: any(one.answer is not None for one in requests))
         started = time.monotonic()
         server.popen.send_signal(signal.SIGTERM)
         assert server.popen.wait(60) == 0
         assert time.monotonic() - started < 0.3 + 0.5 + SLACK
-        assert sorted(one.result().status for one in asked) == [429, 503]
+        assert sorted(one.result().status for one in requests) == [429, 503]
 
 
 class Compilers:
     """Compilers of this process, without a server."""
 
     def __init__(self, **limits: Any) -> None:
-        self.own = SchemaCompilers(Limits(**limits))
+        self.compilers = SchemaCompilers(Limits(**limits))
 
     def __call__(self, schema: Schema) -> SchemaConstraint:
         end = time.monotonic() + 20
@@ -207,14 +207,14 @@ class Compilers:
         def check() -> None:
             assert time.monotonic() < end, "no place became free"
 
-        return self.own.compile(schema, TOKENIZER, check)
+        return self.compilers.compile(schema, TOKENIZER, check)
 
 
 @pytest.fixture(name="compiled", scope="module")
 def _compiled() -> Iterator[Compilers]:
     made = Compilers()
     yield made
-    made.own.close()
+    made.compilers.close()
 
 
 def walk(constraint: Constraint, seed: int, most: int = 60) -> Iterator[Any]:
@@ -236,22 +236,26 @@ def refusal_of(schema: Schema, **limits: Any) -> tuple[str, float, float]:
     """Return why a schema is refused, after what time, and at what memory."""
     made = Compilers(**limits)
     made(PERSON).close()
-    assert made.own._template is not None
-    template, held, began = made.own._template._process.pid, 0.0, time.monotonic()
+    assert made.compilers._template is not None
+    template, most_megabytes, began = (
+        made.compilers._template._process.pid,
+        0.0,
+        time.monotonic(),
+    )
     with ThreadPoolExecutor(1) as pool:
         refused = pool.submit(made, schema)
         while not refused.done():
-            found = processes()[template]
-            beside = [one.megabytes - found.megabytes for one in found.children]
-            held = max([held, *beside])
+            process = processes()[template]
+            beside = [one.megabytes - process.megabytes for one in process.children]
+            most_megabytes = max([most_megabytes, *beside])
     took = time.monotonic() - began
     made(PERSON).close()
-    made.own.close()
+    made.compilers.close()
     with pytest.raises(ApiError) as error:
         refused.result()
     assert error.value.status == 400
     assert error.value.body["error"]["code"] == "schema_limit"
-    return error.value.message, took, held
+    return error.value.message, took, most_megabytes
 
 
 def test_the_time_of_a_schema_is_bounded() -> None:
@@ -262,10 +266,12 @@ def test_the_time_of_a_schema_is_bounded() -> None:
 
 
 def test_the_memory_of_a_schema_is_bounded() -> None:
-    said, _, held = refusal_of(hostile(), schema_seconds=60.0, schema_megabytes=50)
+    said, _, most_megabytes = refusal_of(
+        hostile(), schema_seconds=60.0, schema_megabytes=50
+    )
     assert "needs more than 50 MiB of memory" in said
     assert "--max-schema-megabytes" in said
-    assert 25 < held < 100
+    assert 25 < most_megabytes < 100
 
 
 @given(schema=SCHEMAS, seed=st.integers(0, 2**32))
@@ -323,7 +329,7 @@ def test_masks_that_take_too_long_end_their_text(
             list(walk(schema, 1, most=10_000))
     finally:
         schema.close()
-        made.own.close()
+        made.compilers.close()
 
 
 def test_a_child_that_ends_before_its_schema_is_no_fault_of_the_others(
@@ -339,11 +345,11 @@ def test_a_child_that_ends_before_its_schema_is_no_fault_of_the_others(
     with pytest.raises(ApiError, match="The compiler has failed on this schema") as one:
         made(PERSON)
     assert one.value.status == 400
-    template = made.own._template
+    template = made.compilers._template
     with pytest.raises(ApiError, match="The compiler has failed on this schema"):
         made(PERSON)
-    assert made.own._template is template is not None
-    made.own.close()
+    assert made.compilers._template is template is not None
+    made.compilers.close()
 
 
 def test_a_process_that_does_not_answer_is_given_up(
@@ -362,14 +368,14 @@ def test_a_process_that_does_not_answer_is_given_up(
     made(PERSON).close()  # its place is free again
     schema.close()
     made(PERSON).close()
-    made.own.close()
+    made.compilers.close()
     with pytest.raises(ApiError, match="shutting down"):
         made(PERSON)
 
 
 def _grandchildren() -> set[int]:
-    own = processes()[os.getpid()].children
-    return {child.id for one in own for child in one.children}
+    children = processes()[os.getpid()].children
+    return {child.id for one in children for child in one.children}
 
 
 def test_a_client_that_leaves_as_its_schema_is_ready_gives_its_place_back() -> None:

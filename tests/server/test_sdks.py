@@ -40,8 +40,12 @@ SAID = {
 def script(request: GenerationRequest) -> str | None:
     """Say what the last message asks for."""
     assert request.chat is not None
-    asked = str(request.chat.messages[-1]["content"]).split("\n")[0]
-    return None if request.schema or request.calls else SAID.get(asked, asked or "Hm.")
+    question = str(request.chat.messages[-1]["content"]).split("\n")[0]
+    return (
+        None
+        if request.schema or request.calls
+        else SAID.get(question, question or "Hm.")
+    )
 
 
 @pytest.fixture(name="server", scope="module")
@@ -83,7 +87,7 @@ def user(text: str) -> list[Any]:
     return [{"role": "user", "content": text}]
 
 
-def asked(text: str, **more: Any) -> Any:
+def message_body(text: str, **more: Any) -> Any:
     """Return a request of the Messages API."""
     usual = {"model": "claude-any", "max_tokens": 200, "messages": user(text)}
     return {**usual, **more}
@@ -107,7 +111,7 @@ CALLED = [
 def test_messages_whole_and_streamed_are_the_same(
     claude: anthropic.Anthropic, name: str
 ) -> None:
-    request = asked(name, tools=TOOLS)
+    request = message_body(name, tools=TOOLS)
     whole = claude.messages.create(**request)
     with claude.messages.stream(**request) as stream:
         kinds = [each.type for each in stream]
@@ -134,7 +138,9 @@ def test_messages_whole_and_streamed_are_the_same(
 
 
 def test_the_events_of_messages_come_in_order(server: Server) -> None:
-    answer = post(server, asked("tools", tools=TOOLS, stream=True), path="/v1/messages")
+    answer = post(
+        server, message_body("tools", tools=TOOLS, stream=True), path="/v1/messages"
+    )
     lines = answer.body.decode().split("\n")
     names = [line[7:] for line in lines if line.startswith("event: ")]
     data = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
@@ -164,17 +170,17 @@ def test_the_events_of_messages_come_in_order(server: Server) -> None:
 def test_messages_end_by_a_stop_text_and_by_their_length(
     claude: anthropic.Anthropic,
 ) -> None:
-    cut = claude.messages.create(**asked("cut", stop_sequences=["xyz", " four"]))
+    cut = claude.messages.create(**message_body("cut", stop_sequences=["xyz", " four"]))
     assert shown(cut.content) == [("text", "One two three")]
     assert (cut.stop_reason, cut.stop_sequence) == ("stop_sequence", " four")
-    short = claude.messages.create(**asked("cut", max_tokens=3))
+    short = claude.messages.create(**message_body("cut", max_tokens=3))
     assert (short.stop_reason, short.usage.output_tokens) == ("max_tokens", 3)
-    huge = claude.messages.create(**asked("text", max_tokens=20_000))
+    huge = claude.messages.create(**message_body("text", max_tokens=20_000))
     assert huge.stop_reason == "end_turn"
 
 
 def test_tokens_are_counted_as_they_are_read(claude: anthropic.Anthropic) -> None:
-    request = asked("text", tools=TOOLS, system="Be kind.")
+    request = message_body("text", tools=TOOLS, system="Be kind.")
     usage = claude.messages.create(**request).usage
     del request["max_tokens"]
     count = claude.messages.count_tokens(**request).input_tokens
@@ -182,10 +188,10 @@ def test_tokens_are_counted_as_they_are_read(claude: anthropic.Anthropic) -> Non
 
 
 def test_a_key_is_shown_as_either_client_does() -> None:
-    with ExitStack() as held:
-        patch = held.enter_context(pytest.MonkeyPatch.context())
-        server = held.enter_context(scripted(script, patch, api_key="sesame"))
-        claude = held.enter_context(claude_of(server, "sesame"))
+    with ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        server = stack.enter_context(scripted(script, patch, api_key="sesame"))
+        claude = stack.enter_context(claude_of(server, "sesame"))
         assert claude.models.list().data[0].id == "tiny"
         with pytest.raises(anthropic.AuthenticationError):
             claude.with_options(api_key="other").models.list()
@@ -241,7 +247,7 @@ def test_models_are_listed_for_both(
 def test_errors_of_messages_have_their_form(
     server: Server, more: dict[str, Any], status: int, said: str
 ) -> None:
-    answer = post(server, asked("x", **more), path="/v1/messages")
+    answer = post(server, message_body("x", **more), path="/v1/messages")
     assert answer.status == status, answer.body
     assert set(answer.json) == {"type", "error"}
     assert answer.headers["request-id"].startswith("req_")
@@ -258,12 +264,12 @@ def test_a_schema_and_a_forced_tool_constrain_messages(
     form = {"format": {"type": "json_schema", "schema": SCHEMA}}
     thinking = {"type": "enabled", "budget_tokens": 1024} if thinks else None
     more: dict[str, Any] = {"thinking": thinking or {"type": "disabled"}}
-    made = claude.messages.create(**asked("x", output_config=form, **more))
+    made = claude.messages.create(**message_body("x", output_config=form, **more))
     assert json.loads(made.content[-1].text)["a"] in ("x", "y")
     tool = [{"name": "pick", "input_schema": SCHEMA}]
     for choice in ({"type": "any"}, {"type": "tool", "name": "pick"}):
         forced = claude.messages.create(
-            **asked("x", tools=tool, tool_choice=choice, **more)
+            **message_body("x", tools=tool, tool_choice=choice, **more)
         )
         (block,) = forced.content
         assert block.type == "tool_use"
@@ -419,7 +425,7 @@ def test_a_prediction_is_drafted_and_counted(gpt: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/v1/messages", asked("cut", stream=True)),
+        ("/v1/messages", message_body("cut", stream=True)),
         ("/v1/responses", {"input": "cut", "stream": True}),
         ("/v1/chat/completions", {"messages": user("cut"), "stream": True}),
     ],
@@ -438,7 +444,7 @@ def test_a_client_that_leaves_cancels_its_request(
     claude: anthropic.Anthropic, gpt: openai.OpenAI, server: Server
 ) -> None:
     long = "word " * 400
-    with claude.messages.stream(**asked(long, max_tokens=4000)) as stream:
+    with claude.messages.stream(**message_body(long, max_tokens=4000)) as stream:
         next(iter(stream))
     with gpt.responses.stream(model="local", input=long) as other:
         next(iter(other))
@@ -449,10 +455,10 @@ def test_tokens_are_counted_while_the_engine_is_busy(server: Server) -> None:
     """27 of them come within two seconds, and none waits for a text."""
     with claude_of(server) as client:
         busy = threading.Thread(
-            target=lambda: client.messages.create(**asked("word " * 300))
+            target=lambda: client.messages.create(**message_body("word " * 300))
         )
         busy.start()
-        request = asked("text", tools=TOOLS)
+        request = message_body("text", tools=TOOLS)
         del request["max_tokens"]
         counts = {
             client.messages.count_tokens(**request).input_tokens for _ in range(9)

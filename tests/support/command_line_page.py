@@ -74,7 +74,7 @@ def page() -> str:
     """Return the page."""
     parts = [START, *_shared()]
     for name, command in commands().items():
-        parts += [f"## {name}\n", f"{command.help}\n", *_own(name, command)]
+        parts += [f"## {name}\n", f"{command.help}\n", *_own_options(name, command)]
     return "\n".join(parts)
 
 
@@ -86,7 +86,7 @@ def _shared() -> Iterator[str]:
         yield _table([each for each in taken if panel(each) == title])
 
 
-def _own(name: str, command: Any) -> Iterator[str]:
+def _own_options(name: str, command: Any) -> Iterator[str]:
     """Yield the options of one command, and the names of the groups it takes."""
     rest: dict[str, list[Any]] = {}
     for parameter in command.params:

@@ -138,9 +138,9 @@ def _rows(cache: Any) -> list[Any]:
     if cache.keys is None:
         return []
     if isinstance(cache, RotatingKVCache):
-        held = (cache._temporal_order(part) for part in (cache.keys, cache.values))
+        ordered = (cache._temporal_order(part) for part in (cache.keys, cache.values))
         last = min(cache.offset, cache.max_size)
-        return [np.array(part[..., -last:, :]) for part in held]
+        return [np.array(part[..., -last:, :]) for part in ordered]
     keys, values = cache.keys_and_values()
     if isinstance(cache, QuantizedKVCache):
         form: Any = {"group_size": cache.group_size, "bits": cache.bits}

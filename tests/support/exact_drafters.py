@@ -199,8 +199,8 @@ def _differing(some: Sequence[Any] | None, others: Sequence[Any] | None) -> int:
 def compare(cases: Sequence[tuple[str, str]]) -> None:
     """Print for each pair and sampling what was found."""
     for name, chosen in cases:
-        found = compare_pair(name, SAMPLINGS[chosen])
-        print(json.dumps(asdict(found)))  # noqa: T201
+        differences = compare_pair(name, SAMPLINGS[chosen])
+        print(json.dumps(asdict(differences)))  # noqa: T201
 
 
 def compared(cases: Sequence[tuple[str, str]]) -> list[Found]:

@@ -48,12 +48,12 @@ def text_of(length: int, vocab: int = 256) -> list[int]:
 
 def rounds_of(seed: int, count: int, right: float = 0.8) -> list[Round]:
     """Return rounds of random lengths, whose drafts are right with a probability."""
-    draw, found = random.Random(seed), []
+    draw, rounds = random.Random(seed), []
     for _ in range(count):
         drafted = draw.randint(0, SHAPE.rows - 1)
         wrong = (i for i in range(drafted) if draw.random() >= right)
-        found.append(Round(drafted, next(wrong, drafted)))
-    return found
+        rounds.append(Round(drafted, next(wrong, drafted)))
+    return rounds
 
 
 def kept_rows(
@@ -80,7 +80,7 @@ def kept_rows(
     lane = Lane(model, sliding="slack", shape=shape)
     lane.quantization = quantization
     feed(lane, text[:prompt])
-    found: Logits = {}
+    rows: Logits = {}
     todo = iter(rounds)
     while lane.seen < len(text):
         at, each = lane.seen, next(todo, Round(0, 0))
@@ -92,9 +92,9 @@ def kept_rows(
         with lane.begin(whole=not drafts) as lane_round:
             logits = lane_round.forward(mx.array(fed)).astype(mx.float32)
             for row in range(keep):
-                found[at + row] = np.array(logits[row])
+                rows[at + row] = np.array(logits[row])
             lane_round.commit(keep)
-    return found
+    return rows
 
 
 def differing(some: Logits, others: Logits) -> int:

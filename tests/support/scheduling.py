@@ -43,7 +43,7 @@ cores = (
 
 def keep_to_a_core(worker: int) -> None:
     """Let this worker have one of the cores, and the processes that it starts all."""
-    own = {sorted(cores)[worker % len(cores)]}
+    core = {sorted(cores)[worker % len(cores)]}
     start: Any = subprocess.Popen.__init__
 
     @wraps(start)
@@ -52,9 +52,9 @@ def keep_to_a_core(worker: int) -> None:
         try:
             start(*args, **options)
         finally:
-            os.sched_setaffinity(0, own)
+            os.sched_setaffinity(0, core)
 
-    os.sched_setaffinity(0, own)
+    os.sched_setaffinity(0, core)
     subprocess.Popen.__init__ = start_on_all_cores  # type: ignore[method-assign]
 
 

@@ -23,7 +23,7 @@ OPTIONS = TrainOptions(
 def lengths(result: TrainingResult) -> list[float]:
     """Return the mean accepted lengths of all evaluations, over both kinds of text."""
     return [
-        sum(own["length"] for own in each["acceptance"].values())
+        sum(acceptance["length"] for acceptance in each["acceptance"].values())
         / len(each["acceptance"])
         for each in result.record["evaluations"]
     ]

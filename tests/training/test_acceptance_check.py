@@ -44,10 +44,10 @@ def test_greedy_text_accepts_what_rounds_accept(same: bool, tmp_path: Path) -> N
     model, tokenizer = load(folder)
     trainee = SmallModelTrainee(model, tokenizer, folder, draft, seed=0)
     dialogues = [spoken(model, prompt, 0.0) for prompt in PROMPTS]
-    found = check_acceptance(
+    acceptance = check_acceptance(
         trainee, TargetModel(model, trainee), dialogues, rows=2, longest=200
     )
-    assert found.keys() == {"greedy"}
+    assert acceptance.keys() == {"greedy"}
     generator = SpeculativeGenerator(
         model, tokenizer, draft=load(draft)[0], draft_length=ROUND
     )
@@ -57,8 +57,8 @@ def test_greedy_text_accepts_what_rounds_accept(same: bool, tmp_path: Path) -> N
     ]
     accepted = sum(each.accepted for each in stats)
     length = 1 + accepted / sum(each.drafts for each in stats)
-    assert found["greedy"].length == pytest.approx(length, abs=0.1)
-    assert (found["greedy"].positions == (1.0,) * ROUND) == same
+    assert acceptance["greedy"].length == pytest.approx(length, abs=0.1)
+    assert (acceptance["greedy"].positions == (1.0,) * ROUND) == same
 
 
 def test_sampled_text_accepts_the_overlap_of_probabilities(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_sampled_text_accepts_the_overlap_of_probabilities(tmp_path: Path) -> No
     draft = chat_folder(tmp_path / "draft", seed=1)
     trainee = SmallModelTrainee(model, tokenizer, folder, draft, seed=0)
     dialogue = spoken(model, [1, 2, 3], 0.8)
-    found = check_acceptance(
+    acceptance = check_acceptance(
         trainee, TargetModel(model, trainee), [dialogue], rows=1, longest=200
     )
     tokens = mx.array(dialogue.tokens)[None]
@@ -79,7 +79,7 @@ def test_sampled_text_accepts_the_overlap_of_probabilities(tmp_path: Path) -> No
     # The first that can be drafted is the answer's second token.
     begin, end = 3, len(dialogue.tokens) - ROUND
     expected = np.mean(overlap[begin:end])
-    assert found["sampled"].positions[0] == pytest.approx(expected, abs=1e-3)
+    assert acceptance["sampled"].positions[0] == pytest.approx(expected, abs=1e-3)
 
 
 def test_answers_that_are_too_short_to_draft_are_refused(tmp_path: Path) -> None:
@@ -97,8 +97,8 @@ def test_answers_that_are_too_short_to_draft_are_refused(tmp_path: Path) -> None
 def test_a_lookup_is_right_where_text_repeats() -> None:
     repeated = np.array([*range(8)] * 6, np.uint32)
     dialogue = Dialogue(repeated, np.arange(48) >= 8, True, False, 0.0)
-    found = lookup_acceptance([dialogue])["greedy"]
-    assert found.length > 3
+    acceptance = lookup_acceptance([dialogue])["greedy"]
+    assert acceptance.length > 3
     varied = Dialogue(
         np.arange(48, dtype=np.uint32), np.arange(48) >= 8, True, False, 0.8
     )

@@ -65,9 +65,11 @@ def drafter(kind: BlockKind, **options: Any) -> BlockTrainee:
 
     def drawn(value: mx.array) -> mx.array:
         nonlocal key
-        key, own = mx.random.split(key)
+        key, leaf_key = mx.random.split(key)
         return (
-            0.12 * mx.random.normal(value.shape, key=own) if value.ndim > 1 else value
+            0.12 * mx.random.normal(value.shape, key=leaf_key)
+            if value.ndim > 1
+            else value
         )
 
     module.update(tree_map(drawn, module.parameters()))
@@ -90,15 +92,15 @@ def drafted(
 
     Each draft is the recorded token, so that what it adds to the next one is known.
     """
-    head, found = made.module, []
+    head, rows = made.module, []
     kind = DSpark if made.kind == "dspark" else type(made.dflash)
     model: Any = kind(head, made.taps, made.dflash.layers)
     ours = [each[row : row + 1] for each in inputs]
     context = head.joined(ours)
 
     def choose(logits: mx.array) -> mx.array:
-        found.append(logits[0])
-        return tokens[row, slot + 1 + len(found)][None]
+        rows.append(logits[0])
+        return tokens[row, slot + 1 + len(rows)][None]
 
     caches = head.new_caches()
     known = tokens[row : row + 1, : slot + 2]
@@ -106,7 +108,7 @@ def drafted(
         model.history(context[:, :slot], known[:, 1 : slot + 1], caches)
     now = context[:, slot : slot + 1]
     model.draft(now, known[:, -1:], caches, head.depth, choose)
-    return found
+    return rows
 
 
 def rounds(
@@ -117,26 +119,28 @@ def rounds(
         [mx.stack(drafted(made, tokens, inputs, row, slot)) for slot in range(SLOTS)]
         for row in range(ROWS)
     ]
-    return np.array(mx.stack([mx.stack(own) for own in every]), np.float64)
+    return np.array(
+        mx.stack([mx.stack(depth_rows) for depth_rows in every]), np.float64
+    )
 
 
-@pytest.mark.parametrize(("kind", "own"), [("dflash", False), ("dspark", True)])
+@pytest.mark.parametrize(("kind", "reduced"), [("dflash", False), ("dspark", True)])
 def test_each_slot_drafts_as_a_round_does(
-    kind: BlockKind, own: bool, monkeypatch: pytest.MonkeyPatch
+    kind: BlockKind, reduced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(block_drafter, "_AT_ONCE", 5)
-    made = drafter(kind, **({} if own else {"ids": None}))
+    made = drafter(kind, **({} if reduced else {"ids": None}))
     depths = BLOCK if kind == "dspark" else BLOCK - 1
     assert made.most == depths
     tokens, inputs = text(made)
     wanted = rounds(made, tokens, inputs)
-    assert wanted.shape[2:] == (depths, IDS.size if own else 256)
+    assert wanted.shape[2:] == (depths, IDS.size if reduced else 256)
     scale = np.abs(wanted).max()
 
     def logits(**options: Any) -> NDArray[np.float64]:
         recorded = Recorded(inputs, tokens, depths, **options)
-        found = made.run(recorded, lambda _, each: each)
-        return np.array(mx.stack(found, axis=2), np.float64)
+        slots = made.run(recorded, lambda _, each: each)
+        return np.array(mx.stack(slots, axis=2), np.float64)
 
     assert np.abs(logits() - wanted).max() < 1e-4 * scale
 
@@ -181,27 +185,27 @@ def test_the_loss_is_that_of_the_drafts_of_rounds(kind: BlockKind) -> None:
     target_log_probs = log_softmax(logits[..., IDS])
     expected = 0.0
     for depth in range(wanted.shape[2]):
-        found = []
+        losses = []
         for place, slot in enumerate(CHOSEN.flatten()):
             row = place // CHOSEN.shape[1]
             token = slot + 2 + depth  # the one that is drafted
             best = int(logits[row, token - 1].argmax())
             if not batch.counts[row, token] or not best % 4:
                 continue
-            own = wanted[row, slot, depth]
+            log_probs_of_slot = wanted[row, slot, depth]
             theirs = target_log_probs[row, token - 1]
-            soft = (np.exp(theirs) * (theirs - own)).sum()
-            found.append(soft - HARD * own[np.searchsorted(IDS, best)])
-        assert 0 < len(found) < CHOSEN.size
-        expected += np.exp(-2 * depth / BLOCK) * np.mean(found)
+            soft = (np.exp(theirs) * (theirs - log_probs_of_slot)).sum()
+            losses.append(soft - HARD * log_probs_of_slot[np.searchsorted(IDS, best)])
+        assert 0 < len(losses) < CHOSEN.size
+        expected += np.exp(-2 * depth / BLOCK) * np.mean(losses)
     assert float(loss) == pytest.approx(expected, rel=1e-4)
 
 
 def log_softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:
     highest = logits.max(-1, keepdims=True)
-    found: NDArray[np.float64] = logits - highest
-    found -= np.log(np.exp(found).sum(-1, keepdims=True))
-    return found
+    result: NDArray[np.float64] = logits - highest
+    result -= np.log(np.exp(result).sum(-1, keepdims=True))
+    return result
 
 
 @pytest.mark.parametrize(
@@ -215,22 +219,22 @@ def test_gradients_are_the_slopes_of_the_loss(kind: BlockKind, count: int) -> No
     module.update(tree_map(lambda w: w / 3, module.parameters()))
     step, batch = lesson(made)
     _, gradients = step.gradients(batch)
-    begun: Any = dict(tree_flatten(module.trainable_parameters()))
+    weights: Any = dict(tree_flatten(module.trainable_parameters()))
     flat: Any = dict(tree_flatten(gradients))
-    assert flat.keys() == begun.keys()
+    assert flat.keys() == weights.keys()
     for name, slope in flat.items():
         size = float(mx.linalg.norm(slope))
         assert size > 0, name
         direction = slope / size
-        reach = 0.02 * float(mx.linalg.norm(begun[name])) / (1 + size)
+        reach = 0.02 * float(mx.linalg.norm(weights[name])) / (1 + size)
 
         def moved(by: float, name: str = name, to: mx.array = direction) -> float:
-            module.load_weights([(name, begun[name] + by * to)], strict=False)
+            module.load_weights([(name, weights[name] + by * to)], strict=False)
             return float(step.gradients(batch)[0])
 
-        found = (moved(reach) - moved(-reach)) / (2 * reach)
-        module.load_weights([(name, begun[name])], strict=False)
-        assert found == pytest.approx(size, rel=0.03, abs=2e-3), name
+        measured = (moved(reach) - moved(-reach)) / (2 * reach)
+        module.load_weights([(name, weights[name])], strict=False)
+        assert measured == pytest.approx(size, rel=0.03, abs=2e-3), name
 
 
 def test_a_timed_step_leaves_the_weights() -> None:
@@ -296,9 +300,9 @@ def test_a_new_drafter_attends_to_the_nearest_positions() -> None:
     for layer in head.layers:
         attention = layer.self_attn
         assert attention.q_proj.weight.shape == (64, 64)
-        own = attention.q_proj.weight.reshape(2, 2, 16, 64)
+        queries = attention.q_proj.weight.reshape(2, 2, 16, 64)
         keys = attention.k_proj.weight.reshape(2, 1, 16, 64)
-        assert mx.array_equal(own, mx.broadcast_to(keys, own.shape))
+        assert mx.array_equal(queries, mx.broadcast_to(keys, queries.shape))
         assert 0.11 < float(keys.std()) < 0.14
 
 

@@ -33,9 +33,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     return load(chat_folder(tmp_path_factory.mktemp("target")))
 
 
-def dialogue(tokens: list[int], *, held: bool = False, begin: int = 0) -> Dialogue:
+def dialogue(tokens: list[int], *, held_out: bool = False, begin: int = 0) -> Dialogue:
     ids = np.array(tokens, np.uint32)
-    return Dialogue(ids, np.arange(len(ids)) >= begin, held, False, 0.0)
+    return Dialogue(ids, np.arange(len(ids)) >= begin, held_out, False, 0.0)
 
 
 def test_prompts_of_every_form_are_read(tmp_path: Path) -> None:
@@ -55,15 +55,15 @@ def test_prompts_of_every_form_are_read(tmp_path: Path) -> None:
         },
     ]
     file.write_text("\n\n".join(json.dumps(line) for line in lines))
-    found = read_prompts(file)
-    assert [[each["content"] for each in one] for one in found] == [
+    prompts = read_prompts(file)
+    assert [[each["content"] for each in one] for one in prompts] == [
         ["plain"],
         ["a"],
         ["b"],
         ["c", "d"],
         ["s", "e", "f"],
     ]
-    assert found[4][0]["role"] == "system"
+    assert prompts[4][0]["role"] == "system"
 
 
 @pytest.mark.parametrize(
@@ -91,8 +91,8 @@ def test_greedy_answers_are_those_of_plain_decoding(pair: tuple[Any, Any]) -> No
 
     model, _ = pair
     prompts = [[1, 2, 3], [9], [70, 71, 72, 73, 74]]
-    found = write_answers(model, prompts, most=12, temperature=0, ends=[256], seed=1)
-    for prompt, answer in zip(prompts, found, strict=True):
+    answers = write_answers(model, prompts, most=12, temperature=0, ends=[256], seed=1)
+    for prompt, answer in zip(prompts, answers, strict=True):
         expected: list[int] = []
         for token, _ in generate_step(mx.array(prompt), model, max_tokens=12):
             expected.append(int(token))
@@ -133,10 +133,10 @@ def test_own_prompts_stand_in_the_template(pair: tuple[Any, Any]) -> None:
     frame = frame_of(tokenizer)
     assert tokenizer.decode(list(frame.before)) == "<user>"
     assert tokenizer.decode(list(frame.after)) == "<end><assistant>"
-    found = write_prompts(model, tokenizer, 12, most=10, seed=3)
-    assert found == write_prompts(model, tokenizer, 12, most=10, seed=3)
-    assert found
-    for prompt in found:
+    prompts = write_prompts(model, tokenizer, 12, most=10, seed=3)
+    assert prompts == write_prompts(model, tokenizer, 12, most=10, seed=3)
+    assert prompts
+    for prompt in prompts:
         assert prompt[: len(frame.before)] == list(frame.before)
         assert prompt[-len(frame.after) :] == list(frame.after)
         inner = prompt[len(frame.before) : -len(frame.after)]
@@ -167,10 +167,10 @@ def collected(
 def test_dialogues_are_held_out_and_learned_from(
     pair: tuple[Any, Any], tmp_path: Path
 ) -> None:
-    found = collected(pair, tmp_path / "d.safetensors", [])
-    assert Counter(each.temperature for each in found.held_out) == {0.0: 3, 0.8: 3}
-    assert len(found.training) == 12
-    for each in found.dialogues:
+    dataset = collected(pair, tmp_path / "d.safetensors", [])
+    assert Counter(each.temperature for each in dataset.held_out) == {0.0: 3, 0.8: 3}
+    assert len(dataset.training) == 12
+    for each in dataset.dialogues:
         assert each.own_prompt
         assert each.counts.all() == (not each.evaluates)
         begin = int(each.counts.argmax())
@@ -206,15 +206,15 @@ def test_conversations_are_answered_turn_by_turn(
         [{"role": "user", "content": f"{number} a"}, {"role": "user", "content": "b"}]
         for number in range(8)
     ]
-    found = collected(
+    dataset = collected(
         pair, tmp_path / "d.safetensors", prompts, batch=4, held_out=2, own_prompts=0.0
     )
-    assert found.used == 8
-    assert not any(each.own_prompt for each in found.dialogues)
-    texts = [pair[1].decode(each.tokens.tolist()) for each in found.dialogues]
+    assert dataset.used == 8
+    assert not any(each.own_prompt for each in dataset.dialogues)
+    texts = [pair[1].decode(each.tokens.tolist()) for each in dataset.dialogues]
     assert len(texts) == 16
     assert sum(text.startswith("<user>3 a<end><assistant>") for text in texts) == 2
-    for each, text in zip(found.dialogues, texts, strict=True):
+    for each, text in zip(dataset.dialogues, texts, strict=True):
         prompt = pair[1].decode(each.tokens[~each.counts].tolist())
         assert prompt.endswith("<end><assistant>")
         assert text.startswith(prompt)

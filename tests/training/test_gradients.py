@@ -58,12 +58,12 @@ def test_loss_and_gradients_are_those_of_the_reference(checkpoint: bool) -> None
     expected = reference_loss(head, teacher, weights, rows, counts)
     expected.backward()
     assert float(loss) == pytest.approx(float(expected.detach()), rel=1e-5)
-    found: Any = dict(tree_flatten(gradients))
-    assert found.keys() == weights.keys()
+    by_name: Any = dict(tree_flatten(gradients))
+    assert by_name.keys() == weights.keys()
     for name, value in weights.items():
         assert value.grad is not None
         wanted = value.grad.numpy()
-        error = np.abs(np.array(found[name], np.float64) - wanted).max()
+        error = np.abs(np.array(by_name[name], np.float64) - wanted).max()
         assert error < 1e-4 * np.abs(wanted).max(), name
 
 
@@ -84,7 +84,7 @@ def reference_loss(
         ids = np.array(head.ids)
         column = {int(token): place for place, token in enumerate(ids)}
         likeliest = [column.get(int(token), -1) for token in wanted.argmax(-1)]
-        own, number = [], []
+        depth_losses, number = [], []
         for depth in range(DEPTHS):
             sums = eagle_unroll.depth_loss(
                 weights,
@@ -98,13 +98,13 @@ def reference_loss(
                 depth=depth,
                 hard=HARD,
             )
-            own.append(sums[0])
+            depth_losses.append(sums[0])
             number.append(sums[1])
-        parts.append(own)
+        parts.append(depth_losses)
         numbers.append(number)
     total = torch.zeros((), dtype=torch.float64)
     for depth in range(DEPTHS):
-        summed = torch.stack([own[depth] for own in parts]).sum()
+        summed = torch.stack([depth_losses[depth] for depth_losses in parts]).sum()
         total = total + FADING**depth * summed / sum(n[depth] for n in numbers)
     return total
 
@@ -122,8 +122,8 @@ def test_the_gradient_by_logits_is_that_of_the_formula() -> None:
         given
     )
 
-    own = torch.tensor(logits, requires_grad=True)
-    log = own.log_softmax(-1)
+    variable = torch.tensor(logits, requires_grad=True)
+    log = variable.log_softmax(-1)
     target = torch.tensor(wanted).log_softmax(-1)
     soft = (target.exp() * (target - log)).sum(-1)
     index = torch.tensor(likeliest).clamp(min=0)[..., None]
@@ -132,7 +132,7 @@ def test_the_gradient_by_logits_is_that_of_the_formula() -> None:
     expected = 3 * ((soft + 0.25 * hard) * counted).sum()
     expected.backward()
     assert float(value) == pytest.approx(float(expected.detach()), rel=1e-5)
-    assert np.abs(np.array(slope) - own.grad.numpy()).max() < 1e-5
+    assert np.abs(np.array(slope) - variable.grad.numpy()).max() < 1e-5
     half = mx.grad(lambda x: distance(x, teacher, scales, 0.25))(
         given.astype(mx.bfloat16)
     )

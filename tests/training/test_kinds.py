@@ -44,8 +44,8 @@ def _undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def flat(module: Any) -> dict[str, mx.array]:
-    found: Any = tree_flatten(module.parameters())
-    return dict(found)
+    pairs: Any = tree_flatten(module.parameters())
+    return dict(pairs)
 
 
 def nearly(one: mx.array, other: mx.array) -> bool:

@@ -45,22 +45,22 @@ def test_an_eagle_head_is_unrolled_as_it_drafts(
     """Steps of heads are compared with numpy in test_eagle_dialects_reference."""
     eagle, known = eagle_of(tmp_path, dialect), Known.of(8, SLOTS + 1)
     taps = HiddenStates(known.model, layers=eagle.layers)
-    begun = eagle.states(known.states(taps))
+    states = eagle.states(known.states(taps))
     tokens = mx.array([prompt_of(SLOTS + DEPTHS + 1)[1:]])
     expected = []
     for slot in range(SLOTS):
         caches = eagle.head.new_caches()[0]
-        out = eagle.rows(begun[:, : slot + 1], tokens[:, : slot + 1], caches)
+        out = eagle.rows(states[:, : slot + 1], tokens[:, : slot + 1], caches)
         for depth in range(DEPTHS):
             expected.append(out.logits[0, -1])
             given = tokens[:, slot + depth + 1][None]
             out = eagle.rows(out.recycled[:, -1:], given, caches)
     if split:
         attend_split(eagle.head.midlayer.self_attn)
-    found = logits_of(eagle, begun, tokens)
+    unrolled = logits_of(eagle, states, tokens)
     for index, wanted in enumerate(expected):
         slot, depth = divmod(index, DEPTHS)
-        got = found[depth][0, slot]
+        got = unrolled[depth][0, slot]
         assert mx.abs(got - wanted).max() < 1e-4 * mx.maximum(1, mx.abs(wanted).max())
 
 
@@ -75,7 +75,7 @@ def test_an_mtp_head_is_unrolled_as_it_drafts(name: str) -> None:
     dim = head.layers[0].norm_h.weight.shape[0]
     hidden = mx.random.normal((1, SLOTS, dim), key=mx.random.key(5))
     tokens = mx.array([prompt_of(SLOTS + DEPTHS)])
-    found = unroll(mtp, hidden, tokens, depths, lambda depth, logits: logits)
+    unrolled = unroll(mtp, hidden, tokens, depths, lambda depth, logits: logits)
     for slot in range(SLOTS):
         caches = head.new_caches()
         state = hidden[:, : slot + 1]
@@ -83,7 +83,7 @@ def test_an_mtp_head_is_unrolled_as_it_drafts(name: str) -> None:
         for depth in range(depths):
             layer = depth if head.chained else 0
             out = mtp.rows(state, given, caches[layer], layer)
-            got, expected = found[depth][0, slot], out.logits[0, -1]
+            got, expected = unrolled[depth][0, slot], out.logits[0, -1]
             assert mx.abs(got - expected).max() < 1e-4 * mx.abs(expected).max()
             if head.chained:
                 state, given = out.recycled, tokens[:, depth + 1 : depth + slot + 2]
@@ -100,12 +100,12 @@ def test_a_window_of_the_head_is_kept() -> None:
     dim = head.layers[0].norm_h.weight.shape[0]
     hidden = mx.random.normal((1, slots, dim), key=mx.random.key(5))
     tokens = mx.array([prompt_of(slots + 3)])
-    found = unroll(mtp, hidden, tokens, 3, lambda depth, logits: logits)
+    unrolled = unroll(mtp, hidden, tokens, 3, lambda depth, logits: logits)
     for slot in (2, window - 2, window - 1, window, slots - 1):
         caches = head.new_caches()[0]
         out = mtp.rows(hidden[:, : slot + 1], tokens[:, : slot + 1], caches)
         for depth in range(3):
-            got, expected = found[depth][0, slot], out.logits[0, -1]
+            got, expected = unrolled[depth][0, slot], out.logits[0, -1]
             assert mx.abs(got - expected).max() < 1e-4 * mx.abs(expected).max()
             given = tokens[:, slot + depth + 1][None]
             out = mtp.rows(out.recycled[:, -1:], given, caches)

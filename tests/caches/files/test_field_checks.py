@@ -209,9 +209,9 @@ def test_one_field_that_does_not_fit_is_refused(
     numbers: dict[str, Any] = {**leaf.numbers}
     arrays = {**leaf.arrays}
     for field, value in change.items():
-        held: dict[str, Any] = arrays if field in arrays else numbers
+        fields: dict[str, Any] = arrays if field in arrays else numbers
         if value is None:
-            del held[field]
+            del fields[field]
         else:
             (arrays if isinstance(value, mx.array) else numbers)[field] = value
     with pytest.raises(FlawError, match=says):

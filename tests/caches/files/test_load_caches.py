@@ -92,8 +92,11 @@ def visible(cache: Any) -> list[Any]:
     if isinstance(cache, ArraysCache):
         return [plain(cache.cache)]
     names = ("keep", "max_size", "_idx", "_offset", "rotated", "chunk_size", "bits")
-    held = [getattr(cache, name, None) for name in names]
-    return [type(cache).__name__, *plain([held, cache.offset, cache.keys_and_values()])]
+    values = [getattr(cache, name, None) for name in names]
+    return [
+        type(cache).__name__,
+        *plain([values, cache.offset, cache.keys_and_values()]),
+    ]
 
 
 @pytest.mark.parametrize("name", ["single", "batch", "list"])
@@ -186,10 +189,10 @@ def test_a_snapshot_keeps_what_a_file_replaces(path: Path) -> None:
     save_caches(path, [kv(6)], range(6))
     caches: list[Any] = [kv(4)]
     before = plain(caches[0].keys_and_values())
-    held = snapshot(caches)
+    taken = snapshot(caches)
     load_into(path, caches)
     assert caches[0].offset == 6
-    restore(held, caches)
+    restore(taken, caches)
     assert plain(caches[0].keys_and_values()) == before
 
 
@@ -488,9 +491,9 @@ def test_an_interrupt_anywhere_leaves_all_caches_or_none(path: Path) -> None:
     before, after, seen = content(caches), content(filled), set()
     action = partial(load_into, path, caches)
     while raised_at(line := line + 1, KeyboardInterrupt(), (load.__file__,), action):
-        found = content(caches)
-        assert found in (before, after)
-        seen.add(found == after)
+        after_interrupt = content(caches)
+        assert after_interrupt in (before, after)
+        seen.add(after_interrupt == after)
         caches[:] = live()
     assert line > 50
     assert seen >= {False}

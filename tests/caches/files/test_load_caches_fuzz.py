@@ -158,8 +158,8 @@ def use(cache: Any) -> None:
     if isinstance(cache, LayerCache):
         _use_layer(cache)
     elif isinstance(cache, native.ArraysCache):
-        held = [*cache.cache, cache.lengths, cache.left_padding]
-        assert {a.shape[0] for a in held if a is not None} <= {cache.batch_size}
+        arrays = [*cache.cache, cache.lengths, cache.left_padding]
+        assert {a.shape[0] for a in arrays if a is not None} <= {cache.batch_size}
         mask = cache.make_mask(3)
         assert mask is None or mask.shape == (cache.batch_size, 3)
     else:
@@ -182,17 +182,17 @@ def use(cache: Any) -> None:
 def _written(cache: Any) -> int:
     for name in ("_offset", "_idx", "offset"):
         if name != "_idx" or not hasattr(cache, "keep"):
-            found = getattr(cache, name, None)
-            if found is not None:
-                return int(found)
+            count = getattr(cache, name, None)
+            if count is not None:
+                return int(count)
     raise AssertionError(cache)
 
 
 def _use_layer(cache: Any) -> None:
-    held = 0 if cache.window is None else cache.window.shape[1]
+    window_rows = 0 if cache.window is None else cache.window.shape[1]
     batch, dim = (1, 4) if cache.window is None else cache.window.shape[::2]
     before, offset = min(cache.window_size, cache.offset), cache.offset
-    assert held == before
+    assert window_rows == before
     shown = cache.update_window(mx.zeros((batch, 3, dim)))
     assert shown.shape == (batch, before + 3, dim)
     if cache.pending_kv is None:
@@ -246,11 +246,11 @@ def judged(path: Path, base: Base, live: Live) -> tuple[str, str]:
             saved = load_caches(path, like=like, draft_like=draft_like)
     if saved is not None:
         sound(saved, path.with_suffix(".again"))
-        found = [*saved.caches, *(saved.draft_caches or ())]
+        loaded = [*saved.caches, *(saved.draft_caches or ())]
         if into == "accepted":
             filled_in = content([*caches, *(drafters or ())])
-            assert filled_in == content(found)[: len(filled_in)]
-        for _, leaf in leaves(found):
+            assert filled_in == content(loaded)[: len(filled_in)]
+        for _, leaf in leaves(loaded):
             use(leaf)
     return into, alone
 
@@ -274,24 +274,26 @@ def sound(saved: LoadedCaches, path: Path) -> None:
 
 def fuzz(folder: Path, seed: int, count: int) -> Counter[str]:
     """Load `count` damaged files; return how many were accepted and refused."""
-    found = list(bases(folder))
-    lives = [base.live() for base in found]
+    originals = list(bases(folder))
+    lives = [base.live() for base in originals]
     counts: Counter[str] = Counter()
     path = folder / "mutated.safetensors"
     for index in range(count):
         rng: Random = np.random.default_rng([seed, index])
-        at = int(rng.integers(len(found)))
-        raw = mutated(found[at].raw, found[rng.integers(len(found))].raw, rng)
+        at = int(rng.integers(len(originals)))
+        raw = mutated(
+            originals[at].raw, originals[rng.integers(len(originals))].raw, rng
+        )
         path.write_bytes(raw)
         try:
             with no_hang():
-                into, alone = judged(path, found[at], lives[at])
+                into, alone = judged(path, originals[at], lives[at])
         except BaseException as error:
             error.add_note(f"file {index} of seed {seed}, from base {at}")
             raise
         if "accepted" in (into, alone):
-            lives[at] = found[at].live()
-        unchanged = "the same" if raw == found[at].raw else "changed"
+            lives[at] = originals[at].live()
+        unchanged = "the same" if raw == originals[at].raw else "changed"
         counts[f"load_into {into}, load_caches {alone}, {unchanged}"] += 1
     return counts
 

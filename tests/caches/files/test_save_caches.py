@@ -86,9 +86,9 @@ def test_caches_of_any_kinds_continue_as_the_saved_ones(
     assert saved.metadata == {"model": "a \N{SNOWMAN}"}
     assert saved.draft_seen == ((len(tokens),) if split else None)
     assert saved.layout == "mlx-lm 0.32"
-    found = [*(saved.draft_caches or []), *saved.caches]
-    assert [type(cache) for cache in found] == [type(cache) for cache in caches]
-    for case, cache, loaded in zip(cases, caches, found, strict=True):
+    loaded_caches = [*(saved.draft_caches or []), *saved.caches]
+    assert [type(cache) for cache in loaded_caches] == [type(cache) for cache in caches]
+    for case, cache, loaded in zip(cases, caches, loaded_caches, strict=True):
         assert continued(case, loaded, seed) == continued(case, cache, seed)
 
 
@@ -194,10 +194,12 @@ def test_mlx_lm_loads_the_file_and_continues_as_the_saved_caches(
     caches = [filled(case, widths, rng) for case in cases]
     draft = [filled(cases[0], widths, rng)]
     save_caches(path_in(folder), caches, tokens_of(widths), draft_caches=draft)
-    found, texts = load_prompt_cache(str(path_in(folder)), return_metadata=True)
+    loaded_caches, texts = load_prompt_cache(str(path_in(folder)), return_metadata=True)
     assert texts["mlx_speculation"]["version"] == "1"
-    assert len(found) == len(cases) + 1  # the drafter's come last, as mlx-lm has them
-    for case, cache, loaded in zip(cases, caches, found, strict=False):
+    assert (
+        len(loaded_caches) == len(cases) + 1
+    )  # the drafter's come last, as mlx-lm has them
+    for case, cache, loaded in zip(cases, caches, loaded_caches, strict=False):
         assert continued(case, loaded, seed) == continued(case, cache, seed)
 
 

@@ -46,7 +46,7 @@ def prefilled(name: str, dtype: mx.Dtype = SINGLE) -> tuple[nn.Module, list[Any]
     return model, caches
 
 
-def held(caches: list[Any]) -> Any:
+def cache_contents(caches: list[Any]) -> Any:
     """Return what the caches hold, as numpy arrays and numbers."""
     offsets = [vars(leaf).get("offset") for _, leaf in leaves(caches)]
     return read([states(caches), offsets])
@@ -88,7 +88,7 @@ def test_a_model_sees_the_native_caches_and_writes_nothing_live(
         before.assert_unchanged("the live caches after a prepare")
         speculation.commit(8)
     owner.remove()
-    assert_same(held(caches), held(native), "all of a round")
+    assert_same(cache_contents(caches), cache_contents(native), "all of a round")
 
 
 def test_a_part_of_an_unrecorded_mixer_is_run_again_on_the_live_caches() -> None:
@@ -105,7 +105,7 @@ def test_a_part_of_an_unrecorded_mixer_is_run_again_on_the_live_caches() -> None
         model(BLOCK, cache=speculation.caches)
         speculation.commit(2)
     assert speculation.reran
-    assert_same(held(caches), held(native), "a part, run again")
+    assert_same(cache_contents(caches), cache_contents(native), "a part, run again")
 
 
 def test_a_batch_stays_narrow_over_many_ragged_rounds() -> None:

@@ -58,8 +58,8 @@ def positions(cache: ChunkedKVCache) -> list[int]:
     """Return the positions of the rows held."""
     keys, values = cache.keys_and_values()
     np.testing.assert_array_equal(np.array(values[..., :2]), -np.array(keys))
-    held: list[int] = np.array(keys[0, 0, :, 0]).astype(int).tolist()
-    return held
+    result: list[int] = np.array(keys[0, 0, :, 0]).astype(int).tolist()
+    return result
 
 
 def chunk_with_rows_3_to_7() -> ChunkedKVCache:
@@ -73,7 +73,7 @@ def chunk_with_rows_3_to_7() -> ChunkedKVCache:
 
 
 @pytest.mark.parametrize(
-    ("keep", "held"),
+    ("keep", "kept_positions"),
     [
         (0, [3, 4, 5, 6]),
         (1, [3, 4, 5, 6, 7]),
@@ -82,14 +82,19 @@ def chunk_with_rows_3_to_7() -> ChunkedKVCache:
         (5, [6, 7, 8, 9, 10, 11]),
     ],
 )
-def test_rows_dropped_after_the_kept_ones_come_back(keep: int, held: list[int]) -> None:
+def test_rows_dropped_after_the_kept_ones_come_back(
+    keep: int, kept_positions: list[int]
+) -> None:
     cache = chunk_with_rows_3_to_7()
     with Speculation([cache]) as speculation:
         write(speculation.caches[0], 7, 3)
         write(speculation.caches[0], 10, 2)
         speculation.commit(keep)
-    assert positions(cache) == held
-    assert (cache.start_position, cache.offset) == (held[0], held[-1] + 1)
+    assert positions(cache) == kept_positions
+    assert (cache.start_position, cache.offset) == (
+        kept_positions[0],
+        kept_positions[-1] + 1,
+    )
 
 
 def test_the_presented_chunk_shares_its_attributes_with_the_live_one() -> None:
@@ -196,16 +201,16 @@ def test_a_part_of_an_unrecorded_compressor_needs_a_rerun() -> None:
         with pytest.raises(UnsupportedCacheError, match="cannot keep 2 of 5"):
             speculation.commit(2)
     assert_same(image(caches[1]), before, "a refused part")
-    asked: list[int] = []
-    with Speculation(caches, rerun=asked.append) as speculation:
+    rerun_counts: list[int] = []
+    with Speculation(caches, rerun=rerun_counts.append) as speculation:
         write_both(speculation.caches)
         speculation.commit(2)
-    assert asked == [2]
+    assert rerun_counts == [2]
     assert_same(image(caches[1]), before, "before the second run")
-    with Speculation(caches, rerun=asked.append) as speculation:
+    with Speculation(caches, rerun=rerun_counts.append) as speculation:
         write_both(speculation.caches)
         speculation.commit(5)
-    assert asked == [2]
+    assert rerun_counts == [2]
     assert caches[1].offset == 11
 
 
@@ -248,8 +253,8 @@ def test_lists_in_lists_move_with_their_members(keep: int, hooked: None) -> None
     kind.forward(twin, Rows(7, (7, 8, 9)[:keep])) if keep else None
     kind.forward(twin, Rows(10, (10, 11)[: keep - 3])) if keep > 3 else None
     assert {leaf.offset for _, leaf in leaves([cache])} == {7 + keep}
-    found, expected = read([kind.content(each, 2) for each in (cache, twin)])
-    assert_same(found, expected, "lists in lists")
+    actual, expected = read([kind.content(each, 2) for each in (cache, twin)])
+    assert_same(actual, expected, "lists in lists")
 
 
 @pytest.mark.parametrize("kind", ["quantized", "chunked"])
@@ -259,9 +264,11 @@ def test_single_rows_copy_no_buffer(kind: str) -> None:
     )
     row, block = mx.ones((1, 4, 1, 64)), mx.ones((1, 4, 1920, 64))
     mx.eval(cache.update_and_fetch(block, block), row)
-    held = detached(cache.keys)
-    whole = sum(a.nbytes for a in held) if isinstance(held, tuple) else held.nbytes
-    del held
+    buffers = detached(cache.keys)
+    whole = (
+        sum(a.nbytes for a in buffers) if isinstance(buffers, tuple) else buffers.nbytes
+    )
+    del buffers
     for _ in range(40):
         before = mx.get_active_memory()
         mx.reset_peak_memory()

@@ -26,8 +26,8 @@ def positions(cache: RotatingKVCache) -> list[int]:
     """Return the positions of the rows held, slot by slot."""
     keys, values = cache.keys_and_values()
     np.testing.assert_array_equal(np.array(values[..., :2]), -np.array(keys))
-    held: list[int] = np.array(keys[0, 0, :, 0]).astype(int).tolist()
-    return held
+    result: list[int] = np.array(keys[0, 0, :, 0]).astype(int).tolist()
+    return result
 
 
 def write(cache: Any, position: int, serial: int = 999) -> None:
@@ -54,7 +54,7 @@ def test_a_row_that_was_undone_is_not_saved_for_later() -> None:
 
 
 @pytest.mark.parametrize("native", [False, True])
-def test_a_round_longer_than_the_ring_leaves_no_row_behind(native: bool) -> None:
+def test_a_round_longer_than_the_ring_leaves_no_extra_row(native: bool) -> None:
     cache = filled(window=3, rows=3)
     with Speculation([cache]) as first:
         for position in range(3, 9):
@@ -155,13 +155,13 @@ def test_single_rows_of_a_kv_cache_copy_nothing() -> None:
 
 
 @each(
-    asked=[None, 2, 4, 5, 9],
+    window_size=[None, 2, 4, 5, 9],
     rows=[0, 2, 3, 4, 9],
     slack=[False, True],
     isolated=[False, True],
 )
 def test_each_row_of_a_round_sees_what_it_would_see_alone(
-    rows: int, asked: int | None, slack: bool, isolated: bool
+    rows: int, window_size: int | None, slack: bool, isolated: bool
 ) -> None:
     """Rows: where a model asks for more than the ring's window, rows of a round saw
     more.
@@ -174,14 +174,18 @@ def test_each_row_of_a_round_sees_what_it_would_see_alone(
     cache = SlidingKVCache.from_native(cache) if slack else cache
     seen = []
     for position in range(rows, rows + 3):
-        mask = alone.make_mask(1, window_size=asked)
+        mask = alone.make_mask(1, window_size=window_size)
         write(alone, position)
-        held = positions(alone)
-        shown = held if mask is None else np.array(held)[np.array(mask).reshape(-1)]
+        kept_positions = positions(alone)
+        shown = (
+            kept_positions
+            if mask is None
+            else np.array(kept_positions)[np.array(mask).reshape(-1)]
+        )
         seen.append(sorted(int(place) for place in shown))
     with Speculation([cache], isolated=isolated) as speculation:
         ring = speculation.caches[0]
-        mask = ring.make_mask(3, window_size=asked, return_array=True)
+        mask = ring.make_mask(3, window_size=window_size, return_array=True)
         keys, _ = ring.update_and_fetch(*tagged(Rows(rows, (1, 2, 3))))
         places = np.array(keys[0, 0, :, 0]).astype(int)
         together = [sorted(places[row].tolist()) for row in np.array(mask)]
@@ -205,11 +209,11 @@ def test_each_row_of_a_batch_sees_what_it_would_see_alone(before: int) -> None:
         cache.update_and_fetch(mx.zeros((2, 1, 1, 2)), mx.zeros((2, 1, 1, 2)))
     masks = {}
     for whole in (False, True):
-        for asked in (4, 5):
+        for window_size in (4, 5):
             with Speculation([cache], whole=whole) as speculation:
                 ring = speculation.caches[0]
-                mask = ring.make_mask(3, window_size=asked, return_array=True)
-                masks[whole, asked] = np.array(mask)
+                mask = ring.make_mask(3, window_size=window_size, return_array=True)
+                masks[whole, window_size] = np.array(mask)
     np.testing.assert_array_equal(masks[False, 5], masks[False, 4])
     assert (masks[True, 5] != masks[True, 4]).any()
 
@@ -231,23 +235,23 @@ def test_rows_of_a_round_see_what_they_would_see_one_by_one(
     With max_kv_size the text of a draft was not that of plain decoding, as soon as the
     window had wrapped, for every draft of one token or more.
     """
-    for held in range(2 * window + 2):
+    for kept_rows in range(2 * window + 2):
         for width in range(1, window + 3):
-            serials = tuple(range(held, held + width))
-            one_by_one = filled(window, held, keep)
+            serials = tuple(range(kept_rows, kept_rows + width))
+            one_by_one = filled(window, kept_rows, keep)
             expected = [
                 visible(one_by_one, Rows(serial, (serial,)))[0] for serial in serials
             ]
-            with Speculation([filled(window, held, keep)]) as speculation:
+            with Speculation([filled(window, kept_rows, keep)]) as speculation:
                 (ring,) = speculation.caches
-                assert visible(ring, Rows(held, serials)) == expected
+                assert visible(ring, Rows(kept_rows, serials)) == expected
 
 
 def test_a_prompt_gets_the_native_mask() -> None:
     """All of it is kept, and mlx-lm's own prefill is what it has to equal."""
-    for held, width in ((3, 4), (12, 3)):
-        rows = Rows(held, tuple(range(held, held + width)))
-        expected = visible(filled(5, held, keep=2), rows)
-        with Speculation([filled(5, held, keep=2)], whole=True) as speculation:
+    for kept_rows, width in ((3, 4), (12, 3)):
+        rows = Rows(kept_rows, tuple(range(kept_rows, kept_rows + width)))
+        expected = visible(filled(5, kept_rows, keep=2), rows)
+        with Speculation([filled(5, kept_rows, keep=2)], whole=True) as speculation:
             assert visible(speculation.caches[0], rows) == expected
             speculation.commit(width)

@@ -130,7 +130,9 @@ class Beside(Counting):
             keep = total if keep else 0
         written: list[Rows] = []
         caches, whole = [self.cache], plan.ending == "whole"
-        held = Held(caches, values=plan.watch != "never") if plan.isolated else None
+        unchanged = (
+            Held(caches, values=plan.watch != "never") if plan.isolated else None
+        )
         speculation = Speculation(caches, whole=whole, isolated=plan.isolated)
         with suppress(StopError), speculation as round_:
             written = self.write(round_.caches[0], plan)
@@ -139,8 +141,8 @@ class Beside(Counting):
                 raise StopError
             if plan.ending.startswith("prepare"):
                 round_.prepare(total if "all" in plan.ending else keep)
-            if held is not None:
-                held.assert_unchanged("the live cache before the commit")
+            if unchanged is not None:
+                unchanged.assert_unchanged("the live cache before the commit")
             if "commit" in plan.ending or plan.ending == "whole":
                 round_.commit(keep)
             if "roll back" in plan.ending:
@@ -170,19 +172,19 @@ class Beside(Counting):
     def check(self, probe: int) -> None:
         """Require that no later forward could tell the two apart."""
         caches = (self.cache, self.cache.to_native(), self.native)
-        found, converted, expected = read([self.content(c, probe) for c in caches])
-        assert_same(found, expected, "the cache and its twin")
+        actual, converted, expected = read([self.content(c, probe) for c in caches])
+        assert_same(actual, expected, "the cache and its twin")
         assert_same(converted, expected, "the ring made of it and its twin")
 
     def content(self, cache: Any, probe: int) -> list[Any]:
         """Return the numbers, and what the next `probe` rows and then one would see."""
-        held: list[Any] = [cache.offset, cache.size(), cache.max_size, cache.keep]
+        result: list[Any] = [cache.offset, cache.size(), cache.max_size, cache.keep]
         copied = twin(cache)
         for width in (1, probe, 1):
             serials = tuple(range(10**6, 10**6 + width))
             rows = Rows(copied.offset, serials)
-            held.append(forward(copied, rows, self.narrow))
-        return held
+            result.append(forward(copied, rows, self.narrow))
+        return result
 
     def teardown(self) -> None:
         if self.ready:

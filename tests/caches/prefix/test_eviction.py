@@ -185,8 +185,8 @@ def test_many_requests_leave_memory_flat(count: int) -> None:
         play(prefixes, digits + digits[: number % 5], RING)
         if number % 75 == 74:
             gc.collect()
-            held = sum(each.nbytes for each in snapshots(prefixes))
-            assert held == prefixes.nbytes
+            kept_bytes = sum(each.nbytes for each in snapshots(prefixes))
+            assert kept_bytes == prefixes.nbytes
             seen.append((mx.get_active_memory(), len(list(prefixes._tree.nodes()))))
     assert max(memory for memory, _ in seen) - seen[0][0] <= 100 * ROW
     assert max(nodes for _, nodes in seen) <= 100

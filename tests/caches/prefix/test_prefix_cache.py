@@ -37,9 +37,9 @@ def test_of_leaves_that_cost_the_same_the_one_used_longest_ago_goes() -> None:
     prefixes.lookup(0, [1, 1, 1])
     play(prefixes, [0, 0, 0, 0, 0], ROWS)
     assert prefixes.lookup(0, [2, 2]) is None
-    found = prefixes.lookup(0, [1, 1, 1, 1, 1])
-    assert found is not None
-    assert found.stop == 4
+    reused = prefixes.lookup(0, [1, 1, 1, 1, 1])
+    assert reused is not None
+    assert reused.stop == 4
     assert prefixes.nbytes == 9 * ROW
 
 
@@ -55,9 +55,9 @@ def test_a_text_longer_than_the_budget_is_kept_in_part_or_not() -> None:
     prefixes, _owners = bound(100 * ROW, RING)
     play(prefixes, [1] * 200, RING)
     assert 0 < prefixes.nbytes <= 100 * ROW
-    found = prefixes.lookup(0, [1] * 200)
-    assert found is not None
-    assert found.stop > 20
+    reused = prefixes.lookup(0, [1] * 200)
+    assert reused is not None
+    assert reused.stop > 20
     prefixes, _owners = bound(3 * ROW, ROWS)
     play(prefixes, [1] * 4, ROWS)
     assert prefixes.nbytes == 0
@@ -108,9 +108,9 @@ def test_a_stream_that_is_dropped_while_another_is_stored_changes_nothing() -> N
     tokens = [1] * 12
     prefixes.store(Dropping(tokens), [Left(0, RING.fed(tokens), 12, [])])
     assert prefixes.lookup(0, [2] * 12) is None
-    found = prefixes.lookup(0, tokens)
-    assert found is not None
-    assert found.stop == 12
+    reused = prefixes.lookup(0, tokens)
+    assert reused is not None
+    assert reused.stop == 12
     assert inner.nbytes == 0
 
 

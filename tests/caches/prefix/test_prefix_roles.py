@@ -45,7 +45,9 @@ PARTED: list[Text] = [
 def roles_of(kinds: tuple[Kind, ...], text: Text) -> dict[int, tuple[Kind, int]]:
     """Return the roles that are in a request."""
     pairs = enumerate(zip(kinds, text[1], strict=False))
-    return {w: (kind, behind) for w, (kind, behind) in pairs if behind is not None}
+    return {
+        w: (kind, left_out) for w, (kind, left_out) in pairs if left_out is not None
+    }
 
 
 def beginnings(tokens: list[int]) -> Iterator[tuple[int, ...]]:
@@ -63,8 +65,8 @@ def check_nodes(prefixes: PrefixCache, kinds: tuple[Kind, ...]) -> None:
             lag = kinds[which].lag
             places = (max(0, node.start - lag), max(0, node.stop - lag))
             assert (rows.start, rows.stop) == places
-    held = snapshots(prefixes)
-    assert prefixes.nbytes == held_bytes(held) == sum(each.nbytes for each in held)
+    kept = snapshots(prefixes)
+    assert prefixes.nbytes == held_bytes(kept) == sum(each.nbytes for each in kept)
     assert prefixes.nbytes <= prefixes.max_bytes
 
 
@@ -79,13 +81,13 @@ def test_what_a_role_finds_is_what_a_table_says(name: str, texts: list[Text]) ->
     table: dict[int, set[tuple[int, ...]]] = {
         which: set() for which in range(len(kinds))
     }
-    for tokens, behind in texts:
-        played = request(prefixes, tokens, roles_of(kinds, (tokens, behind)))
-        for which, (found, places) in played.items():
+    for tokens, left_out in texts:
+        played = request(prefixes, tokens, roles_of(kinds, (tokens, left_out)))
+        for which, (reused, places) in played.items():
             kind = kinds[which]
             known = [len(x) for x in beginnings(tokens[:-1]) if x in table[which]]
             known = [stop for stop in known if stop > kind.lag]
-            assert found == max(known, default=0), which
+            assert reused == max(known, default=0), which
             table[which] |= {tuple(tokens[:place]) for place in places}
         check_nodes(prefixes, kinds)
 

@@ -47,7 +47,7 @@ PLAYED = [[1] * 9 + [2] * 5, [1] * 9 + [0] * 6, [2, 0] * 8, [1] * 4 + [2] * 9]
 def play(prefixes: PrefixCache, tokens: list[int], kinds: Kinds) -> list[int]:
     """Play a request of all roles; return how many tokens each could use."""
     roles = {which: (kind, 0) for which, kind in enumerate(kinds)}
-    return [found for found, _ in request(prefixes, tokens, roles).values()]
+    return [reused for reused, _ in request(prefixes, tokens, roles).values()]
 
 
 def files(folder: Path) -> list[Path]:
@@ -81,11 +81,11 @@ def test_another_process_finds_what_memory_has(
         second, _owners = bound(size, *kinds, folder=folder)
         for tokens in reversed(texts):
             wanted = play(first, [*tokens, 9], kinds)
-            found = play(second, [*tokens, 9], kinds)
+            reused = play(second, [*tokens, 9], kinds)
             assert second.nbytes <= size
             if spare is None:
-                assert found == wanted
-                assert found[0] > 0
+                assert reused == wanted
+                assert reused[0] > 0
             first.flush()
             second.flush()
 
@@ -108,9 +108,9 @@ def test_of_a_text_too_long_for_memory_what_fits_is_used(
         assert later.nbytes <= size
         for node in later._tree.nodes():
             assert node.ways or node.points or not (node.resident and states)
-        found = later.lookup(0, tokens)
+        reused = later.lookup(0, tokens)
         place = len(tokens) * (size - states) / rows
-        stop = 0 if found is None else found.stop
+        stop = 0 if reused is None else reused.stop
         assert place - 2 * EVERY <= stop <= max(0, place) + 2 * EVERY
         later.flush()
 
@@ -212,20 +212,24 @@ def test_the_disk_has_a_bound_too_and_keeps_what_leads_to_others(
 def test_requests_go_on_while_a_file_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, go_on, write = threading.Event(), threading.Event(), SegmentFolder.write
+    write_started, go_on, write = (
+        threading.Event(),
+        threading.Event(),
+        SegmentFolder.write,
+    )
 
     def waiting(*args: Any, **options: Any) -> Any:
-        begun.set()
+        write_started.set()
         assert go_on.wait(60)
         return write(*args, **options)
 
     monkeypatch.setattr(SegmentFolder, "write", waiting)
     prefixes, _owners = bound(1 << 30, ROWS, folder=tmp_path / "own")
-    found = []
+    reused = []
     for tokens in (*PLAYED, [*PLAYED[0], 1]):
-        found += play(prefixes, tokens, (ROWS,))
-        assert begun.wait(60)
-    assert found == [0, 9, 0, 4, 14]
+        reused += play(prefixes, tokens, (ROWS,))
+        assert write_started.wait(60)
+    assert reused == [0, 9, 0, 4, 14]
     assert not files(tmp_path / "own")
     go_on.set()
     prefixes.flush()
@@ -316,18 +320,20 @@ def test_a_changed_file_is_read_as_it_was_or_not_at_all(
     count: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.ERROR, "mlx_speculation.caches")
-    own, foreign, mark = two_folders(tmp_path, KINDS["ring and rows"])
-    whole = {file: file.read_bytes() for file in files(own)}
-    written = contents(own, mark, {file.name for file in whole})
+    folder, foreign, mark = two_folders(tmp_path, KINDS["ring and rows"])
+    whole = {file: file.read_bytes() for file in files(folder)}
+    written = contents(folder, mark, {file.name for file in whole})
     draw, refused = random.Random(7), 0
     for _ in range(count):
-        changed = {damage(draw, own, foreign) for _ in range(draw.randrange(1, 4))}
+        changed = {damage(draw, folder, foreign) for _ in range(draw.randrange(1, 4))}
         names = {file.name for file in changed}
-        found = contents(own, mark, names)
-        for name, (said, content) in found.items():
+        read_back = contents(folder, mark, names)
+        for name, (said, content) in read_back.items():
             assert said == written[name][0]
             assert content in (None, written[name][1])
-        refused += sum(each not in found or not found[each][1] for each in names)
+        refused += sum(
+            each not in read_back or not read_back[each][1] for each in names
+        )
         for file in changed:
             file.unlink(missing_ok=True)
             if file in whole:
@@ -360,7 +366,7 @@ def test_what_is_before_a_damaged_file_is_used(name: str, tmp_path: Path) -> Non
     later.flush()
 
 
-def test_what_is_behind_a_damaged_file_is_used_again(tmp_path: Path) -> None:
+def test_what_comes_after_a_damaged_file_is_used_again(tmp_path: Path) -> None:
     """Once its tokens were read; and damage behind it is seen then, too."""
     kinds, folder, tokens = KINDS["ring and rows"], tmp_path / "own", [2, 0] * 7
     first, _first_owners = bound(1 << 30, *kinds, folder=folder)
@@ -385,28 +391,28 @@ def test_requests_after_damage_find_their_own_text_and_then_all_of_it(
 ) -> None:
     """A damaged file is met by the first request that needs it, and by no other."""
     kinds = KINDS["ring and rows"]
-    own, foreign, _ = two_folders(tmp_path, kinds)
-    whole = {file.name: file.read_bytes() for file in own.iterdir()}
+    folder, foreign, _ = two_folders(tmp_path, kinds)
+    whole = {file.name: file.read_bytes() for file in folder.iterdir()}
     draw = random.Random(5)
     for _ in range(count):
-        for file in own.iterdir():
+        for file in folder.iterdir():
             file.unlink()
         for name, content in whole.items():
-            (own / name).write_bytes(content)
+            (folder / name).write_bytes(content)
         caplog.clear()
         damaged = draw.randrange(1, 4)
         for _ in range(damaged):
-            damage(draw, own, foreign)
+            damage(draw, folder, foreign)
         for turn in range(damaged + 1):
             known = len(caplog.records)
-            prefixes, _owners = bound(1 << 30, *kinds, folder=own)
+            prefixes, _owners = bound(1 << 30, *kinds, folder=folder)
             ends = [9] * (turn + 1)
-            found = [play(prefixes, [*tokens, *ends], kinds)[0] for tokens in PLAYED]
+            reused = [play(prefixes, [*tokens, *ends], kinds)[0] for tokens in PLAYED]
             prefixes.flush()
             if len(caplog.records) == known:
                 break
         assert len(caplog.records) <= damaged
-        assert found == [len(tokens) + turn for tokens in PLAYED]
+        assert reused == [len(tokens) + turn for tokens in PLAYED]
 
 
 WRITER = """

@@ -48,7 +48,7 @@ Fed = list[list[Rows]]  # of each row
 class Taken:
     """A snapshot of [0, stop), and what its rows were fed."""
 
-    held: Snapshot
+    snapshot: Snapshot
     fed: Fed
 
     @property
@@ -82,19 +82,19 @@ class Machine(Batch):
     def take(self, data: st.DataObject) -> None:
         """Take it in one, in two parts, or the rest after an older one."""
         stop, fed = self.furthest, self.fed
-        held = snapshot([self.cache], 0, stop)
-        assert held.stop == stop
-        older = [one for one in self.taken if one.held.lags == held.lags]
+        taken = snapshot([self.cache], 0, stop)
+        assert taken.stop == stop
+        older = [one for one in self.taken if one.snapshot.lags == taken.lags]
         older = [one for one in older if self.goes_on(one, fed)]
         how = data.draw(st.sampled_from(["one", "two", "rest"]))
         if how == "rest" and older:
-            parent = data.draw(st.sampled_from(older)).held
-            held = merge(parent, snapshot([self.cache], parent.stop, stop))
+            parent = data.draw(st.sampled_from(older)).snapshot
+            taken = merge(parent, snapshot([self.cache], parent.stop, stop))
         elif how == "two" and self.cuts:
             at = data.draw(st.integers(0, stop))
             parts = snapshot([self.cache], 0, at), snapshot([self.cache], at, stop)
-            held = merge(*parts)
-        self.taken.append(Taken(held, fed))
+            taken = merge(*parts)
+        self.taken.append(Taken(taken, fed))
 
     @rule(count=st.integers(1, 7))
     def single_steps(self, count: int) -> None:
@@ -122,21 +122,21 @@ class Machine(Batch):
     def change(self, data: st.DataObject, how: str) -> None:
         """Cut and join a snapshot, or let its parts go separate ways."""
         one = data.draw(st.sampled_from(self.taken))
-        at = data.draw(st.integers(0, one.held.stop))
+        at = data.draw(st.integers(0, one.snapshot.stop))
         if how == "drop":
             self.taken.remove(one)
         elif how == "copy":
-            one.held = one.held.copied()
+            one.snapshot = one.snapshot.copied()
         elif how == "whole":
-            head, tail = split(one.held.ranges, at)
-            one.held = merge(merge(head, tail), one.held.states)
+            head, tail = split(one.snapshot.ranges, at)
+            one.snapshot = merge(merge(head, tail), one.snapshot.states)
         elif self.cuts:
-            head, tail = split(one.held, at)
-            if at >= max(one.held.lags):  # every row has begun
-                ends = [at - lag for lag in one.held.lags]
+            head, tail = split(one.snapshot, at)
+            if at >= max(one.snapshot.lags):  # every row has begun
+                ends = [at - lag for lag in one.snapshot.lags]
                 fed = [cut(*each) for each in zip(one.fed, ends, strict=True)]
                 self.taken.append(Taken(head, fed))
-            one.held = merge(head, tail)
+            one.snapshot = merge(head, tail)
 
     @precondition(lambda self: self.taken)
     @rule(data=st.data(), fresh=st.booleans(), parts=st.booleans())
@@ -146,10 +146,12 @@ class Machine(Batch):
         if fresh:
             self.cache = self.kind.batch([0])
         if parts and self.cuts:
-            for part in split(one.held, data.draw(st.integers(0, one.held.stop))):
+            for part in split(
+                one.snapshot, data.draw(st.integers(0, one.snapshot.stop))
+            ):
                 restore(part, [self.cache])
         else:
-            restore(one.held, [self.cache])
+            restore(one.snapshot, [self.cache])
         self.rows = self.twins(one.fed)
 
     def twins(self, fed: Fed) -> list[Row]:
@@ -167,7 +169,7 @@ class Machine(Batch):
         """Require that the snapshot equals twins of its rows, and goes on as they."""
         live = self.cache, self.rows
         self.cache, self.rows = self.kind.batch([0]), self.twins(one.fed)
-        restore(one.held, [self.cache])
+        restore(one.snapshot, [self.cache])
         self.check(1)
         self.check(4)
         for width in (1, 3, 1):
@@ -227,33 +229,33 @@ def write(cache: Any, rows: int = 1, value: float = 9.0) -> None:
 def test_a_snapshot_of_a_live_batch_copies_nothing_while_writes_go_past_it() -> None:
     cache = batch(500, 300, rows=1)
     whole = cache.keys.nbytes
-    held = snapshot([cache])
-    assert (held.nbytes, held.stop, held.lags) == (0, 501, (0, 200))
+    taken = snapshot([cache])
+    assert (taken.nbytes, taken.stop, taken.lags) == (0, 501, (0, 200))
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     for _ in range(20):
         write(cache)
     assert mx.get_peak_memory() - before < whole // 10
-    assert held.nbytes == 0
+    assert taken.nbytes == 0
     cache.trim(30)
     write(cache)
-    assert held.nbytes == held_bytes([held]) == 2 * 2 * 4 * 501 * 64 * 4
+    assert taken.nbytes == held_bytes([taken]) == 2 * 2 * 4 * 501 * 64 * 4
     assert type(cache) is BatchKVCache
     fresh: Any = BatchKVCache([0])
-    restore(held, [fresh])
+    restore(taken, [fresh])
     assert fresh.keys_and_values()[0].max().item() == 2.0
     assert fresh.offset.tolist() == [501, 301]
 
 
 def test_a_watched_batch_counts_as_a_batch() -> None:
     cache = batch(5, 3)
-    held = snapshot([cache])
+    taken = snapshot([cache])
     assert type(cache) is not BatchKVCache
     with Speculation([cache]) as speculation:
         write(speculation.caches[0], rows=3)
         speculation.commit([3, 1])
     restored: Any = BatchKVCache([0])
-    restore(held, [restored])
+    restore(taken, [restored])
     same(restored.extract(1).state, batch(5, 3).extract(1).state, "row 1")
 
 
@@ -285,12 +287,12 @@ def test_a_ring_of_a_batch_is_cut_only_where_it_was_taken() -> None:
 def test_padding_that_all_rows_share_does_not_hide_a_write_into_the_range() -> None:
     cache: Any = BatchKVCache([2, 3])
     write(cache, rows=6)
-    held = snapshot([cache])
-    assert held.stop == 4
+    taken = snapshot([cache])
+    assert taken.stop == 4
     cache.trim(1)
     cache.update_and_fetch(mx.zeros((2, 4, 1, 64)), mx.zeros((2, 4, 1, 64)))
     restored: Any = BatchKVCache([0])
-    restore(held, [restored])
+    restore(taken, [restored])
     assert restored.keys_and_values()[0].min().item() == 9.0
 
 
@@ -307,10 +309,10 @@ def test_a_part_goes_on_from_rows_that_share_padding() -> None:
 
 
 def test_a_layer_of_a_batch_that_the_model_does_not_use_stays_empty() -> None:
-    held = snapshot([batch(5, 3), BatchKVCache([0, 2])])
-    assert (held.stop, held.lags) == (5, (0, 2))
+    taken = snapshot([batch(5, 3), BatchKVCache([0, 2])])
+    assert (taken.stop, taken.lags) == (5, (0, 2))
     target = [batch(1, 1), batch(1, 1)]
-    restore(merge(*split(held, 4)), target)
+    restore(merge(*split(taken, 4)), target)
     assert [cache.empty() for cache in target] == [False, True]
 
 

@@ -47,18 +47,18 @@ def positions(cache: Any, stop: int, count: int | None) -> list[int]:
     keys, values = read_rows(cache, stop, count)
     assert keys.shape == values.shape
     assert mx.allclose(keys, -values)
-    found: list[float] = keys[0, 1, :, 7].tolist()  # type: ignore[assignment]
-    return sorted(round(row) for row in found)
+    rows: list[float] = keys[0, 1, :, 7].tolist()  # type: ignore[assignment]
+    return sorted(round(row) for row in rows)
 
 
 @pytest.mark.parametrize("kind", MAKE)
 @given(
     writes=st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=1),
-    behind=st.integers(0, 1),
+    left_out=st.integers(0, 1),
     count=st.one_of(st.none(), st.integers(1, 2 * WINDOW)),
 )
 def test_what_is_read_are_the_last_rows_before_a_position(
-    kind: str, writes: list[tuple[int, int]], behind: int, count: int | None
+    kind: str, writes: list[tuple[int, int]], left_out: int, count: int | None
 ) -> None:
     """After any rounds, each of which keeps a part of what was written."""
     cache = MAKE[kind]()
@@ -66,28 +66,28 @@ def test_what_is_read_are_the_last_rows_before_a_position(
         with Speculation([cache]) as speculation:
             speculation.caches[0].update_and_fetch(*tagged(cache.offset, rows))
             speculation.commit(min(rows, keep))
-    stop = cache.offset - behind
+    stop = cache.offset - left_out
     if stop < 1:
         return
-    found = positions(cache, stop, count)
+    read = positions(cache, stop, count)
     wanted = range(max(0, stop - (count or stop)), stop)
     if kind not in SLIDES:
-        assert found == list(wanted)
+        assert read == list(wanted)
         return
     # The window is held, but for a row that gave way to those left out.
-    least = wanted[-max(1, WINDOW - behind) :]
-    assert found == list(wanted[-len(found) :])
-    assert len(found) >= len(least) or found == list(wanted)
+    least = wanted[-max(1, WINDOW - left_out) :]
+    assert read == list(wanted[-len(read) :])
+    assert len(read) >= len(least) or read == list(wanted)
 
 
 def test_rows_of_a_shared_snapshot_are_read_too() -> None:
     cache = KVCache()
     cache.update_and_fetch(*tagged(0, 5))
-    held = snapshot([cache])
+    taken = snapshot([cache])
     assert type(cache) is not KVCache
     check_readable(cache, 0)
     assert positions(cache, 5, 3) == [2, 3, 4]
-    del held
+    del taken
 
 
 @pytest.mark.parametrize("kind", MAKE)

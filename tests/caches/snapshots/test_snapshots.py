@@ -82,7 +82,7 @@ from support.models.tiny_models import TINY_MODELS, build
 class Taken:
     """A snapshot of [0, stop), and the writes of the tokens that it holds."""
 
-    held: Snapshot
+    snapshot: Snapshot
     writes: list[Rows] = field(default_factory=list)
 
 
@@ -147,34 +147,34 @@ class Machine(RuleBasedStateMachine):
         older = [
             one for one in self.taken if one.writes == self.writes[: len(one.writes)]
         ]
-        held = snapshot([self.cache], 0, stop)
+        taken = snapshot([self.cache], 0, stop)
         if older and self.serial % 2:
-            parent = data.draw(st.sampled_from(older)).held
-            held = merge(parent, snapshot([self.cache], parent.stop, stop))
+            parent = data.draw(st.sampled_from(older)).snapshot
+            taken = merge(parent, snapshot([self.cache], parent.stop, stop))
         elif self.cuts and self.serial % 3:
-            held = merge(
+            taken = merge(
                 snapshot([self.cache], 0, start), snapshot([self.cache], start, stop)
             )
-        self.taken.append(Taken(held, list(self.writes)))
+        self.taken.append(Taken(taken, list(self.writes)))
 
     @precondition(lambda self: self.taken)
     @rule(data=st.data(), how=st.sampled_from(["part", "whole", "copy", "drop"]))
     def change(self, data: st.DataObject, how: str) -> None:
         """Cut and join a snapshot, or let its parts go separate ways."""
         one = data.draw(st.sampled_from(self.taken))
-        at = data.draw(st.integers(0, one.held.stop))
+        at = data.draw(st.integers(0, one.snapshot.stop))
         if how == "drop":
             self.taken.remove(one)
         elif how == "copy":
-            one.held = one.held.copied()
-            assert held_bytes([one.held.ranges]) == _row_bytes(one.held)
+            one.snapshot = one.snapshot.copied()
+            assert held_bytes([one.snapshot.ranges]) == _row_bytes(one.snapshot)
         elif how == "whole":
-            head, tail = split(one.held.ranges, at)
-            one.held = merge(merge(head, tail), one.held.states)
+            head, tail = split(one.snapshot.ranges, at)
+            one.snapshot = merge(merge(head, tail), one.snapshot.states)
         elif self.cuts:
-            head, tail = split(one.held, at)
+            head, tail = split(one.snapshot, at)
             self.taken.append(Taken(head, _cut(one.writes, at)))
-            one.held = merge(head, tail)
+            one.snapshot = merge(head, tail)
 
     @precondition(lambda self: self.taken)
     @rule(data=st.data(), fresh=st.booleans())
@@ -183,7 +183,7 @@ class Machine(RuleBasedStateMachine):
         one = data.draw(st.sampled_from(self.taken))
         if fresh:
             self.cache = self.kind.make()
-        restore(one.held, [self.cache])
+        restore(one.snapshot, [self.cache])
         self.writes = list(one.writes)
 
     @precondition(lambda self: self.taken)
@@ -193,20 +193,20 @@ class Machine(RuleBasedStateMachine):
 
     def check(self, one: Taken) -> None:
         """Require that the snapshot equals its twin, and goes on as the twin."""
-        found, twin = self.kind.make(), self.kind.make()
-        restore(one.held, [found])
+        restored, twin = self.kind.make(), self.kind.make()
+        restore(one.snapshot, [restored])
         for rows in one.writes:
             self.kind.forward(twin, rows)
-        self.compare(found, twin)
+        self.compare(restored, twin)
         for width in (1, 3, 1):
-            rows = Rows(one.held.stop, tuple(range(800, 800 + width)))
-            views = [self.kind.forward(cache, rows) for cache in (found, twin)]
+            rows = Rows(one.snapshot.stop, tuple(range(800, 800 + width)))
+            views = [self.kind.forward(cache, rows) for cache in (restored, twin)]
             if not isinstance(self.kind, RingKind | ListKind):  # slots may differ
                 assert_equal(views, "the view")
-        self.compare(found, twin)
+        self.compare(restored, twin)
 
-    def compare(self, found: Any, twin: Any) -> None:
-        views = [self.kind.content(cache, 3) for cache in (found, twin)]
+    def compare(self, restored: Any, twin: Any) -> None:
+        views = [self.kind.content(cache, 3) for cache in (restored, twin)]
         assert_equal(views, "the cache and its twin")
 
     def teardown(self) -> None:
@@ -221,8 +221,8 @@ class Machine(RuleBasedStateMachine):
 
 
 def assert_equal(views: list[Any], what: str) -> None:
-    found, expected = read(views)
-    assert_same(found, expected, what)
+    actual, expected = read(views)
+    assert_same(actual, expected, what)
 
 
 def _cut(writes: list[Rows], stop: int) -> list[Rows]:
@@ -233,8 +233,8 @@ def _cut(writes: list[Rows], stop: int) -> list[Rows]:
     return kept
 
 
-def _row_bytes(held: Snapshot) -> int:
-    slices = [x for leaf in held.leaves for rows in leaf.rows for x in rows.slices()]
+def _row_bytes(taken: Snapshot) -> int:
+    slices = [x for leaf in taken.leaves for rows in leaf.rows for x in rows.slices()]
     return sum(x.nbytes for x in slices)
 
 
@@ -304,41 +304,41 @@ def test_a_snapshot_of_live_rows_copies_nothing_while_writes_go_past_it() -> Non
     cache = filled()
     assert cache.keys is not None
     whole = cache.keys.nbytes
-    peak, held = peak_of(lambda: snapshot([cache]))
+    peak, taken = peak_of(lambda: snapshot([cache]))
     assert peak == 0
-    assert held.nbytes == 0
+    assert taken.nbytes == 0
     for _ in range(20):
         peak, _ = peak_of(lambda: write(cache))
         assert peak < whole // 10
     with Speculation([cache]) as speculation:
         peak, _ = peak_of(lambda: write(speculation.caches[0]))
         assert peak < whole // 10
-    assert held.nbytes == 0
+    assert taken.nbytes == 0
 
 
 def test_a_snapshot_follows_buffers_that_grow() -> None:
     cache = filled()
-    held = snapshot([cache])
+    taken = snapshot([cache])
     for _ in range(30):
         write(cache)
     assert cache.keys is not None
     assert cache.keys.shape[2] == 1280
-    assert held.nbytes == 0
-    copied = held.copied()
+    assert taken.nbytes == 0
+    copied = taken.copied()
     assert copied.nbytes == 2 * 4 * 1000 * 64 * 4
 
 
 def test_a_write_into_the_range_copies_the_range_once() -> None:
     cache = filled()
-    held = snapshot([cache])
+    taken = snapshot([cache])
     cache.trim(1)
     peak, _ = peak_of(lambda: write(cache, 5.0))
     rows = 2 * 4 * 1000 * 64 * 4
     assert rows <= peak < rows + rows // 10
-    assert held.nbytes == rows
+    assert taken.nbytes == rows
     assert type(cache) is KVCache  # nobody has to look at its writes any more
     fresh = KVCache()
-    restore(held, [fresh])
+    restore(taken, [fresh])
     assert np.array(fresh.keys_and_values()[0]).max() == 1.0
     assert np.array(cache.keys_and_values()[0]).max() == 5.0
 
@@ -375,11 +375,11 @@ def test_bytes_reported_are_bytes_held_for_a_model(name: str) -> None:
     model = build(name)
     caches = make_prompt_cache(model)
     mx.eval(model(mx.arange(40)[None], cache=caches))
-    held = snapshot(caches).copied()
+    taken = snapshot(caches).copied()
     del caches
     gc.collect()
-    reported, before = held.nbytes, mx.get_active_memory()
-    del held
+    reported, before = taken.nbytes, mx.get_active_memory()
+    del taken
     gc.collect()
     assert before - mx.get_active_memory() == reported > 0
 
@@ -399,13 +399,13 @@ def test_a_write_into_a_ring_changes_no_snapshot() -> None:
     ring = RotatingKVCache(max_size=4)
     for value in range(7):
         write(ring, value)
-    held = snapshot([ring])
+    taken = snapshot([ring])
     for cache in (ring, RotatingKVCache(max_size=4)):
-        restore(held, [cache])
+        restore(taken, [cache])
         write(cache, 99.0)
         write(cache, 99.0)
     restored = RotatingKVCache(max_size=4)
-    restore(held, [restored])
+    restore(taken, [restored])
     keys = np.array(restored.keys_and_values()[0])
     assert sorted(keys[0, 0, :, 0].tolist()) == [3, 4, 5, 6]
 
@@ -414,10 +414,10 @@ def test_a_write_into_the_ring_that_was_taken_changes_no_snapshot() -> None:
     ring = RotatingKVCache(max_size=4)
     for value in range(7):
         write(ring, value)
-    held = snapshot([ring])
+    taken = snapshot([ring])
     write(ring, 99.0)
     restored = RotatingKVCache(max_size=4)
-    restore(held, [restored])
+    restore(taken, [restored])
     keys = np.array(restored.keys_and_values()[0])
     assert sorted(keys[0, 0, :, 0].tolist()) == [3, 4, 5, 6]
 
@@ -431,7 +431,7 @@ def test_a_ring_is_held_without_what_its_window_no_longer_needs() -> None:
 
 def test_a_watched_cache_is_a_cache_of_its_kind(tmp_path: Any) -> None:
     cache = filled(300)
-    held = snapshot([cache])
+    taken = snapshot([cache])
     assert isinstance(cache, KVCache)
     assert type(cache).__name__ == "KVCache"
     file = str(tmp_path / "cache.safetensors")
@@ -450,15 +450,15 @@ def test_a_watched_cache_is_a_cache_of_its_kind(tmp_path: Any) -> None:
     other.trim(5)
     write(other, 9.0)
     fresh = KVCache()
-    restore(held, [fresh])
+    restore(taken, [fresh])
     assert np.array(fresh.keys_and_values()[0]).max() == 1.0
 
 
 def test_a_cache_is_native_again_when_its_snapshots_are_gone() -> None:
     cache = filled(10)
-    held = snapshot([cache])
+    taken = snapshot([cache])
     assert type(cache) is not KVCache
-    del held
+    del taken
     gc.collect()
     write(cache)
     assert type(cache) is KVCache
@@ -483,22 +483,22 @@ def test_a_state_is_cut_only_where_it_was_taken(name: str) -> None:
     caches = pair(name)
     with pytest.raises(UnsupportedCacheError, match=f"1 is a {name}.*at 6 only.*at 4"):
         snapshot(caches, 0, 4)
-    held = snapshot(caches)
+    taken = snapshot(caches)
     with pytest.raises(UnsupportedCacheError, match=f"1 is a {name}.*at 6 only.*at 4"):
-        split(held, 4)
-    head, tail = split(held, 6)
+        split(taken, 4)
+    head, tail = split(taken, 6)
     assert tail.start == tail.stop == 6
     restore(merge(head, tail), pair(name))
-    restore(merge(*split(held, 0)), pair(name))
+    restore(merge(*split(taken, 0)), pair(name))
 
 
 def test_rows_without_a_state_are_not_restored() -> None:
-    held = snapshot(pair("RotatingKVCache"))
+    taken = snapshot(pair("RotatingKVCache"))
     target = pair("RotatingKVCache", rows=3)
     before = [dict(vars(cache)) for cache in target]
     with pytest.raises(UnsupportedCacheError, match="1 is a RotatingKVCache, and this"):
-        restore(held.ranges, target)
-    head, _ = split(held.ranges, 2)
+        restore(taken.ranges, target)
+    head, _ = split(taken.ranges, 2)
     with pytest.raises(UnsupportedCacheError, match=r"snapshot of \[0, 2\)"):
         restore(head, target)
     assert [vars(cache) for cache in target] == before
@@ -518,21 +518,21 @@ def test_a_snapshot_goes_on_from_caches_that_hold_what_is_before_it() -> None:
 
 
 def test_what_does_not_fit_together_is_refused() -> None:
-    held = snapshot(pair("RotatingKVCache"))
+    taken = snapshot(pair("RotatingKVCache"))
     with pytest.raises(
         InvalidRequestError, match="ends at 6 and the child begins at 0"
     ):
-        merge(held, held)
+        merge(taken, taken)
     with pytest.raises(InvalidRequestError, match=r"2 leaf caches|1 leaf caches"):
-        restore(held, [KVCache()])
+        restore(taken, [KVCache()])
     with pytest.raises(InvalidRequestError, match="layer 1 a RotatingKVCache with"):
-        restore(held, [KVCache(), RotatingKVCache(max_size=5)])
+        restore(taken, [KVCache(), RotatingKVCache(max_size=5)])
     with pytest.raises(InvalidRequestError, match="layer 0 a KVCache with"):
-        restore(held, [QuantizedKVCache(), RotatingKVCache(max_size=4)])
+        restore(taken, [QuantizedKVCache(), RotatingKVCache(max_size=4)])
     with pytest.raises(
         InvalidRequestError, match=r"at 7, and the snapshot holds \[0, 6"
     ):
-        split(held, 7)
+        split(taken, 7)
     with pytest.raises(InvalidRequestError, match=r"\[0, 7\) was asked"):
         snapshot(pair("RotatingKVCache"), 0, 7)
     with pytest.raises(InvalidRequestError, match=r"\[4, 3\) was asked"):
@@ -560,9 +560,9 @@ def test_one_object_at_two_places_is_refused() -> None:
 
 
 def test_a_layer_that_the_model_does_not_use_stays_empty() -> None:
-    held = snapshot([filled(9), KVCache()])
+    taken = snapshot([filled(9), KVCache()])
     target = [filled(4), filled(4)]
-    restore(merge(*split(held, 5)), target)
+    restore(merge(*split(taken, 5)), target)
     assert [cache.offset for cache in target] == [9, 0]
     assert target[1].empty()
 
@@ -581,9 +581,9 @@ def test_a_restored_model_goes_on_bit_for_bit(
     prompt = [(37 * i * i + 11 * i) % 256 for i in range(length)]
     stayed, other = (sliding(make_prompt_cache(model)) for _ in range(2))
     mx.eval(model(mx.array([prompt]), cache=stayed))
-    held = snapshot(stayed, 0, length)
+    taken = snapshot(stayed, 0, length)
     mx.eval(model(mx.array([[1, 2, 3]]), cache=other))
-    restore(held, other)
+    restore(taken, other)
     token = mx.array([[7]])
     for width in (1, 1, 4, 1, 2):
         tokens = mx.repeat(token, width, axis=1)
@@ -591,5 +591,5 @@ def test_a_restored_model_goes_on_bit_for_bit(
         assert_equal(logits, f"{name} after {length}")
         token = mx.argmax(logits[0][:, -1:], axis=-1)
     third = sliding(make_prompt_cache(model))
-    restore(held, third)
+    restore(taken, third)
     mx.eval(model(mx.array([[7]]), cache=third))

@@ -74,9 +74,9 @@ def test_each_row_sees_the_kept_rows_before_it(
         kept += serials[:keep]
         assert cache.offset == len(kept)
         if keep:
-            held, _ = cache.keys_and_values()
+            kept_keys, _ = cache.keys_and_values()
             rows = len(kept) if window is None else min(window, len(kept))
-            assert np.array(held)[0, 0, -rows:, 1].tolist() == kept[-rows:]
+            assert np.array(kept_keys)[0, 0, -rows:, 1].tolist() == kept[-rows:]
 
 
 @given(rounds=rounds_drawn)
@@ -106,9 +106,9 @@ def test_what_was_written_before_in_other_shapes_is_shown(kind: Any) -> None:
     """A cache that was filled natively, or restored from a snapshot."""
     native = kind()
     native.update_and_fetch(*tagged(Rows(0, tuple(range(9)))))
-    held = snapshot([native])
+    taken = snapshot([native])
     restored = kind()
-    restore(held, [restored])
+    restore(taken, [restored])
     for cache in (native, restored):
         with Speculation([cache], shape=SHAPE) as speculation:
             (shown,) = speculation.caches
@@ -126,13 +126,13 @@ def test_rows_that_a_snapshot_shares_stay_as_they_were() -> None:
     with Speculation([cache], shape=SHAPE) as speculation:
         speculation.caches[0].update_and_fetch(*tagged(Rows(0, (0, 1, 2, 3))))
         speculation.commit(4)
-    held = snapshot([cache])
+    taken = snapshot([cache])
     cache.trim(2)
     with Speculation([cache], shape=SHAPE) as speculation:
         speculation.caches[0].update_and_fetch(*tagged(Rows(2, (8, 9, 10, 11))))
         speculation.commit(4)
     other = KVCache()
-    restore(held, [other])
+    restore(taken, [other])
     assert np.array(other.keys_and_values()[0])[0, 0, :, 1].tolist() == [0, 1, 2, 3]
 
 

@@ -11,15 +11,15 @@ from mlx_speculation.caches import RaggedKVCache, Speculation
 
 def layers(lengths: list[int], count: int = 2) -> list[RaggedKVCache]:
     """Return caches of several layers whose rows hold so many positions."""
-    found = []
+    caches = []
     for layer in range(count):
         rows = []
         for row, length in enumerate(lengths):
             cache: Any = KVCache()
             cache.update_and_fetch(*tagged(1, length, 100 * layer + 10 * row))
             rows.append(cache)
-        found.append(RaggedKVCache.merge(rows))
-    return found
+        caches.append(RaggedKVCache.merge(rows))
+    return caches
 
 
 def tagged(rows: int, width: int, tag: int) -> tuple[mx.array, mx.array]:
@@ -54,7 +54,7 @@ def test_offsets_follow_a_commit_and_a_rollback(keep: Any) -> None:
     assert [c.offset.tolist() for c in caches] == [[3 + each[0], 1 + each[1]]] * 2
 
 
-def test_each_row_is_written_behind_its_own_end() -> None:
+def test_each_row_is_written_after_its_own_end() -> None:
     (cache,) = layers([3, 1], count=1)
     keys, values = cache.update_and_fetch(*tagged(2, 2, 50))
     assert keys[0, 0, :5, 0].tolist() == [0, 1, 2, 50, 51]

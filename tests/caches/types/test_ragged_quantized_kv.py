@@ -43,10 +43,10 @@ def test_a_model_reads_quantized_rows_together(bits: int, width: int) -> None:
             logits = model(tokens, cache=speculation.caches)
             speculation.commit(keep)
         for row, caches in enumerate(alone):
-            with Speculation(caches) as own:
-                found = model(tokens[row : row + 1], cache=own.caches)
-                assert close(found[0], logits[row])
-                own.commit(keep[row])
+            with Speculation(caches) as row_speculation:
+                row_logits = model(tokens[row : row + 1], cache=row_speculation.caches)
+                assert close(row_logits[0], logits[row])
+                row_speculation.commit(keep[row])
     for cache, *rows in zip(batch, *alone, strict=True):
         assert cache.nbytes == array_bytes([cache])
         for row, one in enumerate(rows):

@@ -76,8 +76,8 @@ def test_a_conversion_does_not_share_rows() -> None:
     write(cache, 1, serial=500)
     write(back, 1, serial=600)
     write(native, 1, serial=700)
-    for held, serial in ((cache, 500), (back, 600), (native, 700)):
-        serials = np.array(held.keys_and_values()[0])[0, 0, :, 1]
+    for one, serial in ((cache, 500), (back, 600), (native, 700)):
+        serials = np.array(one.keys_and_values()[0])[0, 0, :, 1]
         assert sorted(serials.tolist()) == [0, 0, 0, serial]
 
 
@@ -127,8 +127,8 @@ def test_rows_are_trimmed_where_the_window_remains(widths: list[int], n: int) ->
         native = cache.to_native()
         assert native.empty() == (left == 0)
         if left:
-            held = list(range(max(0, left - 5), left))
-            assert positions(native.keys_and_values()) == held
+            kept_positions = list(range(max(0, left - 5), left))
+            assert positions(native.keys_and_values()) == kept_positions
         assert positions(write(cache, 2)) == list(range(max(0, left - 4), left + 2))
     else:
         assert not cache.is_trimmable()
@@ -158,12 +158,12 @@ def test_a_state_makes_an_equal_cache(history: list[int]) -> None:
     cache = fed(SlidingKVCache(8, 3), history)
     again = SlidingKVCache.from_state(cache.state)
     assert vars(again) == vars(cache)
-    own = copy.copy(cache), copy.deepcopy(cache)
-    for serial, other in enumerate((*own, cache), 500):
+    copies = copy.copy(cache), copy.deepcopy(cache)
+    for serial, other in enumerate((*copies, cache), 500):
         shown = write(other, 1, serial=serial)
         assert positions(shown)[-1] == sum(history)
         assert np.array(shown[0])[0, 0, -1, 1] == serial
-    for serial, other in enumerate((*own, cache), 500):
+    for serial, other in enumerate((*copies, cache), 500):
         assert np.array(other.keys_and_values()[0])[0, 0, -1, 1] == serial
 
 
@@ -245,8 +245,8 @@ def test_a_round_copies_the_window_only_when_the_buffer_is_full(
 
 def _fillings(slack: int, width: int, keep: int, rounds: int) -> list[bool]:
     """Count along: whether each round finds the buffer full."""
-    free, found = slack - 1, []
+    free, fills = slack - 1, []
     for _ in range(rounds):
-        found.append(free < width)
+        fills.append(free < width)
         free = (slack if free < width else free) - keep
-    return found
+    return fills

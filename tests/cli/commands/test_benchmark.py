@@ -48,7 +48,7 @@ def test_all_arms_are_measured_and_their_texts_compared(
             arms[report["plain"]]["tokens_per_second"],
             strict=True,
         )
-        ratios = [own / plain for own, plain in pairs]
+        ratios = [speed / plain for speed, plain in pairs]
         assert arm["over_plain"]["high"] == pytest.approx(max(ratios))
         assert arm["over_plain"]["low"] == pytest.approx(min(ratios))
     assert arms[report["plain"]]["over_plain"]["median"] == 1

@@ -55,12 +55,12 @@ def talk(commands: Commands, text: str, *options: Any, status: int = 0) -> Any:
 def test_a_turn_reads_only_what_is_new(commands: Commands, name: str) -> None:
     models = demo_models()
     lines = "def add(first, second):\ndef sub(a, b):\ndef mul(c, d):\n"
-    found = talk(commands, lines, models[name], "--draft", models["draft"])
+    report = talk(commands, lines, models[name], "--draft", models["draft"])
     generator = SpeculativeGenerator.from_pretrained(models[name])
     encode = generator.tokenizer.encode
     ids: list[int] = []
     text = ""
-    for turn, line in zip(found["turns"], lines.splitlines(), strict=True):
+    for turn, line in zip(report["turns"], lines.splitlines(), strict=True):
         before, rest = len(ids), f"\n{line}\n" if ids else f"{line}\n"
         text += rest
         # A text without a template goes on, so its end is taken out again, and models
@@ -74,20 +74,20 @@ def test_a_turn_reads_only_what_is_new(commands: Commands, name: str) -> None:
         assert ended or before - 5 <= turn["statistics"]["reused"]
         ids += turn["tokens"]
         text += turn["text"]
-    assert found["interrupted"] is False
+    assert report["interrupted"] is False
 
 
 def test_without_room_every_turn_reads_all(commands: Commands) -> None:
-    found = talk(commands, "a = 1\nb = 2\n", DRAFT, "--cache-gigabytes", "0")
-    assert [turn["statistics"]["reused"] for turn in found["turns"]] == [0, 0]
+    report = talk(commands, "a = 1\nb = 2\n", DRAFT, "--cache-gigabytes", "0")
+    assert [turn["statistics"]["reused"] for turn in report["turns"]] == [0, 0]
 
 
 @pytest.mark.parametrize("options", [[], ["--no-replay"]], ids=str)
 def test_replay_can_be_turned_off(commands: Commands, options: list[str]) -> None:
     """An answer drawn by chance seldom has the ids that its text is encoded to."""
     drawn = ["--temp", "2", "--seed", "26", *options]
-    found = talk(commands, "def add(a):\nend\n", DRAFT, *drawn)
-    first, second = found["turns"]
+    report = talk(commands, "def add(a):\nend\n", DRAFT, *drawn)
+    first, second = report["turns"]
     encode = SpeculativeGenerator.from_pretrained(DRAFT).tokenizer.encode
     encoded = len(encode(f"def add(a):\n{first['text']}\nend\n"))
     written = first["prompt_tokens"] + len(first["tokens"]) + len(encode("\nend\n"))
@@ -98,10 +98,10 @@ def test_replay_can_be_turned_off(commands: Commands, options: list[str]) -> Non
 def test_answers_go_through_the_template(commands: Commands, tmp_path: Path) -> None:
     folder = with_template(tmp_path / "chat")
     system = ["--system-prompt", "Be brief."]
-    found = talk(commands, "hi\nbye\n", folder, *system)
+    report = talk(commands, "hi\nbye\n", folder, *system)
     generator = SpeculativeGenerator.from_pretrained(folder)
     end = "<|endoftext|>\n"
-    first, second = found["turns"]
+    first, second = report["turns"]
     head = f"<system>Be brief.{end}<user>hi{end}<assistant>"
     ids = generator.tokenizer.encode(head, add_special_tokens=False)
     assert first["prompt_tokens"] == len(ids)
@@ -117,17 +117,17 @@ def test_answers_go_through_the_template(commands: Commands, tmp_path: Path) -> 
 
 
 def test_reset_and_quit_and_empty_lines(commands: Commands) -> None:
-    found = talk(commands, "a = 1\n\n/reset\n/help\na = 1\n/quit\nb\n", DRAFT)
-    first, second = found["turns"]
+    report = talk(commands, "a = 1\n\n/reset\n/help\na = 1\n/quit\nb\n", DRAFT)
+    first, second = report["turns"]
     assert first["prompt_tokens"] == second["prompt_tokens"]
     assert first["tokens"] == second["tokens"]
 
 
 def test_text_is_on_standard_output_and_figures_are_not(commands: Commands) -> None:
     done = commands("chat", DRAFT, *LENGTH, text="a = 1\n")
-    found = talk(commands, "a = 1\n", DRAFT)
+    report = talk(commands, "a = 1\n", DRAFT)
     assert done.exit_code == 0
-    assert done.stdout == found["turns"][0]["text"] + "\n"
+    assert done.stdout == report["turns"][0]["text"] + "\n"
     assert "1 turns, " in done.stderr
     assert "note: no chat template is used" in done.stderr
 
@@ -135,17 +135,17 @@ def test_text_is_on_standard_output_and_figures_are_not(commands: Commands) -> N
 def test_ctrl_c_ends_an_answer_and_the_talk_goes_on(
     commands: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    following, left = Stream.__next__, [5]
+    next_chunk, left = Stream.__next__, [5]
 
     def interrupted(self: Stream) -> Chunk:
         left[0] -= 1
         if left[0] == 0:
             raise KeyboardInterrupt
-        return following(self)
+        return next_chunk(self)
 
     monkeypatch.setattr(Stream, "__next__", interrupted)
-    found = talk(commands, "def f(x):\ndef g(y):\n", DRAFT, "--draft", DRAFT)
-    first, second = found["turns"]
+    report = talk(commands, "def f(x):\ndef g(y):\n", DRAFT, "--draft", DRAFT)
+    first, second = report["turns"]
     assert (first["finish_reason"], len(first["tokens"])) == ("interrupted", 4)
     assert second["finish_reason"] != "interrupted"
     generator = SpeculativeGenerator.from_pretrained(DRAFT)
@@ -163,9 +163,9 @@ def test_ctrl_c_at_the_prompt_ends_with_130(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("mlx_speculation.cli.commands.chat._messages", lines)
-    found = talk(commands, "", DRAFT, status=130)
-    assert found["interrupted"] is True
-    assert len(found["turns"]) == 1
+    report = talk(commands, "", DRAFT, status=130)
+    assert report["interrupted"] is True
+    assert len(report["turns"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_one_ctrl_c_at_the_prompt_of_a_terminal_does_not_end_it(
     """It may be meant for an answer that has just ended."""
     lines = iter(pressed)
 
-    def asked(prompt: str) -> str:
+    def answer_prompt(prompt: str) -> str:
         line = next(lines, None)
         if line is None:
             raise EOFError
@@ -195,7 +195,7 @@ def test_one_ctrl_c_at_the_prompt_of_a_terminal_does_not_end_it(
 
     terminal = SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True))
     monkeypatch.setattr("mlx_speculation.cli.commands.chat.sys", terminal)
-    monkeypatch.setattr("builtins.input", asked)
+    monkeypatch.setattr("builtins.input", answer_prompt)
     done = commands("chat", DRAFT, *LENGTH)
     assert done.exit_code == status
     assert "Ctrl-C again, or Ctrl-D, ends the chat." in done.stderr
@@ -207,7 +207,7 @@ def test_a_terminal_is_asked_for_messages(
 ) -> None:
     lines = iter(["a = 1", "b = 2"])
 
-    def asked(prompt: str) -> str:
+    def answer_prompt(prompt: str) -> str:
         assert prompt == "> "
         try:
             return next(lines)
@@ -216,7 +216,7 @@ def test_a_terminal_is_asked_for_messages(
 
     terminal = SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True))
     monkeypatch.setattr("mlx_speculation.cli.commands.chat.sys", terminal)
-    monkeypatch.setattr("builtins.input", asked)
+    monkeypatch.setattr("builtins.input", answer_prompt)
     done = commands("chat", DRAFT, *LENGTH)
     assert done.exit_code == 0
     assert "/reset begins anew" in done.stderr
@@ -281,14 +281,14 @@ def test_a_warning_stands_after_the_answer_it_comes_in(
 ) -> None:
     lines = "def add(a, b):\ndef sub(a, b):\n"
     first, second = (turn["text"] for turn in talk(commands, lines, DRAFT)["turns"])
-    following, left = Stream.__next__, [4]
+    next_chunk, left = Stream.__next__, [4]
 
     def warning(self: Stream) -> Chunk:
         left[0] -= 1
         if not left[0]:
             warnings.warn("draft a", DraftNotice, stacklevel=2)
             warnings.warn("other b", RuntimeWarning, stacklevel=2)
-        return following(self)
+        return next_chunk(self)
 
     def show(message: Any, *_: Any) -> None:
         sys.stderr.write(f"{message}\n")

@@ -131,9 +131,9 @@ def test_stop_texts_and_tokens_end_the_text(commands: Commands) -> None:
 
 
 def test_standard_input_is_the_prompt_and_a_dash_names_it(commands: Commands) -> None:
-    asked = commands(*PAIR, "-m", 6, "-p", PROMPT).stdout
-    assert commands(*PAIR, "-m", 6, text=PROMPT).stdout == asked
-    assert commands(*PAIR, "-m", 6, "-p", "-", text=PROMPT.encode()).stdout == asked
+    by_option = commands(*PAIR, "-m", 6, "-p", PROMPT).stdout
+    assert commands(*PAIR, "-m", 6, text=PROMPT).stdout == by_option
+    assert commands(*PAIR, "-m", 6, "-p", "-", text=PROMPT.encode()).stdout == by_option
 
 
 def test_accepted_tokens_are_green_on_a_terminal(commands: Commands) -> None:
@@ -274,12 +274,12 @@ def test_a_page_is_written_and_named(commands: Commands, tmp_path: Path) -> None
 def test_ctrl_c_keeps_what_there_is_and_ends_with_130(
     commands: Commands, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    following = Stream.__next__
+    next_chunk = Stream.__next__
 
     def interrupted(self: Stream) -> Chunk:
         if self.stats.rounds >= 2:
             raise KeyboardInterrupt
-        return following(self)
+        return next_chunk(self)
 
     monkeypatch.setattr(Stream, "__next__", interrupted)
     page = tmp_path / "out.html"
@@ -382,8 +382,8 @@ def test_images_that_are_none_are_refused(commands: Commands, tmp_path: Path) ->
     assert "--image" in missing
     file = tmp_path / "a.png"
     file.write_text("no image")
-    begun = ["--image", file, "--prefill-response", "It"]
-    assert "--prefill-response" in commands.refused(*PLAIN_GENERATE, *begun)
+    with_prefill = ["--image", file, "--prefill-response", "It"]
+    assert "--prefill-response" in commands.refused(*PLAIN_GENERATE, *with_prefill)
 
 
 FAILING = """
@@ -434,13 +434,13 @@ def on_terminal(command: list[str]) -> str:
 def test_an_error_that_ends_a_text_is_a_line(
     chunks: int, shown: bool, commands: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    following, left = Stream.__next__, [chunks]
+    next_chunk, left = Stream.__next__, [chunks]
 
     def failing(self: Stream) -> Chunk:
         left[0] -= 1
         if not left[0]:
             raise SpeculationError("It is broken.")
-        return following(self)
+        return next_chunk(self)
 
     monkeypatch.setattr(Stream, "__next__", failing)
     done = commands(*PAIR, "-p", PROMPT, "-m", "20")

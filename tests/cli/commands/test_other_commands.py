@@ -150,10 +150,10 @@ def test_check_says_whether_exact_mode_keeps_its_promise(
     generate = ("generate", DRAFT, "--prompt", "def", "-m", "3", "--exact", "4")
     assert commands(*generate).exit_code == 0
 
-    def found(*_: Any, **__: Any) -> ExactVerdict:
+    def verdict(*_: Any, **__: Any) -> ExactVerdict:
         return ExactVerdict(100, 7, 0.5, 256, 0.01, 0.02)
 
-    monkeypatch.setattr(exact_rows, "check_exact", found)
+    monkeypatch.setattr(exact_rows, "check_exact", verdict)
     wrong = commands.object(*options, status=1)
     assert (wrong["same"], wrong["exact"], wrong["found"]["differing"]) == (False, 4, 7)
     assert "7 of 100 rows differ in a bit" in commands(*generate).stderr
@@ -370,16 +370,18 @@ CUDA = {"backend": "cuda", "openblas": False, "blas": "reference BLAS"}
     ],
 )
 def test_doctor_says_what_to_do(changes: Any, level: str, said: str) -> None:
-    (found,) = advice(facts(**changes))
-    assert found.level == level
-    assert said in found.finding
-    assert found.action
+    (suggestion,) = advice(facts(**changes))
+    assert suggestion.level == level
+    assert said in suggestion.finding
+    assert suggestion.action
 
 
 def test_doctor_does_not_have_installed_what_a_variable_turns_off() -> None:
     off = {"MLX_SPECULATION_BLAS": "stock"}
-    (found,) = advice(facts(openblas=False, blas="reference BLAS", environment=off))
-    assert found.action == "unset MLX_SPECULATION_BLAS"
+    (suggestion,) = advice(
+        facts(openblas=False, blas="reference BLAS", environment=off)
+    )
+    assert suggestion.action == "unset MLX_SPECULATION_BLAS"
 
 
 @pytest.mark.parametrize("threads", ["1", "2"])
@@ -452,13 +454,13 @@ def test_ctrl_c_in_a_calibration_keeps_nothing(
     commands: Commands, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path))
-    following, left = Stream.__next__, [20]
+    next_chunk, left = Stream.__next__, [20]
 
     def interrupted(self: Stream) -> Chunk:
         left[0] -= 1
         if left[0] == 0:
             raise KeyboardInterrupt
-        return following(self)
+        return next_chunk(self)
 
     monkeypatch.setattr(Stream, "__next__", interrupted)
     done = commands("calibrate", DRAFT, "--draft", "lookup")
@@ -494,8 +496,8 @@ def test_names_of_a_wide_table_of_costs_are_not_folded(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     seconds = dict.fromkeys(range(17), 0.4)
-    own = SimpleNamespace(draft=0.1, verify=0.1, sampler=0.1, host=0.1)
-    parts: Any = {0: dict.fromkeys(range(17), own)}
+    drafters_parts = SimpleNamespace(draft=0.1, verify=0.1, sampler=0.1, host=0.1)
+    parts: Any = {0: dict.fromkeys(range(17), drafters_parts)}
     Screen().table(_table("costs", {0: seconds}, parts))
     assert "│   sampler " in capsys.readouterr().out
 
@@ -523,8 +525,8 @@ def test_calibrate_runs_code_of_a_folder_where_it_is_trusted(
 ) -> None:
     monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path / "costs"))
     trace = tmp_path / "ran"
-    own = write_own_code(tmp_path / "own", trace)
-    command = ["calibrate", own, "--draft", "lookup", "--context", "8"]
+    folder = write_own_code(tmp_path / "own", trace)
+    command = ["calibrate", folder, "--draft", "lookup", "--context", "8"]
     assert "has model_file 'own.py'" in commands.refused(*command)
     assert not trace.exists()
     report = commands.object(*command, "--trust-remote-code")
@@ -540,13 +542,13 @@ def test_ctrl_c_in_the_demo_shows_what_is_done(
     monkeypatch.setattr(f"{home}.demo_models", lambda: folders)
     prompts = [DemoPrompt(group, "a test", PROMPT) for group in ("code", "prose")]
     monkeypatch.setattr(f"{home}.one_prompt_per_group", lambda: prompts)
-    following, left = Stream.__next__, [16 + chunks]  # after the warm-up, 8 each way
+    next_chunk, left = Stream.__next__, [16 + chunks]  # after the warm-up, 8 each way
 
     def interrupted(self: Stream) -> Chunk:
         left[0] -= 1
         if not left[0]:
             raise KeyboardInterrupt
-        return following(self)
+        return next_chunk(self)
 
     monkeypatch.setattr(Stream, "__next__", interrupted)
     done = commands("demo", "--max-tokens", "8", "--draft-length", "2", "--json")
@@ -569,13 +571,13 @@ def test_a_warning_in_the_demo_stands_after_its_text(
     monkeypatch.setattr(f"{home}.one_prompt_per_group", lambda: prompts)
     options = ["demo", "--max-tokens", "8", "--draft-length", "2"]
     text = commands.object(*options)["comparisons"][0]["texts"][0]
-    following, left = Stream.__next__, [16 + 3]  # after the warm-up
+    next_chunk, left = Stream.__next__, [16 + 3]  # after the warm-up
 
     def warning(self: Stream) -> Chunk:
         left[0] -= 1
         if not left[0]:
             warnings.warn("draft a", DraftNotice, stacklevel=2)
-        return following(self)
+        return next_chunk(self)
 
     monkeypatch.setattr(Stream, "__next__", warning)
     assert f"{text}\nnote: draft a\n" in commands(*options).output
@@ -600,11 +602,11 @@ def test_the_demo_chats_with_a_published_model(
         "--draft-length",
         "2",
     ]
-    found = commands.object(*command)["comparisons"]
-    assert [each["story"] for each in found] == ["chat", "edit", "tool loop"]
-    assert [len(each["texts"]) for each in found] == [1, 1, 3]
-    assert all(each["same"] for each in found)
-    counted = [count for each in found for count in each["statistics"]]
+    comparisons = commands.object(*command)["comparisons"]
+    assert [each["story"] for each in comparisons] == ["chat", "edit", "tool loop"]
+    assert [len(each["texts"]) for each in comparisons] == [1, 1, 3]
+    assert all(each["same"] for each in comparisons)
+    counted = [count for each in comparisons for count in each["statistics"]]
     assert sum(each["drafted"] for each in counted) > 0
     assert [each["reused"] > 0 for each in counted[2:]] == [False, True, True]
     done = commands(*command)

@@ -31,7 +31,7 @@ def _commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
     return Commands(monkeypatch)
 
 
-def asked(url: str, body: dict[str, Any]) -> dict[str, Any]:
+def posted(url: str, body: dict[str, Any]) -> dict[str, Any]:
     """Send one request with the key."""
     headers = {"Authorization": "Bearer sesame"}
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
@@ -78,7 +78,7 @@ def served(*options: str) -> Iterator[tuple["subprocess.Popen[str]", str]]:
 def test_it_serves_until_a_signal_ends_it() -> None:
     with served("--draft", "lookup") as (process, url):
         body = {"prompt": "def add(first, second):", "max_tokens": 8}
-        answer = asked(f"{url}/completions", body)
+        answer = posted(f"{url}/completions", body)
         process.send_signal(signal.SIGTERM)
         assert process.stderr is not None
         rest = process.stderr.read()
@@ -111,9 +111,9 @@ def test_replay_can_be_turned_off(options: list[str]) -> None:
     prompt = "def add(first, second):"
     drawn = {"max_tokens": 24, "temperature": 2.0, "seed": 32}
     with served("--draft", "none", *options) as (_, url):
-        first = asked(f"{url}/completions", {"prompt": prompt, **drawn})
+        first = posted(f"{url}/completions", {"prompt": prompt, **drawn})
         text = prompt + first["choices"][0]["text"]
-        second = asked(f"{url}/completions", {"prompt": text, "max_tokens": 1})
+        second = posted(f"{url}/completions", {"prompt": text, "max_tokens": 1})
     tokenizer = SpeculativeGenerator.from_pretrained(DRAFT).tokenizer
     encoded, written = len(tokenizer.encode(text)), first["usage"]["total_tokens"]
     assert encoded != written

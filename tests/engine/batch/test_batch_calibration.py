@@ -39,15 +39,15 @@ def _nothing_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture(name="rounds")
 def _rounds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list to which every round of a batch adds its number of rows."""
-    found: list[int] = []
+    row_counts: list[int] = []
     usual = RunningTogether.next_round
 
     def counted(self: RunningTogether, **options: Any) -> None:
-        found.append(len(self.rows))
+        row_counts.append(len(self.rows))
         usual(self, **options)
 
     monkeypatch.setattr(RunningTogether, "next_round", counted)
-    return found
+    return row_counts
 
 
 def generator_with(kind: str) -> SpeculativeGenerator:
@@ -60,9 +60,9 @@ def generator_with(kind: str) -> SpeculativeGenerator:
 def test_every_length_is_measured_for_each_number_of_rows(
     kind: str, rounds: list[int]
 ) -> None:
-    told: list[tuple[int, int]] = []
+    reported: list[tuple[int, int]] = []
     tables = generator_with(kind).calibrate_batches(
-        [4, 2], contexts=[8], progress=lambda *done: told.append(done)
+        [4, 2], contexts=[8], progress=lambda *done: reported.append(done)
     )
     assert list(tables) == [2, 4]
     for table in tables.values():
@@ -74,9 +74,11 @@ def test_every_length_is_measured_for_each_number_of_rows(
         4: len(rounds) // 2
     }
     assert len(rounds) == 2 * 24
-    assert told == sorted(told)
-    assert {total for _, total in told} == {2 * 24}
-    assert 0.8 < told[-1][0] / told[-1][1] <= 1  # nobody asks after the last round
+    assert reported == sorted(reported)
+    assert {total for _, total in reported} == {2 * 24}
+    assert (
+        0.8 < reported[-1][0] / reported[-1][1] <= 1
+    )  # nobody asks after the last round
 
 
 def test_what_was_measured_is_kept_for_batches_of_so_many_rows(
@@ -89,9 +91,9 @@ def test_what_was_measured_is_kept_for_batches_of_so_many_rows(
     choose = DraftRule.choose
 
     def noted(self: Any, *args: Any, **options: Any) -> Any:
-        found = choose(self, *args, **options)
-        reasons.append(found.reason)
-        return found
+        plan = choose(self, *args, **options)
+        reasons.append(plan.reason)
+        return plan
 
     monkeypatch.setattr(DraftRule, "choose", noted)
     with BatchGenerator(other, row_sizes=False) as batch:

@@ -24,11 +24,14 @@ def _script(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     def choose(
         self: BatchDraftLength, context: int, limit: int, offered: Any, *, behind: bool
     ) -> tuple[int, int]:
-        found = rounds[len(done) % len(rounds)]
-        if behind and found[0] == 0:
-            found = 1, min(2, found[1])  # what is shared does not draft behind a step
-        done.append(found)
-        index, width = found[0], min(limit, found[1])
+        planned = rounds[len(done) % len(rounds)]
+        if behind and planned[0] == 0:
+            planned = (
+                1,
+                min(2, planned[1]),
+            )  # what is shared does not draft behind a step
+        done.append(planned)
+        index, width = planned[0], min(limit, planned[1])
         self.plan = Plan(width, "best", source=self._rule.sources[index])
         return index, width
 
@@ -42,14 +45,14 @@ def _script(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 def test_sources_by_turns_change_no_text(
     kind: str, script: list[tuple[int, int]]
 ) -> None:
-    own = made(kind)
-    inner: Any = own.generator(kind)._setup.draft
+    bench_of_kind = made(kind)
+    inner: Any = bench_of_kind.generator(kind)._setup.draft
     cascade = CascadeDraft(inner, LookupDraft())
-    generator = own.generator("none", draft=cascade, draft_length=None)
+    generator = bench_of_kind.generator("none", draft=cascade, draft_length=None)
     cases = [Case(p, s, 24) for p in (2, 23) for s in SAMPLINGS[:3]]
     cases[1] = Case(2, SAMPLINGS[1], 24, draft_length=3)
     with BatchGenerator(generator) as batch:
-        uids = [own.insert(batch, case) for case in cases]
+        uids = [bench_of_kind.insert(batch, case) for case in cases]
         while batch.waiting or batch.running:
             batch.next()
             if len(batch.running) > 1:
@@ -58,7 +61,7 @@ def test_sources_by_turns_change_no_text(
         assert batch.stats.row_rounds > 2 * batch.stats.forwards
         for uid, case in zip(uids, cases, strict=True):
             assert batch.why_alone(uid) is None
-            own.check(case, batch.result(uid).tokens, width=17)
+            bench_of_kind.check(case, batch.result(uid).tokens, width=17)
             assert not batch.result(uid).stats.drafter_faults
         sources = {name for uid in uids for name in batch.result(uid).stats.sources}
     assert len(script) > 6

@@ -112,13 +112,13 @@ ASKED = (
 Drafts = dict[tuple[int, ...], list[int]]
 
 
-def note(patch: pytest.MonkeyPatch, found: Drafts) -> None:
+def note(patch: pytest.MonkeyPatch, by_text: Drafts) -> None:
     """Note what is drafted, by the tokens that are known."""
 
     def add(sequence: Any, draft: Any) -> None:
         if draft.length:
             tokens: Any = draft.tokens.tolist()
-            found[tuple(sequence.tokens)] = tokens
+            by_text[tuple(sequence.tokens)] = tokens
 
     plain, shared = MtpDrafter.propose, SharedDrafter.propose
 
@@ -140,13 +140,13 @@ def note(patch: pytest.MonkeyPatch, found: Drafts) -> None:
 Keys = dict[tuple[int, int], Any]
 
 
-def hold(held: Keys, layers: Any, state: Any) -> None:
+def hold(by_place: Keys, layers: Any, state: Any) -> None:
     """Note the keys of a head by layer and position, all of committed text."""
     for layer, (caches, end) in enumerate(zip(layers, state.ends, strict=True)):
         for each in caches if end else ():
             keys = np.array(each.keys_and_values()[0])[0].swapaxes(0, 1)
             for place, key in enumerate(keys, end - len(keys)):
-                held[layer, place] = key
+                by_place[layer, place] = key
 
 
 def together(
@@ -154,14 +154,14 @@ def together(
 ) -> tuple[list[Any], list[Keys]]:
     """Return results of requests that come and go, and what the head has held."""
     results: list[Any] = [None] * len(requests)
-    held, uids = [Keys() for _ in requests], dict[int, int]()
+    head_keys, uids = [Keys() for _ in requests], dict[int, int]()
     with BatchGenerator(made) as batch:
         number = 0
         while number < 8 or batch.waiting or batch.running:
             for place, one in enumerate(requests):
                 if one.joins == number:
-                    asked = {**one.options(), **options}
-                    uids[place] = batch.insert(prompt_of(one.prompt), **asked)
+                    keywords = {**one.options(), **options}
+                    uids[place] = batch.insert(prompt_of(one.prompt), **keywords)
                 if one.leaves is not None and one.joins + one.leaves == number:
                     results[place] = batch.remove(uids.pop(place))
             for group in batch._groups.values():
@@ -170,14 +170,14 @@ def together(
                     request = batch._rows[uid].request
                     if request in shared._requests:
                         index = shared._requests.index(request)
-                        hold(held[place], *shared._cache.extract(index)[1:])
+                        hold(head_keys[place], *shared._cache.extract(index)[1:])
             batch.next()
             number += 1
         for place, uid in uids.items():
             results[place] = batch.remove(uid)
         assert not batch.stats.alone
         assert batch.memory == 0
-    return results, held
+    return results, head_keys
 
 
 def assert_as_alone(made: SpeculativeGenerator, **options: Any) -> None:
@@ -187,18 +187,18 @@ def assert_as_alone(made: SpeculativeGenerator, **options: Any) -> None:
     requests = ASKED[:-1] if options else ASKED
     with pytest.MonkeyPatch.context() as patch:
         note(patch, batched)
-        results, held = together(made, requests, options)
-    for one, result, keys in zip(requests, results, held, strict=True):
-        own = Keys()
+        results, head_keys = together(made, requests, options)
+    for one, result, keys in zip(requests, results, head_keys, strict=True):
+        alone_keys = Keys()
         with pytest.MonkeyPatch.context() as patch:
             note(patch, drafted)
-            asked = {**one.options(), **options}
-            stream, alone = made.stream(prompt_of(one.prompt), **asked), []
+            request = {**one.options(), **options}
+            stream, alone = made.stream(prompt_of(one.prompt), **request), []
             for chunk in stream:
                 alone.append(chunk.token)
                 guarded: Any = stream.request.drafter
                 head = guarded.inner._cache
-                hold(own, head.layers, head.state)
+                hold(alone_keys, head.layers, head.state)
         count = len(result.tokens)
         assert count > 3
         assert result.tokens == alone[:count]
@@ -207,10 +207,10 @@ def assert_as_alone(made: SpeculativeGenerator, **options: Any) -> None:
         pairs = zip(result.logprobs, expected[:count], strict=True)
         for ours, theirs in pairs:
             np.testing.assert_allclose(ours.value, theirs.value, rtol=1e-3, atol=1e-3)
-        same = keys.keys() & own.keys()
-        assert len(same) > 15 or not own
+        same = keys.keys() & alone_keys.keys()
+        assert len(same) > 15 or not alone_keys
         for place in same:
-            np.testing.assert_allclose(keys[place], own[place], atol=1e-3)
+            np.testing.assert_allclose(keys[place], alone_keys[place], atol=1e-3)
     both = batched.keys() & drafted.keys()
     assert len(both) > 20
     for known in both:

@@ -64,18 +64,18 @@ def opened(
 
 def left(prefixes: PrefixCache, tokens: Sequence[int]) -> dict[int, Snapshot]:
     """Return what is held of a text: each beginning that a request could go on from."""
-    found: dict[int, Snapshot] = {}
+    by_stop: dict[int, Snapshot] = {}
     for stop in range(1, len(tokens) + 1):
-        held = prefixes.lookup(0, tokens[:stop])
-        if held is not None:
-            found[held.stop] = held
-    return found
+        taken = prefixes.lookup(0, tokens[:stop])
+        if taken is not None:
+            by_stop[taken.stop] = taken
+    return by_stop
 
 
 def assert_same(one: dict[int, Snapshot], other: dict[int, Snapshot]) -> None:
     assert [*one] == [*other]
-    for stop, held in one.items():
-        for mine, its in zip(held.leaves, other[stop].leaves, strict=True):
+    for stop, taken in one.items():
+        for mine, its in zip(taken.leaves, other[stop].leaves, strict=True):
             assert (mine.kind, mine.settings) == (its.kind, its.settings)
             pairs = [(in_order(mine), in_order(its))]
             assert [rows.stop for rows in mine.rows[-1:]] == [
@@ -123,18 +123,18 @@ def test_a_request_leaves_what_its_stream_leaves(name: str, kind: str) -> None:
         # Lookups end where they find nothing, and rounds of others would go on.
         prompts = PROMPTS[:1] if kind == "lookup" else PROMPTS
         places = [stop, None, None if stop is None else 16 - stop]
-        asked = [
+        requests = [
             (prompt, options_of(made, prompt, place))
             for prompt, place in zip(prompts, places, strict=False)
         ]
         generator, batched = opened(made, kind, **KINDS[name])
         with BatchGenerator(generator) as batch:
-            uids = [batch.insert(prompt_of(p), **options) for p, options in asked]
+            uids = [batch.insert(prompt_of(p), **options) for p, options in requests]
             assert [batch.why_alone(uid) for uid in uids] == [None] * len(uids)
             while batch.running or batch.waiting:
                 batch.next()
             results = [batch.result(uid) for uid in uids]
-        for (prompt, options), result in zip(asked, results, strict=True):
+        for (prompt, options), result in zip(requests, results, strict=True):
             generator, streamed = opened(made, kind, **KINDS[name])
             alone = generator.generate(prompt_of(prompt), **options)
             assert result.tokens == alone.tokens
@@ -225,7 +225,7 @@ def test_a_cut_that_raises_ends_its_request_alone(
 
 
 @pytest.mark.parametrize(("method", "calls"), covering(["prepare", "commit"], [1, 3]))
-def test_a_round_that_fails_behind_its_cut_runs_again(
+def test_a_round_that_fails_after_its_cut_runs_again(
     method: str, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Text, tokens and chunks are those of before the round."""

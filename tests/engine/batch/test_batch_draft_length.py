@@ -43,8 +43,11 @@ def lengths_with(seconds: Any, *, free: bool = False) -> BatchDraftLength:
     def costs(rows: int) -> RoundCosts:
         return RoundCosts({0: {n: seconds(rows, n) for n in range(LONGEST + 1)}})
 
-    credit, own = Credit(*BATCH_CREDIT), [Source(RoundCosts(), free=free, pause=PAUSE)]
-    rule = DraftRule(own, credit, LONGEST)
+    credit, sources = (
+        Credit(*BATCH_CREDIT),
+        [Source(RoundCosts(), free=free, pause=PAUSE)],
+    )
+    rule = DraftRule(sources, credit, LONGEST)
     return BatchDraftLength(rule, lambda rows: [costs(rows)])
 
 
@@ -57,7 +60,7 @@ def play(
     lengths: BatchDraftLength, rows: list[BatchRequest], seconds: Any, right: float
 ) -> list[int]:
     """Run rounds in which a share of the drafts is right; return their widths."""
-    found = []
+    widths = []
     for _ in range(60):
         limits = lengths.limits(rows, 100, [50] * len(rows))
         width = max(limits)
@@ -66,8 +69,8 @@ def play(
         plain = width == 0
         outcome = Feedback(width, accepted[0], took, behind=plain, ahead=plain)
         lengths.note(rows, 100, limits, accepted, outcome)
-        found.append(width)
-    return found
+        widths.append(width)
+    return widths
 
 
 def test_numbers_of_rows_share_costs_up_to_powers_of_two() -> None:
@@ -161,7 +164,7 @@ def test_found_drafts_are_cut_to_the_width_that_pays() -> None:
         steady = Feedback(0, 0, 1.0, behind=True, ahead=True)
         lengths.note(rows, 100, limits, limits, steady)
         assert lengths.limits(rows, 100, credit) == [LONGEST] * 4
-        offered = [[own] for own in survival]
+        offered = [[row] for row in survival]
         return lengths.choose(100, LONGEST, offered, behind=behind)[1]
 
     sure, none = [1.0] * 8, list[float]()
@@ -197,32 +200,32 @@ def test_no_row_drafts_more_than_its_request_wants() -> None:
         return 1.0  # a draft is free
 
     generator = bench("llama").generator("model", draft_length=None)
-    asked = (None, 2, 0)
-    streams = [generator.stream(prompt_of(3), max_draft=most) for most in asked]
+    most_drafted = (None, 2, 0)
+    streams = [generator.stream(prompt_of(3), max_draft=most) for most in most_drafted]
     rows = [BatchRequest(n, stream) for n, stream in enumerate(streams)]
     for these, expected in ((rows, [8, 2, 0]), (rows[1:], [2, 0])):
         lengths = lengths_with(seconds)
-        found = []
+        seen = []
         for _ in range(30):
             limits = lengths.limits(these, 100, [50] * len(these))
             plain = not max(limits)
             outcome = Feedback(max(limits), max(limits), 1.0, plain, plain)
             lengths.note(these, 100, limits, limits, outcome)
-            found.append(limits)
-        assert found[-1] == expected
+            seen.append(limits)
+        assert seen[-1] == expected
 
 
 @pytest.mark.usefixtures("measured")
 def test_rows_expect_by_their_own_acceptance() -> None:
     rows, lengths = rows_of(2), lengths_with(lambda *_: 1.0)
-    own = [policy(row).rates[0] for row in rows]
+    rates = [policy(row).rates[0] for row in rows]
     for _ in range(100):
         limits = lengths.limits(rows, 100, [4, 4])
         accepted = [limits[0], 0]
         plain = not any(limits)
         feedback = Feedback(max(limits), max(accepted), 1.0, plain, plain)
         lengths.note(rows, 100, limits, accepted, feedback)
-    good, bad = (sum(each.survival(4)) for each in own)
+    good, bad = (sum(each.survival(4)) for each in rates)
     assert bad < 0.2
     assert good > 3.7
 

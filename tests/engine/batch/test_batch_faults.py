@@ -105,7 +105,7 @@ def test_an_interrupt_while_drafting_leaves_the_draft_as_it_was(forward: int) ->
             run(batch)
         for _ in range(2):
             batch.next()
-        assert_two_behind(batch)
+        assert_two_unread(batch)
         finish(made, batch, rows)
         assert batch.stats.acceptance_rate > 0.4
 
@@ -123,11 +123,11 @@ def test_a_target_that_cannot_commit_leaves_the_draft_as_it_was(
             run(batch)
         for _ in range(2):
             batch.next()
-        assert_two_behind(batch)
+        assert_two_unread(batch)
         finish(made, batch, rows)
 
 
-def assert_two_behind(batch: BatchGenerator) -> None:
+def assert_two_unread(batch: BatchGenerator) -> None:
     """Require that the draft's caches hold all that is known of each row but two."""
     drafter = batch._groups[None]._rounds.proposals.shared
     assert isinstance(drafter, SharedModel)
@@ -216,8 +216,8 @@ def test_other_rules_give_rows_what_they_do_alone(acceptance: Any) -> None:
     prompts = [prompt_of(n) for n in (3, 20, 9)]
     each: list[Any] = [{"sampling": one} for one in sampling]
     results = generator.generate_batch(prompts, each=each, **options)
-    for prompt, own, result in zip(prompts, sampling, results, strict=True):
-        alone = generator.generate(prompt, sampling=own, **options)
+    for prompt, row_sampling, result in zip(prompts, sampling, results, strict=True):
+        alone = generator.generate(prompt, sampling=row_sampling, **options)
         assert result.tokens == alone.tokens
         assert result.stats.accepted == alone.stats.accepted > 0
 
@@ -238,16 +238,16 @@ def test_reports_stops_and_origins_are_those_of_a_row_alone() -> None:
         uids = [batch.insert(prompt_of(17), **options, **row) for row in rows]
         run(batch)
         for uid, row in zip(uids, rows, strict=True):
-            found = batch.result(uid)
+            result = batch.result(uid)
             alone = generator.generate(prompt_of(17), **options, **row)
-            assert found.tokens == alone.tokens
-            assert (found.text, found.finish_reason) == (
+            assert result.tokens == alone.tokens
+            assert (result.text, result.finish_reason) == (
                 alone.text,
                 alone.finish_reason,
             )
-            assert found.origins == alone.origins
-            known = prompt_of(17) + found.tokens
-            assert found.cached_tokens == known[: len(found.cached_tokens)]
-            assert found.logprobs == alone.logprobs
-            assert found.stats.accepted == alone.stats.accepted
-            assert found.stats.rounds == alone.stats.rounds
+            assert result.origins == alone.origins
+            known = prompt_of(17) + result.tokens
+            assert result.cached_tokens == known[: len(result.cached_tokens)]
+            assert result.logprobs == alone.logprobs
+            assert result.stats.accepted == alone.stats.accepted
+            assert result.stats.rounds == alone.stats.rounds

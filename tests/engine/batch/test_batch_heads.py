@@ -23,7 +23,6 @@ from support.drafters import batches
 from support.drafters.batch_heads import (
     HeadBench,
     KnowingMtp,
-    asked,
     compare,
     drafts_alone,
     drafts_of,
@@ -32,6 +31,7 @@ from support.drafters.batch_heads import (
     head_bench,
     knowing,
     mtp_on,
+    options_of,
 )
 from support.drafters.batches import (
     SAMPLINGS,
@@ -172,7 +172,7 @@ def test_rows_that_never_draft_are_not_followed() -> None:
         while batch.waiting or batch.running:
             batch.next()
             lane = batch._groups[None]._lane
-            assert all(own.follower is None for own in lane.members)
+            assert all(member.follower is None for member in lane.members)
         for case in (cases[0], CASES[3], cases[1]):
             rows[made.insert(batch, case)] = case
         head.fed.clear()
@@ -223,7 +223,7 @@ def insert_planned(
     rows = {}
     for case in cases:
         made.text(case.prompt, case.sampling)
-        planned = {**asked(case), "draft_length": Planned(lengths)}
+        planned = {**options_of(case), "draft_length": Planned(lengths)}
         rows[batch.insert(**planned)] = case
     return rows
 
@@ -415,10 +415,12 @@ def test_rows_of_heads_in_a_prefix_cache_are_those_of_the_text(
     In a batch a head may begin where its target does, and then has rows from there on.
     """
 
-    def check(own: KnowingMtp, held: list[list[int]], text: int, position: int) -> None:
-        tokens = own.known.texts[text]
-        places = range(position + 1 - len(held), position + 1)
-        assert held == [[place, tokens[place + 1]] for place in places]
+    def check(
+        head: KnowingMtp, head_rows: list[list[int]], text: int, position: int
+    ) -> None:
+        tokens = head.known.texts[text]
+        places = range(position + 1 - len(head_rows), position + 1)
+        assert head_rows == [[place, tokens[place + 1]] for place in places]
 
     monkeypatch.setattr(KnowingMtp, "_check", check)
     made = head_bench("llama")
@@ -444,7 +446,7 @@ def test_rows_of_heads_in_a_prefix_cache_are_those_of_the_text(
 
 def _head_rows(prefixes: PrefixCache) -> list[list[int]]:
     """Return position and token of every row of a head, checked against its text."""
-    found: list[list[int]] = []
+    result: list[list[int]] = []
     for node in prefixes._tree.nodes():
         text, above = list(node.tokens), node.parent
         while above is not None:
@@ -453,8 +455,8 @@ def _head_rows(prefixes: PrefixCache) -> list[list[int]]:
             rows: Any = part.slices()[0][0, 0].astype(mx.int32).tolist()
             places = range(part.start, part.stop)
             assert rows == [[place, text[place + 1]] for place in places]
-            found += rows
-    return found
+            result += rows
+    return result
 
 
 def test_a_prompt_out_of_a_prefix_cache_is_not_in_the_slots() -> None:
@@ -467,10 +469,10 @@ def test_a_prompt_out_of_a_prefix_cache_is_not_in_the_slots() -> None:
     generator = made.generator("random", prefix_cache=prefixes)
     cases = [Case(40, SAMPLINGS[1], 12), Case(23, SAMPLINGS[0], 12)]
     cases.append(Case(17, SAMPLINGS[2], 12))
-    found = drafts_of(generator, cases)
+    drafted = drafts_of(generator, cases)
     # The last known token is fed again, for the state that the head reads.
-    assert [result.stats.reused for result, _ in found][::2] == [32, 15]
-    for case, (result, drafts) in zip(cases, found, strict=True):
+    assert [result.stats.reused for result, _ in drafted][::2] == [32, 15]
+    for case, (result, drafts) in zip(cases, drafted, strict=True):
         made.check(case, result.tokens)
         assert len(drafts) >= 8
 
@@ -481,12 +483,12 @@ def test_what_drafts_otherwise_shares_the_target_alone() -> None:
     assert isinstance(head, EagleDraft)
     generator = generator_of(made.model, CascadeDraft(LookupDraft(), head))
     with BatchGenerator(generator) as batch:
-        asked: dict[str, Any] = {"max_tokens": 6, "stop_tokens": ()}
-        uids = [batch.insert(prompt_of(n), **asked) for n in (6, 9)]
+        options: dict[str, Any] = {"max_tokens": 6, "stop_tokens": ()}
+        uids = [batch.insert(prompt_of(n), **options) for n in (6, 9)]
         assert [batch.why_alone(uid) for uid in uids] == [None, None]
         run(batch)
         for uid, n in zip(uids, (6, 9), strict=True):
-            alone = generator.generate(prompt_of(n), **asked)
+            alone = generator.generate(prompt_of(n), **options)
             assert batch.result(uid).tokens == alone.tokens
 
 

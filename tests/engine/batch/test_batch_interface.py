@@ -29,10 +29,10 @@ def generator(**options: Any) -> SpeculativeGenerator:
 
 
 def run(batch: BatchGenerator) -> list[BatchResponse]:
-    found = []
+    responses = []
     while batch.waiting or batch.running:
-        found += batch.next()
-    return found
+        responses += batch.next()
+    return responses
 
 
 def test_rows_are_what_the_prompts_are_alone() -> None:
@@ -46,18 +46,20 @@ def test_rows_are_what_the_prompts_are_alone() -> None:
         results = [batch.remove(uid) for uid in uids]
     for uid, result, (prompt, options) in zip(uids, results, rows, strict=True):
         alone = made.generate(prompt, **options)
-        own = [response for response in responses if response.uid == uid]
-        chunks = [response.chunk for response in own if response.chunk is not None]
+        row_responses = [response for response in responses if response.uid == uid]
+        chunks = [
+            response.chunk for response in row_responses if response.chunk is not None
+        ]
         assert [chunk.token for chunk in chunks] == result.tokens == alone.tokens
         assert "".join(chunk.text for chunk in chunks) == result.text == alone.text
-        assert [response.finish_reason for response in own[:-1]] == [None] * (
-            len(own) - 1
+        assert [response.finish_reason for response in row_responses[:-1]] == [None] * (
+            len(row_responses) - 1
         )
-        assert own[-1].finish_reason == result.finish_reason == "length"
+        assert row_responses[-1].finish_reason == result.finish_reason == "length"
 
 
-def test_a_rows_own_lengths_hear_what_a_streams_do() -> None:
-    heard = []
+def test_a_rows_own_lengths_are_noted_as_a_streams_are() -> None:
+    noted_kinds = []
     for together in (False, True):
         planned = Planned([0, 0, 0, 2, 0, 2])
         options: Any = {"max_tokens": 20, "draft_length": planned, "stop_tokens": ()}
@@ -68,9 +70,9 @@ def test_a_rows_own_lengths_hear_what_a_streams_do() -> None:
         else:
             generator().generate(prompt_of(6), **options)
         kinds = [(o.drafted, o.behind, o.ahead) for _, o in planned.noted]
-        heard.append(kinds[:6])
-    assert heard[0] == heard[1]
-    assert [behind and ahead for _, behind, ahead in heard[0]].count(True) == 1
+        noted_kinds.append(kinds[:6])
+    assert noted_kinds[0] == noted_kinds[1]
+    assert [behind and ahead for _, behind, ahead in noted_kinds[0]].count(True) == 1
 
 
 def test_rows_beyond_the_room_wait_in_their_order() -> None:
@@ -186,9 +188,9 @@ def test_many_prompts_have_options_of_their_own() -> None:
             sampling=Sampling(temperature=0.8, seed=seed),
         )
         assert result.tokens == alone.tokens
-    own = [Sampling(temperature=0.8, seed=seed) for seed in (7, 7, 9)]
+    row_samplings = [Sampling(temperature=0.8, seed=seed) for seed in (7, 7, 9)]
     again = made.generate_batch(
-        prompts[:1] * 3, each=[{"sampling": one} for one in own], max_tokens=5
+        prompts[:1] * 3, each=[{"sampling": one} for one in row_samplings], max_tokens=5
     )
     assert again[0].tokens == again[1].tokens != again[2].tokens
     assert made.generate_batch([]) == []

@@ -163,13 +163,13 @@ def made(name: str, kind: str) -> SpeculativeGenerator:
     )
 
 
-def played(generator: SpeculativeGenerator, asked: list[Asked]) -> list[Result]:
+def played(generator: SpeculativeGenerator, requests: list[Asked]) -> list[Result]:
     """Return the results of requests that come and go as they ask."""
-    with BatchGenerator(generator, max_rows=len(asked)) as batch:
+    with BatchGenerator(generator, max_rows=len(requests)) as batch:
         uids: dict[int, int] = {}
         results: dict[int, Result] = {}
         for number in range(200):
-            for place, one in enumerate(asked):
+            for place, one in enumerate(requests):
                 if one.joins == number:
                     uids[place] = batch.insert(prompt_of(one.prompt), **one.options())
                     assert batch.why_alone(uids[place]) is None
@@ -183,7 +183,7 @@ def played(generator: SpeculativeGenerator, asked: list[Asked]) -> list[Result]:
             assert batch.error(uid) is None
             results[place] = batch.remove(uid)
         assert batch.memory == 0
-    return [results[place] for place in range(len(asked))]
+    return [results[place] for place in range(len(requests))]
 
 
 def assert_as_alone(generator: SpeculativeGenerator, one: Asked, got: Result) -> None:
@@ -214,9 +214,9 @@ def test_requests_of_all_kinds_write_what_they_do_alone(name: str, kind: str) ->
     generator = made(name, kind)
 
     @settings(max_examples=5, deadline=None)
-    @given(asked=st.lists(ASKED, min_size=2, max_size=4))
-    def plays(asked: list[Asked]) -> None:
-        for one, got in zip(asked, played(generator, asked), strict=True):
+    @given(requests=st.lists(ASKED, min_size=2, max_size=4))
+    def plays(requests: list[Asked]) -> None:
+        for one, got in zip(requests, played(generator, requests), strict=True):
             assert_as_alone(generator, one, got)
 
     plays()
@@ -239,9 +239,10 @@ def with_head(kind: str, *, lookup: bool) -> SpeculativeGenerator:
     made: Any = draft
     if lookup:
         plain = SpeculativeGenerator(target, byte_tokenizer())
-        asked: dict[str, Any] = {"max_tokens": 30, "stop_tokens": ()}
+        options: dict[str, Any] = {"max_tokens": 30, "stop_tokens": ()}
         texts = [
-            prompt_of(n) + plain.generate(prompt_of(n), **asked).tokens for n in PROMPTS
+            prompt_of(n) + plain.generate(prompt_of(n), **options).tokens
+            for n in PROMPTS
         ]
         made = CascadeDraft(KnownDraft(texts), draft)
     return SpeculativeGenerator(target, byte_tokenizer(), draft=made, draft_length=3)
@@ -289,13 +290,13 @@ Drafts = dict[tuple[int, ...], list[int]]
 
 def noted(monkeypatch: pytest.MonkeyPatch) -> Drafts:
     """Note what heads draft from now on, by the tokens that are known."""
-    found = Drafts()
+    by_text = Drafts()
 
     def propose_alone(self: Any, sequence: Any, limit: int, choose: Any) -> Any:
         draft = alone(self, sequence, limit, choose)
         if limit == 3:
             tokens: Any = draft.tokens.tolist()
-            found[tuple(sequence.tokens)] = tokens
+            by_text[tuple(sequence.tokens)] = tokens
         return draft
 
     alone = MtpDrafter.propose
@@ -307,11 +308,11 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Drafts:
         for request, limit, draft in zip(requests, limits, drafts, strict=True):
             if limit == 3 and draft.length:
                 tokens: Any = draft.tokens.tolist()
-                found[tuple(request.sequence.tokens)] = tokens
+                by_text[tuple(request.sequence.tokens)] = tokens
         return drafts, failed
 
     monkeypatch.setattr(SharedDrafter, "propose", propose)
-    return found
+    return by_text
 
 
 @pytest.mark.parametrize(("kind", "lookup"), covering(HEADS, (False, True)))
@@ -436,13 +437,13 @@ def test_quantized_requests_write_what_they_do_alone(kind: str) -> None:
         )
 
     @settings(max_examples=5, deadline=None)
-    @given(asked=st.lists(QUANTIZED, min_size=2, max_size=5))
-    def plays(asked: list[Any]) -> None:
+    @given(requests=st.lists(QUANTIZED, min_size=2, max_size=5))
+    def plays(requests: list[Any]) -> None:
         made, uids, got = generator(), {}, {}
         with BatchGenerator(made) as batch:
             for number in range(60):
                 for place, (prompt, joins, leaves, how, temperature) in enumerate(
-                    asked
+                    requests
                 ):
                     options: dict[str, Any] = {
                         "max_tokens": 12,
@@ -459,13 +460,13 @@ def test_quantized_requests_write_what_they_do_alone(kind: str) -> None:
             assert not batch.running
             for place, uid in uids.items():
                 assert batch.error(uid) is None
-                how = {"kv_quantization": asked[place][3]}
-                sampling = Sampling(temperature=asked[place][4], seed=place)
+                how = {"kv_quantization": requests[place][3]}
+                sampling = Sampling(temperature=requests[place][4], seed=place)
                 options = {"max_tokens": 12, "stop_tokens": (), "sampling": sampling}
                 got[place] = batch.remove(uid), options | how
             assert batch.memory == 0
         for place, (result, options) in got.items():
-            alone = generator().generate(prompt_of(asked[place][0]), **options)
+            alone = generator().generate(prompt_of(requests[place][0]), **options)
             assert result.tokens == alone.tokens[: len(result.tokens)]
 
     plays()
@@ -495,8 +496,8 @@ def test_a_shared_draft_model_reads_what_others_have_drafted() -> None:
         made = SpeculativeGenerator(target, TOKENIZER, draft=draft, draft_length=3)
         with BatchGenerator(made) as batch:
             for n, name in ((5, "automaton"), (9, None), (17, "schema"), (6, None)):
-                own = constraint(name or "")
-                batch.insert(prompt_of(n), max_tokens=14, constraint=own)
+                row_constraint = constraint(name or "")
+                batch.insert(prompt_of(n), max_tokens=14, constraint=row_constraint)
             compared = 0
             while batch.waiting or batch.running:
                 batch.next()
@@ -505,9 +506,12 @@ def test_a_shared_draft_model_reads_what_others_have_drafted() -> None:
                     own_lane = shared._lanes[request]
                     twin = Lane(target)
                     twin.feed(request.sequence.tokens[: own_lane.seen])
-                    (held, *_), (expected, *_) = shared.lane.extract(place), twin.caches
-                    assert held.offset == expected.offset
-                    keys = expected.keys[..., : held.offset, :]
-                    assert mx.allclose(held.keys, keys, atol=1e-4).item()
+                    (draft_cache, *_), (expected, *_) = (
+                        shared.lane.extract(place),
+                        twin.caches,
+                    )
+                    assert draft_cache.offset == expected.offset
+                    keys = expected.keys[..., : draft_cache.offset, :]
+                    assert mx.allclose(draft_cache.keys, keys, atol=1e-4).item()
                     compared += 1
             assert compared > 12

@@ -34,9 +34,9 @@ def play(made: Bench, batch: BatchGenerator, requests: int, seed: int) -> int:
         for response in batch.next():
             if response.finish_reason is not None:
                 batch.remove(response.uid)
-        begun = (*batch.running, *batch.waiting[:1])
-        if begun and rng.random() < 0.1:
-            batch.remove(rng.choice(begun))
+        started = (*batch.running, *batch.waiting[:1])
+        if started and rng.random() < 0.1:
+            batch.remove(rng.choice(started))
         most = max(most, batch.memory)
     return most
 

@@ -47,27 +47,27 @@ def read_widths(fed: Fed) -> list[int]:
 @pytest.mark.parametrize("kind", ["model", "lookup", "none"])
 def test_one_chunk_at_most_is_read_between_two_rounds(kind: str) -> None:
     made = bench("llama")
-    heard: list[int] = []
+    progress: list[int] = []
     with BatchGenerator(made.generator(kind)) as batch:
         rows = started(made, batch)
         case = Case(LONG, SAMPLINGS[0], 8, prefill_step=STEP)
         options: dict[str, Any] = {"max_tokens": 8, "stop_tokens": ()}
-        options |= {"prefill_step_size": STEP, "prompt_progress": heard.append}
+        options |= {"prefill_step_size": STEP, "prompt_progress": progress.append}
         long = batch.insert(prompt_of(LONG), **options)
         calls = 0
         while long in batch.waiting:
             running = batch.running
-            before = sum(heard)
+            before = sum(progress)
             with Watched(made.model) as fed:
                 responses = batch.next()
             assert {one.uid for one in responses} >= set(running)
-            assert sum(heard) - before <= STEP
+            assert sum(progress) - before <= STEP
             assert sum(read_widths(fed)) <= STEP
             calls += 1
         # The first may find a step on its way, beside which nothing is read.
         assert calls - -(-(LONG - 1) // STEP) in (0, 1)
-        assert sum(heard) == LONG - 1
-        assert set(heard[:-1]) == {STEP}
+        assert sum(progress) == LONG - 1
+        assert set(progress[:-1]) == {STEP}
         finish(made, batch, rows | {long: case})
 
 
@@ -291,8 +291,8 @@ def test_a_chunk_that_fails_ends_its_row(error: Exception, sampling: Any) -> Non
         rows = started(made, batch)
         case = Case(LONG, sampling, 9, prefill_step=STEP)
         bad = made.insert(batch, case)
-        behind = Case(23, SAMPLINGS[2], 9, prefill_step=STEP)
-        rows[made.insert(batch, behind)] = behind
+        later = Case(23, SAMPLINGS[2], 9, prefill_step=STEP)
+        rows[made.insert(batch, later)] = later
         with Watched(made.model, 3, error, STEP):
             finish(made, batch, rows)
         assert batch.error(bad) is error
@@ -377,7 +377,7 @@ def test_a_batch_is_closed_while_prompts_are_read() -> None:
         finish(made, batch, started(made, batch))  # what is made once
     gc.collect()
     mx.synchronize()
-    held = mx.get_active_memory()
+    memory_before = mx.get_active_memory()
     batch = BatchGenerator(generator)
     started(made, batch)
     case = Case(LONG, SAMPLINGS[0], 30, prefill_step=STEP)
@@ -391,7 +391,7 @@ def test_a_batch_is_closed_while_prompts_are_read() -> None:
     assert [batch.result(uid).finish_reason for uid in uids] == ["closed"] * 3
     gc.collect()
     mx.synchronize()
-    assert mx.get_active_memory() <= held + 4096
+    assert mx.get_active_memory() <= memory_before + 4096
 
 
 def test_a_row_that_ends_before_its_draft_has_read_lets_go_of_it() -> None:

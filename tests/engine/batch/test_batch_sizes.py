@@ -109,15 +109,15 @@ def test_sizes_are_not_used_on_a_cpu() -> None:
 @pytest.fixture(name="copied")
 def _copied(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """Return a list to which each copy of a layer's rows adds where they stood."""
-    found: list[list[int]] = []
+    places: list[list[int]] = []
     usual = RaggedKVCache.filter
 
     def noted(self: RaggedKVCache, batch_indices: Any) -> None:
-        found.append([int(place) for place in batch_indices.tolist()])
+        places.append([int(place) for place in batch_indices.tolist()])
         usual(self, batch_indices)
 
     monkeypatch.setattr(RaggedKVCache, "filter", noted)
-    return found
+    return places
 
 
 def test_rows_are_copied_only_where_the_size_changes(copied: list[list[int]]) -> None:
@@ -145,7 +145,7 @@ def test_a_row_that_has_left_changes_nothing_for_the_others(name: str) -> None:
     model, rows, stay = bench(name).model, 6, [0, 1, 3, 4, 5]
     recorders = ModelHooks(model)  # for states that keep a part of a round
     fed = mx.array([[3 * row + 1, 3 * row + 2] for row in range(rows)])
-    found: dict[bool, list[Any]] = {}
+    by_sizes: dict[bool, list[Any]] = {}
     for used in (True, False):
         lanes = [Lane(model) for _ in range(rows)]
         for row, lane in enumerate(lanes):
@@ -156,19 +156,19 @@ def test_a_row_that_has_left_changes_nothing_for_the_others(name: str) -> None:
             first.forward(fed)
             first.commit([2, 1, 0, 1, 2, 1])
         batch.leave(stay)
-        found[used] = []
+        by_sizes[used] = []
         with Watched(model) as shapes:
             for keep in ([1, 2, 0, 1, 2], [2, 0, 1, 1, 2]):
                 with batch.begin(2) as lane_round:
                     logits = lane_round.forward(fed[mx.array(stay)])
-                    found[used].append(read(logits))
+                    by_sizes[used].append(read(logits))
                     lane_round.commit(keep)
         assert shapes == [(6 if used else 5, 2)] * 2
         for row in range(5):
             caches = batch.extract(row)
-            found[used].append(read(model(mx.array([[9]]), cache=caches)))
+            by_sizes[used].append(read(model(mx.array([[9]]), cache=caches)))
     recorders.remove()
-    for ours, others in zip(found[True], found[False], strict=True):
+    for ours, others in zip(by_sizes[True], by_sizes[False], strict=True):
         np.testing.assert_allclose(ours, others, rtol=0, atol=1e-4)
 
 
@@ -184,10 +184,10 @@ def test_a_row_that_has_left_is_let_go_of_where_it_is_the_longest() -> None:
         lane_round.forward(mx.array([[1, 2]] * 6))
         lane_round.commit([1] * 6)
     recorders.remove()
-    held = batch.nbytes
+    bytes_before = batch.nbytes
     batch.leave([0, 2, 3, 4, 5])
     assert batch.places == 6
-    assert batch.nbytes < 0.6 * held
+    assert batch.nbytes < 0.6 * bytes_before
 
 
 def let_draft(batch: BatchGenerator, length: int) -> None:
@@ -201,14 +201,14 @@ def let_draft(batch: BatchGenerator, length: int) -> None:
 def test_a_draft_that_has_missed_tokens_reads_them_in_few_widths() -> None:
     """Else it is fed a new number of them in nearly each round after plain ones."""
     made = bench("llama")
-    found, held = {}, []
+    widths, contents = {}, []
     for sizes in (True, False):
         generator = made.generator("model")
         batch = BatchGenerator(generator, row_sizes=sizes)
         with batch, Watched(made.draft) as shapes:
             uids = [batch.insert(prompt_of(3), max_tokens=60) for _ in range(5)]
             drafts = batch.next() and batch._groups[None]._rounds.proposals.shared
-            found[sizes] = set[int]()
+            widths[sizes] = set[int]()
             for missed in (0, 1, 5, 11, 14):
                 let_draft(batch, 0)
                 for _ in range(missed):
@@ -217,14 +217,14 @@ def test_a_draft_that_has_missed_tokens_reads_them_in_few_widths() -> None:
                 shapes.clear()
                 batch.next()
                 batch.next()
-                found[sizes] |= {width for rows, width in shapes if rows > 1}
+                widths[sizes] |= {width for rows, width in shapes if rows > 1}
             assert isinstance(drafts, SharedModel)
             assert uids
             (first, *_) = drafts.lane.extract(2)
-            held.append(read(first.keys_and_values()))
-    assert found[True] <= {1, 2, 4, 8}
-    assert found[False] - {1, 2, 4, 8}
-    for one, other in zip(*held, strict=True):  # whatever they were read in
+            contents.append(read(first.keys_and_values()))
+    assert widths[True] <= {1, 2, 4, 8}
+    assert widths[False] - {1, 2, 4, 8}
+    for one, other in zip(*contents, strict=True):  # whatever they were read in
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-4)
 
 
@@ -275,14 +275,14 @@ def test_copies_whose_logits_are_unusable_are_nobodys_concern(kind: str) -> None
         with BatchGenerator(generator, row_sizes=True) as batch:
             rows = {made.insert(batch, case): case for case in cases}
             run(batch)
-            found = {uid: batch.result(uid) for uid in rows}
+            results = {uid: batch.result(uid) for uid in rows}
     finally:
         for model in models:
             model.__class__ = plain
     assert broken
     for uid, case in rows.items():
-        made.check(case, found[uid].tokens)
-        assert not found[uid].stats.drafter_faults
+        made.check(case, results[uid].tokens)
+        assert not results[uid].stats.drafter_faults
 
 
 @pytest.mark.parametrize(

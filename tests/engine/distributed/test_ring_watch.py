@@ -21,10 +21,10 @@ Pair = tuple[socket.socket, socket.socket]
 
 @pytest.fixture(name="pair")
 def _pair() -> Iterator[Pair]:
-    own, other = socket.socketpair()
-    yield own, other
-    own.close()
-    other.close()
+    near, far = socket.socketpair()
+    yield near, far
+    near.close()
+    far.close()
 
 
 def watch_of(pair: Pair, ended: list[int] | None = None) -> RingWatch:
@@ -110,12 +110,12 @@ def test_connections_of_the_ring_are_found_by_their_ports(tmp_path: Path) -> Non
     before = socket.create_connection(("127.0.0.1", ports[1]))
     taken = listeners[1].accept()[0]
     after = socket.create_connection(("127.0.0.1", ports[2]))
-    found = ring_connections(1, 3, str(hosts))
-    assert sorted(found) == [0, 2]
+    connections = ring_connections(1, 3, str(hosts))
+    assert sorted(connections) == [0, 2]
     # The other ends are in this process too, and one of them looks like a rank 1's.
-    assert taken.getpeername() in [each.getpeername() for each in found[0]]
-    assert after.getpeername() in [each.getpeername() for each in found[2]]
-    for each in [*listeners, before, taken, after, *found[0], *found[2]]:
+    assert taken.getpeername() in [each.getpeername() for each in connections[0]]
+    assert after.getpeername() in [each.getpeername() for each in connections[2]]
+    for each in [*listeners, before, taken, after, *connections[0], *connections[2]]:
         each.close()
 
 

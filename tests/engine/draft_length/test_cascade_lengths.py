@@ -131,12 +131,12 @@ def test_a_drafter_that_has_failed_is_not_chosen() -> None:
 
 
 def test_a_drafters_own_forecast_stands_for_its_rates() -> None:
-    for own, right in ([0.9, 0.85, 0.8, 0.1, 0.0], 0.0), ([0.2, 0.1], 1.0):
+    for forecast, right in ([0.9, 0.85, 0.8, 0.1, 0.0], 0.0), ([0.2, 0.1], 1.0):
         model = Asked()
         drafter, _ = ruled(Asked(speaks=False), model, right)
-        model.forecasts = own
+        model.forecasts = forecast
         length = proposed(drafter, 8)
-        assert length == 3 if own[0] > 0.5 else length <= 2  # a trial
+        assert length == 3 if forecast[0] > 0.5 else length <= 2  # a trial
 
 
 def test_acceptance_is_noted_for_the_source_that_drafted() -> None:

@@ -31,7 +31,7 @@ def rule_of(*sources: Source, credit: float = 24.0) -> DraftRule:
 
 
 def chosen(rule: DraftRule, *survival: Sequence[float], behind: bool = False) -> Plan:
-    return rule.choose(CONTEXT, 16, [[own] for own in survival], behind=behind)
+    return rule.choose(CONTEXT, 16, [[row] for row in survival], behind=behind)
 
 
 @given(
@@ -95,8 +95,8 @@ def test_no_draft_is_longer_than_the_credit_could_pay_for() -> None:
 
 
 def test_an_unknown_length_is_tried_short_and_doubled() -> None:
-    own = Source(RoundCosts({0: {0: 1.0}}), free=True)
-    rule = rule_of(own)
+    unmeasured = Source(RoundCosts({0: {0: 1.0}}), free=True)
+    rule = rule_of(unmeasured)
     lengths = []
     for _ in range(4):
         plan = chosen(rule, [0.99] * 16)

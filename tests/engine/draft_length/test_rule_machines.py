@@ -52,10 +52,10 @@ def known_of(costs: RoundCosts | None = None, rates: Sequence[float] = ()) -> Kn
 
 
 def played(machine: Machine, text: Text, known: Known | None = None) -> Replayed:
-    found, generator = Replayed(decisions=[]), Generator(["model"])
+    replayed, generator = Replayed(decisions=[]), Generator(["model"])
     generator.each = [known or known_of()]
-    replay_rule(generator, machine, text, found)
-    return found
+    replay_rule(generator, machine, text, replayed)
+    return replayed
 
 
 def policy_of(credit: float, *, seconds: dict[int, float] = CHEAP) -> RuleDraftLength:
@@ -101,11 +101,11 @@ def test_no_machine_and_no_text_lose_more_than_the_credit(
 ) -> None:
     """Nor more than one round beyond it, of a length whose cost was not known."""
     costs = [1.0, *(first + np.cumsum(verify))]
-    own = known_of(
+    known_costs = known_of(
         RoundCosts({0: dict(enumerate(costs))}) if known else None, [0.9] * 16
     )
     text = text_of(right, 300, seed)
-    played_rounds = played(Machine([costs]), text, own)
+    played_rounds = played(Machine([costs]), text, known_costs)
     assert played_rounds.tokens == len(text)
     lost = played_rounds.steps - played_rounds.tokens
     decisions = played_rounds.decisions or []

@@ -46,7 +46,7 @@ def traces(file: Path = TRACES) -> dict[str, np.ndarray]:
 def check(
     file: Path, pairs: Sequence[tuple[str, ...]], name: str, tokens: int, least: float
 ) -> None:
-    best = own = 0.0
+    best = ours_in_steps = 0.0
     for pair in pairs:
         machine = machines_of(traces(file), pair)[name]
         for group in judged(traces(file), pair, machine, tokens):
@@ -54,9 +54,11 @@ def check(
             said += f"{group.over_plain:.3f} of plain, best is {group.best}"
             sys.stdout.write(f"{said}\n")
             assert group.over_plain >= LEAST_PLAIN, said
-            best, own = best + group.least, own + group.ours.steps
-    sys.stdout.write(f"{name}, {tokens} tokens, all pairs: {best / own:.3f} of best\n")
-    assert best / own >= least
+            best, ours_in_steps = best + group.least, ours_in_steps + group.ours.steps
+    sys.stdout.write(
+        f"{name}, {tokens} tokens, all pairs: {best / ours_in_steps:.3f} of best\n"
+    )
+    assert best / ours_in_steps >= least
 
 
 @pytest.mark.parametrize(("name", "tokens"), covering(MACHINES, REQUESTS, quick=QUICK))

@@ -80,11 +80,11 @@ def test_a_replay_has_the_rounds_of_a_generation(kind: str, temperature: float) 
         replayed = Replayed(decisions=[])
         replay(FixedDraftLength(length), Machine([[1.0] * 17]), trace, replayed)
         outcomes = [outcome for _, outcome in stream.decisions]
-        told, expected = (
+        noted, expected = (
             [(o.drafted, o.accepted, o.behind, o.ahead) for o in each]
             for each in ([o for _, o in replayed.decisions or []], outcomes)
         )
-        assert told == expected
+        assert noted == expected
         accepted += stream.stats.accepted
         behind += sum(o.drafted > o.accepted > 0 and o.behind for o in outcomes)
     assert accepted > 0 or kind == "other"
@@ -170,10 +170,10 @@ def test_the_same_command_replays_and_prints_recorded_traces() -> None:
     assert [row["group"] for row in rows] == ["code", "prose", "edit"]
     recorded_traces = dict(np.load(TRACES))
     pair = ["hybrid-lookup", "hybrid-mtp"]
-    found = judged(
+    verdicts = judged(
         recorded_traces, pair, machines_of(recorded_traces, pair)["h100"], 50
     )
-    assert [row["x_best"] for row in rows] == [each.over_best for each in found]
+    assert [row["x_best"] for row in rows] == [each.over_best for each in verdicts]
     wrong = CliRunner().invoke(
         draft_length.app, [*options, "--draft", "none-lookup", "--blas", "stock"]
     )

@@ -99,8 +99,10 @@ def test_the_text_is_the_same(
     assert len(planned.noted) <= len(planned.planned) <= len(planned.noted) + 1
     # A length may be planned before it is known whether a step will be in flight, whose
     # token the caches hold already.
-    pairs = zip(planned.asked, planned.contexts, strict=False)
-    assert all(abs(asked - context) <= 1 for asked, context in pairs)
+    pairs = zip(planned.planned_contexts, planned.contexts, strict=False)
+    assert all(
+        abs(planned_context - context) <= 1 for planned_context, context in pairs
+    )
     assert planned.ended == 1
     assert sum(o.drafted for _, o in planned.noted) == stream.stats.drafted
     assert sum(o.accepted for _, o in planned.noted) == stream.stats.accepted
@@ -114,9 +116,9 @@ def test_a_round_that_is_planned_asks_for_no_length() -> None:
         planned = Planned(lengths)
 
         def noting(decoder: Decoder, *args: Any, planned: Planned = planned) -> Any:
-            known, before = decoder.planned, len(planned.asked)
+            known, before = decoder.planned, len(planned.planned_contexts)
             reason = run_round(decoder, *args)
-            assert known == (len(planned.asked) == before)
+            assert known == (len(planned.planned_contexts) == before)
             seen.add(known)
             return reason
 
@@ -164,7 +166,7 @@ def test_a_step_is_steady_only_between_two_others() -> None:
     # Once each step is submitted ahead, lengths are planned for what the caches hold.
     steps = Planned([0])
     run(generator, steps, False)
-    assert steps.asked[2 : len(steps.contexts)] == steps.contexts[2:] != []
+    assert steps.planned_contexts[2 : len(steps.contexts)] == steps.contexts[2:] != []
 
 
 def test_a_draft_behind_a_step_differs_from_others() -> None:
@@ -197,12 +199,12 @@ def test_the_prompt_that_a_drafter_reads_counts_once() -> None:
     for _ in stream:
         pass
     readings = [outcome.reading for _, outcome in stream.decisions]
-    (told,) = [number for number, reading in enumerate(readings) if reading]
+    (reading_round,) = [number for number, reading in enumerate(readings) if reading]
     first = next(
         n for n, (_, outcome) in enumerate(stream.decisions) if outcome.drafted
     )
-    assert told == first
-    assert readings[told] < stream.stats.prefill_seconds
+    assert reading_round == first
+    assert readings[reading_round] < stream.stats.prefill_seconds
 
 
 @pytest.mark.parametrize("most", [0, 1, 3])
@@ -252,13 +254,15 @@ def _nothing_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_calibration_measures_every_length_and_keeps_it() -> None:
     model, small = build("llama"), build("llama")
     generator = SpeculativeGenerator(model, byte_tokenizer(), draft=small)
-    told: list[tuple[int, int]] = []
+    reported: list[tuple[int, int]] = []
     table = generator.calibrate(
-        contexts=[8], progress=lambda done, total: told.append((done, total))
+        contexts=[8], progress=lambda done, total: reported.append((done, total))
     )
-    assert [done for done, _ in told] == sorted(done for done, _ in told)
-    assert len({total for _, total in told}) == 1
-    assert 0.8 < told[-1][0] / told[-1][1] <= 1  # nobody asks after the last round
+    assert [done for done, _ in reported] == sorted(done for done, _ in reported)
+    assert len({total for _, total in reported}) == 1
+    assert (
+        0.8 < reported[-1][0] / reported[-1][1] <= 1
+    )  # nobody asks after the last round
     assert set(table) == {0}
     assert sorted(table[0]) == CALIBRATED
     assert all(seconds > 0 for seconds in table[0].values())

@@ -38,14 +38,14 @@ def asks(text: str) -> Iterator[str]:
 
 
 def test_nothing_but_the_adapter_asks_drafters_and_drafts_what_they_are() -> None:
-    found = {
+    calls = {
         f"{path.relative_to(ROOT)}: {call}"
         for path in (ROOT / "engine").rglob("*.py")
         if path.relative_to(ROOT).as_posix() != ADAPTER
         for call in asks(path.read_text("utf-8"))
         if call not in OTHERS
     }
-    assert not found
+    assert not calls
 
 
 @pytest.mark.parametrize(
@@ -88,10 +88,12 @@ class Bare:
 class Rich(Bare):
     """The same with all that it may have beside them."""
 
-    held = [mx.zeros(3)]  # noqa: RUF012
-
     def __init__(self) -> None:
         self.known: list[int] = []
+
+    @property
+    def held(self) -> list[mx.array]:
+        return [mx.zeros(3)]
 
     def read_ahead(self, sequence: Sequence, fits: object) -> bool:
         return False
@@ -102,10 +104,10 @@ class Rich(Bare):
 
 def test_a_users_object_has_the_defaults_of_what_it_lacks() -> None:
     bare, rich = Bare(), Rich()
-    for one, held, read in ((bare, 0, True), (rich, 1, False)):
+    for one, kept_count, read in ((bare, 0, True), (rich, 1, False)):
         drafter = adapted(one)
         assert drafter.name == type(one).__name__
-        assert len(drafter.held) == held
+        assert len(drafter.held) == kept_count
         assert drafter.read_ahead(Sequence([1]), lambda count: True) is read
         drafter.remember([0, 1, 2], 1)
         assert list(drafter.lanes) == []

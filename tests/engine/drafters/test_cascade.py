@@ -108,10 +108,10 @@ def test_the_models_caches_stay_right_between_turns(name: str, fails: bool) -> N
     twin = Lane(small)
     for number, turn in enumerate(turns):
         before = drafter.lane.seen
-        held = content(drafter.lane.caches)
+        contents = content(drafter.lane.caches)
         if fails and turn and number:  # the first round feeds the draft its prompt
             _fail(decoder)
-            assert_same_content(held, content(drafter.lane.caches))
+            assert_same_content(contents, content(drafter.lane.caches))
             assert drafter.lane.seen == before
         else:
             left = TOKENS - len(sequence.tokens) + len(PROMPT)

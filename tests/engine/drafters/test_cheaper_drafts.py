@@ -50,13 +50,13 @@ def same_text(folder: Path, **options: Any) -> SpeculativeGenerator:
     plain = SpeculativeGenerator.from_pretrained(folder)
     generator = SpeculativeGenerator.from_pretrained(folder, **options)
     for sampling in (GREEDY, SAMPLED):
-        asked: dict[str, Any] = {
+        request: dict[str, Any] = {
             "max_tokens": TOKENS,
             "sampling": sampling,
             "stop_tokens": (),
         }
-        expected = plain.generate(PROMPT, **asked)
-        result = generator.generate(PROMPT, **asked)
+        expected = plain.generate(PROMPT, **request)
+        result = generator.generate(PROMPT, **request)
         assert result.tokens == expected.tokens
         assert result.stats.drafted > TOKENS // 2
     for name, weight in flat(plain.model).items():
@@ -131,12 +131,12 @@ def drafted_ids(generator: SpeculativeGenerator, **options: Any) -> set[int]:
 
     def noting(self: CheckedChoose, draft: Proposal, limit: int) -> CheckedProposal:
         checked = inner(self, draft, limit)
-        found = checked.draft
-        drafted.extend(int(token) for token in found.tokens)
-        if found.probs is not None:
+        proposal = checked.draft
+        drafted.extend(int(token) for token in proposal.tokens)
+        if proposal.probs is not None:
             outside = [i for i in range(256) if i not in IDS]
-            assert found.probs[:, mx.array(outside)].max() == 0
-            assert mx.abs(found.probs.sum(axis=-1) - 1).max() < 1e-5
+            assert proposal.probs[:, mx.array(outside)].max() == 0
+            assert mx.abs(proposal.probs.sum(axis=-1) - 1).max() < 1e-5
         return checked
 
     with pytest.MonkeyPatch.context() as patch:
@@ -170,9 +170,9 @@ def test_a_model_drafts_from_the_reduced_vocabulary_alone(
         acceptance=acceptance,
     )
     for options in ({}, {"sampling": SAMPLED}):
-        found = drafted_ids(generator, **options)
-        assert found <= set(IDS)
-        assert max(found) > len(IDS)  # ids, and not places
+        drafted = drafted_ids(generator, **options)
+        assert drafted <= set(IDS)
+        assert max(drafted) > len(IDS)  # ids, and not places
 
 
 @pytest.mark.parametrize(
@@ -188,9 +188,9 @@ def test_a_head_drafts_from_the_reduced_vocabulary_alone(name: str) -> None:
     generator = SpeculativeGenerator(
         target, byte_tokenizer(), draft=draft, draft_vocabulary=IDS
     )
-    found = drafted_ids(generator) | drafted_ids(generator, sampling=SAMPLED)
-    assert found <= set(IDS)
-    assert max(found) > len(IDS)
+    drafted = drafted_ids(generator) | drafted_ids(generator, sampling=SAMPLED)
+    assert drafted <= set(IDS)
+    assert max(drafted) > len(IDS)
     assert draft.mtp is not generator._setup.draft.mtp  # type: ignore[union-attr]
 
 
@@ -334,4 +334,4 @@ def test_only_a_draft_model_reads_its_prompt_in_the_ways_of_a_round(
     else:
         generator.generate(PROMPT, **options)
     assert {id(model) for model, _ in guessed} == {id(model), id(draft)}
-    assert all(guesses == (each is draft) for each, guesses in guessed)
+    assert all(is_draft == (each is draft) for each, is_draft in guessed)

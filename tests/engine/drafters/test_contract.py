@@ -96,8 +96,8 @@ def start_over(kind: Callable[[], Kind]) -> FromNothing:
         drafter = made.open(lane, copied)
         lane.feed(copied.tokens[:-1])
         drafter.begin(copied)
-        found: Any = drafter.propose(copied, count, choose).tokens.tolist()
-        return list(found)
+        tokens: Any = drafter.propose(copied, count, choose).tokens.tolist()
+        return list(tokens)
 
     return opened
 
@@ -127,8 +127,8 @@ def of_cascade() -> Kind:
         return CascadeDrafter(*map(adapted, each))
 
     def sequential(sequence: Sequence, count: int, choose: Choose) -> list[int]:
-        found = lookup.twin(sequence, count, choose)
-        return found or model.twin(sequence, count, choose)
+        looked_up = lookup.twin(sequence, count, choose)
+        return looked_up or model.twin(sequence, count, choose)
 
     return Kind(model.model, open_cascade, sequential, model.others)
 
@@ -241,10 +241,10 @@ def play(kind: Kind, choose: Choose) -> int:
     drafter.begin(sequence)
     proposed = 0
     for number, (limit, kept) in enumerate(ROUNDS):
-        own = sequence.tokens[2 * number]  # so that the text repeats itself
+        following_token = sequence.tokens[2 * number]  # so that the text repeats itself
         if kept == "others":
             text = sequence.tokens[3 : 3 + limit]
-            commit(lane, sequence, text, [*text, own])
+            commit(lane, sequence, text, [*text, following_token])
             continue
         draft = drafter.propose(sequence, limit, choose)
         tokens: list[int] = cast(Any, draft.tokens.tolist())
@@ -259,7 +259,7 @@ def play(kind: Kind, choose: Choose) -> int:
             continue
         accepted = min(kept, len(tokens))
         drafter.settle(accepted)
-        commit(lane, sequence, tokens, [*tokens[:accepted], own])
+        commit(lane, sequence, tokens, [*tokens[:accepted], following_token])
     return proposed
 
 

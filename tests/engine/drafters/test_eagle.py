@@ -100,9 +100,9 @@ def test_a_reduced_vocabulary_is_all_that_is_drafted() -> None:
     inner = MtpDrafter.propose
 
     def noting(self: Any, *args: Any) -> Proposal:
-        found = inner(self, *args)
-        drafted.extend(int(token) for token in found.tokens)
-        return found
+        proposal = inner(self, *args)
+        drafted.extend(int(token) for token in proposal.tokens)
+        return proposal
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MtpDrafter, "propose", noting)

@@ -151,10 +151,10 @@ def test_a_fault_leaves_text_and_caches_as_plain_decoding_has_them(
     faults = result.stats.drafter_faults
     assert len(faults) == len(warned) == happened.faults
     assert happened.later == 0  # nobody asks it again
-    for found in faults:
-        assert found.drafter == KINDS[kind].__name__
-        assert found.call == call
-        assert found.reason in warned[0]
+    for recorded in faults:
+        assert recorded.drafter == KINDS[kind].__name__
+        assert recorded.call == call
+        assert recorded.reason in warned[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -187,10 +187,10 @@ def test_what_a_failed_drafter_did_is_undone(how: str) -> None:
     )
     fault = broken(ModelDrafter, "propose", 2, how)
     result, _, _ = generated(generator, fault, draft_cache=caches)
-    held = result.cached_tokens[: caches[0].offset]
+    read = result.cached_tokens[: caches[0].offset]
     twin = Lane(small())
-    twin.feed(held, step=1)
-    assert len(PROMPT) - 1 <= len(held) < len(PROMPT) + 12
+    twin.feed(read, step=1)
+    assert len(PROMPT) - 1 <= len(read) < len(PROMPT) + 12
     assert_same_content(content(twin.caches), content(caches))
 
 
@@ -274,8 +274,8 @@ def test_interrupts_and_a_want_of_memory_go_up(
     ended = "error" if isinstance(error, Exception) else "closed"
     assert stream.result.finish_reason == ended
     expected = plain_text(kind, GREEDY)
-    held = stream.cached_tokens
-    assert held == (PROMPT + expected)[: len(held)]
+    known = stream.cached_tokens
+    assert known == (PROMPT + expected)[: len(known)]
 
 
 class SwallowingDrafter(ScriptedDrafter):

@@ -78,8 +78,8 @@ def test_the_text_is_that_of_plain_decoding_for_any_two_vocabularies(
     constrained: bool,
 ) -> None:
     tokenizer = merging_tokenizer(seed, target_merges)
-    own = merging_tokenizer(seed + 1, draft_merges, letters)
-    common = CommonTokens(tokenizer, own)
+    draft_tokenizer = merging_tokenizer(seed + 1, draft_merges, letters)
+    common = CommonTokens(tokenizer, draft_tokenizer)
     options: dict[str, Any] = {
         "max_tokens": 16,
         "sampling": sampling,
@@ -95,10 +95,10 @@ def test_the_text_is_that_of_plain_decoding_for_any_two_vocabularies(
         draft_length=length,
     )
     for _ in range(2):
-        found = generator.generate(PROMPT, **options)
-        assert not found.stats.drafter_faults, found.stats.drafter_faults[0].details
-        assert found.tokens == expected
-        assert found.stats.sources["foreign model"].drafted > 0
+        result = generator.generate(PROMPT, **options)
+        assert not result.stats.drafter_faults, result.stats.drafter_faults[0].details
+        assert result.tokens == expected
+        assert result.stats.sources["foreign model"].drafted > 0
 
 
 @pytest.mark.parametrize("acceptance", ["keyed", "rejection", "block"])
@@ -108,8 +108,8 @@ def test_the_target_under_other_ids_is_always_right(
 ) -> None:
     """The draft is the target with its ids in another order, in a vocabulary of bytes
     alone: what it is fed and proposes has to be translated both ways."""
-    own = merging_tokenizer(3, 0)
-    theirs, ours = TARGET.get_vocab(), own.get_vocab()
+    draft_tokenizer = merging_tokenizer(3, 0)
+    theirs, ours = TARGET.get_vocab(), draft_tokenizer.get_vocab()
     ids = [theirs[name] for name, _ in sorted(ours.items(), key=lambda pair: pair[1])]
     target = build("llama", vocab=600)
     draft = permuted(target, ids + list(range(256, 600)))
@@ -121,14 +121,14 @@ def test_the_target_under_other_ids_is_always_right(
     generator = SpeculativeGenerator(
         target,
         TARGET,
-        draft=ForeignModelDraft(draft, CommonTokens(TARGET, own)),
+        draft=ForeignModelDraft(draft, CommonTokens(TARGET, draft_tokenizer)),
         draft_length=4,
         acceptance=acceptance,
     )
     sampling = Sampling(temperature=temperature, seed=5)
-    found = generator.generate(PROMPT, sampling=sampling, stop_tokens=(), **options)
-    assert found.stats.acceptance_rate == 1
-    assert found.stats.drafted >= 23
+    result = generator.generate(PROMPT, sampling=sampling, stop_tokens=(), **options)
+    assert result.stats.acceptance_rate == 1
+    assert result.stats.drafted >= 23
 
 
 @given(seed=st.integers(0, 500), merges=st.integers(0, 120), text=st.text(max_size=30))
@@ -139,14 +139,14 @@ def test_text_in_tokens_of_the_draft_is_the_same_text(
     one, other = merging_tokenizer(seed, merges), merging_tokenizer(seed + 1, 60)
     common = CommonTokens(one, other)
     tokens = one.encode(text, add_special_tokens=False)
-    again = [own for token in tokens for own in common.each(token)]
+    again = [draft_token for token in tokens for draft_token in common.each(token)]
     assert common.draft.joined(again) == common.target.joined(tokens) == text.encode()
     if text:
         assert common.draft.joined(common.whole(tokens)) == text.encode()
         assert common.whole(tokens) == other.encode(text, add_special_tokens=False)
     assert len(set(common.pairs.values())) == len(common.pairs)
-    for mine, own in common.pairs.items():
-        assert common.target.joined([mine]) == common.draft.joined([own])
+    for mine, draft_token in common.pairs.items():
+        assert common.target.joined([mine]) == common.draft.joined([draft_token])
 
 
 def sentencepiece_like() -> PreTrainedTokenizerFast:
@@ -161,17 +161,31 @@ def sentencepiece_like() -> PreTrainedTokenizerFast:
 
 def test_a_token_is_what_it_adds_whatever_it_is_called() -> None:
     texts = TokenTexts(sentencepiece_like())
-    found = [texts.bytes[i] for i in range(10)]
-    assert found == [b"", b"", b"", b" ", b" a", b"b", "é".encode(), b"ab", b"\n", b"b"]
+    pieces = [texts.bytes[i] for i in range(10)]
+    assert pieces == [
+        b"",
+        b"",
+        b"",
+        b" ",
+        b" a",
+        b"b",
+        "é".encode(),
+        b"ab",
+        b"\n",
+        b"b",
+    ]
     assert texts.ids[b"b"] == 5
     assert texts.end == 2
     assert texts.pieces(b"ab \nb\xff a") == [7, 3, 8, 5, 4]
     level = byte_tokenizer(("<end>",))
     common = CommonTokens(sentencepiece_like(), level)
     assert {texts.bytes[i] for i in common.pairs} == {b" ", b"b", b"\n"}
-    for i, own in common.pairs.items():
-        assert common.draft.bytes[own] == texts.bytes[i]
-    assert [common.draft.bytes[own] for own in common.each(6)] == [b"\xc3", b"\xa9"]
+    for i, draft_token in common.pairs.items():
+        assert common.draft.bytes[draft_token] == texts.bytes[i]
+    assert [common.draft.bytes[draft_token] for draft_token in common.each(6)] == [
+        b"\xc3",
+        b"\xa9",
+    ]
 
 
 def test_too_few_common_tokens_are_refused() -> None:
@@ -198,10 +212,10 @@ def test_a_folder_is_loaded_and_says_what_it_shares(tmp_path: Path) -> None:
     )
     (said,) = generator.notices
     assert "256 tokens in common, 100% of the target's 256 and 100% of" in said
-    found = generator.generate("def add(a, b):", max_tokens=12)
-    assert found.stats.sources["foreign model"].accepted > 0
+    result = generator.generate("def add(a, b):", max_tokens=12)
+    assert result.stats.sources["foreign model"].accepted > 0
     plain = generator.generate("def add(a, b):", max_tokens=12, draft_length=0)
-    assert found.tokens == plain.tokens
+    assert result.tokens == plain.tokens
     caches = make_prompt_cache(generator.draft_models[0])
     with pytest.raises(InvalidRequestError, match="another tokenizer"):
         generator.stream("x", draft_cache=caches)
@@ -244,8 +258,8 @@ def test_a_prefix_cache_keeps_the_target_alone() -> None:
     )
     prompt = np.arange(40).tolist()
     for tail in ([], [7, 8], [7, 9, 1]):
-        found = generator.generate([*prompt, *tail], max_tokens=12)
-        assert not found.stats.drafter_faults
+        result = generator.generate([*prompt, *tail], max_tokens=12)
+        assert not result.stats.drafter_faults
         expected = plain.generate([*prompt, *tail], max_tokens=12)
-        assert found.tokens == expected.tokens
-    assert found.stats.reused >= 40
+        assert result.tokens == expected.tokens
+    assert result.stats.reused >= 40

@@ -53,9 +53,9 @@ def dropped_in(folder: Path, draft: str) -> Statistics:
     responses = list(
         stream_generate(model, tokenizer, PROMPT, TOKENS, draft_model=draft)
     )
-    found = responses[-1].stats
-    assert found is not None
-    return found
+    stats = responses[-1].stats
+    assert stats is not None
+    return stats
 
 
 def command_line(folder: Path, draft: str) -> Statistics:
@@ -64,16 +64,16 @@ def command_line(folder: Path, draft: str) -> Statistics:
 
 
 def server(folder: Path, draft: str) -> Statistics:
-    found: list[Statistics] = []
+    stats: list[Statistics] = []
 
     def make(prefixes: PrefixCache | None) -> SpeculativeGenerator:
         pair = PairOptions(model=str(folder), draft=draft)
         made = open_pair(pair, Screen(json=True), prefix_cache=prefixes)
-        found.append(counted(made))
+        stats.append(counted(made))
         return made
 
     with serving(make, draft=draft):
-        return found[0]
+        return stats[0]
 
 
 DOORS: dict[str, Callable[[Path, str], Statistics]] = {

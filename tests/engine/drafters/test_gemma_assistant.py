@@ -161,7 +161,9 @@ def test_an_oracle_is_right_where_tokens_are_sampled(sparse: bool) -> None:
 
 
 @pytest.mark.parametrize(("rule", "head"), covering(["rejection", "block"], HEADS))
-def test_under_other_rules_every_draft_has_its_law(rule: Any, head: str) -> None:
+def test_under_other_rules_every_draft_has_its_distribution(
+    rule: Any, head: str
+) -> None:
     """A draft without the laws of its draws would be refused."""
     draft = draft_of("shared", head)
     result = generator("shared", draft, acceptance=rule).generate(
@@ -386,11 +388,11 @@ def address(cache: Any) -> int:
 )
 def test_the_target_goes_on_writing_in_place(name: str, hold: bool) -> None:
     """A row that was read and is still held makes the next write copy the buffer."""
-    draft, held = draft_of(name), []
+    draft, kept_reads = draft_of(name), []
     inner = draft.step
 
     def step(embedded: Any, state: Any, read: Any, position: int) -> Any:
-        held.append(read) if hold else None
+        kept_reads.append(read) if hold else None
         return inner(embedded, state, read, position)
 
     draft.step = step
@@ -399,10 +401,10 @@ def test_the_target_goes_on_writing_in_place(name: str, hold: bool) -> None:
         place: set() for place in draft.shared.places.values()
     }
     for number, _ in enumerate(stream):
-        for place, found in places.items():
+        for place, addresses in places.items():
             if number > 4:  # the first writes may find too little room
-                found.add(address(stream.request.target.caches[place]))
-    assert all((len(found) > 1) == hold for found in places.values())
+                addresses.add(address(stream.request.target.caches[place]))
+    assert all((len(addresses) > 1) == hold for addresses in places.values())
 
 
 @pytest.mark.parametrize("anchor", ANCHORS)
@@ -462,8 +464,8 @@ def demo() -> SpeculativeGenerator:
 def code(tokens: int) -> list[int]:
     """Return the beginning of a bundled prompt that was held out in training."""
     text = next(prompt.text for prompt in demo_prompts() if prompt.group == "code")
-    found: list[int] = demo().tokenizer.encode(text)[:tokens]
-    return found
+    ids: list[int] = demo().tokenizer.encode(text)[:tokens]
+    return ids
 
 
 @pytest.mark.slow  # the next ones load it, and see that it guesses above chance

@@ -105,8 +105,8 @@ class TreeOracle(OracleMtp):
         slot, count = view.offset, tokens.shape[1]
         mask = view.make_mask(count, return_array=True)
         row = tokens[:, None, :, None].astype(mx.float32)
-        held, _ = view.update_and_fetch(row, row)
-        ids: Any = held[0, 0, :, 0].tolist()
+        keys, _ = view.update_and_fetch(row, row)
+        ids: Any = keys[0, 0, :, 0].tolist()
         follows = []
         for node in range(count):
             sees: Any = mask[node].tolist()
@@ -121,8 +121,8 @@ class TreeOracle(OracleMtp):
         return self._say(slots[-1], [True] * len(slots))
 
     def _say(self, slot: int, follows: list[bool]) -> HeadOutput:
-        own = mx.array([state_of(slot, each) for each in follows])
-        recycled = mx.broadcast_to(own[None, :, None], (1, len(follows), 64))
+        states = mx.array([state_of(slot, each) for each in follows])
+        recycled = mx.broadcast_to(states[None, :, None], (1, len(follows), 64))
         right = self._guess(slot + 2)
         first = random.Random(slot).randrange(2)
         logits = mx.full((len(follows), VOCAB), -100.0)
@@ -189,15 +189,15 @@ def test_a_level_is_what_chains_to_its_nodes_are(dialect: str) -> None:
         return made
 
     newest = len(text) - 1
-    held = cache_after(newest - 2)
-    opened = held.draft_tree(hidden[:, newest - 2 :], newest, text)
+    tree_cache = cache_after(newest - 2)
+    opened = tree_cache.draft_tree(hidden[:, newest - 2 :], newest, text)
     # Two nodes at each level; parents are counted within the level before.
     levels: list[tuple[list[int], list[int]]] = [
         ([5, 9], [0, 0]),
         ([7, 8], [1, 1]),
         ([3, 4], [1, 0]),
     ]
-    parents, found = [-1, -1, 1, 1, 3, 2], [opened.logits]
+    parents, level_logits = [-1, -1, 1, 1, 3, 2], [opened.logits]
     for number, (tokens, above) in enumerate(levels):
         nodes = range(2 * number, 2 * number + 2)
         seen = [
@@ -205,9 +205,9 @@ def test_a_level_is_what_chains_to_its_nodes_are(dialect: str) -> None:
             for node in nodes
         ]
         opened.run(mx.array([tokens]), mx.array(above), mx.array(seen))
-        found.append(opened.logits)
-    held.commit()
-    assert held.end == newest
+        level_logits.append(opened.logits)
+    tree_cache.commit()
+    assert tree_cache.end == newest
     flat = [token for tokens, _ in levels for token in tokens]
     for node in range(6):
         path, chain = [flat[each] for each in path_to(parents, node)], []
@@ -219,8 +219,8 @@ def test_a_level_is_what_chains_to_its_nodes_are(dialect: str) -> None:
         again = cache_after(newest - 2)
         count = len(path) + 1
         again.draft(hidden[:, newest - 2 :], newest, text, choose, count)
-        assert mx.allclose(found[0][0], chain[0], atol=1e-4).item()
-        of_node = found[len(path)][node % 2]
+        assert mx.allclose(level_logits[0][0], chain[0], atol=1e-4).item()
+        of_node = level_logits[len(path)][node % 2]
         assert mx.allclose(of_node, chain[-1], atol=1e-4).item()
     hooks.remove()
 
@@ -252,11 +252,13 @@ def test_a_tree_has_the_likeliest_of_what_was_looked_at(
         columns.extend(run)
         sights: Any = level.seen.tolist()
         for path, seen in zip(run, sights, strict=True):
-            own = [column for column, see in zip(columns, seen, strict=True) if see]
-            assert own == [path[: i + 1] for i in range(len(path))]
+            seen_paths = [
+                column for column, see in zip(columns, seen, strict=True) if see
+            ]
+            assert seen_paths == [path[: i + 1] for i in range(len(path))]
 
-    found, above = grow(children, run_level, nodes, levels)
-    tokens: Any = found.tolist()
+    grown, above = grow(children, run_level, nodes, levels)
+    tokens: Any = grown.tolist()
     parents: Any = above.tolist()
     assert all(parent < node for node, parent in enumerate(parents))
     made = [
@@ -294,14 +296,16 @@ def test_a_tree_begins_with_what_a_chain_would_be(temperature: float) -> None:
     for _ in range(6):
         stream.next_round()
         request, guard = stream.request, cast(Any, stream.request.drafter)
-        found = []
+        proposals = []
         for tree in (64, 0):
             choose = CheckedChoose(request.verifier, None, tree)
-            found.append(guard.inner.propose(request.sequence, LEVELS, choose))
+            proposals.append(guard.inner.propose(request.sequence, LEVELS, choose))
             guard.inner.discard()
-        parents: Any = found[0].branches.parents.tolist()
+        parents: Any = proposals[0].branches.parents.tolist()
         first = next(i for i, parent in enumerate([*parents, 9]) if parent != i - 1)
-        assert found[0].tokens[:first].tolist() == found[1].tokens[:first].tolist()
+        assert (
+            proposals[0].tokens[:first].tolist() == proposals[1].tokens[:first].tolist()
+        )
         together += first
     assert together > 12
 

@@ -86,8 +86,8 @@ def _ids(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "VOCAB", VOCAB)
     monkeypatch.setattr(assistant_oracles, "WINDOW", WINDOW)
     args = FAMILIES["gemma4"]["text_config"]
-    held = {"vision": replace(TINY_MODELS["gemma4_text"], args=args)}
-    monkeypatch.setattr(assistant_checkpoints, "_ALL", held)
+    settings = {"vision": replace(TINY_MODELS["gemma4_text"], args=args)}
+    monkeypatch.setattr(assistant_checkpoints, "_ALL", settings)
 
 
 def draft_of(kind: str, target: VisionTarget, folder: Path) -> Any:
@@ -119,8 +119,8 @@ def generate(
 def cases(kinds: tuple[str, ...], *quick: tuple[str, str]) -> list[Any]:
     """Return pairs of a head and a family; those not named run in the long suite."""
     slow = pytest.mark.slow
-    found = [(kind, name) for kind in kinds for name in NAMES] + [(ASSISTANT, "gemma4")]
-    return [one if one in quick else pytest.param(*one, marks=slow) for one in found]
+    pairs = [(kind, name) for kind in kinds for name in NAMES] + [(ASSISTANT, "gemma4")]
+    return [one if one in quick else pytest.param(*one, marks=slow) for one in pairs]
 
 
 @pytest.mark.parametrize(

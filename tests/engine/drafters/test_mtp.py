@@ -36,10 +36,10 @@ EVERY = [3, *(pytest.param(every, marks=pytest.mark.slow) for every in (2, 5, 7)
 def built(name: str) -> tuple[nn.Module, MtpHead]:
     """Return a target and its head, with the family's convention."""
     _, target, head = make(name)
-    found = family(LAYOUTS[name])
-    chained = found.layers == "chained"
+    its_family = family(LAYOUTS[name])
+    chained = its_family.layers == "chained"
     return target, MtpHead(
-        head.layers, found.convention, chained=chained, depth=found.depth
+        head.layers, its_family.convention, chained=chained, depth=its_family.depth
     )
 
 
@@ -113,7 +113,7 @@ def test_an_oracle_is_always_right(name: str, length: int, temperature: float) -
     assert result.stats.acceptance_rate == 1.0
     depth = min(length, knowing.head.depth or length)
     assert result.stats.rounds == -(-TOKENS // (depth + 1))
-    assert knowing.head.chained or (knowing.own > 0) == (depth > 1)
+    assert knowing.head.chained or (knowing.chained_steps > 0) == (depth > 1)
 
 
 @pytest.mark.parametrize("every", EVERY)
@@ -130,9 +130,9 @@ def test_after_a_wrong_draft_an_oracle_is_right_again(name: str, every: int) -> 
     contained: Any = stream.request.drafter
     drafter = contained.inner
     for layer, caches in enumerate(drafter._cache.layers):
-        held = held_tokens(caches)
-        assert held == text[1 + layer : 1 + layer + len(held)]
-        assert len(held) == drafter._cache.state.ends[layer]
+        cached = held_tokens(caches)
+        assert cached == text[1 + layer : 1 + layer + len(cached)]
+        assert len(cached) == drafter._cache.state.ends[layer]
     # It is refreshed when it drafts: what it may lack is the last draft's round, and
     # a plain step where one token is left.
     assert drafter.history.stop >= PROMPT + TOKENS - (4 + 1) - 2
@@ -244,8 +244,8 @@ def test_a_passed_cache_costs_the_first_draft_alone(named: bool) -> None:
     text = text_of(name, 0.0)
     plain = SpeculativeGenerator(built(name)[0], byte_tokenizer())
     caches = built(name)[0].make_cache()
-    held = plain.generate(text[:PROMPT], max_tokens=0, prompt_cache=caches)
-    assert held.cached_tokens == text[:PROMPT]
+    prefilled = plain.generate(text[:PROMPT], max_tokens=0, prompt_cache=caches)
+    assert prefilled.cached_tokens == text[:PROMPT]
     draft, _ = oracle(name, text, first=PROMPT)
     if not named:
         draft.mtp._text = text[PROMPT:]  # type: ignore[attr-defined]
@@ -281,13 +281,13 @@ def test_an_interrupt_in_the_head_leaves_caches_that_can_be_used_again() -> None
     stream = made.stream(text[:PROMPT], max_tokens=TOKENS, prompt_cache=caches)
     with pytest.raises(KeyboardInterrupt):
         list(stream)
-    held = stream.cached_tokens
-    assert held == text[: len(held)]
-    rest = text[len(held) : len(held) + 1]
+    known = stream.cached_tokens
+    assert known == text[: len(known)]
+    rest = text[len(known) : len(known) + 1]
     result = SpeculativeGenerator(built(name)[0], byte_tokenizer()).generate(
-        rest, max_tokens=8, prompt_cache=caches, cached_tokens=held
+        rest, max_tokens=8, prompt_cache=caches, cached_tokens=known
     )
-    assert result.tokens == text[len(held) + 1 : len(held) + 9]
+    assert result.tokens == text[len(known) + 1 : len(known) + 9]
 
 
 def test_streams_of_one_head_are_independent() -> None:
@@ -302,10 +302,10 @@ def test_streams_of_one_head_are_independent() -> None:
     ]
     tokens: list[list[int]] = [[], []]
     for _ in range(20):
-        for found, stream in zip(tokens, streams, strict=True):
-            found.append(next(stream).token)
-    for found, text, start in zip(tokens, texts, starts, strict=True):
-        assert found == text[start : start + 20]
+        for written, stream in zip(tokens, streams, strict=True):
+            written.append(next(stream).token)
+    for written, text, start in zip(tokens, texts, starts, strict=True):
+        assert written == text[start : start + 20]
 
 
 def test_a_prompt_of_one_token_is_decoded() -> None:

@@ -41,12 +41,12 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def said() -> Iterator[list[str]]:
     """Collect the notices of a block."""
-    found: list[str] = []
+    notices: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        yield found
-    found += [str(w.message) for w in caught if w.category is DraftNotice]
-    assert len(found) == len(caught)
+        yield notices
+    notices += [str(w.message) for w in caught if w.category is DraftNotice]
+    assert len(notices) == len(caught)
 
 
 def pair(folder: Path, **fields: Any) -> None:

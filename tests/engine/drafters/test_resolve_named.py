@@ -54,16 +54,16 @@ class Unfinished:
         (3, "draft is a int"),
     ],
 )
-def test_what_is_no_drafter_is_told_why(draft: Any, words: str) -> None:
+def test_what_is_no_drafter_is_refused_with_a_reason(draft: Any, words: str) -> None:
     with pytest.raises(InvalidRequestError, match=words):
         resolve(draft, TargetInfo(build("llama"), byte_tokenizer(), None, 255))
 
 
 def source(name: Any, model: Any, tokenizer: Any) -> Draft:
     """Return what a name becomes."""
-    found = resolve(name, TargetInfo(model, tokenizer, None, 255)).draft
-    assert found is not None
-    return found
+    draft = resolve(name, TargetInfo(model, tokenizer, None, 255)).draft
+    assert draft is not None
+    return draft
 
 
 @pytest.fixture(name="dense", scope="module")

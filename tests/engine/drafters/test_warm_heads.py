@@ -218,9 +218,9 @@ def test_heads_of_both_kinds_of_layers_begin_where_the_text_resumes(
     prompt = prompt_of(37)
     wanted = rounds_of(cold, prompt, proposed)
     for _ in range(2):
-        found = rounds_of(warm, prompt, proposed)
-        assert found["text"] == wanted["text"]
-        assert found["proposed"][0]
+        rounds = rounds_of(warm, prompt, proposed)
+        assert rounds["text"] == wanted["text"]
+        assert rounds["proposed"][0]
 
 
 def test_what_a_closed_request_leaves_is_of_use(proposed: list[list[int]]) -> None:
@@ -318,10 +318,10 @@ def test_a_turn_after_a_batch_is_that_after_a_stream(
         generator, prefixes = made
         rows = [prefixes.lookup(role, known) for role in range(len(prefixes._roles))]
         stops = [each.stop for each in rows if each is not None]
-        found = {"missing": [stops[0] - stop for stop in stops]}
+        turn_report = {"missing": [stops[0] - stop for stop in stops]}
         turn = [*known, *prompt_of(9)]
         sampling = options["sampling"]
-        return found | rounds_of(generator, turn, proposed, sampling=sampling)
+        return turn_report | rounds_of(generator, turn, proposed, sampling=sampling)
 
     streams, batched = made(), made()
     with BatchGenerator(batched[0]) as batch:
@@ -438,9 +438,9 @@ def test_acceptance_of_warm_requests_is_that_of_cold_ones(
     prefixes = kept()
     counted(prefixes, prompts)
     prefixes.flush()
-    for held, restarted in ((prefixes, False), (kept(), True)):
-        warm, stats = counted(held, prompts, further, nearly)
-        held.flush()
+    for prefix_cache, restarted in ((prefixes, False), (kept(), True)):
+        warm, stats = counted(prefix_cache, prompts, further, nearly)
+        prefix_cache.flush()
         assert warm == cold
         assert min(each.reused for each in stats) >= 16
         from_disk = sum(each.reused_from_disk for each in stats)

@@ -74,10 +74,10 @@ def test_a_wrong_row_of_a_wide_forward_is_found(
     for one, other in zip(right, wrong, strict=True):
         assert (one.draft, one.wrong) == (other.draft, other.wrong)
         assert [each.index for each in other.rows if each.differs] == [row]
-        expected, found = one.rows[row], other.rows[row]
-        assert found.one_by_one == expected.one_by_one
-        assert found.margin == expected.margin
-        assert found.difference > 0.99 * found.margin
+        expected, damaged = one.rows[row], other.rows[row]
+        assert damaged.one_by_one == expected.one_by_one
+        assert damaged.margin == expected.margin
+        assert damaged.difference > 0.99 * damaged.margin
 
 
 def test_a_draft_continues_the_text_but_for_one_token() -> None:
@@ -127,8 +127,8 @@ def test_rows_are_the_native_ones_and_the_caches_stay(name: str, width: int) -> 
     for start in range(0, 5, width):
         rows = model(mx.array([tokens[start : start + width]]), cache=native)[0]
         expected.append(np.array(rows))
-    found = logit_rows(lane, tokens, width)
-    np.testing.assert_array_equal(found, np.concatenate(expected))
+    actual = logit_rows(lane, tokens, width)
+    np.testing.assert_array_equal(actual, np.concatenate(expected))
     before.assert_unchanged("the caches of a comparison")
 
 

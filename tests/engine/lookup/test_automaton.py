@@ -65,15 +65,15 @@ def compare(
     if not tail:
         return
     ends = ends_of(tokens, tail)
-    found = automaton.continuation(state, 5)
+    proposed = automaton.continuation(state, 5)
     latest = tokens[ends[-1] :]
     if BREAK in latest:
-        assert found == latest[: latest.index(BREAK)][:5]
-    assert found[: len(latest)] == latest[: len(found)]
-    (own, total), *_ = automaton.shares(state, found)
+        assert proposed == latest[: latest.index(BREAK)][:5]
+    assert proposed[: len(latest)] == latest[: len(proposed)]
+    (with_first, total), *_ = automaton.shares(state, proposed)
     assert total == occurrences(tokens, tail)
     # One that ends the index has no successor, and is not counted yet.
-    assert own == max(1, occurrences(tokens, [*tail, found[0]]))
+    assert with_first == max(1, occurrences(tokens, [*tail, proposed[0]]))
 
 
 @given(texts, texts)
@@ -92,8 +92,8 @@ def test_the_end_of_the_indexed_tokens_is_found_at_every_length(
     for size, token in enumerate(tokens):
         automaton.append(token)
         known = tokens[: size + 1]
-        own = automaton.with_successor(automaton.match())
-        compare(automaton, known, own, known)
+        state = automaton.with_successor(automaton.match())
+        compare(automaton, known, state, known)
 
 
 def test_a_run_of_one_token_walks_no_more_states_than_it_may() -> None:

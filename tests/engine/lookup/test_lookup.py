@@ -39,7 +39,7 @@ def opened(**options: Any) -> LookupDrafter:
     return LookupDrafter(LookupDraft(**options))
 
 
-def begun(tokens: SequenceOf[int], **options: Any) -> LookupDrafter:
+def started(tokens: SequenceOf[int], **options: Any) -> LookupDrafter:
     drafter = opened(**options)
     drafter.begin(Sequence(list(tokens)))
     return drafter
@@ -47,9 +47,9 @@ def begun(tokens: SequenceOf[int], **options: Any) -> LookupDrafter:
 
 def test_a_draft_goes_on_with_the_longest_match_and_is_as_long_as_asked() -> None:
     text = [*TWIN, 9, 3, 4, 5]
-    assert proposed(begun(text), text, limit=3) == [6, 7, 8]
-    assert proposed(begun(text), text, limit=6) == [6, 7, 8, 9, 3, 4]
-    assert proposed(begun(text), [*text, 99]) == []
+    assert proposed(started(text), text, limit=3) == [6, 7, 8]
+    assert proposed(started(text), text, limit=6) == [6, 7, 8, 9, 3, 4]
+    assert proposed(started(text), [*text, 99]) == []
 
 
 def test_the_place_with_the_longest_match_is_taken() -> None:
@@ -69,18 +69,18 @@ def test_a_prediction_is_looked_in_and_counts_as_its_own_source() -> None:
 
 
 def test_every_token_has_its_survival_as_far_as_it_is_probable() -> None:
-    draft = begun(TWIN).propose(Sequence([*TWIN, *TWIN[:2]]), 4, no_choice)
+    draft = started(TWIN).propose(Sequence([*TWIN, *TWIN[:2]]), 4, no_choice)
     assert draft.survival is not None
     assert len(draft.survival) == draft.length == 4
     assert draft.until(2).survival == draft.survival[:2]
-    long = begun(TWIN).propose(Sequence([1, 2, 1]), 40, no_choice)
+    long = started(TWIN).propose(Sequence([1, 2, 1]), 40, no_choice)
     assert long.survival is not None
     assert len(long.survival) < long.length == 40
 
 
 def test_a_repeating_text_is_drafted_beyond_its_end() -> None:
     text = [7, 1, 2, 1, 2, 1, 2]
-    assert proposed(begun(text), text, limit=6) == [1, 2, 1, 2, 1, 2]
+    assert proposed(started(text), text, limit=6) == [1, 2, 1, 2, 1, 2]
 
 
 def test_drafts_end_with_the_document() -> None:
@@ -171,8 +171,8 @@ def test_two_streams_of_one_generator_are_independent() -> None:
     streams = [generator.stream(p, max_tokens=20) for p in prompts]
     got: list[list[int]] = [[], []]
     for _ in range(20):
-        for stream, found in zip(streams, got, strict=True):
-            found.append(next(stream).token)
+        for stream, written in zip(streams, got, strict=True):
+            written.append(next(stream).token)
     assert got == expected
 
 

@@ -109,12 +109,12 @@ def test_lookups_and_cascades_leave_the_text_as_it_is(
     result, _ = check(name, sampled, drafts_of(kind, text), 5)
     stats = result.stats
     assert stats.emitted == TOKENS
-    assert stats.drafted == sum(found.drafted for found in stats.sources.values())
-    assert stats.accepted == sum(found.accepted for found in stats.sources.values())
+    assert stats.drafted == sum(counts.drafted for counts in stats.sources.values())
+    assert stats.accepted == sum(counts.accepted for counts in stats.sources.values())
     if kind == "text":
         return
-    found = stats.sources["lookup"]
-    assert 0 < found.accepted < found.drafted
+    counts = stats.sources["lookup"]
+    assert 0 < counts.accepted < counts.drafted
     if kind == "corpus":
         assert set(stats.sources) == {"lookup"}
     else:
@@ -149,13 +149,13 @@ def test_a_model_that_was_passed_over_is_as_good_as_ever(name: str) -> None:
     corpus = [text[:25], text[40:55]]
     lookup = LookupDraft(corpus=corpus)
     result, parting = check(name, True, CascadeDraft(lookup, build(name)), 6)
-    found = result.stats.sources
-    assert found["lookup"].accepted > 15
-    assert found["model"].drafted > 5
+    sources = result.stats.sources
+    assert sources["lookup"].accepted > 15
+    assert sources["model"].drafted > 5
     if parting is None:
-        assert found["model"].accepted > 0.9 * found["model"].drafted
+        assert sources["model"].accepted > 0.9 * sources["model"].drafted
         if TINY_MODELS[name].bitwise:
-            assert found["model"].accepted == found["model"].drafted
+            assert sources["model"].accepted == sources["model"].drafted
 
 
 def test_a_cascade_works_with_prompt_and_prefix_caches() -> None:

@@ -64,9 +64,9 @@ def test_a_history_holds_an_answer_whole_or_not_at_all_after_an_interrupt() -> N
 
         if not interrupt_at(opcode, update):
             break
-        found = [proposals(made, text) for text in requests]
-        assert found in (before, after)
-        seen.add(str(found))
+        proposed = [proposals(made, text) for text in requests]
+        assert proposed in (before, after)
+        seen.add(str(proposed))
     assert len(seen) == 2
 
 
@@ -76,7 +76,7 @@ def test_a_text_is_found_in_as_before_after_an_interrupt() -> None:
     for opcode in range(1, 10**6, 3):
         lookup = Lookup(SharedPlaces())
         lookup.propose(text[:5], 4)
-        if not interrupt_at(opcode, lambda own=lookup: own.propose(text, 4)):
+        if not interrupt_at(opcode, lambda drafter=lookup: drafter.propose(text, 4)):
             break
         assert lookup.propose(text, 4).tokens == expected
     assert opcode > 1000
@@ -214,10 +214,10 @@ def test_the_longest_match_of_all_places_is_proposed(
     sources = [text, [*prediction, BREAK], [*answer, BREAK], [*document, BREAK]]
     for order, source in enumerate(sources):
         for end in range(1, len(source)):
-            own, length = source[:end], 0
+            beginning, length = source[:end], 0
             while (
-                length < min(len(own), len(text))
-                and own[-1 - length :] == text[-1 - length :]
+                length < min(len(beginning), len(text))
+                and beginning[-1 - length :] == text[-1 - length :]
             ):
                 length += 1
             if source[end] != BREAK and (length, -order, end) > (*best[:2], best[2][0]):
@@ -225,10 +225,10 @@ def test_the_longest_match_of_all_places_is_proposed(
     if not best[0]:
         assert proposal.tokens == []
         return
-    following = [token for token in best[2][1:] if token != BREAK]
-    size = min(len(proposal.tokens), len(following))
+    expected = [token for token in best[2][1:] if token != BREAK]
+    size = min(len(proposal.tokens), len(expected))
     assert size
-    assert proposal.tokens[:size] == following[:size]
+    assert proposal.tokens[:size] == expected[:size]
     assert proposal.place == ("text", "prediction", "history", "document")[-best[1]]
     assert len(proposal.survival) == len(proposal.tokens)
 

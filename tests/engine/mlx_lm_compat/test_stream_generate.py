@@ -83,18 +83,18 @@ def ending_with(*ids: int) -> Any:
 def test_text_counts_and_caches_are_those_of_mlx_lm(name: str) -> None:
     model, text = known(name)
     bitwise = TINY_MODELS[name].bitwise
-    caches, own = make_prompt_cache(model), make_prompt_cache(model)
+    caches, ours_caches = make_prompt_cache(model), make_prompt_cache(model)
     expected, got = both(
         model,
         byte_tokenizer(),
         PROMPT,
         max_tokens=TOKENS,
         ours={"draft_model": drafter_of(text), "num_draft_tokens": 4}
-        | {"prompt_cache": own},
+        | {"prompt_cache": ours_caches},
         theirs={"prompt_cache": caches},
     )
     if assert_same_answer(model, PROMPT, expected, got, bitwise=bitwise):
-        assert_same_caches(caches, own, bitwise=bitwise)
+        assert_same_caches(caches, ours_caches, bitwise=bitwise)
 
 
 @pytest.mark.parametrize(
@@ -102,19 +102,19 @@ def test_text_counts_and_caches_are_those_of_mlx_lm(name: str) -> None:
 )
 def test_an_end_token_ends_the_text_as_in_mlx_lm(name: str, at: int) -> None:
     model, text = known(name)
-    caches, own = make_prompt_cache(model), make_prompt_cache(model)
+    caches, ours_caches = make_prompt_cache(model), make_prompt_cache(model)
     expected, got = both(
         model,
         ending_with(text[at]),
         PROMPT,
         max_tokens=TOKENS,
-        ours={"draft_model": drafter_of(text), "prompt_cache": own},
+        ours={"draft_model": drafter_of(text), "prompt_cache": ours_caches},
         theirs={"prompt_cache": caches},
     )
     assert got.reasons[-1] == expected.reasons[-1]
     bitwise = TINY_MODELS[name].bitwise
     if assert_same_answer(model, PROMPT, expected, got, bitwise=bitwise):
-        assert_same_caches(caches, own, bitwise=bitwise)
+        assert_same_caches(caches, ours_caches, bitwise=bitwise)
 
 
 def test_the_first_space_is_dropped_as_in_mlx_lm_and_here_alone() -> None:
@@ -137,19 +137,19 @@ def test_a_stream_closed_early_leaves_the_yielded_tokens(name: str) -> None:
     right = ScriptedDrafter(PROMPT + text, right=1.0)
     for limit, counts in ((TOKENS, (1, 5, 6)), (7, (6, 7))):
         for count in counts:
-            caches, own = make_prompt_cache(model), make_prompt_cache(model)
+            caches, ours_caches = make_prompt_cache(model), make_prompt_cache(model)
             expected, got = both(
                 model,
                 byte_tokenizer(),
                 PROMPT,
                 count=count,
                 max_tokens=limit,
-                ours={"draft_model": right, "prompt_cache": own},
+                ours={"draft_model": right, "prompt_cache": ours_caches},
                 theirs={"prompt_cache": caches},
             )
             assert got.tokens == expected.tokens
             bitwise = TINY_MODELS[name].bitwise
-            assert_same_caches(caches, own, bitwise=bitwise)
+            assert_same_caches(caches, ours_caches, bitwise=bitwise)
 
 
 def test_limited_caches_equal_those_of_mlx_lm_long_after_they_have_wrapped() -> None:
@@ -195,27 +195,27 @@ def test_any_keywords_do_as_in_mlx_lm(name: str, data: st.DataObject) -> None:
     drafter = drafter_of(text, data.draw(st.integers(0, 99), "the drafter's seed"))
     ours: dict[str, Any] = {"draft_model": drafter, "num_draft_tokens": length}
     theirs: dict[str, Any] = {}
-    held = data.draw(st.sampled_from([None, 0, 1, 5, 18]), "tokens in the caches")
+    cached = data.draw(st.sampled_from([None, 0, 1, 5, 18]), "tokens in the caches")
     pair: list[list[Any]] = []
     processors: list[Any] = []
     size: int | None = None
-    if held is not None:
+    if cached is not None:
         pair = [make_prompt_cache(model), make_prompt_cache(model)]
         theirs["prompt_cache"], ours["prompt_cache"] = pair
         for caches in pair:
-            if held:
-                model(mx.array([PROMPT[:held]]), cache=caches)
+            if cached:
+                model(mx.array([PROMPT[:cached]]), cache=caches)
     elif name == "qwen3" and data.draw(st.booleans(), "limit the caches"):
         # Other models make caches of their own, and take no limit.
         size = both_get["max_kv_size"] = data.draw(st.integers(8, 40), "max_kv_size")
-    if not held and data.draw(st.booleans(), "processors"):
+    if not cached and data.draw(st.booleans(), "processors"):
         options = data.draw(penalty_options(256))
         processors = sample_utils.make_logits_processors(**options)
         both_get["logits_processors"] = processors
     expected, got = both(
         model,
         byte_tokenizer(),
-        data.draw(st.sampled_from([list, mx.array]), "as")(PROMPT[held or 0 :]),
+        data.draw(st.sampled_from([list, mx.array]), "as")(PROMPT[cached or 0 :]),
         count=data.draw(st.none() | st.integers(1, 20), "close after"),
         ours=ours,
         theirs=theirs,
@@ -231,7 +231,7 @@ def test_any_keywords_do_as_in_mlx_lm(name: str, data: st.DataObject) -> None:
         chooser=Chooser(Sampling(seed=0, logits_processors=processors), 256),
         make_lane=lambda model: Lane(model, make_prompt_cache(model, size)),
     )
-    assert got.prompt_tokens == {len(PROMPT) - (held or 0)}
+    assert got.prompt_tokens == {len(PROMPT) - (cached or 0)}
     if same and pair:
         assert_same_caches(*pair, bitwise=bitwise)
 
@@ -269,8 +269,8 @@ def test_caches_are_quantized_where_mlx_lm_quantizes_them(
     """In prefill, at its end, and in the middle of what a round would have written."""
     name, bits = quantized
     model, text = with_wide_heads(name)
-    caches, own = make_prompt_cache(model), make_prompt_cache(model)
-    old = list(own)
+    caches, ours_caches = make_prompt_cache(model), make_prompt_cache(model)
+    old = list(ours_caches)
     expected, got = both(
         model,
         byte_tokenizer(),
@@ -280,14 +280,17 @@ def test_caches_are_quantized_where_mlx_lm_quantizes_them(
         kv_bits=bits,
         kv_group_size=32,
         quantized_kv_start=start,
-        ours={"draft_model": ScriptedDrafter(PROMPT + text, 0.9), "prompt_cache": own},
+        ours={
+            "draft_model": ScriptedDrafter(PROMPT + text, 0.9),
+            "prompt_cache": ours_caches,
+        },
         theirs={"prompt_cache": caches},
     )
     rows = [place for place, cache in enumerate(old) if isinstance(cache, KVCache)]
-    for place in range(len(own)):
+    for place in range(len(ours_caches)):
         replaced = place in rows and start < 200
-        assert (own[place] is not old[place]) == replaced
-        assert isinstance(own[place], QuantizedKVCache) == replaced
+        assert (ours_caches[place] is not old[place]) == replaced
+        assert isinstance(ours_caches[place], QuantizedKVCache) == replaced
     # A rounded number may fall on the other side where a bit of its input differs.
     bitwise, rounding = TINY_MODELS[name].bitwise, 0.2
     same = assert_same_answer(
@@ -300,7 +303,7 @@ def test_caches_are_quantized_where_mlx_lm_quantizes_them(
         rounding=rounding,
     )
     if same:
-        assert_same_caches(caches, own, bitwise=bitwise, rounding=rounding)
+        assert_same_caches(caches, ours_caches, bitwise=bitwise, rounding=rounding)
 
 
 def test_a_failed_step_puts_back_the_caches_that_it_has_replaced(
@@ -308,13 +311,13 @@ def test_a_failed_step_puts_back_the_caches_that_it_has_replaced(
 ) -> None:
     """The step that crosses the start is committed before its logits are read."""
     model, text = with_wide_heads("llama")
-    own, start = make_prompt_cache(model), len(PROMPT) + 3
-    old, native = list(own), type(model).__call__
+    caches, start = make_prompt_cache(model), len(PROMPT) + 3
+    old, native = list(caches), type(model).__call__
     replaced: list[bool] = []
 
     def failing(self: Any, *args: Any, **kwargs: Any) -> Any:
         logits = native(self, *args, **kwargs)
-        replaced.append(own[0] is not old[0])
+        replaced.append(caches[0] is not old[0])
         kept = kwargs["cache"][0].offset
         return logits * mx.nan if kept == start else logits
 
@@ -324,7 +327,7 @@ def test_a_failed_step_puts_back_the_caches_that_it_has_replaced(
         byte_tokenizer(),
         PROMPT,
         max_tokens=30,
-        prompt_cache=own,
+        prompt_cache=caches,
         kv_bits=8,
         kv_group_size=32,
         quantized_kv_start=start,
@@ -332,11 +335,11 @@ def test_a_failed_step_puts_back_the_caches_that_it_has_replaced(
     with pytest.raises(NonFiniteLogitsError):
         list(responses)
     assert replaced[-1]
-    assert own == old
+    assert caches == old
     monkeypatch.undo()
     twin = Lane(model)
     twin.feed((PROMPT + text)[: start - 1], step=1)
-    assert_same_caches(twin.caches, own, bitwise=True)
+    assert_same_caches(twin.caches, caches, bitwise=True)
 
 
 def test_the_draft_models_caches_may_follow_the_targets_in_one_list() -> None:
@@ -345,7 +348,7 @@ def test_the_draft_models_caches_may_follow_the_targets_in_one_list() -> None:
     ours = [*make_prompt_cache(model), *make_prompt_cache(small)]
     start = len(PROMPT) + 12
     quantizing = Quantizing(model, start, 8)
-    told: list[int] = []
+    written: list[int] = []
     prompt = PROMPT
     for budget in (9, 12, 5):
         responses = list(
@@ -362,15 +365,15 @@ def test_the_draft_models_caches_may_follow_the_targets_in_one_list() -> None:
                 quantized_kv_start=start,
             )
         )
-        told += [response.token for response in responses]
-        assert {cache.offset for cache in ours} == {len(PROMPT) + len(told)}
+        written += [response.token for response in responses]
+        assert {cache.offset for cache in ours} == {len(PROMPT) + len(written)}
         count = len(model.layers)
         kinds = {type(cache) for cache in ours[:count]}
-        assert kinds == {QuantizedKVCache if len(told) > 12 else KVCache}
+        assert kinds == {QuantizedKVCache if len(written) > 12 else KVCache}
         assert {type(cache) for cache in ours[count:]} == {KVCache}
-        told.append(text[len(told)])
-        prompt = told[-1:]
-    quantizing.feed([*PROMPT, *told[:-1]], step=1)
+        written.append(text[len(written)])
+        prompt = written[-1:]
+    quantizing.feed([*PROMPT, *written[:-1]], step=1)
     assert_same_caches(quantizing.caches, ours[:count], bitwise=False, rounding=0.2)
 
 
@@ -390,7 +393,7 @@ def test_caches_go_round_through_mlx_lms_files(
         options |= {"kv_bits": bits, "kv_group_size": 32, "quantized_kv_start": 25}
     uninterrupted = make_prompt_cache(model)
     expected: list[int] = []
-    told: list[int] = []
+    written: list[int] = []
     drafter = ScriptedDrafter(PROMPT + text, 0.9)
     caches = make_prompt_cache(model)
     prompt = PROMPT
@@ -405,13 +408,13 @@ def test_caches_go_round_through_mlx_lms_files(
         responses = turns(
             model, tokenizer, prompt, prompt_cache=caches, **options, **more
         )
-        told += [response.token for response in responses]
+        written += [response.token for response in responses]
         save_prompt_cache(file, caches, {"turn": str(turn)})
         caches, metadata = load_prompt_cache(file, return_metadata=True)
         assert metadata == {"turn": str(turn)}
         prompt = [text[8 * turn + 8]]  # as if nothing had happened
-    assert len(told) == len(expected) == 32
-    if told == expected:
+    assert len(written) == len(expected) == 32
+    if written == expected:
         bitwise = TINY_MODELS[name].bitwise
         assert_same_caches(uninterrupted, caches, bitwise=bitwise, rounding=0.2)
     else:
@@ -422,16 +425,20 @@ def test_progress_is_reported_as_by_mlx_lm() -> None:
     model, text = known("llama")
     for tokens, step in ((21, 8), (21, 5), (1, 8), (2, 8), (17, 16)):
         mlx_lms: list[tuple[int, int]] = []
-        told: list[tuple[int, int]] = []
+        reported: list[tuple[int, int]] = []
         common: dict[str, Any] = {"max_tokens": 3, "prefill_step_size": step}
-        ours = {"prompt_progress_callback": lambda *at, told=told: told.append(at)}
+        ours = {
+            "prompt_progress_callback": lambda *at, reported=reported: reported.append(
+                at
+            )
+        }
         theirs = {"prompt_progress_callback": lambda *at, t=mlx_lms: t.append(at)}
         drafted = {"draft_model": drafter_of(text)}
         prompt = PROMPT[:tokens]
         tokenizer = byte_tokenizer()
         both(model, tokenizer, prompt, ours=ours | drafted, theirs=theirs, **common)
-        assert told == mlx_lms
-        assert told[-1] == (tokens, tokens)
+        assert reported == mlx_lms
+        assert reported[-1] == (tokens, tokens)
 
 
 @pytest.mark.parametrize(("length", "end"), covering([1, 3, 6], [0, 5, 30]))
@@ -590,11 +597,11 @@ FIELDS = [
 
 
 def parameters(*functions: Any) -> dict[str, inspect.Parameter]:
-    found: dict[str, inspect.Parameter] = {}
+    by_name: dict[str, inspect.Parameter] = {}
     for function in functions:
-        found |= inspect.signature(function).parameters
+        by_name |= inspect.signature(function).parameters
     skipped = {"model", "tokenizer", "prompt", "kwargs"}
-    return {name: p for name, p in found.items() if name not in skipped}
+    return {name: p for name, p in by_name.items() if name not in skipped}
 
 
 def test_the_keywords_are_mlx_lms() -> None:
@@ -723,7 +730,7 @@ def test_the_names_are_at_the_front_door() -> None:
         assert name in mlx_speculation.__all__
 
 
-def test_rows_that_are_decided_in_turn_have_their_log_probabilities() -> None:
+def test_rows_that_are_decided_one_by_one_have_their_log_probabilities() -> None:
     """A processor that promises nothing is called for emitted tokens, row by row."""
     model, text = known("llama")
     calls: list[int] = []

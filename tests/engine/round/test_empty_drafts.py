@@ -97,15 +97,15 @@ def test_any_plan_of_drafts_gives_the_text_and_the_caches(
     taken = [chunk.token for chunk, _ in zip(stream, range(closed), strict=False)]
     stream.close()
     assert taken == expected[: min(budget, closed)]
-    held = stream.cached_tokens
-    assert held == (PROMPT + expected)[: len(held)]
+    cached = stream.cached_tokens
+    assert cached == (PROMPT + expected)[: len(cached)]
     if taken:
-        assert stream.result.next_token == expected[len(held) - len(PROMPT)]
+        assert stream.result.next_token == expected[len(cached) - len(PROMPT)]
         twin = Lane(model)
-        twin.feed(held, step=1)
+        twin.feed(cached, step=1)
         assert_same_content(content(twin.caches), content(caches))
     stats = stream.stats
-    assert len(held) - len(PROMPT) <= budget
+    assert len(cached) - len(PROMPT) <= budget
     assert stats.emitted <= stats.rounds + stats.accepted
 
 

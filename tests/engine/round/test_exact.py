@@ -71,10 +71,10 @@ def plain(name: str, length: int) -> Result:
     return written(generator_of(build(name)), prompt_of(length), SAMPLED)
 
 
-def assert_same_bits(found: Result, expected: Result) -> None:
+def assert_same_bits(result: Result, expected: Result) -> None:
     """Assert that texts and all that is said of their tokens are equal."""
-    assert found.tokens == expected.tokens
-    assert found.logprobs == expected.logprobs  # none of the numbers is NaN
+    assert result.tokens == expected.tokens
+    assert result.logprobs == expected.logprobs  # none of the numbers is NaN
 
 
 @settings(max_examples=2)
@@ -88,10 +88,10 @@ def test_no_draft_changes_a_bit(
     expected = written(generator_of(model), prompt, sampling)
     text = prompt + expected.tokens
     draft = ScriptedDrafter(text, right, seed=seed, ragged=True, least=0)
-    found = written(generator_of(model, draft), prompt, sampling)
-    assert_same_bits(found, expected)
-    assert found.stats.drafts > 0
-    assert found.stats.mixer_reruns == found.stats.reruns == 0
+    result = written(generator_of(model, draft), prompt, sampling)
+    assert_same_bits(result, expected)
+    assert result.stats.drafts > 0
+    assert result.stats.mixer_reruns == result.stats.reruns == 0
 
 
 @pytest.mark.parametrize("draft", ["model", "lookup", "adaptive"])
@@ -99,8 +99,8 @@ def test_nor_does_a_draft_of_another_kind(draft: str) -> None:
     model, prompt, expected = build("llama"), prompt_of(13), plain("llama", 13)
     other: Any = "lookup" if draft == "lookup" else build("llama", seed=1)
     length = 3 if draft == "model" else 12
-    found = written(generator_of(model, other, draft_length=length), prompt, SAMPLED)
-    assert_same_bits(found, expected)
+    result = written(generator_of(model, other, draft_length=length), prompt, SAMPLED)
+    assert_same_bits(result, expected)
 
 
 def test_filters_and_processors_leave_the_bits() -> None:
@@ -131,17 +131,17 @@ def test_a_text_that_is_closed_and_continued_is_the_same(name: str, steps: int) 
     for _ in range(steps):
         next(stream)
     stream.close()
-    held = stream.cached_tokens
+    known = stream.cached_tokens
     assert stream.result.next_token is not None
     rest = generator.generate(
         [stream.result.next_token],
         max_tokens=10,
         prompt_cache=caches,
-        cached_tokens=held,
+        cached_tokens=known,
         **options,
     )
-    found = [*held[len(prompt) :], stream.result.next_token, *rest.tokens]
-    assert found == expected[: len(found)]
+    text = [*known[len(prompt) :], stream.result.next_token, *rest.tokens]
+    assert text == expected[: len(text)]
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -152,9 +152,9 @@ def test_a_prefix_that_is_found_leaves_the_bits(name: str) -> None:
     generator = generator_of(model, prefix_cache=prefixes)
     for short, reused in ((True, 0), (False, 14), (False, 24), (True, 14)):
         given, other = (prompt[:19], expected[0]) if short else (prompt, expected[1])
-        found = written(generator, given, SAMPLED)
-        assert_same_bits(found, other)
-        assert found.stats.reused >= reused
+        result = written(generator, given, SAMPLED)
+        assert_same_bits(result, other)
+        assert result.stats.reused >= reused
 
 
 def test_a_prefix_cache_belongs_to_one_shape() -> None:
@@ -179,9 +179,9 @@ def test_quantized_caches_leave_the_bits(start: int) -> None:
     for prompt in (prompt_of(1), prompt_of(12)):
         expected = generator_of(model).generate(prompt, **options)
         draft = ScriptedDrafter(prompt + expected.tokens, 0.9, seed=1, ragged=True)
-        found = generator_of(model, draft).generate(prompt, **options)
-        assert found.tokens == expected.tokens
-        assert found.stats.drafts > 0
+        result = generator_of(model, draft).generate(prompt, **options)
+        assert result.tokens == expected.tokens
+        assert result.stats.drafts > 0
 
 
 @pytest.mark.parametrize("chosen", SAMPLINGS)
@@ -203,9 +203,9 @@ def test_the_drop_in_yields_the_same_rows(chosen: str) -> None:
         return list(every)
 
     expected = responses()
-    found = responses(draft_model=build("llama", seed=1), num_draft_tokens=4)
-    assert [one.token for one in found] == [one.token for one in expected]
-    for one, other in zip(found, expected, strict=True):
+    drafted = responses(draft_model=build("llama", seed=1), num_draft_tokens=4)
+    assert [one.token for one in drafted] == [one.token for one in expected]
+    for one, other in zip(drafted, expected, strict=True):
         assert mx.array_equal(one.logprobs, other.logprobs)
 
 
@@ -227,8 +227,8 @@ def test_rows_of_a_batch_run_alone_and_keep_their_bits() -> None:
 def test_a_draft_is_no_longer_than_the_rows() -> None:
     model, prompt = build("llama"), prompt_of(8)
     text = prompt + written(generator_of(model), prompt, GREEDY).tokens
-    found = written(generator_of(model, ScriptedDrafter(text, 1.0)), prompt, GREEDY)
-    assert max(len(found.stats.accepted_per_position), 0) == 5
+    result = written(generator_of(model, ScriptedDrafter(text, 1.0)), prompt, GREEDY)
+    assert max(len(result.stats.accepted_per_position), 0) == 5
     assert generator_of(model).exact == 6
     assert generator_of(model, exact=False).exact is None
     assert generator_of(model, build("llama", seed=1)).lengths.longest == 5

@@ -28,16 +28,16 @@ EVERY = [(name, chosen) for name in PAIRS for chosen in SAMPLINGS]
     "cases", [QUICK, pytest.param(EVERY, marks=pytest.mark.slow)], ids=["few", "all"]
 )
 def test_no_drafter_changes_a_bit(cases: Sequence[tuple[str, str]]) -> None:
-    for case, found in zip(cases, compared(cases), strict=True):
-        assert found.tokens == found.logprobs == 0, case
-        assert found.control > 0, case
-        assert found.accepted >= 7, case
-        assert found.rejected >= 5, case
+    for case, differences in zip(cases, compared(cases), strict=True):
+        assert differences.tokens == differences.logprobs == 0, case
+        assert differences.control > 0, case
+        assert differences.accepted >= 7, case
+        assert differences.rejected >= 5, case
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "chosen"), covering(PAIRS, SAMPLINGS))
 def test_nor_with_the_stock_blas(name: str, chosen: str) -> None:
-    found = compare_pair(name, SAMPLINGS[chosen], seed=1)
-    assert found.tokens == found.logprobs == 0
-    assert found.accepted >= 7
+    differences = compare_pair(name, SAMPLINGS[chosen], seed=1)
+    assert differences.tokens == differences.logprobs == 0
+    assert differences.accepted >= 7

@@ -161,11 +161,11 @@ def test_the_text_is_that_without_forced_tokens(
         assert str(raised.value) == failure
         return
     assert not expected.stats.sources
-    found = generated(name, drafts[kind], length, **options)
-    assert not found.stats.drafter_faults
-    assert found.tokens == expected.tokens
-    assert found.finish_reason == expected.finish_reason
-    forced = found.stats.sources.get("forced", SourceCounts())
+    result = generated(name, drafts[kind], length, **options)
+    assert not result.stats.drafter_faults
+    assert result.tokens == expected.tokens
+    assert result.finish_reason == expected.finish_reason
+    forced = result.stats.sources.get("forced", SourceCounts())
     assert forced.accepted == forced.drafted
 
 
@@ -173,7 +173,7 @@ def test_the_text_is_that_without_forced_tokens(
     ("pair", "chosen"),
     covering(PAIRS, {"greedy": GREEDY, "sampled": SAMPLED}, quick=(0, QUICK_PAIRS)),
 )
-def test_every_drafter_goes_on_behind_forced_tokens(pair: str, chosen: str) -> None:
+def test_every_drafter_goes_on_after_forced_tokens(pair: str, chosen: str) -> None:
     """Its caches and states are right then: it is pushed, and most is accepted."""
     target, draft = PAIRS[pair]()
     sampling = {"greedy": GREEDY, "sampled": SAMPLED}[chosen]
@@ -191,10 +191,10 @@ def test_every_drafter_goes_on_behind_forced_tokens(pair: str, chosen: str) -> N
     expected = plain.generate(PROMPT, **options)
     generator = SpeculativeGenerator(target, TOKENIZER, draft=draft, draft_length=4)
     with pushed_towards(PROMPT + expected.tokens, 0.9, 0):
-        found = generator.generate(PROMPT, **options)
-    assert not found.stats.drafter_faults, found.stats.drafter_faults[0].details
-    assert found.tokens == expected.tokens
-    sources = found.stats.sources
+        result = generator.generate(PROMPT, **options)
+    assert not result.stats.drafter_faults, result.stats.drafter_faults[0].details
+    assert result.tokens == expected.tokens
+    sources = result.stats.sources
     forced = sources.pop("forced")
     assert forced.accepted == forced.drafted > 0
     assert sum(each.accepted for each in sources.values()) > 8
@@ -207,7 +207,7 @@ def test_forced_tokens_are_accepted_under_every_rule(
 ) -> None:
     """The first token is chosen in a plain step, and the choice after five forced
     ones in the round that they are drafted in."""
-    found = generated(
+    result = generated(
         "llama",
         Silent(),
         length,
@@ -216,32 +216,32 @@ def test_forced_tokens_are_accepted_under_every_rule(
         sampling=Sampling(temperature=0.8, seed=2),
         max_tokens=36,
     )
-    runs = np.array(found.tokens).reshape(6, 6)
+    runs = np.array(result.tokens).reshape(6, 6)
     assert set(runs[:, 0]) <= {8, 9}
     assert (runs[:, 1:] == [11, 12, 13, 14, 15]).all()
-    forced = found.stats.sources["forced"]
+    forced = result.stats.sources["forced"]
     assert forced.accepted == forced.drafted
     # Two steps, and then mostly six tokens a round, or three.
-    assert found.stats.rounds == (8 if length == 5 else 14)
+    assert result.stats.rounds == (8 if length == 5 else 14)
 
 
 def test_forced_tokens_stand_behind_a_step_in_flight() -> None:
     """Two choices, then three tokens without one. The second choice is in flight."""
     table = {0: {8: 1, 9: 1}, 1: {8: 2, 9: 2}, 2: {12: 3}, 3: {13: 4}, 4: {14: 5}}
-    found = generated(
+    result = generated(
         "llama",
         Silent(),
         5,
         constraint=TokenAutomaton(table, accepting={5}),
         sampling=SAMPLED,
     )
-    assert found.tokens[2:] == [12, 13, 14]
-    assert (found.stats.rounds, found.stats.drafted) == (3, 3)
+    assert result.tokens[2:] == [12, 13, 14]
+    assert (result.stats.rounds, result.stats.drafted) == (3, 3)
 
 
 @pytest.mark.openblas
 @pytest.mark.parametrize("acceptance", ["rejection", "block"])
-def test_the_choice_behind_forced_tokens_is_the_models(acceptance: Any) -> None:
+def test_the_choice_after_forced_tokens_is_the_models(acceptance: Any) -> None:
     """Chi-square of 3 ids, 2 degrees of freedom; the bound has odds of 1e-4."""
     ids, count = [7, 41, 200], 120
     table: dict[int, Mapping[int, int]] = {
@@ -254,7 +254,7 @@ def test_the_choice_behind_forced_tokens_is_the_models(acceptance: Any) -> None:
     probs = np.array(mx.softmax(logits[mx.array(ids)] / 2.0), dtype=np.float64)
     observed = np.zeros(3)
     for seed in range(count):
-        found = generated(
+        result = generated(
             "llama",
             Silent(),
             3,
@@ -263,24 +263,24 @@ def test_the_choice_behind_forced_tokens_is_the_models(acceptance: Any) -> None:
             sampling=Sampling(temperature=2.0, seed=seed),
             max_tokens=3,
         )
-        assert found.tokens[:2] == [5, 6]
-        assert found.stats.rounds == 1
-        observed[ids.index(found.tokens[2])] += 1
+        assert result.tokens[:2] == [5, 6]
+        assert result.stats.rounds == 1
+        observed[ids.index(result.tokens[2])] += 1
     assert ((observed - probs * count) ** 2 / (probs * count)).sum() < 18.4
 
 
 @pytest.mark.parametrize("length", [0, None])
 def test_streams_that_never_draft_have_no_forced_drafts(length: int | None) -> None:
     draft = None if length is None else Silent()
-    found = generated(
+    result = generated(
         "llama",
         draft,
         length,
         constraint=TokenAutomaton(LOOP, accepting=()),
         max_tokens=12,
     )
-    assert not found.stats.sources
-    assert found.stats.rounds == 12
+    assert not result.stats.sources
+    assert result.stats.rounds == 12
 
 
 @pytest.mark.parametrize("method", ["allowed", "advance", "fork"])

@@ -90,13 +90,13 @@ def module_of(filename: str) -> str | None:
 
 def walk(act: Callable[[], object]) -> Walk:
     """Return what a call does in the project."""
-    found = Walk()
-    sys.setprofile(found.see)
+    walked = Walk()
+    sys.setprofile(walked.see)
     try:
         act()
     finally:
         sys.setprofile(None)
-    return found
+    return walked
 
 
 def walk_of_a_round(length: int) -> Walk:
@@ -116,10 +116,10 @@ def walk_of_target(target: Any, tokenizer: Any, vocab: int, length: int) -> Walk
     for _ in range(8):
         stream.next_round()
     rounds = stream.stats.rounds
-    found = walk(lambda: next(stream))
+    walked = walk(lambda: next(stream))
     assert stream.stats.rounds == rounds + 1
     assert (stream.stats.drafts > 0) == (length > 0)
-    return found
+    return walked
 
 
 @pytest.mark.parametrize(
@@ -128,12 +128,12 @@ def walk_of_target(target: Any, tokenizer: Any, vocab: int, length: int) -> Walk
 def test_a_round_makes_few_calls_in_few_files(
     length: int, files: int, calls: int, depth: int
 ) -> None:
-    found = walk_of_a_round(length)
-    counts = f"{len(found.files)} files, {found.calls} calls, {found.depth} deep"
+    walked = walk_of_a_round(length)
+    counts = f"{len(walked.files)} files, {walked.calls} calls, {walked.depth} deep"
     sys.stdout.write(f"\nk = {length}: {counts}\n")
-    assert len(found.files) <= files, found.files
-    assert found.calls <= calls
-    assert found.depth <= depth
+    assert len(walked.files) <= files, walked.files
+    assert walked.calls <= calls
+    assert walked.depth <= depth
 
 
 @pytest.mark.parametrize("length", [4, 0])
@@ -150,16 +150,16 @@ def test_a_round_of_eight_makes_few_calls(length: int) -> None:
             batch.insert(prompt_of(21 + n), max_tokens=200, stop_tokens=())
         for _ in range(9):
             batch.next()
-        found = walk(batch.next)
+        eight = walk(batch.next)
         assert batch.stats.rounds == 10
-    sys.stdout.write(f"\nk = {length}: one {one.calls} calls, eight {found.calls}\n")
-    assert found.calls <= 3 * one.calls
+    sys.stdout.write(f"\nk = {length}: one {one.calls} calls, eight {eight.calls}\n")
+    assert eight.calls <= 3 * one.calls
 
 
 @pytest.mark.parametrize("length", [4, 0])
 def test_a_round_of_text_knows_nothing_of_images(length: int) -> None:
-    found = walk_of_a_round(length).files
-    assert not [module for module in found if "vision" in module or "image" in module]
+    files = walk_of_a_round(length).files
+    assert not [module for module in files if "vision" in module or "image" in module]
 
 
 @WITHOUT_MLX_VLM
@@ -191,10 +191,10 @@ def test_the_round_reads_in_one_sitting() -> None:
 
 
 def test_a_drafted_round_enters_its_modules_in_the_order_of_its_steps() -> None:
-    found = walk_of_a_round(4)
-    for module in found.files:
+    walked = walk_of_a_round(4)
+    for module in walked.files:
         sys.stdout.write(f"{module:32} {STEPS.get(module, '')}\n")
-    assert [module for module in found.files if module in STEPS] == [*STEPS]
+    assert [module for module in walked.files if module in STEPS] == [*STEPS]
 
 
 if __name__ == "__main__":

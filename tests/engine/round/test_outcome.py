@@ -19,9 +19,9 @@ def verified(
     )
 
 
-def good(found: RoundOutcome | Exception) -> RoundOutcome:
-    assert isinstance(found, RoundOutcome)
-    return found
+def good(outcome: RoundOutcome | Exception) -> RoundOutcome:
+    assert isinstance(outcome, RoundOutcome)
+    return outcome
 
 
 def test_rows_of_shorter_drafts_beside_longer_ones_end_as_alone() -> None:
@@ -33,8 +33,8 @@ def test_rows_of_shorter_drafts_beside_longer_ones_end_as_alone() -> None:
         outcome_of(verified([3, 4, 5, 6], 1)),
         outcome_of(verified([7], 0)),
     ]
-    assert [good(found) for found in together] == alone
-    writers = [[origin.writer for origin in found.origins] for found in alone]
+    assert [good(outcome) for outcome in together] == alone
+    writers = [[origin.writer for origin in outcome.origins] for outcome in alone]
     assert writers == [["accepted", "bonus"], ["accepted", "correction"], ["step"]]
     assert alone[0].origins[0] == Origin("accepted", 0)
 
@@ -47,7 +47,7 @@ def test_a_row_ends_for_its_own_unusable_logits_and_for_no_others() -> None:
     assert good(third).tokens == [5, 6]
 
 
-def test_unusable_logits_behind_a_rejection_are_not_looked_at() -> None:
+def test_unusable_logits_after_a_rejection_are_not_looked_at() -> None:
     assert outcome_of(verified([8, 9], 0, unusable=(1,))).tokens == [8]
     with pytest.raises(NonFiniteLogitsError, match="1 of 2 rows"):
         outcome_of(verified([8, 9], 1, unusable=(1,)))
@@ -55,16 +55,16 @@ def test_unusable_logits_behind_a_rejection_are_not_looked_at() -> None:
 
 def test_what_is_accepted_is_counted_before_the_cut_and_what_is_emitted_after() -> None:
     step = outcome_of(verified([9], 0))
-    found = good(outcome_of(verified([1, 2, 3, 4], 3)).behind(step))
-    assert found.tokens == [9, 1, 2, 3, 4]
+    outcome = good(outcome_of(verified([1, 2, 3, 4], 3)).behind(step))
+    assert outcome.tokens == [9, 1, 2, 3, 4]
 
     def counted(stays: RoundOutcome) -> Statistics:
         statistics, rows = Statistics(), len(stays.tokens) - stays.first
         statistics.count(stays.drafted, stays.accepted, rows, first=stays.first)
         return statistics
 
-    statistics = counted(found.until(3, "stop"))
+    statistics = counted(outcome.until(3, "stop"))
     assert (statistics.rounds, statistics.drafts) == (2, 1)
     assert (statistics.drafted, statistics.accepted, statistics.emitted) == (3, 3, 3)
-    statistics = counted(found.until(1, "stop"))
+    statistics = counted(outcome.until(1, "stop"))
     assert (statistics.rounds, statistics.drafts, statistics.emitted) == (1, 0, 1)

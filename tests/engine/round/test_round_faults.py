@@ -169,9 +169,9 @@ def test_a_drafter_that_cannot_roll_back_starts_over() -> None:
 
 def _layers(model: nn.Module) -> list[nn.Module]:
     for path in ("layers", "model.layers", "backbone.layers"):
-        found: Any = model
+        part_of_model: Any = model
         for part in path.split("."):
-            found = getattr(found, part, None)
-        if found is not None:
-            return list(found)
+            part_of_model = getattr(part_of_model, part, None)
+        if part_of_model is not None:
+            return list(part_of_model)
     raise AssertionError("no layers")

@@ -53,8 +53,8 @@ def test_an_interrupt_of_a_processor_ends_its_request_alone(
     processors = (Alternating(), None, Alternating())
     texts = []
     for n, processor in zip(PROMPTS, processors, strict=True):
-        asked = options(processor and Alternating())
-        texts.append(generator.generate(prompt_of(n), **asked).tokens)
+        request = options(processor and Alternating())
+        texts.append(generator.generate(prompt_of(n), **request).tokens)
     given = (Alternating(raises_at=call), *processors[1:])
     with BatchGenerator(generator) as batch:
         uids = [

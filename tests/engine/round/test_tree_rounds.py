@@ -91,8 +91,8 @@ def test_after_any_trees_the_caches_hold_the_text(
     drafter: Any = generator.draft
     drafter.inner = TreeDrafter(text, 0.8, seed)
     stream = generator.stream(PROMPT, max_tokens=TOKENS, sampling=sampling)
-    found = [chunk.token for chunk in stream]
-    assert PROMPT + found == text[: len(PROMPT) + TOKENS]
+    written = [chunk.token for chunk in stream]
+    assert PROMPT + written == text[: len(PROMPT) + TOKENS]
     lane = stream.request.target
     model: Any = generator.model
     row = model(mx.array([text[lane.seen :][:1]]), cache=lane.caches)[0, -1]
@@ -113,12 +113,12 @@ def test_log_probabilities_are_those_of_plain_decoding() -> None:
     drafter = TreeDrafter(plain("llama", SAMPLED), 0.8)
     stream = with_trees("llama", drafter).stream(PROMPT, **options)
     generator = SpeculativeGenerator(build("llama"), byte_tokenizer())
-    for found, wanted in zip(stream, generator.stream(PROMPT, **options), strict=True):
-        assert found.token == wanted.token
-        assert found.logprob is not None
+    for chunk, wanted in zip(stream, generator.stream(PROMPT, **options), strict=True):
+        assert chunk.token == wanted.token
+        assert chunk.logprob is not None
         assert wanted.logprob is not None
-        assert found.logprob.value == pytest.approx(wanted.logprob.value, abs=1e-3)
-        assert [i for i, _ in found.logprob.top] == [i for i, _ in wanted.logprob.top]
+        assert chunk.logprob.value == pytest.approx(wanted.logprob.value, abs=1e-3)
+        assert [i for i, _ in chunk.logprob.top] == [i for i, _ in wanted.logprob.top]
     assert drafter.proposed
 
 
@@ -192,13 +192,13 @@ def test_behind_a_step_in_flight_a_chain_is_drafted() -> None:
     """It is so behind a draft that was empty."""
     text = plain("llama", GREEDY)
     drafter: Any = TreeDrafter(text, 1.0)
-    asked = 0
+    proposals = 0
     propose = drafter.propose
 
     def every_other(sequence: Any, limit: int, choose: Any) -> Any:
-        nonlocal asked
-        asked += 1
-        if asked % 3 == 1:
+        nonlocal proposals
+        proposals += 1
+        if proposals % 3 == 1:
             return Proposal(mx.array([], mx.uint32))
         return propose(sequence, limit, choose)
 

@@ -58,9 +58,9 @@ IDS, OWN = "eagle_aux_hidden_state_layer_ids", "target_layer_ids"
 def test_lists_of_every_place_are_read(
     config: dict[str, Any], place: str, expected: Layers
 ) -> None:
-    found = stated_list(config, "head")
-    assert found is not None
-    assert (found.place, found.layers()) == (place, expected)
+    stated = stated_list(config, "head")
+    assert stated is not None
+    assert (stated.place, stated.layers()) == (place, expected)
     assert of_eagle(config, 12, [3]).usual == expected
     assert of_blocks(config, 12, [3]).usual == expected
 
@@ -162,9 +162,9 @@ def test_a_search_finds_layers_beside_the_usual_ones() -> None:
 def test_the_usual_layers_are_read_unless_others_are_surely_better() -> None:
     """A head of SmolLM2, of 30 layers, that was trained on others than usual."""
     readings = of_eagle({}, 30, [3])
-    found = probed(scored((2, 14, 26), set()), readings, 30, "")
-    assert next(iter(found)) == (2, 14, 26)
-    said = readings.notice((2, 14, 26), found[2, 14, 26])
+    scores = probed(scored((2, 14, 26), set()), readings, 30, "")
+    assert next(iter(scores)) == (2, 14, 26)
+    said = readings.notice((2, 14, 26), scores[2, 14, 26])
     assert "It reads [2, 14, 26], found by a probe (it agrees 100%" in said
     equal = probed(lambda _: scored((0,), set())((0,)), readings, 30, "")
     assert next(iter(equal)) == (1, 14, 26)

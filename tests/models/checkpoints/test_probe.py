@@ -29,7 +29,7 @@ def scored(drafted: mx.array, target: mx.array) -> Score:
 
 
 @given(seeds, seeds)
-def test_nobody_scores_above_the_law_itself(one: int, two: int) -> None:
+def test_nobody_scores_above_the_distribution_itself(one: int, two: int) -> None:
     target = logits(one, 20, 12)
     truth = scored(target, target)
     assert truth.agreement == 1.0
@@ -54,7 +54,7 @@ def test_one_who_is_too_sure_of_the_written_token_does_not_win() -> None:
 
 
 @given(seeds)
-def test_chance_is_what_unrelated_guesses_agree_in(seed: int) -> None:
+def test_chance_is_what_unrelated_drafts_agree_in(seed: int) -> None:
     target, drafted = logits(seed, 30, 5), logits(seed + 1, 30, 5)
     score = scored(drafted, target)
     one, two = np.argmax(target, axis=-1), np.argmax(drafted, axis=-1)
@@ -117,7 +117,7 @@ def test_the_best_wins_or_the_usual_stays(seed: int, count: int) -> None:
         assert not best.surely_above(scores[0])
 
 
-def test_what_cannot_be_told_apart_stays_as_usual() -> None:
+def test_what_cannot_be_distinguished_stays_as_usual() -> None:
     values = np.linspace(-2, -1, 30)
     scores = {"usual": fixed(values), "other": fixed(values + 0.02)}
     measured: list[str] = []
@@ -137,22 +137,26 @@ def test_what_cannot_be_told_apart_stays_as_usual() -> None:
 
 
 @given(seeds, st.integers(1, 3), st.integers(0, 2))
-def test_what_a_text_says_again_counts_once(seed: int, own: int, later: int) -> None:
+def test_what_a_text_says_again_counts_once(
+    seed: int, prompt_tokens: int, later: int
+) -> None:
     drawn = np.random.default_rng(seed)
     rows, steps = 3, 9
-    ids = drawn.integers(0, 2, size=(rows, own + steps))
+    ids = drawn.integers(0, 2, size=(rows, prompt_tokens + steps))
     target, drafted = logits(seed, rows, steps, 2), logits(seed + 1, rows, steps, 2)
-    text = OwnText(mx.array(ids), own, log_probs(target), mx.zeros(1), mx.zeros(1))
-    first = own + later
+    text = OwnText(
+        mx.array(ids), prompt_tokens, log_probs(target), mx.zeros(1), mx.zeros(1)
+    )
+    first = prompt_tokens + later
     score = text.score(drafted[:, later:], first)
     seen: list[tuple[int, ...]] = []
     values = []
     for row in range(rows):
-        for at in range(first, own + steps):
+        for at in range(first, prompt_tokens + steps):
             key = tuple(ids[row, max(0, at - 2) : at + 1].tolist())
             if key not in seen:
                 seen.append(key)
-                probs = np.exp(np.array(log_probs(target[row, at - own])))
-                guess = np.array(log_probs(drafted[row, at - own]))
+                probs = np.exp(np.array(log_probs(target[row, at - prompt_tokens])))
+                guess = np.array(log_probs(drafted[row, at - prompt_tokens]))
                 values.append((probs * guess).sum())
     assert np.allclose(score.values, values, atol=1e-5)

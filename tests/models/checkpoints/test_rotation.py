@@ -99,14 +99,14 @@ Config = dict[str, Any]
     ],
 )
 def test_every_spelling_is_read(config: Config, kind: str, expected: Any) -> None:
-    found = read_rotation(config, "head", kind)
+    rotation = read_rotation(config, "head", kind)
     if isinstance(expected, float):
-        assert found.theta == expected
+        assert rotation.theta == expected
     elif isinstance(expected, dict):
         wanted = {key: value for key, value in expected.items() if key != "type"}
-        assert found.scaling == wanted
+        assert rotation.scaling == wanted
     else:
-        assert found == expected
+        assert rotation == expected
 
 
 @pytest.mark.parametrize(

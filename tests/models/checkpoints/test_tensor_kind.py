@@ -40,8 +40,8 @@ def test_tensors_of_one_kind_alone_decide(
 
 @pytest.mark.parametrize("name", PACKAGINGS)
 def test_every_packaging_is_what_it_says(name: str, tmp_path: Path) -> None:
-    found, source = draft_folder(write_block(tmp_path, name))
-    assert found == tmp_path
+    folder, source = draft_folder(write_block(tmp_path, name))
+    assert folder == tmp_path
     assert source.kind == PACKAGINGS[name].kind
 
 

@@ -46,22 +46,22 @@ NOT_COMPILED = {"afm7", "phi3small"}  # they count the keys that they are shown
 @pytest.mark.parametrize("name", others_slow(BUILT, EACH_KIND))
 def test_an_architecture_is_compiled_or_refused(name: str) -> None:
     model = build(name)
-    own, other = Lane(model), Lane(model)
-    only_kv = all(type(cache) is KVCache for cache in own.caches)
+    plain_lane, compiled_lane = Lane(model), Lane(model)
+    only_kv = all(type(cache) is KVCache for cache in plain_lane.caches)
     if not only_kv or name in NOT_COMPILED:
         with pytest.raises(UnsupportedModelError, match="compile_draft is True"):
             compiled_steps(model)
         return
-    other.compiled = compiled_steps(model)
-    for lane in (own, other):
+    compiled_lane.compiled = compiled_steps(model)
+    for lane in (plain_lane, compiled_lane):
         lane.feed(PROMPT)
     for tokens in ([5], [6, 7], [8]):
-        found = []
-        for lane in (own, other):
+        logits = []
+        for lane in (plain_lane, compiled_lane):
             with lane.begin() as lane_round:
-                found.append(lane_round.forward(mx.array(tokens)))
+                logits.append(lane_round.forward(mx.array(tokens)))
                 lane_round.commit(len(tokens))
-        np.testing.assert_allclose(found[1], found[0], rtol=1e-3, atol=1e-3)
+        np.testing.assert_allclose(logits[1], logits[0], rtol=1e-3, atol=1e-3)
 
 
 rounds = st.lists(
@@ -78,25 +78,25 @@ def test_any_rounds_leave_what_the_models_own_leave(
     start: int, rounds: list[tuple[list[int], int]]
 ) -> None:
     model = build("llama")
-    own, other = Lane(model), Lane(model)
-    other.compiled = CompiledSteps(model)
-    for lane in (own, other):
+    plain_lane, compiled_lane = Lane(model), Lane(model)
+    compiled_lane.compiled = CompiledSteps(model)
+    for lane in (plain_lane, compiled_lane):
         lane.feed([7 * i % 256 for i in range(start)])
     for widths, keep in rounds:
         fed = 0
-        with own.begin() as one, other.begin() as two:
+        with plain_lane.begin() as one, compiled_lane.begin() as two:
             for width in widths:
                 tokens = mx.array([(11 * (fed + i)) % 256 for i in range(width)])
                 fed += width
-                wanted, found = one.forward(tokens), two.forward(tokens)
-                np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+                wanted, actual = one.forward(tokens), two.forward(tokens)
+                np.testing.assert_allclose(actual, wanted, rtol=1e-4, atol=1e-4)
             for lane_round in (one, two):
                 lane_round.commit(min(keep, fed))
-        for ours, theirs in zip(other.caches, own.caches, strict=True):
+        for ours, theirs in zip(compiled_lane.caches, plain_lane.caches, strict=True):
             assert ours.offset == theirs.offset
             pairs = zip(ours.keys_and_values(), theirs.keys_and_values(), strict=True)
-            for found, wanted in pairs:
-                np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+            for actual, wanted in pairs:
+                np.testing.assert_allclose(actual, wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.usefixtures("uncompiled")
@@ -124,10 +124,10 @@ def test_it_serves_live_caches_that_hold_the_same() -> None:
     assert steps.serves(lane.caches, 1)
     assert steps.serves(lane.caches, 2)
     assert not steps.serves(lane.caches, 3)
-    held = snapshot(lane.caches)
+    taken = snapshot(lane.caches)
     if any(type(cache) is not KVCache for cache in lane.caches):  # it shares their rows
         assert not steps.serves(lane.caches, 1)
-    del held
+    del taken
     lane.caches[0].offset -= 1
     assert not steps.serves(lane.caches, 1)
 
@@ -173,9 +173,9 @@ def test_a_draft_is_compiled_and_drafts_the_same(trained: bool) -> None:
 def test_what_cannot_be_compiled_is_refused(options: dict[str, Any], said: str) -> None:
     model = build("llama")
     kinds = [type(module) for module in model.modules()]
-    asked: dict[str, Any] = {"draft": build("llama"), "compile_draft": True} | options
+    request: dict[str, Any] = {"draft": build("llama"), "compile_draft": True} | options
     with pytest.raises(InvalidRequestError, match=said):
-        SpeculativeGenerator(model, byte_tokenizer(), **asked)
+        SpeculativeGenerator(model, byte_tokenizer(), **request)
     assert [type(module) for module in model.modules()] == kinds
 
 

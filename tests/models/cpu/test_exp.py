@@ -34,21 +34,21 @@ def test_exponentials_are_those_of_the_distance_to_the_largest(
 ) -> None:
     scores = np.array(row, np.float32).astype(np.float64)
     wanted = np.exp(scores - scores.max())
-    found = float64(exponentials(mx.array(row, mx.float32)))
+    actual = float64(exponentials(mx.array(row, mx.float32)))
     # Of large scores the difference itself is rounded.
     loose = RELATIVE + np.abs(scores).max() * 2.0**-24
-    np.testing.assert_allclose(found, wanted, rtol=loose, atol=SMALLEST)
+    np.testing.assert_allclose(actual, wanted, rtol=loose, atol=SMALLEST)
 
 
 @given(st.floats(-87.0, 0.0, width=32))
 def test_one_exponential_is_right_to_rounding(x: float) -> None:
-    found = float64(exponentials(mx.array([x, 0.0], mx.float32)))[0]
-    assert found == pytest.approx(np.exp(float(x)), rel=6e-6, abs=0)
+    actual = float64(exponentials(mx.array([x, 0.0], mx.float32)))[0]
+    assert actual == pytest.approx(np.exp(float(x)), rel=6e-6, abs=0)
 
 
 def test_what_is_far_below_is_nothing_and_the_largest_is_one() -> None:
-    found = exponentials(mx.array([3.0, 3.0 - 90.0, -1e30, -float("inf")]))
-    assert found.tolist() == [1.0, 0.0, 0.0, 0.0]
+    actual = exponentials(mx.array([3.0, 3.0 - 90.0, -1e30, -float("inf")]))
+    assert actual.tolist() == [1.0, 0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -79,8 +79,8 @@ def test_activations_are_those_of_float64(pairs: list[tuple[float, float]]) -> N
     g, y = float64(gate), float64(x)
     size = np.abs(g) + 1e-6
 
-    def close(found: mx.array, wanted: Array, scale: Array) -> None:
-        assert np.all(np.abs(float64(found) - wanted) <= 2e-6 * scale)
+    def close(actual: mx.array, wanted: Array, scale: Array) -> None:
+        assert np.all(np.abs(float64(actual) - wanted) <= 2e-6 * scale)
 
     close(silu(gate), g * _sigmoid(g), size)
     close(swiglu(gate, x), g * _sigmoid(g) * y, size * (np.abs(y) + 1e-6))
@@ -92,9 +92,9 @@ def test_activations_are_those_of_float64(pairs: list[tuple[float, float]]) -> N
 @given(st.integers(1, 3), st.integers(1, 40), st.integers(0, 2**32 - 1))
 def test_they_are_close_to_mlxs(rows: int, width: int, seed: int) -> None:
     gate, x = mx.random.normal((2, rows, width), key=mx.random.key(seed)) * 4
-    for found, wanted in (
+    for actual, wanted in (
         (silu(gate), nn.silu(gate)),
         (swiglu(gate, x), activations.swiglu(gate, x)),
         (gelu_approx(gate), nn.gelu_approx(gate)),
     ):
-        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=4e-6)
+        np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=4e-6)

@@ -30,12 +30,12 @@ def _on_the_cpu() -> Iterator[None]:
         yield
 
 
-def same(found: mx.array, wanted: mx.array) -> None:
-    assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
+def same(actual: mx.array, wanted: mx.array) -> None:
+    assert (actual.shape, actual.dtype) == (wanted.shape, wanted.dtype)
     if EXACT:
-        assert mx.array_equal(found, wanted, equal_nan=True)
+        assert mx.array_equal(actual, wanted, equal_nan=True)
     else:  # other compilers put a product and a sum together
-        np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(actual, wanted, rtol=1e-6, atol=1e-6)
 
 
 def normal(shape: tuple[int, ...], seed: int) -> mx.array:
@@ -83,8 +83,8 @@ def test_a_rotation_is_two_products_and_their_sum(
     x, swapped = x.swapaxes(1, 2), swapped.swapaxes(1, 2)
     by_x, by_swapped = (normal((1, rows, width), seed + n) for n in (2, 3))
     with rows_of_a_round(tokens):
-        found = norm_rope.turned(x, swapped, by_x, by_swapped)
-    same(found, x * by_x + swapped * by_swapped)
+        rotated = norm_rope.turned(x, swapped, by_x, by_swapped)
+    same(rotated, x * by_x + swapped * by_swapped)
 
 
 @pytest.mark.parametrize(
@@ -102,11 +102,11 @@ def test_other_dtypes_and_no_weight_are_left_to_mlx(
     x = normal((3, 8), 1).astype(of_x)
     weight = None if of_weight is None else normal((8,), 2).astype(of_weight)
     with rows_of_a_round():
-        found = norm_rope.rms_norm(x, weight, 1e-6)
+        normed = norm_rope.rms_norm(x, weight, 1e-6)
     wanted = mx.fast.rms_norm(x, weight, 1e-6)
-    assert found.dtype == wanted.dtype
-    assert mx.array_equal(found, wanted)
-    assert operations(found) == operations(wanted)
+    assert normed.dtype == wanted.dtype
+    assert mx.array_equal(normed, wanted)
+    assert operations(normed) == operations(wanted)
 
 
 def operations(array: mx.array) -> int:
@@ -150,7 +150,7 @@ def test_a_model_computes_what_it_did(name: str, called: list[int]) -> None:
     rows = [201, 7, 96, 255, 31]
     model = build(name)
 
-    def found(hooked: bool) -> mx.array:
+    def round_logits(hooked: bool) -> mx.array:
         recorders = ModelHooks(model) if hooked else None
         lane = Lane(model, make_prompt_cache(model))
         lane.feed(list(range(1, 20)))
@@ -161,7 +161,9 @@ def test_a_model_computes_what_it_did(name: str, called: list[int]) -> None:
             recorders.remove()
         return logits
 
-    np.testing.assert_allclose(found(True), found(False), rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(
+        round_logits(True), round_logits(False), rtol=1e-3, atol=1e-3
+    )
     norms = [m for m in model.modules() if isinstance(m, nn.RMSNorm)]
     assert set(called) <= {len(rows)}
     assert bool(called) or not norms

@@ -13,14 +13,14 @@ from mlx_speculation.models.round_context import rows_of_a_round
 ON_CPU = mx.default_device().type == mx.DeviceType.cpu
 
 
-def _same(found: mx.array, wanted: mx.array) -> None:
-    assert found.shape == wanted.shape
-    assert found.dtype == wanted.dtype
+def _same(actual: mx.array, wanted: mx.array) -> None:
+    assert actual.shape == wanted.shape
+    assert actual.dtype == wanted.dtype
     if ON_CPU:
-        assert mx.array_equal(found, wanted)
+        assert mx.array_equal(actual, wanted)
     else:  # kernels there, which round in another order
         np.testing.assert_allclose(
-            found.astype(mx.float32), wanted.astype(mx.float32), rtol=1e-4, atol=1e-4
+            actual.astype(mx.float32), wanted.astype(mx.float32), rtol=1e-4, atol=1e-4
         )
 
 
@@ -74,5 +74,5 @@ def test_layers_with_other_frequencies_have_tables_of_their_own() -> None:
     x = mx.random.normal((1, 2, 3, 8), key=mx.random.key(1))
     how: dict[str, Any] = {"traditional": False, "base": None, "scale": 1.0}
     for freqs in (*FREQS, *FREQS):
-        found = in_round(x, 2, 8, **how, offset=5, freqs=freqs)
-        _same(found, mx.fast.rope(x, 8, **how, offset=5, freqs=freqs))
+        rotated = in_round(x, 2, 8, **how, offset=5, freqs=freqs)
+        _same(rotated, mx.fast.rope(x, 8, **how, offset=5, freqs=freqs))

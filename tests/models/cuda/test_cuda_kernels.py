@@ -19,10 +19,10 @@ HALVES = [mx.bfloat16, mx.float16]
 ERROR = {mx.bfloat16: 2**-7, mx.float16: 2**-10}
 
 
-def difference(found: mx.array, wanted: mx.array) -> float:
+def difference(actual: mx.array, wanted: mx.array) -> float:
     """Return the largest difference, over the largest value."""
-    assert found.shape == wanted.shape
-    error = mx.abs(found.astype(mx.float32) - wanted).max() / mx.abs(wanted).max()
+    assert actual.shape == wanted.shape
+    error = mx.abs(actual.astype(mx.float32) - wanted).max() / mx.abs(wanted).max()
     return float(error)
 
 
@@ -38,8 +38,8 @@ def test_a_product_is_that_of_its_values(
     x = mx.random.normal((*lead, width)).astype(dtype)
     weight = mx.random.normal((outputs, width)).astype(dtype)
     wanted = x.astype(mx.float32) @ weight.astype(mx.float32).T
-    (found,) = products(x, [Weight((weight,), 0)])
-    assert difference(found, wanted) < ERROR[dtype]
+    (product,) = products(x, [Weight((weight,), 0)])
+    assert difference(product, wanted) < ERROR[dtype]
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -61,8 +61,8 @@ def test_a_product_of_four_bits_is_that_of_its_values(
         bits=4,
     )
     wanted = x.astype(mx.float32) @ values.T
-    (found,) = products(x, [Weight((packed, scales, biases), group)])
-    assert difference(found, wanted) < ERROR[dtype]
+    (product,) = products(x, [Weight((packed, scales, biases), group)])
+    assert difference(product, wanted) < ERROR[dtype]
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -105,8 +105,8 @@ def test_attention_is_that_of_its_values(
     mx.random.seed(3)
     queries = mx.random.normal((batch, rows, heads, dim)).astype(dtype)
     queries = queries.swapaxes(1, 2)  # not contiguous, as in a model
-    held = mx.random.normal((2, batch, key_heads, columns + 40, dim)).astype(dtype)
-    keys, values = held[0, ..., :columns, :], held[1, ..., :columns, :]
+    buffers = mx.random.normal((2, batch, key_heads, columns + 40, dim)).astype(dtype)
+    keys, values = buffers[0, ..., :columns, :], buffers[1, ..., :columns, :]
     ends = mx.arange(columns - rows, columns)[:, None]
     places = mx.arange(columns)
     mask: mx.array | str | None = "causal" if masked == "causal" else None
@@ -136,8 +136,8 @@ def test_attention_keeps_what_is_not_a_number_where_it_is_seen(
     keys = mx.ones((1, 1, columns, 64), mx.bfloat16)
     keys[..., -1, 5] = float("nan")
     out = attention(queries, keys, keys, 0.1, "causal", contiguous=contiguous)
-    found = mx.isnan(out).any(axis=-1)
-    assert found.tolist() == [[[False, False, True]] * 2]
+    nan_rows = mx.isnan(out).any(axis=-1)
+    assert nan_rows.tolist() == [[[False, False, True]] * 2]
 
 
 @pytest.mark.parametrize("dtype", [*HALVES, mx.float32])
@@ -165,16 +165,16 @@ def test_gated_delta_steps_are_those_of_their_values(
     beta = mx.random.uniform(0.0, 1.0, (batch, rows, count)).astype(dtype)
     state = mx.random.normal((batch, count, width, dim))
     mask = mx.random.bernoulli(0.7, (batch, rows)) if masked else None
-    found = run_steps(q, k, v, g, beta, state, mask)
-    assert found.y.dtype == dtype
+    steps = run_steps(q, k, v, g, beta, state, mask)
+    assert steps.y.dtype == dtype
     exact = [array.astype(mx.float32) for array in (q, k, v, g, beta)]
     q, k, v, g, beta = exact
     wanted, last = gated_delta_ops(q, k, v, g, beta, state, mask)
     error = ERROR.get(dtype, 1e-5)
-    assert difference(found.y, wanted) < error
-    assert difference(found.last, last) < 1e-5
+    assert difference(steps.y, wanted) < error
+    assert difference(steps.last, last) < 1e-5
     for keep in (1, rows - 1, rows):
         part = None if mask is None else mask[:, :keep]
         q, k, v, g, beta = (each[:, :keep] for each in exact)
         _, kept = gated_delta_ops(q, k, v, g, beta, state, part)
-        assert difference(found.after(keep), kept) < 1e-5
+        assert difference(steps.after(keep), kept) < 1e-5

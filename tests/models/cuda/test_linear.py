@@ -43,14 +43,14 @@ def calls() -> list[int]:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> list[str]:
+def kernel_calls(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> list[str]:
     """Let stock operations stand in for the kernels; return who was asked, in order."""
     seen: list[str] = []
 
     def products(x: mx.array, weights: Sequence[Weight]) -> list[mx.array]:
         calls.append(len(weights))
         assert len({weight.group for weight in weights}) == 1
-        found = []
+        results = []
         for (weight, *more), group in weights:
             seen.append("four bits" if group else "half")
             if group:
@@ -60,8 +60,8 @@ def asked(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> list[str]:
                 )
             else:
                 result = x @ weight.T
-            found.append(result)
-        return found
+            results.append(result)
+        return results
 
     def attention(
         queries: mx.array,
@@ -111,18 +111,18 @@ def rows_of(model: nn.Module, *, hooked: bool) -> mx.array:
 
 @pytest.mark.parametrize("name", others_slow(BUILT, FEW))
 def test_a_model_computes_what_it_did(
-    name: str, asked: list[str], monkeypatch: pytest.MonkeyPatch
+    name: str, kernel_calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear, "HALVES", [mx.float32])  # a CPU has no others
     monkeypatch.setattr(cuda_attention, "HALVES", [mx.float32])
     model = build(name)
     kinds = [type(module) for module in model.modules()]
     wanted = rows_of(model, hooked=False)
-    assert not asked
+    assert not kernel_calls
     rows = rows_of(model, hooked=True)
     assert mx.allclose(rows, wanted, rtol=1e-3, atol=1e-3)
     assert [type(module) for module in model.modules()] == kinds
-    assert "half" in asked or not any(
+    assert "half" in kernel_calls or not any(
         plain_class(module) is nn.Linear and module.weight.shape[-1] % 32 == 0
         for module in model.modules()
     )
@@ -130,14 +130,16 @@ def test_a_model_computes_what_it_did(
 
 @pytest.mark.parametrize("home", sorted({home for home, _ in ATTENTIONS}))
 def test_attention_over_latents_keeps_the_way_of_its_own(
-    home: str, asked: list[str]
+    home: str, kernel_calls: list[str]
 ) -> None:
     model = build(home.removeprefix("mlx_lm.models."))
     hooked = [plain_class(module) for module, _ in round_op_hooks(model, MADE_AGAIN)]
     assert not {(kind.__module__, kind.__name__) for kind in hooked} & ATTENTIONS
 
 
-def test_prompts_and_single_rows_keep_the_products_of_mlx(asked: list[str]) -> None:
+def test_prompts_and_single_rows_keep_the_products_of_mlx(
+    kernel_calls: list[str],
+) -> None:
     model = build("llama")
     model.set_dtype(mx.bfloat16)
     recorders = ModelHooks(model)
@@ -147,10 +149,10 @@ def test_prompts_and_single_rows_keep_the_products_of_mlx(asked: list[str]) -> N
         mx.eval(plain_step.forward(mx.array([5])))
     with lane.begin() as first_draft:
         mx.eval(first_draft.forward(mx.array([5])))
-    assert asked == []
+    assert kernel_calls == []
     with lane.begin() as verify:
         verify.forward(mx.array([5, 6]))
-    assert {"half", "attention"} == set(asked)
+    assert {"half", "attention"} == set(kernel_calls)
     recorders.remove()
 
 
@@ -159,7 +161,7 @@ def test_prompts_and_single_rows_keep_the_products_of_mlx(asked: list[str]) -> N
 @pytest.mark.parametrize("width", [64, 80])
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_linear_layer_asks_where_the_kernel_serves(
-    rows: int, dtype: mx.Dtype, width: int, bias: bool, asked: list[str]
+    rows: int, dtype: mx.Dtype, width: int, bias: bool, kernel_calls: list[str]
 ) -> None:
     layer = nn.Sequential(nn.Linear(width, 48, bias=bias))
     layer.set_dtype(dtype)
@@ -169,10 +171,10 @@ def test_a_linear_layer_asks_where_the_kernel_serves(
     with rows_of_a_round():
         output = layer(x)
     serves = 1 < rows <= 32 and dtype != mx.float32 and width % 32 == 0
-    assert asked == (["half"] if serves else [])
+    assert kernel_calls == (["half"] if serves else [])
     assert mx.allclose(output, wanted, rtol=0.02, atol=0.02)
     assert layer(x).shape == wanted.shape
-    assert len(asked) == int(serves)  # outside of a round nobody is asked
+    assert len(kernel_calls) == int(serves)  # outside of a round nobody is asked
     recorders.remove()
 
 
@@ -183,7 +185,7 @@ def test_a_ranks_part_of_a_layer_asks_and_is_added_up(
     sharding: str,
     bias: bool,
     bits: int | None,
-    asked: list[str],
+    kernel_calls: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The sum over the ranks is that of two which have the same, and one is here."""
@@ -198,7 +200,7 @@ def test_a_ranks_part_of_a_layer_asks_and_is_added_up(
     recorders = ModelHooks(layer)
     with rows_of_a_round():
         output = layer(x)
-    assert asked == ["half" if bits is None else "four bits"]
+    assert kernel_calls == ["half" if bits is None else "four bits"]
     assert mx.allclose(output, wanted, rtol=0.02, atol=0.02)
     recorders.remove()
     assert type(layer.layers[0]).__call__ is plain_class(layer.layers[0]).__call__
@@ -206,7 +208,7 @@ def test_a_ranks_part_of_a_layer_asks_and_is_added_up(
 
 @pytest.mark.parametrize("bits", [None, 4])
 def test_layers_that_are_fed_the_same_are_multiplied_together(
-    bits: int | None, asked: list[str], calls: list[int]
+    bits: int | None, kernel_calls: list[str], calls: list[int]
 ) -> None:
     model = build("llama")
     model.set_dtype(mx.bfloat16)
@@ -253,7 +255,11 @@ class Fed(nn.Module):
     ],
 )
 def test_layers_that_are_fed_something_else_do_it_by_themselves(
-    feed: str, more: Any, wanted_calls: list[int], asked: list[str], calls: list[int]
+    feed: str,
+    more: Any,
+    wanted_calls: list[int],
+    kernel_calls: list[str],
+    calls: list[int],
 ) -> None:
     model = Fed(feed, **more)
     xs = [mx.random.normal((1, 5, 64)).astype(mx.bfloat16) for _ in range(2)]
@@ -261,8 +267,8 @@ def test_layers_that_are_fed_something_else_do_it_by_themselves(
     recorders = ModelHooks(model)
     for x, each in zip(xs, wanted, strict=True):
         with rows_of_a_round():
-            found = model(x)
-        for one, other in zip(found, each, strict=True):
+            products = model(x)
+        for one, other in zip(products, each, strict=True):
             assert mx.allclose(one, other, rtol=0.05, atol=0.05)
     assert calls == wanted_calls
     recorders.remove()
@@ -270,7 +276,7 @@ def test_layers_that_are_fed_something_else_do_it_by_themselves(
 
 
 def test_layers_of_other_packages_are_multiplied_one_by_one(
-    asked: list[str], calls: list[int], monkeypatch: pytest.MonkeyPatch
+    kernel_calls: list[str], calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Fed, "__module__", "somebody.elses")
     model = Fed("same")
@@ -285,7 +291,7 @@ def test_layers_of_other_packages_are_multiplied_one_by_one(
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("kind", [nn.Linear, nn.Embedding])
 def test_a_quantized_layer_asks_with_what_it_holds(
-    bits: int, group: int, kind: Any, asked: list[str]
+    bits: int, group: int, kind: Any, kernel_calls: list[str]
 ) -> None:
     model = nn.Sequential(kind(256, 48) if kind is nn.Linear else kind(48, 256))
     model.set_dtype(mx.bfloat16)
@@ -296,23 +302,23 @@ def test_a_quantized_layer_asks_with_what_it_holds(
     wanted = ask(x)
     recorders = ModelHooks(model)
     with rows_of_a_round():
-        found = ask(x)
-    assert asked == (["four bits"] if bits == 4 else [])
-    assert mx.array_equal(found, wanted)
+        product = ask(x)
+    assert kernel_calls == (["four bits"] if bits == 4 else [])
+    assert mx.array_equal(product, wanted)
     with rows_of_a_round(), pytest.raises(ValueError, match="shape"):
         ask(x[..., :128])  # mlx's own error, and no kernel that reads on
-    assert len(asked) == int(bits == 4)
+    assert len(kernel_calls) == int(bits == 4)
     recorders.remove()
 
 
-def test_other_ways_to_quantize_are_left_to_mlx(asked: list[str]) -> None:
+def test_other_ways_to_quantize_are_left_to_mlx(kernel_calls: list[str]) -> None:
     model = nn.Sequential(nn.Linear(256, 64, bias=False))
     model.set_dtype(mx.bfloat16)
     nn.quantize(model, group_size=32, bits=4, mode="mxfp4")
     recorders = ModelHooks(model)
     with rows_of_a_round():
         mx.eval(model(mx.ones((1, 4, 256), mx.bfloat16)))
-    assert asked == []
+    assert kernel_calls == []
     recorders.remove()
 
 

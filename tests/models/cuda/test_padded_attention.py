@@ -92,8 +92,8 @@ def test_layers_of_one_forward_may_have_masks_of_their_own() -> None:
             np.testing.assert_allclose(output, expected, atol=2e-5, rtol=2e-5)
 
 
-@pytest.fixture(name="asked")
-def _asked(monkeypatch: pytest.MonkeyPatch) -> list[Shown]:
+@pytest.fixture(name="shown_sizes")
+def _shown_sizes(monkeypatch: pytest.MonkeyPatch) -> list[Shown]:
     """Let cuDNN be asked here; return what mlx is asked."""
     seen: list[Shown] = []
     theirs = mx.fast.scaled_dot_product_attention
@@ -109,22 +109,22 @@ def _asked(monkeypatch: pytest.MonkeyPatch) -> list[Shown]:
     return seen
 
 
-def test_prompts_of_all_lengths_show_few_sizes(asked: list[Shown]) -> None:
+def test_prompts_of_all_lengths_show_few_sizes(shown_sizes: list[Shown]) -> None:
     """A draft that reads 300 tokens does not plan otherwise than one that reads 310."""
     sizes = [48, 64, 96, 128, 192, 256, 384, 512]
     for before in (0, 512):
         for rows in range(33, 513):
             show(rows, before)
-        assert set(asked) == {(size, before + size, "causal") for size in sizes}
-        asked.clear()
+        assert set(shown_sizes) == {(size, before + size, "causal") for size in sizes}
+        shown_sizes.clear()
 
 
-def test_what_is_read_after_a_pause_shows_few_sizes(asked: list[Shown]) -> None:
+def test_what_is_read_after_a_pause_shows_few_sizes(shown_sizes: list[Shown]) -> None:
     for before in range(512, 1024, 7):
         for rows in range(33, 97):
             show(rows, before)
     sizes = [48, 64, 96]
-    counts = {(rows, keys) for rows, keys, _ in asked}
+    counts = {(rows, keys) for rows, keys, _ in shown_sizes}
     first = {(size, 512 + size) for size in sizes}  # causal
     assert counts == first | {(size, keys) for size in sizes for keys in (1024, 1536)}
 
@@ -140,7 +140,9 @@ def show(rows: int, before: int) -> None:
 @pytest.mark.parametrize("rows", [1, 2, 5, 40])
 @pytest.mark.parametrize("kind", ["none", "causal", "bool", "added", "short"])
 @pytest.mark.parametrize("sinks", [False, True])
-def test_who_is_asked(rows: int, kind: str, sinks: bool, asked: list[Shown]) -> None:
+def test_who_is_asked(
+    rows: int, kind: str, sinks: bool, shown_sizes: list[Shown]
+) -> None:
     """A head of 48 places is none of the kernel's, so these are mlx's in any case."""
     count = rows + 7
     queries = normal((1, 2, rows, 48), 1).astype(mx.bfloat16)
@@ -156,7 +158,7 @@ def test_who_is_asked(rows: int, kind: str, sinks: bool, asked: list[Shown]) -> 
     expected = scaled_dot_product_attention(
         queries, keys, keys, None, scale=0.2, mask=mask, sinks=sink
     )
-    asked.clear()
+    shown_sizes.clear()
     with rows_of_a_round():
         output = registration.attend(queries, keys, keys, None, 0.2, mask, sink)
     np.testing.assert_allclose(
@@ -166,11 +168,11 @@ def test_who_is_asked(rows: int, kind: str, sinks: bool, asked: list[Shown]) -> 
     in_sizes = plans and not sinks and kind in ("none", "causal", "bool")
     sizes = (row_size(rows), whole_steps(count), "array")
     native = (rows, count, "causal" if kind == "causal" else type(mask).__name__)
-    assert asked == [sizes if in_sizes else native]
+    assert shown_sizes == [sizes if in_sizes else native]
 
 
 def test_other_dtypes_and_quantized_keys_are_left_to_mlx_lm(
-    asked: list[Shown], monkeypatch: pytest.MonkeyPatch
+    shown_sizes: list[Shown], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Quantized:
         bits = 8
@@ -184,4 +186,4 @@ def test_other_dtypes_and_quantized_keys_are_left_to_mlx_lm(
     assert not serves(single, keys, keys, None, "causal", None)
     monkeypatch.undo()
     assert not serves(queries, keys, keys, None, "causal", None)  # on a CPU
-    assert asked == []
+    assert shown_sizes == []

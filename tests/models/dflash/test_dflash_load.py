@@ -17,8 +17,8 @@ from support.models.tiny_models import build
 
 def with_own(config: dict[str, Any], **keys: Any) -> dict[str, Any]:
     """Return a config.json with other keys in its dflash_config; None takes one out."""
-    own = config["dflash_config"] | keys
-    left = {key: value for key, value in own.items() if value is not None}
+    block_config = config["dflash_config"] | keys
+    left = {key: value for key, value in block_config.items() if value is not None}
     return {**config, "dflash_config": left}
 
 
@@ -52,7 +52,7 @@ def test_windows_are_those_of_the_config(
 
 
 @pytest.mark.parametrize(
-    ("top", "own", "causal"),
+    ("top", "inner", "causal"),
     [
         # One layer with a window, one without.
         ({}, {}, (True, False)),
@@ -68,9 +68,9 @@ def test_windows_are_those_of_the_config(
     ],
 )
 def test_whether_rows_see_later_ones_is_said_in_several_ways(
-    top: dict[str, Any], own: dict[str, Any], causal: tuple[bool, ...]
+    top: dict[str, Any], inner: dict[str, Any], causal: tuple[bool, ...]
 ) -> None:
-    config = {**with_own(config_of("sliding", (0, 1, 3)), **own), **top}
+    config = {**with_own(config_of("sliding", (0, 1, 3)), **inner), **top}
     assert read_settings(config).causal == causal
 
 

@@ -77,16 +77,16 @@ def test_blocks_are_those_of_the_reference(case: str, tmp_path: Path) -> None:
     ).logits
     context = draft.dflash.states(known.states(draft.taps))
     # In one part, and with most of the context in the caches before.
-    for held in (0, 15):
-        output = block(draft, context, known.tokens, held)
+    for known_rows in (0, 15):
+        output = block(draft, context, known.tokens, known_rows)
         seen = [(output[:, row], None) for row in range(draft.dflash.head.depth)]
         assert_drafts(seen, draft.dflash.head.ids, expected)
 
 
 @pytest.mark.parametrize("window", [None, 3, 5, 30])
-@pytest.mark.parametrize("held", [0, 15])
+@pytest.mark.parametrize("known_rows", [0, 15])
 def test_a_block_equals_that_of_transformers(
-    tmp_path: Path, window: int | None, held: int
+    tmp_path: Path, window: int | None, known_rows: int
 ) -> None:
     kinds = ["full_attention", "sliding_attention"]
     if window is None:
@@ -106,7 +106,7 @@ def test_a_block_equals_that_of_transformers(
     tokens = prompt_of(LENGTH)
     with taps.collect() as states:
         target()(mx.array([tokens[:-1]]))
-    output = block(draft, draft.dflash.states(states), tokens, held)
+    output = block(draft, draft.dflash.states(states), tokens, known_rows)
     same = (
         *("hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
         *("num_attention_heads", "num_key_value_heads", "rms_norm_eps"),
@@ -149,12 +149,14 @@ def test_a_block_equals_that_of_transformers(
 
 
 def block(
-    draft: DFlashDraft, context: mx.array, tokens: list[int], held: int
+    draft: DFlashDraft, context: mx.array, tokens: list[int], known_rows: int
 ) -> mx.array:
     """Return the logits of a block, `held` positions of its context fed before."""
     caches = draft.dflash.head.new_caches()
-    if held:
-        draft.dflash.history(context[:, :held], mx.array([tokens[:held]]), caches)
+    if known_rows:
+        draft.dflash.history(
+            context[:, :known_rows], mx.array([tokens[:known_rows]]), caches
+        )
     newest = mx.array([tokens[-1:]])
     depth = draft.dflash.head.depth
-    return draft.dflash.block(context[:, held:], newest, caches, depth)
+    return draft.dflash.block(context[:, known_rows:], newest, caches, depth)

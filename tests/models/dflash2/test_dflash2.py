@@ -76,8 +76,8 @@ def test_its_own_cap_is_not_put_on_the_targets(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     with pytest.raises(ModelFolderError, match="whether those stand for it, or both"):
         load_dflash2(folder, gemma)
-    own: Any = gemma
-    cap = getattr(own, "args", None) or own.language_model.args
+    target: Any = gemma
+    cap = getattr(target, "args", None) or target.language_model.args
     config["dflash_config"] |= {
         "output_multiplier": 1.0,
         "final_logit_softcapping": cap.final_logit_softcapping,

@@ -33,16 +33,16 @@ CAUSAL: dict[str, tuple[dict[str, bool], ...]] = {
     ("packaging", "keys"),
     [(name, keys) for name, all in CAUSAL.items() for keys in all],
 )
-@pytest.mark.parametrize(("held", "scales"), [(0, {}), (15, {}), (15, SCALES)])
+@pytest.mark.parametrize(("known_rows", "scales"), [(0, {}), (15, {}), (15, SCALES)])
 def test_drafts_are_those_of_the_reference(
     packaging: str,
     keys: dict[str, bool],
-    held: int,
+    known_rows: int,
     scales: dict[str, float],
     tmp_path: Path,
 ) -> None:
     """Kernels of either side, candidates and their edges, and what is scaled."""
-    changed = altered(packaging, own=scales, **{"is_causal": None, **keys})
+    changed = altered(packaging, inner=scales, **{"is_causal": None, **keys})
     folder, source = draft_folder(write_block(tmp_path, changed, (1, 4, 6)))
     config, weights = read_folder(tmp_path)
     known = Known.of(8, LENGTH)
@@ -51,11 +51,11 @@ def test_drafts_are_those_of_the_reference(
     assert list(drafter.layers) == block_taps(config)
     context = drafter.states(known.states(draft.taps))
     caches, choose = drafter.new_caches(), Greedy()
-    if held:
-        before = mx.array([known.tokens[1 : held + 1]])
-        drafter.history(context[:, :held], before, caches)
-    newest = mx.array([known.tokens[held + 1 :]])
-    drafter.draft(context[:, held:], newest, caches, drafter.head.depth, choose)
+    if known_rows:
+        before = mx.array([known.tokens[1 : known_rows + 1]])
+        drafter.history(context[:, :known_rows], before, caches)
+    newest = mx.array([known.tokens[known_rows + 1 :]])
+    drafter.draft(context[:, known_rows:], newest, caches, drafter.head.depth, choose)
     expected = dflash2.forward(
         weights,
         config,

@@ -39,10 +39,12 @@ def test_noise_of_the_targets_rope_is_left_out(tmp_path: Path) -> None:
     """The whole head is rotated, but by a drafter of Qwen 3.5's own layers."""
     model = build("llama", layers=4)
     plain = load_dspark(write_block(tmp_path / "1", "deepspec"), model).head
-    own = load_dspark(write_block(tmp_path / "2", "qwen3.5"), model).head
+    half_rotated = load_dspark(write_block(tmp_path / "2", "qwen3.5"), model).head
     pairs = load_dspark(write_block(tmp_path / "3", "lfm2"), model).head
     yarn = load_dspark(write_block(tmp_path / "4", "specforge"), model).head
-    ropes = [head.layers[0].self_attn.rope for head in (plain, own, pairs, yarn)]
+    ropes = [
+        head.layers[0].self_attn.rope for head in (plain, half_rotated, pairs, yarn)
+    ]
     assert [rope.dims for rope in ropes] == [16, 8, 16, 16]
     assert [rope.traditional for rope in ropes] == [False, False, True, False]
     assert "Yarn" in type(ropes[3]).__name__
@@ -95,7 +97,7 @@ def test_the_embeddings_can_be_read(tmp_path: Path) -> None:
     assert drafter.layers == (-1, 0, 2)
 
 
-def test_an_anchor_behind_the_block_is_not_a_row_of_it() -> None:
+def test_an_anchor_after_the_block_is_not_a_row_of_it() -> None:
     config = PACKAGINGS["deepspec"].config(LAYERS)
     blocks = read_settings({**config, "dspark_bonus_anchor": True}).blocks
     assert (blocks.block, blocks.depth) == (BLOCK - 1, BLOCK - 1)

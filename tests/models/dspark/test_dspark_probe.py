@@ -22,7 +22,7 @@ LAYERS = (1, 3)
 @pytest.mark.parametrize(
     ("given", "counted"), covering((False, True), ("tuple", "layers"))
 )
-def test_the_reading_in_which_it_guesses_is_taken(
+def test_the_reading_in_which_it_drafts_well_is_taken(
     counted: str, given: bool, tmp_path: Path
 ) -> None:
     """The file says `aux_hidden_state_layer_ids` one more than `LAYERS`."""
@@ -37,7 +37,7 @@ def test_the_reading_in_which_it_guesses_is_taken(
     assert drafter.head.depth == (BLOCK - 1 if given else BLOCK)
 
 
-def test_one_that_guesses_in_no_reading_is_refused(tmp_path: Path) -> None:
+def test_one_that_drafts_well_in_no_reading_is_refused(tmp_path: Path) -> None:
     folder = write_block(tmp_path, "speculators", (0, 1, 2))
     with pytest.raises(ConventionError, match="whatever it is taken for: Reading"):
         load_dspark(folder, build("llama", layers=4), starts=STARTS)

@@ -18,7 +18,7 @@ LENGTH, LAYERS = 23, 8  # of a text; windows are of 12
 KINDS = ("gated", "rnn")
 CASES = {
     **{name: each for name, each in PACKAGINGS.items() if each.kind == "dspark"},
-    "prism, dflash": altered("prism", "levels", own={"dspark.dspark.markov_rank": 0}),
+    "prism, dflash": altered("prism", "levels", inner={"dspark.dspark.markov_rank": 0}),
     **{
         f"gemma, {kind}": altered(
             "deepspec, gemma",
@@ -41,9 +41,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("case", "held"), covering(CASES, (0, 15)))
+@pytest.mark.parametrize(("case", "known_rows"), covering(CASES, (0, 15)))
 def test_drafts_are_those_of_the_reference(
-    case: str, held: int, tmp_path: Path
+    case: str, known_rows: int, tmp_path: Path
 ) -> None:
     folder, source = draft_folder(write_block(tmp_path, CASES[case], (1, 4, 6)))
     config, weights = read_folder(tmp_path)
@@ -53,16 +53,18 @@ def test_drafts_are_those_of_the_reference(
     assert list(drafter.layers) == block_taps(config)
     context = drafter.states(known.states(draft.taps))
     caches, choose = drafter.new_caches(), Greedy()
-    if held:  # most of the context before, the rest with the block
-        before = mx.array([known.tokens[1 : held + 1]])
-        drafter.history(context[:, :held], before, caches)
-    newest = mx.array([known.tokens[held + 1 :]])
+    if known_rows:  # most of the context before, the rest with the block
+        before = mx.array([known.tokens[1 : known_rows + 1]])
+        drafter.history(context[:, :known_rows], before, caches)
+    newest = mx.array([known.tokens[known_rows + 1 :]])
     ids = drafter.head.ids
 
-    def choose_next(logits: mx.array, own: mx.array | None = None) -> mx.array:
-        return choose(logits, ids if own is None else own)
+    def choose_next(logits: mx.array, columns: mx.array | None = None) -> mx.array:
+        return choose(logits, ids if columns is None else columns)
 
-    drafter.draft(context[:, held:], newest, caches, drafter.head.depth, choose_next)
+    drafter.draft(
+        context[:, known_rows:], newest, caches, drafter.head.depth, choose_next
+    )
     expected = dspark.forward(
         weights,
         config,

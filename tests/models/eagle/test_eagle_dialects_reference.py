@@ -49,10 +49,10 @@ READ = {"four": (1, 3, 6, 8), "last state": (11,), "last state, projected": (11,
 
 
 @pytest.mark.parametrize(
-    ("dialect", "held"), covering((*DIALECTS, *VARIANTS, "four"), (0, 15))
+    ("dialect", "known_rows"), covering((*DIALECTS, *VARIANTS, "four"), (0, 15))
 )
 def test_chains_are_those_of_the_reference(
-    dialect: str, held: int, tmp_path: Path
+    dialect: str, known_rows: int, tmp_path: Path
 ) -> None:
     read = READ.get(dialect, (1, 4, 6))
     if dialect == "authors":  # the usual ones
@@ -67,9 +67,9 @@ def test_chains_are_those_of_the_reference(
     states = eagle.states(known.states(draft.taps))
     (caches,), choose = eagle.head.new_caches(), Greedy()
     tokens = mx.array([known.tokens[1:]])
-    if held:
-        eagle.history(states[:, :held], tokens[:, :held], caches)
-    out = eagle.step(states[:, held:], tokens[:, held:], caches)
+    if known_rows:
+        eagle.history(states[:, :known_rows], tokens[:, :known_rows], caches)
+    out = eagle.step(states[:, known_rows:], tokens[:, known_rows:], caches)
     seen = []
     for _ in range(DRAFTS):
         seen.append((out.logits[:, -1], None))
@@ -95,7 +95,7 @@ def test_chains_are_those_of_the_reference(
 def test_parallel_drafts_are_those_of_the_reference(
     packaging: str, layers: int, part: tuple[int, int], tmp_path: Path
 ) -> None:
-    held, drafts = part
+    known_rows, drafts = part
     dialect = replace(PARALLEL[packaging], layers=layers)
     folder, source = draft_folder(write_eagle(tmp_path, dialect, (1, 4, 6)))
     config, weights = read_folder(tmp_path)
@@ -106,13 +106,15 @@ def test_parallel_drafts_are_those_of_the_reference(
     states = eagle.states(known.states(draft.taps))
     caches, choose = eagle.new_caches(), Greedy()
     tokens = mx.array([known.tokens[1:]])
-    if held:
-        eagle.history(states[:, :held], tokens[:, :held], caches)
+    if known_rows:
+        eagle.history(states[:, :known_rows], tokens[:, :known_rows], caches)
 
-    def choose_next(logits: mx.array, own: mx.array | None = None) -> mx.array:
-        return choose(logits, ids if own is None else own)
+    def choose_next(logits: mx.array, columns: mx.array | None = None) -> mx.array:
+        return choose(logits, ids if columns is None else columns)
 
-    eagle.draft(states[:, held:], tokens[:, held:], caches, drafts, choose_next)
+    eagle.draft(
+        states[:, known_rows:], tokens[:, known_rows:], caches, drafts, choose_next
+    )
     expected = p_eagle.forward(
         weights,
         config,
@@ -136,7 +138,7 @@ def test_the_first_layer_is_made_of_parts_of_transformers_llama(
     draft: Any = source.from_folder(folder, known.model)  # type: ignore[attr-defined]
     states = draft.eagle.states(known.states(draft.taps))
     tokens = mx.array([known.tokens[1:]])
-    found = draft.eagle.rows(states, tokens, draft.eagle.head.new_caches()[0])
+    actual = draft.eagle.rows(states, tokens, draft.eagle.head.new_caches()[0])
 
     block = below(tensors, "midlayer.")
     llama = LlamaConfig(**config, pad_token_id=None, bos_token_id=None)
@@ -150,8 +152,8 @@ def test_the_first_layer_is_made_of_parts_of_transformers_llama(
 
     attention = LlamaAttention(llama, 0)
     for name in ("q_proj", "k_proj", "v_proj"):  # they read token and state
-        own = block[f"self_attn.{name}.weight"]
-        setattr(attention, name, torch.nn.Linear(*own.shape[::-1], bias=False))
+        projection = block[f"self_attn.{name}.weight"]
+        setattr(attention, name, torch.nn.Linear(*projection.shape[::-1], bias=False))
     fill(attention, below(block, "self_attn."))
     mlp = LlamaMLP(llama)
     fill(mlp, below(block, "mlp."))
@@ -168,6 +170,6 @@ def test_the_first_layer_is_made_of_parts_of_transformers_llama(
         x = state + mixed
         x = x + mlp(norm(block["post_attention_layernorm.weight"], x))
         logits = norm(tensors["norm.weight"], x) @ to_torch(tensors["lm_head.weight"]).T
-    for ours, theirs in ((found.recycled, x), (found.logits, logits)):
+    for ours, theirs in ((actual.recycled, x), (actual.logits, logits)):
         error = np.abs(np.array(ours) - theirs.numpy()).max()
         assert error <= 1e-4 * max(1.0, float(theirs.abs().max()))

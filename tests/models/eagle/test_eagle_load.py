@@ -67,8 +67,8 @@ def test_every_dialect_is_known_and_read(dialect: str, tmp_path: Path) -> None:
         draft_ids() if reduced else None
     )
     assert ("embed_tokens" in head) == DIALECTS[dialect].embedding
-    own = reduced or DIALECTS[dialect].output or dialect == "tied"
-    assert ("lm_head" in head) == own
+    has_head = reduced or DIALECTS[dialect].output or dialect == "tied"
+    assert ("lm_head" in head) == has_head
 
 
 @pytest.mark.parametrize("dialect", PARALLEL)
@@ -171,11 +171,11 @@ def test_a_quantized_head_is_read_by_its_shapes(tmp_path: Path) -> None:
             f"{name}.biases".replace(".", "__"): biases,
         },
     )
-    found, _ = load_eagle_head(tmp_path, model)
-    weight = found.midlayer.mlp.down_proj.weight
+    loaded, _ = load_eagle_head(tmp_path, model)
+    weight = loaded.midlayer.mlp.down_proj.weight
     expected = mx.dequantize(words, scales, biases, group_size=32, bits=8)
     assert mx.array_equal(weight, expected)
-    assert not isinstance(found.midlayer.mlp.down_proj, nn.QuantizedLinear)
+    assert not isinstance(loaded.midlayer.mlp.down_proj, nn.QuantizedLinear)
 
 
 SHIFTS = np.array(draft_ids()) - np.arange(DRAFT_VOCAB)

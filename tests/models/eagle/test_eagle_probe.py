@@ -33,7 +33,7 @@ def readings_of(folder: Path) -> LayerReadings:
     return layer_readings(config, 4)
 
 
-def test_guesses_are_those_of_a_round_that_begins_there(tmp_path: Path) -> None:
+def test_proposals_are_those_of_a_round_that_begins_there(tmp_path: Path) -> None:
     """Of a target that was fed no more than the tokens before the newest one."""
     model = build("llama", layers=4)
     head, layers = load_eagle_head(write_eagle(tmp_path, "specforge"), model)

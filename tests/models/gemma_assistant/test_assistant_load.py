@@ -40,9 +40,9 @@ def test_a_real_layout_loads_as_it_was_written(tmp_path: Path, head: str) -> Non
     assert len(tensors_of(made.assistant)) == {"dense": 48, "centroids": 50}[head]
     assert is_assistant(json.loads((tmp_path / "config.json").read_text()))
     loaded = load_assistant(tmp_path)
-    wanted, found = tensors_of(made.assistant), tensors_of(loaded)
-    assert wanted.keys() == found.keys()
-    assert all(mx.array_equal(wanted[name], found[name]) for name in wanted)
+    wanted, read = tensors_of(made.assistant), tensors_of(loaded)
+    assert wanted.keys() == read.keys()
+    assert all(mx.array_equal(wanted[name], read[name]) for name in wanted)
 
 
 def test_a_second_copy_of_the_embedding_is_left_out(tmp_path: Path) -> None:

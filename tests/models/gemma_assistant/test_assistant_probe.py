@@ -38,7 +38,7 @@ def probe_of(name: str, head: str) -> tuple[AssistantProbe, OwnText]:
 @pytest.mark.parametrize(
     ("name", "head", "anchor"), covering(TARGETS, HEADS, ("state", "token"))
 )
-def test_guesses_are_those_of_a_round_that_begins_there(
+def test_proposals_are_those_of_a_round_that_begins_there(
     name: str, head: str, anchor: Any
 ) -> None:
     """Of a target that was fed no more than the tokens before the newest one."""
@@ -62,19 +62,19 @@ def test_guesses_are_those_of_a_round_that_begins_there(
             known - 1 if anchor == "state" else known,
         )
         wanted = _whole(out.logits, out.ids, 256)
-        found = trial._rows_at(place, anchor)[row]
-        assert mx.allclose(found, wanted, atol=1e-3), place
+        logits = trial._rows_at(place, anchor)[row]
+        assert mx.allclose(logits, wanted, atol=1e-3), place
 
 
 def test_ids_that_were_not_looked_at_are_below_the_rest() -> None:
     assistant = make("shared", "centroids").assistant
-    found, ids = assistant.logits(mx.random.normal((1, 32), key=mx.random.key(1)))
+    scores, ids = assistant.logits(mx.random.normal((1, 32), key=mx.random.key(1)))
     assert ids is not None
-    whole = np.full(256, float(found.min()) - 1)
-    whole[np.array(ids[0])] = np.array(found[0])
+    whole = np.full(256, float(scores.min()) - 1)
+    whole[np.array(ids[0])] = np.array(scores[0])
     # A target with fewer ids than the assistant takes what it has.
     for count in (256, 200):
-        assert np.array_equal(np.array(_whole(found, ids, count))[0], whole[:count])
+        assert np.array_equal(np.array(_whole(scores, ids, count))[0], whole[:count])
 
 
 @pytest.mark.parametrize("name", TARGETS)

@@ -111,7 +111,7 @@ def test_drafts_on_the_target_equal_those_of_transformers(
     token = int(ids[-1])
     for _ in range(3):
         embedded = model.model.embed_tokens(mx.array([[token]])) * 8.0
-        found = assistant.step(embedded, hidden, read, stop - 1)
+        output = assistant.step(embedded, hidden, read, stop - 1)
         with torch.no_grad():
             # Their embedding layer has the scale.
             scaled = target.get_input_embeddings()(torch.tensor([[token]]))
@@ -121,9 +121,9 @@ def test_drafts_on_the_target_equal_those_of_transformers(
                 shared_kv_states=dict(out.shared_kv_states),
             )
         logits = wanted.logits[0]
-        columns = slice(None) if found.ids is None else np.array(found.ids[0])
-        assert_close(found.logits, logits[:, columns])
-        assert_close(found.state, wanted.last_hidden_state)
+        columns = slice(None) if output.ids is None else np.array(output.ids[0])
+        assert_close(output.logits, logits[:, columns])
+        assert_close(output.state, wanted.last_hidden_state)
         # Both go on from theirs, or the errors of float32 add up.
         state = wanted.last_hidden_state
         hidden = mx.array(state.numpy())
@@ -163,16 +163,16 @@ def test_steps_equal_those_of_transformers(
                 position_ids=torch.tensor([[position]]),
                 shared_kv_states=shared,
             )
-        found = assistant.step(mx.array(scaled), mx.array(hidden), read, position)
-        assert_close(found.state, wanted.last_hidden_state)
+        output = assistant.step(mx.array(scaled), mx.array(hidden), read, position)
+        assert_close(output.state, wanted.last_hidden_state)
         logits = wanted.logits[0]
-        assert (found.ids is None) == (head == "dense")
-        if found.ids is None:
-            assert_close(found.logits, logits)
+        assert (output.ids is None) == (head == "dense")
+        if output.ids is None:
+            assert_close(output.logits, logits)
         else:
-            ids = np.array(found.ids[0])
+            ids = np.array(output.ids[0])
             assert len(set(ids.tolist())) == 256 // 16 * 3
-            assert_close(found.logits, logits[:, ids])
+            assert_close(output.logits, logits[:, ids])
             # All other ids have one value below these.
             reached = np.flatnonzero(logits[0].numpy() > float(logits.min()))
             assert sorted(ids) == reached.tolist()

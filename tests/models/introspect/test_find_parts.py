@@ -24,9 +24,9 @@ def altered(module: nn.Module, call: Any) -> None:
     module.__class__ = type(kind.__name__, (kind,), {"__call__": call})
 
 
-def refused(model: nn.Module, match: str, **asked: Any) -> Parts:
+def refused(model: nn.Module, match: str, **options: Any) -> Parts:
     with pytest.raises(UnsupportedModelError, match=match):
-        HiddenStates(model, **asked)
+        HiddenStates(model, **options)
     return find_parts(model)
 
 
@@ -48,21 +48,21 @@ def test_the_parts_of_a_model_are_the_modules_that_have_the_names() -> None:
     assert not parts.missing
 
 
-def test_tied_capped_and_inner_heads_are_told_apart() -> None:
-    found = {
+def test_tied_capped_and_inner_heads_are_distinguished() -> None:
+    by_name = {
         name: find_parts(census.build(name))
         for name in ("gemma", "gemma2", "gpt_neox", "minicpm", "talkie", "gemma3n")
     }
-    assert {name for name, parts in found.items() if parts.tied} == {
+    assert {name for name, parts in by_name.items() if parts.tied} == {
         "gemma", "gemma2", "gemma3n"
     }  # fmt: skip
-    assert {name for name, parts in found.items() if parts.bare} == {
+    assert {name for name, parts in by_name.items() if parts.bare} == {
         "gemma", "gpt_neox"
     }  # fmt: skip
-    assert {name for name, parts in found.items() if parts.trunk is None} == {
+    assert {name for name, parts in by_name.items() if parts.trunk is None} == {
         "gpt_neox", "gemma3n"
     }  # fmt: skip
-    assert {name for name, parts in found.items() if parts.output is None} == {
+    assert {name for name, parts in by_name.items() if parts.output is None} == {
         "minicpm", "talkie"
     }  # fmt: skip
 
@@ -78,7 +78,7 @@ def test_looking_for_the_parts_evaluates_no_weights() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "asked", "match"),
+    ("name", "options", "match"),
     [
         ("gemma3n", LAYERS, r"its layers: layer 0 does not return one hidden state"),
         ("deepseek_v41", LAYERS, r"not return .* \(1, 2, 64\), but a tuple of an arr"),
@@ -87,10 +87,10 @@ def test_looking_for_the_parts_evaluates_no_weights() -> None:
     ],
 )
 def test_layers_of_several_streams_or_in_a_loop_are_refused(
-    name: str, asked: dict[str, Any], match: str
+    name: str, options: dict[str, Any], match: str
 ) -> None:
     model = census.build(name)
-    refused(model, match, **asked)
+    refused(model, match, **options)
     HiddenStates(model, before_norm=True, after_norm=True).remove()
 
 

@@ -65,8 +65,8 @@ def fed(model: nn.Module, blocks: list[mx.array] = BLOCKS) -> list[mx.array]:
 
 
 @contextmanager
-def tapped(model: nn.Module, **asked: Any) -> Iterator[HiddenStates]:
-    taps = HiddenStates(model, **asked)
+def tapped(model: nn.Module, **options: Any) -> Iterator[HiddenStates]:
+    taps = HiddenStates(model, **options)
     yield taps
     taps.remove()
 
@@ -119,16 +119,20 @@ def test_states_are_those_of_the_forward_and_no_bit_of_it_changes(name: str) -> 
     with tapped(model, **everything(model)) as taps:
         with taps.collect() as states:
             logits = fed(model)
-        for index, (found, expected) in enumerate(zip(logits, plain, strict=True)):
-            assert_same(read(found), expected, f"logits of block {index}")
+        for index, (tapped_states, expected) in enumerate(
+            zip(logits, plain, strict=True)
+        ):
+            assert_same(read(tapped_states), expected, f"logits of block {index}")
         again: Any = tree_flatten(model.parameters())
         assert [path for path, _ in again] == parameters
         for path, module in model.named_modules():
             assert isinstance(module, classes[path])
         parts = taps.parts
         tops = [read(taps.head(hidden)) for hidden in split(states.after_norm)]
-        for index, (found, expected) in enumerate(zip(tops, plain, strict=True)):
-            assert_same(found, expected, f"head of block {index}")
+        for index, (tapped_states, expected) in enumerate(
+            zip(tops, plain, strict=True)
+        ):
+            assert_same(tapped_states, expected, f"head of block {index}")
         before, after = read(states.before_norm), read(states.after_norm)
         layers = [read(states.layer(index)) for index in range(len(parts.layers))]
     assert set(parts.missing) == MISSING.get(name, set())
@@ -193,9 +197,9 @@ SCALED: dict[str, dict[str, Any]] = {
 
 def scaled(name: str) -> nn.Module:
     row = census.BUILT[name]
-    own = TINY_MODELS[row.tiny].args if row.tiny is not None else row.args
-    assert own is not None
-    return census.build_from(name, own | SCALED[name])
+    arguments = TINY_MODELS[row.tiny].args if row.tiny is not None else row.args
+    assert arguments is not None
+    return census.build_from(name, arguments | SCALED[name])
 
 
 @pytest.mark.parametrize("name", SCALED)
@@ -292,8 +296,8 @@ def test_other_types_and_quantized_weights_change_nothing(name: str, form: str) 
         assert not taps.parts.missing
         with taps.collect() as states:
             logits = fed(model)
-        for found, expected in zip(logits, plain, strict=True):
-            assert_same(read(found), expected, "logits")
+        for tapped_states, expected in zip(logits, plain, strict=True):
+            assert_same(read(tapped_states), expected, "logits")
         for rows, expected in zip(split(states.after_norm), plain, strict=True):
             assert_same(read(taps.head(rows)), expected, "head")
         assert states.before_norm.dtype == states.layer(0).dtype

@@ -14,8 +14,8 @@ from support.models.position_tables import TABLES, highest, table_of, with_table
 
 
 def test_of_all_architectures_two_have_a_table() -> None:
-    found = {name: position_table(structure(name)) for name in BUILT}
-    assert {n: count for n, count in found.items() if count} == dict.fromkeys(
+    tables = {name: position_table(structure(name)) for name in BUILT}
+    assert {n: count for n, count in tables.items() if count} == dict.fromkeys(
         TABLES, 1024
     )
 
@@ -54,16 +54,16 @@ def _quantized(shift: int, rows: int) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_padding_behind_the_table_looks_up_its_last_row(name: str) -> None:
+def test_padding_past_the_table_looks_up_its_last_row(name: str) -> None:
     model = with_table(name, 8)
     tokens = mx.array([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3]])
     assert mx.isnan(model(tokens, cache=make_prompt_cache(model))[:, -1]).any()
     assert highest(model) == 9
     hooks = ModelHooks(model)
-    found = model(tokens, cache=make_prompt_cache(model))
-    assert not mx.isnan(found).any()
+    logits = model(tokens, cache=make_prompt_cache(model))
+    assert not mx.isnan(logits).any()
     assert highest(model) == 7
     hooks.remove()
     same = model(tokens[:, :8], cache=make_prompt_cache(model))
-    np.testing.assert_array_equal(np.array(found[:, :8]), np.array(same))
+    np.testing.assert_array_equal(np.array(logits[:, :8]), np.array(same))
     assert type(table_of(model)).__name__ == "_Noting"

@@ -27,8 +27,8 @@ TIED = ("gemma3_text", "gemma4_text", "recurrent_gemma")
 
 
 def logits(model: Any) -> mx.array:
-    found: mx.array = model(TOKENS, cache=make_prompt_cache(model))
-    return found
+    result: mx.array = model(TOKENS, cache=make_prompt_cache(model))
+    return result
 
 
 def close(some: mx.array, whole: mx.array) -> bool:
@@ -101,10 +101,10 @@ class Cleared(nn.Module):
         return make_prompt_cache(self.inner)
 
     def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
-        found: mx.array = self.inner(tokens, cache=cache)
+        scores: mx.array = self.inner(tokens, cache=cache)
         if self.wide:
-            return found + mx.arange(256)
-        return found * (mx.arange(found.shape[-1]) > 2)
+            return scores + mx.arange(256)
+        return scores * (mx.arange(scores.shape[-1]) > 2)
 
 
 @pytest.mark.parametrize("wide", [True, False])

@@ -230,14 +230,14 @@ def test_threads_on_one_model_do_not_meet() -> None:
         return read([logits, head, states.layer(0), states.layer(1)])
 
     alone = [states_of(prompt) for prompt in prompts]
-    found: list[list[Any]] = [[] for _ in prompts]
+    by_thread: list[list[Any]] = [[] for _ in prompts]
     barrier = threading.Barrier(len(prompts) + 1)
 
     def work(index: int) -> None:
         with mx.stream(mx.new_thread_local_stream(mx.default_device())):
             barrier.wait()
             for _ in range(6):
-                found[index].append(states_of(prompts[index]))
+                by_thread[index].append(states_of(prompts[index]))
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(len(prompts))]
     for thread in threads:
@@ -247,7 +247,7 @@ def test_threads_on_one_model_do_not_meet() -> None:
         HiddenStates(model, layers=(1,)).remove()
     for thread in threads:
         thread.join()
-    for expected, results in zip(alone, found, strict=True):
+    for expected, results in zip(alone, by_thread, strict=True):
         assert len(results) == 6
         for result in results:
             assert_same(result, expected, "a thread")
@@ -267,10 +267,10 @@ def test_replay_and_taps_work_at_once_whoever_came_first(name: str) -> None:
                 made[owner] = stack.enter_context(removed(kind)) or kind
             return _round(model, made.get("taps"))
 
-    states, logits, following = after("taps", "recorders")
-    assert_same([logits, following], list(after("recorders")[1:]), "without taps")
+    states, logits, next_logits = after("taps", "recorders")
+    assert_same([logits, next_logits], list(after("recorders")[1:]), "without taps")
     for owners in permutations(["taps", "recorders"]):
-        assert_same(list(after(*owners)), [states, logits, following], str(owners))
+        assert_same(list(after(*owners)), [states, logits, next_logits], str(owners))
     assert not hooked(model)
 
 

@@ -32,7 +32,7 @@ def expected(lane: Lane, tokens: list[int]) -> mx.array:
 def test_states_are_those_of_the_committed_tokens(name: str, seed: int) -> None:
     """Prompts, rounds of which a part is kept, rounds taken back, states dropped."""
     draw = random.Random(seed)
-    lane, held = followed(name)
+    lane, committed = followed(name)
     recorders = ModelHooks(lane.model)
     tokens: list[int] = []
     for _ in range(14):
@@ -42,9 +42,9 @@ def test_states_are_those_of_the_committed_tokens(name: str, seed: int) -> None:
             lane.feed(new, step=3)
             tokens += new
         elif kind == "drop":
-            first = draw.randint(held.start, held.stop)
-            held.drop(first)
-            assert held.start == first
+            first = draw.randint(committed.start, committed.stop)
+            committed.drop(first)
+            assert committed.start == first
         else:
             keep = draw.randint(0, len(new))
             with lane.begin() as lane_round:
@@ -58,49 +58,49 @@ def test_states_are_those_of_the_committed_tokens(name: str, seed: int) -> None:
                 lane_round.rollback()
             elif kind == "round":
                 tokens += new[:keep]
-        assert held.stop == lane.seen == len(tokens)
-        assert held.start <= held.stop
+        assert committed.stop == lane.seen == len(tokens)
+        assert committed.start <= committed.stop
     recorders.remove()
-    if held.start < held.stop:
-        found = held.between(held.start, held.stop)
-        truth = expected(lane, tokens)[:, held.start :]
-        assert found.shape == truth.shape
-        assert mx.allclose(found, truth, atol=1e-3)
-        middle = (held.start + held.stop) // 2
-        if middle > held.start:
-            piece = held.between(held.start, middle)
-            assert mx.array_equal(piece, found[:, : middle - held.start])
+    if committed.start < committed.stop:
+        states = committed.between(committed.start, committed.stop)
+        truth = expected(lane, tokens)[:, committed.start :]
+        assert states.shape == truth.shape
+        assert mx.allclose(states, truth, atol=1e-3)
+        middle = (committed.start + committed.stop) // 2
+        if middle > committed.start:
+            piece = committed.between(committed.start, middle)
+            assert mx.array_equal(piece, states[:, : middle - committed.start])
 
 
 def test_positions_that_were_left_out_end_what_was_held() -> None:
-    lane, held = followed("llama")
+    lane, committed = followed("llama")
     lane.feed([1, 2, 3])
     lane.seen += 2  # as after the caches were resumed from a snapshot
     lane._unknown -= 2
     lane.feed([4, 5])
-    assert (held.start, held.stop) == (5, 7)
-    assert held.between(5, 7).shape == (1, 2, 64)
+    assert (committed.start, committed.stop) == (5, 7)
+    assert committed.between(5, 7).shape == (1, 2, 64)
 
 
 def test_taking_back_what_was_dropped_leaves_nothing() -> None:
-    lane, held = followed("llama")
+    lane, committed = followed("llama")
     with lane.begin() as lane_round:
         lane_round.forward(mx.array([1, 2, 3, 4]))
         lane_round.commit(4)
-    held.drop(3)
+    committed.drop(3)
     lane_round.rollback()
-    assert (held.start, held.stop, held.arrays) == (0, 0, [])
+    assert (committed.start, committed.stop, committed.arrays) == (0, 0, [])
 
 
 def test_states_that_nobody_reads_are_not_kept_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(committed_module, "MOST_UNREAD", 8)
-    lane, held = followed("llama")
+    lane, committed = followed("llama")
     for token in range(30):
         lane.feed([token])
-        assert held.stop - held.start <= 9
-    assert held.stop == 30
+        assert committed.stop - committed.start <= 9
+    assert committed.stop == 30
 
 
 def test_a_chunk_that_is_done_is_announced_while_somebody_listens() -> None:
@@ -109,15 +109,15 @@ def test_a_chunk_that_is_done_is_announced_while_somebody_listens() -> None:
             self.seen: list[int] = []
 
         def read(self) -> None:
-            self.seen.append(held.stop)
-            held.drop(held.stop)
+            self.seen.append(committed.stop)
+            committed.drop(committed.stop)
 
-    lane, held = followed("llama")
+    lane, committed = followed("llama")
     reader = Reader()
-    held.after_chunk(reader.read)
+    committed.after_chunk(reader.read)
     lane.feed([1, 2, 3, 4, 5], step=2)
     assert reader.seen == [2, 4, 5]
-    assert held.arrays == []
+    assert committed.arrays == []
     del reader
     lane.feed([6])
-    assert (held.start, held.stop) == (5, 6)
+    assert (committed.start, committed.stop) == (5, 6)

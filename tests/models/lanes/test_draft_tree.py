@@ -47,23 +47,23 @@ def by_chains(model: nn.Module, prompt: list[int]) -> mx.array:
     model(mx.array([prompt[:-1]]), cache=root)
     model(mx.array([prompt[-1:]]), cache=root)
     kept: list[Any] = []
-    found = []
+    rows = []
     for parent, token in zip(PARENTS, NODES, strict=True):
         kept.append(detached(root if parent < 0 else kept[parent]))
-        found.append(model(mx.array([[token]]), cache=kept[-1])[0, -1])
-    return mx.stack(found)
+        rows.append(model(mx.array([[token]]), cache=kept[-1])[0, -1])
+    return mx.stack(rows)
 
 
 class Hooks:
     """A model with the hooks of a generator that drafts trees."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._held: list[Any] = [ModelHooks(model), TreeHooks(model)]
+        self._owners: list[Any] = [ModelHooks(model), TreeHooks(model)]
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, *error: object) -> None:
-        for each in self._held:
+        for each in self._owners:
             each.remove()
 
 
@@ -81,8 +81,8 @@ def test_rows_of_a_tree_are_those_of_its_paths(name: str, sliding: Any) -> None:
                 rows = tree_rows(mx.array(PARENTS), levels=6, lead=2)
                 with tree_forward(rows):
                     fed = mx.array([*prompt[-2:], *NODES])
-                    found = lane_round.forward(fed)[2:]
-                assert mx.allclose(found, expected, atol=2e-4).item()
+                    logits = lane_round.forward(fed)[2:]
+                assert mx.allclose(logits, expected, atol=2e-4).item()
                 path = path_to(PARENTS, 11)
                 keep_path(lane_round, [0, 1, *(2 + i for i in path)], shown=False)
                 lane_round.prepare(2 + len(path))
@@ -104,7 +104,9 @@ def test_a_window_is_past_its_end_in_these_tests() -> None:
 
 
 @pytest.mark.parametrize("name", census.EACH_KIND)
-def test_models_that_take_trees_are_told_from_those_that_do_not(name: str) -> None:
+def test_models_that_take_trees_are_distinguished_from_those_that_do_not(
+    name: str,
+) -> None:
     takes_trees(name, expected=name in TAKEN)
 
 
@@ -133,10 +135,10 @@ def takes_trees(name: str, *, expected: bool | None) -> None:
             lane.begin() as lane_round,
             tree_forward(tree_rows(mx.array(PARENTS), levels=6)),
         ):
-            found = lane_round.forward(mx.array([PROMPT[-1], *NODES]))[1:]
-            mx.eval(found)
+            tree_logits = lane_round.forward(mx.array([PROMPT[-1], *NODES]))[1:]
+            mx.eval(tree_logits)
     wanted = by_chains(model, PROMPT)
     finite = mx.isfinite(wanted)
     assert mx.allclose(
-        mx.where(finite, found, 0), mx.where(finite, wanted, 0), atol=5e-3
+        mx.where(finite, tree_logits, 0), mx.where(finite, wanted, 0), atol=5e-3
     ).item()

@@ -81,9 +81,9 @@ def test_each_model_that_counts_as_tried_is_tried_here() -> None:
 def test_no_row_differs_where_rows_of_a_round_differ_otherwise(
     names: Sequence[str], length: int, seeds: Sequence[int], reader: Reader
 ) -> None:
-    found = compared(reader, names, length, seeds)
-    assert [*found] == [*names]
-    for name, (exact, control, rows) in found.items():
+    differences = compared(reader, names, length, seeds)
+    assert [*differences] == [*names]
+    for name, (exact, control, rows) in differences.items():
         assert rows == len(seeds) * (length - PROMPT)
         assert exact == 0, name
         assert control > rows / 3, name

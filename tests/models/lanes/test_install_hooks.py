@@ -40,7 +40,7 @@ def _entered(
 ) -> Iterator[dict[str, set[str]]]:
     """Take rooms out; return of both the functions that were entered."""
     homes = {home(room): room.__name__ for room in (cpu, cuda)}
-    found: dict[str, set[str]] = {name: set() for name in homes.values()}
+    entered: dict[str, set[str]] = {name: set() for name in homes.values()}
     folders: dict[str, str | None] = {}
 
     def note(frame: FrameType, event: str, _: Any) -> None:
@@ -49,7 +49,7 @@ def _entered(
             folders[path] = homes.get(Path(path).resolve().parent.as_posix())
         room = folders[path]
         if event == "call" and room is not None:
-            found[room].add(frame.f_code.co_name)
+            entered[room].add(frame.f_code.co_name)
 
     for module in (round_context, registration):
         monkeypatch.setattr(module, "x86_serves", lambda: True)
@@ -57,7 +57,7 @@ def _entered(
     recorder._recorded.cache_clear()  # these classes have activations of the rooms
     register([room for room in ROOMS if room not in [each.OPS for each in OUT[out]]])
     sys.setprofile(note)
-    yield found
+    yield entered
     sys.setprofile(None)
     mx.set_default_device(device)
     register(ROOMS)

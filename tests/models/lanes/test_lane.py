@@ -41,8 +41,8 @@ def fed_once(name: str, count: int) -> tuple[nn.Module, list[Any]]:
     return model, caches
 
 
-def assert_close(found: Lane, expected: Lane, name: str) -> None:
-    one, other = read([logits_after(found), logits_after(expected)])
+def assert_close(actual: Lane, expected: Lane, name: str) -> None:
+    one, other = read([logits_after(actual), logits_after(expected)])
     if name == "llama(sliding)":  # one row sees the ring in another order than many
         assert abs(one - other).max() < 1e-4
     else:

@@ -81,9 +81,9 @@ def test_a_round_of_requests_is_that_of_each_alone(
             lane_round.prepare(keep if isinstance(keep, int) else kept)
             lane_round.commit(keep if isinstance(keep, int) else kept)
         for place, twin in enumerate(twins):
-            with twin.begin() as own:
-                assert close(own.forward(tokens[place]), logits[place])
-                own.commit(kept[place])
+            with twin.begin() as twin_round:
+                assert close(twin_round.forward(tokens[place]), logits[place])
+                twin_round.commit(kept[place])
     order = [*range(count)][::-2]
     lane.leave(order)
     for place, origin in enumerate(order):
@@ -114,19 +114,19 @@ def test_a_round_shows_the_states_of_its_requests_alone(count: int) -> None:
             pass
         lane.leave([2, 1, 0])  # which stay where they are
         assert lane.stand == [2, 1, 0]
-        for own in lane.members:
-            own.follower = CommittedStates(taps, lambda states: states.after_norm)
+        for single in lane.members:
+            single.follower = CommittedStates(taps, lambda states: states.after_norm)
     else:
         assert isinstance(lane, Lane)
         lane.taps = taps
     requests = lane.requests
     with lane.begin(6) as lane_round:
         lane_round.forward(tokens[:requests])
-        found = lane_round.hidden.after_norm
-    assert found.shape[:2] == (requests, 6)
+        shown = lane_round.hidden.after_norm
+    assert shown.shape[:2] == (requests, 6)
     for place, length in enumerate(LENGTHS[:count][::-1]):
         twin = alone("llama", length)
         twin.taps = taps
-        with twin.begin() as own:
-            own.forward(tokens[place])
-            assert close(own.hidden.after_norm[0], found[place])
+        with twin.begin() as single:
+            single.forward(tokens[place])
+            assert close(single.hidden.after_norm[0], shown[place])

@@ -30,15 +30,15 @@ def test_a_round_has_the_hidden_states_of_its_rows(name: str, hook: bool) -> Non
     for start in (25, 27):
         with lane.begin() as tapped, bare.begin() as plain:
             parts = [TOKENS[start : start + 2], TOKENS[start + 2 : start + 5]]
-            found = [tapped.forward(mx.array(part)) for part in parts]
+            logits = [tapped.forward(mx.array(part)) for part in parts]
             expected = [plain.forward(mx.array(part)) for part in parts]
             tapped.commit(2)
             plain.commit(2)
-        assert_same(read(found), read(expected), "logits")
+        assert_same(read(logits), read(expected), "logits")
         rows = tapped.hidden.after_norm
         assert rows.shape == tapped.hidden.layer(1).shape == (1, 5, 64)
         head = [taps.head(rows[:, :2])[0], taps.head(rows[:, 2:])[0]]
-        assert_same(read(head), read(found), "the head")
+        assert_same(read(head), read(logits), "the head")
     assert bool(lane.reruns) is (not hook and name in RECURRENT)
     taps.remove()
     if recorders is not None:

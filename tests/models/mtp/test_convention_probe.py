@@ -49,7 +49,9 @@ def trial_of(truth: Truth) -> Any:
     return trial
 
 
-def found(truth: Truth, usual: MtpConvention, free: Sequence[str]) -> MtpConvention:
+def probed_convention(
+    truth: Truth, usual: MtpConvention, free: Sequence[str]
+) -> MtpConvention:
     """Return what a probe finds that starts from `usual`."""
     return probe(trial_of(truth), usual, free, source="the test").convention
 
@@ -75,20 +77,20 @@ def test_every_wrong_field_scores_lower_and_is_found(truth: Truth, field: str) -
     assert good.above_chance
     assert good.surely_above(bad)
     assert good.agreement > bad.agreement + 0.1
-    assert found(truth, other, ["order", "hidden", "recycled"]) == right
+    assert probed_convention(truth, other, ["order", "hidden", "recycled"]) == right
 
 
 @pytest.mark.openblas
 @pytest.mark.slow
-def test_what_cannot_be_told_of_the_head_as_it_is_stays_usual() -> None:
+def test_what_the_head_as_it_is_does_not_show_stays_usual() -> None:
     """Before and after a norm with a nearly constant weight are the same to a norm."""
     trial, right = trial_of("as trained"), trained().convention
     for field, measure in (("hidden", trial.first), ("recycled", trial.second)):
         good, other = measure(right), measure(wrong(right, field))
         assert abs(good.mean - other.mean) < 0.01
-    assert found("as trained", right, ["hidden", "recycled"]) == right
+    assert probed_convention("as trained", right, ["hidden", "recycled"]) == right
     kept = wrong(right, "hidden")
-    assert found("as trained", kept, ["hidden"]) == kept
+    assert probed_convention("as trained", kept, ["hidden"]) == kept
 
 
 MIXED: list[Any] = [
@@ -315,7 +317,7 @@ class NoneRight(OneRight):
         return Score(np.full(40, -7.0), 0.0, 0.02)
 
 
-def test_a_head_that_guesses_nothing_is_refused_with_its_scores() -> None:
+def test_a_head_that_drafts_nothing_right_is_refused_with_its_scores() -> None:
     usual = MtpConvention(norms="stored")
     trial: Any = NoneRight(usual)
     with pytest.raises(ConventionError) as error:

@@ -53,8 +53,8 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def files_in(folder: Path) -> set[str]:
     """Return all files in a folder, at any depth."""
-    found = folder.rglob("*")
-    return {str(file.relative_to(folder)) for file in found if file.is_file()}
+    paths = folder.rglob("*")
+    return {str(file.relative_to(folder)) for file in paths if file.is_file()}
 
 
 @given(convention=conventions)

@@ -54,7 +54,7 @@ def test_a_probe_finds_the_convention_once_and_saves_it(
     model = trained().model
     wrong = replace(RIGHT, order="hidden_first")
     with monkeypatch.context() as patch:
-        patch.setattr(load_with_convention, "decided", lambda usual, found: wrong)
+        patch.setattr(load_with_convention, "decided", lambda usual, probed: wrong)
         head = load_mtp_head(hybrid, model)
     assert head.convention == RIGHT
     saved = json.loads((hybrid / NAME).read_text(encoding="utf-8"))
@@ -182,14 +182,14 @@ def test_a_mixed_convention_can_be_named(tmp_path: Path) -> None:
     head = load_mtp_head(
         made.folder, made.target, convention=MtpConvention(norms=mixed)
     )
-    found, stored = flat(head), made.tensors
+    loaded, stored = flat(head), made.tensors
     for ours, theirs, one in (
         ("norm_e", "mtp.pre_fc_norm_embedding", 1),
         ("norm_h", "mtp.pre_fc_norm_hidden", 0),
         ("blocks.0.input_layernorm", "mtp.layers.0.input_layernorm", 1),
         ("blocks.0.self_attn.q_norm", "mtp.layers.0.self_attn.q_norm", 0),
     ):
-        weight = found[f"layers.0.{ours}.weight"]
+        weight = loaded[f"layers.0.{ours}.weight"]
         assert mx.array_equal(weight, stored[f"{theirs}.weight"] + one), ours
 
 

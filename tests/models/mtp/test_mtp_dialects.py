@@ -155,7 +155,7 @@ def split(folder: Path, name: str, *, kind: str = "mlx") -> tuple[Path, Any, Any
 
 def flat_glm(head: Weights, target: Weights) -> Weights:
     """Return the flat names of GLM's split heads, with copies of the target's ends."""
-    found = {
+    tensors = {
         "model.embed_tokens.weight": target["model.embed_tokens.weight"],
         "lm_head.weight": target["lm_head.weight"],
     }
@@ -163,8 +163,8 @@ def flat_glm(head: Weights, target: Weights) -> Weights:
         part, _, rest = name.removeprefix("layers.0.").partition(".")
         if part == "blocks":
             part, rest = "block", rest.removeprefix("0.")
-        found[f"{GLM_SPLIT[part]}.{rest}"] = value
-    return found
+        tensors[f"{GLM_SPLIT[part]}.{rest}"] = value
+    return tensors
 
 
 @pytest.mark.parametrize("name", SPLITS)

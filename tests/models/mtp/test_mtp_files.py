@@ -56,7 +56,7 @@ def converted(folder: Path, made: Made, **keys: Any) -> Weights:
     return head_tensors(QWEN, target, head, raw=False)
 
 
-def found(folder: Path, made: Made) -> HeadFiles:
+def head_files(folder: Path, made: Made) -> HeadFiles:
     """Find the head in a folder."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return find_head(folder, config, _family(), len(made[1].layers))
@@ -79,7 +79,7 @@ def test_a_head_beside_the_target_is_found(
 ) -> None:
     tensors = converted(tmp_path, made)
     save(tmp_path / place, tensors)
-    files = found(tmp_path, made)
+    files = head_files(tmp_path, made)
     assert (files.source, files.in_shards, len(files.tensors)) == (place, False, 15)
     model, _ = load(tmp_path)
     head = load_mtp_head(tmp_path, model, convention=STORED)
@@ -96,7 +96,7 @@ def test_the_first_place_wins(made: Made, tmp_path: Path) -> None:
     for value, place in enumerate(places):
         save(tmp_path / place, marked(tensors, value))
     for value, place in enumerate(places):
-        files = found(tmp_path, made)
+        files = head_files(tmp_path, made)
         assert files.source == place
         assert files.read()["layers.0.final.weight"][0].item() == value
         (tmp_path / place).unlink()
@@ -109,7 +109,7 @@ def test_a_file_without_a_head_is_passed_by(made: Made, tmp_path: Path) -> None:
     tensors = converted(tmp_path, made)
     save(tmp_path / "mtp.safetensors", {"something.else": mx.ones(3)})
     save(tmp_path / "model-mtp.safetensors", tensors)
-    assert found(tmp_path, made).source == "model-mtp.safetensors"
+    assert head_files(tmp_path, made).source == "model-mtp.safetensors"
 
 
 @pytest.mark.parametrize("name", ["nowhere.safetensors", "../out.safetensors"])
@@ -120,7 +120,7 @@ def test_a_named_file_that_is_not_in_the_folder_is_refused(
     tensors = converted(folder, made, mlx_lm_extra_tensors={"mtp_file": name})
     save(tmp_path / "out.safetensors", tensors)
     with pytest.raises(ModelFolderError, match="as the file of the MTP head"):
-        found(folder, made)
+        head_files(folder, made)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_a_head_in_the_shards_is_found_with_and_without_an_index(
     config, target, head = made
     parts = [trunk_tensors(QWEN, target), head_tensors(QWEN, target, head)]
     write_folder(tmp_path, config, parts, index=index)
-    files = found(tmp_path, made)
+    files = head_files(tmp_path, made)
     assert files.in_shards
     assert {s.file.name for s in files.tensors.values()} == {
         "model-00002-of-00002.safetensors"
@@ -178,7 +178,7 @@ def test_an_index_that_names_a_file_that_is_not_there_is_refused(
     write_folder(tmp_path, config, parts)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(ModelFolderError, match="has no such file"):
-        found(tmp_path, made)
+        head_files(tmp_path, made)
 
 
 def test_an_index_of_before_the_conversion_does_not_make_a_head(
@@ -191,7 +191,7 @@ def test_an_index_of_before_the_conversion_does_not_make_a_head(
     index["weight_map"]["mtp.fc.weight"] = "model-00001-of-00001.safetensors"
     file.write_text(json.dumps(index), encoding="utf-8")
     with pytest.raises(ModelFolderError, match="holds no MTP head"):
-        found(tmp_path, made)
+        head_files(tmp_path, made)
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"weight_map": []}'])
@@ -202,7 +202,7 @@ def test_an_index_that_is_none_is_refused(
     file = tmp_path / "model.safetensors.index.json"
     file.write_text(text, encoding="utf-8")
     with pytest.raises(ModelFolderError, match=r"index\.json"):
-        found(tmp_path, made)
+        head_files(tmp_path, made)
 
 
 @pytest.mark.parametrize("keep", [4, 100, -1])
@@ -224,7 +224,7 @@ def test_the_same_tensor_in_two_files_of_one_place_is_refused(
     save(tmp_path / "a-mtp.safetensors", tensors)
     save(tmp_path / "b-mtp.safetensors", {"mtp.fc.weight": tensors["mtp.fc.weight"]})
     with pytest.raises(ModelFolderError, match="are the same tensor"):
-        found(tmp_path, made)
+        head_files(tmp_path, made)
 
 
 def test_a_head_may_be_in_several_files_of_one_place(
@@ -235,7 +235,7 @@ def test_a_head_may_be_in_several_files_of_one_place(
     for i in range(2):
         part = {name: tensors[name] for name in names[i::2]}
         save(tmp_path / "mtp" / f"{i}.safetensors", part)
-    assert len(found(tmp_path, made).tensors) == 15
+    assert len(head_files(tmp_path, made).tensors) == 15
 
 
 def test_only_the_wanted_tensors_are_read(made: Made, tmp_path: Path) -> None:

@@ -125,11 +125,11 @@ def test_a_stacked_target_with_a_head_loads(tmp_path: Path) -> None:
     same(flat(model), flat(target))
     with pytest.raises(ModelFolderError, match="may be stored as"):
         read_mtp_head(tmp_path, model)
-    found = load_mtp_head(tmp_path, model, convention=MtpConvention(norms="stored"))
-    same(flat(found), flat(head))
+    loaded = load_mtp_head(tmp_path, model, convention=MtpConvention(norms="stored"))
+    same(flat(loaded), flat(head))
 
 
-def test_layers_behind_a_target_without_a_family_are_left_out(tmp_path: Path) -> None:
+def test_layers_after_a_target_without_a_family_are_left_out(tmp_path: Path) -> None:
     name = "bailing_moe_linear"
     target = tiny_models.build(name)
     args = dict(tiny_models.TINY_MODELS[name].args)

@@ -81,9 +81,9 @@ def test_mlx_lm_reads_the_trunk_of_a_raw_folder(bench: MakeBench, name: str) -> 
     folder = bench(name).folder
     read, _ = load_model(folder.path)
     expected = parameters(folder.model)
-    found = parameters(read)
-    assert found.keys() == expected.keys()
-    for path, value in found.items():
+    actual = parameters(read)
+    assert actual.keys() == expected.keys()
+    for path, value in actual.items():
         np.testing.assert_allclose(value, expected[path], atol=1e-6, err_msg=path)
 
 

@@ -59,7 +59,7 @@ class Rounds:
     def expected(self) -> list[Array]:
         """Return the logits of each draft, all slots computed anew."""
         stop, family = len(self.tokens) - 1, self.here.family
-        known, found = np.array([*self.tokens, *self.drafted]), []
+        known, rows = np.array([*self.tokens, *self.drafted]), []
         inputs = self.hidden[:stop]
         for step in range(len(self.drafted)):
             if family.chains:
@@ -69,8 +69,8 @@ class Rounds:
             else:
                 out = self.here.expected(inputs, known[1 : 1 + len(inputs)])
                 inputs = np.concatenate([inputs, out.recycled[-1:]])
-            found.append(out.logits[-1])
-        return found
+            rows.append(out.logits[-1])
+        return rows
 
 
 @pytest.mark.parametrize(

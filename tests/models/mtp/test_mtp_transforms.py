@@ -114,8 +114,8 @@ def test_a_packed_head_is_read_as_its_shapes_say(
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     convention = MtpConvention(norms="stored")
     save(tmp_path / "mtp.safetensors", small)
-    found = read_mtp_head(tmp_path, target, convention=convention)
-    assert any(name.endswith(".scales") for name in flat(found))
+    loaded = read_mtp_head(tmp_path, target, convention=convention)
+    assert any(name.endswith(".scales") for name in flat(loaded))
     plain = load_mtp_head(tmp_path, target, convention=convention)
     save(tmp_path / "mtp.safetensors", unpacked(small, **form))
     expected = flat(load_mtp_head(tmp_path, target, convention=convention))
@@ -136,9 +136,9 @@ def test_a_pack_with_a_flag_has_norms_less_one(tmp_path: Path) -> None:
     }
     write_folder(tmp_path, {**config, **keys}, [flat(target)], kind="mlx")
     save(tmp_path / "packed.safetensors", small)
-    found = load_mtp_head(tmp_path, target, convention=MtpConvention())
-    assert found.convention.norms == "plus_one"
-    theirs, ours = flat(found), flat(head)
+    loaded = load_mtp_head(tmp_path, target, convention=MtpConvention())
+    assert loaded.convention.norms == "plus_one"
+    theirs, ours = flat(loaded), flat(head)
     for name in NORMS:
         assert mx.allclose(theirs[name], ours[name], atol=1e-6)
     fc = "layers.0.proj.weight"
@@ -182,8 +182,8 @@ def test_fp8_blocks_are_multiplied_by_their_scales() -> None:
     key = mx.random.key(0)
     weight = mx.to_fp8(mx.random.normal((200, 300), key=key))
     scales = mx.random.uniform(0.5, 2, (2, 3), key=key)
-    found = transformed({"a.weight": weight, "a.weight_scale_inv": scales}, {})
-    assert found.keys() == {"a.weight"}
+    result = transformed({"a.weight": weight, "a.weight_scale_inv": scales}, {})
+    assert result.keys() == {"a.weight"}
     values = np.array(mx.from_fp8(weight, dtype=mx.float32))
     expected = np.array(
         [
@@ -194,7 +194,7 @@ def test_fp8_blocks_are_multiplied_by_their_scales() -> None:
             for i in (0, 127, 128, 199)
         ]
     )
-    got = found["a.weight"][mx.array([0, 127, 128, 199])][
+    got = result["a.weight"][mx.array([0, 127, 128, 199])][
         :, mx.array([0, 127, 128, 299])
     ]
     assert got.dtype == mx.bfloat16
@@ -247,10 +247,10 @@ def test_experts_that_others_call_w1_to_w3_are_stacked() -> None:
     }
     values = {(w, e): mx.full((4, 4), 10 * w + e) for w in (1, 2, 3) for e in range(2)}
     weights = {f"b.experts.{e}.w{w}.weight": v for (w, e), v in values.items()}
-    found = transformed(weights, wanted)
+    result = transformed(weights, wanted)
     for w, name in ((1, "gate"), (2, "down"), (3, "up")):
         expected = mx.stack([values[w, 0], values[w, 1]])
-        assert mx.array_equal(found[f"b.switch_mlp.{name}_proj.weight"], expected)
+        assert mx.array_equal(result[f"b.switch_mlp.{name}_proj.weight"], expected)
 
 
 def test_an_expert_too_many_is_refused() -> None:
@@ -265,8 +265,8 @@ def test_a_projection_with_a_bias_keeps_it(tmp_path: Path) -> None:
     tensors["model.mtp_linear_proj.0.bias"] = mx.arange(64) / 64
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     save(tmp_path / "mtp.safetensors", tensors)
-    found = load_mtp_head(tmp_path, target, convention=MtpConvention())
-    assert mx.array_equal(found.layers[0].proj.bias, mx.arange(64) / 64)
+    loaded = load_mtp_head(tmp_path, target, convention=MtpConvention())
+    assert mx.array_equal(loaded.layers[0].proj.bias, mx.arange(64) / 64)
 
 
 def test_a_packing_that_mlx_does_not_know_is_refused(tmp_path: Path) -> None:

@@ -38,17 +38,17 @@ def rows_of(model: nn.Module, *, whole: bool = False) -> mx.array:
 def single_rows(model: nn.Module) -> mx.array:
     lane = Lane(model, make_prompt_cache(model))
     lane.feed(PROMPT)
-    found = []
+    logits = []
     for token in ROWS:
         with lane.begin(whole=True) as lane_round:
-            found.append(lane_round.forward(mx.array([token])))
-            mx.eval(found[-1])
+            logits.append(lane_round.forward(mx.array([token])))
+            mx.eval(logits[-1])
             lane_round.commit(1)
-    return mx.concatenate(found)
+    return mx.concatenate(logits)
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+def latent_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Return a list that gets the shapes of what is asked: rows, and head dimension."""
     seen: list[tuple[int, int]] = []
     original = scaled_dot_product_attention
@@ -79,25 +79,25 @@ def test_rows_of_a_round_are_those_of_plain_decoding(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_latents_are_asked_in_rounds_and_nowhere_else(
-    name: str, asked: list[tuple[int, int]]
+    name: str, latent_calls: list[tuple[int, int]]
 ) -> None:
     model = build(name)
     rank = {module.kv_lora_rank for module in attentions(model)}
     owner = ModelHooks(model)
     rows_of(model)
-    round_rows = [dim for rows, dim in asked if rows == len(ROWS)]
-    prompt_rows = [dim for rows, dim in asked if rows == len(PROMPT)]
+    round_rows = [dim for rows, dim in latent_calls if rows == len(ROWS)]
+    prompt_rows = [dim for rows, dim in latent_calls if rows == len(PROMPT)]
     assert round_rows
     assert set(round_rows) == rank
     assert prompt_rows
     assert rank.isdisjoint(prompt_rows)
-    asked.clear()
+    latent_calls.clear()
     rows_of(model, whole=True)
-    assert rank.isdisjoint(dim for _, dim in asked)
+    assert rank.isdisjoint(dim for _, dim in latent_calls)
     owner.remove()
-    asked.clear()
+    latent_calls.clear()
     rows_of(model)
-    assert rank.isdisjoint(dim for _, dim in asked)
+    assert rank.isdisjoint(dim for _, dim in latent_calls)
 
 
 def test_a_class_of_ones_own_keeps_its_way() -> None:

@@ -124,7 +124,7 @@ def test_prompts_and_plain_steps_are_those_of_mlx(called: list[str]) -> None:
     assert "activation" not in called
 
 
-def test_a_lane_that_guesses_reads_prompts_as_in_a_round(called: list[str]) -> None:
+def test_a_lane_of_a_draft_reads_prompts_as_in_a_round(called: list[str]) -> None:
     model = build("llama")
     prompt = [(11 * i * i + i) % 256 for i in range(150)]
     wanted = model(mx.array([prompt]))[0]

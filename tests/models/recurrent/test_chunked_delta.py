@@ -66,18 +66,18 @@ def recurrence(
     """Return what each row returns, and the state after it, step by step."""
     batch, rows, heads, _ = v.shape
     ratio = heads // k.shape[2]
-    y, after, held = np.zeros_like(v), [], state.copy()
+    y, after, current = np.zeros_like(v), [], state.copy()
     for t in range(rows):
         for one in range(batch):
             for head in range(heads):
-                own, key = held[one, head], k[one, t, head // ratio]  # [Dv, Dk]
-                fresh = g[one, t, head] * own
+                before, key = current[one, head], k[one, t, head // ratio]  # [Dv, Dk]
+                fresh = g[one, t, head] * before
                 error = v[one, t, head] - fresh @ key
                 fresh = fresh + beta[one, t, head] * np.outer(error, key)
                 y[one, t, head] = fresh @ q[one, t, head // ratio]
                 if mask[one, t]:
-                    held[one, head] = fresh
-        after.append(held.copy())
+                    current[one, head] = fresh
+        after.append(current.copy())
     return y, after
 
 
@@ -92,9 +92,9 @@ def blocks(draw: st.DrawFn, dtype: mx.Dtype = mx.float32) -> dict[str, mx.array]
     alike = draw(st.sampled_from([0.0, 0.9, 1.0]))
 
     def units(shape: tuple[int, ...]) -> Array:
-        found = rng.normal(size=shape)
-        found = alike * found[:, :1] + (1 - alike) * found
-        unit: Array = found / np.linalg.norm(found, axis=-1, keepdims=True)
+        vectors = rng.normal(size=shape)
+        vectors = alike * vectors[:, :1] + (1 - alike) * vectors
+        unit: Array = vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)
         return unit
 
     def gates(low: float, high: float) -> Array:
@@ -141,15 +141,15 @@ def as_float64(block: dict[str, mx.array]) -> dict[str, Array]:
 
 
 def _check(block: dict[str, mx.array], tolerance: float) -> None:
-    found = run_chunk(**block)
+    result = run_chunk(**block)
     plain = as_float64(block)
     y, after = recurrence(**plain)
-    assert found.y.dtype == block["q"].dtype
-    read = np.array(found.y.astype(mx.float32))
+    assert result.y.dtype == block["q"].dtype
+    read = np.array(result.y.astype(mx.float32))
     scale = 1 + max(np.abs(y).max(), *(np.abs(state).max() for state in after))
     np.testing.assert_allclose(read, y, rtol=0, atol=tolerance * scale)
     for keep, wanted in enumerate(after, start=1):
-        state = found.after(keep)
+        state = result.after(keep)
         assert state.dtype == mx.float32
         np.testing.assert_allclose(
             np.array(state), wanted, rtol=0, atol=FLOAT32 * scale, err_msg=f"{keep}"
@@ -198,11 +198,11 @@ def scan_arguments(rows: int, *, vector: bool = False) -> dict[str, Any]:
 def test_it_takes_what_mlx_lms_scan_takes(rows: int, options: dict[str, Any]) -> None:
     arguments = scan_arguments(rows)
     arguments["mask"] = mx.arange(rows)[None] < mx.array([[rows], [rows - 1]])
-    found = gated_delta_in_chunks(**arguments, **options, use_kernel=True)
-    assert found is not None
+    result = gated_delta_in_chunks(**arguments, **options, use_kernel=True)
+    assert result is not None
     y, state = gated_delta_update(**arguments, **options)
-    np.testing.assert_allclose(found.y, y, rtol=0, atol=1e-5)
-    np.testing.assert_allclose(found.after(rows), state, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(result.y, y, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(result.after(rows), state, rtol=0, atol=1e-5)
 
 
 @pytest.mark.usefixtures("in_chunks")
@@ -241,25 +241,25 @@ def test_on_cuda_the_kernel_runs_what_it_is_made_for(
         arguments["a"] = mx.tile(arguments["a"], [1, 1, 1, 4])[..., :dim]
         arguments["dt_bias"] = mx.tile(arguments["dt_bias"], [1, 4])[..., :dim]
     with round_context.rows_of_a_round():
-        found = gated_delta_in_chunks(**arguments)
-    assert (found is not None) is ours
-    if found is not None:
+        result = gated_delta_in_chunks(**arguments)
+    assert (result is not None) is ours
+    if result is not None:
         y, state = gated_delta_update(**arguments)
-        np.testing.assert_allclose(found.y, y, rtol=0, atol=1e-5)
-        np.testing.assert_allclose(found.after(rows), state, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(result.y, y, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(result.after(rows), state, rtol=0, atol=1e-5)
         first = {
             name: value[:, :1] if name in "qkvab" else value
             for name, value in arguments.items()
         }
         _, state = gated_delta_update(**first)
-        np.testing.assert_allclose(found.after(1), state, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(result.after(1), state, rtol=0, atol=1e-5)
     assert gated_delta_in_chunks(**arguments) is None  # outside of a round
 
 
 def _close(ours: list[Any], theirs: list[Any]) -> None:
     for one, other in zip(recurrent(ours), recurrent(theirs), strict=True):
-        for found, wanted in zip(one.cache, other.cache, strict=True):
-            np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+        for actual, wanted in zip(one.cache, other.cache, strict=True):
+            np.testing.assert_allclose(actual, wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", SCALAR_DECAYS)
@@ -276,8 +276,8 @@ def test_a_model_keeps_a_prefix_without_running_anything_again(
             caches, twin = detached(start), detached(start)
             model(BLOCK[:, :keep], cache=twin)
             with Speculation(caches) as speculation:
-                found = model(BLOCK, cache=speculation.caches)
-                np.testing.assert_allclose(found, logits, rtol=1e-4, atol=1e-4)
+                round_logits = model(BLOCK, cache=speculation.caches)
+                np.testing.assert_allclose(round_logits, logits, rtol=1e-4, atol=1e-4)
                 with monkeypatch.context() as patch:
                     home = importlib.import_module("mlx_lm.models.gated_delta")
                     patch.setattr(home, "gated_delta_ops", _forbidden)

@@ -38,7 +38,7 @@ NOT_MIXERS: dict[tuple[str, str], str] = {
 
 
 @cache
-def _found() -> tuple[set[tuple[str, str]], set[str]]:
+def _classes_and_modules() -> tuple[set[tuple[str, str]], set[str]]:
     """Return classes that write to items of a cache, and who makes an `ArraysCache`."""
     writers, makers = set(), set()
     for path in sorted(FOLDER.glob("*.py")):
@@ -78,13 +78,13 @@ def _writes_items_of_a_cache(kind: ast.ClassDef) -> bool:
 
 
 def test_every_class_that_writes_to_an_arrays_cache_is_in_the_table() -> None:
-    found, _ = _found()
+    writers, _ = _classes_and_modules()
     listed = {(module.rpartition(".")[2], name) for module, name in MIXERS}
-    assert found - set(NOT_MIXERS) == listed
+    assert writers - set(NOT_MIXERS) == listed
 
 
 def test_every_module_that_makes_an_arrays_cache_has_a_tiny_model() -> None:
-    _, makes = _found()
+    _, makes = _classes_and_modules()
     tried = {tiny.module for tiny in RECURRENT_MODELS.values()}
     assert makes - set(WITHOUT_A_TINY_MODEL) <= tried
 

@@ -66,11 +66,11 @@ def parameter_paths(model: nn.Module) -> list[str]:
     return [path for path, _ in flat]
 
 
-def largest_difference(found: Any, expected: Any) -> float:
+def largest_difference(actual: Any, expected: Any) -> float:
     if isinstance(expected, list):
-        pairs = zip(found, expected, strict=True)
+        pairs = zip(actual, expected, strict=True)
         return max(largest_difference(one, other) for one, other in pairs)
-    return float(np.abs(found - expected).max())
+    return float(np.abs(actual - expected).max())
 
 
 def test_every_replayable_mixer_stands_in_a_tiny_model() -> None:
@@ -96,14 +96,14 @@ def test_a_replayed_prefix_equals_the_prefix_fed_alone(name: str) -> None:
             speculated(model, caches, width, keep)
             for index in range(keep):
                 model(BLOCK[:, index : index + 1], cache=singly)
-            found, one_by_one = outcome(model, caches), outcome(model, singly)
+            actual, one_by_one = outcome(model, caches), outcome(model, singly)
             if RECURRENT_MODELS[name].bitwise:
-                assert_same(found, one_by_one, f"{keep} of {width}")
+                assert_same(actual, one_by_one, f"{keep} of {width}")
                 continue
             model(BLOCK[:, :keep], cache=together)
             at_once = outcome(model, together)
             allowed = largest_difference(at_once, one_by_one) + 1e-4
-            assert largest_difference(found, at_once) <= allowed, (width, keep)
+            assert largest_difference(actual, at_once) <= allowed, (width, keep)
 
 
 @pytest.mark.parametrize("name", others_slow(RECURRENT_MODELS, QUICK))
@@ -120,10 +120,10 @@ def test_several_forwards_and_several_rounds_are_replayed(name: str) -> None:
                 speculation.commit(keep)
             for index in range(keep):
                 model(fed[:, index : index + 1], cache=twin)
-        found, expected = outcome(model, caches), outcome(model, twin)
+        actual, expected = outcome(model, caches), outcome(model, twin)
     if RECURRENT_MODELS[name].bitwise:
-        assert_same(found, expected, "after four rounds")
-    assert largest_difference(found, expected) < 2e-3
+        assert_same(actual, expected, "after four rounds")
+    assert largest_difference(actual, expected) < 2e-3
 
 
 @pytest.mark.parametrize("name", others_slow(RECURRENT_MODELS, QUICK))

@@ -50,7 +50,7 @@ TAKE_LENGTHS = (
 )
 
 
-def held(caches: list[Any]) -> list[Any]:
+def cached_arrays(caches: list[Any]) -> list[Any]:
     """Return the recurrent states with lengths and paddings."""
     return [[*c.cache, c.lengths, c.left_padding] for c in recurrent(caches)]
 
@@ -59,7 +59,7 @@ def after(model: nn.Module, start: list[Any], keep: int) -> Any:
     """Return the states after the first `keep` tokens of the block, fed alone."""
     caches = detached(start)
     model(BLOCK[:, :keep], cache=caches)
-    return read(held(caches))
+    return read(cached_arrays(caches))
 
 
 def replayed(model: nn.Module, start: list[Any], keep: int) -> Any:
@@ -68,7 +68,7 @@ def replayed(model: nn.Module, start: list[Any], keep: int) -> Any:
         model(BLOCK, cache=speculation.caches)
         speculation.commit(keep)
     assert not speculation.reran
-    return read(held(caches))
+    return read(cached_arrays(caches))
 
 
 def test_the_models_with_recipes_are_those_of_the_table() -> None:
@@ -105,7 +105,7 @@ def test_weights_may_be_gone_when_a_prefix_is_replayed(
                         patch.setattr(kind, "__call__", _forbidden)
                     speculation.commit(keep)
             assert not speculation.reran
-            values = read(held(caches))
+            values = read(cached_arrays(caches))
             model.update(whole)
             assert_same(values, wanted, f"{keep} of 6")
 
@@ -186,13 +186,13 @@ def test_one_call_is_replayed_for_one_prefix_after_another(name: str) -> None:
             model(BLOCK, cache=speculation.caches)
             shown = recurrent(speculation.caches)
             for keep in (5, 1, 3, 1):
-                found = []
+                replays = []
                 for cache in shown:
                     again = copied(cache.forwards[0].before)
                     for call in cache.forwards[0].calls:
                         call.replay(again, keep)
-                    found.append([*again.cache, again.lengths, again.left_padding])
-                assert_same(read(found), expected[keep], f"{keep} of 6")
+                    replays.append([*again.cache, again.lengths, again.left_padding])
+                assert_same(read(replays), expected[keep], f"{keep} of 6")
 
 
 SCANNED = {"qwen3_5": "gated_delta_update", "mamba2": "ssm_update"}
@@ -246,12 +246,12 @@ def test_a_mixer_with_a_strange_method_is_not_hooked(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = build_recurrent(name)
-    found = [m for _, m in model.named_modules() if _place(type(m)) in MIXERS]
-    kind = type(found[0])
+    mixers = [m for _, m in model.named_modules() if _place(type(m)) in MIXERS]
+    kind = type(mixers[0])
     native = kind.__call__
     monkeypatch.setattr(kind, "__call__", lambda *args, **kwds: native(*args, **kwds))
     with hooked(model):
-        assert all(type(mixer) is kind for mixer in found)
+        assert all(type(mixer) is kind for mixer in mixers)
 
 
 def _place(kind: type) -> tuple[str, str]:
@@ -284,7 +284,7 @@ def test_a_mixer_whose_source_is_another_one_is_not_hooked(
             model(BLOCK, cache=speculation.caches)
             speculation.commit(2)
     assert speculation.reran
-    assert_same(read(held(caches)), twin, "run again")
+    assert_same(read(cached_arrays(caches)), twin, "run again")
 
 
 def test_a_scan_whose_source_is_another_one_is_not_noted(
@@ -323,7 +323,7 @@ def test_an_attention_that_hides_its_keys_is_run_again(
             model(BLOCK, cache=speculation.caches)
             speculation.commit(4)
     assert speculation.reran
-    assert_same(read(held(caches)), twin, "run again")
+    assert_same(read(cached_arrays(caches)), twin, "run again")
 
 
 @pytest.mark.slow
@@ -353,9 +353,11 @@ def test_single_steps_of_kimi_k3_are_compiled_and_traced_without_notes(
         mixer._step = None
         for _ in range(2):  # while the step is traced, and when it is compiled
             _check_single_row(mixer)
-    for one, other in zip(read(held(caches)), read(held(twin)), strict=True):
-        for found, wanted in zip(one[:2], other[:2], strict=True):
-            np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+    for one, other in zip(
+        read(cached_arrays(caches)), read(cached_arrays(twin)), strict=True
+    ):
+        for actual, wanted in zip(one[:2], other[:2], strict=True):
+            np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-5)
 
 
 def _check_single_row(mixer: nn.Module) -> None:

@@ -119,7 +119,7 @@ def test_three_threads_and_one_that_hooks_and_unhooks(
     model = build_recurrent(name)
     classes = [type(module) for _, module in model.named_modules()]
     expected = [alone(model, seed) for seed in range(3)]
-    found: list[Any] = [None] * 3
+    outcomes: list[Any] = [None] * 3
     finished = threading.Event()
     left = [3]
 
@@ -128,7 +128,7 @@ def test_three_threads_and_one_that_hooks_and_unhooks(
         try:
             rounds = Rounds(model, seed)
             rounds.play_all()
-            found[seed] = rounds.outcome()
+            outcomes[seed] = rounds.outcome()
         finally:
             owner.remove()
             left[0] -= 1
@@ -142,7 +142,7 @@ def test_three_threads_and_one_that_hooks_and_unhooks(
 
     in_threads(*(lambda s=seed: decode(s) for seed in range(3)), come_and_go)
     for seed in range(3):
-        assert_same(found[seed], expected[seed], f"thread {seed}")
+        assert_same(outcomes[seed], expected[seed], f"thread {seed}")
     assert [type(module) for _, module in model.named_modules()] == classes
 
 

@@ -42,15 +42,15 @@ def packages() -> dict[str, str]:
 
 @WITHOUT_MLX_VLM
 def test_every_family_with_a_vision_part_stands_in_one_table() -> None:
-    found = packages()
+    sources = packages()
     seeing = {
         name
-        for name, source in found.items()
+        for name, source in sources.items()
         if "def get_input_embeddings" in source and "vision_config" in source
     }
     named = {*SERVED, *REFUSED}
     assert not SERVED.keys() & REFUSED.keys()
-    new, gone = sorted(seeing - named), sorted(named - found.keys())
+    new, gone = sorted(seeing - named), sorted(named - sources.keys())
     assert not new, (
         f"mlx-vlm has families that read images and stand in no table: {new}. Build "
         "each tiny in tests/support/models/vision_families and compare its texts, or "
@@ -124,20 +124,20 @@ def test_rows_of_gemma3n_are_not_steps() -> None:
 def test_hunyuan_reads_positions_from_the_model() -> None:
     """The model holds the positions of another request, so it is refused."""
     vlm = build("hunyuan_vl", TINY_REFUSED["hunyuan_vl"])
-    own = mx.broadcast_to(mx.arange(6), (1, 4, 6))
+    positions = mx.broadcast_to(mx.arange(6), (1, 4, 6))
     ids = mx.arange(6)[None]
 
     def logits(passed: mx.array, kept: mx.array | None) -> mx.array:
         vlm.language_model._position_ids = kept
         caches = [KVCache() for _ in vlm.layers]
-        found: mx.array = vlm.language_model(
+        result: mx.array = vlm.language_model(
             ids, cache=caches, position_ids=passed
         ).logits
-        return found
+        return result
 
-    other = 5 - own
-    assert not mx.allclose(logits(own, None), logits(other, None)).item()
-    assert mx.array_equal(logits(own, other), logits(other, None)).item()
+    other = 5 - positions
+    assert not mx.allclose(logits(positions, None), logits(other, None)).item()
+    assert mx.array_equal(logits(positions, other), logits(other, None)).item()
 
 
 def test_one_image_is_one_where_mlx_vlm_reads_no_more() -> None:

@@ -29,17 +29,17 @@ def test_the_class_is_the_one_that_was_compared(name: str) -> None:
 @pytest.mark.parametrize("name", grid())
 def test_logits_are_equal_on_either_class(name: str) -> None:
     model = tiny(name)
-    own = theirs().make_prompt_cache(model.language_model)
+    vlm_caches = theirs().make_prompt_cache(model.language_model)
     native = model.make_cache()
-    assert [type(c).__name__ for c in own] == [type(c).__name__ for c in native]
+    assert [type(c).__name__ for c in vlm_caches] == [type(c).__name__ for c in native]
     kinds = {ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache}
     assert {type(c) for c in native} <= kinds
     ids = mx.array([[(7 * i) % 200 for i in range(20)]])
     for start, stop in ((0, 12), (12, 16), (16, 17), (17, 18)):
-        one = model(ids[:, start:stop], own)
+        one = model(ids[:, start:stop], vlm_caches)
         other = model(ids[:, start:stop], native)
         assert mx.array_equal(one, other).item()
-    for one, other in zip(own, native, strict=True):
+    for one, other in zip(vlm_caches, native, strict=True):
         if isinstance(other, RotatingKVCache):
             assert (one.max_size, one.keep) == (other.max_size, other.keep)
 
@@ -65,9 +65,9 @@ def test_another_class_is_refused(name: str) -> None:
 
 
 def test_a_subclass_is_refused() -> None:
-    own = type("KVCache", (theirs().KVCache,), {})
+    subclass = type("KVCache", (theirs().KVCache,), {})
     with pytest.raises(UnsupportedCacheError, match="KVCache"):
-        native_caches(Making(own()))
+        native_caches(Making(subclass()))
 
 
 def test_a_class_whose_source_has_changed_is_refused(

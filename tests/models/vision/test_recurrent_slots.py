@@ -22,15 +22,17 @@ def ids(start: int, stop: int) -> mx.array:
 def test_a_part_of_a_round_is_what_mlx_vlm_commits(keep: int) -> None:
     """Bit for bit: the same operations, in the same order."""
     model = tiny("qwen3_5")
-    own = import_module("mlx_vlm.models.cache").make_prompt_cache(model.language_model)
+    vlm_caches = import_module("mlx_vlm.models.cache").make_prompt_cache(
+        model.language_model
+    )
     transaction = import_module("mlx_vlm.speculative.cache_state")
     positions = {"position_ids": mx.broadcast_to(mx.arange(7), (3, 1, 7))}
-    model.language_model(ids(0, 7), cache=own, **positions)
-    held = transaction.start_speculative_cache(own, 5)
+    model.language_model(ids(0, 7), cache=vlm_caches, **positions)
+    vlm_round = transaction.start_speculative_cache(vlm_caches, 5)
     row = mx.arange(7, 12)
     positions = {"position_ids": mx.broadcast_to(row, (3, 1, 5))}
-    theirs = model.language_model(ids(7, 12), cache=own, **positions).logits
-    held.commit([keep])
+    theirs = model.language_model(ids(7, 12), cache=vlm_caches, **positions).logits
+    vlm_round.commit([keep])
 
     caches = model.make_cache()
     with Speculation(caches, whole=True) as prompt:
@@ -41,7 +43,7 @@ def test_a_part_of_a_round_is_what_mlx_vlm_commits(keep: int) -> None:
         round_.commit(keep)
     assert not round_.reran
     assert mx.array_equal(ours, theirs).item()
-    for cache, other in zip(caches, own, strict=True):
+    for cache, other in zip(caches, vlm_caches, strict=True):
         if isinstance(cache, ArraysCache):
             slots: Any = zip(cache.cache, other.cache, strict=True)
             for one, two in slots:

@@ -52,10 +52,10 @@ def mass_above(log_probs: mx.array) -> Any:
     """Return the share of probability of all more probable tokens, float64."""
     probs = np.exp(np.array(log_probs).astype(np.float64))
     above = np.empty_like(probs)
-    for row, found in zip(probs, above, strict=True):
+    for row, sums in zip(probs, above, strict=True):
         _, group = np.unique(-row, return_inverse=True)  # ties are not above each other
         mass = np.bincount(group, weights=row)
-        found[:] = (np.cumsum(mass) - mass)[group]
+        sums[:] = (np.cumsum(mass) - mass)[group]
     return above / probs.sum(axis=-1, keepdims=True)
 
 

@@ -89,9 +89,9 @@ def test_rows_together_equal_each_row_alone(
 def test_windows_and_prefixes_hold_the_tokens_before_each_row(
     rows: Rows, size: int, keep: bool
 ) -> None:
-    held = KnownTokens() if keep else None
-    windows = rows.windows(size, held)
-    prefixes = rows.prefixes(held)
+    known = KnownTokens() if keep else None
+    windows = rows.windows(size, known)
+    prefixes = rows.prefixes(known)
     for index, text in enumerate(texts(rows)):
         valid: Any = windows.valid[index].tolist()
         kept = windows.tokens[index][sum(not v for v in valid) :]
@@ -125,26 +125,26 @@ def test_known_tokens_follow_a_text_that_grows_and_shrinks(
     steps: list[tuple[int, bool]],
 ) -> None:
     """And another list of the same length is another text."""
-    held = KnownTokens()
+    known = KnownTokens()
     text: list[int] = []
     for amount, forget in steps:
         if forget:
             text = [token + 1 for token in text]
         text.extend(range(amount))
-        assert held.since(text, len(text) // 2).tolist() == text[len(text) // 2 :]
-        assert Rows(text).prefixes(held)[0].tolist() == text
+        assert known.since(text, len(text) // 2).tolist() == text[len(text) // 2 :]
+        assert Rows(text).prefixes(known)[0].tolist() == text
         removed = text[-1:]
         del text[-1:]
-        assert held.since(text).tolist() == text
+        assert known.since(text).tolist() == text
         text += removed
 
 
 def test_a_prefix_stays_as_it_is_when_the_text_goes_on() -> None:
-    held, text = KnownTokens(), list(range(300))
-    prefix = Rows(text).prefixes(held)[0]
+    known, text = KnownTokens(), list(range(300))
+    prefix = Rows(text).prefixes(known)[0]
     del text[200:]
     text += [7] * 500
-    Rows(text).prefixes(held)
+    Rows(text).prefixes(known)
     assert prefix.tolist() == list(range(300))
 
 

@@ -90,10 +90,10 @@ def test_rounds_make_the_calls_of_plain_decoding(
     furthest = 0
     text = list(prompt)
     for right, fail_at in rounds:
-        following = expected[len(text) :]
+        next_tokens = expected[len(text) :]
         oracle = [
             token if is_right else None
-            for token, is_right in zip(following, right, strict=False)
+            for token, is_right in zip(next_tokens, right, strict=False)
         ]
         states = records(processors)
         drafted = draft_tokens(chooser, text, oracle)
@@ -145,7 +145,7 @@ def test_forkable_processors_see_drafts_on_a_copy_of_their_state() -> None:
         again.append(token)
 
 
-def test_a_draft_behind_a_step_in_flight_starts_before_it() -> None:
+def test_a_draft_after_a_step_in_flight_starts_before_it() -> None:
     """The step's token is not known yet, and the first draft stands in its place."""
     chooser, (processor,) = a_chooser(Sampling(seed=0), ["forkable"])
     text = plain_text(chooser, [1], 2)

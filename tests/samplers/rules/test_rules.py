@@ -78,12 +78,12 @@ def test_coins_pass_below_the_acceptance_probability(
     p, q, ids = (mx.broadcast_to(a, (len(coins), *a.shape)) for a in (t, d, x))
     thrown = mx.array(coins, dtype=dtype)
     verdict = rule.verify(p, q, ids, thrown)
-    told = np.array(thrown).astype(np.float64)
-    expected = count(rule, (told < exact) | (exact == 1))
+    thrown_values = np.array(thrown).astype(np.float64)
+    expected = count(rule, (thrown_values < exact) | (exact == 1))
     assert np.array_equal(np.array(verdict.accepted), expected)
     assert len({verdict, rule.verify(t, d, x, thrown[0])}) == 2  # hashed by identity
-    following = next_probs(rule, p, q, ids, verdict.accepted)
-    assert mx.array_equal(verdict.next_probs, following).item()
+    next_choice = next_probs(rule, p, q, ids, verdict.accepted)
+    assert mx.array_equal(verdict.next_probs, next_choice).item()
     assert (verdict.acceptance == acceptance).all().item()
     assert verdict.accepted.dtype == mx.int32
     assert verdict.next_probs.dtype == verdict.acceptance.dtype == dtype
@@ -136,9 +136,9 @@ def test_an_id_that_no_distribution_has_is_never_accepted(
 ) -> None:
     target, draft, _ = distributions("spread", (), 2, 4)
     t, d = arrays(mx.float32, target, draft)
-    for told in (d, None):
+    for draft_probs in (d, None):
         drafted = mx.array([token, 0])
-        verdict = rule.verify(t, told, drafted, mx.zeros((2,)))
+        verdict = rule.verify(t, draft_probs, drafted, mx.zeros((2,)))
         assert verdict.accepted.item() == 0
         assert verdict.acceptance[0].item() == 0
 
@@ -256,8 +256,8 @@ def test_distributions_keep_their_dtype(rule: Rule, dtype: mx.Dtype) -> None:
     target, draft, drafted = distributions("spread", (2,), 3, 4)
     t, d = arrays(dtype, target, draft)
     x = mx.array(drafted)
-    for told in (d, None):
-        verdict = rule.verify(t, told, x, mx.zeros(drafted.shape))
+    for draft_probs in (d, None):
+        verdict = rule.verify(t, draft_probs, x, mx.zeros(drafted.shape))
         assert verdict.next_probs.dtype == verdict.acceptance.dtype == dtype
         assert draw(verdict.next_probs, mx.zeros((2, 4))).dtype == mx.uint32
 
@@ -303,7 +303,7 @@ def test_nothing_is_read_on_the_host(rule: Rule) -> None:
     x, coins = mx.array(drafted), mx.zeros(drafted.shape)
 
     def judge(t: mx.array, d: mx.array, x: mx.array, c: mx.array) -> list[mx.array]:
-        verdicts = [rule.verify(t, told, x, c) for told in (d, None)]
+        verdicts = [rule.verify(t, draft_probs, x, c) for draft_probs in (d, None)]
         drawn = [draw(v.next_probs, t[0]) for v in verdicts]
         return [
             *drawn,
@@ -444,13 +444,13 @@ def emitted_counts(judge: Judge, size: int) -> tuple[Array, Array]:
     drafted = draw(q, mx.random.gumbel(q.shape, key=key[0]))
     coins = mx.random.uniform(shape=(size, 2), key=key[1])
     verdict = judge(p, q, drafted, coins)
-    following = draw(verdict.next_probs, mx.random.gumbel((size, 3), key=key[2]))
+    next_tokens = draw(verdict.next_probs, mx.random.gumbel((size, 3), key=key[2]))
     rest = draw(p, mx.random.gumbel(p.shape, key=key[3]))
     places = mx.arange(3)
     n = verdict.accepted[:, None]
     padded = mx.concatenate([drafted, drafted[:, :1]], axis=-1)
     tokens = mx.where(
-        places < n, padded, mx.where(places == n, following[:, None], rest)
+        places < n, padded, mx.where(places == n, next_tokens[:, None], rest)
     )
     numbers = np.array((tokens * mx.array([9, 3, 1])).sum(-1))
     distribution = np.einsum("a,b,c->abc", *target).reshape(-1)

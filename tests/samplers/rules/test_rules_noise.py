@@ -62,8 +62,8 @@ def test_a_draw_depends_on_no_other_row(
         assert coins(alone).item() == together[row].item()
         assert mx.array_equal(gumbel_rows(alone, width)[0], noise[row]).item()
         assert mx.random.uniform(key=alone[0]).item() == together[row].item()
-        own = mx.random.gumbel((width,), key=alone[0])
-        assert mx.array_equal(own, noise[row]).item()
+        row_noise = mx.random.gumbel((width,), key=alone[0])
+        assert mx.array_equal(row_noise, noise[row]).item()
     assert ((together >= 0) & (together < 1)).all().item()
 
 

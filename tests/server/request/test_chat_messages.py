@@ -157,9 +157,9 @@ def test_a_text_fits_its_schema(chat: Callable[..., Any]) -> None:
         choice = chat(response_format=FORMAT, **options).choices[0]
         if choice.finish_reason == "length":
             continue
-        found = json.loads(choice.message.content)
-        assert isinstance(found["a"], int)
-        assert found["b"] in ("x", "y")
+        content = json.loads(choice.message.content)
+        assert isinstance(content["a"], int)
+        assert content["b"] in ("x", "y")
         return
     raise AssertionError("no text came to its end")
 
@@ -178,7 +178,7 @@ def test_a_schema_that_cannot_be_used_is_refused(chat: Callable[..., Any]) -> No
         ({"json_schema": {"type": "object"}}, r"json_schema\.schema is None"),
     ],
 )
-def test_a_misplaced_schema_is_told_its_place(
+def test_a_misplaced_schema_is_refused_with_its_place(
     misplaced: dict[str, Any], words: str, chat: Callable[..., Any]
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=words):

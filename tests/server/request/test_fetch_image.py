@@ -32,10 +32,10 @@ class Answers(BaseHTTPRequestHandler):
     """Answers by what the path says."""
 
     protocol_version = "HTTP/1.1"
-    asked: ClassVar[list[tuple[str, str | None]]]
+    requests: ClassVar[list[tuple[str, str | None]]]
 
     def do_GET(self) -> None:
-        self.asked.append((self.path, self.headers["Host"]))
+        self.requests.append((self.path, self.headers["Host"]))
         kind = self.path.strip("/").partition("?")[0]
         getattr(self, f"_{kind}")()
 
@@ -115,13 +115,13 @@ class Quiet(ThreadingHTTPServer):
 @contextmanager
 def listening() -> Iterator[tuple[str, list[tuple[str, str | None]]]]:
     class Own(Answers):
-        asked: ClassVar[list[tuple[str, str | None]]] = []
+        requests: ClassVar[list[tuple[str, str | None]]] = []
 
     with Quiet(("127.0.0.1", 0), Own) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
-            yield f"127.0.0.1:{server.server_port}", Own.asked
+            yield f"127.0.0.1:{server.server_port}", Own.requests
         finally:
             server.shutdown()
             thread.join()
@@ -231,22 +231,24 @@ def test_where_nothing_is_asked(url: str, why: str) -> None:
         ("2001:0:7f00:1::1", False),  # Teredo
     ],
 )
-def test_public_addresses_are_told_from_others(address: str, public: bool) -> None:
+def test_public_addresses_are_distinguished_from_others(
+    address: str, public: bool
+) -> None:
     assert is_public(ipaddress.ip_address(address)) == public
 
 
 def resolving(monkeypatch: pytest.MonkeyPatch, *answers: list[str]) -> list[str]:
     """Let names resolve to one list of addresses after the other; return who asked."""
-    asked: list[str] = []
+    hosts: list[str] = []
 
-    def found(host: str, port: int, *args: Any, **more: Any) -> Any:
-        asked.append(host)
-        addresses = answers[min(len(asked), len(answers)) - 1]
+    def resolve(host: str, port: int, *args: Any, **more: Any) -> Any:
+        hosts.append(host)
+        addresses = answers[min(len(hosts), len(answers)) - 1]
         kind = (socket.AF_INET, socket.SOCK_STREAM, 6, "")
         return [(*kind, (address, port)) for address in addresses]
 
-    monkeypatch.setattr(socket, "getaddrinfo", found)
-    return asked
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    return hosts
 
 
 def test_all_addresses_of_a_name_have_to_be_public(
@@ -261,7 +263,7 @@ def test_the_connection_goes_to_the_address_that_was_checked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A name that leads elsewhere a moment later is not asked a second time."""
-    asked = resolving(monkeypatch, ["93.184.216.34"], ["127.0.0.1"])
+    hosts = resolving(monkeypatch, ["93.184.216.34"], ["127.0.0.1"])
     opened: list[Any] = []
 
     def connect(address: Any, timeout: float) -> Any:
@@ -271,7 +273,7 @@ def test_the_connection_goes_to_the_address_that_was_checked(
     monkeypatch.setattr(socket, "create_connection", connect)
     with pytest.raises(InvalidRequestError, match="nobody there"):
         fetch_image("http://pictures.example/a.png", FetchLimits(4096, 5.0))
-    assert asked == ["pictures.example"]
+    assert hosts == ["pictures.example"]
     assert opened == [("93.184.216.34", 80)]
 
 

@@ -33,9 +33,9 @@ ENDINGS = {  # whether what was kept stays
 }
 
 
-def same(found: Any, expected: Any, what: str) -> None:
+def same(actual: Any, expected: Any, what: str) -> None:
     """Require equality, bit for bit."""
-    one, other = read([found, expected])
+    one, other = read([actual, expected])
     assert_same(one, other, what)
 
 
@@ -142,15 +142,15 @@ class Batch(Counting):
     def check(self, probe: int) -> None:
         """Require that no later round could tell a row from its twin."""
         starts = [row.position for row in self.rows]
-        found = sees(self.kind, self.cache, starts, probe)
+        views = sees(self.kind, self.cache, starts, probe)
         for index, row in enumerate(self.rows):
             what = f"row {index} of {len(self.rows)}"
-            held = self.kind.held(self.cache, index)
-            expected = self.kind.held(row.twin, None)
+            contents = self.kind.cached(self.cache, index)
+            expected = self.kind.cached(row.twin, None)
             if row.position:
-                same(held, expected, what)
+                same(contents, expected, what)
             alone = sees(self.kind, row.twin, [row.position], probe)
-            same(found[index], alone[0], what)
+            same(views[index], alone[0], what)
             if row.position and not self.cache.empty():
                 out = self.cache.extract(index)
                 shown = sees(self.kind, out, [row.position], probe)

@@ -75,7 +75,7 @@ class BatchKind(Protocol):
         """Return the whole state of a batch cache, for a comparison after undoing."""
         ...
 
-    def held(self, cache: Any, row: int | None) -> list[Any]:
+    def cached(self, cache: Any, row: int | None) -> list[Any]:
         """Return what a row holds beside what it sees; None: of a single cache."""
         ...
 
@@ -141,8 +141,8 @@ class AttentionKind:
 
     def read(self, cache: Any, shown: Any) -> mx.array:
         """Return the keys or values that were shown as numbers."""
-        found: mx.array = shown
-        return found
+        result: mx.array = shown
+        return result
 
     def fields(self, cache: Any) -> list[Any]:
         rest = [cache.offset[...], cache.left_padding[...], cache._idx]
@@ -150,7 +150,7 @@ class AttentionKind:
             rest += [cache._offset, cache.rotated, cache._lengths]
         return [*rest, None if cache.empty() else detached(cache.keys_and_values())]
 
-    def held(self, cache: Any, row: int | None) -> list[Any]:
+    def cached(self, cache: Any, row: int | None) -> list[Any]:
         if row is None:
             return [mx.array(cache.offset)]
         return [cache.offset[row]]
@@ -234,7 +234,7 @@ class BatchArraysKind:
         extents = [detached(cache.left_padding), detached(cache.lengths)]
         return [*cache.cache, *extents]
 
-    def held(self, cache: Any, row: int | None) -> list[Any]:
+    def cached(self, cache: Any, row: int | None) -> list[Any]:
         return [
             None if slot is None else slot[0 if row is None else row]
             for slot in cache.cache

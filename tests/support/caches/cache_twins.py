@@ -171,20 +171,20 @@ def _identical(one: Any, other: Any) -> bool:
     return one is other or (isinstance(one, int) and one == other)
 
 
-def assert_same(found: Any, expected: Any, what: str) -> None:
+def assert_same(actual: Any, expected: Any, what: str) -> None:
     """Require equality of what `read` returned, bit for bit."""
     if isinstance(expected, list):
-        assert isinstance(found, list), what
-        assert len(found) == len(expected), what
-        for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert isinstance(actual, list), what
+        assert len(actual) == len(expected), what
+        for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
             assert_same(one, other, f"{what}, item {index}")
     elif isinstance(expected, np.ndarray):
-        assert isinstance(found, np.ndarray), f"{what}: {found!r}"
-        same = found.shape == expected.shape and found.dtype == expected.dtype
-        if not same or found.tobytes() != expected.tobytes():  # the cheap way first
-            np.testing.assert_array_equal(found, expected, what, strict=True)
+        assert isinstance(actual, np.ndarray), f"{what}: {actual!r}"
+        same = actual.shape == expected.shape and actual.dtype == expected.dtype
+        if not same or actual.tobytes() != expected.tobytes():  # the cheap way first
+            np.testing.assert_array_equal(actual, expected, what, strict=True)
     else:
-        assert found == expected, f"{what}: {found!r} instead of {expected!r}"
+        assert actual == expected, f"{what}: {actual!r} instead of {expected!r}"
 
 
 class Kind(Protocol):

@@ -11,15 +11,15 @@ from mlx_speculation.engine import Statistics
 
 def content(caches: list[Any]) -> list[Any]:
     """Return offsets, ring indices and every array that the next step may read."""
-    found: list[Any] = []
+    result: list[Any] = []
     for place, leaf in leaves(caches):
         if hasattr(leaf, "cache"):
             arrays = leaf.cache
         else:
             arrays = () if leaf.keys is None else leaf.keys_and_values()
-            found += [leaf.offset, getattr(leaf, "_idx", None)]
-        found += [place, *(None if a is None else np.array(a) for a in arrays)]
-    return found
+            result += [leaf.offset, getattr(leaf, "_idx", None)]
+        result += [place, *(None if a is None else np.array(a) for a in arrays)]
+    return result
 
 
 def assert_same_content(before: list[Any], after: list[Any]) -> None:

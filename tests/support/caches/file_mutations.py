@@ -87,8 +87,8 @@ def raw_file(header: bytes, data: bytes) -> bytes:
 
 def pick(rng: Random, items: Any) -> Any:
     """Return one of the items."""
-    found = list(items)
-    return found[rng.integers(len(found))]
+    choices = list(items)
+    return choices[rng.integers(len(choices))]
 
 
 # Changes of a draft; each leaves shapes and data in step unless it says otherwise.

@@ -107,15 +107,15 @@ def request(
     running: list[Any] = []
     played: dict[int, tuple[int, list[int]]] = {}
     prefixes.fetch(tokens[:-1])
-    for which, (kind, behind) in roles.items():
+    for which, (kind, left_out) in roles.items():
         caches, first = kind.empty(), 0
-        held = prefixes.lookup(which, tokens[:-1])
-        if held is not None:
-            first = held.stop
-            restore(held, caches)
+        reused = prefixes.lookup(which, tokens[:-1])
+        if reused is not None:
+            first = reused.stop
+            restore(reused, caches)
             wanted = content(kind.fed(tokens[: first + kind.lag]))
             assert_same(content(caches), wanted, f"what role {which} found")
-        stop = max(len(tokens) - behind, first + kind.lag)
+        stop = max(len(tokens) - left_out, first + kind.lag)
         points = prefixes.running_points()
         for row in range(first, stop - kind.lag):
             kind.feed(caches, tokens[: row + 1 + kind.lag], row)

@@ -155,8 +155,8 @@ def _layer(dtype: mx.Dtype, window: int, ratio: int) -> Case:
             latent, _ = compress(x, start, cache)
             if latent is not None:
                 for name in ("compress_kv", "index_k"):
-                    held = getattr(cache, name)
-                    both = [latent] if held is None else [held, latent]
+                    written = getattr(cache, name)
+                    both = [latent] if written is None else [written, latent]
                     setattr(cache, name, mx.concatenate(both, axis=1))
         return plain([start, *shown, *cache.state])
 

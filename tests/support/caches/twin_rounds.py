@@ -91,8 +91,8 @@ class Twins(Counting):
     def check(self, probe: int) -> None:
         """Require that no later forward could tell the two caches apart."""
         caches = (self.cache, self.twin)
-        found, expected = read([self.kind.content(cache, probe) for cache in caches])
-        assert_same(found, expected, "the cache and its twin")
+        actual, expected = read([self.kind.content(cache, probe) for cache in caches])
+        assert_same(actual, expected, "the cache and its twin")
 
     def play(self, plan: Plan) -> None:
         """Play one round, and compare what the plan says."""

@@ -63,11 +63,11 @@ class KnownTexts:
         """Return texts and positions with this state, which have one prefix."""
         near = np.abs(self.states - state).max(axis=1)
         places = np.nonzero(near < CLOSE * np.abs(state).max())[0]
-        found = []
+        matches = []
         for place in places.tolist():
             text = int(np.searchsorted(self.starts, place, side="right")) - 1
-            found.append((text, place - self.starts[text]))
-        return found
+            matches.append((text, place - self.starts[text]))
+        return matches
 
 
 @dataclass(eq=False)
@@ -132,23 +132,25 @@ class KnowingMtp:
         """Check what is held, write slots, and say what comes behind the last one."""
         self.fed.append(("step", tokens.shape[0], tokens.shape[1]))
         places = self._write(hidden, tokens, caches)
-        held = _held(caches[0])
-        logits, own = [], []
+        cached = _cached_rows(caches[0])
+        logits, state_ids = [], []
         for row, (text, position) in enumerate(places):
             if text < 0:  # right for a row without a state, which is not asked
                 self.unknown += self._first
                 logits.append(0)
-                own.append(0.0)
+                state_ids.append(0.0)
                 continue
             if self._first:
-                self._check(held[row], text, position)
+                self._check(cached[row], text, position)
             logits.append(self._guess(text, position + 2))
-            own.append(_OWN + 512.0 * text + position)
+            state_ids.append(_OWN + 512.0 * text + position)
         self.chains += self._first
         ids = mx.arange(VOCAB) if self.head.ids is None else self.head.ids
         said = mx.where(ids == mx.array(logits)[:, None], 100.0, -100.0)[:, None]
-        state = mx.array(own)[:, None, None]
-        return HeadOutput(mx.broadcast_to(state, (len(own), 1, hidden.shape[2])), said)
+        state = mx.array(state_ids)[:, None, None]
+        return HeadOutput(
+            mx.broadcast_to(state, (len(state_ids), 1, hidden.shape[2])), said
+        )
 
     draft = HeadOnTarget.draft
 
@@ -183,14 +185,14 @@ class KnowingMtp:
                 return text, position
         return -1, -1
 
-    def _check(self, held: list[list[int]], text: int, position: int) -> None:
+    def _check(self, cached: list[list[int]], text: int, position: int) -> None:
         """Require that a row's cache holds its text up to here, as far as it goes."""
         tokens = self.known.texts[text]
         whole = [[i, tokens[i + 1]] for i in range(position + 1)]
         window = self.head.window
         if window is not None and len(whole) > window:
-            held, whole = held[-window:], whole[-window:]
-        assert held == whole, f"held {held} and not {whole}"
+            cached, whole = cached[-window:], whole[-window:]
+        assert cached == whole, f"held {cached} and not {whole}"
 
     def _guess(self, text: int, position: int) -> int:
         tokens = self.known.texts[text]
@@ -199,7 +201,7 @@ class KnowingMtp:
         return (tokens[position] + self.wrong(position)) % VOCAB
 
 
-def _held(cache: Any) -> list[list[list[int]]]:
+def _cached_rows(cache: Any) -> list[list[list[int]]]:
     """Return the positions and tokens in each row's cache, in order."""
     keys = cache.keys
     if hasattr(cache, "lengths"):
@@ -259,26 +261,26 @@ class HeadBench(Bench):
         self, kind: str, select: Callable[[Any], mx.array], **options: Any
     ) -> KnownTexts:
         """Return all texts with the states that a kind of head reads."""
-        held: dict[str, KnownTexts] = self.__dict__.setdefault("held", {})
-        if kind not in held:
+        by_kind: dict[str, KnownTexts] = self.__dict__.setdefault("held", {})
+        if kind not in by_kind:
             taps = HiddenStates(self.model, **options)
-            held[kind] = self._looked_at(taps, select)
-        return held[kind]
+            by_kind[kind] = self._looked_at(taps, select)
+        return by_kind[kind]
 
     def _looked_at(
         self, taps: HiddenStates, select: Callable[[Any], mx.array]
     ) -> KnownTexts:
-        texts, found, starts, total = [], [], [], 0
+        texts, arrays, starts, total = [], [], [], 0
         for tokens in self._all_texts():
             with taps.collect() as states:
                 self.model(mx.array([tokens]))
             values = np.array(select(states)[0])
             texts.append(tokens)
             starts.append(total)
-            found.append(values)
+            arrays.append(values)
             total += len(values)
         taps.remove()
-        return KnownTexts(texts, np.concatenate(found), starts)
+        return KnownTexts(texts, np.concatenate(arrays), starts)
 
     def _all_texts(self) -> list[list[int]]:
         """Return all prompts with their texts, decoded together: that is quick.
@@ -300,9 +302,9 @@ class HeadBench(Bench):
 def knowing(generator: SpeculativeGenerator) -> KnowingMtp:
     """Return the head that knows the texts, of a generator of a bench."""
     draft: Any = generator._setup.draft
-    found: Any = draft.eagle if isinstance(draft, EagleDraft) else draft.mtp
-    assert isinstance(found, KnowingMtp)
-    return found
+    head: Any = draft.eagle if isinstance(draft, EagleDraft) else draft.mtp
+    assert isinstance(head, KnowingMtp)
+    return head
 
 
 @cache
@@ -325,12 +327,12 @@ def eagle_on(model: Any, dialect: str = "specforge") -> EagleDraft:
 def mtp_on(layout: str) -> tuple[Any, MtpDraft]:
     """Return the target of a layout of checkpoints, and a random head on it."""
     _, target, head = make(layout)
-    found = family(LAYOUTS[layout])
+    its_family = family(LAYOUTS[layout])
     made = MtpHead(
         head.layers,
-        found.convention,
-        chained=found.layers == "chained",
-        depth=found.depth,
+        its_family.convention,
+        chained=its_family.layers == "chained",
+        depth=its_family.depth,
     )
     return target, MtpDraft(cast(Any, target), made)
 
@@ -341,16 +343,16 @@ def drafts_of(generator: SpeculativeGenerator, cases: list[Case]) -> list[Any]:
     plain = SharedHead.propose
 
     def noting(self: Any, requests: Any, limits: Any) -> Any:
-        found = plain(self, requests, limits)
+        proposed = plain(self, requests, limits)
         together = batch._groups[None].rows
-        for row, draft in zip(together, found[0], strict=True):
+        for row, draft in zip(together, proposed[0], strict=True):
             if draft.length:
                 drafted.setdefault(row.uid, []).append(listed(draft.tokens))
-        return found
+        return proposed
 
     with pytest.MonkeyPatch.context() as patch, BatchGenerator(generator) as batch:
         patch.setattr(SharedHead, "propose", noting)
-        uids = [batch.insert(**asked(case)) for case in cases]
+        uids = [batch.insert(**options_of(case)) for case in cases]
         run(batch)
         assert not batch.stats.alone
         return [(batch.result(uid), drafted[uid]) for uid in uids]
@@ -362,17 +364,17 @@ def drafts_alone(generator: SpeculativeGenerator, case: Case) -> Any:
     plain = MtpDrafter.propose
 
     def noting(self: Any, *args: Any) -> Any:
-        found = plain(self, *args)
-        drafted.append(listed(found.tokens))
-        return found
+        proposal = plain(self, *args)
+        drafted.append(listed(proposal.tokens))
+        return proposal
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MtpDrafter, "propose", noting)
-        result = generator.generate(**asked(case))
+        result = generator.generate(**options_of(case))
     return result, [draft for draft in drafted if draft]
 
 
-def asked(case: Case) -> dict[str, Any]:
+def options_of(case: Case) -> dict[str, Any]:
     return {
         "prompt": prompt_of(case.prompt),
         "sampling": case.sampling,
@@ -382,8 +384,8 @@ def asked(case: Case) -> dict[str, Any]:
 
 
 def listed(tokens: mx.array) -> list[int]:
-    found: Any = tokens.tolist()
-    return list(found)
+    result: Any = tokens.tolist()
+    return list(result)
 
 
 def generator_of(target: Any, draft: Any, **options: Any) -> SpeculativeGenerator:

@@ -44,10 +44,12 @@ def noisy(model: nn.Module, name: str, share: float = 0.01) -> nn.Module:
 
     def shifted(weight: mx.array) -> mx.array:
         nonlocal key
-        key, own = mx.random.split(key)
+        key, noise_key = mx.random.split(key)
         if not mx.issubdtype(weight.dtype, mx.floating):
             return weight
-        return weight + share * weight.std() * mx.random.normal(weight.shape, key=own)
+        return weight + share * weight.std() * mx.random.normal(
+            weight.shape, key=noise_key
+        )
 
     other.update(tree_map(shifted, model.parameters()))
     mx.eval(other.parameters())
@@ -79,14 +81,14 @@ class Watched:
     def __enter__(self) -> list[tuple[int, int]]:
         watched, plain = self, self.plain
 
-        def call(own: Any, inputs: mx.array, *args: Any, **options: Any) -> Any:
+        def call(module: Any, inputs: mx.array, *args: Any, **options: Any) -> Any:
             shape = inputs.shape[0], inputs.shape[1]
             watched.left -= watched.width is None or shape == (1, watched.width)
             if watched.left == 0:
                 watched.left = -1
                 raise watched.error
             watched.shapes.append(shape)
-            return plain.__call__(own, inputs, *args, **options)
+            return plain.__call__(module, inputs, *args, **options)
 
         body = {"__call__": call, "__module__": plain.__module__}
         self.model.__class__ = type(plain.__name__, (plain,), body)
@@ -131,13 +133,13 @@ class Bench:
 
     def corpus(self, prompts: Sequence[int] = PROMPTS) -> list[list[int]]:
         """Return texts of some prompts, with a wrong token now and then."""
-        found = []
+        texts = []
         for prompt in prompts:
             for sampling in SAMPLINGS[:3]:
                 text = self.text(prompt, sampling)[:LONGEST]
                 wrong = [(t + (i % 9 == 8)) % 256 for i, t in enumerate(text)]
-                found.append(prompt_of(prompt) + wrong)
-        return found
+                texts.append(prompt_of(prompt) + wrong)
+        return texts
 
     def text(
         self,

@@ -33,8 +33,8 @@ def context_of(drafter: Any, tokens: list[int]) -> mx.array:
     taps = HiddenStates(model, layers=drafter.layers, after_norm=True)
     with taps.collect() as states:
         model(mx.array([tokens[:-1]]))
-    found: mx.array = drafter.states(states)
-    return found
+    result: mx.array = drafter.states(states)
+    return result
 
 
 def drafted(drafter: Any, tokens: list[int], count: int) -> Greedy:

@@ -55,9 +55,9 @@ class BlockOracle:
         self._text, self._wrong = text, wrong
         self._rows = drafter.head.settings.block
         taps = HiddenStates(draft.model, layers=drafter.layers, after_norm=True)
-        with taps.collect() as found:
+        with taps.collect() as collected:
             draft.model(mx.array([text]))
-        self._context = drafter.states(found)
+        self._context = drafter.states(collected)
         self.fed = 0
         drafter.history = self.history
         drafter.rows = self.rows

@@ -112,8 +112,8 @@ def nan_logits(draft_model: Any, nth: int) -> Iterator[Happened]:
 
     def poisoned_forward(self: LaneRound, tokens: mx.array) -> mx.array:
         logits = forward(self, tokens)
-        own = self._lane.model is draft_model and len(tokens) <= LONGEST_LAG
-        if own and poison():
+        of_draft = self._lane.model is draft_model and len(tokens) <= LONGEST_LAG
+        if of_draft and poison():
             return logits * mx.nan
         return logits
 

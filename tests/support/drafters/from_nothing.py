@@ -32,12 +32,12 @@ def of_model(model: nn.Module) -> FromNothing:
     """Return the twin of a draft model."""
 
     def chain(sequence: Sequence, count: int, choose: Choose) -> list[int]:
-        found: list[int] = []
+        drafted: list[int] = []
         for _ in range(count):
-            logits = model(mx.array([[*sequence.tokens, *found]]))[:, -1]
-            rows = sequence.rows(_ahead(found))
-            found.append(_token(choose(logits.astype(mx.float32), rows)))
-        return found
+            logits = model(mx.array([[*sequence.tokens, *drafted]]))[:, -1]
+            rows = sequence.rows(_ahead(drafted))
+            drafted.append(_token(choose(logits.astype(mx.float32), rows)))
+        return drafted
 
     return chain
 
@@ -53,19 +53,19 @@ def of_mtp(draft: MtpDraft) -> FromNothing:
         with taps.collect() as states:
             draft.model(mx.array([tokens[:-1]]))
         hidden = states.before_norm if before else states.after_norm
-        caches, found = head.new_caches(), list(tokens[1:])
-        known = len(found)
+        caches, fed = head.new_caches(), list(tokens[1:])
+        known = len(fed)
         for k in range(count):
             layer = k if head.chained else 0
             if layer or k == 0:
-                read = mx.array([found[layer : layer + known]])
+                read = mx.array([fed[layer : layer + known]])
                 out = mtp.rows(hidden, read, caches[layer], layer)
             else:
-                out = mtp.rows(hidden[:, -1:], mx.array([found[-1:]]), caches[0])
+                out = mtp.rows(hidden[:, -1:], mx.array([fed[-1:]]), caches[0])
             hidden = out.recycled
-            rows = sequence.rows(_ahead(found[known:]))
-            found.append(_token(choose(out.logits[:, -1], rows)))
-        return found[known:]
+            rows = sequence.rows(_ahead(fed[known:]))
+            fed.append(_token(choose(out.logits[:, -1], rows)))
+        return fed[known:]
 
     return chain
 
@@ -79,15 +79,15 @@ def of_eagle(draft: EagleDraft) -> FromNothing:
         tokens = sequence.tokens
         with taps.collect() as states:
             draft.model(mx.array([tokens[:-1]]))
-        caches, found = eagle.head.new_caches()[0], list(tokens[1:])
-        known = len(found)
-        out = eagle.rows(eagle.states(states), mx.array([found]), caches)
+        caches, fed = eagle.head.new_caches()[0], list(tokens[1:])
+        known = len(fed)
+        out = eagle.rows(eagle.states(states), mx.array([fed]), caches)
         for k in range(count):
             if k:
-                out = eagle.rows(out.recycled[:, -1:], mx.array([found[-1:]]), caches)
-            rows = sequence.rows(_ahead(found[known:]))
-            found.append(_token(choose(out.logits[:, -1], rows, eagle.head.ids)))
-        return found[known:]
+                out = eagle.rows(out.recycled[:, -1:], mx.array([fed[-1:]]), caches)
+            rows = sequence.rows(_ahead(fed[known:]))
+            fed.append(_token(choose(out.logits[:, -1], rows, eagle.head.ids)))
+        return fed[known:]
 
     return chain
 
@@ -100,15 +100,15 @@ def of_peagle(draft: PEagleDraft) -> FromNothing:
         tokens = sequence.tokens
         with taps.collect() as states:
             draft.model(mx.array([tokens[:-1]]))
-        known, found = mx.array([tokens[1:]], mx.uint32), list[int]()
+        known, drafted = mx.array([tokens[1:]], mx.uint32), list[int]()
         for k in range(count):
             hidden, masks = eagle.head.masked(1, k)
             hidden = mx.concatenate([eagle.states(states), hidden], axis=1)
             read = mx.concatenate([known, masks], axis=1)
             out = eagle.rows(hidden, read, eagle.new_caches())
-            rows = sequence.rows(_ahead(found))
-            found.append(_token(choose(out.logits[:, -1], rows, eagle.head.ids)))
-        return found
+            rows = sequence.rows(_ahead(drafted))
+            drafted.append(_token(choose(out.logits[:, -1], rows, eagle.head.ids)))
+        return drafted
 
     return one_by_one
 
@@ -123,15 +123,15 @@ def of_block(draft: DFlashDraft) -> FromNothing:
         with taps.collect() as states:
             draft.model(mx.array([tokens[:-1]]))
         context, newest = dflash.states(states), mx.array([tokens[-1:]])
-        found: list[int] = []
+        drafted: list[int] = []
 
         def choose_next(logits: mx.array, ids: mx.array | None = None) -> mx.array:
-            rows = sequence.rows(_ahead(found))
+            rows = sequence.rows(_ahead(drafted))
             columns = dflash.head.ids if ids is None else ids
-            found.append(_token(choose(logits, rows, columns)))
-            return mx.array(found[-1:], mx.uint32)
+            drafted.append(_token(choose(logits, rows, columns)))
+            return mx.array(drafted[-1:], mx.uint32)
 
         dflash.draft(context, newest, dflash.head.new_caches(), count, choose_next)
-        return found
+        return drafted
 
     return block

@@ -12,7 +12,7 @@ class Planned:
         self._lengths = lengths
         self.planned: list[Plan] = []
         self.noted: list[tuple[Plan, Feedback]] = []
-        self.asked: list[int] = []  # contexts that were planned for
+        self.planned_contexts: list[int] = []  # contexts that were planned for
         self.contexts: list[int] = []  # those of the rounds that were noted
         self.ended = 0
 
@@ -22,7 +22,7 @@ class Planned:
 
     def plan(self, context: int, limit: int) -> Plan:
         length = self._lengths[len(self.planned) % len(self._lengths)]
-        self.asked.append(context)
+        self.planned_contexts.append(context)
         self.planned.append(Plan(max(0, min(length, limit)), "fixed"))
         return self.planned[-1]
 

@@ -172,14 +172,14 @@ def _gemma_layer(draws: Draws, layer: str) -> Tensors:
 
 
 def altered(
-    name: str, *parts: str, own: Config | None = None, **keys: Any
+    name: str, *parts: str, inner: Config | None = None, **keys: Any
 ) -> Packaging:
     """Return a packaging with other parts, and other keys in its config.json.
 
     Args:
         name: of the packaging.
         parts: see `parts_of`; none: its own.
-        own: keys that go into `dflash_config` where there is one.
+        inner: keys that go into `dflash_config` where there is one.
         keys: those at the top.
     """
     old = PACKAGINGS[name]
@@ -187,8 +187,8 @@ def altered(
     def config(layers: tuple[int, ...]) -> Config:
         made = {**old.config(layers), **keys}
         if "dflash_config" in made:
-            return {**made, "dflash_config": {**made["dflash_config"], **(own or {})}}
-        return {**made, **(own or {})}
+            return {**made, "dflash_config": {**made["dflash_config"], **(inner or {})}}
+        return {**made, **(inner or {})}
 
     return replace(old, config=config, parts=parts or old.parts)
 
@@ -236,18 +236,18 @@ def _named(name: str, names: dict[str, str]) -> str:
 
 def packed(tensors: Tensors) -> Tensors:
     """Return tensors with those of the layers' linear parts packed as NVFP4."""
-    found: Tensors = {}
+    result: Tensors = {}
     for name, value in tensors.items():
         part = name.removesuffix(".weight")
         if not (part.startswith("layers.") and part.endswith("_proj")):
-            found[name] = value
+            result[name] = value
             continue
         whole = mx.abs(value).max() / 6
         scale = mx.to_fp8(mx.ones((value.shape[0], value.shape[1] // 16)))
         sizes = mx.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
         near = mx.argmin(mx.abs(mx.abs(value / whole)[..., None] - sizes), axis=-1)
         codes = (near + mx.where(value < 0, 8, 0)).astype(mx.uint8)
-        found[name] = codes[:, ::2] | (codes[:, 1::2] << 4)
-        found[f"{part}.weight_scale"] = scale
-        found[f"{part}.weight_scale_2"] = whole
-    return found
+        result[name] = codes[:, ::2] | (codes[:, 1::2] << 4)
+        result[f"{part}.weight_scale"] = scale
+        result[f"{part}.weight_scale_2"] = whole
+    return result

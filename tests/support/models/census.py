@@ -106,7 +106,7 @@ def kind_of(model: nn.Module) -> frozenset[str]:
 
 def architectures() -> tuple[set[str], set[str]]:
     """Return the modules that have a Model, and those that cannot be imported."""
-    found, broken = set(), set()
+    names, broken = set(), set()
     for module in pkgutil.iter_modules(mlx_lm.models.__path__):
         try:
             imported = importlib.import_module(f"mlx_lm.models.{module.name}")
@@ -114,8 +114,8 @@ def architectures() -> tuple[set[str], set[str]]:
             broken.add(module.name)
         else:
             if hasattr(imported, "Model") and hasattr(imported, "ModelArgs"):
-                found.add(module.name)
-    return found, broken
+                names.add(module.name)
+    return names, broken
 
 
 def build(module: str, *, seed: int = 0) -> nn.Module:
@@ -139,9 +139,9 @@ def structure(module: str) -> nn.Module:
     return _made(module, _arguments(module, row.args))
 
 
-def build_from(module: str, own: dict[str, Any], *, seed: int = 0) -> nn.Module:
+def build_from(module: str, arguments: dict[str, Any], *, seed: int = 0) -> nn.Module:
     """Build a module's model from the common arguments and its own."""
-    args = _arguments(module, own)
+    args = _arguments(module, arguments)
     mx.random.seed(seed)  # The constructors draw from the global generator.
     model = _made(module, args)
     known = json.dumps([module, args, seed])
@@ -149,10 +149,10 @@ def build_from(module: str, own: dict[str, Any], *, seed: int = 0) -> nn.Module:
     return model
 
 
-def _arguments(module: str, own: dict[str, Any]) -> dict[str, Any]:
-    args = {"model_type": module, **COMMON, **own}
-    if "text_config" in own:
-        args["text_config"] = {**COMMON, **own["text_config"]}
+def _arguments(module: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    args = {"model_type": module, **COMMON, **arguments}
+    if "text_config" in arguments:
+        args["text_config"] = {**COMMON, **arguments["text_config"]}
     return args
 
 
@@ -203,8 +203,8 @@ def window(model: nn.Module) -> int | None:
 
 def layers(model: nn.Module) -> int | None:
     """Return `len(model.layers)`, or None where the model has no such attribute."""
-    found = getattr(model, "layers", None)
-    return None if found is None else len(found)
+    parts = getattr(model, "layers", None)
+    return None if parts is None else len(parts)
 
 
 def widths_differ(model: nn.Module, prompt: list[int], rows: list[int]) -> float:

@@ -44,7 +44,7 @@ def knowing(
     taps = HiddenStates(model, layers=layers, after_norm=True)
     every = mx.arange(VOCAB)[:, None]
     with taps.collect() as states:
-        following = mx.argmax(model(every)[:, 0], axis=-1)
+        next_tokens = mx.argmax(model(every)[:, 0], axis=-1)
     last = len(model.layers) - 1  # drafters of blocks read it after the norm
     read = [states.after_norm if i == last else states.layer(i) for i in layers]
     outputs = mx.concatenate(read, axis=-1)[:, 0]
@@ -55,9 +55,9 @@ def knowing(
     come, newest = set(), [start[-1] for start in STARTS]
     for _ in range(24):
         come |= set(newest)
-        newest = [int(following[token]) for token in newest]
+        newest = [int(next_tokens[token]) for token in newest]
     seen = mx.array(sorted(come))
-    wanted = mx.eye(VOCAB)[following[following[seen]]]
+    wanted = mx.eye(VOCAB)[next_tokens[next_tokens[seen]]]
     fitted = np.linalg.lstsq(np.array(context[seen]), np.array(wanted), rcond=None)
     head = mx.array(fitted[0].T.astype(np.float32)) * 8
     changed = {

@@ -119,14 +119,14 @@ def make(name: str, *, seed: int = 0) -> tuple[dict[str, Any], nn.Module, MtpHea
 
 def family(layout: Layout) -> MtpFamily:
     """Return the family of a layout."""
-    found = family_of(f"mlx_lm.models.{layout.module}")
-    assert found is not None
-    return found
+    result = family_of(f"mlx_lm.models.{layout.module}")
+    assert result is not None
+    return result
 
 
 def make_head(layout: Layout, target: nn.Module, config: dict[str, Any]) -> MtpHead:
     """Return a head with initial weights."""
-    args, found = arguments_of(target), family(layout)
+    args, its_family = arguments_of(target), family(layout)
     epsilon = next(
         getattr(args, name)
         for name in ("rms_norm_eps", "layernorm_epsilon", "layer_norm_epsilon")
@@ -136,8 +136,8 @@ def make_head(layout: Layout, target: nn.Module, config: dict[str, Any]) -> MtpH
         MtpLayer(
             args.hidden_size,
             epsilon,
-            found.build(args, config.get("text_config", config), k),
-            order=found.convention.order,
+            its_family.build(args, config.get("text_config", config), k),
+            order=its_family.convention.order,
             final="final" in layout.names,
             output=args.vocab_size if "output" in layout.names else None,
             embedding=args.vocab_size if "embedding" in layout.names else None,
@@ -172,7 +172,7 @@ def head_tensors(
         raw: in the form of the original files too; otherwise as mlx-lm's modules
             have it, which is what a pack beside a converted target holds.
     """
-    trunk, found = len(target.layers), dict[str, mx.array]()
+    trunk, tensors = len(target.layers), dict[str, mx.array]()
     for name, value in flat(head).items():
         _, layer, part, *rest = name.split(".")
         numbers = {"k": int(layer), "n": trunk + int(layer), "b": 0}
@@ -182,29 +182,29 @@ def head_tensors(
         for ours, theirs in layout.block_names.items():
             if part == "block" and inner.startswith(ours):
                 inner = theirs + inner.removeprefix(ours)
-        found[f"{layout.names[part].format(**numbers)}.{inner}"] = value
+        tensors[f"{layout.names[part].format(**numbers)}.{inner}"] = value
     if raw:
-        found = as_original(layout, found)
+        tensors = as_original(layout, tensors)
     weights = flat(target)
     for k in range(layout.layers):
         for copy, source in layout.copies.items():
-            found[copy.format(n=trunk + k)] = weights[source]
-    return found
+            tensors[copy.format(n=trunk + k)] = weights[source]
+    return tensors
 
 
 def trunk_tensors(layout: Layout, target: nn.Module) -> Weights:
     """Return the target's tensors as the original files have them."""
-    found = as_original(layout, flat(target))
+    tensors = as_original(layout, flat(target))
     if layout.module.startswith("qwen3_5"):
-        found = {
+        tensors = {
             name.replace("language_model.model.", "model.language_model.").replace(
                 "language_model.lm_head.", "lm_head."
             ): value
-            for name, value in found.items()
+            for name, value in tensors.items()
         }
     if layout.module == "step3p5":
-        found = {_step_name(name): value for name, value in found.items()}
-    return found
+        tensors = {_step_name(name): value for name, value in tensors.items()}
+    return tensors
 
 
 def _step_name(name: str) -> str:

@@ -40,16 +40,16 @@ def vision_folder(folder: Path, name: str = "qwen3_vl", **text_config: Any) -> P
     flat: Any = tree_flatten(target.vlm.parameters())
     weights = folder / "model.safetensors"
     mx.save_safetensors(str(weights), dict(flat), {"format": "mlx"})
-    own = tokenizer(files.names)._tokenizer
-    own.add_special_tokens(
+    inner = tokenizer(files.names)._tokenizer
+    inner.add_special_tokens(
         {
             "eos_token": END,
             "pad_token": END,
             "additional_special_tokens": list(files.names),
         }
     )
-    own.chat_template = TEMPLATE.replace("MARKER", files.marker)
-    own.save_pretrained(folder)
+    inner.chat_template = TEMPLATE.replace("MARKER", files.marker)
+    inner.save_pretrained(folder)
     settings = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
     write(folder / "tokenizer_config.json", {**settings, **files.special})
     if files.image_processor:

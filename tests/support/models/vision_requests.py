@@ -26,7 +26,7 @@ def generator(model: Any, **options: Any) -> SpeculativeGenerator:
     return SpeculativeGenerator(model, tokenizer(), **options)
 
 
-def asked(prompt: ImagePrompt) -> Any:
+def request_of(prompt: ImagePrompt) -> Any:
     """Return a prompt as a user would pass it: without images it is ids."""
     return prompt if prompt.inputs else prompt.tokens
 
@@ -40,7 +40,7 @@ def text(
     model: Any, prompt: ImagePrompt, sampling: Sampling, **draft: Any
 ) -> list[int]:
     made = generator(model, **draft)
-    return made.generate(asked(prompt), **options(sampling)).tokens
+    return made.generate(request_of(prompt), **options(sampling)).tokens
 
 
 @cache

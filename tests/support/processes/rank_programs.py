@@ -53,8 +53,10 @@ def main() -> None:
     faulthandler.dump_traceback_later(900, exit=True)
     name, *arguments = sys.argv[1:]
     module, _, name = name.rpartition(".")
-    found = importlib.import_module(f"support.{module}") if module else None
-    program: Callable[..., Any] = getattr(found, name) if found else globals()[name]
+    imported = importlib.import_module(f"support.{module}") if module else None
+    program: Callable[..., Any] = (
+        getattr(imported, name) if imported else globals()[name]
+    )
     try:
         say(program(*arguments))
     except BaseException:
@@ -129,13 +131,17 @@ class Expected:
         """Return where a text parts from the plain one of the whole model."""
         expected = self.text(sampling)[: len(got)]
         pairs = enumerate(zip(expected, got, strict=True))
-        found = next(((i, one, two) for i, (one, two) in pairs if one != two), None)
-        if found is None:
+        first_difference = next(
+            ((i, one, two) for i, (one, two) in pairs if one != two), None
+        )
+        if first_difference is None:
             return None
-        shared = prompt_of(PROMPT) + expected[: found[0]]
+        shared = prompt_of(PROMPT) + expected[: first_difference[0]]
         row = identity.deciding_row(self.whole, shared, PROMPT, first=1, width=1)
         chooser = Chooser(sampling, 256)
-        return identity.weigh(chooser, row, Rows(shared), found, self.difference)
+        return identity.weigh(
+            chooser, row, Rows(shared), first_difference, self.difference
+        )
 
 
 def texts(
@@ -323,7 +329,7 @@ def _closed(made: Any, text: list[int]) -> dict[str, Any]:
         yielded.append(chunk.token)
         if rank == 0 and len(yielded) == 6:
             stream.close()
-    result, held = stream.result, cache[0].offset
+    result, cached = stream.result, cache[0].offset
     more = made.generate(
         [result.next_token],
         max_tokens=TOKENS - len(result.cached_tokens) + PROMPT - 1,
@@ -331,7 +337,7 @@ def _closed(made: Any, text: list[int]) -> dict[str, Any]:
         cached_tokens=result.cached_tokens,
     )
     return _shown(result) | {
-        "held": held,
+        "held": cached,
         "whole": [*result.cached_tokens[PROMPT:], result.next_token, *more.tokens],
     }
 

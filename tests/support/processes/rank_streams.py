@@ -263,8 +263,8 @@ def apart() -> dict[str, Any]:
 
 
 def _text(made: Any) -> list[int]:
-    found: list[int] = made.generate(ONE, max_tokens=TOKENS).tokens
-    return found
+    tokens: list[int] = made.generate(ONE, max_tokens=TOKENS).tokens
+    return tokens
 
 
 def patient() -> list[int]:

@@ -143,11 +143,11 @@ def scripted(
     """Run a server whose answers a script says."""
     real = Answering._constraint
 
-    def constraint(own: Answering, job: Job, state: str, held: Any) -> Any:
+    def constraint(answering: Answering, job: Job, state: str, more: Any) -> Any:
         text = script(job.request)
         if text is None:
-            return real(own, job, state, held)
-        ids = own._models.token_ids
+            return real(answering, job, state, more)
+        ids = answering._models.token_ids
         tokens = agent_tokenizer().encode(text, add_special_tokens=False)
         return Forced(tokens, ids)
 

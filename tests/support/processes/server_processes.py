@@ -49,11 +49,11 @@ def processes() -> dict[int, Process]:
     )
     rows = [line.split() for line in listed.stdout.splitlines()]
     lines = [[*map(int, row[:3])] for row in rows if not row[3].startswith("Z")]
-    found = {line[0]: Process(line[0], line[2] / 1024) for line in lines}
+    by_id = {line[0]: Process(line[0], line[2] / 1024) for line in lines}
     for line in lines:
-        if line[1] in found:
-            found[line[1]].children.append(found[line[0]])
-    return found
+        if line[1] in by_id:
+            by_id[line[1]].children.append(by_id[line[0]])
+    return by_id
 
 
 @dataclass(frozen=True, slots=True)

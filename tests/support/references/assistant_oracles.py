@@ -76,13 +76,15 @@ class OracleStep:
             token = mx.array(self._text[place : place + 1])
             scaled = table.model.embed_tokens(token[None]) * DIM**0.5
             assert mx.allclose(embedded, scaled, atol=1e-6), place
-        own = mx.full((1, 1, DIM), _OWN + step + 1)
+        next_state = mx.full((1, 1, DIM), _OWN + step + 1)
         guess = self._guess(place + 1)
         if self._sparse:
             ids = mx.array([(guess + 7 * i) % VOCAB for i in (3, 0, 5)], mx.uint32)
-            return AssistantOutput(own, mx.array([[-100.0, 100.0, -100.0]]), ids[None])
+            return AssistantOutput(
+                next_state, mx.array([[-100.0, 100.0, -100.0]]), ids[None]
+            )
         logits = mx.where(mx.arange(VOCAB) == guess, 100.0, -100.0)
-        return AssistantOutput(own, logits[None], None)
+        return AssistantOutput(next_state, logits[None], None)
 
     def _guess(self, place: int) -> int:
         if place >= len(self._text):
@@ -92,12 +94,12 @@ class OracleStep:
     def _check_read(self, read: Read, stop: int) -> None:
         for kind, pair in read.items():
             start = max(0, stop - WINDOW) if kind == SLIDING else 0
-            for found, whole in zip(pair[:2], self._kept[kind], strict=True):
+            for read_rows, whole in zip(pair[:2], self._kept[kind], strict=True):
                 wanted = whole[:, :, start:stop]
-                lacking = wanted.shape[2] - found.shape[2]
+                lacking = wanted.shape[2] - read_rows.shape[2]
                 assert lacking in (0, self._gone if start else 0), (kind, stop)
                 wanted = wanted[:, :, lacking:]
-                assert mx.allclose(in_order(found), in_order(wanted), atol=1e-3)
+                assert mx.allclose(in_order(read_rows), in_order(wanted), atol=1e-3)
 
 
 def whole_caches(model: nn.Module) -> list[Any]:

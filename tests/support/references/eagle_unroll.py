@@ -44,10 +44,10 @@ def depth_loss(
         _norm(part, weights[f"fc_norm.{i}.weight"], eps)
         for i, part in enumerate(features)
     ]
-    begun = torch.cat(normed, -1) @ weights["fc.weight"].T
-    found, number = torch.zeros((), dtype=begun.dtype), 0
+    joined = torch.cat(normed, -1) @ weights["fc.weight"].T
+    loss, number = torch.zeros((), dtype=joined.dtype), 0
     for slot in range(slots):
-        states = list(begun[: slot + 1])
+        states = list(joined[: slot + 1])
         for _ in range(depth + 1):
             out = _layer(weights, config, states, embedded[1 : len(states) + 1])
             states.append(out)
@@ -57,10 +57,10 @@ def depth_loss(
         last = _norm(out, weights["norm.weight"], eps)
         log = (weights["lm_head.weight"] @ last).log_softmax(-1)
         wanted = teacher[after].log_softmax(-1)
-        found = found + (wanted.exp() * (wanted - log)).sum()
-        found = found - hard * log[likeliest[after]]
+        loss = loss + (wanted.exp() * (wanted - log)).sum()
+        loss = loss - hard * log[likeliest[after]]
         number += 1
-    return found, number
+    return loss, number
 
 
 def _layer(

@@ -68,7 +68,7 @@ class OracleMtp:
             target(mx.array([text]))
         self._states = states.before_norm if before_norm else states.after_norm
         self.calls: list[tuple[str, int, int, int]] = []
-        self.own = 0
+        self.chained_steps = 0
 
     def rows(
         self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
@@ -112,7 +112,7 @@ class OracleMtp:
                 assert mx.allclose(state, self._states[0, slot], atol=1e-3), slot
                 assert tokens[0, i].item() == self._text[slot + 1], slot
             else:
-                self.own += 1
+                self.chained_steps += 1
                 expected = (slot, layer - 1) if layer else (slot - 1, 0)
                 assert state[0].item() == _number(*expected), (slot, layer)
         row = tokens[:, None, :, None].astype(mx.float32)

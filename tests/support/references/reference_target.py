@@ -55,14 +55,16 @@ class Known:
     @classmethod
     def of(cls, layers: int, length: int) -> "Known":
         """Return a text of a target with so many layers."""
-        own = tables(layers)
-        return cls(target(layers), prompt_of(length), own["embedding"], own["head"])
+        weights = tables(layers)
+        return cls(
+            target(layers), prompt_of(length), weights["embedding"], weights["head"]
+        )
 
     def states(self, taps: HiddenStates) -> Any:
         """Return what taps show of all positions but the last."""
-        with taps.collect() as found:
+        with taps.collect() as states:
             self.model(mx.array([self.tokens[:-1]]))
-        return found
+        return states
 
     def hidden(self, layers: Sequence[int | None]) -> list[Array]:
         """Return the outputs of layers, [positions, H] each.
@@ -72,9 +74,9 @@ class Known:
         named = [layer for layer in layers if layer is not None]
         taps = HiddenStates(self.model, layers=named, after_norm=True)
         try:
-            found = self.states(taps)
+            states = self.states(taps)
             arrays = [
-                found.after_norm if layer is None else found.layer(layer)
+                states.after_norm if layer is None else states.layer(layer)
                 for layer in layers
             ]
             return [np.array(array[0], np.float64) for array in arrays]
@@ -84,7 +86,7 @@ class Known:
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Array]]:
     """Return what config.json or a GGUF file says, and the tensors by their names."""
-    gguf, found = folder / "drafter.gguf", folder / "config.json"
+    gguf, config_file = folder / "drafter.gguf", folder / "config.json"
     loaded: Any
     if gguf.exists():
         both: Any = mx.load(str(gguf), return_metadata=True)
@@ -92,13 +94,13 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Array]]:
         config = {k: v if isinstance(v, str) else v.tolist() for k, v in said.items()}
     else:
         loaded = mx.load(str(folder / "model.safetensors"))
-        config = json.loads(found.read_text(encoding="utf-8"))
+        config = json.loads(config_file.read_text(encoding="utf-8"))
     return config, {name: np.array(tensor) for name, tensor in loaded.items()}
 
 
-def assert_close(found: mx.array, expected: Any) -> None:
+def assert_close(actual: mx.array, expected: Any) -> None:
     """Assert that [1, rows, n] equals [rows, n] but for the rounding of float32."""
-    got = np.array(found[0], np.float64)
+    got = np.array(actual[0], np.float64)
     assert got.shape == expected.shape
     scale = max(1.0, float(np.abs(expected).max()))
     assert np.abs(got - expected).max() <= TOLERANCE * scale
@@ -118,12 +120,12 @@ def assert_drafts(
         expected: [drafts, V], -inf where the drafter cannot reach.
     """
     assert len(seen) == len(expected)
-    for (logits, own), row in zip(seen, expected, strict=True):
-        columns = own if own is not None else ids
-        found = np.full(len(row), -np.inf)
+    for (logits, row_ids), row in zip(seen, expected, strict=True):
+        columns = row_ids if row_ids is not None else ids
+        full = np.full(len(row), -np.inf)
         places = slice(None) if columns is None else np.array(columns)
-        found[places] = np.array(logits[0].astype(mx.float32), np.float64)
+        full[places] = np.array(logits[0].astype(mx.float32), np.float64)
         reached = np.isfinite(row)
-        np.testing.assert_array_equal(np.isfinite(found), reached)
+        np.testing.assert_array_equal(np.isfinite(full), reached)
         scale = max(1.0, float(np.abs(row[reached]).max()))
-        assert np.abs(found[reached] - row[reached]).max() <= TOLERANCE * scale
+        assert np.abs(full[reached] - row[reached]).max() <= TOLERANCE * scale

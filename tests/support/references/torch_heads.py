@@ -84,21 +84,21 @@ def _step_main(config: dict[str, Any]) -> Any:
 def fill(module: Any, tensors: Tensors) -> None:
     """Give a module all its weights, experts stacked as transformers has them."""
     stacks: dict[tuple[str, str], list[NDArray[Any]]] = defaultdict(list)
-    found = {}
+    state = {}
     for name, tensor in tensors.items():
         before, _, after = name.partition("experts.")
         if after[:1].isdigit():  # experts are in order
             stacks[f"{before}experts.", after.split(".")[1]].append(tensor)
         else:
-            found[name] = to_torch(tensor)
+            state[name] = to_torch(tensor)
     for (prefix, which), parts in stacks.items():
         if which == "gate_proj":
             ups = stacks[prefix, "up_proj"]
             joined = [np.concatenate(p) for p in zip(parts, ups, strict=True)]
-            found[f"{prefix}gate_up_proj"] = to_torch(np.stack(joined))
+            state[f"{prefix}gate_up_proj"] = to_torch(np.stack(joined))
         elif which == "down_proj" or (prefix, "gate_proj") not in stacks:
-            found[f"{prefix}{which}"] = to_torch(np.stack(parts))
-    module.load_state_dict(found, strict=True)
+            state[f"{prefix}{which}"] = to_torch(np.stack(parts))
+    module.load_state_dict(state, strict=True)
     module.eval()
 
 

@@ -181,15 +181,15 @@ def ask(
     with mx.stream(mx.cpu):  # the only device with float64
         target = mx.array(along_drafts(tables.target, k), dtype=dtype)
         draft = mx.array(along_drafts(shown or tables.draft, k), dtype=dtype)
-        told = draft if chance else None
+        draft_probs = draft if chance else None
         drafted = mx.array(sequences(vocab, k))
         drafted = mx.broadcast_to(drafted, (tables.pairs, *drafted.shape))
-        acceptance = as_numpy(rule.acceptance_probs(target, told, drafted))
+        acceptance = as_numpy(rule.acceptance_probs(target, draft_probs, drafted))
         distributions = []
         for count in range(k + 1):
             counts = mx.full(drafted.shape[:-1], count, dtype=mx.int32)
             distributions.append(
-                as_numpy(rule.next_probs(target, told, drafted, counts))
+                as_numpy(rule.next_probs(target, draft_probs, drafted, counts))
             )
     return acceptance, distributions
 

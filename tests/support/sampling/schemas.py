@@ -51,7 +51,7 @@ SCHEMAS: st.SearchStrategy[Schema] = st.recursive(
     lambda inner: st.one_of(
         objects(inner),
         arrays(inner),
-        st.lists(inner, min_size=1, max_size=2).map(lambda found: {"anyOf": found}),
+        st.lists(inner, min_size=1, max_size=2).map(lambda members: {"anyOf": members}),
     ),
     max_leaves=4,
 )

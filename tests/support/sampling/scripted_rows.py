@@ -97,8 +97,8 @@ def draft_tokens(
         rows = Rows(text, ahead)
         logits = mx.array(scripted([*text, *drafted], script=1))[None]
         processed = chooser.processed(logits, rows, for_draft=True)
-        own: Any = mx.argmax(chooser.scores(processed, rows), axis=-1).item()
-        drafted.append(own if right is None else right)
+        likeliest: Any = mx.argmax(chooser.scores(processed, rows), axis=-1).item()
+        drafted.append(likeliest if right is None else right)
     return drafted
 
 

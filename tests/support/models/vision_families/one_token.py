@@ -41,11 +41,11 @@ class _Phi(_Quarters):
 
     def __call__(self, *args: Any) -> mx.array:
         pixels, embeds, _, places = args
-        found: mx.array = embeds
+        embedded: mx.array = embeds
         for number, rows in enumerate(super().__call__(pixels)):
             row, start = places[4 * number]
-            found[row, start : start + 4] = rows
-        return found
+            embedded[row, start : start + 4] = rows
+        return embedded
 
 
 def _small_phi(vlm: Any) -> None:

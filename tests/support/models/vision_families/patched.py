@@ -16,16 +16,16 @@ def _squares(grid: str, *, time: bool = False) -> Pixels:
     """Patches [all, 3, 4, 4], and each image's rows and columns."""
 
     def made(sizes: Sizes, key: mx.array) -> dict[str, mx.array]:
-        found = patches(48, grid, time=time)(sizes, key)
-        return {**found, "pixel_values": found["pixel_values"].reshape(-1, 3, 4, 4)}
+        inputs = patches(48, grid, time=time)(sizes, key)
+        return {**inputs, "pixel_values": inputs["pixel_values"].reshape(-1, 3, 4, 4)}
 
     return made
 
 
 def _shaped(sizes: Sizes, key: mx.array) -> dict[str, mx.array]:
     """Patches [1, all, 48], and each image's rows and columns."""
-    found = patches(48, "spatial_shapes", time=False)(sizes, key)
-    return {**found, "pixel_values": found["pixel_values"][None]}
+    inputs = patches(48, "spatial_shapes", time=False)(sizes, key)
+    return {**inputs, "pixel_values": inputs["pixel_values"][None]}
 
 
 FAMILIES: dict[str, TinyFamily] = {

@@ -57,22 +57,22 @@ def _masked(ids: mx.array) -> dict[str, mx.array]:
 def _whole(sizes: Sizes, key: mx.array) -> dict[str, mx.array]:
     """No crops, and images [n, 3, 16, 16]."""
     pixels = mx.random.normal((len(sizes), 3, 16, 16), key=key)
-    found: Any = {"pixel_values": [mx.zeros((1, 3, 16, 16)), pixels]}
-    return {**found, "images_spatial_crop": mx.array([[1, 1]] * len(sizes))}
+    inputs: Any = {"pixel_values": [mx.zeros((1, 3, 16, 16)), pixels]}
+    return {**inputs, "images_spatial_crop": mx.array([[1, 1]] * len(sizes))}
 
 
 def _sliced(sizes: Sizes, key: mx.array) -> dict[str, mx.array]:
     """Images [3, 32, 32] of one prompt, in lists, and how many patches each has."""
     pixels = mx.random.normal((len(sizes), 3, 32, 32), key=key)
-    found: Any = {"pixel_values": [list(pixels)]}
-    return {**found, "tgt_sizes": mx.array([[[8, 8]] * len(sizes)])}
+    inputs: Any = {"pixel_values": [list(pixels)]}
+    return {**inputs, "tgt_sizes": mx.array([[[8, 8]] * len(sizes)])}
 
 
 def _bounds(ids: mx.array) -> dict[str, mx.array]:
     """Return the bounds of each image's slots, four of each."""
     starts: Any = _indexed(ids)["image_input_idx"][:, 0].tolist()
-    found: Any = [mx.array([[start, start + 4] for start in starts])]
-    return {"image_bound": found}
+    bounds: Any = [mx.array([[start, start + 4] for start in starts])]
+    return {"image_bound": bounds}
 
 
 class _Sam(nn.Module):

@@ -156,11 +156,11 @@ def causal_layers(
     if option(config, "dflash_query_causal", False):
         return (True,) * body.layers
     inside = config.get("dflash_config") or {}
-    for asked in (
+    for causal in (
         config.get("is_causal"),
         inside.get("is_causal"),
         inside.get("causal"),
     ):
-        if asked is not None:
-            return (bool(asked),) * body.layers
+        if causal is not None:
+            return (bool(causal),) * body.layers
     return sliding

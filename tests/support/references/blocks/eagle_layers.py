@@ -185,10 +185,10 @@ def _latent(config: Config) -> Latent | None:
         interleaved=bool(inner.get("rope_interleave", True)),
     )
     scale = (nope + rotated) ** -0.5
-    found = rope_parameters(inner)
-    stretched = found.get("mscale_all_dim")
+    parameters = rope_parameters(inner)
+    stretched = parameters.get("mscale_all_dim")
     if stretched:
-        scale *= mscale(float(found["factor"]), float(stretched)) ** 2
+        scale *= mscale(float(parameters["factor"]), float(stretched)) ** 2
     return Latent(int(inner["kv_lora_rank"]), nope, rotated, rope, scale)
 
 
@@ -207,12 +207,12 @@ def _attend_latent(
     """
     name = f"{layer}.self_attn"
     rows = len(read)
-    asked = read
+    query_rows = read
     if f"{name}.q_a_proj.weight" in weights:
         down = linear(weights, f"{name}.q_a_proj", read)
-        asked = norm(weights, f"{name}.q_a_layernorm", down, body)
+        query_rows = norm(weights, f"{name}.q_a_layernorm", down, body)
     up = "q_b_proj" if f"{name}.q_b_proj.weight" in weights else "q_proj"
-    made = linear(weights, f"{name}.{up}", asked).reshape(rows, body.heads, -1)
+    made = linear(weights, f"{name}.{up}", query_rows).reshape(rows, body.heads, -1)
     turned = latent.rope(made[..., latent.nope :], positions)
     queries = np.concatenate([made[..., : latent.nope], turned], axis=-1)
 

@@ -92,14 +92,14 @@ def attend(
         context: Rows [context, H] that give keys and values as they stand, and their
             positions [context].
     """
-    asked, gate = queries(weights, layer, x, positions, body)
+    queried, gate = queries(weights, layer, x, positions, body)
     keys, values = keys_values(weights, layer, x, positions, body)
     if context is not None:
         before = keys_values(weights, layer, *context, body)
         keys = np.concatenate([before[0], keys])
         values = np.concatenate([before[1], values])
     sinks = weights.get(f"{layer}.self_attn.attention_sink_bias")
-    mixed = attention(asked, keys, values, seen, body.scale, sinks)
+    mixed = attention(queried, keys, values, seen, body.scale, sinks)
     if gate is not None:
         mixed = mixed * sigmoid(gate)
     return linear(weights, f"{layer}.self_attn.o_proj", mixed.reshape(len(x), -1))
@@ -151,10 +151,10 @@ def seen_by_block(
     start + j - p < window, and so the block if it is causal: up to the row itself.
     """
     start = int(positions[-1]) + 1
-    own = start + np.arange(rows)[:, None]
+    block_positions = start + np.arange(rows)[:, None]
     context = np.ones((rows, len(positions)), dtype=bool)
     if window is not None:
-        context = own - positions[None] < window
+        context = block_positions - positions[None] < window
     block = np.ones((rows, rows), dtype=bool)
     if causal:
         block = np.tril(block) & ~np.tril(block, -(window or rows))
@@ -188,7 +188,7 @@ def run_block(
     Returns:
         [rows, H] before the last norm.
     """
-    own = int(positions[-1]) + 1 + np.arange(len(block))
+    block_positions = int(positions[-1]) + 1 + np.arange(len(block))
     x = block
     for i in range(body.layers):
         layer = f"layers.{i}"
@@ -197,7 +197,7 @@ def run_block(
             attend,
             weights,
             layer,
-            positions=own,
+            positions=block_positions,
             seen=seen,
             body=body,
             context=(context, positions),

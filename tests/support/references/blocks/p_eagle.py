@@ -20,9 +20,9 @@ _MASK_KEYS = (
 def mask_token(config: Config) -> int:
     """The id of masked slots, under the keys that vLLM asks, in its order."""
     inside = (config.get("dflash_config") or {}).get("mask_token_id")
-    for found in (inside, *(option(config, name) for name in _MASK_KEYS)):
-        if found is not None:
-            return int(found)
+    for token in (inside, *(option(config, name) for name in _MASK_KEYS)):
+        if token is not None:
+            return int(token)
     raise ValueError(f"the config names no mask token, under none of {_MASK_KEYS}")
 
 

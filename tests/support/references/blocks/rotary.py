@@ -49,11 +49,11 @@ def rope_parameters(config: Config) -> dict[str, Any]:
     newer: dict[str, Any] = config.get("rope_parameters") or {}
     newer = newer.get("full_attention", newer)
     older: dict[str, Any] = config.get("rope_scaling") or {}
-    found = {**older, **newer}
+    result = {**older, **newer}
     for key in ("rope_theta", "partial_rotary_factor"):
-        if key not in found and config.get(key) is not None:
-            found[key] = config[key]
-    return found
+        if key not in result and config.get(key) is not None:
+            result[key] = config[key]
+    return result
 
 
 def rope_of(config: Config, head_dim: int, *, partial: bool, interleaved: bool) -> Rope:
@@ -66,15 +66,15 @@ def rope_of(config: Config, head_dim: int, *, partial: bool, interleaved: bool) 
         partial: Whether `partial_rotary_factor` is meant for the drafter.
         interleaved: See `Rope`.
     """
-    found = rope_parameters(config)
-    theta = float(found.get("rope_theta", 10000.0))
-    kind = str(found.get("rope_type", found.get("type", "default")))
-    share = float(found.get("partial_rotary_factor", 1.0)) if partial else 1.0
+    parameters = rope_parameters(config)
+    theta = float(parameters.get("rope_theta", 10000.0))
+    kind = str(parameters.get("rope_type", parameters.get("type", "default")))
+    share = float(parameters.get("partial_rotary_factor", 1.0)) if partial else 1.0
     if kind == "proportional":
         # Pairs are (i, i + hd/2) over the whole head; those past the share stand still.
         pairs = int(share * head_dim // 2)
         turning = theta ** (-2.0 * np.arange(pairs) / head_dim)
-        turning = turning / float(found.get("factor", 1.0))
+        turning = turning / float(parameters.get("factor", 1.0))
         still = np.zeros(head_dim // 2 - pairs)
         return Rope(np.concatenate([turning, still]), interleaved)
     dims = int(head_dim * share)
@@ -82,42 +82,47 @@ def rope_of(config: Config, head_dim: int, *, partial: bool, interleaved: bool) 
     if kind in ("default", "mrope"):
         return Rope(plain, interleaved)
     if kind == "linear":
-        return Rope(plain / float(found["factor"]), interleaved)
+        return Rope(plain / float(parameters["factor"]), interleaved)
     if kind == "llama3":
-        return Rope(_llama3(plain, found), interleaved)
+        return Rope(_llama3(plain, parameters), interleaved)
     if kind == "yarn":
         limit = config.get("max_position_embeddings", 4096)
-        frequencies = _yarn(plain, theta, {"limit": limit, **found})
-        return Rope(frequencies, interleaved, _yarn_amplitude(found))
+        frequencies = _yarn(plain, theta, {"limit": limit, **parameters})
+        return Rope(frequencies, interleaved, _yarn_amplitude(parameters))
     raise ValueError(f"unknown rope_type {kind!r}")
 
 
-def _llama3(plain: Array, found: Config) -> Array:
+def _llama3(plain: Array, parameters: Config) -> Array:
     """Slow frequencies are divided by `factor`, with a ramp between two wavelengths."""
-    original = float(found["original_max_position_embeddings"])
-    low, high = float(found["low_freq_factor"]), float(found["high_freq_factor"])
+    original = float(parameters["original_max_position_embeddings"])
+    low, high = (
+        float(parameters["low_freq_factor"]),
+        float(parameters["high_freq_factor"]),
+    )
     turns = original * plain / (2.0 * np.pi)
     share = np.clip((turns - low) / (high - low), 0.0, 1.0)
-    return (1.0 - share) * plain / float(found["factor"]) + share * plain
+    return (1.0 - share) * plain / float(parameters["factor"]) + share * plain
 
 
-def _yarn(plain: Array, theta: float, found: Config) -> Array:
+def _yarn(plain: Array, theta: float, parameters: Config) -> Array:
     """YaRN (arXiv 2309.00071): a ramp over the channels between two turn counts."""
-    original = float(found.get("original_max_position_embeddings") or found["limit"])
+    original = float(
+        parameters.get("original_max_position_embeddings") or parameters["limit"]
+    )
     dims = 2 * len(plain)
 
     def channel(turns: float) -> float:
         return dims * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low = channel(float(found.get("beta_fast") or 32.0))
-    high = channel(float(found.get("beta_slow") or 1.0))
-    if found.get("truncate", True):
+    low = channel(float(parameters.get("beta_fast") or 32.0))
+    high = channel(float(parameters.get("beta_slow") or 1.0))
+    if parameters.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dims - 1)
     if low == high:
         high += 0.001
     ramp = np.clip((np.arange(len(plain)) - low) / (high - low), 0.0, 1.0)
-    return np.asarray(plain / float(found["factor"]) * ramp + plain * (1.0 - ramp))
+    return np.asarray(plain / float(parameters["factor"]) * ramp + plain * (1.0 - ramp))
 
 
 def mscale(factor: float, share: float) -> float:
@@ -125,9 +130,12 @@ def mscale(factor: float, share: float) -> float:
     return 0.1 * share * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def _yarn_amplitude(found: Config) -> float:
-    if found.get("attention_factor") is not None:
-        return float(found["attention_factor"])
-    factor = float(found["factor"])
-    own, over = found.get("mscale") or 1.0, found.get("mscale_all_dim") or 0.0
-    return mscale(factor, float(own)) / mscale(factor, float(over))
+def _yarn_amplitude(parameters: Config) -> float:
+    if parameters.get("attention_factor") is not None:
+        return float(parameters["attention_factor"])
+    factor = float(parameters["factor"])
+    numerator, over = (
+        parameters.get("mscale") or 1.0,
+        parameters.get("mscale_all_dim") or 0.0,
+    )
+    return mscale(factor, float(numerator)) / mscale(factor, float(over))

@@ -178,9 +178,11 @@ def rows(
     y = x
     if names.last_norm is not None:
         y = rms_norm(x, weight(tensors, f"{names.last_norm}.weight"), eps)
-    own = head if names.head is None else weight(tensors, f"{names.head}.weight")
+    head_weight = (
+        head if names.head is None else weight(tensors, f"{names.head}.weight")
+    )
     return MtpRows(
-        logits=y @ own.T, recycled=y if family.recycles == "after_norm" else x
+        logits=y @ head_weight.T, recycled=y if family.recycles == "after_norm" else x
     )
 
 

@@ -48,25 +48,31 @@ class TorchLayer:
     def __call__(self, family: Family, tensors: Tensors, layer: int, x: Array) -> Array:
         """Run the block of a head's first layer on [n, H]."""
         assert not layer
-        found = below(tensors, self.block)
+        below_block = below(tensors, self.block)
         for old, new in self.renames.items():
-            found = {name.replace(old, new): tensor for name, tensor in found.items()}
+            below_block = {
+                name.replace(old, new): tensor for name, tensor in below_block.items()
+            }
         if self.norms_less_one:
-            found = {k: np.asarray(v) - ("norm" in k) for k, v in found.items()}
+            below_block = {
+                k: np.asarray(v) - ("norm" in k) for k, v in below_block.items()
+            }
         skipped = tuple(self.skipped)
-        found = {k: v for k, v in found.items() if not k.startswith(skipped)}
+        below_block = {
+            k: v for k, v in below_block.items() if not k.startswith(skipped)
+        }
         config = AutoConfig.for_model(**{**family.text, **_TOKENS, **self.changes})
         config._attn_implementation = "eager"
         config._experts_implementation = "eager"
         with torch.no_grad():
-            out = self.run(family, config, found, to_torch(x)[None])
+            out = self.run(family, config, below_block, to_torch(x)[None])
         return out[0].numpy().astype(np.float64)  # type: ignore[no-any-return]
 
-    def run(self, family: Family, config: Any, found: Tensors, x: Any) -> Any:
+    def run(self, family: Family, config: Any, tensors: Tensors, x: Any) -> Any:
         """Run transformers' layer with the block's tensors on x [1, n, H]."""
         block = getattr(self.classes(family), f"{self.prefix}DecoderLayer")
         block = block(config, self.index)
-        fill(block, found)
+        fill(block, tensors)
         out = block(x, **self.around(family, config, x))
         return out[0] if isinstance(out, tuple) else out
 
@@ -119,16 +125,16 @@ class MimoProLayer(TorchLayer):
 class LongcatLayer(TorchLayer):
     """LongCat's parts: its decoder layer has two of each."""
 
-    def run(self, family: Family, config: Any, found: Tensors, x: Any) -> Any:
+    def run(self, family: Family, config: Any, tensors: Tensors, x: Any) -> Any:
         """Run attention and an MLP."""
         classes = self.classes(family)
         attention = classes.LongcatFlashMLA(config, 0)
-        fill(attention, below(found, "self_attn."))
+        fill(attention, below(tensors, "self_attn."))
         mlp = classes.LongcatFlashMLP(config)
-        fill(mlp, below(found, "transformer_layer.mlp."))
+        fill(mlp, below(tensors, "transformer_layer.mlp."))
         norms = [classes.LongcatFlashRMSNorm(x.shape[-1], eps=1e-6) for _ in range(2)]
-        fill(norms[0], below(found, "input_layernorm."))
-        fill(norms[1], below(found, "post_attention_layernorm."))
+        fill(norms[0], below(tensors, "input_layernorm."))
+        fill(norms[1], below(tensors, "post_attention_layernorm."))
         x = x + attention(norms[0](x), **self.around(family, config, x))[0]
         return x + mlp(norms[1](x))
 
@@ -136,12 +142,15 @@ class LongcatLayer(TorchLayer):
 class NemotronLayer(TorchLayer):
     """Nemotron's two blocks, the kinds of which the target has too."""
 
-    def run(self, family: Family, config: Any, found: Tensors, x: Any) -> Any:
+    def run(self, family: Family, config: Any, tensors: Tensors, x: Any) -> Any:
         """Run one after the other."""
         for number, index in enumerate((1, 2)):
             block = self.classes(family).NemotronHBlock(config, index)
-            own = below(found, f"{number}.")
-            fill(block, {k: v for k, v in own.items() if not k.startswith(_ROUND)})
+            layer_tensors = below(tensors, f"{number}.")
+            fill(
+                block,
+                {k: v for k, v in layer_tensors.items() if not k.startswith(_ROUND)},
+            )
             x = block(x, **self.around(family, config, x))
         return x
 
@@ -168,11 +177,11 @@ class MlxLayer:
             for name, tensor in tensors.items()
             if name.startswith(prefix)
         }
-        found = below(module.Model(args).sanitize(raw), prefix)
+        tensors_of_layer = below(module.Model(args).sanitize(raw), prefix)
         block = getattr(module, self.name)(args, index)
         parameters: Any = tree_flatten(block.parameters())
         names = {name for name, _ in parameters}
-        block.load_weights([(k, v) for k, v in found.items() if k in names])
+        block.load_weights([(k, v) for k, v in tensors_of_layer.items() if k in names])
         rows = mx.arange(len(x))
         seen = rows[None] <= rows[:, None]
         if getattr(block, "is_sliding", False):
