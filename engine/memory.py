@@ -1,4 +1,4 @@
-"""Memory of a generation, and the estimate for a prompt, in bytes."""
+"""Memory that a generation holds, and that a prompt will need, in bytes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,22 +22,22 @@ from mlx_speculation.models import Lane
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of the arrays that were held when a generation ended, as allocated.
+    """Allocated bytes of the arrays that are held when a generation ends.
 
     Attributes:
-        target_weights: of the target.
-        draft_weights: of the draft, without what it shares with the target; the rows
-            of a reduced vocabulary are in it. A lookup has none.
-        target_caches: of the target, rows that are free yet included.
-        draft_caches: of the draft, with those states of the target that it has not
-            read yet. What a drafter of your own holds is in it as far as it has an
-            attribute `held`, arrays and caches in a list.
-        rounds: the most that was seen in an open round of target and draft model
-            beside their caches, to undo it or to keep a part: old buffers, recurrent
-            states, recorded inputs. It is looked at in the first of the widest rounds
-            and in every 64th.
-        prefix_cache: in the generator's prefix cache, of earlier requests, and restore
-            points of running ones.
+        target_weights: weights of the target.
+        draft_weights: weights of the draft, without those that it shares with the
+            target. The rows of a reduced vocabulary count. A lookup has no weights.
+        target_caches: caches of the target. Allocated rows that are still empty count.
+        draft_caches: caches of the draft, and hidden states of the target that the
+            draft has not read yet. Of a custom drafter: the arrays and caches in its
+            attribute `held`, a list.
+        rounds: the most bytes that open rounds of the target and the draft model needed
+            beside the caches, for a rollback or a partial commit: old buffers,
+            recurrent states, recorded inputs. Measured in the first round of the
+            largest width and in every 64th round.
+        prefix_cache: the generator's prefix cache: rows of earlier requests, and
+            restore points of running ones.
     """
 
     target_weights: int
@@ -49,16 +49,16 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All of them; the parts do not overlap."""
+        """The sum of all parts, which do not overlap."""
         caches = self.target_caches + self.draft_caches + self.prefix_cache
         return self.target_weights + self.draft_weights + caches + self.rounds
 
 
 class Weights:
-    """The weights of a target and its draft, looked at when they are first asked for.
+    """Byte counts of the weights of a target and its draft, counted once.
 
-    Only then: to look through a large model takes milliseconds, and in a batch rows end
-    all the time.
+    The count of a large model takes milliseconds: too long for each row of a batch that
+    ends.
     """
 
     def __init__(self, model: nn.Module, modules: Sequence[nn.Module]) -> None:
@@ -66,7 +66,7 @@ class Weights:
 
     @cached_property
     def bytes(self) -> tuple[int, int, frozenset[int]]:
-        """Those of the target, of the draft beside it, and the names of all arrays."""
+        """Bytes of the target, bytes of the draft alone, and the keys of all arrays."""
         target = self._model.parameters()
         draft = [module.parameters() for module in self._modules]
         names = frozenset(arrays_in(target, *draft))
@@ -80,7 +80,15 @@ def held_memory(
     arrays: Sequence[Any],
     prefix_cache: PrefixCache | None,
 ) -> Memory:
-    """Count the bytes of what a stream's target and draft hold."""
+    """Return the memory of a stream.
+
+    Args:
+        weights: byte counts of the weights.
+        target: the lane of the target.
+        draft_lanes: lanes of the drafter; None in the place of one that was dropped.
+        arrays: other arrays and caches of the drafter.
+        prefix_cache: the generator's, if it has one.
+    """
     target_weights, draft_weights, names = weights.bytes
     lanes = [target, *draft_lanes]
     known = names | arrays_in(target.caches).keys()
@@ -97,12 +105,12 @@ def held_memory(
 
 @dataclass(frozen=True, slots=True)
 class CacheSize:
-    """Bytes that the caches of a model will have, from a forward that is not run.
+    """Size of a model's caches, in bytes, from a forward that is built and not run.
 
     Attributes:
-        row: of one token, where all of them are kept.
-        states: of all windows and recurrent states.
-        layer: of one token in the largest layer.
+        row: bytes of one token in all layers that keep every token.
+        states: bytes of all sliding windows, when full, and recurrent states.
+        layer: bytes of one token in the largest layer.
     """
 
     row: int = 0
@@ -111,11 +119,11 @@ class CacheSize:
 
     @classmethod
     def of(cls, model: nn.Module) -> "CacheSize":
-        """Return the size of a model's caches; 0 where it cannot be known."""
+        """Return the size of a model's caches; 0 if the model's forward fails."""
         caches, rows, states = Lane(model).caches, [0], 0
         try:
             model(mx.zeros((1, 1), mx.int32), cache=caches)
-        except Exception:  # what a round makes of it is that round's
+        except Exception:  # the first round will raise the error
             return cls()
         for _, leaf in leaves(caches):
             size, keys = array_bytes(leaf), getattr(leaf, "keys", None)
@@ -134,15 +142,16 @@ class CacheSize:
 def check_prompt(
     sizes: Sequence[CacheSize], tokens: int, cache: PrefixCache | None
 ) -> None:
-    """Refuse a prompt whose caches would not fit, before the first of it is read.
+    """Refuse a prompt whose caches would not fit into the free memory.
 
     Args:
-        sizes: of the target, draft models and heads.
-        tokens: of the prompt.
-        cache: keeps a copy of the rows, and the states at its restore points.
+        sizes: cache sizes of the target, draft models and heads.
+        tokens: length of the prompt.
+        cache: the prefix cache, which will copy the rows, and the states at its restore
+            points. None: there is none.
 
     Raises:
-        InvalidRequestError: names what it needs and what there is.
+        InvalidRequestError: the prompt needs more bytes than are free.
     """
     rows = sum(size.row for size in sizes) * tokens
     states = sum(size.states for size in sizes)

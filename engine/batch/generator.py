@@ -1,4 +1,4 @@
-"""Many requests at once: rows that join and leave between rounds.
+"""Continuous batching: requests join and leave a batch between two rounds.
 
     batch = BatchGenerator(generator)
     uid = batch.insert("def fib(n):", max_tokens=64)
@@ -7,8 +7,8 @@
             ...
     batch.remove(uid).text
 
-What a row generates does not depend on the others: it is the text of the same prompt,
-options and seed alone.
+The text of a row does not depend on the other rows: it is the text that a stream with
+the same prompt, options and seed generates.
 """
 
 import sys
@@ -39,25 +39,28 @@ from mlx_speculation.models import RowSizes, wired
 
 
 class BatchGenerator:
-    """Generates the text of many requests, which come and go.
+    """Generates the text of many requests, the rows of a batch.
 
-    `next` runs one round of every row. Rows that are inserted later join between two
-    rounds, where one chunk's worth of their prompts is read at most, and rows that have
-    ended make room. It is used by one thread at a time. Ctrl-C, as whatever else a
-    signal's handler raises, waits for the end of a round or of a chunk of a prompt;
-    what the interrupted call has not returned, the next one does.
+    `next` runs one round of every row. An inserted row joins between two rounds, once
+    its prompt is read: at most one chunk of prompts is read between two rounds. A row
+    that ends makes room for another one.
+
+    One thread at a time uses a batch. Ctrl-C, like any error of a signal handler, is
+    raised at the end of a round or of a chunk of a prompt. The next call of `next` then
+    returns the responses that the interrupted call did not return.
 
     Args:
-        generator: a `SpeculativeGenerator`, whose options are those of the rows.
-        max_rows: how many rows run at once; others wait, in their order.
-        row_sizes: show the models few numbers of rows, see `models/shape_buckets.py`;
-            the texts are the same. None: where each new number is dear.
+        generator: a `SpeculativeGenerator`; the rows have its options.
+        max_rows: how many rows run at once. Further rows wait, in their order.
+        row_sizes: pad the batch to few different numbers of rows, see
+            `models/shape_buckets.py`; this changes no text. None: where a new number of
+            rows takes long to compile.
 
     Raises:
         InvalidRequestError: `max_rows` is not at least 1.
     """
 
-    _ending = staticmethod(sys.is_finalizing)  # globals are None when it is needed
+    _ending = staticmethod(sys.is_finalizing)  # globals are None when Python exits
 
     def __init__(
         self,
@@ -87,23 +90,23 @@ class BatchGenerator:
 
     @property
     def waiting(self) -> tuple[int, ...]:
-        """The rows whose prompts are not read to the end, in their order."""
+        """Ids of the rows whose prompts are not completely read, in their order."""
         return tuple(row.uid for row in self._queue.waiting)
 
     @property
     def running(self) -> tuple[int, ...]:
-        """The rows that are generating, in the order of their responses."""
+        """Ids of the rows that are generating, in the order of their responses."""
         return tuple(row.uid for row in self._queue.running)
 
     def insert(self, prompt: Prompt, **options: Unpack[StreamKeywords]) -> int:
-        """Add a row, and return its name; nothing runs before the next round.
+        """Add a row and return its id. The row does not run before `next` is called.
 
         Args:
             prompt: text, token ids or messages, see `SpeculativeGenerator.stream`.
-            options: whatever that takes beside it.
+            options: the other options of `SpeculativeGenerator.stream`.
 
         Raises:
-            InvalidRequestError: an argument is out of range; the batch is as before.
+            InvalidRequestError: an argument is out of range; no row was added.
             SpeculationError: the batch was closed.
         """
         if self._closed:
@@ -121,38 +124,39 @@ class BatchGenerator:
     def next(self) -> list[BatchResponse]:
         """Read prompts, let their rows join, and run one round of every row.
 
-        Prompts are read in their order while there is room for rows, at most one
-        chunk's worth (`prefill_step_size`) in a call, which short ones share. The
-        call costs the running rows that much and no more.
+        Prompts are read in the order of insertion while there is room for rows. A call
+        reads at most one chunk (`prefill_step_size` tokens), which may hold several
+        short prompts, so running rows wait for no more than that.
 
         Returns:
-            What each row has emitted, in the order in which the rows were inserted,
-            and of each row in the order of the text. Empty: there are no rows, or all
-            of them are waiting for the first prompt.
+            The responses of all rows, in the order of insertion, those of one row in
+            the order of its text. Empty if there are no rows, or none whose prompt is
+            completely read.
         """
         with DeferredSignals(checkpoints=True):
             if self._queue.waiting and not self._wired:
-                # For as long as the batch: rows that end restore what they have found.
+                # Memory stays wired until the batch is closed: a row that ends restores
+                # the limit that it found.
                 self._wired = True
                 close_at_exit(self._open)
                 self._open.enter_context(wired(self._generator.model))
             self._queue.advance()
-        # Rows respond in the order of insertion, each in the order of its text.
         responses = sorted(self._queue.ready, key=attrgetter("uid"))
-        # From here on nothing is called, and so no signal is handled.
+        # No function is called from here on, so no signal handler can run and lose
+        # the responses.
         self._queue.ready = []
         return responses
 
     @property
     def memory(self) -> int:
-        """Bytes of the caches of all rows that have not ended, as allocated.
+        """Allocated bytes of the caches of all rows that have not ended.
 
-        Of drafters that a row has for itself, those of models are counted.
+        Caches of draft models count, also of one that serves a single row.
         """
         return self._queue.nbytes
 
     def why_alone(self, uid: int) -> str | None:
-        """Return why a row does not run together with others; None: it does.
+        """Return why a row runs in forwards of its own; None: it shares forwards.
 
         Raises:
             InvalidRequestError: there is no such row.
@@ -160,16 +164,16 @@ class BatchGenerator:
         return self._row(uid).alone
 
     def result(self, uid: int) -> Result:
-        """Return the result of a row that has ended; `remove` lets go of it.
+        """Return the result of a row that has ended. It is kept until `remove`.
 
         Raises:
             InvalidRequestError: there is no such row.
-            SpeculationError: it has not ended.
+            SpeculationError: the row has not ended.
         """
         return self._row(uid).stream.result
 
     def error(self, uid: int) -> Exception | None:
-        """Return what ended a row, if an error did.
+        """Return the error that ended a row, or None.
 
         Raises:
             InvalidRequestError: there is no such row.
@@ -177,9 +181,9 @@ class BatchGenerator:
         return self._row(uid).error
 
     def remove(self, uid: int) -> Result:
-        """End a row if it has not ended, forget it, and return its result.
+        """End a row if it still runs, forget it, and return its result.
 
-        Legal at any time between two rounds. Results are kept until then.
+        Legal between any two calls of `next`.
 
         Raises:
             InvalidRequestError: there is no such row.
@@ -191,13 +195,13 @@ class BatchGenerator:
         return row.stream.result
 
     def close(self) -> None:
-        """End every row that has not ended; results stay. The second does nothing.
+        """End every row that still runs. Results stay until `remove`.
 
-        Nor does one that Python makes while it ends.
+        A second call does nothing, and neither does a call while Python exits.
         """
         if self._closed or self._ending():
             return
-        with DeferredSignals(), ExitStack() as stack:  # which calls all, in this order
+        with DeferredSignals(), ExitStack() as stack:  # calls all, the last one first
             self._closed = True
             stack.callback(self._open.close)
             for group in self._groups.values():
@@ -212,7 +216,7 @@ class BatchGenerator:
         self.close()
 
     def __del__(self, finalize: Callable[..., None] = finalize) -> None:
-        """Leave what was entered, when the batch is dropped before it is closed."""
+        """Restore the wired memory of a batch that is dropped before it is closed."""
         if self._wired and not self._closed:
             finalize(self._open.close)
 

@@ -1,4 +1,4 @@
-"""The decoder of one generation: plans rounds, has them run, and learns from them."""
+"""The decoder of one generation: plans rounds, runs them, reports to the policy."""
 
 import time
 from collections.abc import Callable
@@ -16,14 +16,14 @@ from mlx_speculation.samplers.constraints.masks import Masks
 
 
 class Decoder:
-    """Runs rounds on a target lane until a cut ends them.
+    """Runs the rounds of one request until a cut ends the generation.
 
     Attributes:
-        request: what they are run with.
-        prefill: has target and drafter read the prompt.
-        rounds: what runs them.
-        fits: whether the drafter may read so many tokens now; None: it may read all.
-        decisions: with `explain`, each round's plan and what became of it; else None.
+        request: the target's lane, the drafter, the policy and the rest of a request.
+        prefill: lets the target and the drafter read the prompt.
+        rounds: runs the rounds.
+        fits: whether the drafter has time to read so many tokens now; None: always.
+        decisions: with `explain`, the plan and the feedback of each round; else None.
     """
 
     def __init__(self, request: Request) -> None:
@@ -35,34 +35,38 @@ class Decoder:
             [] if request.explain else None
         )
         self.fits: Callable[[int], bool] | None = None
-        self.followed: Plan | None = None  # the last one that has compared drafts
-        self._plan: Plan | None = None  # of the next round, where it is known
-        self._next_plan: Plan | None = None  # of the round after that
+        self.followed: Plan | None = None  # the last plan that compared drafts
+        self._plan: Plan | None = None  # of the next round, if already made
+        self._next_plan: Plan | None = None  # of the round after it
 
     @property
     def planned(self) -> bool:
-        """Return whether the next round has all its plans, and asks for none."""
+        """Return whether the next round needs no plan from the policy."""
         plan = self._plan
         return plan is not None and (plan.length > 0 or self._next_plan is not None)
 
     def next_round(self, budget: int, cut: Cut) -> str | None:
-        """Run and commit one round; return why the generation ends with it, or None.
+        """Run and commit one round.
 
         Args:
-            budget: how many tokens may still be emitted, from 1.
-            cut: gets the emitted tokens before anything is committed.
+            budget: how many tokens may still be emitted, at least 1.
+            cut: cuts the outcome before anything is committed.
+
+        Returns:
+            "stop" or "length" if the generation ends with this round, else None.
 
         Raises:
             NonFiniteLogitsError: the target's logits are unusable.
-            ConstraintError: the constraint allows nothing here, not even the end.
-            Exception: of the model, the drafter or the cut; nothing has changed then.
+            ConstraintError: the constraint allows no token here, not even an end.
+            Exception: an error of the model, the drafter or the cut. The round is
+                undone.
         """
         request, prefill, rounds = self.request, self.prefill, self.rounds
         counts, masks, context = request.statistics, request.masks, request.target.seen
         before = rounds.begin()
         behind = before.in_flight is not None
-        # 1. The policy picks k, within the budget and what the caches have room for.
-        limit = budget - 1 - behind  # a step's token is emitted too, and not known yet
+        # 1. The policy picks k, within the budget and the room of the caches.
+        limit = budget - 1 - behind  # a step in flight emits one token of the budget
         if request.target.quantization or request.target.shape:
             unseen = len(request.sequence.tokens) - context
             limit = min(limit, request.target.room - max(1, unseen))
@@ -70,7 +74,7 @@ class Decoder:
         started = time.perf_counter()
         if masks is not None and (result := self._forced(masks, before, limit, cut)):
             return result.reason
-        if self._plan is None:  # else it was made before, or its round has failed
+        if self._plan is None:  # a plan may be left of the last round, or a failed one
             self._plan = request.policy.plan(context, ready)
         if self._plan.length == 0 and self._next_plan is None:
             self._next_plan = request.policy.plan(context + 1, budget - 2)
@@ -81,11 +85,11 @@ class Decoder:
             prepared = (
                 plan.length == 0 or prefill.drafter_begun or prefill.drafter(self.fits)
             )
-            if not prepared:  # a plain step meanwhile, and what was planned after it
+            if not prepared:  # drafter prefill is unfinished: run a plain step first
                 self._next_plan, length = plan, 0
             next_plan = self._next_plan
             request.clock.start(planning=planning, behind=behind)
-            # 2 to 8 are the round itself.
+            # Steps 2 to 8 are in `Rounds`.
             drafts = [NOTHING]
             if length > 0:
                 drafts = rounds.proposals.propose(int(behind), [length])
@@ -114,7 +118,7 @@ class Decoder:
         seconds: RoundSeconds,
         behind: bool,
     ) -> None:
-        """Let the policy learn from a round's drafted and accepted tokens and time."""
+        """Report a round to the policy: drafted and accepted tokens, and its time."""
         prefill, ahead = self.prefill, self.rounds.in_flight is not None
         reading, prefill.drafter_seconds = prefill.drafter_seconds, 0.0
         feedback = Feedback(
@@ -133,7 +137,11 @@ class Decoder:
     def _forced(
         self, masks: Masks, before: Before, limit: int, cut: Cut
     ) -> RoundOutcome | None:
-        """Run a round with what the constraint forces, if it does; no plan is used."""
+        """Run a round whose draft is the tokens that the constraint forces.
+
+        Returns:
+            The outcome; None if no token is forced: then no round was run.
+        """
         masks.text.check()
         request, rounds = self.request, self.rounds
         request.clock.start(behind=before.in_flight is not None)

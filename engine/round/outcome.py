@@ -1,8 +1,8 @@
 """Outcomes of a round, by request.
 
-With k = 4 drafts of which 2 are accepted a round emits three tokens, accepted at place
-0, accepted at place 1 and the correction, and with all 4 accepted five, the last a
-bonus. A round without drafts emits a step.
+A round of k = 4 drafted tokens, 2 of which are accepted, emits three tokens: the two
+accepted ones and the correction. If all 4 are accepted, it emits five tokens, the last
+of which is the bonus. A round without a draft emits one token, of origin "step".
 """
 
 import math
@@ -23,20 +23,26 @@ from mlx_speculation.samplers import Constrained, Decided, Verified
 
 @dataclass(frozen=True, slots=True)
 class RoundOutcome:
-    """The tokens that a round emits, and where they end."""
+    """The tokens that a round emits for one request."""
 
     tokens: list[int]  # the accepted tokens, then the correction or the bonus
     origins: list[Origin]  # who wrote each of them
     drafted: int = 0  # how many tokens were drafted
-    accepted: int = 0  # how many of them were accepted, before a cut
+    accepted: int = 0  # how many drafted tokens were accepted; a cut does not change it
     log_probs: Sequence[LogProb] = ()  # of each token; empty if not asked for
-    first: int = 0  # how many of the tokens are a plain step's that came before, 0 or 1
-    complete: bool = False  # whether a constraint ends the text with the last one
-    # "stop" or "length" where the generation ends with them, else None
+    # 1 if `tokens` begins with the token of a plain step that was in flight, else 0
+    first: int = 0
+    complete: bool = False  # whether a constraint ends the text after the last token
+    # "stop" or "length" if the generation ends with this round, else None
     reason: str | None = None
 
     def until(self, keep: int, reason: str | None = None) -> "RoundOutcome":
-        """Return the first `keep` tokens, from 1, and why the text ends there."""
+        """Return the outcome cut to its first `keep` tokens, at least 1.
+
+        Args:
+            keep: how many tokens stay.
+            reason: "stop" or "length" if the text ends there.
+        """
         return replace(
             self,
             tokens=self.tokens[:keep],
@@ -46,12 +52,15 @@ class RoundOutcome:
         )
 
     def under(self, text: Constrained) -> "RoundOutcome":
-        """Return the tokens that stay under a constraint."""
+        """Return the outcome cut to the tokens that a constraint allows."""
         followed = text.follow(self.tokens)
         return replace(self.until(followed.keep), complete=followed.complete)
 
     def behind(self, step: "Read") -> "Read":
-        """Return it with a plain step's token before its own, if that has one."""
+        """Return the outcome with a plain step's token in front of its own tokens.
+
+        If the step failed, return the step's error.
+        """
         if isinstance(step, Exception):
             return step
         return replace(
@@ -63,36 +72,36 @@ class RoundOutcome:
         )
 
 
-# Cuts the emitted tokens at a stop or the budget, before anything is committed.
+# Cuts an outcome at a stop text, a stop token or the budget, before the commit.
 Cut = Callable[[RoundOutcome], RoundOutcome]
-Read = RoundOutcome | Exception  # of one request, or why it has none
+Read = RoundOutcome | Exception  # the outcome of one request, or its error
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pending:
-    """A forward of the target that was submitted and is not read."""
+    """A submitted forward of the target whose result is not read yet."""
 
-    # The transaction; committed already where there are no drafts
+    # The transaction on the caches. That of a plain step is committed already.
     lane_round: RequestRound
-    fed: int  # how many tokens of each request it was fed before a draft
-    # What it verifies, where they were submitted before it; None: with it, and so they
-    # are there when it is
+    fed: int  # known tokens of each request that the forward read before the draft
+    # The logits, if they were submitted before `decided`. None: both were submitted
+    # together, and waiting for the tokens is enough.
     logits: mx.array | None
-    decided: Decided  # what the target makes of the requests' rows
-    tokens: mx.array  # uint32 [requests], of a step: the chosen ones
-    # What decides on the next row of requests whose rows are decided in turn
+    decided: Decided  # the decisions on the requests' rows
+    tokens: mx.array  # uint32 [requests]: the tokens that a plain step chose
+    # Of requests whose rows are decided one after the other: decides on the next row
     turns: Mapping[int, Iterator[Verified]] = field(default_factory=dict)
-    # Where those that are still there stood; None: where they stand
+    # Rows of the remaining requests in this forward; None: no request has left
     places: Sequence[int] | None = None
 
     def only(self, stay: Sequence[int]) -> "Pending":
-        """Return a step without the requests that have left."""
+        """Return the step with the requests at these places alone."""
         before = self.places
         places = [*stay] if before is None else [before[place] for place in stay]
         return replace(self, tokens=self.tokens[mx.array([*stay])], places=places)
 
     def wait(self, clock: RoundClock) -> None:
-        """Wait for the logits, then for what is made of them."""
+        """Wait for the logits, then for the decided tokens."""
         tokens = []
         for group in self.decided.groups:
             tokens.append(group.verified.tokens)
@@ -103,10 +112,10 @@ class Pending:
         clock.wait("sampler", *tokens)
 
     def read(self, drafts: Sequence[Proposal] = ()) -> list[Read]:
-        """Return the outcome of every request, which has been waited for.
+        """Return the outcome of every request. The result has been waited for.
 
         Args:
-            drafts: of each of them; of a step, none.
+            drafts: one of each request; none for a plain step.
         """
         result: dict[int, Read] = dict(self.decided.failed)
         for members, verified in self.decided.groups:
@@ -126,7 +135,7 @@ EMPTY = RoundOutcome([], [])
 
 
 def outcome_of(verified: Verified) -> RoundOutcome:
-    """Read what one request's rows were made of, or raise NonFiniteLogitsError."""
+    """Return the outcome of one request, or raise NonFiniteLogitsError."""
     (result,) = outcomes(verified, [len(verified.tokens) - 1])
     if isinstance(result, NonFiniteLogitsError):
         raise result
@@ -136,13 +145,13 @@ def outcome_of(verified: Verified) -> RoundOutcome:
 def outcomes(
     verified: Verified, drafted: Sequence[int]
 ) -> list[RoundOutcome | NonFiniteLogitsError]:
-    """Read what the rows of requests that were decided together were made of.
+    """Return the outcomes of requests whose rows were decided together.
 
     Args:
-        verified: the same number of rows for each of them, one after the other.
-        drafted: how many tokens each of them has drafted.
+        verified: the rows of all requests, the same number for each.
+        drafted: how many tokens each request has drafted.
     """
-    tokens: Any = verified.tokens.tolist()  # waits; the others came with it
+    tokens: Any = verified.tokens.tolist()  # waits for all arrays of `verified`
     normals: Any = verified.normalizers.tolist()
     counts: Any = 0 if verified.accepted is None else verified.accepted.tolist()
     if isinstance(counts, int):
@@ -150,8 +159,8 @@ def outcomes(
     width = len(tokens) // len(drafted)
     result: list[RoundOutcome | NonFiniteLogitsError] = []
     for place, (k, accepted) in enumerate(zip(drafted, counts, strict=True)):
-        # Rows behind the first rejection mean nothing, and neither does padding.
-        emitted = min(accepted + 1, width)  # one, where rows are decided in turn
+        # Rows after the first rejection are not used, and neither is padding.
+        emitted = min(accepted + 1, width)  # width is 1 where rows are decided in turn
         rows = slice(place * width, place * width + emitted)
         if not all(map(math.isfinite, normals[rows])):
             result.append(_unusable(normals[rows]))
@@ -168,7 +177,7 @@ def _origins(emitted: int, accepted: int, drafted: int) -> tuple[Origin, ...]:
 
 
 def origin_of(index: int, accepted: int, drafted: int) -> Origin:
-    """Return who wrote the token of a round's row, counted from 0."""
+    """Return the origin of the token that row `index` of a round emits."""
     if index < accepted:
         return Origin("accepted", index)
     if not drafted:
