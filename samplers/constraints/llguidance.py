@@ -1,14 +1,14 @@
 """JSON schemas, regular expressions and grammars as constraints, by llguidance.
 
-llguidance was chosen over two other libraries that compute masks: it has no
-dependencies (xgrammar needs torch), takes recursive grammars (outlines-core takes
-regular expressions only), copies a matcher in about a microsecond, whatever the length
-of the text, and reads the tokenizers of transformers. It is optional: the extra
-`grammar` installs it. Its wheels are for macOS and Linux, x86-64 and arm64, and serve
-every Python from 3.9 on.
+Two other libraries compute masks too: xgrammar, which needs torch, and outlines-core,
+which takes regular expressions only. llguidance has no dependencies, takes recursive
+grammars, copies a matcher in about a microsecond, however long the text, and reads the
+tokenizers of transformers. The extra `grammar` installs it. It has wheels for macOS and
+Linux, x86-64 and arm64, and every Python from 3.9 on.
 
-A token is what it adds to the text, so any split of the text into tokens is allowed.
-End-of-text ids are never allowed here: who asks puts them where the text may end.
+A grammar sees the text of the tokens alone, so any split of a text into tokens is
+allowed. The masks of this module never allow an end-of-text id: the caller allows it
+where `may_end` is True.
 """
 
 import json
@@ -40,21 +40,22 @@ COMPACT = {"whitespace_flexible": False}
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Texts of a tokenizer's ids, in the library's form."""
+    """The vocabulary of a tokenizer in llguidance's form."""
 
-    tokens: "LLTokenizer"  # the tokenizer's, and one that stands for the end of a text
-    end: int  # the id of that one, the largest
+    tokens: "LLTokenizer"  # all tokens, and one more that stands for the end of a text
+    end: int  # the id of that one more token, which is the largest id
 
 
 @dataclass(frozen=True, slots=True)
 class PortableVocabulary:
-    """The same as text, for another process."""
+    """A `Vocabulary` as text, for another process."""
 
-    text: str  # the tokenizer in the form of `tokenizer.json`, with the end in it
+    text: str  # a `tokenizer.json` with the token that stands for the end of a text
     end: int  # as in `Vocabulary`
 
 
-# Reading a tokenizer takes up to a second. It is read again after tokens were added.
+# Vocabularies by tokenizer: to read one takes up to a second. A tokenizer is read again
+# after tokens were added to it.
 _READ: WeakKeyDictionary[PreTrainedTokenizerFast, Vocabulary] = WeakKeyDictionary()
 
 
@@ -62,10 +63,10 @@ class Grammar:
     """A grammar over the text of one tokenizer; a `Constraint`.
 
     Args:
-        text: the grammar, in the library's own form.
+        text: the grammar, in llguidance's own form.
         tokenizer: a fast tokenizer of transformers, or mlx-lm's wrapper of one.
-        kind: what the caller calls it in errors.
-        given: what the caller wrote, shown in errors; None: `text`.
+        kind: the word for the grammar in errors, such as "JSON schema".
+        given: the grammar as the caller wrote it, for errors; None: `text`.
 
     Raises:
         InvalidRequestError: the grammar or the tokenizer cannot be used.
@@ -106,12 +107,12 @@ class GrammarState:
         """Return which token ids may come next, bool [ids of the tokenizer].
 
         Raises:
-            ConstraintError: a limit of the library was hit; the grammar is too complex.
+            ConstraintError: the grammar is too complex for a limit of llguidance.
         """
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():  # the mask then allows the end alone
             raise failed_here(self._matcher.get_error())
-        # [ids], without the library's own end
+        # [ids], without the token that stands for the end
         return np.unpackbits(bits, count=self._end, bitorder="little").view(np.bool_)
 
     @property
@@ -120,13 +121,13 @@ class GrammarState:
         return self._matcher.is_accepting()
 
     def advance(self, token: int) -> None:
-        """Go on by one token; see `ConstraintState`."""
+        """Append a token to the text; see `ConstraintState`."""
         if not 0 <= token < self._end:
             raise ConstraintError(
                 f"Token {token} is not allowed here: the tokenizer's ids go from 0 to "
                 f"{self._end - 1}. Take one that allowed() names."
             )
-        moved = self._matcher.deep_copy()  # a failure would be for good
+        moved = self._matcher.deep_copy()  # a matcher that fails is unusable afterwards
         if not moved.consume_token(token):
             raise ConstraintError(
                 f"Token {token} is not allowed here: {_plain(moved.get_error())}. "
@@ -135,8 +136,8 @@ class GrammarState:
         self._matcher = moved
 
     def fork(self) -> "GrammarState":
-        """Return a state at the same place."""
-        # Sharing is enough: advance replaces the matcher and never changes it.
+        """Return a state at the same place of the text."""
+        # Both share the matcher: `advance` replaces it and never changes it.
         return GrammarState(self._matcher, self._end)
 
 
@@ -148,14 +149,14 @@ def json_schema(
         json_schema({"type": "object", "properties": {"age": {"type": "integer"}},
                      "required": ["age"], "additionalProperties": False}, tokenizer)
 
-    Properties come in the order of the schema, and no whitespace before or after. A
-    keyword that would not be enforced is refused.
+    Properties have the order of the schema. No whitespace is allowed before or after
+    the text. A keyword that llguidance would not enforce is refused.
 
     Args:
         schema: a JSON schema, as a mapping, True for any JSON, or as text.
         tokenizer: a fast tokenizer of transformers, or mlx-lm's wrapper of one.
         compact: allow no whitespace outside of strings. Otherwise any amount of it is
-            allowed, and a small model may never come to an end.
+            allowed, and a small model may write whitespace without end.
 
     Raises:
         InvalidRequestError: the schema or the tokenizer cannot be used.
@@ -225,7 +226,7 @@ def _library() -> Any:
 
 
 def _vocabulary(tokenizer: Any) -> Vocabulary:
-    """Return what the library needs of a tokenizer, read at most once."""
+    """Return the vocabulary of a tokenizer, which is read once."""
     fast = _fast(tokenizer)
     known = _READ.get(fast)
     if known is None or known.end != fast.backend_tokenizer.get_vocab_size():
@@ -255,7 +256,7 @@ def _read(fast: PreTrainedTokenizerFast) -> Vocabulary:
 
 
 def portable_vocabulary(tokenizer: Any) -> PortableVocabulary:
-    """Return what the library needs of a tokenizer, wherever it runs.
+    """Return the vocabulary of a tokenizer in a form that any process can read.
 
     Args:
         tokenizer: a fast tokenizer of transformers, or mlx-lm's wrapper of one.
@@ -269,7 +270,7 @@ def portable_vocabulary(tokenizer: Any) -> PortableVocabulary:
     backend.no_padding()
     backend.no_truncation()
     ids = set(backend.get_vocab(with_added_tokens=True).values())
-    # An end of its own: the tokenizer's may be any id, or none, and requests differ.
+    # A new token for the end: the tokenizer may have none, and requests differ in it.
     backend.add_special_tokens([AddedToken(END, special=True, normalized=False)])
     end = backend.token_to_id(END)
     assert end is not None
@@ -282,14 +283,20 @@ def portable_vocabulary(tokenizer: Any) -> PortableVocabulary:
 
 
 def unusable(reason: str, grammar: str, kind: str = "grammar") -> InvalidRequestError:
-    """Return the error of a grammar, or what `kind` says, that the library refuses."""
+    """Return the error for a grammar that llguidance refuses.
+
+    Args:
+        reason: llguidance's message.
+        grammar: the grammar as the caller wrote it.
+        kind: the word for it, such as "JSON schema".
+    """
     return InvalidRequestError(
         f"The {kind} cannot be used: {_plain(reason)}. It is: {_shortened(grammar)}"
     )
 
 
 def not_enforced(warnings: str, kind: str = "grammar") -> InvalidRequestError:
-    """Return the error of a grammar that the library would not follow in all parts."""
+    """Return the error for a grammar of which llguidance would ignore a part."""
     return InvalidRequestError(
         f"A part of the {kind} would not be enforced: {warnings}. Leave it out, and "
         "check it afterwards."
@@ -297,12 +304,12 @@ def not_enforced(warnings: str, kind: str = "grammar") -> InvalidRequestError:
 
 
 def failed_here(reason: str) -> ConstraintError:
-    """Return the error of a grammar that has hit a limit of the library."""
+    """Return the error for a grammar that has hit a limit of llguidance."""
     return ConstraintError(f"The grammar failed here: {_plain(reason)}. Simplify it.")
 
 
 def unreadable_tokenizer(reason: str) -> InvalidRequestError:
-    """Return the error of a tokenizer that the library refuses."""
+    """Return the error for a tokenizer that llguidance refuses."""
     return InvalidRequestError(
         f"llguidance cannot read the tokenizer: {reason}. Use one whose decoder is "
         "byte-level or has a byte fallback."
@@ -310,7 +317,7 @@ def unreadable_tokenizer(reason: str) -> InvalidRequestError:
 
 
 def _plain(reason: str) -> str:
-    """Return why a matcher failed, without what the library says of itself."""
+    """Return a message of llguidance without its remark about verbosity."""
     return reason.removesuffix("<non-verbose/>").strip()
 
 

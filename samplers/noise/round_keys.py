@@ -1,11 +1,13 @@
-"""Noise of rejection and block verification: by round as well as by position.
+"""Noise of rejection and block verification, keyed by round and by position.
 
-A draw is keyed by (seed, position at which the round began, position, purpose). Keyed
-by position alone, a draw that a round gave up would come again in the next one. Block
-verification's decision looks at the draws it gives up, so its text would be biased.
+The key of a draw is (seed, start of the round, position, purpose). A key without the
+start of the round would be wrong: if a round discards the draw at a position, the next
+round would get the same draw there again. Block verification accepts or rejects by the
+draws that it discards, so the generated text would be biased.
 
-The key words of (round, position) are those two numbers, each mixed with one word of
-the stream's key: no two pairs share a key. Their sum would: (3, 5) and (4, 4).
+A key has two words: the start of the round, XORed with the first word of the stream's
+key, and the position, XORed with the second. So each pair (start, position) has a key
+of its own. Added into one word they would not: (3, 5) and (4, 4) have the same sum.
 """
 
 from collections.abc import Callable
@@ -16,14 +18,14 @@ import mlx.core as mx
 from mlx_speculation.samplers.noise.gumbel import gumbel_of
 
 # Purposes, for `noise.stream_key`; noise.CHOICE is 1.
-COIN = 2  # acceptance
-RESIDUAL = 3  # the correction or bonus
-DRAFT = 4  # the draft's own tokens
-XTC = 5  # by position alone: it is part of the target's distribution
+COIN = 2  # accepts or rejects a drafted token
+RESIDUAL = 3  # draws the correction or the bonus
+DRAFT = 4  # draws the drafted tokens
+XTC = 5  # keyed by position alone: it is part of the target's distribution
 
 
 def round_keys(stream: mx.array, starts: mx.array, positions: mx.array) -> mx.array:
-    """Return one key per draw, different for every (start, position).
+    """Return one key per draw; no two pairs (start, position) have the same key.
 
     Args:
         stream: uint32 [2] or [rows, 2], from `noise.stream_key`: seed and purpose.
@@ -43,10 +45,10 @@ def _coins() -> Callable[[mx.array], mx.array]:
 
 
 def coins(keys: mx.array) -> mx.array:
-    """Return one uniform number from [0, 1) per key: uint32 [rows, 2] to [rows]."""
+    """Return a uniform number from [0, 1) for each key: uint32 [rows, 2] to [rows]."""
     return _coins()(keys)
 
 
 def gumbel_rows(keys: mx.array, width: int) -> mx.array:
-    """Return Gumbel noise over all token ids per key of `round_keys`, [rows, width]."""
+    """Return Gumbel noise for all token ids [rows, width], one row for each key."""
     return gumbel_of(keys, width)
