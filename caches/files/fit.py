@@ -1,4 +1,4 @@
-"""Checks of a file's contents against the caches that they are for."""
+"""Checks whether the content of a cache file fits the live caches it is loaded into."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,7 +16,16 @@ from mlx_speculation.caches.files.tree import Node
 def check_like(
     content: Content, like: Sequence[Any] | None, draft_like: Sequence[Any] | None
 ) -> None:
-    """Refuse content that the live caches, where they are given, do not fit."""
+    """Refuse content that does not fit the live caches.
+
+    Args:
+        content: the content of a file.
+        like: live caches of the target; None: do not check them.
+        draft_like: live caches of the drafter; None: do not check them.
+
+    Raises:
+        FlawError: names the first leaf that does not fit.
+    """
     for whose, nodes, caches in (
         ("target", content.target, like),
         ("drafter", content.drafter, draft_like),
@@ -35,7 +44,7 @@ def check_like(
 
 
 def cast_to(caches: Sequence[Any], nodes: Sequence[Node]) -> None:
-    """Let floating point arrays of nodes have the dtype of those of live caches."""
+    """Convert floating point arrays of a file to the dtypes of the live caches."""
     for leaf, live in pairs_of(nodes, caches):
         arrays = read_leaf(live).arrays
         for key, there in leaf.arrays.items():
@@ -47,7 +56,7 @@ def cast_to(caches: Sequence[Any], nodes: Sequence[Node]) -> None:
 def pairs_of(
     nodes: Sequence[Node], caches: Sequence[Any]
 ) -> Iterator[tuple[Leaf, Any]]:
-    """Yield every leaf of the file with the live cache in its place."""
+    """Yield every leaf of the file with the live cache at the same place."""
     need(
         len(nodes) == len(caches),
         f"it holds {len(nodes)} caches in a list where {len(caches)} are due",
@@ -65,9 +74,9 @@ def pairs_of(
 
 
 def check_fits(leaf: Leaf, live: Any) -> None:
-    """Refuse a leaf that a live cache of a known kind cannot take the content of.
+    """Refuse a leaf whose kind, settings, dtypes or shapes differ from a live cache's.
 
-    A live cache without rows says what it is set to, and not which shapes it gets.
+    An empty live cache has settings, but no arrays: shapes and dtypes are not compared.
     """
     present = read_leaf(live)
     name = present.name
@@ -85,7 +94,7 @@ def check_fits(leaf: Leaf, live: Any) -> None:
 
 
 def _alike(name: str, here: mx.array, there: mx.array) -> bool:
-    """Return whether two shapes differ in the number of rows at most."""
+    """Return whether two arrays have the same shape but for the number of rows."""
     if here.ndim != there.ndim:
         return False
     free: Sequence[int] = ()
@@ -94,6 +103,6 @@ def _alike(name: str, here: mx.array, there: mx.array) -> bool:
     elif here.ndim == 4 and name != "ArraysCache":
         free = (2,)
     elif name == "ArraysCache" and here.dtype in INTEGERS and here.ndim == 2:
-        free = (1,)  # the last token ids: fewer at the beginning
+        free = (1,)  # the last token ids: fewer at the start of a text
     axes = [axis for axis in range(here.ndim) if axis not in free]
     return all(here.shape[axis] == there.shape[axis] for axis in axes)

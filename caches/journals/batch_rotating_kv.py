@@ -1,16 +1,17 @@
-"""Journal of `BatchRotatingKVCache`: the window of every sequence of a batch.
+"""Journal of `BatchRotatingKVCache`: the sliding windows of the rows of a batch.
 
-How whole writes are undone is in `caches.journals.ring`. A part, even or ragged, is
-kept by undoing all and appending what is kept to each row: with a window of 6 and rows
-that held 9 and 3 positions, of which three more are written,
+`caches.journals.ring` undoes whole writes. To commit a part of a round, this journal
+undoes all writes and then appends to each row the positions that the row keeps. An
+example: the window is 6, the rows have 9 and 3 positions, and a round writes three more
+to each:
 
     commit([1, 3])      row 0 shows 5 .. 10, row 1 shows 1 .. 6     _idx 6, padding 0, 0
     commit([0, 1])      row 0 shows 4 .. 9,  row 1 shows 1 .. 4     _idx 6, padding 0, 2
 
-So a row that keeps nothing gets back what others made room for, and no more than the
-window is ever held after a commit of a part: padding does not grow. Below the window it
-is bounded as in `caches.journals.batch_kv`. The price is one copy of the window; full
-acceptance costs nothing.
+So a row that keeps nothing has its old window again. After such a commit the buffer has
+at most as many columns as the window, so padding does not grow. Before the window is
+full, padding is bounded as in `caches.journals.batch_kv`. A commit of a part costs one
+copy of the window. A commit of all positions costs nothing.
 """
 
 from typing import Any
@@ -46,7 +47,9 @@ class PresentedBatchRing(ListenedTo["BatchRotatingJournal"], BatchRotatingKVCach
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         """Note the state before the write, then write as the native ring does.
 
-        Keys and values are [batch, heads, positions, dim], each with a dim of its own.
+        Args:
+            keys: [batch, heads, positions, key dim].
+            values: [batch, heads, positions, value dim].
         """
         self.journal.note(keys, values)
         shown = super().update_and_fetch(keys, values)
@@ -59,11 +62,12 @@ class PresentedBatchRing(ListenedTo["BatchRotatingJournal"], BatchRotatingKVCach
         window_size: int | None = None,
         return_array: bool = False,
     ) -> Any:
-        """Return the native mask of the ring in order, where several are written.
+        """Return the native mask. For several positions, of the ring in order.
 
-        The native one forgets that such a write first turns a ring and drops the
-        oldest position: it hides one position too many of a row with padding. In a
-        round no position sees more than `max_size`, as in rotating_kv.py.
+        A write of several positions first puts the ring in order and drops the oldest
+        position. The native mask does not know that: of a row with padding it hides one
+        position too many. In a round no position sees more than `max_size` positions,
+        as in rotating_kv.py.
         """
         if window_size is not None and N > 1 and not self.journal.whole:
             window_size = min(window_size, self.max_size)
@@ -82,21 +86,21 @@ class BatchRotatingJournal(RingJournal):
 
     def __init__(self, cache: BatchRotatingKVCache, whole: bool = False) -> None:
         super().__init__(cache, whole, PresentedBatchRing)
-        # What a commit of a part took the place of: fields, and common padding.
+        # Of a commit of a part: the fields and the common padding before it.
         self._replaced: tuple[dict[str, Any], int] | None = None
 
     @property
     def rows(self) -> int:
-        """Sequences in the batch."""
+        """Number of sequences in the batch."""
         return int(self._cache.offset.shape[0])
 
     def prepare(self, keep: Keep) -> None:
-        """Refuse a part of a prompt that is padded on the right."""
+        """Refuse to keep a part of a prompt that is padded on the right."""
         if self._writes and keep != self.written:
             check_no_right_padding(self._cache, self._cache._lengths)
 
     def commit(self, keep: Keep) -> None:
-        """Undo every write, and append to each row what it keeps."""
+        """Keep the first `keep` positions of each row; see the module."""
         if not self._writes or keep == self.written:
             return
         each = [keep] * self.rows if isinstance(keep, int) else list(keep)
@@ -112,7 +116,7 @@ class BatchRotatingJournal(RingJournal):
         self._append(keys, values, each)
 
     def rollback(self) -> None:
-        """Take a commit of a part back, or undo every write, the last one first."""
+        """Undo a commit of a part, then every write, the last one first."""
         if self._replaced is not None:
             before, padding = self._replaced
             vars(self._cache).update(before)

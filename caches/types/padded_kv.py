@@ -1,24 +1,25 @@
-"""Keys and values shown in whole steps of rows, with a mask for what is not filled.
+"""KV caches that show a padded number of rows, and a mask for the padding.
 
-On CUDA, mlx has cuDNN compute attention of two and more rows, and cuDNN makes a plan,
-of some 40 ms, for each pair of row count and key count that it has not met. A verify
-meets a new key count in every round. In whole steps the same few plans do:
+On CUDA, mlx computes attention of two or more rows with cuDNN. cuDNN builds a plan,
+which takes about 40 ms, for each new pair of row count and key count. A verify has a
+new key count in every round. Padded to whole steps, the key counts are few:
 
     offset 300, the model writes 3 rows     native: 303 keys, "causal"
                                             here: 512 keys, bool mask [3, 512]
 
-Steps are of 512 rows, and past 4,096 an eighth of the largest power of two in the
-count, so that long texts meet few plans too and no more than an eighth is added.
+A step is 512 rows. Past 4,096 rows it is an eighth of the largest power of two that is
+not above the row count: then long texts need few plans too, and the padding is at most
+an eighth.
 
-What lies behind the written rows is zeros or rows that were taken back; its weights
-in the attention are 0. Rows that are not finite would be felt all the same: the logits
-are then not finite either, which every round checks.
+The padding consists of zeros or of rows that were rolled back. The mask gives it weight
+0 in the attention. If a row of the padding is not finite, the logits are not finite
+either; every round checks that.
 
-A sliding window is shown so until it is full; then its rows are as many in every round.
+A sliding window is padded until it is full. From then on its row count is constant.
 
-A cache is shown so only to models that have been tried (`key_steps` in
-`models/exclusions.toml`): the mask has to come from `make_mask` of a cache in the same
-round, and to be applied to all that `update_and_fetch` returns.
+A padded cache is used only for models that were tested with it (`key_steps` in
+`models/exclusions.toml`). Such a model takes its mask from `make_mask` of a cache of
+the same round, and applies it to all keys that `update_and_fetch` returns.
 """
 
 import os
@@ -29,11 +30,11 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import KVCache
 
 STEP = 512
-PARTS = 8  # steps in a power of two, at the least
+PARTS = 8  # there are at least so many steps in a power of two
 
 
 def asks_cudnn(dtype: mx.Dtype) -> bool:
-    """Return whether attention with these keys comes from cuDNN here."""
+    """Return whether mlx computes attention of this dtype with cuDNN here."""
     return (
         dtype in (mx.float16, mx.bfloat16)
         and os.environ.get("MLX_CUDA_USE_CUDNN_SDPA") != "0"
@@ -46,8 +47,9 @@ class KeySteps:
     """State that the layers of one round share.
 
     Attributes:
-        ends: by window, None for a cache without, the offset behind the rows for which
-            a mask in whole steps was made; none where the last one was native.
+        ends: the offset after the rows for which a padded mask was made, by the size
+            of the sliding window (None: no window). A window is not in it if its last
+            mask was native.
     """
 
     __slots__ = ("ends",)
@@ -57,12 +59,12 @@ class KeySteps:
 
 
 def steps_of_a_round() -> KeySteps | None:
-    """Return what the layers of a round share; None where steps never pay here."""
+    """Return the state that the layers of a round share; None if padding never pays."""
     return KeySteps() if asks_cudnn(mx.float16) else None
 
 
 class SteppedKVCache(KVCache):
-    """A live `KVCache` that shows whole steps of rows; it shares its `__dict__`."""
+    """A view of a live `KVCache`, padded to whole steps. Both share one `__dict__`."""
 
     __slots__ = ("_live", "_steps")
     _live: KVCache
@@ -74,7 +76,7 @@ class SteppedKVCache(KVCache):
         return_array: bool = False,
         window_size: int | None = None,
     ) -> Any:
-        """Return a mask [N, shown keys] for two and more rows, else the native one."""
+        """Return a mask [N, padded keys] for two or more rows, else the native mask."""
         keys: Any = self.keys
         if N == 1 or keys is None or not asks_cudnn(keys.dtype):
             self._steps.ends.pop(None, None)
@@ -85,7 +87,7 @@ class SteppedKVCache(KVCache):
         return stepped_mask(N, self.offset, window_size)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
-        """Write as the live cache does, then show what the mask was made for.
+        """Write as the live cache does; return the rows that the mask was made for.
 
         Args:
             keys: [batch, heads, rows, key dim].
@@ -95,7 +97,7 @@ class SteppedKVCache(KVCache):
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Return the rows held, and with a mask in whole steps those up to its end."""
+        """Return the rows held; padded if the last mask was padded."""
         live: Any = self._live
         if self._steps.ends.get(None) != live.offset:
             shown: tuple[mx.array, mx.array] = live.keys_and_values()
@@ -104,7 +106,7 @@ class SteppedKVCache(KVCache):
 
 
 def in_steps(cache: KVCache, steps: KeySteps) -> SteppedKVCache:
-    """Return what a model gets in the place of `cache`."""
+    """Return a padded view of `cache`, which the model gets instead of it."""
     shown = object.__new__(SteppedKVCache)
     shown.__dict__ = cache.__dict__
     shown._live, shown._steps = cache, steps
@@ -112,16 +114,16 @@ def in_steps(cache: KVCache, steps: KeySteps) -> SteppedKVCache:
 
 
 def stepped_mask(count: int, offset: int, window: int | None) -> mx.array:
-    """Return the mask of `count` rows from `offset` on, bool [count, whole steps]."""
+    """Return the mask of `count` rows from `offset` on, bool [count, padded keys]."""
     end = offset + count
     mask = create_causal_mask(count, offset, window_size=window)
     return mx.pad(mask, [(0, 0), (0, whole_steps(end) - end)])
 
 
 def shown_in_steps(cache: Any) -> tuple[mx.array, mx.array]:
-    """Return the buffers of a cache up to the end of a step, made longer if need be.
+    """Return the buffers of a cache up to the end of a step; grow them if necessary.
 
-    Their row 0 has to be position 0.
+    Row 0 of the buffers has to be position 0.
     """
     rows, room = cache.offset, whole_steps(cache.offset)
     if cache.keys.shape[2] < room:
@@ -131,13 +133,13 @@ def shown_in_steps(cache: Any) -> tuple[mx.array, mx.array]:
 
 
 def whole_steps(rows: int) -> int:
-    """Return the end of the step that the last of `rows` rows is in; 0 of none."""
+    """Return `rows` rounded up to whole steps; 0 for no rows."""
     step = max(STEP, (1 << rows.bit_length()) // (2 * PARTS))
     return -(-rows // step) * step
 
 
 def with_room(old: mx.array, rows: int, room: int) -> mx.array:
-    """Return a buffer of `room` rows that begins with the first `rows` of `old`."""
+    """Return a buffer of `room` rows: the first `rows` rows of `old`, then zeros."""
     batch, heads, _, dim = old.shape
     more = mx.zeros((batch, heads, room - rows, dim), old.dtype)
     return mx.concatenate([old[..., :rows, :], more], axis=2)
