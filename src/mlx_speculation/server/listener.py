@@ -1,4 +1,4 @@
-"""The listening socket, and uvicorn behind it in a thread of its own."""
+"""The listening socket, served by uvicorn in a thread."""
 
 import socket
 import threading
@@ -20,7 +20,7 @@ BACKLOG = 128
 
 
 class Listener:
-    """Serves an app at an address, until it is closed.
+    """Serves an app at an address until `close` is called.
 
     Raises:
         InvalidRequestError: the address cannot be used.
@@ -33,7 +33,7 @@ class Listener:
         refused: Callable[[int], None],  # called with the status of each refusal
         *,
         host: str = "127.0.0.1",
-        port: int = 0,  # 0 takes a free one
+        port: int = 0,  # 0: any free port
     ) -> None:
         self.socket = _bound(host, port)
         name = self.socket.getsockname()
@@ -41,7 +41,7 @@ class Listener:
         self.url = f"http://{shown}:{name[1]}"  # without a path
         config = uvicorn.Config(
             app,
-            # A callable that makes the protocol of a connection, as a class does.
+            # uvicorn calls it for each connection, as it would call a protocol class.
             http=cast("Any", partial(BoundedProtocol, limits=limits, refused=refused)),
             loop="asyncio",
             ws="none",
@@ -64,13 +64,13 @@ class Listener:
         return len(self._server.server_state.connections)
 
     def start(self) -> None:
-        """Take connections."""
+        """Accept connections; return once uvicorn does."""
         self._thread.start()
         while not self._server.started and self._thread.is_alive():
             time.sleep(POLL_SECONDS)
 
     def close(self, seconds: float) -> None:
-        """Take no more connections, and close those that are open.
+        """Accept no more connections, and close the open ones.
 
         Clients have so many seconds to read what they were answered.
         """

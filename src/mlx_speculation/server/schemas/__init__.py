@@ -1,14 +1,16 @@
-"""JSON schemas, compiled and asked for masks in processes that can be killed.
+"""JSON schemas, compiled in child processes that can be killed.
 
-    template_process   the program: reads the tokenizer once, forks a child per schema
-    template           starts that program, and ends its children
-    compilers          who may have a child, within which limits, and what went wrong
-    constraint         one child as a `Constraint`
+    template_process   the program of the template: reads the tokenizer once, then forks
+                       a child for each schema
+    template           starts the template process, and ends its children
+    compilers          number of children, their limits, and errors for clients
+    constraint         a `Constraint` whose masks a child computes
     tool_calls         the grammar of a tool call that a client asks for
-    after_thinking     a constraint that begins where thinking ends, and its budget
+    after_thinking     a constraint that begins after the thinking, and a budget for it
 
-A schema of 1 KB can cost its compiler any time and memory. Here that is the time and
-memory of a child, which its limits end; the engine waits for masks alone, and not long.
+A schema of 1 KB can take its compiler any amount of time and memory. In a child process
+both have a limit, after which the child is killed. The engine waits for single masks
+only.
 """
 
 from mlx_speculation.server.schemas.after_thinking import AfterThinking

@@ -1,8 +1,8 @@
-"""A constraint that begins where thinking ends.
+"""A constraint on the answer of a model that thinks first.
 
-While the model thinks any token may come, but for the end of the text. Once the tokens
-of the end mark have come, the inner constraint begins. With a budget the mark is all
-that may come after so many tokens, so that the answer has room.
+During the thinking any token but the end of the text is allowed. A mark, some fixed
+tokens, ends the thinking, and then the inner constraint begins. After a budget of
+thinking tokens, only the mark is allowed, so that the answer has room.
 """
 
 from collections.abc import Sequence
@@ -35,14 +35,14 @@ class AfterThinking:
 
 
 class ThinkingState:
-    """A place in one text, of which the thinking comes first."""
+    """The state of one text: thinking, then an answer."""
 
     def __init__(
         self,
         whole: AfterThinking,
         count: int,  # tokens of thinking so far
-        matched: int,  # of the mark's tokens, the last ones that have come
-        answer: ConstraintState | None,  # of the inner constraint, once it has begun
+        matched: int,  # how many tokens of the mark the text ends with
+        answer: ConstraintState | None,  # of the inner constraint; None: still thinking
     ) -> None:
         self._whole, self._count = whole, count
         self._matched, self._answer = matched, answer
@@ -63,7 +63,7 @@ class ThinkingState:
         return self._ended
 
     def advance(self, token: int) -> None:
-        """Go on by one token; see `ConstraintState`."""
+        """Append a token to the text; see `ConstraintState`."""
         whole = self._whole
         if self._answer is not None:
             self._answer.advance(token)
@@ -81,7 +81,7 @@ class ThinkingState:
             self._answer = whole.inner.begin()
 
     def fork(self) -> "ThinkingState":
-        """Return a state at the same place."""
+        """Return a state at the same place of the text."""
         answer = None if self._answer is None else self._answer.fork()
         return ThinkingState(self._whole, self._count, self._matched, answer)
 
@@ -96,7 +96,13 @@ class ThinkingState:
 
 
 def _matched(mark: Sequence[int], count: int, token: int) -> int:
-    """Return how many tokens of a mark the last ones are, after one more."""
+    """Return how many tokens of a mark the text ends with, after one more token.
+
+    Args:
+        mark: the tokens of the mark.
+        count: how many of them the text ended with before.
+        token: the next token of the text.
+    """
     seen = (*mark[:count], token)
     for start in range(len(seen)):
         if tuple(mark[: len(seen) - start]) == seen[start:]:

@@ -1,8 +1,8 @@
-"""Schema compilers: places, limits and errors.
+"""Schema compilers: the number of child processes, their limits and errors.
 
-A child is there from the compilation to the end of the text. There are `schemas` of
-them at most, of which `COMPILING` compile; other requests wait. So what all of them can
-cost is known beforehand.
+A child lives from the compilation of its schema to the end of the text. There are at
+most `Limits.schemas` children, of which at most `COMPILING` compile at the same time.
+Further requests wait. So the memory of all children together has a bound.
 """
 
 import json
@@ -30,21 +30,22 @@ from mlx_speculation.server.schemas.template import (
 
 LOG = logging.getLogger("mlx_speculation.server")
 COMPILING = 2
-# Masks take milliseconds, so that each brings some time along.
+# Each mask adds so much to the time that all masks of a text may take.
 STEP_SECONDS = 0.02
-# Children end themselves; one that was stopped cannot, and is given up.
+# A child ends itself at its limit. It is ended so much later if it did not.
 OVERDUE_SECONDS = 1.0
-OUT_OF_MEMORY = 3 << 8  # as waitpid says it; the status is template_process's
+OUT_OF_MEMORY = 3 << 8  # exit status 3 of template_process, in the form of waitpid
 UNUSABLE, NOT_ENFORCED = b"u", b"w"
-LARK = "lark:"  # before a grammar; as in template_process, which cannot be imported
+# Prefix of a grammar; the same as in template_process, which cannot be imported
+LARK = "lark:"
 FIELD, CODE = "response_format", "schema_limit"
-TOOLS = "tools"  # whose parameters are schemas as well
+TOOLS = "tools"  # the parameters of tools are schemas too
 CLOSING = "The server is shutting down."
 LOST = "The process that compiles schemas has ended. Try again."
 
 
 class SchemaCompilers:
-    """Compiles schemas in processes of their own."""
+    """Compiles each schema in a child process."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -57,17 +58,17 @@ class SchemaCompilers:
     def compile(
         self, schema: dict[str, Any] | str, tokenizer: Any, check: Callable[[], None]
     ) -> SchemaConstraint:
-        """Return a constraint, which has to be closed.
+        """Return a constraint. The caller has to close it.
 
         Args:
             schema: a JSON schema, or `LARK` and a grammar in llguidance's syntax.
-            tokenizer: of the text.
-            check: called while it waits; raises where waiting is of no use.
+            tokenizer: the tokenizer of the text.
+            check: called repeatedly during the wait; raises to end it.
 
         Raises:
-            ApiError: the schema cannot be used, a limit was hit, or there is no
-                process.
-            ConstraintError: what may come first is not known.
+            ApiError: the schema cannot be used, a limit was hit, or the child or its
+                template has ended.
+            ConstraintError: llguidance failed on the mask of the first token.
             InvalidRequestError: the tokenizer cannot be used.
             MissingLibraryError: llguidance is not installed.
         """
@@ -90,7 +91,7 @@ class SchemaCompilers:
             raise
 
     def close(self) -> None:
-        """End all processes, whatever they do; who waits for one gets an error."""
+        """Kill all processes. Calls of `compile` that wait raise an error."""
         self._closed = True
         with self._lock:
             if self._template is not None:
@@ -125,7 +126,7 @@ class SchemaCompilers:
     def _fork(
         self, tokenizer: Any, waiting: Callable[[], None]
     ) -> tuple[Template, ChildProcess]:
-        """Return a child, of a new template if there is none that lives."""
+        """Return a new child. Start the template if it does not run."""
         with self._lock:
             waiting()
             if self._template is not None and not self._template.alive:
@@ -149,7 +150,12 @@ class SchemaCompilers:
                 raise unavailable(LOST) from error
 
     def _refusal(self, status: int | None, *, masks: bool = False) -> ApiError:
-        """Return what a client learns of a child that has ended."""
+        """Return the error for a client whose child has ended.
+
+        Args:
+            status: the exit status of the child; None: unknown.
+            masks: whether the schema was compiled already.
+        """
         limits = self._limits
         if self._closed:
             return unavailable(CLOSING)
@@ -182,7 +188,7 @@ class SchemaCompilers:
 
 
 def _refused(schema: str, answer: bytes) -> ApiError:
-    """Return what a client learns of a schema that the library does not take."""
+    """Return the error for a client whose schema llguidance refuses."""
     calls, reason = schema.startswith(LARK), answer[1:].decode()
     field, kind = (TOOLS, "grammar of the tools") if calls else (FIELD, "JSON schema")
     if answer[:1] == NOT_ENFORCED:
@@ -191,7 +197,7 @@ def _refused(schema: str, answer: bytes) -> ApiError:
 
 
 def _take(places: threading.Semaphore, waiting: Callable[[], None]) -> None:
-    """Wait for one of a number of places."""
+    """Acquire a semaphore; call `waiting` again and again until then."""
     waiting()
     while not places.acquire(timeout=POLL_SECONDS):
         waiting()
@@ -200,9 +206,9 @@ def _take(places: threading.Semaphore, waiting: Callable[[], None]) -> None:
 def _answer(
     child: ChildProcess, schema: str, seconds: float, waiting: Callable[[], None]
 ) -> bytes | None:
-    """Return what a child says of a schema; None: it has ended, or does not answer."""
+    """Return a child's answer to a schema; None: it has ended, or does not answer."""
     try:
         child.channel.send_bytes(schema.encode())
         return received(child.channel, seconds + OVERDUE_SECONDS, waiting)
     except (OSError, EOFError):
-        return None  # how it has ended says more
+        return None  # the caller reads the exit status

@@ -1,4 +1,4 @@
-"""One schema as a `Constraint` whose masks another process computes.
+"""A schema as a `Constraint` whose masks a child process computes.
 
 The process stands after the tokens of one state at a time: for another state it goes
 back to the last token that both have. A token and its mask are one message each way,
@@ -20,10 +20,10 @@ FAILED = b"f"  # as in template_process, which cannot be imported here
 
 
 class SchemaConstraint:
-    """A schema that was compiled; see `Constraint`.
+    """A compiled schema; see `Constraint`.
 
     Raises:
-        ConstraintError: what may come first is not known.
+        ConstraintError: llguidance failed on the mask of the first token.
     """
 
     def __init__(
@@ -32,10 +32,10 @@ class SchemaConstraint:
         first: bytes,  # its answer: the mask of the first token
         end: int,  # the number of token ids
         *,
-        # After which a step is given up; the process ends itself before that
+        # How long to wait for a step; more than the child's own limit
         seconds: float,
-        # Called once, to end the process, with whether it was still needed; returns
-        # what is wrong then
+        # Ends the child; called once, with whether the child was still needed. Returns
+        # an error message if it was
         leave: Callable[[bool], str],
     ) -> None:
         self._channel, self._end, self._seconds = channel, end, seconds
@@ -50,7 +50,7 @@ class SchemaConstraint:
         return SchemaState(self, (), *self._first)
 
     def close(self) -> None:
-        """End the process. The second call does nothing."""
+        """End the child. A second call does nothing."""
         with self._lock:
             if self._error is None:
                 self._error = "The request has ended, and its schema with it."
@@ -60,7 +60,7 @@ class SchemaConstraint:
         """Return which ids may follow tokens, bool [ids], and whether none has to.
 
         Raises:
-            ConstraintError: a limit was hit, or the process has gone.
+            ConstraintError: a limit was hit, or the child has ended.
         """
         with self._lock:
             if self._error is not None:
@@ -78,7 +78,7 @@ class SchemaConstraint:
             if self._channel.poll(self._seconds):
                 return self._channel.recv_bytes()
         except (OSError, EOFError):
-            pass  # how it has ended says more
+            pass  # the exit status gives the reason
         self._error = self._leave(True)
         raise ConstraintError(self._error)
 
@@ -87,13 +87,13 @@ class SchemaConstraint:
             self._path = ()
             raise failed_here(answer[1:].decode())
         bits = np.frombuffer(answer, dtype=np.uint8, offset=2)
-        # [ids], without the library's own end
+        # [ids], without the token that stands for the end of a text
         mask = np.unpackbits(bits, count=self._end, bitorder="little").view(np.bool_)
         return mask, bool(answer[1])
 
 
 class SchemaState:
-    """A place in the text of a `SchemaConstraint`; see `ConstraintState`."""
+    """The state of one text under a `SchemaConstraint`; see `ConstraintState`."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Starts the program that forks a child for each schema, and ends what it has made."""
+"""Starts the template process, which forks a child for each schema, and ends both."""
 
 import json
 import os
@@ -22,32 +22,32 @@ from mlx_speculation.samplers.constraints.llguidance import (
 
 PROGRAM = Path(__file__).with_name("template_process.py")
 POLL_SECONDS = 0.05
-# To read a tokenizer, and to fork or to end a child.
+# Time limits of the template: to read the tokenizer, and to fork or end a child.
 START_SECONDS, ANSWER_SECONDS = 60.0, 5.0
 FORK = b"fork"  # as in template_process, which cannot be imported
 
 
 class TemplateLostError(Exception):
-    """Raised where the template does not answer, or was ended."""
+    """The template does not answer, or has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChildProcess:
-    """A child that waits for its schema."""
+    """A child process, forked for one schema."""
 
-    channel: Connection  # to it
-    process: int  # its id
+    channel: Connection  # to the child
+    process: int  # the child's process id
 
 
 class Template:
-    """The process that children are forked from.
+    """The template process, from which children are forked.
 
-    It leads a process group of its own: signals of a terminal do not reach it, and one
-    signal ends it with all children.
+    It leads a process group of its own. So signals of a terminal do not reach it, and
+    one signal to the group kills it and all children.
 
     Raises:
         InvalidRequestError: llguidance cannot read the tokenizer.
-        TemplateLostError: it has not started.
+        TemplateLostError: the process has not started.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Template:
         self.end_token = vocabulary.end  # that of a text, the largest id
         self._control, other = Pipe()
         with other:
-            # Nothing of this process but its Python is needed there, such as a BLAS.
+            # The template needs no library that is preloaded here, such as a BLAS.
             environment = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
             self._process = subprocess.Popen(
                 [sys.executable, "-P", str(PROGRAM), str(other.fileno())],
@@ -79,14 +79,14 @@ class Template:
 
     @property
     def alive(self) -> bool:
-        """True while it runs."""
+        """True while the process runs."""
         return self._process.poll() is None
 
     def fork(self) -> ChildProcess:
         """Return a new child, which may have ended already.
 
         Raises:
-            TemplateLostError: the template has gone.
+            TemplateLostError: the template does not answer, or has ended.
         """
         channel, theirs = Pipe()
         try:
@@ -106,11 +106,11 @@ class Template:
             return None
 
     def close(self) -> None:
-        """End it and all children, whatever they do."""
+        """Kill the template and all children."""
         if self._process.returncode is None:
             try:
                 os.killpg(self._process.pid, signal.SIGKILL)
-            except OSError:  # it has not got its group yet, or has ended
+            except OSError:  # the process has no group yet, or has ended
                 self._process.kill()
             self._process.wait()
         with self._lock:
@@ -151,7 +151,7 @@ class Template:
 def received(
     channel: Connection, seconds: float, check: Callable[[], None]
 ) -> bytes | None:
-    """Return a message; None: none has come for so many seconds."""
+    """Return the next message; None: no message within so many seconds."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if channel.poll(POLL_SECONDS):

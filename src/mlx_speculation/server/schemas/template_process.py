@@ -1,4 +1,4 @@
-"""A program that forks one child for each schema; it imports neither mlx nor numpy.
+"""The program of the template process, which forks a child for each schema.
 
     python -P template_process.py DESCRIPTOR
 
@@ -9,9 +9,9 @@ The descriptor is a connection to the server. First come JSON and the tokenizer;
             becomes of the child
     pid     end that child; the status that waitpid gives goes back
 
-A child takes the schema and answers with the first mask, then a step for each token.
-Its limits are kept by the kernel where that can be: SIGALRM ends a child that works for
-too long, whatever holds the interpreter's lock.
+A child receives its schema and answers with the first mask. Then it answers each step,
+a token, with the next mask. The kernel keeps its limits where it can: SIGALRM ends a
+child that computes for too long, even if llguidance holds the interpreter's lock.
 """
 
 import json
@@ -34,8 +34,8 @@ OUT_OF_MEMORY = 3  # the exit status
 WATCH_SECONDS = 0.05
 NICE = 10
 MASK, FAILED, UNUSABLE, NOT_ENFORCED = b"m", b"f", b"u", b"w"
-LARK = "lark:"  # before what is a grammar, and no JSON schema
-# Small models write whitespace without end where they may.
+LARK = "lark:"  # prefix of a grammar; a text without it is a JSON schema
+# Small models may write whitespace without end if it is allowed.
 COMPACT: Any = {"whitespace_flexible": False}
 
 
@@ -82,14 +82,14 @@ class Child:
         return _mask(matcher)
 
     def _timed_step(self, message: bytes) -> bytes:
-        """Do a step in its own time and what others have left over."""
+        """Do a step. It may take `step_seconds` and the rest of `mask_seconds`."""
         limit = self._limits["step_seconds"]
         signal.setitimer(signal.ITIMER_REAL, limit + self._spare)
         started = time.monotonic()
         answer = self._step(message)
         signal.setitimer(signal.ITIMER_REAL, 0)
         over = max(0.0, time.monotonic() - started - limit)
-        self._spare = max(0.0, self._spare - over)  # a step may end as its time does
+        self._spare = max(0.0, self._spare - over)  # timers are not exact
         return answer
 
     def _step(self, message: bytes) -> bytes:
@@ -106,7 +106,7 @@ class Child:
 
 
 def _mask(matcher: Any) -> bytes:
-    """Return whether the text may end, and a bit for each token that may follow."""
+    """Return the answer for a place: whether the text may end, and a bit per token."""
     bits = matcher.compute_bitmask()
     if matcher.is_error():
         return _failed(matcher)
@@ -118,7 +118,7 @@ def _failed(matcher: Any) -> bytes:
 
 
 def _limit_memory(most: int) -> None:
-    """End this process when it holds so many bytes more than now."""
+    """End this process once it holds `most` bytes more than now."""
     unit = 1 if sys.platform == "darwin" else 1024
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
@@ -128,15 +128,15 @@ def _limit_memory(most: int) -> None:
         os._exit(OUT_OF_MEMORY)
 
     threading.Thread(target=watch, daemon=True).start()
-    if sys.platform == "linux":  # for what comes between two looks; others lack it
+    if sys.platform == "linux":  # for growth between two looks; macOS has no such limit
         pages = int(Path("/proc/self/statm").read_text("ascii").split()[0])
-        # Address space is more than memory: threads and allocators reserve some.
+        # Address space exceeds memory: threads and allocators reserve some.
         space = pages * resource.getpagesize() + 2 * most + (256 << 20)
         resource.setrlimit(resource.RLIMIT_AS, (space, space))
 
 
 def _child(descriptor: int, tokens: Any, limits: dict[str, Any]) -> None:
-    """Be a child, and leave without what the template has to tidy up."""
+    """Run a child, then exit without the template's cleanup."""
     status = 1
     try:
         _limit_memory(limits["bytes"])
@@ -150,11 +150,11 @@ def _child(descriptor: int, tokens: Any, limits: dict[str, Any]) -> None:
 
 
 def _ended(process: int, children: set[int]) -> int:
-    """End a child of this process, if it is one, and return how it has ended."""
+    """Kill a child of this process and return its exit status; 0 for other ids."""
     if process not in children:
         return 0
     children.discard(process)
-    os.kill(process, signal.SIGKILL)  # one that has ended keeps its own status
+    os.kill(process, signal.SIGKILL)  # a child that has ended keeps its status
     return os.waitpid(process, 0)[1]
 
 
@@ -175,7 +175,7 @@ def _serve(control: Connection, tokens: Any, limits: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Read the tokenizer, then fork until the server has gone."""
+    """Read the tokenizer, then execute commands until the server closes the socket."""
     os.nice(NICE)
     control = Connection(int(sys.argv[1]))
     settings, tokenizer = json.loads(control.recv_bytes()), control.recv_bytes()

@@ -1,10 +1,10 @@
-"""The grammar of one tool call, as chat templates of the Hermes kind teach it.
+"""The grammar of one tool call in the format of Hermes chat templates.
 
     <tool_call>
     {"name": "weather", "arguments": {"city": "Oslo"}}
     </tool_call>
 
-Other kinds of calls, such as Python or XML, have no grammar here.
+Other formats of calls, such as Python or XML, have no grammar here.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any
 from mlx_speculation.server.api_errors import invalid
 from mlx_speculation.server.schemas.compilers import LARK
 
-# As the templates write it, so that the text is what the model was trained on.
+# The whitespace that the templates write, which the model was trained on.
 SPACING = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -25,13 +25,13 @@ SPACING = {
 def call_grammar(
     functions: Sequence[dict[str, Any]],
     tokenizer: Any,
-    parser: Any,  # of the tokenizer's calls
-    marks: tuple[str, str],  # before and after a call
+    parser: Any,  # the tokenizer's parser of calls
+    marks: tuple[str, str],  # the texts before and after a call
 ) -> str:
     """Return the grammar of a call of one of these functions, for `SchemaCompilers`.
 
     Raises:
-        ApiError: the calls are of another kind.
+        ApiError: the model writes its calls in another format.
     """
     module = getattr(parser, "__module__", "")
     if not module.endswith(".json_tools"):
@@ -48,14 +48,14 @@ def call_grammar(
         head = f'{{"name": {json.dumps(each["name"])}, "arguments": '
         arguments = {"type": "object", **(each.get("parameters") or {})}
         schema = json.dumps({**arguments, "x-guidance": SPACING})
-        # References are to the schema of one tool, so that each is a rule of its own.
+        # A rule for each tool, as references in a schema are to that schema.
         rules += [f'call_{i}: {json.dumps(head)} arguments_{i} "}}"']
         rules += [f"arguments_{i}: %json {schema}"]
     return LARK + "\n".join(rules)
 
 
 def _literal(text: str, tokenizer: Any) -> str:
-    """Return a mark in Lark's syntax: special tokens have no text there."""
+    """Return a mark in Lark's syntax: a special token by name, else a string."""
     added = getattr(tokenizer._tokenizer, "added_tokens_decoder", {})
     special = any(each.special and each.content == text for each in added.values())
     return text if special else json.dumps(text)
