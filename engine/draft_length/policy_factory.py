@@ -1,6 +1,6 @@
-"""Makes the draft length policy of each stream, and keeps what they have learnt.
+"""Makes the draft length policy of each stream, and keeps the costs they measured.
 
-Which length a round has is decided in `rule`.
+The policy itself, which chooses the length of a round, is in `rule`.
 """
 
 from collections.abc import Sequence as SequenceOf
@@ -35,17 +35,24 @@ from mlx_speculation.engine.drafters.draft import Draft, members_of, shape_of
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import Sliding, position_table, usual_part
 
-# No adaptive draft length is longer. Greedy text that repeats itself is drafted well
-# for longer than that, but a verify of more rows costs by the row.
+# The longest adaptive draft. Longer drafts of repetitive greedy text would be accepted
+# too, but the time of a verify grows with each row.
 LONGEST = 16
 
 
 class PolicyFactory:
     """Makes a policy for each stream.
 
-    `usual` is the length of streams that name none, None an adaptive one. A `shape` of
-    exact mode limits drafts, and has costs of its own. With drafts of `tree` nodes a
-    length is a number of levels, which has costs and acceptance of its own too.
+    Args:
+        model: the target.
+        draft: the draft, if there is one.
+        sliding: the kind of sliding caches; costs are stored by it.
+        usual: the draft length of streams that pass none; None: adaptive.
+        compiled: whether the draft model is compiled; costs are stored by it.
+        shape: the fixed shape of exact mode. It limits the length of a draft, and costs
+            are stored by it.
+        tree: how many nodes a drafted tree has; 0: drafts are chains. The length of a
+            tree is its number of levels. Costs are stored by it.
 
     Raises:
         InvalidRequestError: the usual length is not a number of tokens.
@@ -78,12 +85,12 @@ class PolicyFactory:
         """Return the policy of a stream.
 
         Args:
-            length: None: the usual one.
-            most: no draft is longer; None: than the policy says.
+            length: a fixed length, or a policy; None: the usual length.
+            most: the longest draft; None: the policy alone decides.
 
         Raises:
-            InvalidRequestError: one is not a number of tokens, or the policy is the
-                caller's own, and `most` was passed.
+            InvalidRequestError: an argument is not a number of tokens, or `length` is a
+                policy and `most` was passed too.
         """
         most = _checked(most, "max_draft")
         if isinstance(length, DraftLengthPolicy):
@@ -110,10 +117,11 @@ class PolicyFactory:
         return BatchDraftLength(rule, self.batch_costs, self._credit)
 
     def batch_costs(self, rows: int) -> list[RoundCosts]:
-        """Return what the rounds of batches with so many rows cost, of each drafter.
+        """Return the costs of rounds of a batch with so many rows, for each drafter.
 
-        Where none were measured they are taken for those of the next larger batch that
-        was, which errs to shorter drafts, or of the next smaller.
+        If no batch of this size was measured, the costs are those of the next larger
+        measured batch, which leads to drafts that are rather too short. If there is
+        none, they are those of the next smaller one.
         """
         result = self.known(rows)
         for index, known in enumerate(result):
@@ -133,7 +141,7 @@ class PolicyFactory:
 
     @property
     def part(self) -> int:
-        """Layers of a part of a round's forward, see `models.submit_layers`."""
+        """How many layers of a forward are submitted at once, see `submit_layers`."""
         measured = self.calibrated().part
         return usual_part() if measured is None else measured
 
@@ -145,13 +153,13 @@ class PolicyFactory:
         *,
         part: bool = False,
     ) -> CostTable:
-        """Measure every length at these contexts, see the generator's `calibrate`.
+        """Measure the cost of every draft length; see the generator's `calibrate`.
 
         Args:
             start: starts the streams that are measured.
-            contexts: numbers of tokens.
-            progress: see there.
-            part: measure `part` first.
+            contexts: the context lengths to measure at, in tokens.
+            progress: called with the number of rounds that are done, and of all rounds.
+            part: whether to measure the best `part` first.
         """
         self.check_calibration(contexts)
         if part:
@@ -162,7 +170,7 @@ class PolicyFactory:
         return self.calibrated().costs.table()
 
     def check_calibration(self, contexts: SequenceOf[int]) -> None:
-        """Refuse a calibration without a draft, or of contexts that cannot be."""
+        """Refuse a calibration without a draft, or at impossible context lengths."""
         if self._draft is None:
             raise InvalidRequestError(
                 "The generator has no draft, and there is nothing to calibrate. Pass "
@@ -183,7 +191,11 @@ class PolicyFactory:
             )
 
     def known(self, rows: int = 0) -> list[Known]:
-        """Return what is known of each drafter, in batches of so many rows if not 0."""
+        """Return the measured costs of each drafter.
+
+        Args:
+            rows: the number of rows of a batch; 0: those of a single stream.
+        """
         if rows not in self._known:
             more = {"rows": rows} if rows else {}
             self._known[rows] = [
@@ -193,13 +205,13 @@ class PolicyFactory:
         return self._known[rows]
 
     def calibrated(self, rows: int = 0) -> Known:
-        """Return what is known of the drafter whose rounds a calibration measures."""
+        """Return the costs of the drafter that a calibration measures: a costly one."""
         each = list(zip(self._each, self.known(rows), strict=True))
         costly = [known for draft, known in each if not draft.free]
         return [*costly, *self.known(rows), Known()][0]
 
     def _key(self, draft: Draft, **more: int) -> dict[str, Any] | None:
-        """Return what the costs belong to; None where they are not kept."""
+        """Return the key that costs are stored by; None: they are not stored."""
         name = draft.cost_key()
         if not name:
             return None
