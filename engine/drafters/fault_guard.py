@@ -1,18 +1,18 @@
-"""Disables a drafter that raises; generation continues.
+"""Disables a drafter at its first fault; generation continues without it.
 
-What a drafter does decides the speed and never the text, so a text goes on without a
-drafter that fails. At its first fault it is disabled for the rest of the stream: what
-it holds is not known any more, and a fault in every round would cost a draft in every
-round. The next stream begins with it again.
+A drafter changes the speed of a generation and never its text, so the text can go on
+without the drafter. The drafter stays disabled for the rest of the stream: its state
+after a fault is unknown, and it might fail in every round. The next stream uses it
+again.
 
-    a fault                                       known
+    fault                                         detected
     begin, propose, settle or discard raises      at once
-    too many tokens, or no draft at all           at once
-    ids that the target lacks, NaN in its logits  with the round's one read; until then
-                                                  they are harmless tokens
+    too many tokens, or no proposal at all        at once
+    ids that the target lacks, NaN in the logits  when the round is read; until then
+                                                  such ids are replaced by valid ones
 
-What the request's own logits processors and constraint raise inside of `choose` is no
-fault of the drafter's and is raised, and so are Ctrl-C and MemoryError.
+Errors of the request's own logits processors and constraint in `choose` are no faults
+of the drafter. They are raised, like Ctrl-C and MemoryError.
 """
 
 import math
@@ -45,14 +45,14 @@ NoteFault = Callable[[DrafterFault], None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CheckedProposal:
-    """A draft that is safe to verify, and what shows only once it is evaluated.
+    """A proposal that is safe to verify, and the arrays that show its faults.
 
     Attributes:
-        draft: its tokens are ids that the target has a row for.
-        proposed: integers [k], the ids that the drafter proposed.
-        limit: the target has a row for ids below this.
-        peaks: [rows], not finite where logits that it chose from are unusable; None
-            where it asked for no choice.
+        draft: the proposal, with token ids that the target has a row for.
+        proposed: integers [k], the token ids as the drafter proposed them.
+        limit: the target has a row for each id below it.
+        peaks: [rows], not finite for unusable rows of the drafter's logits; None if
+            the drafter did not call `choose`.
     """
 
     draft: Proposal
@@ -69,7 +69,7 @@ class CheckedProposal:
     def faults(self) -> tuple[int, int]:
         """Count the unusable rows of logits, and the ids that the target lacks.
 
-        Legal when `arrays` have been evaluated; else it waits.
+        Waits unless `arrays` have been evaluated.
         """
         peaks: Any = [] if self.peaks is None else self.peaks.tolist()
         proposed: Any = self.proposed.tolist()
@@ -78,16 +78,16 @@ class CheckedProposal:
 
 
 class CheckedChoose:
-    """A `Choose` for one draft, and the check of what the drafter made of it.
+    """A `Choose` for one proposal, which then checks the proposal.
 
     Args:
-        verifier: chooses for the request.
-        masks: what its constraint allows, if it has one.
-        tree: how many tokens a draft may have that is a tree; 0: it has to be a chain.
+        verifier: chooses tokens for the request.
+        masks: masks of the request's constraint, if it has one.
+        tree: how many tokens a tree may have; 0: the proposal has to be a chain.
 
     Attributes:
         tree: as passed.
-        raised: what the request's own processors or constraint have raised in here.
+        raised: an error of the request's own processors or constraint; else None.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class CheckedChoose:
         self._masks = masks
         self.tree = tree
         self._drew = False
-        self._seen: list[mx.array] = []  # logits, judged together at the end
+        self._seen: list[mx.array] = []  # logits; checked together at the end
         self.raised: BaseException | None = None
 
     def __call__(
@@ -126,26 +126,26 @@ class CheckedChoose:
     def children(
         self, logits: mx.array, rows: Rows, count: int, ids: mx.array | None = None
     ) -> tuple[mx.array, mx.array]:
-        """Return the likeliest next tokens of nodes of one level; see `best_children`.
+        """Return the likeliest next tokens of a level's nodes; see `best_children`.
 
-        Legal where `tree` is not 0.
+        Legal if `tree` is not 0.
         """
         self._seen.append(logits)
         return best_children(self._verifier, logits, rows, count, ids)
 
     def fresh(self) -> "CheckedChoose":
-        """Return one for another drafter's draft."""
+        """Return a new one, for the proposal of another drafter."""
         return CheckedChoose(self._verifier, self._masks, self.tree)
 
     def checked(self, draft: Proposal, limit: int) -> CheckedProposal:
-        """Return the draft with ids that the target has a row for.
+        """Return the proposal with ids that the target has a row for.
 
-        Which ids a drafter proposes by no chance cannot change the text, but an id
-        without a row in the target's embedding would be read from outside of it.
+        Wrong ids of a draft that was not drawn cannot change the text. But an id
+        without a row in the target's embedding would read memory outside of it.
 
         Raises:
-            InvalidRequestError: the draft is none, or too long, or the probabilities
-                of its draws, which decide what is accepted, are not all there.
+            InvalidRequestError: `draft` is no proposal, or is longer than `limit`, or
+                was drawn, and the probabilities of its draws are missing.
         """
         if not isinstance(draft, Proposal) or not _holds_ids(draft.tokens):
             raise InvalidRequestError(
@@ -177,14 +177,14 @@ class CheckedChoose:
 
 
 class FaultGuard(WrappedDrafter):
-    """A drafter of one stream, asked until its first fault."""
+    """The drafter of one stream, used until its first fault."""
 
     def __init__(
         self,
         inner: OpenDrafter,
-        note: NoteFault,  # gets its fault
-        # The lane whose follower the drafter is, if it is one: it is let go of with the
-        # drafter
+        note: NoteFault,  # called with the fault
+        # The target's lane, if it keeps hidden states for the drafter: it stops to when
+        # the drafter is disabled
         target: Lane | None = None,
     ) -> None:
         super().__init__(inner)
@@ -197,28 +197,28 @@ class FaultGuard(WrappedDrafter):
 
     @property
     def disabled(self) -> bool:
-        """Return whether the drafter has failed, and is not asked any more."""
+        """Return whether the drafter has failed."""
         return self._disabled
 
     @property
     def lanes(self) -> list[Lane | None]:
-        """Those of the drafter; None each once it has failed."""
+        """The drafter's lanes; a list of None once it has failed."""
         return [None if self._disabled else lane for lane in self.inner.lanes]
 
     @property
     def prefix_head(self) -> Any:
-        """The head whose rows a `PrefixCache` keeps; None once it has failed."""
+        """The head whose rows a `PrefixCache` keeps; None after a fault."""
         return None if self._disabled else self.inner.prefix_head
 
     def remember(self, tokens: SequenceOf[int], answer: int) -> None:
-        """Let it keep the tokens of the finished stream."""
+        """Let the drafter keep the tokens of the finished stream."""
         try:
             self.inner.remember(tokens, answer)
         except Exception as error:
             self.fail("remember", error)
 
     def read_ahead(self, sequence: Sequence, fits: Callable[[int], bool]) -> bool:
-        """Let it read ahead."""
+        """Let the drafter read a part of the prompt; True if it has failed."""
         if not self._disabled:
             try:
                 return self.inner.read_ahead(sequence, fits)
@@ -227,7 +227,7 @@ class FaultGuard(WrappedDrafter):
         return True
 
     def forecast(self, sequence: Sequence, limit: int) -> SequenceOf[float] | None:
-        """Return its forecast; nothing to expect of it where it has failed."""
+        """Return the drafter's forecast; after a fault an empty one: no acceptance."""
         if not self._disabled:
             try:
                 return self.inner.forecast(sequence, limit)
@@ -236,13 +236,13 @@ class FaultGuard(WrappedDrafter):
         return ()
 
     def begin(self, sequence: Sequence) -> None:
-        """Let it begin."""
+        """Let the drafter begin."""
         self._run("begin", lambda: self.inner.begin(sequence))
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
-        """Return its draft, checked and submitted; nothing where it has failed.
+        """Return the drafter's proposal, checked and submitted; NOTHING after a fault.
 
-        `choose` is asked for one draft only.
+        `choose` is a `CheckedChoose` that was made for this proposal.
         """
         assert isinstance(choose, CheckedChoose)
         self._checked = None
@@ -260,14 +260,14 @@ class FaultGuard(WrappedDrafter):
             if choose.raised is None:
                 self._fail("propose", error)
                 return NOTHING
-        # Of the request's own, whatever the drafter made of it.
+        # An error of the request's own, even if the drafter caught it.
         assert choose.raised is not None
         raise choose.raised
 
     def settle(self, accepted: int) -> None:
-        """Let it settle, unless the round has shown that its draft was none.
+        """Let the drafter settle, unless its proposal turns out to be faulty.
 
-        Legal when the round's result has been read: what is read here came with it.
+        Legal once the round has been read; the proposal's arrays are evaluated then.
         """
         checked, self._checked = self._checked, None
         rows, ids = (0, 0) if checked is None else checked.faults()
@@ -280,17 +280,17 @@ class FaultGuard(WrappedDrafter):
                 self._fail("settle", error)
 
     def discard(self) -> None:
-        """Let it undo the round."""
+        """Let the drafter undo the round."""
         self._checked = None
         self._run("discard", self.inner.discard)
 
     def fail(self, call: str, error: Exception) -> None:
-        """Disable the drafter for a fault that was met elsewhere."""
+        """Disable the drafter for a fault that its caller has detected."""
         if not self._disabled:
             self._fail(call, error)
 
     def _after_chunk(self, method: Callable[[], None]) -> None:
-        """Let it read the states of a chunk of the prompt."""
+        """Let the drafter read the hidden states of a chunk of the prompt."""
         self._run("begin", method)
 
     def _run(self, call: str, act: Callable[[], None]) -> None:
@@ -302,12 +302,12 @@ class FaultGuard(WrappedDrafter):
             self._fail(call, error)
 
     def _fail(self, call: str, error: Exception) -> None:
-        """Disable the drafter, and note why; MemoryError is raised."""
+        """Disable the drafter and note why. MemoryError and Ctrl-C are raised."""
         if isinstance(error, MemoryError) or raised_by_signal(error):
             raise error
         self._disabled = True
         if self._target is not None:
-            self._target.follower = None  # or states would pile up for nobody
+            self._target.follower = None  # else states would pile up unread
         try:
             self.inner.discard()
         except Exception as second:
@@ -323,7 +323,7 @@ class FaultGuard(WrappedDrafter):
 
 
 def what_is_wrong(rows: int, ids: int) -> Exception:
-    """Return the fault of a draft, by its counts of unusable logits and of ids."""
+    """Return the fault of a proposal with unusable logits or ids that do not exist."""
     if rows:
         return ArithmeticError(
             f"{rows} rows of the drafter's logits hold a NaN or no finite largest "
@@ -336,7 +336,7 @@ def what_is_wrong(rows: int, ids: int) -> Exception:
 
 
 def _within_tree(branches: Branches, count: int, limit: int) -> Branches:
-    """Return branches whose parents come before their children."""
+    """Return branches with each parent moved before its child, if it is not yet."""
     parents, levels = branches.parents, branches.levels
     if not _holds_ids(parents) or len(parents) != count or not 1 <= levels <= limit:
         raise InvalidRequestError(
@@ -349,21 +349,21 @@ def _within_tree(branches: Branches, count: int, limit: int) -> Branches:
 
 
 def _within(tokens: mx.array, limit: int) -> mx.array:
-    """Return ids, uint32, of which those below `limit` are the same."""
+    """Return the ids as uint32, those outside of 0 to `limit` - 1 clipped to it."""
     if tokens.dtype == mx.uint32:
         return mx.minimum(tokens, limit - 1)
     return mx.clip(tokens.astype(mx.int64), 0, limit - 1).astype(mx.uint32)
 
 
 def _peaks_of(seen: SequenceOf[mx.array]) -> mx.array:
-    """Return the peaks of all rows: at once, where they are of one width."""
+    """Return the peaks of all rows, computed together if all rows have one width."""
     if len({logits.shape[1] for logits in seen}) == 1:
         return peaks(mx.concatenate([*seen]))
     return mx.concatenate([peaks(logits) for logits in seen])
 
 
 def _check_rows(logits: Any, rows: Any, ids: Any) -> None:
-    """Refuse what cannot be chosen from."""
+    """Refuse arguments of `choose` that do not fit together."""
     shape = logits.shape if isinstance(logits, mx.array) else None
     count = rows.count if isinstance(rows, Rows) else None
     if shape is None or len(shape) != 2 or shape[0] != count:
@@ -393,7 +393,7 @@ def _holds_ids(array: Any) -> bool:
 
 
 def _said(result: Any) -> str:
-    """Describe what stands where token ids should."""
+    """Return a description, for an error, of a value that is no array of token ids."""
     array = result.tokens if isinstance(result, Proposal) else result
     if isinstance(array, mx.array):
         return f"an array {array.shape} of {array.dtype}"
