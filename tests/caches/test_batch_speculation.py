@@ -196,11 +196,7 @@ def test_every_kind_of_batch_presents_a_journal_of_rows(kind: AttentionKind) -> 
 def test_the_width_stays_bounded_over_a_thousand_rounds(
     window: int | None, turns: bool
 ) -> None:
-    """Two rows take turns in keeping little: 3 of 4 positions per round are lost.
-
-    Without dropping the padding both have in common, the width would grow by up to
-    one position per round beyond the longest row; a ring would hold that as padding.
-    """
+    """Two rows keep little in turn: the padding that both have in common is dropped."""
     kind = AttentionKind(window=window, step=32)
     lengths, cache = [5, 0, 3], merged(kind, [5, 0, 3])
     widest = 0

@@ -1,7 +1,4 @@
-"""Edges that the properties do not reach: limits of files, large offsets, odd lengths.
-
-Each of these was shown by a mutant that all other tests let live.
-"""
+"""Edges that no property reaches: limits of files, large offsets, odd lengths."""
 
 import json
 import weakref

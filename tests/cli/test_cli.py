@@ -181,7 +181,7 @@ main()
 
 
 def test_help_is_wrapped_by_the_terminal_alone() -> None:
-    """Line ends of a docstring broke lines of 80 columns once more."""
+    """Line ends of a docstring end no line of the help."""
     shown = CliRunner().invoke(app, ["check", "--help"], terminal_width=80).stdout
     lines = [line.strip() for line in shown.splitlines()]
     assert any(line.startswith("once and token by token.") for line in lines)

@@ -439,8 +439,10 @@ class FewIds:
 def test_drafters_of_any_vocabulary_draft_what_is_allowed_or_are_not_accepted(
     acceptance: Any, columns: int, ids: list[int] | None
 ) -> None:
-    """Also where none of their ids is allowed. A law without mass would be no law, and
-    block verification looks at the law behind the token that it judges."""
+    """Drawn probabilities sum to 1, also if none of a drafter's ids is allowed.
+
+    Block verification reads those after the token that it judges.
+    """
     allowed = [*range(30, 80)]
     options: dict[str, Any] = {
         "constraint": allowed_tokens(allowed),

@@ -146,7 +146,7 @@ def test_the_same_prompt_again_is_not_read_again(name: str) -> None:
 
 @pytest.mark.parametrize("start", [0, 9])
 def test_a_request_with_quantized_caches_passes_it_by(start: int) -> None:
-    """A second one with the same prompt was an error: rows of the first were taken."""
+    """A second request with the same prompt takes no rows of the first."""
     tiny = TINY_MODELS["llama"]
     model = build_tiny(replace(tiny, args={**tiny.args, "head_dim": 32}))
     eight_bits = KVQuantization(bits=8, group_size=32, start=start)

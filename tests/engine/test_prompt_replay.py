@@ -1,8 +1,6 @@
 """Answers come back in the ids in which they were written, and nothing else does.
 
-The tokenizer knows pairs of letters, so a text has many ids. Killed by hand: answers
-that are compared without what precedes them, the first answer in place of the one with
-the text, ids that are put in behind other ids.
+The tokenizer knows pairs of letters, so a text can be written in different ids.
 """
 
 from pathlib import Path

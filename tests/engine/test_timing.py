@@ -1,10 +1,8 @@
 """Timing of rounds: nothing is lost, and each part gets its own.
 
-Other programs may keep a round waiting anywhere. So what sleeps is timed by itself,
-and all of it has to be found in its part; what the device is slow in is judged by the
-lower quartile of the rounds, since others only add to a part. By their median a part
-that is slow for milliseconds was once in 25 runs, beside two busy loops, behind one
-that was kept waiting for as long.
+Other programs may delay a round anywhere. So a sleep is timed by itself, and its part
+has to take at least as long. Parts that are slow on the device are compared by the
+lower quartile of the rounds, since other programs can only add to a part.
 """
 
 import time

@@ -1,6 +1,6 @@
 """Models compute the same from keys in whole steps as from the native ones.
 
-Whole steps are for CUDA. Here they are switched on by hand, with short steps, so that
+Whole steps are for CUDA. Here the tests switch them on, with short steps, so that
 buffers grow and steps are passed.
 """
 

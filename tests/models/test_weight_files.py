@@ -322,7 +322,7 @@ def an_assistant(folder: Path) -> Path:
 def test_a_drafter_in_the_place_of_a_target_is_named(
     make: Callable[[Path], Path], tmp_path: Path
 ) -> None:
-    """It lacked tokenizer_config.json, or tensors were listed."""
+    """The error says that it is a drafter, not which files or tensors it lacks."""
     folder = make(tmp_path)
     said = r"this is a drafter for another model.*--draft"
     for _ in range(2):

@@ -1,7 +1,4 @@
-"""Costs of choosing that no value shows: counts and sizes, no times.
-
-Each is a mutant that every other test let pass.
-"""
+"""Costs of choosing that no value shows: counts and sizes, no times."""
 
 from collections.abc import Sequence
 from typing import Any

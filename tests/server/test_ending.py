@@ -29,7 +29,7 @@ client.recv(1000)
 
 
 def test_a_program_that_ends_ends_its_server() -> None:
-    """It hung, since Python waits for threads."""
+    """Python waits for threads, and the server's threads do end."""
     command = python(PROGRAM.format(tests=str(Path(__file__).parents[1])))
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=60, check=False
@@ -60,7 +60,7 @@ def test_a_program_that_ends_ends_its_server() -> None:
 def test_a_second_signal_ends_a_server_at_once(
     options: list[str], body: dict[str, Any], number: str
 ) -> None:
-    """The first one waits for what runs; a second one was waiting for ever."""
+    """The first signal waits for running requests."""
     sent = getattr(signal, number)
     with (
         server_process(*options, model=DRAFT, before="") as server,

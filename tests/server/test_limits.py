@@ -470,7 +470,7 @@ def test_an_engine_that_hangs_is_not_waited_for(
 def test_an_engine_has_ended_when_the_thread_of_the_system_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A process that ended before aborted, 1 time in 8 after a refusal."""
+    """`stop` waits for it, since a process may abort while one of its threads runs."""
     paths: list[str] = []
 
     class Task:

@@ -105,10 +105,10 @@ def compilers_of(server: Server) -> set[int]:
 def test_other_texts_go_on_while_a_schema_compiles_until_its_client_leaves(
     server: Server,
 ) -> None:
-    """All stood still for as long as it took, which for 26 patterns had no end.
+    """The compilation of 26 patterns has no end.
 
-    The text begins once there is a compiler: it takes seconds, and would be over if a
-    busy machine took longer to start one.
+    The text starts once the compiler runs: on a busy machine the text might be finished
+    before the compiler has started.
     """
     with connect(server) as connection:
         connection.sendall(packet(asking(hostile())))
@@ -335,7 +335,7 @@ def test_masks_that_take_too_long_end_their_text(
 def test_a_child_that_ends_before_its_schema_is_no_fault_of_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It had not said its process id then, and the template was taken for lost."""
+    """It may end before its process id has arrived; the template goes on."""
 
     def made_without_limits(vocabulary: Any, limits: Any, check: Any) -> Template:
         return Template(vocabulary, {}, check)  # a child looks for them first

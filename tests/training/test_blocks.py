@@ -320,7 +320,7 @@ def test_layers_and_the_mask_of_a_new_drafter(tmp_path: Path) -> None:
 
 
 def test_the_step_that_compiles_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training on a GPU was sized by the 70 seconds of its first step."""
+    """The first step on a GPU may take 70 seconds, which the plan does not count."""
     made, gradients = drafter("dspark", count=1), TrainingStep.gradients
     monotonic, passed = time.monotonic, [0.0]
     monkeypatch.setattr("time.monotonic", lambda: monotonic() + passed[0])

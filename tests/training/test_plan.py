@@ -135,7 +135,7 @@ def test_what_was_spent_is_named_and_counts() -> None:
 def test_too_few_minutes_are_refused_before_the_target_writes(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Dialogues took nine minutes of three, and no step was taken."""
+    """The minutes have to be enough for dialogues and steps."""
     written: list[int] = []
     monkeypatch.setattr(Run, "_dialogues", lambda *_: written.append(1))
     out = tmp_path / "head"
@@ -169,7 +169,7 @@ def test_a_training_keeps_its_minutes_and_leaves_a_trained_head(
 def test_a_long_timing_does_not_cut_the_dialogues(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU compiling took half of the minutes, and answers one token."""
+    """On a GPU compiling may take half of the minutes."""
     monotonic, passed = time.monotonic, [0.0]
     monkeypatch.setattr("time.monotonic", lambda: monotonic() + passed[0])
 
@@ -187,7 +187,7 @@ def test_a_long_timing_does_not_cut_the_dialogues(
 def test_rows_that_hold_no_prompt_do_not_shorten_what_is_evaluated(
     target: Path, tmp_path: Path
 ) -> None:
-    """Answers were cut to the slots of a row, and none was left to draft of."""
+    """Answers stay long enough to be drafted from."""
     options = replace(OPTIONS, slots=8, evaluations=1)
     result = train(target, tmp_path / "head", options)
     assert result.record["best"]["step"] > 0
@@ -244,7 +244,7 @@ def test_a_plot_that_fails_is_said_and_the_record_is_written(
 def test_a_package_without_metadata_has_an_unknown_version(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A training of six minutes failed while its record was written."""
+    """The record of a training says so, and is written."""
     monkeypatch.setattr(environment, "PACKAGES", ("mlx", "no-such-package-here"))
     assert environment.versions()["no-such-package-here"] == "unknown"
 

@@ -252,7 +252,7 @@ def test_a_folder_of_something_else_is_refused(target: Path, tmp_path: Path) -> 
 def test_what_cannot_be_trained_is_refused_before_the_target_writes(
     target: Path, tmp_path: Path
 ) -> None:
-    """The config.json of a draft was read after hours of dialogues."""
+    """The config.json of a draft is read first."""
     draft = tmp_path / "draft"
     draft.mkdir()
     (draft / "config.json").write_text('{"model_type": "llama", "hidden_size": 8}')
@@ -288,7 +288,7 @@ def test_an_interrupt_says_what_is_kept(target: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_training_ends_before_its_time_is_up(target: Path, tmp_path: Path) -> None:
-    """It ran past it by an evaluation, and the last steps were not kept."""
+    """The last evaluation fits into the time too, and the last steps are kept."""
     began = time.monotonic()
     options = replace(OPTIONS, steps=9_999, minutes=0.25, evaluations=2)
     result = train(target, tmp_path / "head", options)

@@ -35,11 +35,10 @@ def write(cache: Any, position: int, serial: int = 999) -> None:
 
 
 def test_a_row_that_was_undone_is_not_saved_for_later() -> None:
-    """A block of saved rows held rows of a round that was then rolled back.
+    """One round fills the ring, goes past its end and is rolled back.
 
-    It needed a round that fills the ring, goes on past its end and is undone, and
-    afterwards a round that overwrites and restores the same slots: every ring of at
-    most 64 rows that is written one row at a time met it near its first wrap.
+    The next round overwrites and restores the same slots. The block of saved rows then
+    holds no row of the first round.
     """
     cache = filled(window=3, rows=2)
     with Speculation([cache]) as first:
@@ -163,12 +162,7 @@ def test_single_rows_of_a_kv_cache_copy_nothing() -> None:
 def test_each_row_of_a_round_sees_what_it_would_see_alone(
     rows: int, window_size: int | None, slack: bool, isolated: bool
 ) -> None:
-    """Rows: where a model asks for more than the ring's window, rows of a round saw
-    more.
-
-    With plamo3 every row but the first saw one more, and the text was another one from
-    the first round past the window on.
-    """
+    """Also if the model asks for a larger window than the ring has, as plamo3 does."""
     alone = filled(window=4, rows=rows)
     cache: Any = copy.deepcopy(alone)
     cache = SlidingKVCache.from_native(cache) if slack else cache
@@ -230,10 +224,9 @@ def visible(cache: Any, rows: Rows) -> list[list[int]]:
 def test_rows_of_a_round_see_what_they_would_see_one_by_one(
     window: int, keep: int
 ) -> None:
-    """mlx-lm's mask hides the first rows from all but the first row of a write.
+    """Also past the window, with kept first rows (max_kv_size).
 
-    With max_kv_size the text of a draft was not that of plain decoding, as soon as the
-    window had wrapped, for every draft of one token or more.
+    mlx-lm's own mask hides these rows from all but the first row of a write.
     """
     for kept_rows in range(2 * window + 2):
         for width in range(1, window + 3):
@@ -248,7 +241,7 @@ def test_rows_of_a_round_see_what_they_would_see_one_by_one(
 
 
 def test_a_prompt_gets_the_native_mask() -> None:
-    """All of it is kept, and mlx-lm's own prefill is what it has to equal."""
+    """A prompt is kept whole, and has to equal mlx-lm's own prefill."""
     for kept_rows, width in ((3, 4), (12, 3)):
         rows = Rows(kept_rows, tuple(range(kept_rows, kept_rows + width)))
         expected = visible(filled(5, kept_rows, keep=2), rows)

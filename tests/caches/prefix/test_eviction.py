@@ -1,8 +1,7 @@
-"""Room is made by use and by what it would cost to read again, in bytes that are kept.
+"""Eviction weighs last use against the cost of reading a text again, per kept byte.
 
-Killed by hand: the order of use alone (a session goes for side requests), a refusal
-that is not counted (a session that nobody uses stays for ever), edges of any length
-(the bound is exceeded by a copy of a whole text).
+A session survives side requests, an unused session goes in the end, and the bytes stay
+within the bound.
 """
 
 import gc

@@ -1,8 +1,6 @@
-"""Segments of a folder are found by later processes, or by none: never another text.
+"""Later processes find the segments of a folder, and never those of another text.
 
-`request` compares all that a role finds with the rows of that very text. Killed by
-hand: names that are not compared with the content, digests that are not compared, a
-child that is written before what leads to it.
+`request` compares the rows that a role finds with those of the text.
 """
 
 import logging
@@ -367,7 +365,7 @@ def test_what_is_before_a_damaged_file_is_used(name: str, tmp_path: Path) -> Non
 
 
 def test_what_comes_after_a_damaged_file_is_used_again(tmp_path: Path) -> None:
-    """Once its tokens were read; and damage behind it is seen then, too."""
+    """After its tokens are read again. Damage in later files is noticed then too."""
     kinds, folder, tokens = KINDS["ring and rows"], tmp_path / "own", [2, 0] * 7
     first, _first_owners = bound(1 << 30, *kinds, folder=folder)
     play(first, tokens, kinds)

@@ -391,7 +391,7 @@ def test_a_head_whose_logits_are_unusable_is_disabled_for_those_rows(
 
 
 def test_a_text_of_a_batch_is_found_by_a_later_request() -> None:
-    """It was lost where the caches of a draft model were shared by then."""
+    """Also if the caches of a draft model are shared by then."""
     made = head_bench("llama")
     generator = made.generator("random", prefix_cache=PrefixCache(64 << 20))
     cases = [Case(40, SAMPLINGS[0], 12), Case(23, SAMPLINGS[1], 12)]

@@ -334,7 +334,7 @@ def test_an_interrupted_chunk_of_a_draft_is_taken_up_again() -> None:
 
 
 def test_a_draft_that_is_kept_to_the_last_token_of_a_prompt_is_in_step() -> None:
-    """Its lane held one token more than was thought: 5 of 98 drafts were accepted."""
+    """The lane of the draft holds as many tokens as its drafter counts."""
     made = bench("llama")
     generator = made.generator("model", prefix_cache=PrefixCache(64 << 20))
     case = Case(23, SAMPLINGS[0], 30)

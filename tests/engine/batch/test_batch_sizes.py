@@ -121,7 +121,7 @@ def _copied(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
 
 def test_rows_are_copied_only_where_the_size_changes(copied: list[list[int]]) -> None:
-    """They were in every round with fewer rows than the size, which cost as much."""
+    """A round with fewer rows than the size copies none."""
     made = bench("llama")
     rows = 13
     cases = [Case(6, SAMPLINGS[0], 4 + 2 * n) for n in range(rows)]

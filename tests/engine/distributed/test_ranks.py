@@ -1,10 +1,7 @@
 """Targets on two ranks: the text of one, the same decisions, and no hang.
 
-A launch costs seconds, so one runs all that is not slow.
-
-Streams that were dropped ended older ones by `RankLostError: it runs another part of
-its program`, since the message of the drop came before those of the older stream, in
-every run.
+A launch costs seconds, so one runs all that is not slow. A dropped stream does not end
+an older one.
 """
 
 import os

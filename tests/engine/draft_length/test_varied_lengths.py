@@ -344,7 +344,7 @@ def test_a_head_of_the_users_own_kind_needs_no_name() -> None:
 def test_each_context_is_measured_and_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The second one was not, once: its costs began as a copy of the first one's."""
+    """The costs of the second context are no copy of those of the first."""
     prompts: list[int] = []
     streams: list[Any] = []
     small = build("llama", seed=7)

@@ -1,9 +1,9 @@
 """Contract of drafters: proposals follow from the committed tokens.
 
-Whatever rounds came before: rounds that keep all, a part or nothing of a draft, rounds
-that fail before or after they were settled, rounds without this drafter. Each draft is
-compared with a twin that is made from the tokens alone; see support/drafters. The
-commits are those of a target that has opinions of its own: the plan's.
+The rounds before keep all, a part or nothing of a draft, fail before or after they are
+settled, or run without this drafter. Each draft is compared with that of a twin made
+from the tokens alone; see support/drafters. The plan of a test decides what the target
+commits.
 """
 
 from collections.abc import Callable

@@ -355,7 +355,7 @@ def test_what_a_drafter_passes_to_choose_is_its_own_fault(
 def test_what_a_drafter_says_is_ahead_is_its_own_fault(
     ahead: Any, sampling: Sampling
 ) -> None:
-    """The place of a token, as a number, ended the text with an AttributeError."""
+    """A number in the place of tokens is a fault, and does not end the text."""
 
     class Misplacing(ScriptedDrafter):
         def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:

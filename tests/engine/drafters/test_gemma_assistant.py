@@ -164,7 +164,7 @@ def test_an_oracle_is_right_where_tokens_are_sampled(sparse: bool) -> None:
 def test_under_other_rules_every_draft_has_its_distribution(
     rule: Any, head: str
 ) -> None:
-    """A draft without the laws of its draws would be refused."""
+    """A draft without the probabilities of its draws would be refused."""
     draft = draft_of("shared", head)
     result = generator("shared", draft, acceptance=rule).generate(
         prompt_of(PROMPT), max_tokens=TOKENS, sampling=SAMPLED

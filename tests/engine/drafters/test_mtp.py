@@ -159,7 +159,7 @@ def test_long_prompts_are_fed_in_chunks(
 def test_the_first_token_does_not_wait_for_the_newest_chunk(
     step: int, read: int
 ) -> None:
-    """A head that follows the prompt took a third of the time to the first token."""
+    """The head reads the last chunk of the prompt after the first token."""
     text = text_of("qwen3_5", 0.0, prompt=260)
     draft, _ = oracle("qwen3_5", text)
     stream = generator("qwen3_5", draft).stream(

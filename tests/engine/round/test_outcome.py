@@ -25,7 +25,7 @@ def good(outcome: RoundOutcome | Exception) -> RoundOutcome:
 
 
 def test_rows_of_shorter_drafts_beside_longer_ones_end_as_alone() -> None:
-    """A full acceptance of a padded row was called a correction, and a step too."""
+    """A padded row that accepts all ends in a bonus; one without a draft is a step."""
     rows = [1, 2, 90, 90, 3, 4, 5, 6, 7, 90, 90, 90]
     together = outcomes(verified(rows, [1, 1, 0]), [1, 3, 0])
     alone = [

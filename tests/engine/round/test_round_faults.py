@@ -158,7 +158,7 @@ def test_nan_logits_roll_the_round_back(name: str, length: int) -> None:
 
 
 def test_a_drafter_that_cannot_roll_back_starts_over() -> None:
-    """Its model ran again for a partial acceptance, and then the target failed."""
+    """Its model runs again for a partial acceptance, and then the target fails."""
     target, draft = build("llama"), build("mamba")  # no recorders on the draft
     expected = run_of(target, None, 0).finish()
     run = run_of(target, draft, 4)

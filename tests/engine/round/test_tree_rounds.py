@@ -189,7 +189,7 @@ def test_passed_caches_have_trees_where_they_hold_them() -> None:
 
 
 def test_behind_a_step_in_flight_a_chain_is_drafted() -> None:
-    """It is so behind a draft that was empty."""
+    """A step is in flight after an empty draft."""
     text = plain("llama", GREEDY)
     drafter: Any = TreeDrafter(text, 1.0)
     proposals = 0

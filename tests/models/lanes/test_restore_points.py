@@ -1,7 +1,4 @@
-"""Restore points lie as densely as they are said to.
-
-It fails when the next round is not reckoned with (killed by hand).
-"""
+"""Restore points are as dense as documented; the next round is reckoned in."""
 
 from itertools import pairwise
 from typing import Any

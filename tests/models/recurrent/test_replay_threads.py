@@ -1,9 +1,8 @@
 """Hooks of one model in several threads, and of several owners in one.
 
-Every linear layer lets another thread run, so that they meet inside the mixers: with
-notes shared between threads, or kept on the model, these tests fail. They also fail
-where the first owner that leaves removes the hooks, and where parts of mixers keep
-theirs.
+Every linear layer lets another thread run, so that threads meet inside of the mixers.
+Notes belong to a thread. The last owner that leaves removes the hooks, also those of
+parts of mixers.
 """
 
 import gc
