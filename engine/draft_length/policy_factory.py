@@ -141,7 +141,7 @@ class PolicyFactory:
 
     @property
     def part(self) -> int:
-        """How many layers of a forward are submitted at once, see `submit_layers`."""
+        """Number of layers that a forward submits at once, see `submit_layers`."""
         measured = self.calibrated().part
         return usual_part() if measured is None else measured
 
