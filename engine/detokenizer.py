@@ -25,7 +25,7 @@ class StopStrings:
     """Holds text back until it is certain that no stop string begins in it.
 
     Attributes:
-        held: that text.
+        unsaid: the text that is held back.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:

@@ -62,7 +62,7 @@ class Worker:
         self.taken = 0  # requests that have not ended
         self._lock = threading.Lock()
         self._closed: str | None = None
-        self._left_behind = False  # it hangs, and nobody waits for it
+        self._abandoned = False  # the thread hangs, and no call waits for it
         self.schemas = SchemaCompilers(settings.limits)
         self.loaded: Future[Generators] = Future()  # or what loading has raised
         self._stop = self._failed = False
@@ -131,7 +131,7 @@ class Worker:
 
     def check_alive(self) -> None:
         """Raise where nobody would answer any more."""
-        if not self.alive or self._left_behind:
+        if not self.alive or self._abandoned:
             why = self._closed or "The engine has failed."
             raise unavailable(why, retry=None)
 
@@ -150,8 +150,8 @@ class Worker:
         left = Path(f"/proc/self/task/{thread.native_id}")
         while not thread.is_alive() and left.exists() and time.monotonic() < until:
             time.sleep(POLL_SECONDS)
-        self._left_behind = thread.is_alive()
-        return not self._left_behind
+        self._abandoned = thread.is_alive()
+        return not self._abandoned
 
     def _run(self) -> None:
         """Load the models, then serve until `stopping`."""
