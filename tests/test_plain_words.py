@@ -29,12 +29,6 @@ IN_FLIGHT = (
     *("scripts/bench/replays", "tests/engine/batch", "tests/engine/draft_length"),
     *("tests/engine/round", "tests/engine/test_choice_distribution.py"),
 )
-# Places that are still to be changed.
-OTHER_BEHIND = (
-    *("engine/drafters/base.py", "engine/drafters/gemma_assistant.py"),
-    "src/mlx_speculation/server/engine_thread.py",
-)
-OTHER_SECTIONS = ("engine/detokenizer.py", "src/mlx_speculation/server/answering.py")
 BEHIND = re.compile(r"(^|_)behind(_|$)")
 SECTION = re.compile(r"^(?:Args|Attributes):\n((?:[ ]+.*\n|\n)+)", re.MULTILINE)
 ENTRY = re.compile(r"(\*{0,2}\w+(?:, \*{0,2}\w+)*):")
@@ -146,12 +140,8 @@ RULES = {
     "dialect, defined": Rule(
         "A function or class has a word of the field", dialect_defined, SOURCES
     ),
-    "behind": Rule(
-        "Behind is a step in flight", words_of_order, SOURCES, IN_FLIGHT + OTHER_BEHIND
-    ),
-    "sections": Rule(
-        "Args and Attributes exist", stale_entries, SOURCES, OTHER_SECTIONS
-    ),
+    "behind": Rule("Behind is a step in flight", words_of_order, SOURCES, IN_FLIGHT),
+    "sections": Rule("Args and Attributes exist", stale_entries, SOURCES),
 }
 
 

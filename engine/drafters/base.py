@@ -73,8 +73,8 @@ class Proposal:
         probs = [one.probs for one in chosen if one.probs is not None]
         return cls(tokens, mx.concatenate(probs) if probs else None, source, reads)
 
-    def behind(self, count: int) -> "Proposal":
-        """Return the draft without its first tokens."""
+    def without_first(self, count: int) -> "Proposal":
+        """Return the proposal without its first `count` tokens."""
         probs = None if self.probs is None else self.probs[count:]
         return replace(self, tokens=self.tokens[count:], probs=probs)
 

@@ -56,7 +56,7 @@ class RoundOutcome:
         followed = text.follow(self.tokens)
         return replace(self.until(followed.keep), complete=followed.complete)
 
-    def behind(self, step: "Read") -> "Read":
+    def after_step(self, step: "Read") -> "Read":
         """Return the outcome with a plain step's token in front of its own tokens.
 
         If the step failed, return the step's error.

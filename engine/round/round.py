@@ -223,7 +223,7 @@ class Rounds:
         running, step = self.running, self.in_flight
         ours, width = drafts, 0
         if step is not None:
-            ours = [draft.behind(1) for draft in drafts]
+            ours = [draft.without_first(1) for draft in drafts]
         for draft in ours:
             width = max(width, len(draft.tokens))
         # 3. A journal of each of the target's caches lets a prefix of it stay.
@@ -239,7 +239,7 @@ class Rounds:
                 for place, first in enumerate(step.read()):
                     one = read[place]
                     if isinstance(one, RoundOutcome):
-                        read[place] = one.behind(first)
+                        read[place] = one.after_step(first)
             # 7. Cut at stop tokens and budget; settle the drafter; commit the target.
             result = self._cut(read, cuts, pending, ours)
             kept: list[int] = []  # accepted tokens of each; -1: its round has failed

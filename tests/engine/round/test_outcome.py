@@ -55,7 +55,7 @@ def test_unusable_logits_after_a_rejection_are_not_looked_at() -> None:
 
 def test_what_is_accepted_is_counted_before_the_cut_and_what_is_emitted_after() -> None:
     step = outcome_of(verified([9], 0))
-    outcome = good(outcome_of(verified([1, 2, 3, 4], 3)).behind(step))
+    outcome = good(outcome_of(verified([1, 2, 3, 4], 3)).after_step(step))
     assert outcome.tokens == [9, 1, 2, 3, 4]
 
     def counted(stays: RoundOutcome) -> Statistics:
