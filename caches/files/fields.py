@@ -1,7 +1,7 @@
-"""One cache as plain fields, from a live cache or from a file, and what they are.
+"""The fields of one cache, read from a live cache or from a file.
 
-The checks of single fields stand here; `field_checks` has what the fields of each
-kind of cache have to do with each other.
+This module checks single fields. `field_checks` checks the fields of a cache against
+each other, for each kind of cache.
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from mlx_speculation.caches.files.safetensors_reader import FlawError
 
-MAX_COUNT = 2**30  # positions are int32 inside mlx-lm, with room to go on
+MAX_COUNT = 2**30  # positions are int32 inside mlx-lm; leaves room for more tokens
 FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 INTEGERS = (mx.int32, mx.int64)
 
@@ -21,9 +21,9 @@ INTEGERS = (mx.int32, mx.int64)
 class Leaf:
     """The fields of one cache."""
 
-    name: str  # its class
-    numbers: dict[str, int]  # fields that are whole numbers or truth values
-    # Fields that are arrays; those that are None are left out. Members of a sequence
+    name: str  # the name of the cache's class
+    numbers: dict[str, int]  # fields that are integers or booleans
+    # Fields that are arrays. A field that is None is not in it. Members of a sequence
     # have names such as `cache.0`.
     arrays: dict[str, mx.array]
 
@@ -35,7 +35,7 @@ def need(truth: bool, flaw: str) -> None:
 
 
 def check_numbers(leaf: Leaf, names: Iterable[str]) -> None:
-    """Require these numbers and no others, none negative; only rotated is a bool."""
+    """Require exactly these numbers, none negative. `rotated` is a bool, others int."""
     wanted = set(names)
     need(
         leaf.numbers.keys() == wanted,
@@ -51,7 +51,7 @@ def check_numbers(leaf: Leaf, names: Iterable[str]) -> None:
 
 
 def rows_of(leaf: Leaf, keys: str = "keys", values: str = "values") -> int:
-    """Return the rows that keys and values [batch, heads, rows, dim] have."""
+    """Return the number of rows of keys and values [batch, heads, rows, dim]."""
     have = (keys in leaf.arrays, values in leaf.arrays)
     need(have[0] == have[1], f"of {keys} and {values} it has one and not the other")
     if not have[0]:
@@ -72,7 +72,7 @@ def rows_of(leaf: Leaf, keys: str = "keys", values: str = "values") -> int:
 
 
 def need_floats(leaf: Leaf, *names: str) -> None:
-    """Require float arrays, of those that are there."""
+    """Require that those of these arrays that exist are of a float dtype."""
     for name in names:
         if name in leaf.arrays:
             dtype = leaf.arrays[name].dtype
@@ -80,7 +80,7 @@ def need_floats(leaf: Leaf, *names: str) -> None:
 
 
 def cut(leaf: Leaf, rows: int, names: Iterable[str] = ("keys", "values")) -> Leaf:
-    """Keep the first rows; without rows, no arrays."""
+    """Return a leaf with the first `rows` rows of these arrays; 0: without them."""
     arrays = dict(leaf.arrays)
     for name in names:
         if name in arrays and rows == 0:
@@ -91,7 +91,7 @@ def cut(leaf: Leaf, rows: int, names: Iterable[str] = ("keys", "values")) -> Lea
 
 
 def need_integers(leaf: Leaf, *names: str) -> list[list[int]]:
-    """Return the values of arrays with one whole number for each row of the batch."""
+    """Return the values of arrays that have one integer for each row of the batch."""
     result = []
     for name in names:
         need(name in leaf.arrays, f"it has no {name}")

@@ -1,4 +1,4 @@
-"""Making the request of a stream: its lane, verifier, drafter and constraint."""
+"""The factory of requests: lane, verifier, drafter and constraint of a stream."""
 
 from dataclasses import replace
 
@@ -37,7 +37,13 @@ class RequestFactory:
         self._rehearsed: set[Shape] = set()
 
     def lane(self, options: StreamOptions, sequence: Sequence, seen: int) -> Lane:
-        """Return the target's lane."""
+        """Return the target's lane for a stream.
+
+        Args:
+            options: the options of the stream.
+            sequence: the known tokens.
+            seen: how many of them the caches hold already.
+        """
         setup = self._setup
         target = Lane(
             setup.model,
@@ -64,7 +70,7 @@ class RequestFactory:
         target: Lane,
         images: ImageInput | None,
     ) -> Request:
-        """Return the request that the rounds are run with."""
+        """Return the request of a stream."""
         setup, statistics = self._setup, Statistics()
         lengths = setup.lengths.for_stream(options.draft_length, options.max_draft)
         drafter = self._drafter(options, sequence, target, lengths, statistics)
@@ -95,16 +101,16 @@ class RequestFactory:
     def _warmup(
         self, target: Lane, lengths: DraftLengthPolicy, statistics: Statistics
     ) -> Warmup | None:
-        """Return what rehearses rounds, where shapes are dear and drafts adaptive."""
+        """Return a warm-up of round shapes, on CUDA with an adaptive draft length."""
         fixed = isinstance(lengths, FixedDraftLength | Calibration)
-        # Of ranks, of images, trees and exact mode other forwards would be needed.
+        # Ranks, images, trees and exact mode would need other forwards.
         usual = self._setup.ranked is None and target.run is target.model
         if fixed or not usual or target.shape is not None or not cuda_serves():
             return None
         return Warmup(target, lengths.longest, statistics, self._rehearsed)
 
     def _verifier(self, options: StreamOptions) -> Verifier:
-        """Return what decides on the target's rows; on a follower it is not asked."""
+        """Return the verifier of a stream; a follower's is never called."""
         setup, sampling = self._setup, options.sampling or Sampling()
 
         def make(options: Sampling) -> Chooser:
@@ -138,7 +144,7 @@ class RequestFactory:
         lengths: DraftLengthPolicy,
         statistics: Statistics,
     ) -> OpenDrafter | None:
-        """Return what drafts in one stream, as the draft is not used by another."""
+        """Return a new drafter for the stream; None: it drafts nothing."""
         setup, draft = self._setup, self._setup.draft
         draft_cache = options.draft_cache
         if not setup.decides:

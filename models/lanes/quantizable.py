@@ -1,4 +1,4 @@
-"""The check of caches that are to be quantized, for every door."""
+"""The check whether the caches of a request can be quantized."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,19 +17,19 @@ def checked_quantization(
     caches: Sequence[Any] | None,
     reach: int,
 ) -> KVQuantization | None:
-    """Return how the caches of a text are quantized; None: not in this text.
+    """Return the quantization of a request's caches; None: they stay as they are.
 
-    Two forwards over new caches are built, and none is computed.
+    The check builds forwards over new caches, and evaluates none.
 
     Args:
         model: the target.
-        quantization: as it was passed.
-        caches: the target's; None: those that the model makes.
-        reach: positions of prompt and text.
+        quantization: the requested quantization.
+        caches: the target's caches; None: the model makes them.
+        reach: how many positions prompt and text have at most.
 
     Raises:
         InvalidRequestError: a cache holds a window, which mlx-lm cannot quantize; mlx
-            has no such numbers; or the model fails with quantized caches.
+            has no such bits or group size; or the model fails with quantized caches.
     """
     if quantization is None or reach < quantization.start:
         return None

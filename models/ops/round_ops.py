@@ -1,10 +1,10 @@
-"""Round ops in place of functions that a model's layers call, while a round runs.
+"""Round ops: functions that replace those that a model's layers call during a round.
 
-mlx-lm's layers call attention and activations by global names. A hooked layer runs its
-own code, made again with other functions in these names: those of the listed room that
-serves here (`models.device_ops`). Each asks whether it serves, and calls what it
-replaces where it does not. Outside of rounds, and where a name has come to mean
-something else, the layer's own code runs.
+The code of mlx-lm's layers calls attention and activations by global names. A hooked
+layer runs a copy of its code, in which these names are bound to the round ops of the
+room that serves this machine (`models.device_ops`). A round op checks its arguments,
+and calls the function that it replaces if it does not serve them. The original code
+runs outside of rounds, and if somebody has rebound one of the names.
 """
 
 import functools
@@ -43,7 +43,7 @@ def _called(method: Any, round_ops: Mapping[str, RoundOp]) -> tuple[str, ...]:
 
 @functools.cache
 def _with_round_ops(kind: Any, room: DeviceOps) -> type[nn.Module]:
-    """Return a class whose code calls the round ops of a room, in a round."""
+    """Return a class whose `__call__` calls the round ops of a room during a round."""
     original: FunctionType = kind.__call__
     names = {name: room.round_ops[name] for name in _called(original, room.round_ops)}
     means, device = original.__globals__, room.device
@@ -61,9 +61,9 @@ def _with_round_ops(kind: Any, room: DeviceOps) -> type[nn.Module]:
 
 
 def activations_of(method: Any) -> dict[str, Callable[..., Any]]:
-    """Return activations that ask for themselves whether they serve, by their names.
+    """Return round ops for the activations that a method calls, by their names.
 
-    For code that is made again for another reason.
+    Hooks that copy a layer's code for another reason use them.
     """
     return {
         name: room.round_ops[name].ours
@@ -75,11 +75,11 @@ def activations_of(method: Any) -> dict[str, Callable[..., Any]]:
 def round_op_hooks(
     model: nn.Module, but: frozenset[tuple[str, str]]
 ) -> Iterator[tuple[nn.Module, Hook]]:
-    """Yield each layer whose own code calls what has a round op, with its hook.
+    """Yield each layer whose code calls a function that has a round op, and its hook.
 
     Args:
         model: any model.
-        but: (module, class) of layers whose code is made again by other hooks.
+        but: (module, class) of layers whose code other hooks copy.
     """
     room = next((room for room in registered() if room.serves()), None)
     if room is None:

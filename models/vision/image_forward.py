@@ -1,12 +1,12 @@
 """The forwards of one request with images.
 
-    [0, images_end)    the prompt up to its last image is fed as embeddings, in which
-                       the slots of images hold what the vision tower has made
-    [images_end, ...)  the rest of it, and all that is generated, is fed as token ids,
-                       at positions that the images have shifted
+    [0, images_end)    the prompt up to its last image is fed as embeddings; the slots
+                       of images hold the outputs of the vision tower
+    [images_end, ...)  the rest of the prompt and the generated text are fed as token
+                       ids, at positions that the images have shifted
 
-It is called as the target is, by the caches' offset. Nothing is written to the model
-that another request would read.
+An `ImageForward` is called like the target. The offset of the caches says which of the
+two parts comes next. It writes nothing to the model that another request would read.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
 from mlx_speculation.models.vision.image_prompt import ImagePrompt, slots_of
 from mlx_speculation.models.vision.vision_target import VisionTarget
 
-# Fields of mlx-vlm's features that have the prompt's length on an axis, and that axis.
+# Fields of mlx-vlm's features with an axis of the prompt's length, and that axis.
 _ALONG = {"position_ids": -1, "visual_pos_masks": 1, "per_layer_inputs": 1}
 # Fields that the language models served here do not read in a prefill.
 _UNREAD = {"inputs_embeds", "attention_mask_4d", "attention_mask", "rope_deltas"}
@@ -28,15 +28,15 @@ _PER_SLOT = "deepstack_visual_embeds"
 class ImageForward:
     """Calls the target for one request: `forward(ids [1, n], cache) -> logits`.
 
-    The vision tower runs when the first chunk is fed that holds a part of an image.
+    The vision tower runs with the first chunk that holds a part of an image.
 
     Args:
         target: the target.
         prompt: the request's prompt.
 
     Attributes:
-        slots: where the slots of images are, [start, stop) of each run.
-        one_pass: whether all of the prompt up to the last image has to be fed at once.
+        slots: the runs of image slots in the prompt, [start, stop) each.
+        one_pass: whether the prompt up to its last image has to be fed in one forward.
 
     Raises:
         InvalidRequestError: the prompt has no image, or ends with one.
@@ -57,7 +57,7 @@ class ImageForward:
                 f"The prompt has {_images(prompt)} images, and mlx-vlm reads one in a "
                 f"prompt of {target.family.name}. Ask about one."
             )
-        # Where tokens of an image see each other, all images have to be in one forward.
+        # If the tokens of an image see each other, one forward has to hold all images.
         self.one_pass = target.one_pass and bool(self.slots)
         self._end = self.slots[-1][1] if self.slots else 0
         if self._end == length:
@@ -72,9 +72,9 @@ class ImageForward:
         """Feed token ids [1, n], and return logits [1, n, vocab]."""
         start = position(cache) or 0
         if self._shift is None and start >= self._end:
-            self._read()  # the caches came with the whole of the images
+            self._read()  # the caches hold all images already; the shift is needed
         if start >= self._end:
-            self._features = None  # as large as the prompt
+            self._features = None  # frees memory of the size of the prompt
             assert self._shift is not None
             return self._target.forward(inputs, cache, start + self._shift)
         stop = start + inputs.shape[1]
@@ -82,7 +82,7 @@ class ImageForward:
         return self._target.forward(inputs, cache, start, **more)
 
     def _read(self) -> Any:
-        """Return the features of the whole prompt; they are computed when evaluated."""
+        """Return the features of the whole prompt, built once and evaluated later."""
         if self._features is None:
             prompt = self._prompt
             fields = self._target.embedded(prompt)
@@ -109,9 +109,9 @@ class ImageForward:
         return self._features
 
     def _part(self, start: int, stop: int) -> dict[str, Any]:
-        """Return what the language model is given for tokens [start, stop)."""
+        """Return the arguments of the language model for tokens [start, stop)."""
         fields = self._read()
-        # A new array: gemma3 scales what it is given in place.
+        # A new array, as gemma3 scales its argument in place.
         result: dict[str, Any] = {
             "inputs_embeds": fields["inputs_embeds"][:, start:stop]
         }
@@ -127,7 +127,7 @@ class ImageForward:
                 along = value[..., start:stop] if axis == -1 else value[:, start:stop]
                 result[name] = along
         stack = fields.get(_PER_SLOT)
-        if isinstance(stack, mx.array):  # the model takes its part of the whole itself
+        if isinstance(stack, mx.array):  # the model slices the array itself
             result |= {name: fields[name] for name in (_PER_SLOT, "visual_pos_masks")}
             return result
         first, last = slots_of(self.slots, start, stop)
@@ -140,7 +140,7 @@ class ImageForward:
 
 
 def _images(prompt: ImagePrompt) -> int:
-    """Return how many images a prompt of a family that reads one has."""
+    """Return the number of images of a prompt, for families that read a single one."""
     pixels = prompt.inputs.get("pixel_values")
     if isinstance(pixels, list):  # DeepSeek-OCR: crops of all images, and the images
         pixels = pixels[-1]
@@ -148,9 +148,9 @@ def _images(prompt: ImagePrompt) -> int:
 
 
 def _last_moved(fields: dict[str, Any], shift: int) -> int:
-    """Return the last place that is not where text is; -1: there is none.
+    """Return the last token whose position is not that of text; -1: there is none.
 
-    MiniCPM has a place of its own for the token behind an image.
+    In MiniCPM the token after an image has a position of its own.
     """
     positions = fields.get("position_ids")
     if positions is None:

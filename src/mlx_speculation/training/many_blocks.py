@@ -1,14 +1,14 @@
-"""A drafter of blocks on recorded text: many blocks of a row in one forward.
+"""Training forward of a block drafter: many blocks of a recorded text at once.
 
-Slot i drafts as a round does in which positions 0 to i are known, and token i + 1 is
-the newest one:
+The block of slot i is what a round drafts when positions 0 to i are known and token
+i + 1 is the newest one:
 
-    context    positions 0 .. i of the row, the same keys for all its blocks
+    context    positions 0 .. i of the row, with the same keys for all its blocks
     block      token i + 1, the anchor, and masks, at positions i + 1, i + 2, ..
 
-A block sees its context and itself, and nothing of other blocks. The drafter is the one
-that drafts, called as it is when it drafts; what differs is its cache, which says where
-blocks stand, and attention by it.
+A block sees its context and itself, and no other block. Training calls the drafter as a
+round does, with another cache: `BlocksCache` says where the blocks stand, and attention
+then computes all of them.
 """
 
 from typing import Any
@@ -20,11 +20,12 @@ from mlx_speculation.models.dflash.attention import by_head
 
 
 class BlocksCache:
-    """The cache of a layer that runs many blocks of a row, in the place of `KVCache`.
+    """Cache of a layer that runs many blocks of a row, instead of a `KVCache`.
 
     Args:
-        slots: of each block, int32 [rows, blocks].
-        checkpoint: whether gradients compute each layer again.
+        slots: the slot of each block, int32 [rows, blocks].
+        checkpoint: whether the backward pass recomputes each layer (gradient
+            checkpointing).
     """
 
     def __init__(self, slots: mx.array, *, checkpoint: bool = False) -> None:
@@ -32,7 +33,7 @@ class BlocksCache:
 
 
 class _BlocksAttention(DFlashAttention):
-    """DFlash's attention, of many blocks of a row if the cache says so."""
+    """DFlash's attention; with a `BlocksCache`, of many blocks of a row."""
 
     def attend(self, x: mx.array, context: mx.array, cache: Any) -> mx.array:
         """Attend from blocks [rows * blocks, block, dim] to context [rows, n, dim]."""
@@ -52,7 +53,7 @@ class _BlocksAttention(DFlashAttention):
 
 
 class _BlocksLayer(DFlashLayer):
-    """DFlash's layer, which gradients compute again if the cache says so."""
+    """DFlash's layer; recomputed in the backward pass if the cache says so."""
 
     def run(self, x: mx.array, context: mx.array, cache: Any) -> mx.array:
         if not (isinstance(cache, BlocksCache) and cache.checkpoint):
@@ -69,7 +70,7 @@ class _BlocksLayer(DFlashLayer):
 
 
 def run_many_blocks(head: DFlashHead) -> None:
-    """Let the layers of a drafter run many blocks of a row with a `BlocksCache`."""
+    """Change the layers of a drafter so that they accept a `BlocksCache`."""
     settings = head.settings
     assert not settings.gated
     assert set(settings.windows) == {None}
@@ -87,27 +88,28 @@ def attend_blocks(
     slots: mx.array,
     scale: float,
 ) -> mx.array:
-    """Attend from each block to the context up to its slot, and to all of itself.
+    """Attend from each block to the context up to its slot, and to the whole block.
 
-    Keys of the context are one array for all blocks of a row. Weights take rows *
-    heads * blocks * block * n numbers.
+    All blocks of a row share the keys of the context. The attention weights have rows *
+    heads * blocks * block * n elements.
 
     Args:
         queries: [rows * blocks, heads, block, size].
         context: keys and values, each [rows, kv_heads, n, size].
-        block_kv: those of the blocks, each [rows * blocks, kv_heads, block, size].
-        slots: the last position that a block sees, int32 [rows, blocks].
-        scale: of the products.
+        block_kv: keys and values of the blocks, each
+            [rows * blocks, kv_heads, block, size].
+        slots: the last context position that a block sees, int32 [rows, blocks].
+        scale: the factor of the products of queries and keys.
 
     Returns:
         [rows * blocks, heads, block, size]
     """
     rows, blocks = slots.shape
-    # A product over texts that lie apart would be a kernel for each of them.
+    # Without contiguous arrays the product would run one kernel for each row.
     keys, values, own_keys, own_values = map(mx.contiguous, (*context, *block_kv))
     kv_heads, n, size = keys.shape[1:]
     block = queries.shape[2]
-    # The queries that share a head of keys are rows of one product.
+    # All queries of a KV head are rows of one product.
     grouped = (queries * scale).reshape(rows, blocks, kv_heads, -1, size)
     each = grouped.shape[3]
     wide = grouped.swapaxes(1, 2).flatten(2, 3) @ keys.swapaxes(-1, -2)
