@@ -1,4 +1,4 @@
-"""Places to look in: growing indexes, and where the end of a text occurs in them."""
+"""Growing indexes of tokens, and the match of the end of a text in an index."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,14 +9,14 @@ from mlx_speculation.engine.lookup.automaton import (
     SuffixAutomaton,
 )
 
-# Tokens that are indexed in one piece, some 8 ms: other requests wait for no more.
+# Tokens that are indexed at once, which takes about 8 ms; other requests wait for it.
 CHUNK = 2048
-# Of a text that an index has not followed so far, so many tokens are searched.
+# Of a text that a cursor has not followed yet, so many last tokens are searched.
 LONGEST_SEARCH = 64
 
 
 class GrowingIndex:
-    """An index of tokens that become more at their end.
+    """An index of a list of tokens that grows at its end.
 
     The tokens are the truth: an index that an interrupt has left half-made is made
     anew from them, so that it holds what it held before, or all.
@@ -55,10 +55,11 @@ class GrowingIndex:
 
 
 class Cursor:
-    """The longest match of the end of a text in an index that others may extend."""
+    """The longest match of the end of a text in an index, which others may extend."""
 
     def __init__(self) -> None:
-        # The index with its length, that of the text, and the match: changed as one
+        # The index, its length, the length of the text, and the match. One tuple, so
+        # that an interrupt cannot change a part of it
         self._at: tuple[SuffixAutomaton | None, int, int, Match] = (
             None,
             0,
@@ -67,10 +68,10 @@ class Cursor:
         )
 
     def move(self, automaton: SuffixAutomaton, tokens: Sequence[int]) -> Match:
-        """Follow a text to its end; return its longest match that goes on.
+        """Follow a text to its end; return the longest match that has a successor.
 
-        Where the index has changed, or the text was not followed for long, the last
-        `LONGEST_SEARCH` tokens are searched.
+        If the index has changed since the last call, or more than `LONGEST_SEARCH`
+        tokens are new, only the last `LONGEST_SEARCH` tokens are matched.
         """
         before, size, seen, match = self._at
         begin = len(tokens) - LONGEST_SEARCH
