@@ -1,9 +1,10 @@
-"""The bytes of a prefix cache, and what goes where there are too few.
+"""The byte budget of a prefix cache, and the eviction of its nodes.
 
-What costs least to read again goes first, counted from its last use (GreedyDual, Young
-1994): for a request no leaf goes that costs more than the request, until as many tokens
-went for lack of room. Small requests between the turns of a long text would amount to
-that, so against those a text counts as often as it was used.
+Eviction follows GreedyDual (Young 1994): first goes the node that costs least to read
+again, in tokens, and an unused node gets cheaper with each eviction. A request evicts
+only nodes that cost less than the request itself. Many small requests between two turns
+of a long text would evict the text in the end. So against a small request the cost of a
+text is multiplied by the number of its uses.
 """
 
 import math
@@ -14,26 +15,26 @@ from mlx_speculation.caches.prefix.radix_tree import Node, PrefixTree
 from mlx_speculation.caches.prefix.restore_points import RunningPoints
 from mlx_speculation.environment import free_memory
 
-SMALL = 8  # a request is small beside a text of so many times its tokens
-MOST_USES = 4  # that count
+SMALL = 8  # a request is small if the text has so many times its tokens
+MOST_USES = 4  # more uses of a text do not count
 
 
 class Claim(NamedTuple):
     """A request that needs room."""
 
-    tokens: int  # of its text
-    cost: float  # what goes for it costs less
-    now: float = math.inf  # leaves used then or later stay
+    tokens: int  # length of the request's text
+    cost: float  # only nodes that cost less are evicted
+    now: float = math.inf  # leaves used at this time or later are not evicted
 
 
 class Budget:
-    """Bytes of a tree and of the restore points of running streams.
+    """Budget of bytes for a tree and the restore points of running streams.
 
     Attributes:
         stored: bytes in the tree.
-        running: restore points of streams.
-        evictions: how often something was removed for lack of room.
-        level: what it costs to read again what was let go, the dearest of it counted.
+        running: restore points of running streams.
+        evictions: how many nodes were evicted.
+        level: the highest cost of an evicted node. Costs count from this level.
     """
 
     def __init__(self, max_bytes: int | None) -> None:
@@ -43,14 +44,14 @@ class Budget:
 
     @property
     def max_bytes(self) -> int:
-        """The most there may be, from the first use on."""
+        """The most bytes; by default a quarter of the free memory at the first use."""
         if self._max_bytes is None:
             self._max_bytes = (free_memory() or 8 * 10**9) // 4
         return self._max_bytes
 
     @property
     def nbytes(self) -> int:
-        """Bytes that there are."""
+        """Bytes in use."""
         return self.stored + sum(points.nbytes for points in self.running)
 
     def claim(self, tokens: int, now: float = math.inf) -> Claim:
@@ -58,7 +59,11 @@ class Budget:
         return Claim(tokens, self.level + tokens, now)
 
     def room(self, tree: PrefixTree, size: int, claim: Claim) -> bool:
-        """Remove what costs less until `size` more bytes fit, and say if they do."""
+        """Evict nodes that cost less than a claim until `size` more bytes fit.
+
+        Returns:
+            Whether they fit.
+        """
         while self.nbytes + size > self.max_bytes:
             costs = (
                 (node.level + cost, node.used, node.stop, node)
@@ -75,11 +80,11 @@ class Budget:
 
 
 def _cost(node: Node, claim: Claim) -> int | None:
-    """Return the tokens to read again without a node; None: it stays.
+    """Return how many tokens would be read again without a node; None: it stays.
 
-    A leaf costs those that lead to it, since texts are resumed behind it. The restore
-    points of a node on the way to one other node cost the tokens after the previous
-    ones.
+    Without a leaf, the whole text that ends in it. An inner node with a single child
+    only loses its restore points: without them, the tokens since the previous restore
+    points.
     """
     if not node.resident:
         return None

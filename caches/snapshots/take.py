@@ -1,6 +1,6 @@
-"""Snapshots are taken of live caches here, and given back to them.
+"""Taking snapshots of live caches, and restoring them.
 
-`caches.snapshots.snapshot` says what a snapshot is, and joins and cuts them.
+`caches.snapshots.snapshot` defines a snapshot, and joins and cuts snapshots.
 """
 
 from collections.abc import Sequence
@@ -38,18 +38,20 @@ from mlx_speculation.errors import InvalidRequestError, UnsupportedCacheError
 def snapshot(
     caches: Sequence[Any], start: int = 0, stop: int | None = None
 ) -> Snapshot:
-    """Take what the caches hold for the tokens [start, stop).
+    """Return a snapshot of the caches for the tokens [start, stop).
 
     Args:
         caches: mlx-lm caches, one per layer as `make_prompt_cache` returns them.
-        start: the first token; earlier rows are left out.
-        stop: how many tokens the caches hold. It is needed where no cache knows
-            (models of recurrent layers only), and may be less where all can be cut.
+        start: the first token; rows of earlier tokens are left out.
+        stop: the end of the range. None: the number of tokens that the caches hold; if
+            no cache knows that number (models of recurrent layers only), it has to be
+            passed. A smaller number is legal if all caches can be cut.
 
     Raises:
-        UnsupportedCacheError: a cache is of a kind that cannot be held, or cannot be
-            cut at `stop`.
-        InvalidRequestError: the range is not in the caches, or they are out of step.
+        UnsupportedCacheError: a snapshot cannot hold a cache of this kind, or the cache
+            cannot be cut at `stop`.
+        InvalidRequestError: the range is not in the caches, or the caches hold
+            different numbers of tokens.
     """
     result = _supported(caches)
     extent, lags = _extent(caches)
@@ -73,16 +75,20 @@ def snapshot(
 
 
 def restore(saved: Snapshot, target: Sequence[Any]) -> None:
-    """Let the caches hold [0, stop) of a snapshot, in place of what they hold.
+    """Replace the contents of caches by those of a snapshot.
 
-    A snapshot that begins at `start` goes on from caches that hold `start` tokens.
-    Everything is checked and built before the first cache changes. Price: one copy of
-    the rows, with room for more.
+    If the snapshot begins at a `start` above 0, the caches have to hold the `start`
+    tokens before it, which stay. All is checked and built before the first cache
+    changes. It costs one copy of the rows, with room for more.
+
+    Args:
+        saved: the snapshot.
+        target: live caches of the same model.
 
     Raises:
-        InvalidRequestError: the caches are not those of the same model, or do not
-            hold `start` tokens.
-        UnsupportedCacheError: a layer's state is missing.
+        InvalidRequestError: the caches are those of another model, or do not hold
+            `start` tokens.
+        UnsupportedCacheError: the snapshot lacks the state of a recurrent layer.
     """
     result = _supported(target)
     if saved.stateless is not None:
@@ -102,7 +108,7 @@ def restore(saved: Snapshot, target: Sequence[Any]) -> None:
 
 
 def _supported(caches: Sequence[Any]) -> list[tuple[str, Any, Holding]]:
-    """Return every leaf with its place and how it is held; refuse unknown kinds."""
+    """Return place, cache and `Holding` of every leaf; refuse unknown kinds."""
     result = checked_leaves(
         caches,
         lambda leaf: native_type(leaf) in HOLDINGS,
@@ -113,7 +119,7 @@ def _supported(caches: Sequence[Any]) -> list[tuple[str, Any, Holding]]:
 
 
 def _extent(caches: Sequence[Any]) -> tuple[int | None, Lags]:
-    """Return how many tokens the caches hold, if they know, and the rows' lags."""
+    """Return the number of tokens in the caches (None: unknown) and the rows' lags."""
     batches = [(place, leaf) for place, leaf in leaves(caches) if is_batch(leaf)]
     return batch_extent(batches) if batches else (position(caches), ())
 
@@ -121,7 +127,7 @@ def _extent(caches: Sequence[Any]) -> tuple[int | None, Lags]:
 def _check_offset(place: str, leaf: Any, extent: int | None, stop: int) -> None:
     """Refuse a leaf that does not hold `stop` tokens and cannot be cut there."""
     kind = native_type(leaf)
-    # The rows of batch caches were compared already.
+    # `batch_extent` has compared the rows of batch caches.
     offset = extent if is_batch(leaf) else getattr(leaf, "offset", extent)
     if (offset == 0 or is_batch(leaf)) and leaf.empty():
         return  # the model does not use this layer, or nothing was fed
@@ -155,12 +161,12 @@ def _taken(
 
 
 def _first_position(leaf: Any, extent: int | None) -> int:
-    """Return the position that row 0 of the buffers has: below 0 in padding."""
+    """Return the position of row 0 of the buffers; negative if it is padding."""
     return 0 if extent is None or not is_batch(leaf) else extent - leaf._idx
 
 
 def _check_continues(target: Sequence[Any], saved: Snapshot) -> None:
-    """Refuse a target that does not hold the tokens before the snapshot's."""
+    """Refuse caches that do not hold exactly the tokens before the snapshot."""
     offset, lags = _extent(target)
     if offset is not None and offset != saved.start:
         raise InvalidRequestError(
@@ -172,7 +178,7 @@ def _check_continues(target: Sequence[Any], saved: Snapshot) -> None:
 
 
 def _restored(cache: Any, leaf: HeldLeaf, saved: Snapshot) -> Fields:
-    """Return the fields that let a cache hold what a leaf held."""
+    """Return new fields for a cache, with the contents of a leaf of the snapshot."""
     if leaf.whole:
         return aliased(leaf.state)  # type: ignore[no-any-return]
     if not leaf.rows:
