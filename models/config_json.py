@@ -1,7 +1,6 @@
-"""config.json of a model folder, as it stands there.
+"""Unfiltered config.json of a model folder.
 
-mlx-lm's arguments drop the keys that they do not know, and those of MTP heads are
-among them.
+mlx-lm's arguments drop unknown keys, such as those of MTP heads.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,10 +12,10 @@ from mlx_speculation.json_files import LARGEST, JsonFlawError, load_json
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return what config.json holds.
+    """Return the object in a folder's config.json.
 
     Raises:
-        ModelFolderError: it is missing, or not a JSON object.
+        ModelFolderError: the file is missing, or holds no JSON object.
     """
     return read_json(folder / "config.json")
 
@@ -25,16 +24,16 @@ def read_json(
     file: Path,  # the file
     *,
     most: int = LARGEST,  # how many bytes it may have
-    # Refuse an object with a key twice. mlx-lm takes the last one of a config.json, and
-    # so do we where it reads the same file
+    # Whether to refuse an object with a key twice. False for files that mlx-lm reads
+    # too: it takes the last one
     unique_keys: bool = False,
-    # What to do about a file that is refused
+    # The advice in errors
     advice: str = "Download it again, or correct it.",
 ) -> dict[str, Any]:
-    """Return the object that a JSON file of a model folder holds.
+    """Return the object in a JSON file of a model folder.
 
     Raises:
-        ModelFolderError: it cannot be read, or is not an object.
+        ModelFolderError: the file cannot be read, or holds no object.
     """
     try:
         value = load_json(file, most=most, unique_keys=unique_keys)
@@ -51,12 +50,12 @@ def read_json(
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the part for the text model; all of it, where there are no parts."""
+    """Return the `text_config` of a config, or the whole config if it has none."""
     part = config.get("text_config")
     return part if isinstance(part, dict) else config
 
 
-# Parts of a draft's config.json that state what others have at the top.
+# Nested objects of a draft's config.json; other drafts have their keys at the top.
 PARTS = ("transformer_layer_config", "text_config", "dflash_config", "eagle_config")
 
 

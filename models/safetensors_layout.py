@@ -1,4 +1,4 @@
-"""Layout of a safetensors file, without reading its tensors."""
+"""Layout of safetensors files, read without their tensors."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from mlx_speculation.models.config_json import read_json
 
 SHARDS = "model*.safetensors"
 INDEX = "model.safetensors.index.json"
-CONSOLIDATED = "consolidated.safetensors"  # all weights again, for another engine
+CONSOLIDATED = "consolidated.safetensors"  # a second copy of all weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +29,10 @@ class TensorPlace:
 
 
 def header(file: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """Return the names and shapes in a safetensors file, and its metadata.
+    """Return the shapes in a safetensors file by tensor name, and its metadata.
 
     Raises:
-        ModelFolderError: it cannot be read, or is cut.
+        ModelFolderError: the file cannot be read, or is cut.
     """
     try:
         with safe_open(file, framework="numpy") as opened:
@@ -48,15 +48,16 @@ def header(file: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
 
 
 def weight_files(folder: Path, pattern: str = SHARDS) -> list[Path]:
-    """Return the files that hold a model's weights, without reading tensors.
+    """Return the files that hold a model's weights.
 
-    Those that the index names, and no others. Without an index all that the pattern
-    finds, which then may not share a tensor; files of an MTP head or of another engine,
-    which may repeat tensors of the model, are left out where there are others.
+    If the folder has an index, they are the files that the index names. Otherwise they
+    are the files that match the pattern, and no two of them may hold the same tensor.
+    Files of an MTP head and `CONSOLIDATED`, which may repeat tensors of the model, are
+    left out unless there are no others.
 
     Raises:
-        ModelFolderError: the index is none, names a file outside of the folder or one
-            that is gone, or two files hold the same tensor.
+        ModelFolderError: the index is malformed, or names a file that is missing or not
+            in the folder; or two files hold the same tensor.
     """
     index = folder / INDEX
     if not index.is_file():
@@ -84,7 +85,7 @@ def weight_files(folder: Path, pattern: str = SHARDS) -> list[Path]:
 
 
 def unnamed_files(folder: Path) -> list[Path]:
-    """Return files that mlx-lm would load, and that hold no weights of the model.
+    """Return files that mlx-lm would load although they hold no weights of the model.
 
     Raises:
         ModelFolderError: see `weight_files`.
@@ -95,8 +96,8 @@ def unnamed_files(folder: Path) -> list[Path]:
 def spare_files(folder: Path) -> list[Path]:
     """Return those unnamed files that share no tensor with the model.
 
-    An index that is older than a head leaves its file out. A file that repeats weights
-    of the model is another checkpoint's.
+    Such a file may hold a head that was added after the index was written. A file that
+    repeats weights of the model belongs to another checkpoint.
 
     Raises:
         ModelFolderError: see `weight_files`; or a file cannot be read.
@@ -113,17 +114,17 @@ def spare_files(folder: Path) -> list[Path]:
 def check_index(
     folder: Path, is_spare: Callable[[str], bool] = lambda name: False
 ) -> None:
-    """Refuse an index whose files do not hold what it says.
+    """Refuse an index that names a tensor which its file does not hold.
 
-    An index of before a conversion, none of whose names is in a file, says nothing of
-    what that holds.
+    A file that holds none of the tensors that the index names for it is not checked:
+    the index is then left from before a conversion.
 
     Args:
-        folder: the model's.
-        is_spare: whether the model does without a tensor.
+        folder: the folder of the model.
+        is_spare: whether the model can do without a tensor of this name.
 
     Raises:
-        ModelFolderError: a file lacks a tensor, or two of them hold it.
+        ModelFolderError: a file lacks a tensor, or two files hold the same one.
     """
     if not (folder / INDEX).is_file():
         return
@@ -145,7 +146,7 @@ def check_index(
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Return what an index says: the names of tensors, and of their files."""
+    """Return the file name of each tensor, as an index says."""
     named: Any = read_json(index).get("weight_map")
     right = isinstance(named, dict) and len(named) > 0
     if not right or not all(isinstance(file, str) for file in named.values()):
@@ -164,10 +165,10 @@ def _is_copy(file: Path) -> bool:
 
 @contextmanager
 def named_files_only(folder: Path) -> Iterator[Path]:
-    """Yield a folder in which mlx-lm, which takes every file, finds a model's weights.
+    """Yield a folder in which mlx-lm finds the weights of a model and no others.
 
-    The folder itself, or where it holds others too or names that mlx-lm does not look
-    for, one of links.
+    mlx-lm loads every file that matches its pattern. If these are not exactly the files
+    of the weights, yield a temporary folder of links instead of the folder itself.
 
     Raises:
         ModelFolderError: see `weight_files`.
@@ -186,10 +187,10 @@ def named_files_only(folder: Path) -> Iterator[Path]:
 
 
 def check_apart(files: Sequence[Path]) -> None:
-    """Refuse files of which two hold a tensor of the same name.
+    """Refuse files if two of them hold a tensor of the same name.
 
     Raises:
-        ModelFolderError: names both.
+        ModelFolderError: names the two files and the tensor.
     """
     if len(files) < 2:
         return
@@ -206,12 +207,12 @@ def check_apart(files: Sequence[Path]) -> None:
 
 
 def places_in(file: Path) -> dict[str, TensorPlace]:
-    """Return where the tensors of a file lie, by their names.
+    """Return the places of a file's tensors, by their names.
 
     Raises:
-        ModelFolderError: it cannot be read, is cut, or is no safetensors file.
+        ModelFolderError: the file cannot be read, is cut, or is no safetensors file.
     """
-    header(file)  # the library checks it
+    header(file)  # checks the file
     try:
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")

@@ -1,18 +1,20 @@
-"""Samplers: from logits to tokens, and which drafted tokens are accepted.
+"""Samplers: turn logits into tokens, and decide which drafted tokens are accepted.
 
-    acceptance      the words: drafted, accepted, correction, bonus, committed
-    results         what a choice and a verification give back
-    verifier        what a drafter proposes, and what the target accepts of it
-    decide          the same for the requests of a round
-    tree_verifier   the same for a draft that branches
+    acceptance      the terms (drafted, accepted, correction, bonus) and result types
+    verifier        chooses drafted tokens, and accepts them by the target's logits
+    decide          the same for all requests of a round
+    tree_verifier   the same for a draft that is a tree
     sampling        the options of a request
-    chooser         logits to tokens, by these options
+    chooser         turns logits into tokens by these options
+    row_context     the known tokens before each row of logits
+    make_sampler    mlx-lm's sampler functions, with seeds
+    user_sampler    a sampler function that the user passes
     rules           token-wise rejection, block verification
     logits          processors, penalties, filters
     noise           random numbers by seed and position
     constraints     schemas and grammars
 
-It knows arrays. It does not know models, caches or text.
+This room knows arrays. It does not know models, caches or text.
 """
 
 from mlx_speculation.samplers.acceptance import (

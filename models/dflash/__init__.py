@@ -1,7 +1,7 @@
 """DFlash drafters: config.json, the module, loading.
 
-Later kinds that draft blocks in the same way (`models.dflash2`, `models.dspark`) use
-its parts. The model as a drafter is in the engine; other heads are not known here.
+Later block drafters (`models.dflash2`, `models.dspark`) use parts of this room. The
+engine makes drafters of the models. This room does not know other heads.
 """
 
 from mlx_speculation.models.dflash.attention import (

@@ -1,14 +1,14 @@
-"""A P-EAGLE head: EAGLE-3's, which makes all drafts in one forward (arXiv 2602.01469).
+"""P-EAGLE: an EAGLE-3 head that drafts all tokens in one forward (arXiv 2602.01469).
 
-Behind the position that gives the first draft come masked ones, one for each further
-draft. Instead of a token they have the embedding of a mask, and instead of what the
-target's layers returned a state that was trained, which goes through the same `fc`:
+The first token is drafted at the position of the newest pair. For each further token a
+masked position follows. Its token is a mask, and in the place of the target's hidden
+states it has a trained state, which passes the same `fc`:
 
-    positions m .. n-1    pairs that were committed since; the last one gives d_1
+    positions m .. n-1    pairs committed since the last draft; the last one gives d_1
     positions n, n+1      (fc(mask_hidden), mask) give d_2 and d_3
 
-Attention is causal, so a draft does not depend on how many come behind it. Nothing is
-recycled, and no draft depends on what was chosen before it.
+Attention is causal, so a drafted token does not depend on the number of tokens after
+it. It does not depend on the tokens before it either: no state is recycled.
 """
 
 from collections.abc import Sequence
@@ -23,13 +23,13 @@ from mlx_speculation.models.eagle.head import Eagle, EagleHead
 
 
 class PEagleHead(EagleHead):
-    """A head; see `EagleHead`.
+    """The network of a P-EAGLE head; see `EagleHead`.
 
     Args:
-        settings: what config.json says, with a mask.
-        features: how many layers of the target it reads.
-        ends: those of its own.
-        norms: which norms there are before `fc`.
+        settings: the settings of config.json, with a mask.
+        features: how many layers of the target the head reads.
+        ends: the embedding and output layers that the head has of its own.
+        norms: the norms before `fc`.
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class PEagleHead(EagleHead):
 
     @property
     def depth(self) -> int | None:  # type: ignore[override]
-        """The most drafts that it is good for; None: any number."""
+        """The most tokens that the head was trained to draft; None: any number."""
         return self._mask.depth
 
     def masked(self, batch: int, count: int) -> tuple[mx.array, mx.array]:
-        """Return states [batch, count, dim] and tokens [batch, count] of masks."""
+        """Return states [batch, count, dim] and tokens [batch, count] for masks."""
         parts: Any = mx.split(self.mask_hidden[None, None], self._features, axis=-1)
         state = self.joined(parts)
         states = mx.broadcast_to(state, (batch, count, state.shape[-1]))
@@ -74,7 +74,7 @@ class PEagle(Eagle):
         count: int,
         choose: ChooseNext,
     ) -> None:
-        """Write pairs, and draft behind them; see `ParallelHead`."""
+        """Write pairs to the caches, and draft after them; see `ParallelHead`."""
         if count > 1:
             states, masks = self.head.masked(len(tokens), count - 1)
             hidden = mx.concatenate([hidden, states], axis=1)
