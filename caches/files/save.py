@@ -1,14 +1,13 @@
-"""Saving any list of caches to one file, which `mlx_lm.load_prompt_cache` reads too.
+"""Saving caches to a file that `mlx_lm.load_prompt_cache` reads too.
 
     save_caches("chat.safetensors", target_caches, tokens, draft_caches=draft_caches)
     saved = load_caches("chat.safetensors")        # saved.caches, saved.tokens, ...
 
-The file is in mlx-lm's layout, target and drafter in one list, with the tokens whose
-states they are in its metadata.
-Everything is checked before the file is made, with the checks that loading makes, and
-the file is there as a whole or not at all.
+The file has mlx-lm's layout: one list with the caches of the target and the drafter.
+Its metadata holds the tokens of the caches. Saving makes the same checks as loading,
+before it writes the file. The file is written completely or not at all.
 
-The price is one read of every array by the host, and of its SHA-256.
+Saving reads every array on the host and computes its SHA-256.
 """
 
 import os
@@ -45,20 +44,21 @@ def save_caches(
     """Save caches with the tokens that they hold.
 
     Args:
-        path: the file; an old one is replaced once the new one is on the disk.
-        caches: the target's, as `make_prompt_cache` returns them.
-        tokens: the tokens whose states the target's caches hold, or one sequence for
-            each row of a batch.
-        draft_caches: the drafter's.
-        draft_seen: how many of the tokens the drafter's caches hold, for each row of
-            a batch. None: what they say themselves; all tokens if they cannot say.
-        metadata: texts to find again in `LoadedCaches.metadata`.
+        path: the file. An old file is replaced once the new one is on the disk.
+        caches: caches of the target, as `make_prompt_cache` returns them.
+        tokens: the tokens that the target's caches hold; of a batch, one sequence for
+            each row.
+        draft_caches: caches of the drafter.
+        draft_seen: how many of the tokens the drafter's caches hold; of a batch, one
+            number for each row. None: the offset of these caches, or all tokens if no
+            cache has one.
+        metadata: texts that loading returns in `LoadedCaches.metadata`.
 
     Raises:
         InvalidRequestError: the tokens do not fit the caches, or a cache's fields do
             not fit each other. Nothing was written.
         UnsupportedCacheError: a cache is of an unknown kind. Nothing was written.
-        CacheFileError: the file cannot be written. An old file is as it was.
+        CacheFileError: the file cannot be written. An old file stays as it was.
     """
     target = _nodes(caches, "target")
     drafter = None if draft_caches is None else _nodes(draft_caches, "drafter")
@@ -111,7 +111,7 @@ def _rows(tokens: Tokens) -> Rows:
 def _draft_seen(
     nodes: tuple[Node, ...], given: int | Sequence[int] | None, counts: list[int]
 ) -> tuple[int, ...]:
-    """Return how many tokens of each row the drafter holds, at most all."""
+    """Return how many tokens of each row the drafter's caches hold."""
     if given is not None:
         seen = [given] if isinstance(given, int) else list(given)
     else:
@@ -122,7 +122,7 @@ def _draft_seen(
 
 
 def _texts(metadata: Mapping[str, str]) -> dict[str, str]:
-    """Return the user's metadata, once they are seen to be texts under free keys."""
+    """Return the user's metadata; refuse reserved keys, and values that are no text."""
     if not all(isinstance(v, str) for pair in metadata.items() for v in pair):
         raise InvalidRequestError("metadata has a key or value that is no text.")
     reserved = PREFIX.removesuffix(".")

@@ -1,16 +1,19 @@
 """Journal of `RotatingKVCache`, before and after the window has wrapped.
 
-A row that is written alone sees the last `max_size` rows, whatever window the model
-asks for. Several rows would see more where it asks for a larger one (plamo3 asks for
-one row more). In a round each of them stands for a row written alone, so the mask is
-cut to the window there. With `keep` above 0 a row written alone sees the first `keep`
-rows and the last of the others, and several rows would lose sight of the first ones, so
-in a round they get a mask of ours. A prompt, which is kept whole, gets the native mask.
+In a round each row of a write has to see the same rows as if it were written alone.
+mlx-lm's mask differs from that in two cases, in which a round gets another mask:
 
-A prefix of a write of several rows is kept by slicing off its tail: what mlx-lm
-evicted before the write is then still not needed, because at least `max_size` - 1 older
-rows and the first kept one remain. `RotatingKVCache.trim` is not used: after a wrap it
-leaves rejected rows visible. How whole writes are undone is in `caches.journals.ring`.
+- The model asks for a window larger than `max_size` (plamo3 asks for one row more). A
+  single row sees the last `max_size` rows all the same. Several rows would see more.
+- `keep` is above 0. A single row sees the first `keep` rows and the last others. Of
+  several rows, all but the first would not see the first `keep` rows.
+
+A prompt is kept whole, and gets the native mask.
+
+To keep a prefix of a write of several rows, the journal slices off the tail. The rows
+that mlx-lm evicted before the write are not needed then: at least `max_size` - 1 older
+rows and the first row of the write remain. `RotatingKVCache.trim` is not used, as it
+leaves rejected rows visible after a wrap. `caches.journals.ring` undoes whole writes.
 """
 
 from typing import Any
@@ -23,14 +26,16 @@ from mlx_speculation.caches.journals.ring import RingJournal
 
 
 class PresentedRing(ListenedTo["RotatingJournal"], RotatingKVCache):
-    """The live ring; its journal is called on every write, and no row sees too much."""
+    """The live ring with the mask of a round. It calls its journal on every write."""
 
     __slots__ = ()
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         """Note the state before the write, then write as the native ring does.
 
-        Keys and values are [batch, heads, rows, dim], each with a dim of its own.
+        Args:
+            keys: [batch, heads, rows, key dim].
+            values: [batch, heads, rows, value dim].
         """
         self.journal.note(keys, values)
         return super().update_and_fetch(keys, values)
@@ -41,7 +46,7 @@ class PresentedRing(ListenedTo["RotatingJournal"], RotatingKVCache):
         window_size: int | None = None,
         return_array: bool = False,
     ) -> Any:
-        """Return the native mask; in a round, one by which rows see as if alone."""
+        """Return the native mask; in a round, that of rows written alone."""
         if self.journal.whole:
             return super().make_mask(N, window_size, return_array)
         if window_size is not None:
@@ -53,10 +58,11 @@ class PresentedRing(ListenedTo["RotatingJournal"], RotatingKVCache):
 
 
 def _mask_with_first_rows(cache: Any, count: int) -> mx.array:
-    """Return what `count` rows see: the first `keep` rows, and the last of the others.
+    """Return a mask by which rows see the first `keep` rows and the last others.
 
     Returns:
-        bool [count, columns], for the columns that a write of several rows leaves.
+        bool [count, columns], with a column for each row that the ring shows after a
+        write of `count` rows.
     """
     kept = min(cache.max_size - 1, cache.offset)
     columns = mx.arange(kept + count)[None]
