@@ -1,4 +1,4 @@
-"""The exceptions of mlx-speculation: one tree.
+"""The exceptions and warnings of mlx-speculation.
 
 ```
 SpeculationError(Exception)
@@ -20,11 +20,11 @@ SpeculationError(Exception)
 ```
 
 Each class also derives from the built-in exception in brackets, so `except
-ValueError` works for callers that do not know this package. Who raises one
-composes its message: what is wrong, the two values, what to do.
+ValueError` works for callers that do not know this package. A message says what
+is wrong, names the two values that do not fit, and what to do.
 
 `DrafterFaultWarning`, `ContextLengthNotice`, `DraftNotice`, `SamplerNotice`,
-`BlasNotice` and `CostFileWarning` are no errors: the text goes on.
+`BlasNotice` and `CostFileWarning` are warnings: the generation goes on.
 """
 
 
@@ -42,7 +42,7 @@ class InvalidRequestError(SpeculationError, ValueError):
 class TokenizerMismatchError(InvalidRequestError):
     """Raised when target and draft model do not share their token ids.
 
-    A draft with other ids proposes other words, so the pair is refused.
+    The same id would stand for different texts, so the pair is refused.
     """
 
 
@@ -61,7 +61,7 @@ class UnsupportedCacheError(SpeculationError, TypeError):
 
 
 class UnsupportedModelError(SpeculationError, TypeError):
-    """Raised when a model does not show what a drafter needs of it.
+    """Raised when a model lacks a part, such as hidden states, that a drafter needs.
 
     It is raised before anything is drafted; decoding without that drafter works.
     """
@@ -76,29 +76,30 @@ class ModelFolderError(SpeculationError, ValueError):
 
 
 class ConventionError(ModelFolderError):
-    """Raised when no convention makes a draft head agree with its target.
+    """Raised when a draft head agrees with its target under no known convention.
 
-    The message names what each of them scored.
+    The message names the score of each convention.
     """
 
 
 class CacheFileError(SpeculationError, ValueError):
-    """Raised when a file of caches cannot be written, or not be loaded.
+    """Raised when a file of caches cannot be written or loaded.
 
-    The file is missing, cut, corrupted, foreign, of another version, or does not fit
-    the caches that it was to replace; these, and an old file, stay as they were.
+    A file that is loaded is missing, cut, corrupted, foreign, of another version, or
+    does not fit the live caches. The live caches stay as they were. A file that was to
+    be replaced stays as it was.
     """
 
 
 class NonFiniteLogitsError(SpeculationError, ArithmeticError):
     """Raised when a model returns logits from which no token can be chosen.
 
-    These are NaN anywhere, plus infinity, or minus infinity for every token.
+    A row holds NaN or plus infinity, or minus infinity for every token.
     """
 
 
 class ConstraintError(SpeculationError, ValueError):
-    """Raised when a constraint allows nothing, or not the token that it was given."""
+    """Raised when a constraint allows no token, or not the one that it is given."""
 
 
 class MissingLibraryError(SpeculationError, ImportError):
@@ -112,8 +113,8 @@ class DemoModelsMissingError(SpeculationError, FileNotFoundError):
 class RankLostError(SpeculationError, ConnectionError):
     """Raised when a rank has died, has failed or has left a stream by an error.
 
-    The message names the rank, says why, and whether the program has to be started
-    again.
+    The message names the rank and the reason, and says whether the program has to be
+    started again.
     """
 
 
@@ -122,30 +123,30 @@ class BlasError(SpeculationError, RuntimeError):
 
 
 class ContextLengthNotice(UserWarning):
-    """Said once where a prompt is longer than the model was made for.
+    """Warns once that a prompt is longer than the model was made for.
 
-    Also where a text ends with the model's table of positions.
+    Or that a text ended because the model has no more positions.
     """
 
 
 class DraftNotice(UserWarning):
-    """Said once when a draft is not the one that was asked for, or why it is not."""
+    """Warns once that another draft than the requested one is used, and why."""
 
 
 class SamplerNotice(UserWarning):
-    """Said once when a sampler draws by itself, and the text of a seed may change."""
+    """Warns once that a sampler draws by itself, so a seed may not fix the text."""
 
 
 class BlasNotice(UserWarning):
-    """Said once in a process in which mlx was loaded too early for a faster BLAS."""
+    """Warns once in a process that mlx was loaded too early to get a faster BLAS."""
 
 
 class CostFileWarning(UserWarning):
-    """A file of measured costs could not be used; they are measured again."""
+    """Warns that a file of measured costs cannot be used; they are measured again."""
 
 
 class DrafterFaultWarning(RuntimeWarning):
-    """Said once in a stream in which a drafter has failed.
+    """Warns once in a stream that its drafter has failed.
 
-    The drafter is disabled, and the text is what it would have been.
+    The drafter is disabled. The text does not change.
     """

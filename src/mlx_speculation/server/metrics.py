@@ -1,6 +1,6 @@
-"""Prometheus metrics, under vLLM's names if it has one.
+"""Prometheus metrics. Those that vLLM has too have vLLM's names.
 
-prometheus-client is the extra "serve", and is imported when a server is made.
+The extra "serve" installs prometheus-client, which is imported when a server is made.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,8 @@ _SECONDS = (
 )
 
 
-# By kind, then by the name here: the name of Prometheus, its help, its labels.
+# Three tables, by the kind of metric. Each entry: the metric's name, its help text and
+# its labels, by the name that this module uses.
 _LEVELS = {
     "running": ("vllm:num_requests_running", "Rows that are decoded."),
     "waiting": ("vllm:num_requests_waiting", "Requests without a row."),
@@ -82,7 +83,7 @@ _TIMES = {
 
 
 class Metrics:
-    """The counts of one server, in a registry of their own.
+    """The metrics of one server, in a registry of their own.
 
     Raises:
         MissingLibraryError: prometheus-client is not installed.
@@ -111,12 +112,12 @@ class Metrics:
         return made
 
     def level(self, **levels: int) -> None:
-        """Note how many requests and bytes there are."""
+        """Set gauges: numbers of requests and bytes."""
         for name, value in levels.items():
             self._levels[name].set(value)
 
     def watch(self, prefixes: "PrefixCache") -> None:
-        """Show what a prefix cache says of itself whenever the page is made."""
+        """Read gauges from a prefix cache whenever the page is made."""
         self._levels["points"].set_function(lambda: prefixes.restore_points)
         self._levels["evictions"].set_function(lambda: prefixes.evictions)
 
@@ -125,7 +126,13 @@ class Metrics:
         self._times["first"].observe(seconds)
 
     def ended(self, result: "Result", prompt: int, seconds: float) -> None:
-        """Count a row that has ended, whatever has ended it."""
+        """Count a row that has ended, for any reason.
+
+        Args:
+            result: the result of the row.
+            prompt: the number of tokens of its prompt.
+            seconds: the time from the request to the last token.
+        """
         stats, disk = result.stats, result.stats.reused_from_disk
         self._add("prompts", prompt)
         self._add("generated", len(result.tokens))
@@ -153,11 +160,11 @@ class Metrics:
         self._add("refused", 1, status)
 
     def cancelled(self) -> None:
-        """Count a client that went away."""
+        """Count a request whose client has disconnected."""
         self._add("cancelled", 1)
 
     def page(self) -> tuple[bytes, str]:
-        """Return everything in Prometheus' text form, and the type of that."""
+        """Return all metrics in Prometheus' text format, and its content type."""
         library = self._library
         return library.generate_latest(self._registry), library.CONTENT_TYPE_LATEST
 
