@@ -1,12 +1,13 @@
-"""The requests of a batch that run together: how they join and leave, and their rounds.
+"""Requests of a batch that share forwards: how they join and leave, and their rounds.
 
-Between rounds the caches hold all known tokens of every request but the last, or all of
-them where a step is in flight: fed, and its choices not read. Rounds are those of
-`engine.round`, for all requests at once: `drafting` plans their drafts, and here what
-they bring is given to each request.
+Between two rounds the caches hold all known tokens of every request but the last one.
+If a plain step is in flight (fed, its choices not read), they hold the last one too.
 
-What fails for all, such as running out of memory, is rolled back and raised; the round
-can be run again. What fails for one request ends that request.
+`engine.round` runs the rounds, each for all requests at once. `drafting` plans the
+drafts. This module hands the outcomes to the requests.
+
+An error that concerns all requests, such as a lack of memory, is raised after the round
+is rolled back; the round can be run again. An error of one request ends that request.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,10 +33,10 @@ from mlx_speculation.models import BatchLane, RowSizes
 
 
 class RunningTogether:
-    """Runs the rounds of the requests that run together.
+    """Runs the rounds of requests that share forwards.
 
     Attributes:
-        rows: those that are in the batch, in the order in which they joined.
+        rows: the requests, in the order in which they joined.
     """
 
     def __init__(
@@ -54,17 +55,17 @@ class RunningTogether:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the caches of target and draft."""
+        """Bytes of the shared caches of the target and the draft."""
         shared = self._rounds.proposals.shared
         return self._lane.nbytes + (0 if shared is None else shared.nbytes)
 
     @property
     def in_flight(self) -> bool:
-        """Return whether a submitted step is unread: no request can join then."""
+        """Return whether a plain step is in flight. No request can join then."""
         return self._rounds.in_flight is not None
 
     def join(self, rows: Sequence[BatchRequest]) -> None:
-        """Let requests join whose prompts have been read, but for the last token."""
+        """Let requests join whose prompts are read up to the last token."""
         assert not self.in_flight
         if not rows:
             return
@@ -72,7 +73,7 @@ class RunningTogether:
         self._take([*self.rows, *rows])
         for row in rows:
             if not row.request.drafts:
-                row.request.target.follower = None  # nobody reads its states
+                row.request.target.follower = None  # no drafter reads its states
 
     def _take(self, rows: list[BatchRequest]) -> None:
         self.rows = rows
@@ -80,18 +81,18 @@ class RunningTogether:
         self._drafting.take(rows)
 
     def end(self) -> None:
-        """Keep what was learnt of draft lengths."""
+        """Store what the policy has learnt about draft lengths."""
         self._drafting.lengths.end()
 
     def give_back(self, row: BatchRequest) -> None:
-        """Let a request that is to be closed have its caches again to keep them."""
+        """Copy a request's caches to its own lane, for the prefix cache to keep."""
         if row.generation.prefixes is not None:
             row.request.target.caches = self._lane.extract(self.rows.index(row))
             if self._rounds.proposals.shared is not None:
                 self._rounds.proposals.shared.give_back(row.request)
 
     def leave(self, gone: Sequence[BatchRequest]) -> None:
-        """Let requests leave, at any time between two rounds."""
+        """Let requests leave. Legal between any two rounds."""
         rounds, step = self._rounds, self._rounds.in_flight
         lost = {*gone}
         stay = [index for index, row in enumerate(self.rows) if row not in lost]
@@ -103,9 +104,10 @@ class RunningTogether:
         self._take([self.rows[index] for index in stay])
 
     def next_round(self, *, drain: bool = False) -> None:
-        """Run a round of all requests; each has its `chunks` or its `error` then.
+        """Run a round of all requests; each then has its `chunks` or its `error`.
 
-        With `drain` nothing is submitted ahead, so that others can join afterwards.
+        Args:
+            drain: submit no further step, so that requests can join after the round.
         """
         self._begin()
         rows, rounds, drafting = self.rows, self._rounds, self._drafting
@@ -114,7 +116,7 @@ class RunningTogether:
         before = rounds.begin()
         context, ahead = 0, int(before.in_flight is not None)
         room, cuts = [], []
-        for row in rows:  # no comprehensions, which are calls
+        for row in rows:  # one loop: a comprehension would be a call each
             context = max(context, len(row.tokens))
             emitted = row.request.statistics.emitted
             room.append(row.generation.chunks.max_tokens - emitted - 1 - ahead)
@@ -140,7 +142,7 @@ class RunningTogether:
         self._finish(result, drafts, context, ahead)
 
     def _begin(self) -> None:
-        """Let go of what has ended, and end texts that can neither go on nor end."""
+        """Let ended requests leave, and end those whose constraint allows no token."""
         gone = []
         for row in self.rows:
             masks = row.request.masks
@@ -166,7 +168,7 @@ class RunningTogether:
         context: int,
         ahead: int,
     ) -> None:
-        """Let each request take its tokens, learn, and let go of those that end."""
+        """Hand out the tokens, report to the policy, and let ended requests leave."""
         seconds = self._running.clock.stop()
         spend([row.request.statistics for row in self.rows], seconds)
         accepted = self._emit(result)
@@ -191,7 +193,7 @@ class RunningTogether:
             fresh=self._drafting.met_new_shapes(),
         )
         for place, draft in enumerate(drafts):
-            if draft.source == "forced":  # by a constraint: no source has drafted it
+            if draft.source == "forced":  # by a constraint, not drafted by a drafter
                 drafted[place] = accepted[place] = 0
         lengths = self._drafting.lengths
         lengths.note(self.rows, context, drafted, accepted, feedback)
@@ -201,7 +203,7 @@ class RunningTogether:
             raise self._running.interrupt
 
     def _emit(self, result: Sequence[Read]) -> list[int]:
-        """Turn what requests have got into chunks; return how many each accepted."""
+        """Turn outcomes into chunks; return how many tokens each request accepted."""
         accepted = []
         common = self._drafting.lengths.plan
         for row, one in zip(self.rows, result, strict=True):
@@ -230,7 +232,7 @@ class RunningTogether:
 
     @contextmanager
     def _lent(self, row: BatchRequest) -> Iterator[None]:
-        """Let a request's lane hold a copy of its caches, for later ones."""
+        """Let a request's own lane hold a copy of its caches inside of the context."""
         try:
             self.give_back(row)
             yield
@@ -241,10 +243,10 @@ class RunningTogether:
 
 
 class RowGroups(dict[KVQuantization | None, RunningTogether]):
-    """The requests that run together, by the quantization of their caches.
+    """Groups of requests that share forwards, by the quantization of their caches.
 
     Args:
-        new: makes a group without requests.
+        new: makes an empty group.
     """
 
     def __init__(self, new: Callable[[], RunningTogether]) -> None:
@@ -256,7 +258,11 @@ class RowGroups(dict[KVQuantization | None, RunningTogether]):
         return self[key]
 
     def join(self, rows: Sequence[BatchRequest]) -> list[BatchRequest]:
-        """Let requests join; return those that cannot, which say why they run alone."""
+        """Let requests join their groups.
+
+        Returns:
+            The requests that cannot join. Their `alone` gives the reason.
+        """
         groups: dict[KVQuantization | None, list[BatchRequest]] = {}
         for row in rows:
             if not row.ended:
@@ -265,14 +271,14 @@ class RowGroups(dict[KVQuantization | None, RunningTogether]):
         for key, joining in groups.items():
             try:
                 self[key].join(joining)
-            except Exception as error:  # nothing was put together
+            except Exception as error:  # no request has joined
                 for row in joining:
                     row.alone = f"its caches cannot be put beside others: {error}"
                 refused += joining
         return refused
 
     def leave(self, row: BatchRequest) -> None:
-        """Let a request leave that is to be closed, with its caches."""
+        """Let a request leave its group, with its caches."""
         for group in self.values():
             if row in group.rows:
                 try:

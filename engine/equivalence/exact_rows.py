@@ -1,17 +1,14 @@
-"""Rows of a forward of one shape: tests of their independence of place and company.
+"""Test of exact mode: do the bits of a row depend on its place in the forward?
 
-Exact mode rests on one claim about the device: where every forward has the same shape,
-a row's bits follow from the tokens before it, wherever it stands in the forward and
-whatever stands behind it. It is tried at the beginning and at the end of each view of
-the keys (see `caches.types.fixed_view`) up to a context:
+Exact mode rests on one claim about the device. If all forwards have the same shape, the
+bits of a row follow from the tokens before it alone: not from its place in the forward,
+and not from the rows after it. The test feeds random tokens at the beginning and at the
+end of each view of the keys (see `caches.types.fixed_view`), up to a context length:
 
-    alone       each token by itself, with padding: what the others are compared with
-    places      each token behind 1, 2, ... tokens of the text, in one forward
+    alone       each token alone, with padding: the reference
+    places      each token after 1, 2, ... tokens of the text, in one forward
     company     each token before random ones
-    rounds      random drafts, of which a prefix stays: states and caches too
-
-The tokens are random; what they mean is of no matter. Which text follows is not known
-here.
+    rounds      random drafts of which a prefix is committed: tests caches and states
 """
 
 import sys
@@ -36,7 +33,7 @@ from mlx_speculation.models import (
 
 TIMED = 9  # steps; the first two may compile
 Report = Callable[[int, int], None]
-Row = tuple[int, Any]  # its position, and its logits
+Row = tuple[int, Any]  # the position of a row, and its logits
 
 
 def check_exact(
@@ -47,18 +44,18 @@ def check_exact(
     seed: int = 0,
     report: Report = lambda done, total: None,
 ) -> ExactVerdict:
-    """Try a model in exact mode, at all views up to a context.
+    """Test a model in exact mode, at all views up to a context length.
 
     Args:
         model: the target.
-        shape: of its forwards.
-        context: how many positions are reached, rounded up to whole views.
-        seed: of the tokens.
-        report: called with how many places were tried, and of how many.
+        shape: the shape of the forwards.
+        context: the number of positions to reach, rounded up to whole views.
+        seed: the seed of the random tokens.
+        report: called with the number of tested places, and of all places.
 
     Raises:
-        UnsupportedModelError: the model is none of those that were tried.
-        UnsupportedCacheError: its caches have no view of a fixed size.
+        UnsupportedModelError: exact mode does not support the model's architecture.
+        UnsupportedCacheError: a cache of the model has no view of a fixed size.
     """
     check_fixed_shape(model)
     draw, vocab = np.random.default_rng(seed), logit_width(model)
@@ -70,7 +67,7 @@ def check_exact(
         for view in range(views)
         for within in (0, shape.step - width)
     ]
-    last = (position_table(model) or sys.maxsize) - width - 1  # and a step to measure
+    last = (position_table(model) or sys.maxsize) - width - 1  # 1 for the timed step
     starts = [start for start in starts if start <= last]
     hooks = ModelHooks(model)
     try:
@@ -95,10 +92,10 @@ def check_exact(
 def _both_ways(
     lane: Lane, text: Sequence[int], draw: np.random.Generator, vocab: int
 ) -> tuple[dict[int, Any], list[Row]]:
-    """Feed some tokens alone, which stay, and in all other ways.
+    """Feed some tokens alone, and commit them; then feed them in the other ways.
 
     Returns:
-        The logits of each position alone, and of positions in other ways.
+        The logits of each position fed alone, and those of the other ways.
     """
     other = _twin(lane, lane.shape)
     alone: dict[int, Any] = {}
@@ -120,7 +117,7 @@ def _both_ways(
 
 
 def _rows(lane: Lane, fed: Sequence[int], count: int, keep: int = 0) -> list[Row]:
-    """Feed tokens, keep some, and return the logits of the first `count` rows."""
+    """Feed tokens, commit `keep` of them, and return the first `count` rows."""
     first = lane.seen
     with lane.begin() as lane_round:
         logits = lane_round.forward(mx.array(list(fed)))[:count].astype(mx.float32)
@@ -132,7 +129,7 @@ def _rows(lane: Lane, fed: Sequence[int], count: int, keep: int = 0) -> list[Row
 
 
 def _twin(lane: Lane, shape: FixedShape | None) -> Lane:
-    """Return a lane that holds the same, in caches of its own."""
+    """Return a lane that holds the same tokens in caches of its own."""
     twin = Lane(lane.model, sliding="slack", shape=shape)
     if lane.seen:
         twin.resume(snapshot(lane.caches, 0, lane.seen))
@@ -140,7 +137,7 @@ def _twin(lane: Lane, shape: FixedShape | None) -> Lane:
 
 
 def _seconds(lane: Lane) -> tuple[float, float]:
-    """Return what a step takes without exact mode, and in it."""
+    """Return the seconds of a step without exact mode, and with it."""
     result = []
     for one in (_twin(lane, None), lane):
         times = []

@@ -1,16 +1,16 @@
-"""The same drafts verified at once and one by one, from the very same caches.
+"""Comparison of a verify in one forward with a verify in single steps.
 
-A round of speculation rests on one claim: a forward over k + 1 tokens chooses in each
-row what k + 1 forwards over one token would. Here both are run from one state of the
-live caches, in isolated speculations that write nothing live, and compared row by row:
+A round of speculation rests on one claim: in each row, a forward over k + 1 tokens
+chooses the same token as k + 1 forwards over one token. This module runs both from the
+same live caches, in isolated speculations that write nothing live, and compares them
+row by row:
 
-    text        the model's own greedy continuation of a prompt
+    text        the model's greedy continuation of a prompt
     draft       the next k tokens of the text, one of them replaced by a wrong one
-    rows        of the last token before the draft and of each draft: k + 1
+    rows        k + 1: after the last token before the draft, and after each drafted one
 
 Rows after the wrong token count too, since both ways are fed the same tokens. This
-module knows no text and no tokenizer; where two texts part is
-`engine.equivalence.texts`'s.
+module knows token ids only; `engine.equivalence.texts` compares whole texts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,36 +30,36 @@ from mlx_speculation.models import Lane, Sliding, check_positions, logit_width
 class Row:
     """One row of a draft, verified both ways."""
 
-    index: int  # of the row, from 0: after the last token before the draft
-    at_once: int  # the token that the one forward chooses
-    one_by_one: int  # the token that forwards over one token choose
-    # How much better that one's logit is than the second best, one by one
+    index: int  # of the row; row 0 follows the last token before the draft
+    at_once: int  # the token that the forward over k + 1 tokens chooses
+    one_by_one: int  # the token that the forward over one token chooses
+    # The best logit minus the second best, in the forward over one token
     margin: float
-    difference: float  # the largest between the two ways, of any logit
+    difference: float  # the largest difference of a logit between the two ways
 
     @property
     def differs(self) -> bool:
-        """Return whether the choices do."""
+        """Return whether the two ways choose different tokens."""
         return self.at_once != self.one_by_one
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One draft: where it stands in the text, its tokens, and its rows."""
+    """One draft: its place in the text, its tokens and its rows."""
 
-    position: int  # tokens of the text before the draft, the prompt not counted
-    draft: tuple[int, ...]  # the k tokens, with one that is wrong
-    wrong: int  # the index of that one in the draft
+    position: int  # number of tokens of the text before the draft, without the prompt
+    draft: tuple[int, ...]  # k tokens, one of which is wrong
+    wrong: int  # the index of the wrong token
     rows: tuple[Row, ...]  # k + 1
 
     @property
     def difference(self) -> float:
-        """The largest of all rows."""
+        """The largest difference of all rows."""
         return max(row.difference for row in self.rows)
 
 
 def greedy_text(model: nn.Module, prompt: Sequence[int], tokens: int) -> list[int]:
-    """Decode greedily, one token a forward; end-of-text tokens do not end it."""
+    """Decode greedily, one token a forward; end-of-text tokens do not end the text."""
     lane = Lane(model)
     lane.feed(prompt[:-1])
     last, text = prompt[-1], []
@@ -75,18 +75,18 @@ def greedy_text(model: nn.Module, prompt: Sequence[int], tokens: int) -> list[in
 def verify_both_ways(
     model: nn.Module,  # an mlx-lm model
     prompt: Sequence[int],  # token ids, at least one
-    # What follows, see `greedy_text`; at least `draft_length` tokens
+    # The continuation of the prompt, see `greedy_text`; at least `draft_length` tokens
     text: Sequence[int],
     *,
-    draft_length: int,  # k, from 1
-    places: int,  # how many drafts, from 1; fewer where the text has no room for them
-    seed: int,  # for the wrong token of each draft, and its index
-    sliding: Sliding = "native",  # the caches in place of rings, see `Lane`
+    draft_length: int,  # k, at least 1
+    places: int,  # how many drafts, at least 1; fewer if the text is too short
+    seed: int,  # draws the wrong token of each draft and its index
+    sliding: Sliding = "native",  # the kind of sliding caches, see `Lane`
 ) -> Iterator[Place]:
-    """Yield the comparison at each of some places, evenly spread over the text.
+    """Yield the comparison at places that are evenly spread over the text.
 
-    Every other place is reached by forwards over one token, the rest by forwards over
-    k + 1, since a ring that was filled in another way is read in another order.
+    Forwards over one token lead to every other place, and forwards over k + 1 tokens to
+    the rest: the way in which a ring was filled decides the order in which it is read.
 
     Raises:
         InvalidRequestError: the text is too short.

@@ -1,4 +1,4 @@
-"""The options of a stream, and what is refused before anything is touched."""
+"""The options of a stream, and their checks."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,50 +14,51 @@ from mlx_speculation.samplers import Acceptance, Chooser, Constraint, Sampling
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class StreamOptions:
-    """The options of a stream, checked as far as one value goes.
+    """The options of a stream. Each value is checked on its own.
 
     Attributes:
         max_tokens: how many tokens to generate at most, 0 or more.
-        sampling: how tokens are chosen; greedy when omitted.
+        sampling: options of the choice of tokens; None: greedy.
         stop: texts that end the generation; the text is cut before them.
-        stop_tokens: ids that end it; the tokenizer's own when omitted.
-        draft_length: overrides the generator's; a `DraftLengthPolicy` of your own
-            is asked before each round.
-        max_draft: no draft of this stream is longer; None: no limit of its own.
-        prompt_cache: the caller's mlx-lm caches of the target; `prompt` follows
-            what they hold. They are written to.
-        cached_tokens: the ids that `prompt_cache` holds. Without it the caches'
-            offset is the position, or 0 where no cache has one (models of
-            recurrent layers only); seeds and drafts then know less of the text.
+        stop_tokens: token ids that end it; None: those of the tokenizer.
+        draft_length: the draft length of this stream, or a `DraftLengthPolicy`, which
+            is asked before each round; None: the generator's.
+        max_draft: the longest draft of this stream; None: no limit.
+        prompt_cache: the caller's mlx-lm caches of the target. `prompt` continues the
+            tokens that they hold. The stream writes to them.
+        cached_tokens: the token ids that `prompt_cache` holds. None: the position is
+            the caches' offset, or 0 if no cache has one (models of recurrent layers
+            only); penalties and drafters then do not see these tokens.
         draft_cache: caches of the draft model that hold `cached_tokens`, or the
             beginning of them.
-        logprobs: let every chunk say how probable its token was, and so many of
-            the most probable ones; 0: the token alone; None: nothing.
-        constraint: what the generated text has to follow, such as
-            `json_schema(...)`. The text fits it where it ends with "stop", unless
-            a stop string has cut it. Stop tokens come where it may end, and where
-            nothing else may come it ends without one.
-        explain: keep each round's draft length, what it was chosen by, and the
-            parts of its time, in `stream.decisions`. The parts are exact then, and
-            rounds some 1 % slower, see `engine.timing`.
-        prefill_step_size: how many tokens of a prompt are fed at once; None: 2048,
-            and 256 on a CPU, where Ctrl-C would wait long for more.
-        prompt_progress: called with the number of tokens of every chunk of the
-            prompt that the target has read.
-        kv_quantization: when the target's caches are quantized; None: never.
-        logprob_rows: let each chunk's log-probability hold those of all ids.
-        yielded_only: after `close()` the caller's caches hold the prompt and the
-            yielded tokens, and nothing of a round that was not yielded. Its price
-            is some forwards, at most a draft's tokens, at such a close.
-        level_draft: at the end, let the draft model's caches hold what the
-            target's do.
+        logprobs: report the log-probability of each token and of so many of the most
+            probable ones; 0: of the token alone; None: no report.
+        constraint: a constraint on the generated text, such as `json_schema(...)`. A
+            text that ends with "stop" fits it, unless a stop string has cut the text.
+            Stop tokens are allowed where the text may end. If no other token is
+            allowed there, the text ends without one.
+        explain: keep the draft length of each round, the reason for it, and the parts
+            of the round's time in `stream.decisions`. Measuring the parts makes rounds
+            about 1 % slower, see `engine.timing`.
+        prefill_step_size: how many tokens of a prompt one forward reads; None: 2048,
+            and 256 on a CPU, as Ctrl-C waits for the end of a forward.
+        prompt_progress: called with the number of tokens of each chunk of the prompt
+            that the target has read.
+        kv_quantization: quantization of the target's caches; None: they stay as they
+            are.
+        logprob_rows: let the log-probability of each chunk hold those of all ids.
+        yielded_only: let the caller's caches hold the prompt and the yielded tokens
+            alone after `close()`, without tokens of a round that were not yielded yet.
+            Such a close may cost forwards over at most the tokens of a draft.
+        level_draft: at the end, let the draft model's caches hold the same tokens as
+            the target's.
         prediction: a text, or its token ids, that the output may repeat in part, such
-            as the file that is to be edited. Lookups of the draft look in it.
-        images: what the prompt's image parts show, in their order: paths, bytes,
-            data URLs or pictures of Pillow; for a target that reads images.
+            as a file to be edited. A lookup searches it.
+        images: the images of the prompt's image parts, in their order: paths, bytes,
+            data URLs or Pillow images. For a target that reads images.
 
     Raises:
-        InvalidRequestError: a value is out of range or of the wrong kind.
+        InvalidRequestError: a value is out of range or of the wrong type.
     """
 
     max_tokens: int = 256
@@ -99,12 +100,12 @@ class StreamOptions:
 
     @property
     def prefill_step(self) -> int:
-        """Number of prompt tokens that are fed at once here."""
+        """Number of prompt tokens that one forward reads."""
         return self.prefill_step_size or usual_prefill_step()
 
     @property
     def own_caches(self) -> bool:
-        """Return whether the caller's caches are written to."""
+        """Return whether the stream writes to caches of the caller."""
         return self.prompt_cache is not None or self.draft_cache is not None
 
 
@@ -134,7 +135,7 @@ class StreamKeywords(TypedDict, total=False):
 
 
 def check_rule(acceptance: Acceptance, chooser: Chooser) -> None:
-    """Refuse a rule that the request's sampler or processors do not allow."""
+    """Refuse an acceptance rule that the sampler or the processors do not allow."""
     if acceptance != "keyed" and chooser.sampling.sampler is not None:
         raise InvalidRequestError(
             f"acceptance is {acceptance!r}, which has to know the "
@@ -150,7 +151,7 @@ def check_rule(acceptance: Acceptance, chooser: Chooser) -> None:
 
 
 def check_own_choice(sampling: Sampling) -> None:
-    """Refuse a sampler in exact mode: a text of a seed needs noise by position."""
+    """Refuse a sampler function in exact mode, which needs noise keyed by position."""
     if sampling.sampler is not None:
         raise InvalidRequestError(
             "exact was passed, and a sampler, which draws for each row that a draft "
@@ -160,7 +161,7 @@ def check_own_choice(sampling: Sampling) -> None:
 
 
 def _check_constraint(constraint: Any) -> None:
-    """Refuse what is no constraint."""
+    """Refuse a constraint of the wrong type."""
     if not isinstance(constraint, Constraint):
         raise InvalidRequestError(
             f"constraint is a {type(constraint).__name__}, and a Constraint is "
@@ -169,7 +170,7 @@ def _check_constraint(constraint: Any) -> None:
 
 
 def _check_sampling(sampling: Any) -> None:
-    """Refuse options that are not in a `Sampling`."""
+    """Refuse sampling options that are no `Sampling`."""
     if sampling is not None and not isinstance(sampling, Sampling):
         raise InvalidRequestError(
             f"sampling is {sampling!r}, and a Sampling is needed, such as "

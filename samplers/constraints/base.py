@@ -1,10 +1,10 @@
-"""Constraints: the token ids that may come next, by state.
+"""Constraints: which token ids may come next in a text.
 
-A grammar, a JSON schema or a list of allowed tokens is a `Constraint`. Its state
-stands somewhere in one text. It is forked for every draft position, and forks of
-rejected drafts are forgotten, so nothing needs to be undone; `progress` does that.
-This module is for those who write constraints. It knows token ids and arrays of the
-host, and no text.
+A grammar, a JSON schema or a list of allowed tokens is a `Constraint`. A state of it
+stands at a place in one text. A round forks the state for every draft position, and
+drops the forks of rejected tokens, so a state never has to go back (see `progress`).
+This module is the interface for authors of constraints. It knows token ids and numpy
+arrays, and no text.
 """
 
 from collections.abc import Collection, Mapping
@@ -18,26 +18,27 @@ from mlx_speculation.errors import ConstraintError, InvalidRequestError
 
 @runtime_checkable
 class ConstraintState(Protocol):
-    """A place in one text, and what may come next there."""
+    """A place in one text, with the tokens that may come next."""
 
     def allowed(self) -> NDArray[np.bool_]:
         """Return which token ids may come next, bool [ids].
 
-        Ids past the end of the array may not. What it says of end-of-text ids does not
-        count: `may_end` does. Changes nothing.
+        Ids past the end of the array are not allowed. Values for end-of-text ids are
+        ignored: `may_end` decides on those. Does not change the state.
 
         Raises:
-            ConstraintError: it is not known, for example because a limit was hit.
+            ConstraintError: the mask cannot be computed, for example because a limit
+                was hit.
         """
         ...
 
     @property
     def may_end(self) -> bool:
-        """Return whether the text may end here. Changes nothing."""
+        """Return whether the text may end here. Does not change the state."""
         ...
 
     def advance(self, token: int) -> None:
-        """Go on by one token. Never called with an end-of-text id.
+        """Append a token to the text. Never called with an end-of-text id.
 
         Raises:
             ConstraintError: the token is not allowed; the state stays as it was.
@@ -45,16 +46,16 @@ class ConstraintState(Protocol):
         ...
 
     def fork(self) -> "ConstraintState":
-        """Return a state at the same place. Neither is changed by the other's steps.
+        """Return a state at the same place, independent of this one.
 
-        Called once for each draft position, so it has to be cheap.
+        Called once for each draft position, so it has to be fast.
         """
         ...
 
 
 @runtime_checkable
 class Constraint(Protocol):
-    """Constraint on generated text. Serves any number of generations."""
+    """A constraint on generated text, for any number of generations."""
 
     def begin(self) -> ConstraintState:
         """Return a state before the first generated token."""
@@ -64,13 +65,13 @@ class Constraint(Protocol):
 class TokenAutomaton:
     """A finite automaton over token ids.
 
-    Two tokens 5, then any number of 6 or 7:
+    Example: two tokens 5, then any number of tokens 6 or 7:
 
         TokenAutomaton({0: {5: 1}, 1: {5: 2}, 2: {6: 2, 7: 2}}, accepting={2})
 
     Args:
-        transitions: the next state for each state and token id. A state that is not
-            there has no next one.
+        transitions: the next state by state and token id. A state that is missing has
+            no next state.
         accepting: the states in which the text may end.
         start: the state before the first token.
 
@@ -131,7 +132,7 @@ class AutomatonState:
         return self._place in self._accepting
 
     def advance(self, token: int) -> None:
-        """Go on by one token; see `ConstraintState`."""
+        """Append a token to the text; see `ConstraintState`."""
         steps = self._next.get(self._place, {})
         if token not in steps:
             raise ConstraintError(
