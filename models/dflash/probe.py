@@ -1,9 +1,9 @@
-"""Readings of a drafter of blocks, probed by what it guesses.
+"""Probe of a block drafter: tries readings of its checkpoint, and keeps the best one.
 
-Two things no tensor shows, and some files leave open: which layers of its target it
-reads (see `checkpoints.layer_readings`), and whether row j of a block is for its own
-position or for the one after it. The target writes a little text, and the drafter
-guesses its tokens in each reading.
+Some checkpoints do not say two things, and no tensor shows them: which layers of the
+target the drafter reads (see `checkpoints.layer_readings`), and whether row j of a
+block predicts the token at its own position or at the one after it. The probe lets the
+target write a little text, and scores the drafter's predictions in each reading.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,29 +32,29 @@ from mlx_speculation.models.introspect.hidden_states import HiddenStates
 
 
 class Reading(NamedTuple):
-    """Reading of a drafter: one candidate of the probe."""
+    """One candidate of the probe."""
 
-    layers: Layers  # of the target, from 0; -1: the embeddings
-    anchor: Anchor  # what row j of a block is for
+    layers: Layers  # the layers of the target to read, from 0; -1: the embeddings
+    anchor: Anchor  # the position that row j of a block predicts
 
 
-# Puts a drafter on its target, which shows layers, to read some of them
+# Makes a drafter on its target, which reads these layers
 OnTarget = Callable[[DFlashHead, HiddenStates, Layers], DFlash]
 
 
 def probe_blocks(
     head: DFlashHead,
     on_target: OnTarget,
-    model: nn.Module,  # its target, which is left as it was
+    model: nn.Module,  # the target; the probe does not change it
     readings: LayerReadings,
-    starts: Sequence[Sequence[int]],  # token ids of a few texts
+    starts: Sequence[Sequence[int]],  # token ids of a few texts to continue
     *,
-    other_anchor: bool,  # whether row j may be for another position than usual
+    other_anchor: bool,  # whether to try the other anchor too
 ) -> tuple[Reading, Score]:
-    """Return the reading in which a drafter guesses best, and its score.
+    """Return the reading with the best score, and the score.
 
     Raises:
-        ConventionError: it guesses no better than by chance in any.
+        ConventionError: no reading scores better than chance.
     """
     trunk, usual = len(find_parts(model).layers), head.settings.anchor
     anchors: list[Anchor] = [usual]
@@ -87,7 +87,7 @@ def probe_blocks(
 
 
 class _Scorer:
-    """A drafter on a text of its target."""
+    """Scores readings of a drafter on a text that its target wrote."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class _Scorer:
             model(text.tokens[:, :-1])
 
     def __call__(self, reading: Reading) -> Score:
-        """Score the first draft behind every token that the target wrote."""
+        """Score the first drafted token after each token that the target wrote."""
         head, text = self._head, self._text
         before, first = head.settings, max(text.written, 2)
         head.settings = replace(before, anchor=reading.anchor)
@@ -119,7 +119,7 @@ class _Scorer:
         return text.score(mx.concatenate(rows, axis=1), first)
 
     def _first_draft(self, drafter: DFlash, context: mx.array, newest: int) -> mx.array:
-        """Return logits [rows, 1, vocab] of the token behind position `newest`."""
+        """Return logits [rows, 1, vocab] of the token after position `newest`."""
         tokens, width = self._text.tokens, self._text.target_log_probs.shape[-1]
         logits = drafter.first_logits(context, tokens[:, newest : newest + 1])
         mx.eval(logits)

@@ -1,8 +1,8 @@
-"""Families of mlx-vlm: those that are decoded here, and reasons why others are not.
+"""Families of mlx-vlm: supported ones, and reasons why others are refused.
 
-`families.toml` beside this file names every one with a vision part. One is decoded when
-its text was compared with mlx-vlm's own, with images and without, under drafts
-(tests/engine/test_vision_families.py). What is in no table is refused.
+`families.toml` beside this file lists every family that has a vision part. A family is
+supported if a test compares its text with mlx-vlm's, with images and without, under
+drafts (tests/engine/test_vision_families.py). A family that is not listed is refused.
 """
 
 import tomllib
@@ -22,25 +22,25 @@ CACHES: dict[str, str] = _TABLES["caches"]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A family that is decoded.
+    """A supported family.
 
     Attributes:
-        name: its package under mlx_vlm.models.
-        mrope: whether positions have three axes, which images advance otherwise than
-            text, and have to be passed in every call.
-        axes_last: whether its positions are [1, n, 3], and not [3, 1, n].
-        recurrent: whether some layers keep states, see `recurrent_slots`.
-        one_pass: whether its config may let tokens of an image see later ones of it,
-            which needs a prompt's images in one forward.
-        quantizes: whether its attention was tried with quantized caches. mlx-lm cannot
-            quantize windows, so families with sliding layers do not.
-        one_image: whether mlx-vlm reads one image in a prompt, and no more.
-        slots: where the slots of images are: "ids" has one placeholder for each; for
-            the others see `engine_ids`.
-        placeholder: what config.json calls the token that stands for a slot, or its id;
-            None: `image_token_id` or `image_token_index`.
-        text: the module of mlx_lm.models whose layers its MTP heads are made of; None:
-            no head is known.
+        name: the family's package under mlx_vlm.models.
+        mrope: whether positions have three axes. Images advance them in another way
+            than text, and every call has to pass them.
+        axes_last: whether positions are [1, n, 3] instead of [3, 1, n].
+        recurrent: whether some layers are recurrent, see `recurrent_slots`.
+        one_pass: whether a config may let tokens of an image see later tokens of it.
+            Then one forward has to hold all images of a prompt.
+        quantizes: whether its attention was tested with quantized caches. mlx-lm cannot
+            quantize windows, so it is False for families with sliding layers.
+        one_image: whether mlx-vlm reads at most one image in a prompt.
+        slots: how a prompt marks the slots of images. "ids": a placeholder token for
+            each slot; for the others see `engine_ids`.
+        placeholder: the key of config.json that names the placeholder token, or the
+            token's id; None: `image_token_id` or `image_token_index`.
+        text: the module of mlx_lm.models whose layers the family's MTP heads have;
+            None: no MTP head is known.
     """
 
     name: str
@@ -59,10 +59,10 @@ SERVED = {name: Family(name, **facts) for name, facts in _TABLES["served"].items
 
 
 def check_family(name: Any) -> Family:
-    """Return what is known of a family.
+    """Return a family by its name.
 
     Raises:
-        UnsupportedModelError: it is not decoded here.
+        UnsupportedModelError: the family is not supported.
     """
     if name in SERVED:
         return SERVED[name]
@@ -80,8 +80,8 @@ def family_of(vlm: nn.Module) -> Family:
     """Return the family of a model of mlx-vlm.
 
     Raises:
-        UnsupportedModelError: it is not mlx-vlm's, or of a family that is not decoded
-            here, or a setting of its config is not.
+        UnsupportedModelError: the model is not one of mlx-vlm, or its family or a
+            setting of its config is not supported.
     """
     package, _, rest = type(vlm).__module__.partition(".models.")
     if package != "mlx_vlm":
