@@ -1,4 +1,4 @@
-"""The answers of earlier requests, and the indexes of texts that turns go on with."""
+"""Answers of earlier requests, and indexes of texts that a later turn may continue."""
 
 from array import array
 from collections.abc import Sequence
@@ -6,23 +6,24 @@ from collections.abc import Sequence
 from mlx_speculation.engine.lookup.automaton import BREAK
 from mlx_speculation.engine.lookup.places import GrowingIndex
 
-# Tokens before an answer that are kept with it, so that its first ones are found.
+# Tokens before an answer that are kept with it, so that its beginning can be matched.
 BEFORE = 8
 
 
 class AnswerHistory:
-    """Holds answers, each with a few tokens before it, and forgets the oldest.
+    """Keeps answers, each with a few tokens before it, and drops the oldest.
 
-    A prompt is not held: of an agent's it repeats most of the last one, system prompt
-    and all. There are two generations, each of half the limit: when the young one is
-    full it becomes the old one, and the old one is dropped. So between half and all of
-    the limit is known, and nothing is indexed twice.
+    Prompts are not kept: a prompt of an agent repeats most of the last prompt.
+
+    Answers are in two generations, each of at most half the limit. When the young
+    generation is full, it becomes the old one, and the old one is dropped. So at least
+    half of the limit is kept, and no token is indexed twice.
 
     Args:
-        limit: how many tokens are held at most, one more for each answer counted.
+        limit: how many tokens are kept at most, with one more for each answer.
 
     Attributes:
-        generations: the younger answers first.
+        generations: the young generation and the old one.
     """
 
     def __init__(self, limit: int) -> None:
@@ -30,12 +31,12 @@ class AnswerHistory:
         self.generations = GrowingIndex(array("i")), GrowingIndex(array("i"))
 
     def add(self, tokens: Sequence[int], answer: int) -> None:
-        """Hold an answer, `tokens[answer:]`; of one that is too long the last tokens.
+        """Keep an answer, `tokens[answer:]`, or the last tokens of a long one.
 
-        It is indexed later, chunk by chunk.
+        It is indexed later, in chunks.
         """
         if self._half < 2 or answer >= len(tokens):
-            return  # nothing could follow anything
+            return  # no token of it could follow another one
         document = array("i", [*tokens[max(0, answer - BEFORE) :], BREAK])
         document = document[-self._half :]
         young, _ = self.generations
@@ -46,10 +47,10 @@ class AnswerHistory:
 
 
 class TextPool:
-    """Indexes of finished texts, for the turn that goes on with one.
+    """Indexes of finished texts, for a later turn that continues one of them.
 
     Args:
-        limit: how many tokens they have at most in all, the oldest dropped.
+        limit: how many tokens all indexes have at most; the oldest ones are dropped.
     """
 
     def __init__(self, limit: int) -> None:
@@ -57,9 +58,10 @@ class TextPool:
         self._indexes: list[GrowingIndex] = []  # the youngest first
 
     def take(self, tokens: Sequence[int]) -> GrowingIndex:
-        """Return the index of the longest text that these tokens begin with.
+        """Take the index of the longest text that these tokens begin with.
 
-        It is an empty one where there is none.
+        Returns:
+            The index, which leaves the pool; an empty one if no text fits.
         """
         result = GrowingIndex()
         for index in self._indexes:
@@ -81,7 +83,7 @@ class TextPool:
 
 
 def _begins(tokens: Sequence[int], kept: "array[int]") -> bool:
-    """Return whether tokens begin with others; most differ near the end of those."""
+    """Return whether `tokens` begin with `kept`. The last ones are compared first."""
     size = len(kept)
     if not size or size > len(tokens) or tokens[size - 1] != kept[-1]:
         return False
