@@ -5,10 +5,10 @@ A file is an 8-byte length, a JSON header and the data:
     {"__metadata__": {"a": "text"}, "keys": {"dtype": "F16", "shape": [1, 2],
      "data_offsets": [0, 4]}}                                       4 bytes of data
 
-The header is checked as a whole before any array is made: tensors tile the data from
-its first byte to the end of the file, so no array is larger than the file. Arrays
-travel as unsigned integers of their width, so every bit pattern returns as it was.
-It knows nothing about caches. What is wrong is raised as `FlawError`.
+The reader checks the whole header before it makes an array: the tensors have to tile
+the data from its first byte to the end of the file. So no array is larger than the
+file. Arrays are read as unsigned integers of their width, so every bit pattern is kept.
+This module knows nothing about caches. It raises `FlawError` for every flaw.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ import numpy as np
 
 from mlx_speculation import json_files
 
-DIGEST = "0.mlx_speculation.digest"  # its place in the metadata, where there is one
+DIGEST = "0.mlx_speculation.digest"  # the key of the digest in the metadata
 MAX_HEADER = 2**24
 MAX_DIM = 2**31 - 1
 MAX_DIMS = 8
@@ -50,7 +50,7 @@ DTYPES = {
 
 
 class FlawError(Exception):
-    """A flaw of a file or a cache; the caller names it."""
+    """A flaw of a file or a cache. The caller adds the name of the file or cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +71,9 @@ class Header:
     metadata: dict[str, str]
 
     def digest(self, key: bytes | None = None) -> Any:
-        """Return a SHA-256 that has seen the header, less the digest in it.
+        """Return a SHA-256 that was fed the header without the digest in it.
 
-        With a key it is an HMAC, which nobody without the key can make.
+        With a key it is an HMAC, which cannot be forged without the key.
         """
         metadata = {k: v for k, v in self.metadata.items() if k != DIGEST}
         tensors = {
@@ -106,9 +106,11 @@ def parse_json(raw: bytes, what: str) -> Any:
 def opened(
     path: str | os.PathLike[str], *, follow: bool = True
 ) -> Iterator[tuple[BinaryIO, int]]:
-    """Open a regular file, with its size; a pipe or a device does not block.
+    """Open a regular file; yield it and its size. A pipe or a device is refused.
 
-    Without `follow` a link is refused.
+    Args:
+        path: the file.
+        follow: whether to follow a link instead of refusing it.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
     flags |= 0 if follow else os.O_NOFOLLOW
@@ -127,7 +129,7 @@ def opened(
 
 
 def read_header(file: BinaryIO, size: int) -> Header:
-    """Read and check the header; leaves the file at the first byte of data."""
+    """Read and check the header. The file then stands at the first byte of data."""
     if size < 8:
         raise FlawError(f"it has {size} bytes, and a safetensors file has 8 or more")
     length = int.from_bytes(_read(file, 8), "little")
@@ -193,7 +195,7 @@ def _check_tiles(ordered: list[tuple[str, Tensor]], size: int) -> None:
 
 
 def read_arrays(file: BinaryIO, header: Header, digest: Any = None) -> dict[str, Any]:
-    """Read every tensor after `read_header`, evaluated; `digest` sees the data."""
+    """Read every tensor after `read_header`, evaluated. `digest` is fed the data."""
     arrays = {}
     for name, tensor in header.tensors.items():
         data = _read(file, tensor.stop - tensor.start)

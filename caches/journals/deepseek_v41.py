@@ -1,20 +1,21 @@
 """Journal of DeepSeek V4.1's `LayerCache`: a window, compressed groups, an open group.
 
-Every write makes new arrays, so the state before a write is kept by reference: the
-old arrays live on to the end of the round, and nothing is copied. What the layer
-holds after a prefix of a write:
+Every write makes new arrays. So the journal keeps the state before a write by
+reference, to the end of the round, and copies nothing. After a prefix of a write the
+layer holds:
 
     field                       after the prefix
     window                      the old window and the first rows of the write
     compress_kv, index_k        the groups that were full by then: a slice
     pending_kv, pending_gate    the rows of the group that was open then
 
-With ratio 4, 2 rows pending and a write of 5, one group of 4 was closed and 3 rows are
-pending; after a prefix of 1 no group is closed and 3 are pending, which the cache no
-longer has. So the compressor, which makes the pending rows, is recorded and run again
-over the prefix, as the mixers of `ArraysCache` are. Whoever hooks it
-(`mlx_speculation.models`) calls `RecordingLayerCache.record`. Where it is not on
-record `written` is None.
+An example: the ratio is 4, 2 rows are pending, and 5 rows are written. Then one group
+of 4 is closed, and 3 rows are pending. After a prefix of 1 row no group would be
+closed, and 3 other rows would be pending, which the cache does not have any more. So
+the journal records the call of the compressor, which makes the pending rows, and runs
+it again over the prefix, as it does with the mixers of `ArraysCache`. The hook of the
+compressor (`mlx_speculation.models`) calls `RecordingLayerCache.record`. `written` is
+None if a call was not recorded.
 """
 
 from collections.abc import Iterator
@@ -50,7 +51,7 @@ def _rows(array: mx.array | None) -> int:
 
 @dataclass(slots=True)
 class LayerWrite:
-    """One forward: the state before it, what the window got, the compressor's call."""
+    """One forward: the state before it, the new rows, the call of the compressor."""
 
     before: LayerCache
     rows: mx.array  # [batch, n, dim]
@@ -62,13 +63,18 @@ class LayerWrite:
         return self.rows.shape[1]
 
     def explains(self, after: LayerCache) -> bool:
-        """Return whether what led to the state `after` it is on record."""
+        """Return whether the state `after` this write follows from recorded calls."""
         return self.call is not None or all(
             getattr(self.before, name) is getattr(after, name) for name in _COMPRESSED
         )
 
     def prefix(self, after: LayerCache, keep: int) -> LayerCache:
-        """Return the state after `keep` positions, lazily; the write led to `after`."""
+        """Return the state after `keep` positions, not evaluated.
+
+        Args:
+            after: the state after the whole write.
+            keep: how many positions of the write.
+        """
         state: Any = copied(self.before)
         if keep == 0:
             return state  # type: ignore[no-any-return]
@@ -93,9 +99,9 @@ class LayerWrite:
 
 
 class RecordingLayerCache(LayerCache):
-    """The live cache, which also notes what it is given.
+    """A view of the live cache that records each write.
 
-    It shares the live cache's `__dict__`; the notes stand in a slot, outside of it.
+    It shares the live cache's `__dict__`. The records are in a slot, outside of it.
     """
 
     __slots__ = ("writes",)
@@ -108,7 +114,7 @@ class RecordingLayerCache(LayerCache):
 
     @contextmanager
     def record(self, call: RecordedCall) -> Iterator[None]:
-        """Note the compressor's `call`; it belongs to the last write of the window."""
+        """Record the compressor's call of the last write of the window."""
         if self.writes:
             self.writes[-1].call = call
         yield
@@ -119,7 +125,7 @@ class LayerJournal(LiveJournal):
 
     Args:
         cache: the live cache.
-        whole: nothing but all or nothing will be kept, so nothing is recorded.
+        whole: whether all positions or none will be kept; then nothing is recorded.
     """
 
     def __init__(self, cache: LayerCache, whole: bool = False) -> None:
@@ -134,7 +140,7 @@ class LayerJournal(LiveJournal):
 
     @property
     def written(self) -> int | None:
-        """Positions written; None when compressed rows came off the record."""
+        """Positions written; None if a call of the compressor was not recorded."""
         total = self._cache.offset - self._before.offset
         writes = self._writes
         if writes is None:
@@ -148,7 +154,7 @@ class LayerJournal(LiveJournal):
         return total if known else None
 
     def prepare(self, keep: int) -> None:
-        """Build the state after `keep` positions, lazily, on a copy."""
+        """Build the state after `keep` positions on a copy, not evaluated."""
         self._after = copied(self._cache)
         writes = self._writes or []
         for index, write in enumerate(writes):
