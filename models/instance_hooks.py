@@ -1,21 +1,21 @@
-"""Classes for single instances: what a hooked module is, and whose hook it is.
+"""Hooks on single modules: each hooked module gets a class of its own.
 
-A hook makes a class from a class. The class of a hooked module is its plain class
-with the hooks of all owners on it, those of a lower rank inside, whatever the order
-in which owners come and leave. Of one rank a module has one hook, the first that was
-asked for, until the last of its owners has left. Parameter paths and `isinstance`
-stay the same; what a hook does in a call is for its maker to say.
+A hook derives a class from a class. The class of a hooked module is its plain class
+with the hooks of all owners applied in the order of their ranks, the lowest rank first,
+whatever the order in which owners come and leave. A module has one hook of each rank:
+the first requested one, until the last of its owners has left. Parameter paths and
+`isinstance` stay the same.
 
-A copy of a hooked module, by `copy` or by `pickle`, is one of the plain module: it has
-the plain class and no attribute of ours, since no owner would ever take them off it.
-Attributes of ours begin with `OURS`, so that they meet none of a model's.
+A copy of a hooked module, by `copy` or by `pickle`, is a copy of the plain module: it
+has the plain class and none of our attributes, as no owner would remove them from it.
+Our attributes begin with `OURS`, so they do not collide with those of a model.
 
-A class of one's own has its price in each call, also where the hook then does nothing,
-and a plain step of a small model on a GPU feels it. Hooks of the rank `OF_ROUNDS` are
-therefore on their modules from the first forward of a round to the next plain step (see
-`models.round_context`), all of this process together: modules may belong to several
-models. They ask for themselves whether they are in a round, as other threads may not
-be.
+A hooked class makes each call slower, even if the hook does nothing, which matters in a
+plain step of a small model on a GPU. So hooks of the rank `OF_ROUNDS` are put on at the
+first forward of a round, and taken off at the next plain step (see
+`models.round_context`). That is done for all modules of the process at once, as modules
+may belong to several models. These hooks check in each call whether their thread is in
+a round, as another thread may not be.
 """
 
 import copyreg
@@ -31,25 +31,25 @@ import mlx.nn as nn
 
 
 class Hook(NamedTuple):
-    """Maker of a class: `make(kind, *args)`."""
+    """A hook: derives a class with `make(kind, *args)`."""
 
     rank: int  # hooks of a lower rank are nearer to the plain class
     # Returns a class made by `derived`, the same one for the same arguments
     make: Callable[..., type[nn.Module]]
-    args: tuple[Any, ...] = ()  # what else `make` gets
+    args: tuple[Any, ...] = ()  # further arguments of `make`
 
 
 OURS = "_mlx_speculation_"
 OF_ROUNDS = -1  # the rank of hooks that do nothing outside of rounds
 
-# Re-entrant: a collected generator removes its hooks in whatever thread allocates, and
-# so perhaps in the middle of a change. Then they are removed when it is done.
+# Re-entrant: the garbage collector may run in the middle of a change, and remove the
+# hooks of a collected generator. They are then removed after the change.
 lock = threading.RLock()
 _changing = False
 _left: list["Hooked"] = []
 
-# By id, modules with hooks: of each rank the hook, and how many owners it has. Not on
-# the modules, whose copies would have it too where no class of ours takes it off.
+# Hooked modules by id, with the hook of each rank and its number of owners. It is not
+# an attribute of the modules, as it would then be copied with them.
 _registry: dict[int, tuple[nn.Module, dict[int, tuple[Hook, int]]]] = {}
 
 
@@ -57,7 +57,7 @@ _registry: dict[int, tuple[nn.Module, dict[int, tuple[Hook, int]]]] = {}
 class RoundHooks:
     """The hooks of rounds in this process. Changed under `lock` only."""
 
-    # By id, modules with such a hook, and their classes with it and without
+    # Modules with such a hook by id, and their classes with the hook and without it
     modules: dict[int, tuple[nn.Module, type[nn.Module], type[nn.Module]]] = field(
         default_factory=dict
     )
@@ -65,12 +65,12 @@ class RoundHooks:
     forwards: int = 0  # how many forwards of rounds are being built, in all threads
 
     def turn(self, *, on: bool) -> None:
-        """Put them all on their modules, or take them off."""
+        """Put all hooks of rounds on their modules, or take them off."""
         with _change():
-            self.on = False  # an interrupt leaves what the next round puts right
+            self.on = False  # after an interrupt the next round puts all on again
             for module, within, outside in self.modules.values():
                 before, after = (outside, within) if on else (within, outside)
-                if type(module) is before:  # not a class that somebody derived
+                if type(module) is before:  # not a class that others derived from it
                     object.__setattr__(module, "__class__", after)
             self.on = on
 
@@ -81,20 +81,20 @@ round_hooks = RoundHooks()
 def plain_class(module: nn.Module) -> type[nn.Module]:
     """Return the class of a module without our hooks.
 
-    A class that somebody else derived from a hooked one is left alone.
+    A class that others derived from a hooked class is returned as it is.
     """
     return unhooked(type(module))
 
 
 def unhooked(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return the class that hooks have made this class from."""
+    """Return the plain class from which hooks have derived a class."""
     while "_hooked_from" in vars(kind):
         kind = vars(kind)["_hooked_from"]
     return kind
 
 
 def made_again(method: FunctionType, names: Mapping[str, Any]) -> FunctionType:
-    """Return a method with the same code, to which these global names mean these."""
+    """Return a copy of a method in which these global names have other values."""
     again = FunctionType(
         method.__code__,
         {**method.__globals__, **names},
@@ -107,7 +107,7 @@ def made_again(method: FunctionType, names: Mapping[str, Any]) -> FunctionType:
 
 
 def derived(kind: type[nn.Module], methods: dict[str, Any]) -> type[nn.Module]:
-    """Return a subclass of `kind` that goes by the same name, and copies as `kind`."""
+    """Return a subclass of `kind` with the same name, whose copies are of `kind`."""
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     names_of_class = {**names, "__doc__": kind.__doc__, "_hooked_from": kind, **methods}
     names_of_class["__reduce_ex__"] = _reduced
@@ -118,11 +118,11 @@ def derived(kind: type[nn.Module], methods: dict[str, Any]) -> type[nn.Module]:
 
 
 def _reduced(module: nn.Module, protocol: Any) -> Any:
-    """Return what `copy` and `pickle` make the plain module from."""
-    kind = type(module)  # once: a round of another thread may give it its own back
+    """Return the `__reduce_ex__` value of the plain module, for `copy` and `pickle`."""
+    kind = type(module)  # read once: a round of another thread may change it
     bases = (each for each in kind.__mro__ if "_hooked_from" in vars(each))
     hooked = next(bases, kind)
-    if hooked is not kind:  # somebody's own class, derived from a hooked one
+    if hooked is not kind:  # a class that others derived from a hooked one
         return unhooked(hooked).__reduce_ex__(module, protocol)
     twin = _plain_twin(module)
     registered = copyreg.dispatch_table.get(type(twin))
@@ -130,8 +130,8 @@ def _reduced(module: nn.Module, protocol: Any) -> Any:
     if isinstance(result, str):
         return result
     make, args, *rest = result
-    # Pickle knows copyreg's two functions by their names, and takes them only where the
-    # object's class is the one that they name.
+    # Pickle recognizes copyreg's two functions by name, and then requires that the
+    # class in their arguments is that of the object.
     name = getattr(make, "__name__", "")
     if name == "__newobj__":
         make = args[0].__new__
@@ -142,7 +142,7 @@ def _reduced(module: nn.Module, protocol: Any) -> Any:
 
 
 def _plain_twin(module: nn.Module) -> nn.Module:
-    """Return a plain module with the same parts and attributes, less those of ours."""
+    """Return a plain module with the same parts and attributes, without ours."""
     twin = dict.__new__(plain_class(module))
     dict.update(twin, module)
     state = object.__getstate__(module)
@@ -155,7 +155,7 @@ def _plain_twin(module: nn.Module) -> nn.Module:
 
 
 def _copying(kind: type[nn.Module], name: str) -> Callable[..., Any]:
-    """Return a class's own way to copy, which makes a plain module of a hooked one."""
+    """Return a class's own copy method, changed to return a plain module."""
 
     def method(module: nn.Module, *args: Any) -> Any:
         made = getattr(kind, name)(module, *args)
@@ -168,21 +168,21 @@ def _copying(kind: type[nn.Module], name: str) -> Callable[..., Any]:
 
 
 def _forget(module: nn.Module) -> None:
-    """Take all attributes of ours off a module."""
+    """Remove all of our attributes from a module."""
     for name in [name for name in vars(module) if name.startswith(OURS)]:
         object.__delattr__(module, name)
 
 
 class Hooked:
-    """Hooks on modules, for the life of their owner.
+    """Hooks on modules that one owner has installed, until it removes them.
 
     Args:
-        hooks: modules, each with a hook; one module may come with several.
+        hooks: pairs of a module and a hook. A module may come several times.
     """
 
     def __init__(self, hooks: Iterable[tuple[nn.Module, Hook]]) -> None:
         pairs = list(hooks)
-        for module, hook in pairs:  # what fails, fails before anything is changed
+        for module, hook in pairs:  # raise errors before any module is changed
             hook.make(plain_class(module), *hook.args)
         self.modules = [module for module, _ in pairs]
         self._pairs = pairs
@@ -191,7 +191,7 @@ class Hooked:
                 _count(module, hook, 1)
 
     def remove(self) -> None:
-        """Take the hooks off, but those that another owner needs."""
+        """Remove the hooks, except those that another owner needs."""
         with lock:
             if _changing:
                 _left.append(self)
@@ -204,7 +204,7 @@ class Hooked:
 
 @contextmanager
 def _change() -> Iterator[None]:
-    """Let nothing else change classes meanwhile, in this thread or another."""
+    """Exclude other changes of classes, in this thread and in others."""
     global _changing
     with lock:
         _changing = True
@@ -217,7 +217,7 @@ def _change() -> Iterator[None]:
 
 
 def _count(module: nn.Module, hook: Hook, change: int) -> None:
-    """Count an owner of a hook in or out, and give the module its class."""
+    """Change the number of a hook's owners by 1 or -1; update the module's class."""
     _, hooks = _registry.get(id(module), (module, {}))
     first, count = hooks.get(hook.rank, (hook, 0))
     hooks = {**hooks, hook.rank: (first, count + change)}

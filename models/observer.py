@@ -1,8 +1,8 @@
 """Observers of the calls that a model makes to its modules.
 
-An observed instance gets a class of its own (see `instance_hooks`), which does the same
-and tells the observers of its thread what goes in and what comes out. Without any,
-it does nothing but its work. An observer may also have a call not made at all.
+An observed module gets a class of its own (see `instance_hooks`). Its methods work as
+before, and pass their arguments and results to the observers of the current thread, if
+there are any. An observer may also replace a call by a result.
 """
 
 import functools
@@ -22,31 +22,32 @@ _observers: ContextVar[tuple["Observer", ...]] = ContextVar("observers", default
 
 
 class Observer:
-    """Gets notice of calls; `values` are the arguments, positional ones first."""
+    """Observer of calls. `values` are their arguments, positional ones first."""
 
     def enter(
         self, module: nn.Module, method: str, values: tuple[Any, ...]
     ) -> mx.array | None:
-        """Is called before a call.
+        """Observe the start of a call.
 
-        An array is taken for the result of the call, which is then not made; observers
-        that were asked before are not asked again. What this raises ends the forward.
+        Returns:
+            None, or an array that replaces the call: it becomes the result, and neither
+            the module nor a further observer is called. An error ends the forward.
         """
         return None
 
     def leave(
         self, module: nn.Module, method: str, values: tuple[Any, ...], result: Any
     ) -> None:
-        """Is called after a call that was made."""
+        """Observe the end of a call that was not replaced."""
 
 
 @contextmanager
 def observing(*observers: Observer, alone: bool = False) -> Iterator[None]:
-    """Let them observe the calls that this thread makes inside the block.
+    """Let observers observe the calls of this thread inside of the context.
 
     Args:
-        observers: who observes, beside those of blocks around this one.
-        alone: nobody else does.
+        observers: the observers to add to those of enclosing contexts.
+        alone: whether to suspend the observers of enclosing contexts.
     """
     others = () if alone else _observers.get()
     token = _observers.set((*others, *observers))

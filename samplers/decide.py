@@ -1,13 +1,13 @@
-"""Decisions for the requests of a round, by one call where they have much in common.
+"""Decisions for all requests of a round, grouped into few calls.
 
-A batch of requests brings logits [requests, n, vocab]: after the last known token of
-each and after its drafted tokens, padded to n rows. Requests that differ in seed,
-position and mask only are decided by one call over all their rows: the greedy ones, and
-those of the same options whose noise is keyed and which have no processors. Each row is
-chosen by itself, so it comes out the same to the last bit as alone. All others are
-decided one request after the other, in the same evaluation.
+The logits of a batch are [requests, n, vocab]: the rows of a request follow its last
+known token and its drafted tokens, padded to n rows. One call decides all requests that
+differ in seed, position and mask only: greedy requests, and requests with equal
+options, keyed noise and no processors. Each row is chosen by itself, so the result is
+the same to the last bit as for a single request. All other requests are decided one
+after the other, in the same evaluation.
 
-Nothing here is evaluated or read.
+This module evaluates and reads nothing.
 """
 
 from collections.abc import Sequence
@@ -35,12 +35,12 @@ from mlx_speculation.samplers.verifier import Verifier, spread
 class Ask:
     """Inputs of the decision for one request."""
 
-    verifier: Verifier  # decides for it
-    rows: Rows  # what precedes its rows, one more than it has drafts
-    drafted: mx.array | None = None  # uint32 [k], its drafted tokens; None for k = 0
-    # float32 [k, ids], what they were drawn from, if by chance
+    verifier: Verifier  # the request's verifier
+    rows: Rows  # the tokens before each of the request's rows, k + 1 of them
+    drafted: mx.array | None = None  # uint32 [k], the drafted tokens; None for k = 0
+    # float32 [k, ids], the distributions they were drawn from; None: not drawn
     draft_probs: mx.array | None = None
-    # Report log-probabilities, and this many of the most probable ids
+    # Report log-probabilities and so many of the most probable ids; None: no report
     top: int | None = None
 
 
@@ -50,9 +50,8 @@ def decide(
     """Decide for every request.
 
     Args:
-        requests: what each of them asks.
-        logits: [requests, n, vocab] of the target; of each, the rows it asks for come
-            first.
+        requests: the inputs of each request.
+        logits: [requests, n, vocab] of the target; the rows of a request come first.
         drafted: uint32 [requests, n - 1], padded with any tokens; None for n = 1.
     """
     groups: list[Group] = []
@@ -77,11 +76,11 @@ def decide(
 class Proposed(NamedTuple):
     """The next drafted token of every request."""
 
-    tokens: mx.array  # uint32 [requests], 0 where a request failed
-    # What it was drawn from, float32 [1, ids], by request; missing where chance took no
-    # part.
+    tokens: mx.array  # uint32 [requests], 0 for a request that failed
+    # By request, the distribution it was drawn from, float32 [1, ids]. A request is not
+    # in it if its token was not drawn.
     probs: dict[int, mx.array]
-    # What was raised, such as by a processor of the request's own.
+    # By request, the error, such as of one of its processors.
     failed: dict[int, Exception]
 
 
@@ -94,12 +93,12 @@ def propose_all(
     """Choose the next drafted token of every request.
 
     Args:
-        requests: what each of them asks, for one row; all are of one target. What is
-            ahead may be left out of those that have much in common.
-        positions: of the token that each chooses.
+        requests: the inputs of each request for one row; all are of one target. The
+            rows of requests that share a call may lack the tokens ahead.
+        positions: the position of the token that each request chooses.
         logits: [requests, vocab] of a draft, or [requests, n] with `ids`.
-        ids: uint32 [n], different token ids, where the draft has logits for some only;
-            see `Verifier.propose`.
+        ids: uint32 [n], the token ids of the columns, for a draft with a reduced
+            vocabulary; see `Verifier.propose`.
     """
     if ids is not None:
         logits = spread(logits, ids, requests[0].verifier.chooser.width)
@@ -133,11 +132,11 @@ def propose_all(
     return Proposed(in_order(tokens, order), probs, failed)
 
 
-_ANY = Rows((0,))  # what precedes a row does not matter to those decided together
+_ANY = Rows((0,))  # requests that share a call do not look at the tokens before a row
 
 
 def _grouped(requests: Sequence[Ask]) -> dict[Any, list[int]]:
-    """Return the requests by what they have in common; None: nothing."""
+    """Return the requests by the options they share; None: decided one by one."""
     groups: dict[Any, list[int]] = {}
     for index, one in enumerate(requests):
         shared = one.verifier.shared

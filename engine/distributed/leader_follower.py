@@ -175,10 +175,10 @@ class RankedDecisions(Verifier):
         """Return the leader's decision, see `Verifier`."""
         k = 0 if drafted is None else len(drafted)
 
-        def own() -> Verified:
+        def decide() -> Verified:
             return self._inner.verify(logits, rows, drafted, draft_probs, top=top)
 
-        return self._role.verify(own, logits, k + 1, drafted is not None)
+        return self._role.verify(decide, logits, k + 1, drafted is not None)
 
     def sequential(
         self,

@@ -113,17 +113,17 @@ class _Together:
         self._classes: dict[type[nn.Module], type[nn.Module]] = {}
 
     def class_of(self, kind: type[nn.Module]) -> type[nn.Module]:
-        """Return the class of the layer that is called first."""
+        """Return the class for the layer that is called first."""
         if kind not in self._classes:  # the plain class, or with inner hooks
             self._classes[kind] = _asking_of(kind, self)
         return self._classes[kind]
 
     def leave_out(self) -> None:
-        """Multiply them no more: a result was not asked for."""
+        """Stop multiplying the other layers: a result was not used."""
         self._others = []
 
-    def found(self, weight: Weight, x: mx.array, weight_of: WeightOf) -> mx.array:
-        """Return the product of the first layer, and keep those of the others."""
+    def product(self, weight: Weight, x: mx.array, weight_of: WeightOf) -> mx.array:
+        """Return the product of the first layer; keep the products of the others."""
         others = [(layer, weight_of(layer, x)) for layer in self._others]
         weights = [w for _, w in others if w is not None and w.group == weight.group]
         if len(weights) < len(others):
@@ -152,7 +152,7 @@ def _asking_of(kind: type[nn.Module], together: _Together) -> type[nn.Module]:
         if result is None:
             weight = weight_of(self, x)
             if weight is not None:
-                result = together.found(weight, x, weight_of)
+                result = together.product(weight, x, weight_of)
         if result is None:
             result = usual(self, x)
         else:

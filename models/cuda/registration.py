@@ -20,7 +20,7 @@ from mlx_speculation.models.round_context import cuda_serves, device_of_round
 
 
 def serves() -> bool:
-    """Return whether kernels can be had here and now."""
+    """Return whether rounds run on CUDA here, and kernels compile."""
     return cuda_serves() and kernels_compile()
 
 
@@ -33,10 +33,11 @@ def attend(
     mask: Any,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Do what `mlx_lm.models.base.scaled_dot_product_attention` does, on CUDA.
+    """Compute attention on CUDA, like mlx-lm's `scaled_dot_product_attention`.
 
-    By the kernel for a few rows, or padded where cuDNN would plan anew. mlx-lm's own
-    does the rest: sinks, quantized keys, other dtypes, a single row of one sequence.
+    A few rows are computed by a kernel. More rows are padded, so that cuDNN needs no
+    new plan. mlx-lm's own function computes the rest: sinks, quantized keys, other
+    dtypes, a single row of one sequence.
     """
     if attention.serves(queries, keys, values, cache, mask, sinks):
         whole = attention.shows_whole_buffer(keys, cache)
@@ -50,7 +51,7 @@ def attend(
 
 
 def gated_delta_kernel(q: mx.array, v: mx.array) -> RunBlock | None:
-    """Return the kernel, in a round on CUDA, where it is made for these shapes."""
+    """Return the kernel for these shapes in a round on CUDA; None: there is none."""
     served = device_of_round() == "cuda" and kernels_compile()
     return gated_delta.run_steps if served and gated_delta.serves(q, v) else None
 

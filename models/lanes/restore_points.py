@@ -1,9 +1,9 @@
-"""The states of a lane that are taken on the way, for later requests.
+"""Restore points: snapshots of the recurrent states of a lane, for later requests.
 
-Layers without rows can be resumed only where their states were taken. So while a
-prompt is fed, and between rounds, a snapshot of the states is taken at most every
-`every` tokens: in a prompt at its multiples, where other prompts have theirs too, and
-at the places where later ones are likely to part from it.
+A recurrent layer can be resumed only at a position where its state was saved. So while
+a prompt is fed, and between rounds, the states are saved at least every `every` tokens.
+In a prompt this happens at multiples of `every`, which other prompts share, and at
+places where later prompts are likely to differ.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,7 +15,7 @@ from mlx_speculation.caches import Point, PrefixCache, snapshot
 
 
 class HasCaches(Protocol):
-    """Part of a lane that is needed here."""
+    """The part of a lane that restore points need."""
 
     caches: list[Any]
     seen: int
@@ -25,11 +25,13 @@ class RestorePoints:
     """Restore points of one lane.
 
     Args:
-        cache: they are at most its `every` tokens apart, and inside its budget.
-        places: further ones of the prompt, in tokens from its beginning.
+        cache: keeps the points. They are at most `cache.every` tokens apart, and
+            count for its budget.
+        places: further places in the prompt, in tokens from its beginning.
 
     Attributes:
-        hidden: returns the last hidden states, where a head reads them again.
+        hidden: returns the last hidden states if a head needs them to resume, else
+            None.
     """
 
     def __init__(self, cache: PrefixCache, places: Iterable[int] = ()) -> None:
@@ -40,23 +42,24 @@ class RestorePoints:
         self.running = cache.running_points()
 
     def next_chunk(self, lane: HasCaches, step: int) -> int:
-        """Return how many tokens to feed before the next one is due, at most `step`."""
+        """Return how many tokens to feed up to the next point, at most `step`."""
         later = (place - lane.seen for place in self._places if place > lane.seen)
         return min(step, self._every - lane.seen % self._every, next(later, step))
 
     def take(self, lane: HasCaches) -> None:
-        """Take one where the lane stands. All its tokens have to be committed."""
+        """Save the states at the lane's position. Its tokens have to be committed."""
         point = snapshot(lane.caches, lane.seen, lane.seen)
         self._cache.take(self.running, Point(lane.seen, point, self.hidden()))
         self._last = lane.seen
 
     def due(self, seen: int, reach: int) -> bool:
-        """Return whether a round of at most `reach` tokens could pass a place for one.
+        """Return whether a point has to be taken before a round of `reach` tokens.
 
-        One that was passed all the same, by a prompt for instance, is due now.
+        That is so if after the round the last point might be more than `every` tokens
+        away.
         """
         return seen + reach - self._last > self._every and seen > self._last
 
     def resumed(self, seen: int) -> None:
-        """Count from a restore point that was there before."""
+        """Count from the restore point at which the lane was resumed."""
         self._last = seen
