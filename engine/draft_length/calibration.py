@@ -1,4 +1,4 @@
-"""Calibration: a policy that plans every length in turn, and keeps what rounds took."""
+"""Calibration: a policy that plans every draft length, and records times of rounds."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -23,18 +23,20 @@ from mlx_speculation.engine.draft_length.costs import (
 from mlx_speculation.engine.timing import RoundSeconds
 from mlx_speculation.models import PART_SIZES, usual_part
 
-# Medians of each part by itself, by context bucket and draft length; 0 is a plain step.
+# The median of each part, by context bucket and draft length; length 0: a plain step.
 PartsTable = dict[int, dict[int, RoundSeconds]]
-# Called with how much is done, and of how much.
+# Called with the number of finished rounds, and of all rounds.
 Progress = Callable[[int, int], None]
 
-# All lengths take turns so often: none of them meets a busy machine alone.
+# All lengths are measured in so many passes, so that a busy moment does not fall on all
+# rounds of one length.
 PASSES = 3
-# Rounds of a pass: plain steps, of which the first and the last tell nothing, and
-# drafts of each length. The first draft after plain steps reads what it has missed.
+# Rounds of a pass: plain steps, the first and last of which are not counted, then
+# drafts of each length. The first draft is not counted: in it the drafter also reads
+# the tokens of the plain steps.
 PLAIN_STEPS, DRAFTS = 7, 2
-# Rounds with each size of a part, and their drafted tokens. Another size than the usual
-# one has to save that share of a round.
+# Rounds with each part size, and their draft length. A part size other than the usual
+# one has to save at least this share of a round.
 PART_ROUNDS, PART_DRAFT, PART_GAIN = 5, 4, 0.05
 
 
@@ -57,18 +59,18 @@ class MeasuredStream(Protocol):
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None: ...
 
 
-# Starts a stream on a prompt with a policy of its own.
+# Starts a stream on a prompt with a policy.
 Start = Callable[[list[int], DraftLengthPolicy], MeasuredStream]
 
 
 class Calibration:
-    """Plans every length; all rounds count for one context, however the text grows.
+    """Policy that plans every length. All rounds count for one context length.
 
     Attributes:
-        longest: no plan is longer.
-        costs: what rounds cost.
-        rounds: how many there are.
-        done: how many of them were noted.
+        longest: the longest draft.
+        costs: the measured costs of rounds.
+        rounds: how many rounds the calibration has.
+        done: how many of them have run.
     """
 
     def __init__(self, context: int, longest: int) -> None:
@@ -77,18 +79,18 @@ class Calibration:
         lengths = _lengths(longest)
         self.rounds, self.done = len(lengths), 0
         self._script = iter(lengths)
-        # Of the same rounds as the costs are medians of
+        # Parts of the rounds whose medians are the costs
         self._parts: defaultdict[int, deque[RoundSeconds]] = defaultdict(
             partial(deque, maxlen=SAMPLES)
         )
         self._drafted = False
 
     def plan(self, context: int, limit: int) -> Plan:
-        """Return the next length; plain steps behind the last one."""
+        """Return the next length; after the last one plain steps."""
         return Plan(max(0, min(next(self._script, 0), limit)), "measure")
 
     def note(self, context: int, plan: Plan, feedback: Feedback) -> None:
-        """Keep what a round took that is like those before it."""
+        """Record the time of a round, unless it follows a round of another kind."""
         self.done += 1
         drafts = feedback.drafted > 0
         usual = feedback.steady or (drafts and self._drafted and not feedback.behind)
@@ -98,7 +100,7 @@ class Calibration:
         self._drafted = drafts
 
     def end(self) -> None:
-        """Do nothing: all is noted."""
+        """Do nothing: `note` has recorded all."""
 
     @property
     def parts(self) -> PartsTable:
@@ -126,12 +128,12 @@ def _medians(result: Iterable[RoundSeconds]) -> RoundSeconds:
 
 
 def calibration_prompt(context: int) -> list[int]:
-    """Return so many tokens; which they are does not matter."""
+    """Return a prompt of `context` tokens; any tokens will do."""
     return [1 + index % 7 for index in range(context)]
 
 
 def part_of(progress: Progress | None, number: int, parts: int) -> Progress:
-    """Return what reports the progress of one of several equal parts."""
+    """Return a `Progress` for one of several equal parts of the work."""
 
     def report(done: int, total: int) -> None:
         if progress is not None:
@@ -141,7 +143,7 @@ def part_of(progress: Progress | None, number: int, parts: int) -> Progress:
 
 
 def measure(start: Start, context: int, longest: int, report: Progress) -> Calibration:
-    """Run the rounds of a calibration in a stream, and return what they took."""
+    """Run the rounds of a calibration in a stream, and return the calibration."""
     policy = Calibration(context, longest)
     with start(calibration_prompt(context), policy) as stream:
         for _ in stream:
@@ -152,9 +154,9 @@ def measure(start: Start, context: int, longest: int, report: Progress) -> Calib
 
 
 def measure_part(start: Start, context: int) -> int:
-    """Return the layers of a part of a round's forward that takes least, by turns.
+    """Return the fastest part size: how many layers a forward submits at once.
 
-    See `models.submit_layers`; 0: as a whole.
+    See `models.submit_layers`; 0: all layers. The sizes are measured in turns.
     """
     seconds: dict[int, list[float]] = {size: [] for size in PART_SIZES}
     with start(calibration_prompt(context), FixedDraftLength(PART_DRAFT)) as stream:
@@ -173,7 +175,8 @@ def measure_part(start: Start, context: int) -> int:
 def follow(start: Start, contexts: Iterable[int], longest: int) -> None:
     """Run the rounds of a calibration on a rank that does not decide their lengths."""
     for context in sorted(contexts):
-        # Of rank 0's kind, or the options of the ranks would differ; it is not asked.
+        # The same kind of policy as on rank 0, as options of ranks are compared. Only
+        # rank 0's is asked.
         policy = Calibration(context, longest)
         for _ in start(calibration_prompt(context), policy):
-            pass  # to where rank 0 ends it
+            pass  # until rank 0 ends it
