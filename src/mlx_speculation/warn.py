@@ -6,5 +6,5 @@ from mlx_speculation.errors import DraftNotice
 
 
 def notice(message: str) -> None:
-    """Say something once, where the caller of this package stands."""
+    """Warn once, with the line of the caller of this package."""
     warnings.warn(message, DraftNotice, stacklevel=3)

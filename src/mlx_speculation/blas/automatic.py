@@ -1,8 +1,8 @@
-"""The BLAS of a program that chooses none itself, for `mlx_speculation.before_mlx`.
+"""Automatic choice of a BLAS, for programs that choose none themselves.
 
-The variable `MLX_SPECULATION_BLAS` chooses for it: "auto", which is the default,
-"openblas" or "stock". Nothing is done where mlx computes with CUDA, and where the
-program has put a BLAS in front.
+`mlx_speculation.before_mlx` calls it. The environment variable `MLX_SPECULATION_BLAS`
+may be "auto" (the default), "openblas" or "stock". No BLAS is chosen if mlx computes
+with CUDA, or if the program has loaded another BLAS before mlx.
 """
 
 import os
@@ -24,8 +24,8 @@ def choose_blas() -> None:
     """Choose a BLAS, just before mlx is loaded.
 
     Raises:
-        BlasError: the environment asks for OpenBLAS, and it cannot be had.
-        InvalidRequestError: the environment asks for none of the three.
+        BlasError: the variable is "openblas", and OpenBLAS cannot be used.
+        InvalidRequestError: the variable has another value than the three.
     """
     if _left():
         return
@@ -35,7 +35,7 @@ def choose_blas() -> None:
 def say_that_mlx_came_first() -> None:
     """Warn that mlx was loaded with its reference BLAS, if OpenBLAS is installed.
 
-    The warning stands where the program uses this package.
+    The warning names the line of the program that imports this package.
     """
     if _left() or wheel_version() is None:
         return
@@ -55,12 +55,12 @@ def say_that_mlx_came_first() -> None:
 
 
 def wanted_blas() -> BlasName:
-    """Return what the environment asks for; whether it can be had is not looked at."""
+    """Return the value of the environment variable, unchecked."""
     return cast(BlasName, os.environ.get(VARIABLE) or "auto")
 
 
 def _left() -> bool:
-    """Return whether the BLAS is somebody else's choice, or does not matter."""
+    """Return whether to choose no BLAS: it is chosen already, or does not matter."""
     return (
         chosen_blas() is not None
         or wanted_blas() == "stock"
@@ -70,5 +70,5 @@ def _left() -> bool:
 
 
 def _is_inside(module: str) -> bool:
-    """Return whether a module is of this package, or of what imports modules."""
+    """Return whether a module belongs to this package or to importlib."""
     return module.partition(".")[0] in ("mlx_speculation", "importlib")

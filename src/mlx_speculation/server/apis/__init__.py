@@ -1,4 +1,4 @@
-"""Faces: what each API takes and sends, over one internal request and its events.
+"""Faces: request and response formats of each API, over one internal request.
 
     base          the protocol of a face, the end of a text, server-sent events
     openai        fields and choices that chats and completions share
@@ -7,6 +7,6 @@
     messages      the Messages API: bodies, blocks, pings
     responses     the Responses API: items in and out, sequence numbers
 
-A wrong body raises an `ApiError` that names its field. Sockets, threads and models are
-not known here.
+A wrong body raises an `ApiError` that names the field. This room does not know sockets,
+threads or models.
 """

@@ -1,8 +1,8 @@
-"""A new EAGLE-3 head for a target, and its files in the dialect that engines share.
+"""A new EAGLE-3 head for a target, and its files in a dialect that engines share.
 
-SGLang, SpecForge and vLLM read it: numbers of layers stand in `eagle_config`, the state
-before the last norm is recycled, and each tapped layer has a norm of its own before
-`fc` (EAGLE-3.1).
+SGLang, SpecForge and vLLM read this dialect. `eagle_config` lists the layers, the head
+recycles the state before the last norm, and each tapped layer has a norm of its own
+before `fc` (EAGLE-3.1).
 """
 
 from collections.abc import Sequence
@@ -27,18 +27,19 @@ from mlx_speculation.training.unroll import Made, Read, attend_split, unroll
 
 
 class EagleTrainee:
-    """An EAGLE-3 head that is trained.
+    """An EAGLE-3 head in training.
 
     Args:
         model: the target.
-        config: what the target's config.json holds.
-        ids: the ids to draft from, in order.
-        layers: whose outputs it reads; None: the usual three.
-        seed: of the weights that begin at random.
+        config: the content of the target's config.json.
+        ids: the token ids to draft, in order.
+        layers: the layers of the target to read; None: the usual three.
+        seed: the seed of the random initial weights.
 
     Raises:
-        UnsupportedModelError: the target does not show its layers, embedding or norm.
-        InvalidRequestError: it has no such layer.
+        UnsupportedModelError: the layers, embedding or norm of the target were not
+            found.
+        InvalidRequestError: the target has no such layer.
     """
 
     kind = "eagle"
@@ -80,11 +81,11 @@ class EagleTrainee:
         self.eagle = Eagle(self.module, self.taps, self.layers)
 
     def read(self, states: States) -> list[mx.array]:
-        """Return the outputs of the layers."""
+        """Return the states that the head reads: the outputs of its layers."""
         return [states.layer(index) for index in self.layers]
 
     def run(self, text: Recorded, read: Read[Made]) -> list[Made]:
-        """Draft from all slots; see `Trainee.run`."""
+        """Draft from all slots of a text; see `Trainee.run`."""
         n = text.tokens.shape[1] - text.depths - 1
         hidden = self.module.joined([each[:, :n] for each in text.inputs])
         tokens, checkpoint = text.tokens[:, 1:], text.checkpoint
@@ -100,7 +101,7 @@ class EagleTrainee:
         write_draft(folder, tensors, config, "mlx" if bits else "pt")
 
     def source(self, folder: Path) -> Any:
-        """Return the folder: a generator loads it."""
+        """Return the value of `draft=` for a generator: the folder."""
         return str(folder)
 
 
@@ -108,7 +109,7 @@ def usual_layers(count: int) -> tuple[int, ...]:
     """Return the layers that SpecForge's heads read: an early, a middle, a late one.
 
     Raises:
-        UnsupportedModelError: there are too few.
+        UnsupportedModelError: the target has too few layers.
     """
     result = sorted({min(1, count - 1), count // 2 - 1, count - 4} - {-1})
     if count < 6:
