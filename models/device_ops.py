@@ -1,9 +1,9 @@
-"""Operations of a room for one kind of machine, in place of mlx's and mlx-lm's own.
+"""Operations of a room for one kind of machine, which replace mlx's and mlx-lm's.
 
-`models/cpu` and `models/cuda` each make one `DeviceOps`. Who installs hooks lists them
-(`models.lanes.install_hooks`), and `models.ops` asks those that are listed; nothing
-else knows the rooms. What no room serves goes the stock way, so that a text is the same
-without them.
+`models/cpu` and `models/cuda` each make one `DeviceOps`. `models.lanes.install_hooks`
+registers them, and `models.ops` uses the registered ones. No other module knows the
+rooms. mlx's own operations run where no room serves, so a text is the same without the
+rooms.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,19 +19,21 @@ from mlx_speculation.models.round_context import Device
 
 
 class RoundOp(NamedTuple):
-    """Meaning of a global name in a layer's code, and its meaning in a round."""
+    """A replacement for the value of a global name in a layer's code."""
 
-    theirs: Any  # what the name has to mean for `ours` to take its place
-    ours: Any  # asks for itself whether it serves, and calls `theirs` where it does not
-    # Of a module, those names of it that matter; empty: the name itself does
+    theirs: Any  # the value that the name has to have, else it is not replaced
+    # The value in a round. A function checks its arguments, and calls `theirs` if it
+    # does not serve them
+    ours: Any
+    # If the value is a module: the names that code has to use of it; empty: any code
     parts: frozenset[str] = frozenset()
-    # Where in the module they are, if not at its top
+    # Names of the path to `parts` in the module, if they are not at its top
     within: frozenset[str] = frozenset()
 
 
 @runtime_checkable
 class Block(Protocol):
-    """A block of rows that a scan has run at once."""
+    """The result of a scan over a block of rows."""
 
     @property
     def y(self) -> mx.array:
@@ -39,7 +41,7 @@ class Block(Protocol):
         ...
 
     def after(self, keep: int) -> mx.array:
-        """Return the state after the first `keep` rows, from 1."""
+        """Return the state after the first `keep` rows, at least 1."""
         ...
 
 
@@ -68,20 +70,21 @@ class DeviceOps:
     """Operations of one room.
 
     Attributes:
-        device: what `device_of_round` returns where its round ops serve.
-        serves: whether they serve here and now; compiles what they need.
-        round_ops: by the global name in a layer's code.
-        activations: which of these may also stand in code that is made again for
-            another reason: they ask for themselves, whatever `serves` has returned.
-        hooks: yields the room's own hooks on a model, none where they do not serve.
+        device: the value of `device_of_round` in rounds that use the round ops.
+        serves: returns whether the round ops serve this machine now; compiles the
+            kernels that they need.
+        round_ops: the round ops, by the global name in a layer's code.
+        activations: names of round ops that hooks of other kinds may use in copied code
+            too. These check by themselves whether they serve.
+        hooks: yields the room's own hooks on a model; none if they do not serve.
         attention_dims: head dimensions for which the room has attention of a few rows
-            that plans nothing by the number of keys.
-        gated_delta: returns what runs a block of gated delta steps, called with
-            (q, k, v, g, beta, state, mask), for the shapes of a q and a v; None: the
-            room has nothing for them here.
-        compile_draft: returns a draft model's forward, compiled and tried, or raises
-            `UnsupportedModelError`.
-        stream_resources: holds what serves the streams of a model, while one runs.
+            that needs no plan for each number of keys.
+        gated_delta: called with a q and a v. Returns a function that runs a block of
+            gated delta steps of these shapes, with the arguments (q, k, v, g, beta,
+            state, mask); None: the room has none.
+        compile_draft: returns the compiled and tested forward of a draft model, or
+            raises `UnsupportedModelError`.
+        stream_resources: a context that holds resources while a stream of a model runs.
     """
 
     device: Device

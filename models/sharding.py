@@ -1,15 +1,16 @@
-"""Targets spread over the ranks of `mx.distributed`, and what rank 0 tells the others.
+"""Targets spread over the ranks of `mx.distributed`, and messages between the ranks.
 
     model, tokenizer = load(path, group=group)      # or, with a model of your own:
     spread(model, group)                            # mlx-lm's model.shard(group)
 
-    tensor      every rank has all layers and a part of each; ranks add up or gather
-                inside of a forward, and all of them get all logits
-    pipeline    every rank has some layers, whole, and hands states to the next; all
-                ranks get the last states and make all logits
+    tensor      every rank has a part of each layer; ranks sum or gather their results
+                inside of a forward, and each rank gets all logits
+    pipeline    every rank has some whole layers, and sends its states to the next rank;
+                each rank gets the last states and computes all logits
 
-A forward works when every rank runs it, in the same order: what one rank submits and
-another does not blocks both. It knows mlx arrays, and neither tokens nor streams.
+All ranks have to run the same forwards in the same order: if one rank submits a forward
+and another does not, both block. This module knows mlx arrays, and neither tokens nor
+streams.
 """
 
 import json
@@ -27,7 +28,7 @@ from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
 Parallel = Literal["tensor", "pipeline"]
 Group = mx.distributed.Group
 
-# What a rank says of itself when ranks meet: one line of JSON with so many bytes.
+# When ranks meet, each sends a line of JSON of at most so many bytes.
 SAID_BYTES = 1024
 _TENSOR_LAYERS = (
     layers.AllToShardedLinear,
@@ -35,9 +36,9 @@ _TENSOR_LAYERS = (
     layers.QuantizedAllToShardedLinear,
     layers.QuantizedShardedToAllLinear,
 )
-# Caches of which a prefix is kept without running anything of the model again.
+# Caches of which a prefix can be kept without running parts of the model again.
 _ROWS = (KVCache, RotatingKVCache)
-# Where all that is done after the last norm is the output layer's product.
+# Models whose logits are the product of the output layer, and nothing else.
 _BARE_OUTPUT = ("mlx_lm.models.qwen3_5", "mlx_lm.models.qwen3_5_moe")
 _SPLIT_OUTPUT = (layers.AllToShardedLinear, layers.QuantizedAllToShardedLinear)
 
@@ -45,19 +46,19 @@ _SPLIT_OUTPUT = (layers.AllToShardedLinear, layers.QuantizedAllToShardedLinear)
 def broadcast(array: mx.array, group: Group) -> mx.array:
     """Return rank 0's array on every rank, not evaluated.
 
-    Every rank passes an array of the same shape and dtype, whole numbers; only rank
-    0's values count. It is one small sum over the ranks, exact since all other
-    summands are 0.
+    Every rank passes an array of integers of the same shape and dtype, of which only
+    rank 0's values count. It is a sum over the ranks, in which all other summands are
+    0.
     """
     mine = array if group.rank() == 0 else mx.depends(mx.zeros_like(array), array)
     return mx.distributed.all_sum(mine, group=group)
 
 
 def gathered(said: dict[str, Any], group: Group) -> list[dict[str, Any]]:
-    """Return what every rank says of itself, in order; waits for all of them.
+    """Return the messages of all ranks, in order. Waits for all ranks.
 
     Raises:
-        InvalidRequestError: it is longer than there is room for.
+        InvalidRequestError: this rank's message is too long.
     """
     line = json.dumps(said).encode()
     if len(line) > SAID_BYTES:
@@ -71,7 +72,7 @@ def gathered(said: dict[str, Any], group: Group) -> list[dict[str, Any]]:
 
 
 def check_parallel(parallel: Any) -> None:
-    """Refuse what is no way to spread a model."""
+    """Refuse a value that is no way to spread a model."""
     if parallel not in get_args(Parallel):
         raise InvalidRequestError(
             f"parallel is {parallel!r}, and one of {', '.join(get_args(Parallel))} is "
@@ -80,13 +81,13 @@ def check_parallel(parallel: Any) -> None:
 
 
 def spread(model: nn.Module, group: Group, parallel: Parallel = "tensor") -> None:
-    """Keep this rank's part of a model, with mlx-lm's own `shard` or `pipeline`.
+    """Keep this rank's part of a whole model, with mlx-lm's `shard` or `pipeline`.
 
-    Legal on a model that is whole; its weights may still be unread.
+    The weights of the model may still be unread.
 
     Raises:
-        UnsupportedModelError: the architecture cannot be spread so, or not over so
-            many ranks.
+        UnsupportedModelError: the architecture cannot be spread in this way, or over
+            this number of ranks.
     """
     check_parallel(parallel)
     name = type(model).__module__
@@ -124,19 +125,19 @@ def spread_as(model: nn.Module) -> Parallel | None:
 
 
 def has_split_output(model: nn.Module) -> bool:
-    """Return whether each rank has some rows of the model's output layer only."""
+    """Return whether each rank has only a part of the rows of the output layer."""
     return _split_output(model) is not None
 
 
 def can_join_output(model: nn.Module) -> bool:
-    """Return whether the logits are what the output layer returns, and nothing else."""
+    """Return whether the logits are the unchanged result of the output layer."""
     return type(model).__module__ in _BARE_OUTPUT
 
 
 def joined_output(model: nn.Module, group: Group) -> nn.Module | None:
-    """Return a whole copy of an output layer that is divided, on rank 0.
+    """Return a whole copy of a split output layer on rank 0, and None on other ranks.
 
-    All ranks call it, and wait for each other.
+    All ranks have to call it, and wait for each other.
     """
     split: Any = _split_output(model)
     assert split is not None
@@ -166,16 +167,16 @@ def _split_output(model: nn.Module) -> nn.Module | None:
 
 
 def keeps_rows_alone(model: nn.Module) -> bool:
-    """Return whether this rank's caches are rows of keys and values, and no states."""
+    """Return whether all caches of this rank hold keys and values, and none states."""
     caches = leaves(make_prompt_cache(model))
     return all(isinstance(leaf, _ROWS) for _, leaf in caches)
 
 
 def mark_of(model: nn.Module) -> str:
-    """Return a mark of the weights that every rank has whole: its embeddings.
+    """Return a mark of the model's embeddings, which every rank has whole.
 
-    Two models of one architecture with other weights have other marks. It reads the
-    first and the last row of each table that is not inside of a layer.
+    Models with different weights have different marks. The mark depends on the first
+    and the last row of each embedding that is not inside of a layer.
     """
     mark = zlib.crc32(type(model).__module__.encode())
     for name, module in sorted(model.named_modules(), key=lambda pair: pair[0]):

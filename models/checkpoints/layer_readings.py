@@ -1,16 +1,15 @@
-"""Layers of a target that a draft reads: listed by config.json, or guessed.
+"""Layers of a target that a draft reads: listed by config.json, or probed.
 
-A list counts in one of two ways:
+A list in config.json, at its top or in a nested part, counts in one of two ways:
 
     layers   i is the output of layer i: `target_layer_ids`, and inside of eagle_config
     tuple    0 is the embedding, i the output of layer i - 1: the other keys
 
-It may stand at the top of config.json or in a nested part. In what is returned, layers
-are counted from 0, and -1 stands for the embedding.
+This module returns layers counted from 0; -1 stands for the embedding.
 
-Where no list stands, the layers are guessed: the usual ones of the kind of draft, or
-others that are in use. Published drafts were trained on layers that no formula gives,
-so a probe also looks around them, see `search`.
+If there is no list, the candidates are the usual layers of the kind of draft, and other
+usual ones. Some published drafts were trained on layers that no formula gives, so a
+probe also tries layers around the candidates, see `search`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,7 +31,7 @@ _KEYS: Mapping[str, LayerIds] = {
 }
 _COUNTS = {"layers": "layers from 0", "tuple": "the embedding too"}
 _SWEEPS = 3
-# Layers of a stretch that are tried at first; others only beside the best of them.
+# How many layers of a range are tried at first; then only neighbours of the best one.
 _TRIED = 8
 
 
@@ -41,11 +40,15 @@ class LayerList:
     """A list of layers in config.json."""
 
     ids: tuple[int, ...]
-    counts: LayerIds  # by its place
-    place: str
+    counts: LayerIds  # the way of counting that is usual at its place
+    place: str  # its key in config.json, with the path
 
     def layers(self, counts: LayerIds | None = None) -> Layers:
-        """Return the layers, from 0; counted as its place says when omitted."""
+        """Return the layers, from 0.
+
+        Args:
+            counts: the way in which the list counts; None: the usual one at its place.
+        """
         shift = 1 if (counts or self.counts) == "tuple" else 0
         return tuple(each - shift for each in self.ids)
 
@@ -54,28 +57,28 @@ class LayerList:
 class LayerReadings:
     """Layers that a draft may have been trained on."""
 
-    # Each with what messages call it; the usual ones first
+    # The candidates, the usual ones first, each with its name in messages
     layers: Mapping[Layers, str]
     name: str  # of the draft
-    stated: LayerList | None = None
-    guessed: bool = False  # whether config.json says nothing of them
+    stated: LayerList | None = None  # the list in config.json
+    guessed: bool = False  # whether config.json has no list
 
     @property
     def usual(self) -> Layers:
-        """The layers to read where nothing is probed."""
+        """The layers to read without a probe."""
         return next(iter(self.layers))
 
     def tapped(self, trunk: int) -> list[int]:
-        """Return every layer that a probe may read, of a target with so many."""
+        """Return every layer that a probe may read of a target with `trunk` layers."""
         named = {index for each in self.layers for index in each}
         return sorted(named | set(range(trunk)) if self.guessed else named)
 
     def notice(self, taken: Layers, score: Score | None) -> str:
-        """Return what is to be said of layers that were taken; "": nothing.
+        """Return a notice to the user about the chosen layers; "": none is needed.
 
         Args:
-            taken: the layers.
-            score: of the draft on them; None: it was not probed.
+            taken: the chosen layers.
+            score: the score of the draft on them; None: there was no probe.
         """
         probed = "not probed" if score is None else f"it {score}"
         if self.guessed:
@@ -99,10 +102,10 @@ def stated_list(config: Config, name: str) -> LayerList | None:
     """Return the list of layers in config.json; None: there is none.
 
     Raises:
-        ModelFolderError: it is no list of whole numbers, or two do not agree.
+        ModelFolderError: it is no list of integers, or two lists contradict each other.
     """
     first: LayerList | None = None
-    # The part of a kind of draft comes first.
+    # The nested part of a kind of draft comes first.
     special = ("eagle_config.", "dflash_config.")
     parts = sorted(parts_of(config), key=lambda each: not each[0].endswith(special))
     for path, part in parts:
@@ -132,24 +135,25 @@ def _contradiction(one: LayerList, other: LayerList, name: str) -> ModelFolderEr
 
 
 def read_layers(
-    config: Config,  # what config.json holds
+    config: Config,  # the content of config.json
     name: str,  # of the draft, for messages
     *,
     trunk: int,  # how many layers the target has
-    features: Sequence[int],  # how many `fc` may take; none: not known
-    # Makes the usual lists of so many layers, the most usual first
+    features: Sequence[int],  # numbers of layers that `fc` may take; empty: unknown
+    # Called with (trunk, number of layers); returns lists, the most usual first
     usual: Callable[[int, int], Iterable[Sequence[int]]],
-    usual_count: int = 0,  # how many are usual, where `features` leaves it open
-    counts: LayerIds | None = None,  # what the list counts; by its place when omitted
-    both: bool = True,  # whether it may count in the other way than its place says
+    usual_count: int = 0,  # the usual number of layers, if `features` allows it
+    counts: LayerIds | None = None,  # how the list counts; None: as usual at its place
+    both: bool = True,  # whether to try the other way of counting too
     arranged: Callable[[Layers], Layers] = tuple,  # orders layers as the draft does
-    advice: str = "",  # what may help where the target lacks one, after a comma
+    advice: str = "",  # advice in errors if the target lacks a layer, after a comma
 ) -> LayerReadings:
-    """Return the layers that config.json may mean.
+    """Return the readings of config.json: candidates for the layers of a draft.
 
     Raises:
-        ModelFolderError: the target has no such layers, or there are no usual ones.
-        InvalidRequestError: `counts` is neither.
+        ModelFolderError: the target lacks a listed layer; or there is no list, and no
+            usual layers for this number of layers.
+        InvalidRequestError: `counts` is no way of counting.
     """
     check_counts(counts)
     stated = stated_list(config, name)
@@ -178,10 +182,10 @@ def read_layers(
 
 
 def check_counts(counts: LayerIds | None) -> None:
-    """Refuse what is no way of counting layers.
+    """Refuse a value that is no way of counting layers.
 
     Raises:
-        InvalidRequestError: it is none.
+        InvalidRequestError: `counts` is another value.
     """
     if counts not in (None, *get_args(LayerIds)):
         raise InvalidRequestError(
@@ -215,7 +219,7 @@ def _guessed(
 
 
 def usual_of_blocks(trunk: int, count: int) -> list[Layers]:
-    """Return the usual layers of drafters of blocks: from the second to a late one."""
+    """Return the usual layers of block drafters: from the second to a late one."""
     return [_spread(1, trunk - 3, count), *_three(trunk)]
 
 
@@ -225,9 +229,10 @@ def usual_of_eagle(trunk: int, count: int) -> list[Layers]:
 
 
 def _three(trunk: int) -> list[Layers]:
-    """Return (2, N // 2, N - 3), which count the embedding too, and as layers from 0.
+    """Return (2, N // 2, N - 3) in both ways of counting.
 
-    Only the first counting is vLLM's, SGLang's and the authors'.
+    The first result counts the embedding too, as vLLM, SGLang and the authors do. The
+    second takes the numbers as layers from 0.
     """
     numbers = (2, trunk // 2, trunk - 3)
     return [tuple(each - 1 for each in numbers), numbers]
@@ -243,16 +248,16 @@ def probed(
     trunk: int,
     advice: str,  # what a refusal ends with
 ) -> dict[Layers, Score]:
-    """Return the score of layers, the best first.
+    """Return the scores of candidates, the best first.
 
     Args:
-        score: scores a draft on some layers.
-        readings: the layers that it may read; where they are guessed, others are tried.
+        score: scores the draft on some layers.
+        readings: the candidates. If config.json has no list, others are tried too.
         trunk: how many layers the target has.
-        advice: what a refusal ends with.
+        advice: the end of the error's message.
 
     Raises:
-        ConventionError: it is not above chance on any.
+        ConventionError: no candidate scores better than chance.
     """
     trials = Trials(score)
     others = [each for each in readings.layers if each != readings.usual]
@@ -270,13 +275,14 @@ def probed(
 
 
 def search(score: Callable[[Layers], Score], layers: Layers, trunk: int) -> Layers:
-    """Return layers in rising order that score best, one of them moved at a time.
+    """Return the layers with the best score, by moving one layer at a time.
 
-    The outputs of neighbouring layers are alike, so few are tried where there are many.
+    The outputs of neighbouring layers are similar, so only some of a long range are
+    tried.
 
     Args:
         score: scores some layers.
-        layers: to begin with, in rising order.
+        layers: the layers to start with, in rising order.
         trunk: how many layers the target has.
     """
     best = layers
@@ -294,7 +300,7 @@ def search(score: Callable[[Layers], Score], layers: Layers, trunk: int) -> Laye
 def _best_at(
     score: Callable[[Layers], Score], layers: Layers, index: int, allowed: range
 ) -> Layers:
-    """Return layers with the best one at an index."""
+    """Return layers with the best allowed layer at an index."""
 
     def with_layer(layer: int) -> Layers:
         return (*layers[:index], layer, *layers[index + 1 :])

@@ -1,12 +1,13 @@
 """Configuration of block drafters, from config.json: DFlash and its descendants.
 
-Of the target's layers, see `checkpoints.layer_readings`, the last one stands for what
-the final norm returns.
+A drafter that reads the last layer of the target reads the output of the final norm
+(for the layers see `checkpoints.layer_readings`).
 
-Two readings of a block are in use. The token before the drafts, its anchor, is row 0:
+Row 0 of a block is its anchor, the token before the drafted ones. Two readings of the
+rows are in use:
 
-    given      row j is for the token at its own position, so row 0 is for nothing
-    samples    row j is for the token after its position
+    given      row j predicts the token at its own position; row 0 predicts nothing
+    samples    row j predicts the token after its position
 """
 
 from collections.abc import Sequence
@@ -43,32 +44,30 @@ _KINDS = (FULL, SLIDING)
 
 @dataclass(frozen=True, slots=True)
 class DFlashSettings:
-    """The config.json of a drafter of blocks."""
+    """The settings of a block drafter, from config.json."""
 
-    # The arguments of its first decoder layer, as mlx-lm takes them
-    layers: qwen3.ModelArgs
-    block: int  # the rows of a block, the anchor included
-    mask_token: int  # the id that stands for tokens that are to be drafted
-    # For each layer how many positions it sees; None: all
-    windows: tuple[int | None, ...]
-    # For each layer whether a row sees no later positions of the block
+    layers: qwen3.ModelArgs  # the arguments of the first decoder layer for mlx-lm
+    block: int  # the number of rows of a block, with the anchor
+    mask_token: int  # the id of the mask, which stands for a token to draft
+    windows: tuple[int | None, ...]  # the window of each layer; None: unlimited
+    # For each layer, whether rows see only earlier rows of the block
     causal: tuple[bool, ...]
-    rotations: tuple[Rotation, ...]  # of each layer
+    rotations: tuple[Rotation, ...]  # the rotary embedding of each layer
     anchor: Anchor = "given"
-    partial: bool = False  # whether a share of each head is rotated, if one is stated
-    pairs: bool = False  # whether neighbours are rotated together, not halves
-    value_scale: float = 1.0  # values are multiplied with it
-    gated: bool = False  # whether queries come with gates of what is attended to
-    plus_one: bool = False  # whether norms are stored without their one
+    partial: bool = False  # whether to honour a stated share of rotated dimensions
+    pairs: bool = False  # whether rotation pairs neighbouring dimensions, not halves
+    value_scale: float = 1.0  # a factor of the values
+    gated: bool = False  # whether queries come with gates for the attention's output
+    plus_one: bool = False  # whether weights of norms are stored less one
 
     @property
     def depth(self) -> int:
-        """The most drafts that a block is good for."""
+        """The most tokens that a block drafts."""
         return self.block if self.anchor == "samples" else self.block - 1
 
 
 def is_dflash(config: Config) -> bool:
-    """Return whether a config.json is that of a DFlash drafter, or of a later kind."""
+    """Return whether a config.json is that of DFlash, or of a later block drafter."""
     names = str(config.get("architectures")).lower()
     return (
         "dflash_config" in config
@@ -102,16 +101,15 @@ def block_settings(
     config: Config,
     name: str,
     *,
-    mask_token: int | None = None,  # the usual id; None: there is none
-    anchor: Anchor = "given",  # the usual one, where config.json says nothing
-    # Whether a sliding layer is usually causal in the block
-    causal: bool = True,
-    # The key of its layers' activation, and what it may be
+    mask_token: int | None = None,  # the default; None: config.json has to name it
+    anchor: Anchor = "given",  # the default
+    causal: bool = True,  # the default of sliding layers
+    # The key of the layers' activation, and the values that are supported
     act: Sequence[str] = ("hidden_act", "silu", "swish"),
-    # Whether config.json may be a copy of the target's, and its layer_types with it
+    # Whether layer_types may be copied from the target's config.json and be wrong
     copied: bool = False,
 ) -> DFlashSettings:
-    """Read what drafters of blocks have in common.
+    """Read the settings that all block drafters have.
 
     Raises:
         ModelFolderError: something is missing, or not known.

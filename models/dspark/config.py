@@ -6,8 +6,8 @@
     NVIDIA          DeepSpec's keys with `dflash_config`, anchors that are given
     PrismML         GGUF, which `gguf` turns into SpecForge's
 
-DeepSpec's "dflash" checkpoints are DSpark drafters without a Markov head. Stages inside
-of DeepSeek V4's own checkpoint have layers of another kind.
+DeepSpec's "dflash" checkpoints are DSpark drafters without a Markov head. The drafter
+inside of DeepSeek V4's checkpoint has other layers, and is not supported.
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ Markov = Literal["vanilla", "gated", "rnn"]
 
 @dataclass(frozen=True, slots=True)
 class LogSnr:
-    """Levels of noise that are added to the embeddings of a block."""
+    """Log signal-to-noise ratios, whose embeddings are added to those of a block."""
 
     least: float  # of masks
     most: float  # of the anchor
@@ -42,14 +42,14 @@ class LogSnr:
 
 @dataclass(frozen=True, slots=True)
 class DSparkSettings:
-    """The config.json of a DSpark drafter."""
+    """The settings of a DSpark drafter, from config.json."""
 
-    blocks: DFlashSettings  # what it has in common with DFlash
-    rank: int  # of the Markov head; 0: there is none
-    markov: Markov  # its kind
-    # Of Gemma 4's layers, as mlx-lm takes them; None: they are Qwen 3's
+    blocks: DFlashSettings  # the settings that DFlash has too
+    rank: int  # the rank of the Markov head; 0: there is no such head
+    markov: Markov  # the kind of the Markov head
+    # The arguments of Gemma 4's layers for mlx-lm; None: the layers are Qwen 3's
     gemma: gemma4_text.ModelArgs | None = None
-    log_snr: LogSnr | None = None  # None: nothing is added
+    log_snr: LogSnr | None = None
 
 
 def is_dspark(config: Config) -> bool:
@@ -98,7 +98,7 @@ def read_settings(config: Config) -> DSparkSettings:
 
 
 def _gemma(config: Config, text: Config) -> gemma4_text.ModelArgs | None:
-    """Return the arguments of Gemma 4's layers, if that is what it has."""
+    """Return the arguments of Gemma 4's layers; None: it has others."""
     named = f"{config.get('architectures')} {text.get('model_type')}".lower()
     if "gemma4" not in named:
         return None

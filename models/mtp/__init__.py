@@ -1,7 +1,7 @@
 """MTP heads: finding their tensors, loading them, their convention and their caches.
 
-`family` says what a family of heads is and `families` is the table; `convention` has
-what no tensor shows. The head as a drafter is in the engine.
+`family` defines a family of heads, and `families` is the table of all. `convention` has
+the properties of a head that no tensor shows. The engine makes drafters of heads.
 """
 
 from mlx_speculation.models.mtp.cache import BatchHeadCache, HeadCache, MtpCache

@@ -1,8 +1,8 @@
-"""Dispatch of a round's operations between mlx's own and the rooms' ops.
+"""Dispatch of a round's operations between mlx's own functions and the rooms' ops.
 
-It replaces functions that mlx-lm's layers call, while a round runs and in its thread
-alone. It knows shapes and devices; it does not know drafters, caches or tokens, nor
-which rooms there are.
+It replaces functions that mlx-lm's layers call, during a round and in its thread only.
+It knows shapes and devices. It does not know drafters, caches or tokens, nor the rooms
+by name.
 """
 
 from mlx_speculation.models.ops.dispatch import (

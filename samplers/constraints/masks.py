@@ -1,7 +1,8 @@
-"""Masks of the ids that rows of logits may choose under a constraint.
+"""Masks of the token ids that a constraint allows in rows of logits.
 
-A mask depends on the tokens before its row, and drafted tokens are on the device. They
-are read while the device works on the row's logits; such a read is counted.
+A mask depends on the tokens before its row. Drafted tokens are on the device, so the
+host has to read them. It does so while the device computes the logits of the row, and
+such reads are counted.
 """
 
 from collections.abc import Sequence
@@ -21,16 +22,16 @@ class Masks:
         self._reads = 0
 
     def take_reads(self) -> int:
-        """Return how often the host has waited for tokens since this was asked."""
+        """Return how often the host has waited for tokens since the last call."""
         reads, self._reads = self._reads, 0
         return reads
 
     def on(self, rows: Rows, ahead: Sequence[int]) -> Rows:
-        """Return the rows with what each of them allows.
+        """Return the rows with their masks.
 
         Args:
-            rows: what precedes each row.
-            ahead: their tokens that follow the committed text, which were read.
+            rows: the tokens before each row.
+            ahead: those of them that follow the committed text, read by the host.
         """
         self._reads += bool(ahead)
         return replace(rows, allowed=self.text.masks(ahead, rows.count))
@@ -38,15 +39,17 @@ class Masks:
     def on_draft(
         self, logits: mx.array, rows: Rows, ids: mx.array | None = None
     ) -> Rows:
-        """Return the rows of a drafter, which may have logits for some ids only.
+        """Return the rows of a drafter with their masks.
 
-        Where it has none for any allowed id, all are allowed: what it then proposes is
-        not accepted, and has probabilities.
+        A drafter may have logits for some ids only. If it has none for an allowed id,
+        all its ids are allowed in that row: then the proposed token has a probability,
+        and the target rejects it.
 
         Args:
-            logits: [rows, vocab], or [rows, n] with `ids`; submitted before a read.
-            rows: what precedes each row; what is ahead follows the committed text.
-            ids: uint32 [n], the ids of the columns.
+            logits: [rows, vocab], or [rows, n] with `ids`. They are submitted before
+                drafted tokens are read.
+            rows: the tokens before each row.
+            ids: uint32 [n], the token ids of the columns.
         """
         mx.async_eval(logits)
         ahead: Any = [] if rows.ahead is None else rows.ahead.tolist()
