@@ -183,9 +183,7 @@ class FaultGuard(WrappedDrafter):
         self,
         inner: OpenDrafter,
         note: NoteFault,  # called with the fault
-        # The target's lane, if it keeps hidden states for the drafter: it stops to when
-        # the drafter is disabled
-        target: Lane | None = None,
+        target: Lane | None = None,  # keeps hidden states for a drafter that is enabled
     ) -> None:
         super().__init__(inner)
         self._note = note
