@@ -1,7 +1,7 @@
-"""Writing a safetensors file as a whole or not at all.
+"""Atomic writing of a safetensors file.
 
-It is written beside its place under another name, reaches the disk, and then takes
-its name. Whatever fails on the way leaves the old file and nothing else.
+The file is written to the same folder under another name, synced to the disk, and then
+renamed. After an error the old file is unchanged, and no other file is left.
 """
 
 import json
@@ -31,11 +31,17 @@ def write(
     metadata: dict[str, str],
     key: bytes | None = None,
 ) -> None:
-    """Write a file as a whole or not at all, with metadata[DIGEST] set.
+    """Write a file atomically, with the digest in metadata[DIGEST].
 
-    It is written beside `path` and then takes its name. A link at `path` is replaced,
-    not followed. An existing file's permissions stay. With a key the digest is an HMAC,
-    and the file its owner's alone.
+    A link at `path` is replaced, not followed. The permissions of an existing file are
+    kept.
+
+    Args:
+        path: the file.
+        arrays: the arrays by name.
+        metadata: the other metadata.
+        key: makes the digest an HMAC, and a new file readable by its owner alone; None:
+            the digest is a SHA-256.
     """
     header = Header(_tiled(arrays), metadata)
     target = Path(path)
@@ -102,7 +108,7 @@ def _bytes(array: mx.array) -> bytes:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the new name last; some file systems cannot, and the file is whole."""
+    """Sync the rename to the disk. Some file systems cannot; that is ignored."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
         try:

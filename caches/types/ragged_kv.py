@@ -1,22 +1,22 @@
-"""Keys and values of a batch whose rows all begin at column 0 and end where they end.
+"""KV cache of a batch in which each row begins at column 0 and has its own end.
 
-mlx-lm's `BatchKVCache` lets rows end at one column, with padding on their left. Rows
-that keep different numbers of positions then have to be moved, which copies all of
-them in every such round. Here each row is written behind its own last position, and
-what a row keeps is a number:
+In mlx-lm's `BatchKVCache` all rows end at the same column, with padding on their left.
+After a round in which rows keep different numbers of positions, it has to move the
+rows, which copies all of them. This cache writes each row after the row's own last
+position. So a commit changes a number for each row:
 
     rows of 5 and 2 positions, capacity 8      a b c d e . . .     x y . . . . . .
     a write of 3 to both                       a b c d e f g h     x y z u v . . .
     commit([1, 3])                             lengths 6 and 5, nothing is copied
     shown for the next write of 1              columns [0, 7), a mask for each row
 
-What lies behind a row's length is hidden by the mask, which every round makes anyway:
-rows of different lengths need one with left padding too. It is a `BatchKVCache` for
-models: the same `offset` of each row, `make_mask` and `update_and_fetch`.
+The mask hides the columns after a row's length. Rows of different lengths need a mask
+in either cache. For models this is a `BatchKVCache`: it has the same `offset` of each
+row, `make_mask` and `update_and_fetch`.
 
-Lengths are the host's, and the layers of a model agree on them. So arrays that follow
-from lengths are made on the host, once for all layers: on a GPU, arithmetic on a few
-integers in each layer is a sixth of all the kernels of a step.
+The lengths are on the host, and equal in all layers of a model. So arrays that follow
+from them are made once for all layers, on the host. On a GPU, computing them in each
+layer would be a sixth of all kernels of a step.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,8 +46,8 @@ class RaggedKVCache(BatchKVCache):
         keys: [rows, heads, columns, dim]; None while nothing was written.
         values: likewise.
         lengths: the positions of each row.
-        in_steps: show several positions whole steps of columns where that is faster,
-            see `caches/types/padded_kv.py`; only for models that have been tried.
+        in_steps: pad the columns to whole steps for several positions where that is
+            faster, see `caches/types/padded_kv.py`. Only for tested models.
     """
 
     def __init__(self, rows: int) -> None:
@@ -59,7 +59,7 @@ class RaggedKVCache(BatchKVCache):
 
     @property
     def offset(self) -> mx.array:  # type: ignore[override]
-        """The lengths as models read them, int32 [rows]; not to be written to."""
+        """The lengths, int32 [rows]. Models read them, and must not write to them."""
         return _offset(tuple(self.lengths))
 
     @classmethod
@@ -97,7 +97,7 @@ class RaggedKVCache(BatchKVCache):
         return self._shown(self.columns)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
-        """Write behind each row's last position; show all columns up to the longest.
+        """Write after each row's last position; return the columns of the longest row.
 
         Args:
             keys: [rows, heads, positions, dim].
@@ -108,7 +108,7 @@ class RaggedKVCache(BatchKVCache):
         stop = self._shown(max(lengths) + width)
         empty = self.keys is None or self.values is None
         if empty or min(self.keys.shape[2], self.values.shape[2]) < stop:
-            # Each by itself: an interruption may have left one of them short.
+            # Pad each by itself: after an interrupt one of them may be shorter.
             columns = self._whole(stop)
             self.keys = self._padded(self.keys, keys, columns)
             self.values = self._padded(self.values, values, columns)
@@ -124,7 +124,7 @@ class RaggedKVCache(BatchKVCache):
         return self.keys[..., :stop, :], self.values[..., :stop, :]
 
     def keys_and_values(self) -> Any:
-        """Return the columns up to the longest row's end, or the end of its step."""
+        """Return the columns up to the end of the longest row, or of its step."""
         stop = self.shown
         return self.keys[..., :stop, :], self.values[..., :stop, :]
 
@@ -134,9 +134,9 @@ class RaggedKVCache(BatchKVCache):
         return_array: bool = False,
         window_size: int | None = None,
     ) -> Any:
-        """Return which columns each of the next N positions of a row sees.
+        """Return a mask of the columns that the next N positions of each row see.
 
-        Rows of one length need no mask for one position, and a causal one for several.
+        If all rows have one length: None for one position, "causal" for several.
         """
         self.stepped, lengths = N > 1, tuple(self.lengths)
         written = max(lengths, default=0) + N
