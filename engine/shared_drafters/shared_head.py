@@ -1,21 +1,21 @@
-"""A head that drafts for many requests at once: one forward a token, or a block.
+"""A head that drafts for many requests at once: one forward for a token, or a block.
 
-It reads what the target computes: every round leaves the states of the positions that
-each request has kept. What a request has got since the last draft is written to the
-head's caches, of all requests together, and the chains begin behind it:
+The head reads hidden states of the target: each round leaves the states of the
+positions that each request has committed. A draft first writes the new positions of all
+requests to the head's caches, and then chains begin after them. An example:
 
-    known before        t0 t1 t2 t3           held 0 1, the state of position 2 (that
-                                              of t2, with t3) is not read
+    known before        t0 t1 t2 t3           caches hold 0 1; the state of position 2
+                                              (of t2, paired with t3) is not read yet
     fed                 position 2 | d1 | d2  d3 is chosen last and not fed
-    a = 1, known        t0 t1 t2 t3 d1 c      held 0 1 2, states 3 and 4 not read
-    a = 3, known        t0 .. t3 d1 d2 d3 b   held 0 1 2, states 3 to 6 not read
+    a = 1, known        t0 t1 t2 t3 d1 c      caches hold 0 1 2; 3 and 4 not read yet
+    a = 3, known        t0 .. t3 d1 d2 d3 b   caches hold 0 1 2; 3 to 6 not read yet
 
 So after a round every request holds its true positions, whatever was accepted of the
 others, and those of drafts never stay. See `engine/drafters/mtp.py` for one request,
 and `models/mtp/rounds.py` for how those that hold different numbers are fed.
 
-A head that raises is disabled for all requests, and one whose logits hold a NaN for
-those where they do.
+If the head raises, it is disabled for all requests. If its logits hold a NaN, it is
+disabled for the requests in whose rows they do.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ from mlx_speculation.models.mtp import (
 
 
 class SharedHead(SharedDrafter):
-    """Drafts for many requests with one head, from the states of each one's lane."""
+    """Drafts for many requests with one head, from the hidden states of their lanes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,17 +47,17 @@ class SharedHead(SharedDrafter):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the caches, and of the states that are not read yet."""
+        """Bytes of the caches, and of the hidden states that are not read yet."""
         if self._cache is None:
             return 0
         arrays = (_head(request).committed.arrays for request in self._requests)
         return array_bytes(self._cache.held) + sum(map(array_bytes, arrays))
 
     def follow(self, requests: Sequence[Drafted]) -> None:
-        """Let new requests in, and read what many plain steps have left."""
+        """Let new requests join, and read the states that plain steps have left."""
         self.done()
         with self._disabling("begin", requests):
-            self.leave([])  # those that are disabled
+            self.leave([])  # requests whose drafter is disabled leave
             self._take_in(requests)
             self._drop()
             lag = 0 if self._cache is None else self._cache.lag
@@ -66,17 +66,17 @@ class SharedHead(SharedDrafter):
                 self._drop(evaluate=True)
 
     def take_back(self, request: Drafted) -> None:
-        """Let go of that copy again."""
+        """Drop the copy of a request's caches that `give_back` has made."""
         if request in self._requests:
             _head(request).handed_over()
 
     def _extract(self, index: int) -> None:
-        """Let the drafter of one of its requests hold a copy of its caches."""
+        """Give the drafter of a request a copy of the request's caches."""
         assert self._cache is not None
         _head(self._requests[index]).take_back(*self._cache.extract(index))
 
     def leave(self, gone: Sequence[Drafted]) -> None:
-        """Let go of requests, and of those whose drafter is disabled."""
+        """Let requests leave, and also those whose drafter is disabled."""
         stay = self._staying(gone)
         if len(stay) == len(self._requests):
             return
@@ -87,15 +87,15 @@ class SharedHead(SharedDrafter):
         self._requests = [self._requests[index] for index in stay]
 
     def _most(self, limits: list[int]) -> list[int]:
-        """Return the limits, 0 where the state before the newest token is not known.
+        """Return the limits; 0 for requests without the state before the newest token.
 
-        It is out of a cache, or the prompt has one token.
+        The token before it comes from a cache, or there is none.
         """
         pairs = zip(limits, self._counts(), strict=True)
         return [limit if count > 0 else 0 for limit, count in pairs]
 
     def _drafted(self, most: list[int]) -> list[Proposal]:
-        """Draft the longest chain for all requests; cut it to `most`."""
+        """Draft chains of equal length for all requests; cut each to its limit."""
         assert self._cache is not None
         cache, head = self._cache, _head(self._requests[0])
         length = max(most) if head.depth is None else min(max(most), head.depth)
@@ -115,9 +115,9 @@ class SharedHead(SharedDrafter):
         self._round.commit()
 
     def _counts(self) -> list[int]:
-        """Return how many states of each request are known and not read.
+        """Return the number of states of each request that the head has not read.
 
-        Those of a round that is settled were read, but for the last one.
+        After a settled round only the last state of the round before is unread.
         """
         if self._cache is None:
             return []
