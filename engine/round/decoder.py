@@ -46,20 +46,16 @@ class Decoder:
         return plan is not None and (plan.length > 0 or self._next_plan is not None)
 
     def next_round(self, budget: int, cut: Cut) -> str | None:
-        """Run and commit one round.
+        """Run and commit one round; return why the generation ends with it, or None.
 
         Args:
             budget: how many tokens may still be emitted, at least 1.
             cut: cuts the outcome before anything is committed.
 
-        Returns:
-            "stop" or "length" if the generation ends with this round, else None.
-
         Raises:
             NonFiniteLogitsError: the target's logits are unusable.
             ConstraintError: the constraint allows no token here, not even an end.
-            Exception: an error of the model, the drafter or the cut. The round is
-                undone.
+            Exception: of the model, the drafter or the cut. The round is undone.
         """
         request, prefill, rounds = self.request, self.prefill, self.rounds
         counts, masks, context = request.statistics, request.masks, request.target.seen
@@ -137,11 +133,7 @@ class Decoder:
     def _forced(
         self, masks: Masks, before: Before, limit: int, cut: Cut
     ) -> RoundOutcome | None:
-        """Run a round whose draft is the tokens that the constraint forces.
-
-        Returns:
-            The outcome; None if no token is forced: then no round was run.
-        """
+        """Run a round with tokens that the constraint forces; None: it forces none."""
         masks.text.check()
         request, rounds = self.request, self.rounds
         request.clock.start(behind=before.in_flight is not None)

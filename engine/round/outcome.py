@@ -37,12 +37,7 @@ class RoundOutcome:
     reason: str | None = None
 
     def until(self, keep: int, reason: str | None = None) -> "RoundOutcome":
-        """Return the outcome cut to its first `keep` tokens, at least 1.
-
-        Args:
-            keep: how many tokens stay.
-            reason: "stop" or "length" if the text ends there.
-        """
+        """Return the first `keep` tokens, at least 1, and why the text ends there."""
         return replace(
             self,
             tokens=self.tokens[:keep],
@@ -57,10 +52,7 @@ class RoundOutcome:
         return replace(self.until(followed.keep), complete=followed.complete)
 
     def after_step(self, step: "Read") -> "Read":
-        """Return the outcome with a plain step's token in front of its own tokens.
-
-        If the step failed, return the step's error.
-        """
+        """Return the outcome with a plain step's token first, or the step's error."""
         if isinstance(step, Exception):
             return step
         return replace(
@@ -81,11 +73,9 @@ Read = RoundOutcome | Exception  # the outcome of one request, or its error
 class Pending:
     """A submitted forward of the target whose result is not read yet."""
 
-    # The transaction on the caches. That of a plain step is committed already.
-    lane_round: RequestRound
+    lane_round: RequestRound  # the transaction; of a plain step, committed already
     fed: int  # known tokens of each request that the forward read before the draft
-    # The logits, if they were submitted before `decided`. None: both were submitted
-    # together, and waiting for the tokens is enough.
+    # The logits, if submitted before `decided`; None: both were submitted together
     logits: mx.array | None
     decided: Decided  # the decisions on the requests' rows
     tokens: mx.array  # uint32 [requests]: the tokens that a plain step chose
