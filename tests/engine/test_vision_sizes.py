@@ -244,7 +244,7 @@ def test_what_transformers_writes_of_a_processor_is_read(
 def test_a_request_logs_no_warning(name: str, caplog: pytest.LogCaptureFixture) -> None:
     target = loaded(name)[0]
     # The first request loads the processor, whose notices are about the tiny folder.
-    target.image_prompt([asked("What?", 1)], pictures(name, "small"), {})
+    target.image_prompt([user_turn("What?", 1)], pictures(name, "small"), {})
     caplog.clear()
     logger = logging.getLogger("transformers")  # passes nothing on to the root
     logger.addHandler(caplog.handler)

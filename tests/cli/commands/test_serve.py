@@ -127,7 +127,7 @@ def test_a_folder_keeps_prompts_for_the_next_server(tmp_path: Path) -> None:
     texts, cached = set(), []
     for _ in range(2):
         with served(*options, "--cache-disk-gigabytes", "0.5") as (process, url):
-            answer = asked(f"{url}/completions", body)
+            answer = posted(f"{url}/completions", body)
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 0
         texts.add(answer["choices"][0]["text"])
