@@ -45,6 +45,7 @@ class WritesJournal:
     """Journal of a `WritesCache`: whole writes are dropped, the last one is sliced."""
 
     live = True  # the model writes to the cache itself
+    rows = 1  # sequences that may keep different numbers of positions
 
     def __init__(self, cache: WritesCache) -> None:
         self._cache = cache

@@ -30,7 +30,6 @@ from mlx_speculation.caches.files.safetensors_writer import write
 from mlx_speculation.caches.journals.batch_kv import moved
 from mlx_speculation.caches.journals.kv import even_out
 from mlx_speculation.caches.journals.ring import SavedSlots
-from mlx_speculation.caches.prefix import restore_points
 
 
 def rows(count: int, first: int = 0) -> mx.array:
@@ -200,10 +199,6 @@ def test_a_layer_without_an_offset_is_said() -> None:
 def test_numbers_that_do_not_belong_there_are_said() -> None:
     with pytest.raises(FlawError, match="has numbers it should not"):
         mlx_lm_format._numbers31("ArraysCache", {(0,): "1"}, "0")
-
-
-def test_neighbours_of_points_are_two_apart() -> None:
-    assert list(restore_points._ends([0, 1, 5, 9])) == [(0, 5), (1, 9)]
 
 
 def test_fewer_last_tokens_are_alike() -> None:

@@ -215,7 +215,8 @@ def test_what_a_prompt_needs_is_known_before_it_is_read(name: str) -> None:
 def test_a_prompt_that_does_not_fit_is_refused_with_numbers(
     drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, draft = build("qwen3_5", layers=4), None
+    model = build("qwen3_5", layers=4)
+    draft: Any = None
     sizes = [CacheSize.of(model)]
     if drafter == "model":
         draft = build("qwen3_5", seed=7)
