@@ -154,15 +154,15 @@ def test_a_training_keeps_its_minutes_and_leaves_a_trained_head(
     monkeypatch.setattr("time.monotonic", time.process_time)
     began = time.monotonic()
     out, said = tmp_path / "head", list[str]()
-    options = TrainOptions(minutes=0.08, draft_vocab=128, depths=2, evaluations=2)
+    options = TrainOptions(minutes=0.15, draft_vocab=128, depths=2, evaluations=2)
     result = train(target, out, options, reports=Reports(say=said.append))
-    assert time.monotonic() - began < 60 * 0.08 + 2
+    assert time.monotonic() - began < 60 * 0.15 + 2
     assert result.ended in ("steps", "time", "stale")
     record = result.record
     assert record["steps"]["taken"] > 0
     assert record["best"]["step"] > 0
     assert (out / "model.safetensors").is_file()
-    assert any(line.startswith("made smaller for 0.08 minutes") for line in said)
+    assert any(line.startswith("made smaller for 0.15 minutes") for line in said)
 
 
 @pytest.mark.openblas
