@@ -45,8 +45,10 @@ class PlannedDrafter(ScriptedDrafter):
         wrong: places of the text whose token is proposed wrongly.
     """
 
+    by = 1  # how far a wrong token is from the right one
+
     def __init__(self, text: list[int], plan: list[int], wrong: set[int]) -> None:
-        said = [(t + 1) % 256 if i in wrong else t for i, t in enumerate(text)]
+        said = [(t + self.by) % 256 if i in wrong else t for i, t in enumerate(text)]
         super().__init__(said, right=1.0)
         self._plan = cycle(plan)
         self.limits: list[int] = []
@@ -136,9 +138,14 @@ def test_what_is_drafted_behind_a_step() -> None:
     assert run.finish() == text
 
 
-def test_a_wrong_first_token_costs_only_itself() -> None:
+@pytest.mark.parametrize("by", [1, -1])
+def test_a_wrong_first_token_costs_only_itself(
+    by: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tokens after a changed one are often right again."""
     model, text = known("llama")
+    assert 0 < text[1] < 255
+    monkeypatch.setattr(PlannedDrafter, "by", by)
     run = PlannedRun(model, text, [0, 5], {len(PROMPT) + 1})
     run.next_round()
     run.next_round()
