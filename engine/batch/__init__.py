@@ -1,7 +1,6 @@
-"""Many requests at once: rows that join and leave between rounds.
+"""Continuous batching: requests join and leave a batch between rounds.
 
-`generator` is what a user sees, `request` one request among others. In the `queue` they
-wait and end; `running` lets them join and leave and has rounds of `engine.round` run
-for all of them, whose drafts `drafting` plans. Distribution over ranks is not known
-here.
+`generator` has the public class, `request` one request of a batch. Requests wait and
+end in the `queue`. `running` lets them join and leave, and runs a round of
+`engine.round` for all of them; `drafting` plans the drafts. Batches run on one rank.
 """

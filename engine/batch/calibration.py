@@ -1,7 +1,8 @@
-"""Measures what the rounds of a batch cost, before there are requests.
+"""Measures the costs of a batch's rounds before there are requests.
 
-Rows of one prompt are run together until every draft length was measured. What they
-write does not matter: a round costs by its rows, its width and its context.
+Rows with the same prompt run together until every draft length was measured. Their
+texts do not matter: the cost of a round depends on the number of rows, the draft length
+and the context.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +36,10 @@ def calibrate_batches(
     contexts: Sequence[int],
     progress: Progress | None = None,
 ) -> dict[int, CostTable]:
-    """Measure every length for these numbers of rows; see the generator's method."""
+    """Measure every draft length for these numbers of rows and contexts.
+
+    See `SpeculativeGenerator.calibrate_batches`.
+    """
     lengths = generator.lengths
     lengths.check_calibration(contexts)
     if generator.ranks > 1:
@@ -65,13 +69,13 @@ def _measure(
     what: tuple[int, int],
     report: Progress,
 ) -> int:
-    """Run the rounds of so many rows at a context.
+    """Run the rounds of `what`, a number of rows and a context.
 
     Returns:
-        The number of rows that their costs are kept under.
+        The number of rows under which the costs are kept.
 
     Raises:
-        Exception: whatever ended a row.
+        Exception: the error that ended a row.
     """
     count, context = what
     model, lengths = generator.model, generator.lengths.for_batch()

@@ -1,8 +1,8 @@
-"""Drafts of a batch: who drafts for each request in a round, and how many tokens.
+"""Drafts of a batch: the drafter and the draft length of each request in a round.
 
-Requests share one drafter where their drafters are of one kind that can, and have their
-own otherwise, such as lookups. Each reads its prompt before its first draft, all of
-them one chunk's worth between two rounds.
+Requests share one drafter if its kind (a draft model, an MTP head) can be shared. Other
+drafters, such as lookups, belong to one request. A drafter reads the prompt before its
+first draft; all drafters together read at most one chunk between two rounds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,10 +19,10 @@ from mlx_speculation.models import BatchLane, PrefillBudget, RowSizes
 
 
 class BatchDrafting:
-    """Plans the drafts of the requests that run together, and has them proposed.
+    """Plans the drafts of the requests that run together, and lets drafters propose.
 
     Attributes:
-        lengths: decides the widths.
+        lengths: decides the draft lengths.
     """
 
     def __init__(
@@ -33,12 +33,12 @@ class BatchDrafting:
         self._rows: Sequence[BatchRequest] = ()
         self._opened = False
         self._sequential = True  # whether requests have drafters of their own
-        self._started: set[int] = set()  # requests whose own drafters have read prompts
-        self._reading = False  # whether some have prompts to read
-        self._waits = False  # whether the shared drafter waits for a step to be read
+        self._started: set[int] = set()  # uids whose own drafters have read the prompt
+        self._reading = False  # whether a drafter still has prompt tokens to read
+        self._waits = False  # whether the shared drafter waits for the step in flight
 
     def take(self, rows: Sequence[BatchRequest]) -> None:
-        """Let these be the requests from now on; plans for others are void."""
+        """Replace the requests, and drop the plans."""
         if rows and not self._opened:
             self._opened = True
             self._proposals.shared = shared = self._shared_by(rows[0])
@@ -49,7 +49,7 @@ class BatchDrafting:
         self.lengths.rows_changed()
 
     def _shared_by(self, row: BatchRequest) -> SharedDrafter | None:
-        """Return what drafts for requests like this one at once, if anything can."""
+        """Return a drafter shared by all requests like this one; None: no kind can."""
         lane, head = row.drafter.batch_lane, row.drafter.batch_head
         if lane is not None:
             return SharedModel(BatchLane(lane.model, self._sizes))
@@ -58,7 +58,7 @@ class BatchDrafting:
     def limits(
         self, room: list[int], context: int, forced: Mapping[int, Proposal]
     ) -> list[int]:
-        """Return how many tokens each request is drafted, but for those forced."""
+        """Return how many tokens to draft for each request; 0 if tokens are forced."""
         size, shared = self._running.lane.size, self._proposals.shared
         limits = self.lengths.limits(self._rows, context, room, size)
         if not self._sequential and shared is not None:
@@ -68,12 +68,12 @@ class BatchDrafting:
         return limits
 
     def propose(self, limits: list[int], ahead: int) -> list[Proposal]:
-        """Return each request's draft, tokens ahead included; starts the clock."""
+        """Start the clock, and return each request's draft, see `Proposals.propose`."""
         nothing = [NOTHING] * len(self._rows)
         asks = any(limits) and (not ahead or self._drafts_behind)
         if asks:
             self._prepare(limits)
-            self.met_new_shapes()  # outside of the round
+            self.met_new_shapes()  # forget those of the prefill: not of the round
         self._running.clock.start(behind=bool(ahead))
         if not asks:
             return nothing
@@ -86,11 +86,12 @@ class BatchDrafting:
     def submits_next(
         self, limits: list[int], room: list[int], context: int, ahead: int
     ) -> bool:
-        """Return whether a plain step is submitted ahead of the next round.
+        """Return whether this plain round submits the step of the next round.
 
-        It is not where that is expected to draft, unless drafts can stand behind it.
+        It does not if the next round is expected to draft, unless drafters can propose
+        while a step is in flight.
         """
-        if any(limits):  # asked in vain, or the draft waits for a step to be read
+        if any(limits):  # no proposal came, or it waits for the step in flight
             return self._drafts_behind
         after = []
         for limit in room:
@@ -99,20 +100,20 @@ class BatchDrafting:
 
     @property
     def _drafts_behind(self) -> bool:
-        """Return whether drafts can be made behind a token that is not read yet.
+        """Return whether drafters can propose while a step is in flight.
 
-        What is shared cannot; where it is expected to pay, no step is submitted ahead.
-        And no step should be measured beside prompts that are read.
+        A shared drafter cannot: if it is expected to pay, no step is submitted ahead.
+        Nor is a step while drafters read prompts, which would distort its cost.
         """
         return self._sequential and not self._reading and not self._waits
 
     def met_new_shapes(self) -> bool:
-        """Return whether a lane met new shapes since the last call."""
+        """Return whether a lane has run with a new shape since the last call."""
         fresh, shared = self._running.lane.met_new_shapes(), self._proposals.shared
         return (shared is not None and shared.met_new_shapes()) or fresh
 
     def _prepare(self, limits: list[int]) -> None:
-        """Let drafters read one chunk's worth of prompts."""
+        """Let drafters read prompts, at most one chunk of tokens together."""
         self._reading, shared = False, self._proposals.shared
         room: PrefillBudget | None = None
         for row, limit in zip(self._rows, limits, strict=True):
@@ -131,15 +132,15 @@ class BatchDrafting:
             shared.prepare(requests, shared.within(requests, limits))
 
     def _own(self, row: BatchRequest) -> OpenDrafter | None:
-        """Return what reads the prompt of a request for itself."""
+        """Return the drafter that only this request uses, if it has one."""
         if self._proposals.shared is None:
             return row.request.drafter
         return None if row.ruled is None else row.ruled.lookups
 
     def _divided(self, limits: list[int], ahead: int) -> tuple[list[int], list[int]]:
-        """Return how many tokens each request's own drafter drafts, and the shared one.
+        """Return each request's limits for its own drafter, and for the shared one.
 
-        Requests with a length of their own draft with what is shared, if there is any.
+        A request whose source no rule chooses uses the shared drafter, if there is one.
         """
         rows, shared, self._waits = self._rows, self._proposals.shared, False
         index, width = self._choose(limits, ahead)
@@ -163,12 +164,10 @@ class BatchDrafting:
         return sequential, []
 
     def _choose(self, limits: list[int], ahead: int) -> tuple[int, int]:
-        """Let the rule choose for requests that offer it several sources, or free ones.
-
-        The others were planned before.
+        """Let the rule choose a source for the requests with a `RuledDrafter`.
 
         Returns:
-            The source and the width.
+            The index of the source, and the draft length; (0, 0): no such request.
         """
         members = [
             (row, drafter, limit)

@@ -53,8 +53,8 @@ class BatchGenerator:
         generator: a `SpeculativeGenerator`; the rows have its options.
         max_rows: how many rows run at once. Further rows wait, in their order.
         row_sizes: pad the batch to few different numbers of rows, see
-            `models/shape_buckets.py`; this changes no text. None: where a new number of
-            rows takes long to compile.
+            `models/shape_buckets.py`; this changes no text. None: only if a new number
+            of rows takes long to compile.
 
     Raises:
         InvalidRequestError: `max_rows` is not at least 1.
@@ -129,14 +129,13 @@ class BatchGenerator:
         short prompts, so running rows wait for no more than that.
 
         Returns:
-            The responses of all rows, in the order of insertion, those of one row in
-            the order of its text. Empty if there are no rows, or none whose prompt is
-            completely read.
+            The responses of all rows in the order of insertion, and within a row in the
+            order of its text. Empty if no row has read its prompt to the end.
         """
         with DeferredSignals(checkpoints=True):
             if self._queue.waiting and not self._wired:
-                # Memory stays wired until the batch is closed: a row that ends restores
-                # the limit that it found.
+                # A stream that ends restores the limit that it found. So the batch
+                # wires the memory first, until it is closed.
                 self._wired = True
                 close_at_exit(self._open)
                 self._open.enter_context(wired(self._generator.model))
@@ -151,7 +150,7 @@ class BatchGenerator:
     def memory(self) -> int:
         """Allocated bytes of the caches of all rows that have not ended.
 
-        Caches of draft models count, also of one that serves a single row.
+        Caches of draft models count too, shared or not.
         """
         return self._queue.nbytes
 

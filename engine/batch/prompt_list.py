@@ -1,4 +1,4 @@
-"""Many prompts at once, to the end: the options of each, and their results."""
+"""Generation of a list of prompts in a batch, each with its options."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -53,7 +53,7 @@ def options_of_rows(
     """Return the options of each row.
 
     Raises:
-        InvalidRequestError: there are options of another number of rows.
+        InvalidRequestError: `each` has options for another number of rows.
     """
     if each and len(each) != count:
         raise InvalidRequestError(

@@ -1,4 +1,4 @@
-"""Requests of a batch on their way: they wait, join, run together or alone, and end."""
+"""Queue of a batch: requests wait, join, run together or alone, and end."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -12,13 +12,13 @@ from mlx_speculation.models import PrefillBudget
 
 
 class BatchQueue:
-    """The requests of a batch, which is told how many may run at once.
+    """The requests of a batch, of which at most `most` run at once.
 
     Attributes:
-        rows: all that were not forgotten, by their names.
-        waiting: those whose prompts are not read to the end, in their order.
-        running: those that are generating, in the order of their responses.
-        groups: those that run together.
+        rows: all requests that were not removed, by uid.
+        waiting: requests whose prompts are not completely read, in order of insertion.
+        running: requests that are generating, in the order of their responses.
+        groups: the requests that share forwards.
         ready: responses that were not handed out yet.
     """
 
@@ -33,18 +33,18 @@ class BatchQueue:
         self.running: list[BatchRequest] = []
         self.groups = RowGroups(new_group)
         self.ready: list[BatchResponse] = []
-        self._joining: list[BatchRequest] = []  # their prompts were read
+        self._joining: list[BatchRequest] = []  # prompts are read, to join a group
         self._statistics, self._most = statistics, most
 
     def add(self, row: BatchRequest) -> None:
-        """Let a request wait."""
+        """Append a request to those that wait."""
         self.rows[row.uid] = row
         self.waiting.append(row)
         self._count_alone(row)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the caches of all that have not ended, as allocated."""
+        """Allocated bytes of the caches of all requests that have not ended."""
         rows = (*self.running, *self.waiting)
         lanes = sum(array_bytes(lane.caches) for row in rows for lane in row.lanes)
         return sum(group.nbytes for group in self.groups.values()) + lanes
@@ -60,10 +60,10 @@ class BatchQueue:
             try:
                 if rows:
                     group.next_round(drain=drain)
-            finally:  # what was read before an error is handed out
+            finally:  # tokens read before an error are handed out too
                 self._respond(rows)
         alone = []
-        for row in self.running:  # no comprehension, which is a call
+        for row in self.running:  # a comprehension would cost a call
             if row.alone is not None:
                 alone.append(row)
         if alone:
@@ -73,7 +73,7 @@ class BatchQueue:
                 self._round_alone(row, drafts)
 
     def close(self, row: BatchRequest) -> None:
-        """End a row that has not ended, whatever it is about."""
+        """End a row, waiting or running, if it has not ended."""
         if row.ended:
             return
         for rows in (self.waiting, self.running, self._joining):
@@ -90,7 +90,7 @@ class BatchQueue:
             row.let_go()
 
     def _join(self) -> None:
-        """Read prompts while there is room, and let those rows join that are read."""
+        """Read prompts while there is room, and let rows with read prompts join."""
         if any(group.in_flight for group in self.groups.values()):
             return
         room: PrefillBudget | None = None
@@ -120,7 +120,12 @@ class BatchQueue:
             counts[row.alone] = counts.get(row.alone, 0) + 1
 
     def _round_alone(self, row: BatchRequest, room: PrefillBudget) -> None:
-        """Run a round of one row by itself, with room for what its draft reads."""
+        """Run a round of a row that shares no forwards.
+
+        Args:
+            row: the row.
+            room: limits the prompt tokens that its drafter reads.
+        """
         counts, stats = self._statistics, row.stream.stats
         drafted, accepted = stats.drafted, stats.accepted
         try:
@@ -135,7 +140,7 @@ class BatchQueue:
         self._respond([row])
 
     def _respond(self, rows: Sequence[BatchRequest]) -> None:
-        """Give out what rows have got in this round, and let go of those that end."""
+        """Queue the responses of rows for this round, and drop the rows that ended."""
         for row in rows:
             uid, chunks, row.chunks = row.uid, row.chunks, []
             for chunk in chunks:

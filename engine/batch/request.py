@@ -1,4 +1,4 @@
-"""One row of a batch: a stream whose rounds the batch runs, and why some run alone."""
+"""One row of a batch (a stream whose rounds the batch runs), and why rows run alone."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -35,7 +35,7 @@ class StreamSource(Protocol):
 
     @property
     def ranks(self) -> int:
-        """The number of ranks that the target is spread over."""
+        """The number of ranks over which the target is sharded."""
         ...
 
     def stream(self, prompt: Prompt, **options: Unpack[StreamKeywords]) -> Stream:
@@ -45,27 +45,27 @@ class StreamSource(Protocol):
 
 @dataclass(eq=False, slots=True)
 class BatchRequest:
-    """One request among others."""
+    """One request of a batch."""
 
-    uid: int  # its name
+    uid: int  # returned by `BatchGenerator.insert`
     stream: Stream  # turns its tokens into text, and ends it
-    alone: str | None = None  # why it cannot run with others; None: it can
-    # Its own length for the next round; the batch decides where None
+    alone: str | None = None  # why it cannot share forwards; None: it can
+    # Draft length that its policy plans for the next round; None: the batch decides
     planned: Plan | None = None
-    # The same for the round after that, which is asked for early
+    # The same for the round after the next, planned early
     next_plan: Plan | None = None
-    error: Exception | None = None  # what it has failed with
-    # Of its last round, to be given out
+    error: Exception | None = None  # the error that ended it
+    # Of its last round, not handed out yet
     chunks: list[Chunk] = field(default_factory=list)
 
-    # Found once, as they are asked for in each round:
+    # Looked up once, since each round needs them:
     generation: Generation = field(init=False)  # of its stream
-    request: Request = field(init=False)  # what its rounds are run with
-    policy: DraftLengthPolicy = field(init=False)  # what it would have alone
-    # Its drafter, if a rule chooses when it has offered proposals; else None
+    request: Request = field(init=False)  # its lane, drafter, policy and verifier
+    policy: DraftLengthPolicy = field(init=False)  # its policy when it runs alone
+    # Its drafter, if a rule chooses among the proposals that it offers; else None
     ruled: RuledDrafter | None = field(init=False)
-    # Its drafter, of several the one that all rows may share; for plain decoding one
-    # that proposes nothing
+    # Its drafter, or the member of a cascade that rows can share; for plain decoding
+    # one that proposes nothing
     drafter: OpenDrafter = field(init=False)
     tokens: list[int] = field(init=False)  # its known tokens
 
@@ -79,36 +79,36 @@ class BatchRequest:
 
     @property
     def quantization(self) -> KVQuantization | None:
-        """Quantization of its caches, which those beside it must share."""
+        """Quantization of its caches, the same for all rows of a group."""
         target = self.request.target
         if target.quantization is None:
             return None
-        target.quantization.replace(target.caches)  # of a prompt of one token
+        target.quantization.replace(target.caches)  # a one-token prompt has not yet
         return replace(target.quantization, start=0)
 
     @property
     def ended(self) -> bool:
-        """Return whether it has ended, or failed."""
+        """Return whether it has ended, with an error or without."""
         return self.error is not None or self.generation.result is not None
 
     @property
     def lanes(self) -> list[Lane]:
-        """Its own lanes, of target and draft models; they are empty while shared."""
+        """Its own lanes of target and draft models, empty while it shares a lane."""
         result = [self.request.target, *self.request.open_drafter.lanes]
         return [lane for lane in result if lane is not None]
 
     def let_go(self) -> None:
-        """Let go of what its lanes and its head hold, once it has ended."""
+        """Drop the caches of its lanes and the state of its drafter after its end."""
         for lane in self.lanes:
             lane.caches = []
         self.drafter.let_go()
 
     def begin(self, fits: Callable[[int], bool]) -> bool:
-        """Read its prompt as far as it fits, see `Generation.begin`.
+        """Read the part of its prompt that fits, see `Generation.begin`.
 
         Raises:
-            Exception: whatever the model raised; the stream has ended with it, unless
-                a signal's handler has raised it.
+            Exception: an error of the model, which has ended the stream; or an error of
+                a signal handler, which has not.
         """
         try:
             return self.generation.begin(fits)
@@ -118,19 +118,19 @@ class BatchRequest:
             raise
 
     def keep_prompt(self) -> None:
-        """Leave what was read of the prompt to later requests already now."""
+        """Store the read prompt in the prefix cache, for requests that come later."""
         if self.generation.prefixes is not None:
             self.generation.prefixes.store(self.tokens, ended=False)
 
     def fail(self, error: Exception | None = None) -> None:
-        """End with an error; the others go on. None: one that was raised elsewhere."""
+        """End this request with an error; None: with `error` if it is set already."""
         self.error = error or self.error
         if self.generation.result is None:
             self.generation.end("error")
 
 
 def reason_alone(stream: Stream, model: Any, options: Mapping[str, Any]) -> str | None:
-    """Return why a request cannot run with others; None: it can."""
+    """Return why a request cannot share forwards with others; None: it can."""
     request = stream.request
     target = request.target
     first = len(request.sequence.tokens) == 1 and target.seen == 0
@@ -140,7 +140,7 @@ def reason_alone(stream: Stream, model: Any, options: Mapping[str, Any]) -> str 
         "it writes to caches of the caller's": any(c is not None for c in passed),
         "its rounds are to be explained": bool(options.get("explain")),
         "its caches are quantized from a later position on": _quantized_later(stream),
-        # mlx-lm puts zeros beside other rows' states, and not every model begins so.
+        # mlx-lm gives such a row a state of zeros; not every model begins with zeros.
         "its prompt of one token leaves recurrent layers without a state": first
         and has_states(target.caches),
     }
@@ -149,7 +149,7 @@ def reason_alone(stream: Stream, model: Any, options: Mapping[str, Any]) -> str 
 
 
 def _quantized_later(stream: Stream) -> bool:
-    """Return whether caches are to be quantized once a round has been run."""
+    """Return whether caches are to be quantized only after the prompt was read."""
     request = stream.request
     how, read = request.target.quantization, len(request.sequence.tokens) - 1
     return how is not None and how.start > read

@@ -7,15 +7,15 @@ from mlx_speculation.engine.result import Chunk
 
 @dataclass(frozen=True, slots=True)
 class BatchResponse:
-    """One emitted token of one row, or how a row has ended without one.
+    """One emitted token of one row, or the end of a row without a token.
 
     Attributes:
-        uid: the row, as `insert` has named it.
-        chunk: the token and its text, as `stream` gives them; None where the row ended
-            without a token: with an error, or a budget of 0.
+        uid: the id of the row, as returned by `insert`.
+        chunk: the token and its text, as `stream` yields them. None: the row ended
+            without a token, by an error or with a budget of 0.
         finish_reason: "stop", "length" or "error" in the row's last response, else
             None.
-        error: what ended the row, where that is "error". The other rows go on.
+        error: the error that ended this row only; None: the row has not failed.
     """
 
     uid: int
@@ -32,13 +32,13 @@ class BatchStatistics:
         rounds: calls of `next` in which rows ran.
         forwards: forwards of the target for all rows that run together, prompts not
             counted.
-        row_rounds: rows of those forwards: over `forwards`, the mean size of a batch.
+        row_rounds: the sum of the rows of those forwards.
         drafted: drafted tokens of all rows.
-        accepted: those accepted.
+        accepted: accepted tokens of all rows.
         emitted: generated tokens.
         finished: rows that have ended, with an error or without, or were removed.
-        failed: those that ended with an error.
-        alone: why rows run alone, in turns, instead of together: reason -> rows.
+        failed: rows that ended with an error.
+        alone: how many rows share no forwards, by the reason.
     """
 
     rounds: int = 0
@@ -58,5 +58,5 @@ class BatchStatistics:
 
     @property
     def mean_rows(self) -> float:
-        """Rows of a forward of those that run together; 0 before the first."""
+        """Mean number of rows that share a forward; 0 before the first forward."""
         return self.row_rounds / self.forwards if self.forwards else 0.0

@@ -65,7 +65,7 @@ class RunningTogether:
         return self._rounds.in_flight is not None
 
     def join(self, rows: Sequence[BatchRequest]) -> None:
-        """Let requests join whose prompts are read up to the last token."""
+        """Add requests whose prompts are read up to the last token."""
         assert not self.in_flight
         if not rows:
             return
@@ -81,7 +81,7 @@ class RunningTogether:
         self._drafting.take(rows)
 
     def end(self) -> None:
-        """Store what the policy has learnt about draft lengths."""
+        """Charge the draft sources for reading prompts without a gain."""
         self._drafting.lengths.end()
 
     def give_back(self, row: BatchRequest) -> None:
@@ -116,7 +116,7 @@ class RunningTogether:
         before = rounds.begin()
         context, ahead = 0, int(before.in_flight is not None)
         room, cuts = [], []
-        for row in rows:  # one loop: a comprehension would be a call each
+        for row in rows:  # one loop: each comprehension would cost a call
             context = max(context, len(row.tokens))
             emitted = row.request.statistics.emitted
             room.append(row.generation.chunks.max_tokens - emitted - 1 - ahead)
@@ -232,7 +232,7 @@ class RunningTogether:
 
     @contextmanager
     def _lent(self, row: BatchRequest) -> Iterator[None]:
-        """Let a request's own lane hold a copy of its caches inside of the context."""
+        """Inside the context, let a request's own lane hold a copy of its caches."""
         try:
             self.give_back(row)
             yield
@@ -278,7 +278,7 @@ class RowGroups(dict[KVQuantization | None, RunningTogether]):
         return refused
 
     def leave(self, row: BatchRequest) -> None:
-        """Let a request leave its group, with its caches."""
+        """Remove a request from its group, and copy its caches to its own lane."""
         for group in self.values():
             if row in group.rows:
                 try:

@@ -2,15 +2,15 @@
 
 Read in this order; the steps 1 to 8 of a round are numbered in comments:
 
-    request      requests, each put together once, and those that share a lane
-    decoder      of one: the plan before each round (1), and what is learnt from it
+    request      one request, and the requests that share a lane
+    decoder      one request: the plan before each round (1), the feedback after it
     round        a plain step, or a draft (2) and its verification (3, 6, 7, 8)
-    forced       drafts that a constraint leaves no choice of
+    forced       drafts of tokens that a constraint forces
     verify       the target's forwards (4), and the decisions on their rows (5)
-    outcome      what a round brought to each request
+    outcome      the tokens that a round emits for each request
 
-and, where it is of interest, `prefill` for what comes before the first round and
-`final_caches` for what comes after the last, and `sequential` for rows that are
-decided one by one. The rounds of many are planned in `engine.batch.running`. Text and
-the way drafts are made are not known here.
+Then, as needed, `prefill` (before the first round), `final_caches` (after the last),
+`sequential` (rows decided one by one), `tree_round` (drafts that are trees) and
+`warmup` (shapes compiled in advance). `engine.batch.running` plans the rounds of many
+requests. This package knows neither text nor how drafters make their drafts.
 """

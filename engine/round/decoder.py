@@ -19,10 +19,10 @@ class Decoder:
     """Runs the rounds of one request until a cut ends the generation.
 
     Attributes:
-        request: the target's lane, the drafter, the policy and the rest of a request.
+        request: the request, with the target's lane, the drafter and the policy.
         prefill: lets the target and the drafter read the prompt.
         rounds: runs the rounds.
-        fits: whether the drafter has time to read so many tokens now; None: always.
+        fits: whether the drafter may read a number of tokens now; None: always.
         decisions: with `explain`, the plan and the feedback of each round; else None.
     """
 
@@ -46,7 +46,7 @@ class Decoder:
         return plan is not None and (plan.length > 0 or self._next_plan is not None)
 
     def next_round(self, budget: int, cut: Cut) -> str | None:
-        """Run and commit one round; return why the generation ends with it, or None.
+        """Run and commit one round; return why the generation ends, None if it goes on.
 
         Args:
             budget: how many tokens may still be emitted, at least 1.
@@ -54,8 +54,8 @@ class Decoder:
 
         Raises:
             NonFiniteLogitsError: the target's logits are unusable.
-            ConstraintError: the constraint allows no token here, not even an end.
-            Exception: of the model, the drafter or the cut. The round is undone.
+            ConstraintError: the constraint allows no token here, and no end either.
+            Exception: the model, the drafter or the cut failed. The round is undone.
         """
         request, prefill, rounds = self.request, self.prefill, self.rounds
         counts, masks, context = request.statistics, request.masks, request.target.seen
@@ -70,7 +70,7 @@ class Decoder:
         started = time.perf_counter()
         if masks is not None and (result := self._forced(masks, before, limit, cut)):
             return result.reason
-        if self._plan is None:  # a plan may be left of the last round, or a failed one
+        if self._plan is None:  # else the last round made it, or a round that failed
             self._plan = request.policy.plan(context, ready)
         if self._plan.length == 0 and self._next_plan is None:
             self._next_plan = request.policy.plan(context + 1, budget - 2)
@@ -114,7 +114,7 @@ class Decoder:
         seconds: RoundSeconds,
         behind: bool,
     ) -> None:
-        """Report a round to the policy: drafted and accepted tokens, and its time."""
+        """Report a round's tokens (drafted, accepted) and its time to the policy."""
         prefill, ahead = self.prefill, self.rounds.in_flight is not None
         reading, prefill.drafter_seconds = prefill.drafter_seconds, 0.0
         feedback = Feedback(
@@ -133,7 +133,7 @@ class Decoder:
     def _forced(
         self, masks: Masks, before: Before, limit: int, cut: Cut
     ) -> RoundOutcome | None:
-        """Run a round with tokens that the constraint forces; None: it forces none."""
+        """Run a round whose draft is forced by the constraint; None: none is forced."""
         masks.text.check()
         request, rounds = self.request, self.rounds
         request.clock.start(behind=before.in_flight is not None)

@@ -8,13 +8,13 @@ from mlx_speculation.engine.round.verify import submit_step
 
 @dataclass(frozen=True, slots=True)
 class FinalCaches:
-    """Lets the caches of one request hold at its end what they should.
+    """Brings the caches of one request to the contents that the caller asked for.
 
     Attributes:
-        rounds: its rounds.
-        hold_all: let the target's hold every known token, the last one included.
-        yielded_only: let them hold no more than was yielded.
-        level_draft: let the draft model's hold what the target's do.
+        rounds: the rounds of the request.
+        hold_all: the target's caches end with every known token, also the last one.
+        yielded_only: they hold no token that was not yielded.
+        level_draft: the draft model's caches end with the tokens of the target's.
     """
 
     rounds: Rounds
@@ -28,11 +28,11 @@ class FinalCaches:
             self.feed_last()
 
     def settle(self, reason: str) -> None:
-        """Do it when the text has ended for a reason, and the prompt was begun."""
+        """Bring the caches to their end state when the text has ended for a reason."""
         (request,) = self.rounds.running.requests
         if reason == "error":
             return
-        # Closed without a round, the prompt is all there is, and nobody asked for it.
+        # A stream closed before its first round has only the prompt: nothing to feed.
         if self.hold_all and (reason != "closed" or request.statistics.rounds):
             self.feed_last()
         if self.level_draft:
@@ -47,17 +47,17 @@ class FinalCaches:
         (request,) = rounds.running.requests
         tokens = request.sequence.tokens
         if request.target.seen < len(tokens):
-            if rounds.running.sequential:  # to choose what comes is to call processors
+            if rounds.running.sequential:  # a step would call the logits processors
                 request.target.feed(tokens[request.target.seen :])
                 rounds.next_token = None
             else:
                 rounds.in_flight = submit_step(rounds.running)
 
     def take_back(self, count: int) -> None:
-        """Let the known tokens end so many earlier, and the caches hold just them.
+        """Remove the last `count` known tokens, and their rows from the caches.
 
-        Legal right after the round that emitted them, at the end of a stream. The round
-        is undone, and what stays of it is fed again, row by row as in plain decoding.
+        Legal only right after the last round, which emitted them. The round is rolled
+        back, and its remaining tokens are fed again one by one, as in plain decoding.
         """
         (request,), lane_round = self.rounds.running.requests, self.rounds.last_round
         target, tokens = request.target, request.sequence.tokens
@@ -70,10 +70,10 @@ class FinalCaches:
         target.feed(tokens[target.seen :], step=1)
 
     def next_token(self) -> int | None:
-        """Return the token that would come next, once every known token is held.
+        """Return the token that would come next, if the caches hold all known tokens.
 
-        None where a constraint has ended the text, and where logits processors would
-        have to be called.
+        None: a constraint has ended the text, logits processors would have to be
+        called, or the token was not computed.
         """
         (request,) = self.rounds.running.requests
         text = request.text

@@ -1,11 +1,11 @@
-"""Drafts that need no drafter: the tokens that a constraint leaves no choice of.
+"""Drafts without a drafter: tokens that a constraint forces, as it allows no other.
 
     schema  {"name": string}, committed nothing
     masks   {" alone, then name alone, then ":" alone, then many ids
     draft   {" name ":"
 
-The target gives such a token all of its probability, whatever its logits are, so that
-it is accepted under every rule. What remains of the round is one choice behind them.
+Under its mask a forced token has probability 1, whatever the target's logits are, so
+every acceptance rule accepts it. The round chooses only the token after the draft.
 """
 
 from collections.abc import Sequence
@@ -21,16 +21,16 @@ from mlx_speculation.engine.round.request import Running
 def forced_drafts(
     running: Running, step: Pending | None, limits: Sequence[int]
 ) -> dict[int, Proposal]:
-    """Return the tokens that have to come next, of requests where there is no choice.
+    """Return the forced tokens of each request that has some, by its place.
 
-    Streams that never draft have none. Neither have those of several ranks: they learn
-    from rank 0 what is drafted, and this is no drafter's.
+    A request without a drafter gets none. Neither does a request on several ranks:
+    rank 0 sends the other ranks only the proposals of its drafter.
 
     Args:
-        running: whose texts they are, some of them under constraints.
-        step: the step in flight, if there is one; the first token is then the step's,
-            which is read here. The masks of what follows it would wait for it too.
-        limits: how many tokens each may draft, without that one.
+        running: the requests, some of them under constraints.
+        step: the step in flight, if there is one. Each draft then begins with the
+            step's token, which is waited for here; the masks after it need it anyway.
+        limits: how many tokens each request may draft, without the step's token.
     """
     result: dict[int, Proposal] = {}
     if not running.masked:
@@ -50,7 +50,7 @@ def forced_drafts(
         except Exception:
             if running.alone:
                 raise
-            continue  # its masks fail too, which ends this request alone
+            continue  # the masks of the round fail likewise, and end this request only
         if forced:
             tokens = mx.array([*before, *forced], mx.uint32)
             result[place] = Proposal(tokens, source="forced")

@@ -1,4 +1,4 @@
-"""Outcomes of a round, by request.
+"""Outcomes of a round, one for each request.
 
 A round of k = 4 drafted tokens, 2 of which are accepted, emits three tokens: the two
 accepted ones and the correction. If all 4 are accepted, it emits five tokens, the last
@@ -26,7 +26,7 @@ class RoundOutcome:
     """The tokens that a round emits for one request."""
 
     tokens: list[int]  # the accepted tokens, then the correction or the bonus
-    origins: list[Origin]  # who wrote each of them
+    origins: list[Origin]  # of each token: accepted draft, bonus, correction or step
     drafted: int = 0  # how many tokens were drafted
     accepted: int = 0  # how many drafted tokens were accepted; a cut does not change it
     log_probs: Sequence[LogProb] = ()  # of each token; empty if not asked for
@@ -75,17 +75,17 @@ class Pending:
 
     lane_round: RequestRound  # the transaction; of a plain step, committed already
     fed: int  # known tokens of each request that the forward read before the draft
-    # The logits, if submitted before `decided`; None: both were submitted together
+    # The logits, if they were submitted before `decided`; None: together with it
     logits: mx.array | None
     decided: Decided  # the decisions on the requests' rows
     tokens: mx.array  # uint32 [requests]: the tokens that a plain step chose
-    # Of requests whose rows are decided one after the other: decides on the next row
+    # By place, of requests with sequential rows: each `next` decides one more row
     turns: Mapping[int, Iterator[Verified]] = field(default_factory=dict)
-    # Rows of the remaining requests in this forward; None: no request has left
+    # Places that the remaining requests had in this forward; None: no request has left
     places: Sequence[int] | None = None
 
     def only(self, stay: Sequence[int]) -> "Pending":
-        """Return the step with the requests at these places alone."""
+        """Return the step reduced to the requests at these places."""
         before = self.places
         places = [*stay] if before is None else [before[place] for place in stay]
         return replace(self, tokens=self.tokens[mx.array([*stay])], places=places)
@@ -102,10 +102,10 @@ class Pending:
         clock.wait("sampler", *tokens)
 
     def read(self, drafts: Sequence[Proposal] = ()) -> list[Read]:
-        """Return the outcome of every request. The result has been waited for.
+        """Return the outcome of every request; call it after `wait`.
 
         Args:
-            drafts: one of each request; none for a plain step.
+            drafts: one of each request; empty for a plain step.
         """
         result: dict[int, Read] = dict(self.decided.failed)
         for members, verified in self.decided.groups:
@@ -150,7 +150,7 @@ def outcomes(
     result: list[RoundOutcome | NonFiniteLogitsError] = []
     for place, (k, accepted) in enumerate(zip(drafted, counts, strict=True)):
         # Rows after the first rejection are not used, and neither is padding.
-        emitted = min(accepted + 1, width)  # width is 1 where rows are decided in turn
+        emitted = min(accepted + 1, width)  # width is 1 if rows are decided one by one
         rows = slice(place * width, place * width + emitted)
         if not all(map(math.isfinite, normals[rows])):
             result.append(_unusable(normals[rows]))

@@ -1,4 +1,4 @@
-"""The prompt: the target reads it before the first round, a drafter before its own."""
+"""Prefill: the target and, before its first draft, the drafter read the prompt."""
 
 import time
 from collections.abc import Callable
@@ -11,11 +11,11 @@ class Prefill:
     """Reads the prompt of a request.
 
     Args:
-        request: whose sequence is read.
+        request: the request.
 
     Attributes:
-        drafter_begun: whether the drafter has read the prompt, or there is none.
-        drafter_seconds: time that the drafter has taken, until a round reports it.
+        drafter_begun: whether the drafter has read the prompt, or there is no drafter.
+        drafter_seconds: time of the drafter's prefill that no round has reported yet.
     """
 
     def __init__(self, request: Request) -> None:
@@ -29,10 +29,10 @@ class Prefill:
         """Feed all known tokens but the last, which the first round feeds.
 
         Args:
-            fits: whether a chunk of so many tokens may be fed now; None: all may.
+            fits: whether a chunk of a number of tokens may be fed now; None: always.
 
         Returns:
-            Whether all were fed; otherwise it is to be called again.
+            Whether all were fed; if not, call it again.
         """
         started, target = time.perf_counter(), self._request.target
         unseen = self._request.sequence.tokens[target.seen : -1]
@@ -41,13 +41,13 @@ class Prefill:
         return complete
 
     def drafter(self, fits: Callable[[int], bool] | None = None) -> bool:
-        """Let the drafter have its own look at the prompt, when it is first asked.
+        """Let the drafter read the prompt, called before its first draft.
 
         Args:
-            fits: whether it may read a chunk of so many tokens now; None: all may.
+            fits: whether it may read a chunk of a number of tokens now; None: always.
 
         Returns:
-            Whether it has begun; otherwise it has more to read.
+            Whether it has read the prompt; if not, call it again.
         """
         drafter, sequence = self._request.drafter, self._request.sequence
         if self.drafter_begun or drafter is None:

@@ -1,4 +1,4 @@
-"""Requests, each put together once, and those that run together on a lane."""
+"""One request with all its parts, and the requests that run together on a lane."""
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
@@ -21,40 +21,38 @@ def _clock() -> RoundClock:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Request:
-    """One request, as its decoder and a batch see it."""
+    """One request, for its decoder and for a batch."""
 
-    target: Lane  # the target's lane; `sequence.tokens[target.seen:]` is to be fed
+    target: Lane  # the target's lane; has yet to read `sequence.tokens[target.seen:]`
     sequence: Sequence  # the known tokens; grows with every round
-    verifier: Verifier  # decides for the request
-    # Proposes what can be verified as it is, see `engine.drafters.fault_guard`; None
-    # for plain decoding
+    verifier: Verifier  # chooses tokens and decides which drafted tokens are accepted
+    # Its proposals are already checked, see `engine.drafters.fault_guard`; None: plain
+    # decoding
     drafter: OpenDrafter | None
     policy: DraftLengthPolicy  # decides how many tokens to propose in a round
-    # How many nodes a draft may have that is a tree; 0: drafts are chains
-    tree: int = 0
-    # Decides on the target's rows in the place of the verifier, see
-    # `engine.distributed`; None: that does
+    tree: int = 0  # the most nodes of a draft that is a tree; 0: drafts are chains
+    # Decides on the target's rows in place of `verifier` on several ranks, see
+    # `engine.distributed`; None: `verifier` does
     decisions: Verifier | None = None
     # Rehearses shapes of rounds; None: they need no rehearsal
     warmup: Warmup | None = None
-    masks: Masks | None = None  # what its constraint allows, if it has one
-    # Report log-probabilities, and this many of the most probable ids; None: report
-    # nothing
+    masks: Masks | None = None  # of its constraint; None: it has no constraint
+    # Report log-probabilities, and this many of the most probable ids; None: neither
     top: int | None = None
-    # Keep each round's plan and what became of it, and divide its time exactly, see
+    # Keep each round's plan and feedback, and measure the parts of its time, see
     # `engine.timing`
     explain: bool = False
-    statistics: Statistics = field(default_factory=Statistics)  # what is counted
+    statistics: Statistics = field(default_factory=Statistics)
     clock: RoundClock = field(default_factory=_clock)  # of the round that is running
 
     @property
     def open_drafter(self) -> OpenDrafter:
-        """The drafter; one that proposes nothing for plain decoding."""
+        """The drafter, or for plain decoding one that proposes nothing."""
         return self.drafter or OpenDrafter()
 
     @property
     def drafts(self) -> bool:
-        """Return whether it may ever be drafted for."""
+        """Return whether the request may get drafts."""
         return self.drafter is not None and self.policy.longest > 0
 
     @property
@@ -72,16 +70,16 @@ class Running:
     """The requests that run together on one lane.
 
     Attributes:
-        lane: the lane, in which they have the same places.
+        lane: the lane, whose rows are in the order of `requests`.
         clock: of the round that is running.
-        alone: whether there is one that has a lane for itself; what it raises is raised
-            then. Of others, one that fails keeps nothing of the round, and they go on.
-        requests: as passed.
+        alone: whether the lane serves a single request, whose errors are raised. In a
+            batch a request that fails keeps nothing of the round, and the rest go on.
+        requests: the requests.
         masked: whether one of them has a constraint.
-        sequential: the places of those whose rows are decided one after the other, see
+        sequential: the places of requests whose rows are decided one by one, see
             `engine.round.sequential`.
-        explain: whether the round's time is divided exactly.
-        interrupt: what is to be raised after a round that others have gone through.
+        explain: whether the parts of the round's time are measured.
+        interrupt: an exception to raise after the round, such as KeyboardInterrupt.
     """
 
     def __init__(
@@ -97,12 +95,12 @@ class Running:
         self.take(requests)
 
     def failure(self, error: BaseException) -> Exception:
-        """Return what ends one request, while others go on; alone, it is raised."""
+        """Return the error that ends one request of a batch; raise it if alone."""
         if self.alone:
             raise error
         if isinstance(error, Exception):
             return error
-        self.interrupt = error  # not of a signal: these wait
+        self.interrupt = error  # not from a signal: signals wait for the round's end
         return SpeculationError(
             f"{type(error).__name__} was raised while this row took the tokens of a "
             "round, by other code than a signal's handler. The row ends with what it "
@@ -110,7 +108,7 @@ class Running:
         )
 
     def take(self, requests: SequenceOf[Request]) -> None:
-        """Let these be the requests from now on."""
+        """Replace the requests."""
         self.requests = requests
         each = [one.verifier.chooser.processors for one in requests]
         self.masked = any(one.masks is not None for one in requests)
@@ -118,7 +116,7 @@ class Running:
             place for place, processors in enumerate(each) if not processors.parallel
         }
         self.explain = any(one.explain for one in requests)
-        # Of those that have a state, by place; asked once, as most have none.
+        # By place, the processors that have a state; found once, as most have none.
         self.stateful = {
             i: processors for i, processors in enumerate(each) if processors.has_state
         }

@@ -1,22 +1,23 @@
 """One round of the requests of a lane, on token ids.
 
-A round with k = 0 is an ordinary decoding step and is pipelined as in mlx-lm: the next
-step is submitted before the last token is read. So it is after an empty draft, and
-where a draft is found while a step is in flight, the forward over the draft is
-submitted behind it:
+A round with k = 0 or an empty draft is an ordinary decoding step. Steps are pipelined
+as in mlx-lm: the next step is submitted before the last token is read. If a drafter
+proposes tokens while a step is in flight, the forward over the draft is submitted after
+that step:
 
     tokens t_0..t_n, the lane has seen t_0..t_{n-1}, k = 3
     fed       t_n  d_1  d_2  d_3
     choices   c_1  c_2  c_3  c_4        accepted = 2 when c_1 = d_1, c_2 = d_2
     emitted   c_1  c_2  c_3             the lane keeps t_n d_1 d_2
 
-    behind a step, which was fed t_n and chooses c_1; d_1 is left out
+    after a step in flight, which was fed t_n and chooses c_1; d_1 is left out
     fed       c_1  d_2  d_3
     choices   c_2  c_3  c_4             accepted = 1 when c_2 = d_2
     emitted   c_1  c_2  c_3             the lane keeps c_1 d_2
 
-Every request is cut at its stops and its budget before the commit. One that fails, in
-its cut too, keeps nothing; what fails for all is undone, and the round can run again.
+Every request is cut at its stop tokens and its budget before the commit. A request that
+fails keeps nothing of the round. An error of all requests undoes the round, which can
+then run again.
 """
 
 from collections.abc import Sequence
@@ -35,7 +36,7 @@ from mlx_speculation.models import RequestRound
 
 
 class Before(NamedTuple):
-    """State to which a failed round goes back."""
+    """State that `Rounds.undo` restores after a failed round."""
 
     known: list[int]
     in_flight: Pending | None
@@ -46,8 +47,8 @@ class Proposals:
     """Proposals for the requests of a round, until they are settled or discarded.
 
     Attributes:
-        shared: drafts for all of them at once; None: each has its own drafter.
-        failed: what requests have failed with while drafting, by place.
+        shared: drafts for all requests at once; None: each has its own drafter.
+        failed: errors of requests while drafting, by place.
     """
 
     def __init__(self, running: Running) -> None:
@@ -60,15 +61,16 @@ class Proposals:
     def propose(
         self, ahead: int, limits: Sequence[int], shared: Sequence[int] = ()
     ) -> list[Proposal]:
-        """Return a draft of each request; behind a step, one that stands for it too.
+        """Return a draft of each request, NOTHING if it has none.
 
         Args:
-            ahead: how many steps are in flight, 0 or 1.
-            limits: how many tokens each one's own drafter drafts at most; 0: none.
-            shared: the same of the shared drafter; legal where no step is in flight.
+            ahead: how many steps are in flight, 0 or 1. A draft begins with a guess of
+                the token of the step in flight.
+            limits: how many tokens each request's own drafter may propose; 0: none.
+            shared: the same for the shared drafter; only if no step is in flight.
         """
-        # 2. The drafter proposes up to k tokens, checked and submitted by its guard and
-        #    not read. One drafts for all requests, or each of them has its own.
+        # 2. The drafter proposes up to k tokens; its guard checks and submits them,
+        #    unread. One drafter serves all requests, or each request has its own.
         running, requests = self._running, self._running.requests
         running.clock.note("host")
         result = [NOTHING] * len(requests)
@@ -80,7 +82,7 @@ class Proposals:
             if limit <= 0 or drafter is None:
                 continue
             masks, tree = request.masks, 0 if ahead else request.tree
-            if not running.alone:  # one read of the drafts of all, and chains
+            if not running.alone:  # `verify` reads all drafts at once; no trees
                 masks, tree = None, 0
             choices = CheckedChoose(request.verifier, masks, tree)
             self._pending[place] = drafter
@@ -102,7 +104,7 @@ class Proposals:
     def settle(
         self, drafts: Sequence[Proposal], result: Sequence[Read], kept: list[int]
     ) -> None:
-        """Let drafters keep what stays of their drafts; below 0: nothing."""
+        """Let each drafter keep the `kept` first tokens of its draft; below 0: undo."""
         settled = [*kept]
         for place, one in enumerate(result):
             if isinstance(one, RoundOutcome) and one.first:
@@ -121,13 +123,13 @@ class Proposals:
             self.shared.settle(settled)
 
     def done(self) -> None:
-        """Let go of what could undo the round: the target has committed its own."""
+        """Forget how to undo the proposals; the target has committed the round."""
         self._pending, self._together = {}, []
         if self.shared is not None:
             self.shared.done()
 
     def discard(self) -> None:
-        """Let drafters undo what they have proposed."""
+        """Let drafters undo their proposals."""
         pending, self._pending, self._together = self._pending, {}, []
         for drafter in pending.values():
             drafter.discard()
@@ -136,15 +138,14 @@ class Proposals:
 
 
 class Rounds:
-    """Runs rounds, and keeps what one leaves for the next.
+    """Runs rounds, and keeps the state between them.
 
     Attributes:
         running: the requests.
-        proposals: what is drafted for them.
-        in_flight: a step that was submitted, and is not read yet.
-        next_token: what comes after the known tokens of one request, where a round has
-            brought it.
-        last_round: the last one that was not plain, to be taken back.
+        proposals: drafts for them.
+        in_flight: a plain step that was submitted and is not read yet; or None.
+        next_token: the first token that a cut dropped from the last round; or None.
+        last_round: the last round, if `verify` ran it for a single request; or None.
     """
 
     def __init__(self, running: Running) -> None:
@@ -156,8 +157,8 @@ class Rounds:
         self.last_round: RequestRound | None = None
 
     def begin(self) -> Before:
-        """Begin a round: return what `undo` goes back to."""
-        self.last_round = None  # or the state before it would stay
+        """Begin a round; return the state that `undo` restores."""
+        self.last_round = None  # frees the caches' state before that round
         self._committed, self.running.interrupt = False, None
         self.proposals.failed = {}
         known, states = [], []
@@ -168,7 +169,7 @@ class Rounds:
         return Before(known, self.in_flight, states)
 
     def undo(self, before: Before, error: BaseException) -> None:
-        """Go back to the state before a round that has failed."""
+        """Restore the state before a round that has failed."""
         running = self.running
         stateful = running.stateful.values()
         for processors, state in zip(stateful, before.processors, strict=True):
@@ -188,7 +189,7 @@ class Rounds:
         running = self.running
         if running.sequential:
             return self.verify([NOTHING] * len(running.requests), cuts)
-        step, submitted = self.in_flight, []  # what this round has submitted
+        step, submitted = self.in_flight, []  # steps that this round has submitted
         try:
             if step is None:
                 step = submit_step(running)
@@ -211,14 +212,14 @@ class Rounds:
         return result
 
     def verify(self, drafts: Sequence[Proposal], cuts: Sequence[Cut]) -> list[Read]:
-        """Let the target verify drafts, and commit what is accepted.
+        """Let the target verify drafts, and commit the accepted tokens.
 
         Args:
-            drafts: of each request; see `propose`.
-            cuts: of each; gets its emitted tokens before anything is committed.
+            drafts: one of each request; see `propose`.
+            cuts: one of each request; gets its emitted tokens before the commit.
 
         Returns:
-            The outcome of each request, or what it has failed with.
+            The outcome of each request, or its error.
         """
         running, step = self.running, self.in_flight
         ours, width = drafts, 0
@@ -226,7 +227,7 @@ class Rounds:
             ours = [draft.without_first(1) for draft in drafts]
         for draft in ours:
             width = max(width, len(draft.tokens))
-        # 3. A journal of each of the target's caches lets a prefix of it stay.
+        # 3. A journal of each of the target's caches can keep a prefix of the new rows.
         with running.lane.begin(
             1 + width, whole=running.alone and not width
         ) as lane_round:
@@ -242,8 +243,8 @@ class Rounds:
                         read[place] = one.after_step(first)
             # 7. Cut at stop tokens and budget; settle the drafter; commit the target.
             result = self._cut(read, cuts, pending, ours)
-            kept: list[int] = []  # accepted tokens of each; -1: its round has failed
-            keep: list[int] = []
+            kept: list[int] = []  # accepted tokens of each request; -1: it has failed
+            keep: list[int] = []  # new rows of each that stay in the target's caches
             for one in result:
                 count = -1
                 if isinstance(one, RoundOutcome):
@@ -252,7 +253,7 @@ class Rounds:
                 keep.append(0 if count < 0 else pending.fed + count)
             lane_round.prepare(keep)
             self.proposals.settle(drafts, result, kept)
-            # Before the commit, so that what the caches hold always has its name.
+            # Before the commit, so that every row in the caches has a known token.
             for request, one in zip(running.requests, result, strict=True):
                 if isinstance(one, RoundOutcome):
                     request.sequence.tokens += one.tokens
@@ -260,7 +261,7 @@ class Rounds:
             lane_round.commit(keep)
             self._committed = True
             self.last_round = lane_round if running.alone else None
-        # 8. Nothing above has failed: constraint, processors and counts follow.
+        # 8. The commit has succeeded: update constraints, processors and counts.
         self.proposals.done()
         self.next_token = self._next_of(read[0], result[0], kept[0])
         self._count(result, ours)
@@ -273,7 +274,7 @@ class Rounds:
         pending: Pending | None = None,
         drafts: Sequence[Proposal] = (),
     ) -> list[Read]:
-        """Return what stays of each request's tokens, and decide those in turn."""
+        """Return each outcome after its cut; decide sequential rows one by one."""
         running, result = self.running, [*read]
         turns: dict[int, Turn] = {}
         for place, one in enumerate(read):
@@ -301,7 +302,7 @@ class Rounds:
         return result
 
     def _next_of(self, read: Read, one: Read, kept: int) -> int | None:
-        """Return the token after the known ones of a text that was cut."""
+        """Return the token that a cut dropped, if the caches hold all known ones."""
         if isinstance(read, Exception) or isinstance(one, Exception):
             return None
         keep = len(one.tokens)
@@ -309,7 +310,7 @@ class Rounds:
         return read.tokens[keep] if all_held else None
 
     def _count(self, result: Sequence[Read], drafts: Sequence[Proposal] | None) -> None:
-        """Let constraint, processors (by the last forward's rows) and counts follow."""
+        """Update each request's constraint, processors and counts after a round."""
         for place, one in enumerate(result):
             if isinstance(one, Exception):
                 continue

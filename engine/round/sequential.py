@@ -1,9 +1,9 @@
-"""Rows decided one after the other, each when the one before is known to stay.
+"""Rows decided one by one, for logits processors with a state that is not declared.
 
-A logits processor that says nothing of its state is called once for each emitted
-token, in order, as in plain decoding. So a row is decided when its drafted token was
-accepted and does not end the text, and the host reads each decision: of all such
-requests of a round together, one read a position. Nothing is submitted ahead.
+Such a processor is called once for each emitted token, in order, as in plain decoding.
+So a row is decided only when the token before it is known, was accepted and does not
+end the text. The host reads each decision, with one read a position for all such
+requests of a round. No step is submitted ahead.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,8 +24,8 @@ from mlx_speculation.samplers import Constrained, Verified
 class Turn:
     """The rows of one request."""
 
-    rows: Iterator[Verified]  # decides on the next row when it is asked for one
-    cut: Callable[[RoundOutcome], RoundOutcome]  # gets each token when it is known
+    rows: Iterator[Verified]  # each `next` decides one more row
+    cut: Callable[[RoundOutcome], RoundOutcome]  # gets each token once it is known
     text: Constrained | None  # the text under its constraint, if there is one
     drafted: int  # how many tokens were drafted
     whole: RoundOutcome = field(default_factory=lambda: RoundOutcome([], []))
@@ -58,10 +58,10 @@ def decide_sequentially(
 
     Args:
         turns: of the requests, by their places.
-        failure: returns what one has failed with, or raises it.
+        failure: returns the error of one request, or raises it.
 
     Returns:
-        What all rows of each request together brought.
+        The outcome of each request over all its rows, or its error, by place.
     """
     result: dict[int, Read] = {}
     live = dict(turns)

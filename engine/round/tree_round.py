@@ -1,11 +1,11 @@
-"""The target's forward over a draft that is a tree, and the path that is taken.
+"""The target's forward over a draft that is a tree, and its accepted path.
 
     fed       t   a  ac  b  be          rows 0 to 4
     choices   b   .  .   e  x           b, then e, then x: accepted 2
     path      0   3  4                  these rows become the first three
     emitted   b  e  x                   the lane keeps t b e, as after a chain
 
-Which rows the path has is read with the tokens; all else is as in `verify`.
+The path is read together with the tokens; the rest is as in `verify`.
 """
 
 from collections.abc import Sequence
@@ -26,14 +26,14 @@ from mlx_speculation.samplers import Decided, Group, Rows, serves_trees, verify_
 
 @dataclass(frozen=True, slots=True)
 class PendingTree(Pending):
-    """A forward over a tree that was submitted and is not read."""
+    """A submitted forward over a tree whose result is not read yet."""
 
-    # int32 [levels], the accepted nodes, then anything
+    # int32 [levels]: the accepted nodes, then arbitrary values
     path: mx.array = field(kw_only=True)
-    shown: bool = field(kw_only=True)  # whether its round has hidden states
+    shown: bool = field(kw_only=True)  # whether the round has hidden states
 
     def wait(self, clock: RoundClock) -> None:
-        """Wait, and let the rows of the path be the first ones."""
+        """Wait, then move the rows of the path to the front of the draft's rows."""
         Pending.wait(self, clock)
         nodes: Any = self.path.tolist()  # came with the tokens
         (group,) = self.decided.groups
@@ -44,12 +44,12 @@ class PendingTree(Pending):
 
 
 def nodes_for(request: Request, nodes: int) -> int:
-    """Return of how many nodes the trees of a request are; 0: it has chains.
+    """Return how many nodes the trees of a request may have; 0: drafts are chains.
 
-    Chains are drafted under a constraint, where tokens are decided by processors or by
-    a sampler of the user's, under XTC, under the rules of rejection and block
-    verification, where the caches are to be quantized, and in passed ones that cannot
-    hold trees. A generator with trees has no ranks and no exact mode.
+    Drafts are chains under a constraint, with logits processors or a sampler function
+    of the user's, with XTC, under the rules of rejection and block verification, and
+    with caches that are to be quantized or cannot hold trees. A generator with trees
+    has no ranks and no exact mode.
     """
     target = request.target
     keeps = target.quantization is None and holds_trees(target.caches)
@@ -63,13 +63,13 @@ def submit_tree(
     drafts: Sequence[Proposal],
     step: Pending | None = None,
 ) -> Pending:
-    """Submit a forward over a tree, and over what the target has not seen.
+    """Submit a forward over the known tokens that the target has not seen and a tree.
 
     Args:
-        running: the request whose rows they are.
+        running: the single request.
         lane_round: the transaction.
-        drafts: the nodes.
-        step: none: behind a step in flight drafts are chains.
+        drafts: the tree.
+        step: always None: with a step in flight, drafts are chains.
     """
     assert step is None
     (request,), (draft,) = running.requests, drafts
@@ -87,7 +87,7 @@ def submit_tree(
     if exact:
         clock.submit("verify", logits)
     known = request.sequence
-    chain = mx.zeros(levels, mx.uint32)  # where tokens stand counts, not which
+    chain = mx.zeros(levels, mx.uint32)  # only the number of these tokens counts
     result = verify_tree(
         request.verifier,
         logits,

@@ -1,9 +1,9 @@
 """The target's forwards of a round, and the choices from their rows.
 
-step       tokens that all stay: committed when it is submitted, one row chosen from
-verify     the rows of each request's draft and one more, decided on the device together
+step       known tokens only: committed when submitted; the last row chooses a token
+verify     each request's draft too: its rows and one more, decided on the device
 
-Requests are padded on the right to the widest draft, and each keeps its own prefix:
+Requests are padded on the right to the longest draft. Each keeps a prefix of its rows:
 
     fed       t d1 d2 d3        3 drafts, the first 2 accepted: keeps 3
               t d1 .  .         1 draft, accepted: keeps 2
@@ -23,17 +23,17 @@ from mlx_speculation.samplers import Ask, Decided, Group, Rows, Verified, decide
 
 
 def submit_step(running: Running, after: Pending | None = None) -> Pending:
-    """Submit a forward whose tokens all stay, behind a step that is not read."""
+    """Submit and commit a plain step, over the tokens of the step `after` if given."""
     clock, early = running.clock, running.explain or running.masked
     fed = unseen(running) if after is None else after.tokens[:, None]
     count = fed.shape[1]
     with running.lane.begin(count, whole=True) as lane_round:
-        # Layers may be submitted already.
+        # The forward may submit some of its layers before it returns.
         logits = clock.hand_over("verify", lane_round.forward, fed)
         if count > 1:
             logits = logits[:, -1:]
         if early and after is not None:
-            after.wait(clock)  # the masks would wait for its tokens
+            after.wait(clock)  # the masks need its tokens
         if early:
             clock.submit("verify", logits)  # runs while masks are made
         drafts = [NOTHING] * len(running.requests)
@@ -55,21 +55,21 @@ def submit_verify(
     drafts: Sequence[Proposal],
     step: Pending | None,
 ) -> Pending:
-    """Submit a forward over drafts, and over what the target has not seen.
+    """Submit a forward over the known tokens that the target has not seen and drafts.
 
     Args:
-        running: whose requests they are.
+        running: the requests.
         lane_round: the transaction.
-        drafts: of each request; what is drafted for a step's token is left out.
+        drafts: one of each request, without the guess of a step's token.
         step: the step in flight, if there is one.
     """
-    # 4. One forward of the target over what it has not seen and the drafts.
+    # 4. One forward of the target over the unseen known tokens and the drafts.
     clock, exact = running.clock, running.explain
     fed = unseen(running) if step is None else step.tokens[:, None]
     matrix = rectangle(drafts)
     drafted = [draft.tokens for draft in drafts]
     if matrix is not None:
-        # By itself: an array is there when all of its graph is, logits and all.
+        # Separately: in the graph of the logits they would be ready only with those.
         clock.submit("draft", *drafted)
     both = fed if matrix is None else mx.concatenate([fed, matrix], axis=1)
     logits = lane_round.forward(both)[:, fed.shape[1] - 1 :]
@@ -105,17 +105,17 @@ def _decided(
     before: mx.array | None,
     matrix: mx.array | None = None,
 ) -> tuple[Decided, dict[int, Iterator[Verified]]]:
-    """Decide on the rows of every request, but for those that are decided in turn.
+    """Decide on the rows of every request, except sequential ones.
 
     Args:
-        running: whose requests they are.
+        running: the requests.
         logits: [requests, n, vocab].
-        drafts: of each request.
+        drafts: one of each request.
         before: tokens of a step that come before the drafts, uint32 [requests, 1].
         matrix: the tokens of the drafts, [requests, n - 1].
 
     Returns:
-        What is decided, and what decides on the next row of the others, by place.
+        The decisions, and by place an iterator over those of each sequential request.
     """
     requests: dict[int, Ask] = {}
     turns: dict[int, Iterator[Verified]] = {}
@@ -168,6 +168,6 @@ def _decide_some(
 
 
 def _read(before: mx.array | None, matrix: mx.array | None) -> Any:
-    """Return the tokens that the host does not know: one read for all requests."""
+    """Return the step's tokens and the drafts as lists, with one read for all."""
     arrays = [array for array in (before, matrix) if array is not None]
     return mx.concatenate(arrays, axis=1).tolist() if arrays else None

@@ -1,13 +1,13 @@
-"""Rounds of each shape are rehearsed before a text depends on them.
+"""Rehearsal of the shapes of rounds, so that their kernels are compiled in advance.
 
-A shape is a number of positions, and where attention is planned by numbers of keys, a
-step of those (`models.lanes.rehearsal`). All of the current step are rehearsed before
-the first round, those of the next step, one a round, over the last `AHEAD` tokens
-before it is reached. Until then drafts are cut to lengths that were rehearsed, so that
-no round waits for a compiler, and no cost is measured that holds the wait.
+A shape is a number of positions. If attention is planned for each number of keys
+(`models.lanes.rehearsal`), a shape is also a step of keys, such as 512 to 1,024. The
+shapes of the current step are rehearsed before the first round; those of the next step
+one by one, one before each round, from `AHEAD` tokens before it. Drafts are limited to
+rehearsed lengths, so no round waits for a compiler and no measured cost has that wait.
 
     key steps of 512, 300 tokens held   1 2 3 4 6 8 12 16 24 positions, at once
-    490 held                            1 with 512 to 1,024 keys; the round; 2; ...
+    490 held       1 position with 512 to 1,024 keys, a round, 2 positions, a round, ...
 """
 
 import functools
@@ -31,9 +31,9 @@ from mlx_speculation.models import (
 )
 from mlx_speculation.warn import notice
 
-# (thread, positions, keys or 0): mlx keeps plans for each thread by itself.
+# (thread, positions, keys or 0); mlx keeps the plans of each thread separately.
 Shape = tuple[int, int, int]
-# Tokens before the next step of keys from which on its shapes are rehearsed.
+# How many tokens before the next step of keys the rehearsal of its shapes begins.
 AHEAD = 32
 
 
@@ -41,13 +41,13 @@ class Warmup:
     """Rehearses the shapes of one stream's rounds.
 
     Args:
-        target: the lane whose rounds they are.
-        longest: no draft is longer.
-        statistics: the stream's, which count the time.
-        met: shapes that were rehearsed, of all streams of a generator.
+        target: the target's lane.
+        longest: the longest draft, in tokens.
+        statistics: the stream's counts, to which the time of rehearsals is added.
+        met: the rehearsed shapes; all streams of a generator share the set.
 
     Attributes:
-        read_prompt: has the drafter read the prompt, and rehearses its draft then.
+        read_prompt: lets the drafter read the prompt, then calls `draft`; None: unset.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class Warmup:
         self.read_prompt: Callable[[], bool] | None = None
 
     def limit(self, context: int, limit: int) -> int:
-        """Return the longest draft up to `limit` whose shapes were all rehearsed.
+        """Rehearse what is due, and return the longest rehearsed draft length.
 
         Args:
-            context: tokens that the target holds.
-            limit: how many may be drafted.
+            context: how many tokens the target holds.
+            limit: the largest draft length to return.
         """
         if self._by_keys is None:
             self._by_keys = plans_by_keys(self._target.caches)
@@ -85,7 +85,7 @@ class Warmup:
     def draft(
         self, drafter: OpenDrafter, sequence: Sequence, choices: CheckedChoose
     ) -> None:
-        """Have a drafter, which has read the prompt, draft once for nothing."""
+        """Let a drafter that has read the prompt draft once, and discard the draft."""
         if _drafted() not in self._met:
             self._met.add(_drafted())
             draft = drafter.propose(sequence, self._longest, choices)
@@ -93,7 +93,7 @@ class Warmup:
             drafter.discard()
 
     def _rehearse_one(self, context: int) -> None:
-        """Rehearse a shape of this step of keys, or of the next one if it is near."""
+        """Rehearse one shape of this step of keys, or of the next if it is near."""
         for rows in self._sizes:
             if self._shape(context, rows) not in self._met:
                 self._rehearse(context, rows)
@@ -124,7 +124,7 @@ class Warmup:
 
 
 def _drafted() -> Shape:
-    """Return what stands for a rehearsed draft in this thread."""
+    """Return the key that marks, in `met`, a rehearsed draft of this thread."""
     return threading.get_ident(), 0, 0
 
 
