@@ -1,8 +1,8 @@
-"""The options of a generator and of a stream, each as one checked value.
+"""The options of a generator and of a stream, each as one checked dataclass.
 
-A new option is a field of `GeneratorOptions` or `StreamOptions`, the same name in the
-keywords below it, by which type checkers know the public calls, and its place in the
-documentation. This room does not know generators and streams.
+To add an option, add a field to `GeneratorOptions` or `StreamOptions`, the same name to
+the keywords below that class (for type checkers), and a line to the documentation. This
+package does not import generators and streams.
 """
 
 from mlx_speculation.engine.options.generator import (

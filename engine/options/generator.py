@@ -20,40 +20,40 @@ MOST_NODES = 64  # of a tree
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class GeneratorOptions:
-    """The options of a `SpeculativeGenerator`, checked as far as one value goes.
+    """The options of a `SpeculativeGenerator`. Each value is checked on its own.
 
     Attributes:
-        draft: an mlx-lm model with the same token ids; the path or repository of one,
-            or of a head; "mtp" for the head in the target's folder, "lookup", "auto";
+        draft: an mlx-lm model with the same token ids; the path or repository of a
+            model or head; "mtp" for the head in the target's folder, "lookup", "auto";
             a draft such as `MtpDraft`, `LookupDraft` or `CascadeDraft`; a `Drafter` of
-            your own; or None for plain decoding. The target keeps what is loaded.
-        draft_length: tokens drafted in a round; 0 is plain decoding. None: as many as
-            pay, by what rounds cost here and what is accepted, see `calibrate`. With
-            other rules than "keyed" the timing of rounds then changes a seed's text.
-        draft_tree: an EAGLE-3 head drafts a tree of so many tokens, 2 to 64, with
+            your own; or None for plain decoding. The target caches its last loaded one.
+        draft_length: tokens drafted in a round; 0 is plain decoding. None: chosen from
+            measured round costs and acceptance, see `calibrate`; then the text of a
+            seed depends on timing under rules other than "keyed".
+        draft_tree: an EAGLE-3 head drafts a tree of this many tokens, 2 to 64, with
             `draft_length` levels; 15 may pay on a large GPU. None: a chain.
         acceptance: "keyed", the rule under which the draft cannot change the text of
-            a seed; "rejection" and "block" keep the distribution of the text, but not
-            the text, and accept more where tokens are drawn by chance.
-        sliding: the caches of sliding windows that are made here: "slack", the faster
+            a seed; "rejection" and "block" keep only the distribution of the text, and
+            accept more tokens at a temperature above 0.
+        sliding: the type of new caches of sliding windows: "slack", the faster
             `SlidingKVCache`, or "native", mlx-lm's `RotatingKVCache`. A passed
             `prompt_cache` stays as it is; see `with_slack` and `as_native` of caches.
         prefix_cache: a `PrefixCache` of this target and draft only, for requests that
-            begin alike. Those with a `prompt_cache` of their own pass it by.
-        replay: let answers that the prefix cache holds have the ids in a later prompt
-            in which they were written, where their text is the same to the character;
-            see `engine.prompt.replayed`. A prompt of token ids stays as it is.
+            begin alike. A request with its own `prompt_cache` does not use it.
+        replay: give an answer in a later prompt the ids with which it was generated, if
+            the prefix cache holds it and its text is equal to the character; see
+            `engine.prompt.replayed`. A prompt of token ids stays as it is.
         draft_vocabulary: token ids that a draft model or an MTP head drafts from, see
-            `reduced_vocabulary`; the text may hold every other one. None: all.
+            `reduced_vocabulary`; the text may hold any other id. None: all ids.
             "intersection": `draft` is the folder of a model with another tokenizer,
             and drafts the tokens that both have; `notices` says how many.
         compile_draft: compile the steps of a draft model, which takes 16 seconds once
             on a machine; see `models/cpu/compiled_draft.py`.
-        group: the ranks of `mx.distributed` that the target is spread over; every
+        group: the ranks of `mx.distributed` over which the target is sharded; every
             rank makes the generator and the streams, with the same options, and gets
-            the same chunks. Rank 0 alone drafts. None: the target is whole.
-        exact: the rows of every forward, 8 for True, so that no draft changes a bit
-            of a text. The costs and what is refused: docs/exactness.md.
+            the same chunks. Only rank 0 drafts. None: the target is not sharded.
+        exact: pad every forward to this many rows (True: 8), so that no draft changes a
+            bit of a text. docs/exactness.md lists the costs and the refused options.
 
     Raises:
         InvalidRequestError: a value is out of range or of the wrong kind.
@@ -98,7 +98,7 @@ class GeneratorOptions:
         return self.draft_tree or 0
 
     def _check_tree(self, nodes: int) -> None:
-        """Refuse a number of nodes out of range, and what allows chains alone."""
+        """Refuse a number of nodes out of range, and options that need chains."""
         checked = checked_count("draft_tree", nodes, 2, ", or None for chains")
         if checked > MOST_NODES:
             raise InvalidRequestError(
@@ -113,15 +113,15 @@ class GeneratorOptions:
                 )
 
     def check_exact(self, model: nn.Module, *, ranked: bool) -> None:
-        """Refuse what cannot keep the promise of exact mode.
+        """Refuse options and models with which exact mode is not exact.
 
         Args:
             model: the target.
-            ranked: whether it is spread over ranks.
+            ranked: whether it is sharded over ranks.
 
         Raises:
-            InvalidRequestError: of two options that do not go together, or rows were
-                seen to differ here.
+            InvalidRequestError: two options do not go together, or a check on this
+                machine has found rows that differ.
             UnsupportedModelError: the model was not tried in a fixed shape.
         """
         shape = self.shape
@@ -147,7 +147,7 @@ class GeneratorOptions:
         """Refuse options that the draft cannot follow.
 
         Args:
-            draft: the draft that was resolved; None: none, or another rank's.
+            draft: the resolved draft; None: no draft, or not on this rank.
             vocabulary: whether a reduced vocabulary applies on this rank.
         """
         kind = "None" if draft is None else f"of kind {draft.kind!r}"

@@ -31,7 +31,7 @@ class StreamOptions:
             only); penalties and drafters then do not see these tokens.
         draft_cache: caches of the draft model that hold `cached_tokens`, or the
             beginning of them.
-        logprobs: report the log-probability of each token and of so many of the most
+        logprobs: report the log-probability of each token, and this many of the most
             probable ones; 0: of the token alone; None: no report.
         constraint: a constraint on the generated text, such as `json_schema(...)`. A
             text that ends with "stop" fits it, unless a stop string has cut the text.
@@ -46,7 +46,7 @@ class StreamOptions:
             that the target has read.
         kv_quantization: quantization of the target's caches; None: they stay as they
             are.
-        logprob_rows: let the log-probability of each chunk hold those of all ids.
+        logprob_rows: add the log-probabilities of all ids to that of each chunk.
         yielded_only: let the caller's caches hold the prompt and the yielded tokens
             alone after `close()`, without tokens of a round that were not yielded yet.
             Such a close may cost forwards over at most the tokens of a draft.

@@ -1,7 +1,7 @@
-"""Drafters of many requests at once: one forward drafts a token of each.
+"""Drafters shared by many requests: one forward drafts a token for each.
 
-`shared` has the base class. `shared_model` is a draft model, whose caches hold all
-requests at one lag, `shared_head` a head, a drafter of blocks or an assistant, at the
-true position of each request. A kind without such a form drafts for each request in
-its turn, with the drafter of `engine.drafters` that it has alone.
+`shared` has the base class. `shared_model` is a draft model, whose caches lag behind
+all requests by the same number of tokens. `shared_head` is a head, a block drafter or
+an assistant, at the true position of each request. Kinds that cannot be shared draft
+for one request after the other, with the drafters of `engine.drafters`.
 """

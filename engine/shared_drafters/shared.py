@@ -1,4 +1,4 @@
-"""The base class of drafters of many requests, and the chain that they choose."""
+"""The base class of shared drafters, and the chains of tokens that they choose."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -14,11 +14,11 @@ from mlx_speculation.engine.prompt import Sequence as Tokens
 from mlx_speculation.models import Lane
 from mlx_speculation.samplers import Ask, Rows, Verifier, peaks, propose_all
 
-Failed = dict[int, Exception]  # what requests' own processors have raised, by place
+Failed = dict[int, Exception]  # errors of requests' own logits processors, by place
 
 
 class Drafted(Protocol):
-    """A request, as far as it concerns drafters; see `engine.round.request`."""
+    """The part of a request that drafters use; see `engine.round.request`."""
 
     @property
     def target(self) -> Lane:
@@ -32,45 +32,45 @@ class Drafted(Protocol):
 
     @property
     def verifier(self) -> Verifier:
-        """Decides for the request."""
+        """The verifier, which chooses the tokens of the request."""
         ...
 
     @property
     def open_drafter(self) -> OpenDrafter:
-        """Its drafter, whose `shared` is of one kind with those of the others."""
+        """Its drafter, whose `shared` has the same kind in all requests."""
         ...
 
     @property
     def drafts(self) -> bool:
-        """Return whether it may ever be drafted for."""
+        """Return whether the request may get drafts."""
         ...
 
 
 class SharedDrafter(ABC):
-    """Drafts for many requests with caches of its own, which hold them together.
+    """Drafts for many requests, which share its caches.
 
-    `follow` comes before every round. The calls of one that drafts: `prepare`,
-    `propose`, then `settle` and `done`, or `discard`. It drafts behind no token that is
-    not read.
+    `follow` is called before every round. A round with drafts then calls `prepare` and
+    `propose`, and after that `settle` and `done`, or `discard`. It never drafts while a
+    step is in flight.
     """
 
     def __init__(self) -> None:
-        self._requests: list[Drafted] = []  # those in the caches, in their order
-        self._places: list[int] = []  # where they stand in the round
+        self._requests: list[Drafted] = []  # in the order of the caches' rows
+        self._places: list[int] = []  # their places in the round
         self._round: Any = None
         self._chain: SharedChain | None = None
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes of what it holds for all requests together."""
+        """Bytes of the shared caches."""
 
     def met_new_shapes(self) -> bool:
-        """Return whether a lane of its own met new shapes since the last call."""
+        """Return whether its lane has run with a new shape since the last call."""
         return False
 
     def follow(self, requests: Sequence[Drafted]) -> None:
-        """Take notice of the requests of the next round, in their order."""
+        """Prepare for the requests of the next round, in their order."""
         self.done()
 
     def within(self, requests: Sequence[Drafted], limits: list[int]) -> list[int]:
@@ -78,13 +78,13 @@ class SharedDrafter(ABC):
         return limits
 
     def prepare(self, requests: Sequence[Drafted], limits: Sequence[int]) -> None:
-        """Read of the requests what no round should be measured with: prompts."""
+        """Read prompts of the requests, before the time of the round is measured."""
         return
 
     def propose(
         self, requests: Sequence[Drafted], limits: Sequence[int]
     ) -> tuple[list[Proposal], Failed]:
-        """Return a draft of each request, of at most its limit; 0 and less: none."""
+        """Return a draft of each request, of at most its limit; up to 0: no draft."""
         result, failed = [NOTHING] * len(requests), Failed()
         with self._disabling("propose", requests):
             self._place(requests)
@@ -101,9 +101,9 @@ class SharedDrafter(ABC):
         return result, failed
 
     def settle(self, accepted: Sequence[int]) -> None:
-        """Keep so many tokens of each request's draft; below 0: it has failed.
+        """Keep the `accepted` first tokens of each request's draft; below 0: it failed.
 
-        Legal once the round was read. Raises nothing for what a drafter does.
+        Legal once the round was read. An error of the drafter only disables it.
         """
         if self._round is None or self._chain is None:
             return
@@ -118,47 +118,47 @@ class SharedDrafter(ABC):
         self.done()
 
     def done(self) -> None:
-        """Let go of what could undo the round: the target has committed its own."""
+        """Forget how to undo the round, since the target has committed it."""
         self._round = self._chain = None
 
     def give_back(self, request: Drafted) -> None:
-        """Let a request's own drafter hold a copy of its caches, to keep them."""
+        """Copy a request's shared caches to its own drafter, for the prefix cache."""
         if request in self._requests:
             with self._disabling("remember", [request]):
                 self._extract(self._requests.index(request))
 
     @abstractmethod
     def take_back(self, request: Drafted) -> None:
-        """Let go of that copy again."""
+        """Drop the copy of a request's caches that `give_back` has made."""
 
     @abstractmethod
     def _extract(self, index: int) -> None:
-        """Let the drafter of one of its requests hold a copy of its caches."""
+        """Give the drafter of a request a copy of the request's caches."""
 
     @abstractmethod
     def leave(self, gone: Sequence[Drafted]) -> None:
-        """Let go of requests, and of those whose drafter is disabled."""
+        """Let requests leave, and also those whose drafter is disabled."""
 
     @abstractmethod
     def _most(self, limits: list[int]) -> list[int]:
-        """Return how many tokens of those in the caches can be drafted now."""
+        """Return how many tokens to draft for each request in the caches; []: none."""
 
     @abstractmethod
     def _drafted(self, most: list[int]) -> list[Proposal]:
-        """Draft the longest chain for all; return each request's, of at most `most`."""
+        """Draft chains of equal length for all requests; cut each to its limit."""
 
     @abstractmethod
     def _keep(self, accepted: list[int]) -> None:
-        """Keep in the caches what is of committed text."""
+        """Keep only the rows of committed tokens in the caches."""
 
     @contextmanager
     def _disabling(self, call: str, requests: Sequence[Drafted]) -> Iterator[None]:
-        """Give up on the drafter for these requests where it raises; texts go on.
+        """Disable the drafter for these requests if it raises, and undo its round.
 
-        As for one request, see `engine.drafters.fault_guard`. Its round is undone.
+        The texts go on, see `engine.drafters.fault_guard`.
 
         Raises:
-            BaseException: what is no fault of a drafter, such as MemoryError.
+            BaseException: an error that is no fault of a drafter, such as MemoryError.
         """
         try:
             yield
@@ -171,12 +171,12 @@ class SharedDrafter(ABC):
             self.leave(requests)
 
     def _place(self, requests: Sequence[Drafted]) -> None:
-        """Find where its requests stand in the round."""
+        """Look up the places of its requests in the round."""
         order = {id(request): place for place, request in enumerate(requests)}
         self._places = [order[id(request)] for request in self._requests]
 
     def _staying(self, gone: Sequence[Drafted]) -> list[int]:
-        """Return which of its requests are not gone, and have a drafter still."""
+        """Return the indices of requests that stay and whose drafter is enabled."""
         lost = {id(request) for request in gone}
         return [
             index
@@ -186,15 +186,15 @@ class SharedDrafter(ABC):
 
 
 class SharedChain:
-    """Drafts for some requests of one round, lazy.
+    """Chains of tokens that a drafter chooses for the requests of one round, lazy.
 
     Args:
-        requests: for whom.
-        ids: the target's ids of the drafter's logits, uint32 [n]; None: all.
+        requests: the requests.
+        ids: the target's ids of the drafter's logits, uint32 [n]; None: all ids.
 
     Attributes:
-        unusable: bool [requests], whether logits of one could not be used.
-        failed: what requests' own processors have raised, by their index.
+        unusable: bool [requests], whether a request got unusable logits.
+        failed: errors of the requests' own logits processors, by index.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class SharedChain:
             verifier, known = one.verifier, one.sequence
             self._asks.append(Ask(verifier, Rows(known.tokens, start=known.start)))
             self._firsts.append(known.start + len(known.tokens))
-            # As alone, unusable logits are replaced only where they could do harm.
+            # As for one request, unusable logits are replaced only if a verifier needs.
             self._replaces = self._replaces or not verifier.tolerates_invalid_logits
             if verifier.shared is None:
                 self._alone.append(index)
@@ -222,8 +222,8 @@ class SharedChain:
         """Choose the next token of every request, uint32 [requests], and submit it.
 
         Args:
-            logits: [requests, vocab], or [requests, n] of the ids.
-            ids: other ids than those of the chain, uint32 [n].
+            logits: [requests, vocab], or [requests, n] for n ids.
+            ids: the ids of these logits, uint32 [n]; None: those of the chain.
         """
         usable = mx.isfinite(peaks(logits))
         self.unusable = self.unusable | ~usable
@@ -252,14 +252,14 @@ class SharedChain:
         return result
 
     def disable_unusable(self) -> None:
-        """Disable the drafter for requests with unusable logits, once read."""
+        """Disable the drafter for requests that got unusable logits; reads them."""
         unusable: Any = self.unusable.tolist()
         for request, failed in zip(self._requests, unusable, strict=True):
             if failed:
                 request.open_drafter.shared.fail("propose", what_is_wrong(1, 0))
 
     def _asked(self) -> list[Ask]:
-        """Return what each request asks of the next token, behind those drafted."""
+        """Return each request's `Ask` for the token after those drafted so far."""
         if self._alone and self._columns:
             matrix = mx.stack(self._columns, axis=1)
             for index in self._alone:

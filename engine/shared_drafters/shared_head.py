@@ -1,8 +1,8 @@
-"""A head that drafts for many requests at once: one forward for a token, or a block.
+"""A head that drafts for many requests at once, one forward a token or a block.
 
 The head reads hidden states of the target: each round leaves the states of the
 positions that each request has committed. A draft first writes the new positions of all
-requests to the head's caches, and then chains begin after them. An example:
+requests to the head's caches; the drafted chains follow them. An example:
 
     known before        t0 t1 t2 t3           caches hold 0 1; the state of position 2
                                               (of t2, paired with t3) is not read yet
@@ -10,9 +10,9 @@ requests to the head's caches, and then chains begin after them. An example:
     a = 1, known        t0 t1 t2 t3 d1 c      caches hold 0 1 2; 3 and 4 not read yet
     a = 3, known        t0 .. t3 d1 d2 d3 b   caches hold 0 1 2; 3 to 6 not read yet
 
-So after a round every request holds its true positions, whatever was accepted of the
-others, and those of drafts never stay. See `engine/drafters/mtp.py` for one request,
-and `models/mtp/rounds.py` for how those that hold different numbers are fed.
+So the caches hold only committed positions of a request, whatever other requests
+accept; positions of drafts never stay. `engine/drafters/mtp.py` drafts for one request.
+`models/mtp/rounds.py` feeds requests whose caches hold different numbers of positions.
 
 If the head raises, it is disabled for all requests. If its logits hold a NaN, it is
 disabled for the requests in whose rows they do.
@@ -89,7 +89,7 @@ class SharedHead(SharedDrafter):
     def _most(self, limits: list[int]) -> list[int]:
         """Return the limits; 0 for requests without the state before the newest token.
 
-        The token before it comes from a cache, or there is none.
+        The state is missing if that token came from a cache, or does not exist.
         """
         pairs = zip(limits, self._counts(), strict=True)
         return [limit if count > 0 else 0 for limit, count in pairs]
@@ -102,7 +102,7 @@ class SharedHead(SharedDrafter):
         pairs = zip(cache.ends[0], self._counts(), strict=True)
         stops = [end + count for end, count in pairs]
         self._round = HeadRound(cache, head.on_target(self._requests))
-        if not cache.chained:  # the chains begin behind the last positions
+        if not cache.chained:  # with one layer for each token, `draft` feeds them
             self._feed(self._round.feed, [stop - 1 for stop in stops])
         chain = self._chain = SharedChain(self._requests, head.ids)
         hidden, texts = self._states(stops), self._texts()
@@ -129,10 +129,11 @@ class SharedHead(SharedDrafter):
         return result
 
     def _states(self, stops: Sequence[int]) -> mx.array | None:
-        """Return states from the next position of each request to a later one.
+        """Return the states of each request from its next position up to its stop.
 
         Returns:
-            [requests, the most, dim], behind shorter ones any; None: there are none.
+            [requests, largest count, dim], shorter ones padded on the right; None: no
+            request has any.
         """
         assert self._cache is not None
         parts = []
@@ -146,7 +147,7 @@ class SharedHead(SharedDrafter):
         return [request.sequence.tokens for request in self._requests]
 
     def _take_in(self, requests: Sequence[Drafted]) -> None:
-        """Let those join that are not followed yet, and may draft at all."""
+        """Let requests join that are new and may get drafts."""
         new, handed = [], []
         for request in requests:
             if request in self._requests or not request.drafts:
@@ -163,23 +164,23 @@ class SharedHead(SharedDrafter):
             _head(request).handed_over()
 
     def _catch_up(self) -> None:
-        """Feed what plain steps have left, but for the newest position."""
+        """Feed the states that plain steps have left, except the newest one."""
         assert self._cache is not None
         pairs = zip(self._texts(), self._cache.ends[0], self._counts(), strict=True)
-        # The pair of the newest position is known, that of a step in flight is not.
+        # A step in flight leaves one more state, whose next token is not known yet.
         stops = [min(len(text) - 2, end + count) for text, end, count in pairs]
         on_target = _head(self._requests[0]).on_target(self._requests)
         self._feed(HeadRound(self._cache, on_target).read, stops)
 
     def _feed(self, feed: Callable[..., None], stops: list[int]) -> None:
-        """Feed the next positions of every request up to others, where they are."""
+        """Feed the next positions of every request up to its stop, if there are any."""
         assert self._cache is not None
         stops = [*map(max, self._cache.ends[0], stops)]
         if stops != self._cache.ends[0] or self._cache.lag:
             feed(self._states(stops), self._texts(), stops)
 
     def _drop(self, *, evaluate: bool = False) -> None:
-        """Forget the states that were read, but for those of a restore point."""
+        """Drop the states that were read, except the last ones, for restore points."""
         ends = [] if self._cache is None else self._cache.ends[0]
         for request, end in zip(self._requests, ends, strict=True):
             head = _head(request)
@@ -194,7 +195,7 @@ def _head(request: Drafted) -> MtpDrafter:
 
 
 def _handed(request: Drafted) -> HeadCache | None:
-    """Return what a request's own drafter holds; None: it fails, or has failed."""
+    """Return the caches of a request's own drafter; None: the drafter is disabled."""
     drafter = request.open_drafter.shared
     if not drafter.disabled:
         drafter.begin(request.sequence)
@@ -203,5 +204,5 @@ def _handed(request: Drafted) -> HeadCache | None:
     try:
         return _head(request).hand_over()
     except Exception as error:
-        drafter.fail("begin", error)  # which raises MemoryError
+        drafter.fail("begin", error)  # raises a MemoryError again
         return None

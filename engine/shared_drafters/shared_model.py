@@ -1,19 +1,19 @@
 """A draft model that drafts for many requests at once, one forward a token.
 
-Every request in its caches lags behind the known tokens by the same number, at least
-two, so that what it is fed is a rectangle: after a round in which a request accepts a
-of k tokens, its caches keep all that is known but the last two. One that has accepted
-all k could not keep more, since the last drafted token was never fed; the others feed
-one token again that they had. So the first forward of a draft has two columns in place
-of one, and no request needs padding.
+The caches hold all known tokens of a request but the last ones. The number of missing
+tokens, the lag, is the same for all requests, so a forward needs no padding. After a
+round with a draft the lag is 2. If a request accepts all k tokens, its caches cannot
+hold more, since the last drafted token was not fed; if it accepts fewer, one row more
+is dropped than needed. So the first forward of a draft feeds two tokens a request.
 
     known before   t0 t1 t2 t3              held t0 t1, lag 2, k = 3
     fed            t2 t3 | d1 | d2          d3 is chosen last and not fed
     a = 3          known t0..t3 d1 d2 d3 b  held t0..t3 d1 d2
     a = 1          known t0..t3 d1 c        held t0..t3
 
-A model that raises is disabled for all requests, and one whose logits hold a NaN for
-those where they do. A request behind the end of its table of positions leaves.
+If the model raises, it is disabled for all requests. If its logits hold a NaN, it is
+disabled for the requests in whose rows they do. A request that has reached the end of
+the model's table of positions leaves.
 """
 
 from collections.abc import Sequence
@@ -33,9 +33,9 @@ LAG = 2
 
 
 class SharedModel(SharedDrafter):
-    """Drafts for many requests with one model, whose lane is empty at first.
+    """Drafts for many requests with one model, in a lane that they share.
 
-    The lane of each request counts what the common one holds of it.
+    The `seen` of each request's own lane counts its tokens in the shared one.
     """
 
     def __init__(self, lane: BatchLane) -> None:
@@ -49,11 +49,11 @@ class SharedModel(SharedDrafter):
         return self.lane.nbytes
 
     def met_new_shapes(self) -> bool:
-        """Return whether its lane met new shapes since the last call."""
+        """Return whether its lane has run with a new shape since the last call."""
         return self.lane.met_new_shapes()
 
     def follow(self, requests: Sequence[Drafted]) -> None:
-        """Take notice of the requests of the next round, in their order."""
+        """Prepare for the requests of the next round, in their order."""
         self.done()
         for request in requests:
             lane = None
@@ -63,7 +63,7 @@ class SharedModel(SharedDrafter):
                 self._lanes[request] = lane
 
     def within(self, requests: Sequence[Drafted], limits: list[int]) -> list[int]:
-        """Return as many as the model has positions for, of each request."""
+        """Return the limits, cut to the positions that the model has left."""
         result = []
         for request, limit in zip(requests, limits, strict=True):
             lane, room = self._lanes.get(request), 0
@@ -73,25 +73,25 @@ class SharedModel(SharedDrafter):
         return result
 
     def prepare(self, requests: Sequence[Drafted], limits: Sequence[int]) -> None:
-        """Let the lane hold all that draft, each up to its last two tokens.
+        """Let requests with a limit join the lane, each up to its last two tokens.
 
-        One chunk's worth of text is read at most, and of what the lane has missed;
-        until all is read, a request does not draft.
+        A call reads at most one chunk of their tokens, and one of tokens that rounds
+        without drafts have added. A request drafts only once its tokens are read.
         """
         with self._disabling("begin", requests):
             self._take_in(requests, limits)
 
     def take_back(self, request: Drafted) -> None:
-        """Let go of that copy again."""
+        """Drop the copy of a request's caches that `give_back` has made."""
         if request in self._requests:
             self._lanes[request].caches = []
 
     def _extract(self, index: int) -> None:
-        """Let the drafter of one of its requests hold a copy of its caches."""
+        """Give the drafter of a request a copy of the request's caches."""
         self._lanes[self._requests[index]].caches = self.lane.extract(index)
 
     def leave(self, gone: Sequence[Drafted]) -> None:
-        """Let go of requests, and of those whose drafter is disabled."""
+        """Let requests leave, and also those whose drafter is disabled."""
         for request in gone:
             self._lanes.pop(request, None)
         stay = self._staying(gone)
@@ -100,16 +100,16 @@ class SharedModel(SharedDrafter):
             self._requests = [self._requests[index] for index in stay]
 
     def _most(self, limits: list[int]) -> list[int]:
-        """Return the limits, or nothing where the lane has too much to read."""
+        """Return the limits, or [] if the lane has too many tokens to read first."""
         if not self._requests or self._lag() > LONGEST_LAG:
             return []
-        # Others may have drafted meanwhile; and each lag would be a shape of its own.
+        # Lags differ after rounds of other drafters; and each lag is one more shape.
         if any(limits) and (self.lane.size is not None or len(set(self._lags())) > 1):
             self._catch_up()
         return limits if len(set(self._lags())) == 1 else []
 
     def _drafted(self, most: list[int]) -> list[Proposal]:
-        """Draft the longest chain for all; cut it to `most`."""
+        """Draft chains of equal length for all requests; cut each to its limit."""
         lag = self._lag()
         tokens = [request.sequence.tokens[-lag:] for request in self._requests]
         inputs = mx.array(tokens, mx.uint32)
@@ -121,7 +121,7 @@ class SharedModel(SharedDrafter):
         return chain.drafts(most, "model")
 
     def _keep(self, accepted: list[int]) -> None:
-        """Keep what was accepted of each, but its last two known tokens."""
+        """Keep the rows of all known tokens of each request but the last two."""
         lag = self._lag()
         self._round.commit([lag - 1 + count for count in accepted])
 
@@ -137,7 +137,7 @@ class SharedModel(SharedDrafter):
         return max(self._lags())
 
     def _take_in(self, requests: Sequence[Drafted], limits: Sequence[int]) -> None:
-        """Do `prepare`; what it raises is a fault."""
+        """Do the work of `prepare`, which treats any error as a fault."""
         rooms = self.within(self._requests, [1] * len(self._requests))
         places = zip(self._requests, rooms, strict=True)
         self.leave([request for request, room in places if not room])
@@ -149,7 +149,7 @@ class SharedModel(SharedDrafter):
             and request not in inside
             and not request.open_drafter.shared.disabled
         ]
-        # Recurrent layers that were fed nothing have no state to put beside others.
+        # Recurrent layers that were fed nothing have no state to join.
         new = self._read([one for one in new if len(one.sequence.tokens) > LAG])
         if self._requests and (new or self._lag() > LONGEST_LAG):
             self._catch_up()
@@ -158,13 +158,13 @@ class SharedModel(SharedDrafter):
             self._requests = self._requests + new
 
     def _read(self, requests: Sequence[Drafted]) -> list[Drafted]:
-        """Read one chunk's worth of the texts; return the requests that are read."""
+        """Read at most one chunk of tokens; return the requests that are read."""
         result: list[Drafted] = []
         room: PrefillBudget | None = None
         for request in requests:
             lane, tokens = self._lanes[request], request.sequence.tokens
             if lane.seen > len(tokens) - LAG:
-                continue  # an earlier request left one more: after this round it fits
+                continue  # the prefix cache gave a token too many until the next round
             room = room or PrefillBudget(lane.prefill_step)
             if not lane.feed(tokens[lane.seen : -LAG], fits=room.fits):
                 break
@@ -172,9 +172,9 @@ class SharedModel(SharedDrafter):
         return result
 
     def _catch_up(self) -> None:
-        """Feed of what rounds without drafts have added, but for the last two tokens.
+        """Feed tokens that rounds without drafts have added, except the last two.
 
-        It is a chunk's worth for all requests together at most; more comes next time.
+        A call feeds at most one chunk for all requests together.
         """
         step = min(request.target.prefill_step for request in self._requests)
         most = max(1, step // len(self._requests))
@@ -192,7 +192,10 @@ class SharedModel(SharedDrafter):
             left = [size - n for size, n in zip(left, each, strict=True)]
 
     def _counts(self, missed: int) -> list[int]:
-        """Return the parts in which so many are fed: few sizes, where each is dear."""
+        """Return the sizes of the forwards that feed `missed` tokens.
+
+        A lane that pads its rows uses powers of two, as each new shape is expensive.
+        """
         if self.lane.size is None:
             return [missed] if missed else []
         bits = range(missed.bit_length())

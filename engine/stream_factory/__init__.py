@@ -1,7 +1,7 @@
-"""Making a stream of a generator from its checked options.
+"""Factory of a generator's streams, from checked options.
 
-`requests` makes what rounds are run with, `streams` what a caller reads, and
-`image_input` checks a prompt with images.
+`requests` makes the `Request` that rounds run with, `streams` the `Stream` that a
+caller reads, and `image_input` checks a prompt with images.
 """
 
 from mlx_speculation.engine.stream_factory.streams import StreamFactory

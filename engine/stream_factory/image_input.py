@@ -20,22 +20,22 @@ class ImageInput:
     """A checked prompt with images."""
 
     prompt: ImagePrompt
-    forward: ImageForward  # how the target is called for it
+    forward: ImageForward  # calls the target with the images
 
     def ids(self, highest: int) -> list[int]:
-        """Return its ids, placeholders included.
+        """Return the prompt's ids, placeholders included.
 
         Args:
-            highest: stands for slots that have none.
+            highest: the id to use for image positions that have no id.
         """
         return [token if token >= 0 else highest for token in self.prompt.tokens]
 
     def prefix_keys(self, model: VisionTarget) -> list[int]:
-        """Return what a prefix cache knows the tokens by; it reads all pixels."""
+        """Return the keys of the tokens for a prefix cache; hashes all images."""
         return self.prompt.prefix_keys(model.placeholder)
 
     def enter(self, sequence: Sequence, target: Lane) -> None:
-        """Let a stream's sequence and target know of the images."""
+        """Attach the images to a stream's sequence and target lane."""
         sequence.images = tuple(self.forward.slots)
         target.run = self.forward
         if self.forward.one_pass:
@@ -45,11 +45,11 @@ class ImageInput:
 def image_input(
     model: Any, prompt: Prompt, options: StreamOptions
 ) -> ImageInput | None:
-    """Return what a request with images asks for; None: it has none.
+    """Return the checked image input of a request; None: it has no images.
 
     Raises:
-        InvalidRequestError: the target reads no images, or cannot do so with the other
-            options, or an image or the prompt is of no use.
+        InvalidRequestError: the target cannot read images, or not with these options,
+            or an image or the prompt cannot be used.
     """
     wanted = isinstance(prompt, ImagePrompt) or len(options.images) > 0
     if isinstance(model, VisionTarget):
@@ -68,7 +68,7 @@ def image_input(
 def _prompt(
     model: VisionTarget, prompt: Prompt, images: SequenceOf[Any]
 ) -> ImagePrompt:
-    """Return a prompt as a processor makes it."""
+    """Return the prompt as the target's image processor encodes it."""
     if not isinstance(prompt, ImagePrompt):
         return model.image_prompt(prompt, images)
     if images:
@@ -82,7 +82,7 @@ def _prompt(
 def _check_options(
     model: VisionTarget, options: StreamOptions, *, wanted: bool
 ) -> None:
-    """Refuse what was not tried, or would lose where images have moved positions to."""
+    """Refuse options that were not tried, or would lose the positions after images."""
     name = model.family.name
     if options.kv_quantization is not None and (
         not model.family.quantizes or model.one_pass

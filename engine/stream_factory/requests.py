@@ -42,7 +42,7 @@ class RequestFactory:
         Args:
             options: the options of the stream.
             sequence: the known tokens.
-            seen: how many of them the caches hold already.
+            seen: how many of them the passed caches hold.
         """
         setup = self._setup
         target = Lane(
@@ -103,14 +103,14 @@ class RequestFactory:
     ) -> Warmup | None:
         """Return a warm-up of round shapes, on CUDA with an adaptive draft length."""
         fixed = isinstance(lengths, FixedDraftLength | Calibration)
-        # Ranks, images, trees and exact mode would need other forwards.
+        # A rehearsal does not run the forwards of ranks, images, trees or exact mode.
         usual = self._setup.ranked is None and target.run is target.model
         if fixed or not usual or target.shape is not None or not cuda_serves():
             return None
         return Warmup(target, lengths.longest, statistics, self._rehearsed)
 
     def _verifier(self, options: StreamOptions) -> Verifier:
-        """Return the verifier of a stream; a follower's is never called."""
+        """Return the verifier of a stream; on ranks other than 0 it is not called."""
         setup, sampling = self._setup, options.sampling or Sampling()
 
         def make(options: Sampling) -> Chooser:
@@ -144,7 +144,7 @@ class RequestFactory:
         lengths: DraftLengthPolicy,
         statistics: Statistics,
     ) -> OpenDrafter | None:
-        """Return a new drafter for the stream; None: it drafts nothing."""
+        """Return a new drafter for the stream; None: this rank drafts nothing."""
         setup, draft = self._setup, self._setup.draft
         draft_cache = options.draft_cache
         if not setup.decides:

@@ -1,4 +1,4 @@
-"""Making a stream: its options checked, its request, and what it leaves."""
+"""Factory of streams: checks the options, and puts the parts of a stream together."""
 
 import weakref
 from collections.abc import Callable, Iterator
@@ -45,7 +45,7 @@ from mlx_speculation.models import (
 )
 from mlx_speculation.samplers import Sampling
 
-# Options of a stream that have to be the same on all ranks, as they are.
+# Options of a stream that all ranks compare unchanged; `_fields` adds further ones.
 _ON_ALL_RANKS = (
     "max_tokens",
     "max_draft",
@@ -67,7 +67,7 @@ class StreamFactory:
     def start_calibration(
         self,
     ) -> Callable[[list[int], DraftLengthPolicy], Stream]:
-        """Return what starts streams that measure: their texts are of no later use."""
+        """Return a function that starts streams to measure rounds, without caching."""
         draft = measured_draft(self._setup.draft)
         options = replace(self._setup.options, prefix_cache=None)
         maker = StreamFactory(replace(self._setup, draft=draft, options=options))
@@ -85,7 +85,7 @@ class StreamFactory:
         """Return a stream that has not begun; see `SpeculativeGenerator.stream`.
 
         Raises:
-            InvalidRequestError: names the two values that do not fit.
+            InvalidRequestError: two values do not fit together; it names both.
             ConstraintError: the constraint fails before the first token.
         """
         setup, ranked = self._setup, self._setup.ranked
@@ -131,7 +131,7 @@ class StreamFactory:
         return [*sizes, *[CacheSize(row=sizes[0].layer)] * heads]
 
     def _check_prediction(self) -> None:
-        """Refuse a prediction that no drafter looks in; followers have no draft."""
+        """Refuse a prediction without a lookup to search it (on rank 0 only)."""
         setup = self._setup
         if setup.decides and not any(each.free for each in members_of(setup.draft)):
             kind = "None" if setup.draft is None else f"of kind {setup.draft.kind!r}"
@@ -194,9 +194,9 @@ class StreamFactory:
 
     @contextmanager
     def _running(self, ranks: AbstractContextManager[None]) -> Iterator[None]:
-        """Keep the setup, and with it the recorders, while a stream runs."""
+        """Enter the resources of a running stream, and keep the setup's hooks alive."""
         exact = self._setup.options.shape is not None
-        # The ranks first: they learn of what fails.
+        # `ranks` is outermost, so that other ranks learn of any failure.
         with ranks, text_threads(exact=exact), ExitStack() as views:
             for model in (self._setup.model, *self._setup.draft_models):
                 views.enter_context(stream_resources(model))
@@ -207,8 +207,8 @@ class StreamFactory:
     ) -> dict[str, Any]:
         """Return the values that have to agree on all ranks, by the name of the option.
 
-        A difference would let ranks run other rounds, and wait for each other for ever.
-        What is rank 0's alone, such as its draft, is not among it.
+        If they differed, ranks would run different rounds and wait for each other for
+        ever. Values that only rank 0 uses, such as its draft, are left out.
         """
         setup, length = self._setup, options.draft_length
         values = {
@@ -231,19 +231,19 @@ class StreamFactory:
         request: Request,
         images: ImageInput | None,
     ) -> PrefixReuse | None:
-        """Return a stream's view of the prefix cache, where it may use one."""
+        """Return a stream's view of the prefix cache; None: it may not use one."""
         cache = self._setup.options.prefix_cache
         target, drafter = request.target, request.open_drafter
         if cache is None or options.own_caches:
             return None
-        if target.quantization is not None:  # it holds rows as they were made
+        if target.quantization is not None:  # the prefix cache holds no quantized rows
             return None
-        if images is not None and images.forward.one_pass:  # from the middle it is not
+        if images is not None and images.forward.one_pass:  # reads a prompt only whole
             return None
 
         def lanes() -> list[Lane | None]:
             result: list[Lane | None] = [target, *drafter.lanes]
-            # A draft model's caches hold nothing of images.
+            # A draft model reads no images, so its caches are not used.
             return result if images is None else [target, *[None] * (len(result) - 1)]
 
         model: Any = self._setup.model
@@ -260,7 +260,7 @@ class StreamFactory:
 
 
 def _modules_of(draft: Draft | None) -> list[nn.Module]:
-    """Return the modules of a draft, without what it shares with the target."""
+    """Return the modules of a draft, without weights that it shares with the target."""
     result = [
         one
         for each in members_of(draft)
