@@ -1,7 +1,6 @@
 """The engine: rounds, drafters, streams and the generator.
 
-It knows models, caches and samplers through their own words. Nothing but the front
-door and the scripts imports it.
+It imports the packages of models, caches and samplers, none of which imports it.
 """
 
 from mlx_speculation.engine.batch.generator import BatchGenerator

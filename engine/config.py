@@ -44,31 +44,32 @@ from mlx_speculation.warn import notice
 class GeneratorConfig:
     """Configuration that all streams of a generator share.
 
-    When it is dropped, so are the recorders in its models: whatever runs keeps it.
+    The hooks in its models are removed when it is garbage-collected, so every running
+    stream keeps a reference to it.
     """
 
     model: nn.Module  # the target
     tokenizer: Any  # the target's, in mlx-lm's wrapper
     ids: TokenIds  # the token ids that the tokenizer knows
-    target_width: int  # the logits of a row of the target
-    prompts: Prompts  # checks and encodes
-    # The target on the ranks that it is spread over; None: it is whole
+    target_width: int  # number of logits in a row of the target
+    prompts: Prompts  # checks and encodes prompts
+    # The target, sharded over ranks; None: it is not sharded
     ranked: RankedTarget | None
-    draft: Draft | None  # what drafts, on this rank; None: plain decoding
-    notices: tuple[str, ...]  # why the draft is not another
-    lengths: PolicyFactory  # the draft lengths
-    options: GeneratorOptions  # as they were passed
-    # The index of a head in the prefix cache; None: no rows of a head are kept
+    draft: Draft | None  # the draft of this rank; None: plain decoding
+    notices: tuple[str, ...]  # notes on the choice of the draft
+    lengths: PolicyFactory  # makes draft-length policies
+    options: GeneratorOptions  # as passed
+    # The index of a head in the prefix cache; None: the cache keeps no rows of a head
     kept_head: int | None
 
     @property
     def decides(self) -> bool:
-        """Return whether this rank drafts and decides, as the only one does too."""
+        """Return whether this rank drafts and decides: rank 0, or the only rank."""
         return self.ranked is None or self.ranked.leads
 
     @property
     def draft_models(self) -> SequenceOf[nn.Module]:
-        """The draft models, in the order in which they are asked."""
+        """The draft models, in the order in which they are asked to propose."""
         return () if self.draft is None else self.draft.models
 
 
@@ -79,7 +80,7 @@ def make_config(
 
     Raises:
         InvalidRequestError: an argument is out of range or of the wrong kind.
-        SpeculationError: whatever else the constructor of a generator names.
+        SpeculationError: any other error that `SpeculativeGenerator` lists.
     """
     if not isinstance(model, nn.Module):
         raise InvalidRequestError(
@@ -95,7 +96,7 @@ def make_config(
         draft = resolved.draft
         models = [] if draft is None else draft.models
         shape, sliding = options.shape, options.sliding
-        for module in (model, *models):  # refuses unknown caches, not in a stream
+        for module in (model, *models):  # refuse unknown caches before any stream does
             Lane(module, sliding=sliding, shape=shape if module is model else None)
         prompts = Prompts(
             wrapper,
@@ -126,7 +127,7 @@ def make_config(
 def _resolved(
     target: TargetInfo, options: GeneratorOptions, ranked: RankedTarget | None
 ) -> Resolved:
-    """Return the draft of this rank, which fits the target and the options."""
+    """Resolve the draft of this rank; check it with the target and the options."""
     leads = ranked is None or ranked.leads
     resolved = resolve(
         options.draft, target, follower=not leads, foreign=options.intersection
@@ -147,7 +148,7 @@ def _resolved(
 def _lengths(
     model: nn.Module, resolved: Resolved, options: GeneratorOptions
 ) -> PolicyFactory:
-    """Return the draft lengths: of the options, else of the target's folder."""
+    """Return the policy factory for the options' length, else the target folder's."""
     length = options.draft_length
     return PolicyFactory(
         model,
@@ -166,7 +167,7 @@ def _draft_options(
     target: TargetInfo,
     ranked: RankedTarget | None,
 ) -> DraftOptions:
-    """Return the options that the drafters of this rank follow."""
+    """Return the options for the drafters of this rank."""
     vocabulary: list[int] | None = None
     if not options.intersection and (ranked is None or ranked.leads):
         vocabulary = _vocabulary(options.draft_vocabulary, draft, target)
@@ -193,16 +194,17 @@ def _hooked(config: GeneratorConfig, options: DraftOptions) -> GeneratorConfig:
             check_tree_model(model, config.prompts.highest_id)
         if draft is not None:
             config = replace(config, draft=draft.configured(options))
-        # For streams in other threads; the checks have built their forwards by now.
+        # Streams in other threads cannot compute arrays that the models hold, some of
+        # which the forwards of the checks above have made.
         heads = [each for each in members_of(config.draft) if each.follows]
         evaluate_held(model, *models, *heads)
         drop = weakref.finalize(config, finalize, hooks.pop_all().close)
-        drop.atexit = False  # a stream of a daemon thread may run still
+        drop.atexit = False  # a stream of a daemon thread may still run
     return config
 
 
 def _pauses(models: SequenceOf[nn.Module], longest: int | None) -> list[str]:
-    """Say which draft models pause in texts that the target can go on with."""
+    """Return and show a notice on each draft model with too few positions."""
     said = [
         f"The draft has a table of {count} positions, and the target "
         + (f"goes on to {longest}" if longest else "may go on")
@@ -219,7 +221,7 @@ def _vocabulary(ids: Any, draft: Draft | None, target: TargetInfo) -> list[int] 
     """Return the ids to draft from; None: all.
 
     Raises:
-        InvalidRequestError: the ids are none of the target's, or nothing reads them.
+        InvalidRequestError: the ids are not the target's, or no drafter can use them.
     """
     if ids is None:
         return None
@@ -236,10 +238,10 @@ def _vocabulary(ids: Any, draft: Draft | None, target: TargetInfo) -> list[int] 
 def _bind(
     model: nn.Module, draft: Draft | None, options: GeneratorOptions
 ) -> int | None:
-    """Let the prefix cache belong to the target and the draft models.
+    """Bind the prefix cache to the target and the draft models.
 
     Returns:
-        The index of a head whose rows it keeps; None: there is none.
+        The index of a head whose rows it keeps; None: it keeps no rows of a head.
     """
     cache = options.prefix_cache
     if cache is None:

@@ -1,7 +1,7 @@
-"""From token ids to streamed text and chunks, with stop tokens and stop strings.
+"""Detokenizer: streamed text and chunks from token ids, up to a stop.
 
-Text is given out as soon as it is certain: not while it could end in half a
-character, and not while it could be the beginning of a stop string.
+Text is emitted as soon as it is certain, which excludes an incomplete character and the
+possible beginning of a stop string at its end.
 """
 
 import re
@@ -14,10 +14,10 @@ from mlx_speculation.engine.result import Chunk
 from mlx_speculation.engine.round.outcome import RoundOutcome
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-HALF = 3  # bytes of a character that is not complete, at most
-CONTEXT = 8  # tokens that are decoded with new ones, at least
-# Clean-up patterns begin with a space, and end at most one character after it, or at
-# or after a quote.
+HALF = 3  # most bytes of an incomplete character
+CONTEXT = 8  # fewest earlier tokens that are decoded with a new one
+# Matches text that clean-up cannot change any more: its patterns begin with a space,
+# and end at most one character after it, or at or after a quote.
 _CLEANED = re.compile(r".*[^\s']{2}", re.DOTALL)
 
 
@@ -25,7 +25,7 @@ class StopStrings:
     """Holds text back until it is certain that no stop string begins in it.
 
     Attributes:
-        unsaid: the text that is held back.
+        unsaid: the held-back text.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -33,7 +33,7 @@ class StopStrings:
         self.unsaid = ""
 
     def add(self, text: str) -> tuple[str, bool]:
-        """Take new text; return what may be shown, and whether a stop was found."""
+        """Add text; return the text that may be shown, and whether a stop was found."""
         self.unsaid += text
         result = [i for stop in self._stops if (i := self.unsaid.find(stop)) >= 0]
         if result:
@@ -45,7 +45,7 @@ class StopStrings:
         return shown, False
 
     def flush(self) -> str:
-        """Return what is still held back, at the end."""
+        """Return the held-back text, at the end of the generation."""
         shown, self.unsaid = self.unsaid, ""
         return shown
 
@@ -62,9 +62,9 @@ class TextDetokenizer:
     """Turns emitted tokens into text, and finds where the text ends.
 
     The text is `tokenizer.decode` of all tokens, from its first character on. Only a
-    window of the last tokens is decoded for each new one. Of a run of byte tokens that
-    is not valid UTF-8, and decodes to replacement characters as a whole, the characters
-    that were complete remain.
+    window of the last tokens is decoded for each new one. If a run of byte tokens turns
+    out to be invalid UTF-8, the tokenizer decodes all of it to replacement characters;
+    the complete characters that were emitted before then stay.
     """
 
     def __init__(
@@ -77,23 +77,23 @@ class TextDetokenizer:
         self._stop_tokens = frozenset(stop_tokens)
         self._strings = StopStrings(stop_strings) if stop_strings else None
         self._window: list[int] = []
-        self._shown = ""  # text of the window that was given out
-        self._whole = 0  # tokens of the window up to its last complete character
-        self._cut = 0  # tokens of the window that may be dropped next
+        self._shown = ""  # emitted text of the window
+        self._whole = 0  # number of tokens up to the last complete character
+        self._cut = 0  # number of first tokens that may be dropped next
 
     def fork(self) -> tuple[Any, ...]:
-        """Return what `restore` goes back to, after tokens that did not stay."""
+        """Return the state for `restore`, before tokens that may be undone."""
         unsaid = None if self._strings is None else self._strings.unsaid
         return [*self._window], self._shown, self._whole, self._cut, unsaid
 
     def restore(self, fork: tuple[Any, ...]) -> None:
-        """Go back to a fork; once only."""
+        """Restore a state that `fork` has returned, at most once."""
         self._window, self._shown, self._whole, self._cut, unsaid = fork
         if self._strings is not None:
             self._strings.unsaid = unsaid
 
     def add(self, token: int) -> tuple[str, bool]:
-        """Take one token; return the text it makes certain, and whether it ends it."""
+        """Add a token; return the text that is now certain, and whether it ends here."""
         if token in self._stop_tokens:
             return self.finish()[0], True
         self._window.append(token)
@@ -118,8 +118,8 @@ class TextDetokenizer:
     def finish(self) -> tuple[str, bool]:
         """Return the rest of the text, and whether a stop string ended it.
 
-        A character that is not complete is left out, and with it a replacement
-        character at the very end, which looks the same.
+        An incomplete character at the end is left out. A true replacement character
+        there looks the same, and is left out too.
         """
         text = self._decode(self._window) if self._window else ""
         rest = text[len(self._shown) :].rstrip(INCOMPLETE)
@@ -129,10 +129,10 @@ class TextDetokenizer:
         return (shown, True) if stopped else (shown + self._strings.flush(), False)
 
     def next_texts(self, tokens: Sequence[int]) -> list[tuple[int, str]]:
-        """Return the text of each of these tokens, were it the next one.
+        """Return the text that each of these tokens would add as the next token.
 
-        Each comes with the number of characters between the text that was given out
-        and its own. A part of a character is `INCOMPLETE`, and begins where that does.
+        Each text comes after the number of characters between the emitted text and its
+        beginning. A part of a character is `INCOMPLETE`, and begins where that begins.
         """
         before = self._decode(self._window) if self._window else ""
         return [self._next_text(before, token) for token in tokens]
@@ -148,7 +148,7 @@ class TextDetokenizer:
     def _restart(self, whole: bool) -> str:
         """Decode the tokens after the last complete character by themselves.
 
-        The new ones have changed the text of those before, which was given out.
+        They have changed the decoded text of earlier tokens, which was emitted.
         """
         passed, self._window = self._whole, self._window[self._whole :]
         text = self._decode(self._window)
@@ -157,12 +157,12 @@ class TextDetokenizer:
         return self._shown if passed else ""
 
     def _shorten(self, text: str) -> None:
-        """Drop the first tokens, where the others decode to the end of the text."""
+        """Drop the window's first tokens if the rest decodes to the end of its text."""
         kept = self._window[self._cut :]
         part = self._decode(kept) if self._cut else ""
         certain = len(part) - (len(text) - len(self._shown))
-        # Without text there is no first character for a decoder to strip again, and
-        # without two none for a space to be removed from between.
+        # Some emitted text has to stay in the window: decoders strip a space at its
+        # start, and clean-up removes a space between its first two characters.
         if certain > (1 if self._cleans else 0) and text.endswith(part):
             self._whole = max(0, self._whole - self._cut)
             self._window, self._shown = kept, part[:certain]
@@ -170,14 +170,14 @@ class TextDetokenizer:
 
 
 class ChunkQueue:
-    """The chunks of one generation: made by the cut of each round, taken one by one.
+    """The chunks of one generation: made by `cut` in each round, taken one by one.
 
     Attributes:
         text: turns tokens into text.
         max_tokens: how many tokens are emitted at most.
         ready: chunks that were not taken yet.
-        taken: those that were, without log-probabilities of all ids.
-        reason: why the text ends with the last one; None: it goes on.
+        taken: chunks that were taken, without log-probabilities of all ids.
+        reason: why the text ends after the last chunk; None: it goes on.
     """
 
     def __init__(self, text: TextDetokenizer, max_tokens: int) -> None:
@@ -211,7 +211,7 @@ class ChunkQueue:
         return outcome
 
     def take(self, most: int | None = None) -> list[Chunk]:
-        """Take the next chunks: all that are ready, or at most so many."""
+        """Take the next chunks: all that are ready, or `most` of them."""
         result: list[Chunk] = []
         self._before = None
         for _ in range(len(self.ready) if most is None else most):
@@ -221,22 +221,22 @@ class ChunkQueue:
         return result
 
     def undo(self) -> None:
-        """Go back to the state before the cuts of a round whose chunks stay here."""
+        """Undo the cuts of a round that failed before its chunks were taken."""
         if self._before is not None:
             self.ready.clear()
             self.text.restore(self._before)
             self._before = None
 
     def put_back(self) -> None:
-        """Make the last chunk that was taken the next one again."""
+        """Put the last taken chunk back in front of the ready ones."""
         self.ready.appendleft(self.taken.pop())
 
 
 def _decoding(tokenizer: Any) -> tuple[Callable[[list[int]], str], bool]:
-    """Return the decoding of a tokenizer, and whether it removes spaces again.
+    """Return the decode function of a tokenizer, and whether it cleans up spaces.
 
-    transformers does so where the tokenizer is configured to, but not for BPE, of which
-    it would log a warning in the middle of the text.
+    transformers does if the tokenizer is configured so, except for BPE: for that, it
+    would log a warning in the middle of the text, unless it is told not to.
     """
     if not getattr(tokenizer, "clean_up_tokenization_spaces", False):
         return tokenizer.decode, False

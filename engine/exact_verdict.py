@@ -1,9 +1,8 @@
-"""Measured verdict on forwards of one shape.
+"""Verdict on exact mode: whether rows were measured to be the same bit for bit.
 
-`mlx-speculation check --exact` measures it, and leaves it in a file beside the costs of
+`mlx-speculation check --exact` measures it and writes it to a file beside the costs of
 rounds, one for each machine, mlx version, target and number of rows. A generator in
-exact mode reads it: where rows were seen to differ it refuses to promise that they do
-not. Nothing is measured here.
+exact mode reads the file, and refuses a model whose rows were seen to differ.
 """
 
 from dataclasses import asdict, dataclass
@@ -23,12 +22,12 @@ _VERSION = 1
 class ExactVerdict:
     """Verdict on one target."""
 
-    rows: int  # that were compared
-    differing: int  # of them, in a bit
+    rows: int  # number of compared rows
+    differing: int  # number of rows that differ in a bit
     largest: float  # the largest difference of a logit
-    context: int  # positions that were tried
-    plain_seconds: float  # of a step that is not in exact mode
-    exact_seconds: float  # of any step in exact mode, drafted or not
+    context: int  # number of positions that were tried
+    plain_seconds: float  # time of a step without exact mode
+    exact_seconds: float  # time of a step in exact mode, with a draft or without
 
     @property
     def same(self) -> bool:
@@ -43,20 +42,20 @@ class ExactVerdict:
 
 
 def save_verdict(model: nn.Module, shape: FixedShape, result: ExactVerdict) -> None:
-    """Keep what was found of a model, for later processes on this machine."""
+    """Store the verdict on a model, for later processes on this machine."""
     _file(model, shape).write({"found": asdict(result)})
 
 
 def read_verdict(model: nn.Module, shape: FixedShape) -> ExactVerdict | None:
-    """Return what was found of a model here; None: nothing, or it cannot be read."""
+    """Return the stored verdict on a model; None: there is no readable one."""
     return _file(model, shape).read(lambda fields: ExactVerdict(**fields["found"]))
 
 
 def check_verdict(model: nn.Module, shape: FixedShape) -> None:
-    """Refuse a model whose rows were seen to differ here.
+    """Refuse a model whose rows were seen to differ on this machine.
 
     Raises:
-        InvalidRequestError: they were.
+        InvalidRequestError: rows were seen to differ.
     """
     result = read_verdict(model, shape)
     if result is not None and not result.same:

@@ -1,4 +1,4 @@
-"""The front door: a target, perhaps a draft, and streams of text from them."""
+"""The public generator: a target, an optional draft, and streams of text."""
 
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
@@ -29,16 +29,16 @@ from mlx_speculation.models import MtpConvention, Parallel, load
 
 
 class SpeculativeGenerator:
-    """Generates text with an mlx-lm model, faster where a draft helps.
+    """Generates text with an mlx-lm model, faster if a draft helps.
 
-    The text is that of plain decoding: with temperature 0, and with a seed above it,
-    whatever the draft and its length.
+    At temperature 0, and above 0 for a given seed, the text equals that of plain
+    decoding, whatever the draft and its length.
 
         generator = SpeculativeGenerator(model, tokenizer, draft=small_model)
         print(generator.generate("def fib(n):", max_tokens=64).text)
 
     Streams of one generator are independent of each other, unless `draft` is a
-    drafter object of your own: that serves one open stream at a time.
+    drafter object of your own, which serves one open stream at a time.
 
     A drafter that fails is disabled for the rest of the stream, and the text goes on:
     `stats.drafter_faults` and a `DrafterFaultWarning` say how it failed.
@@ -76,28 +76,28 @@ class SpeculativeGenerator:
         history: int | None = None,
         **options: Unpack[GeneratorKeywords],
     ) -> "SpeculativeGenerator":
-        """Load a target, and a draft model where `draft` names one.
+        """Load a target, and a draft model if `draft` names one.
 
         Args:
             path_or_repo: a folder in mlx-lm's layout, or the name of a repository.
-            convention: of an MTP head's training; probed when omitted.
+            convention: the convention of an MTP head's training; None: probed.
             quantize_draft: bits of the loaded draft's or head's weights: 2 to 6, or 8.
             adapter_path: a folder of adapter weights for the target, by mlx_lm.lora.
             trust_remote_code: let code in the folders of target and draft model run.
-            parallel: how `group` spreads the target: "tensor" or "pipeline". A draft
-                model is read on rank 0 alone.
-            vision: load a target that reads images, with mlx-vlm; None: where the
+            parallel: how the target is sharded over `group`: "tensor" or "pipeline". A
+                draft model is loaded on rank 0 only.
+            vision: load a target that reads images, with mlx-vlm; None: only if the
                 folder has a vision part and mlx-lm does not know the architecture.
             history: tokens of earlier answers for draft="lookup"; see `LookupDraft`.
-            options: the fields of `GeneratorOptions`. `draft="auto"` takes what
-                speculation.json in the folder names, else the head in it, and a lookup;
-                `notices` says why it is alone where a head was expected.
+            options: the fields of `GeneratorOptions`. `draft="auto"` takes the draft
+                that speculation.json in the folder names, else the folder's head, and a
+                lookup; if a head was expected, `notices` says why there is none.
 
         Raises:
-            ModelFolderError: a folder is not a model, or has no whole head, or its
+            ModelFolderError: a folder is not a model, or has no complete head, or its
                 speculation.json is wrong.
-            ConventionError: the head agrees with the target by no convention.
-            UnsupportedModelError: the target is of no family whose heads are known.
+            ConventionError: the head fits the target under no known convention.
+            UnsupportedModelError: heads of the target's family are not known.
             TokenizerMismatchError: target and draft do not share their token ids.
         """
         options["draft"] = find_draft(
@@ -120,7 +120,7 @@ class SpeculativeGenerator:
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """Notes on a draft that is not the one wished for, or was guessed in part."""
+        """Notes on a draft that is not the requested one, or was guessed in part."""
         return self._setup.notices
 
     @property
@@ -145,34 +145,34 @@ class SpeculativeGenerator:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks that the target is spread over."""
+        """Number of ranks over which the target is sharded."""
         return 1 if self._setup.ranked is None else self._setup.ranked.group.size
 
     @property
     def draft(self) -> Draft | None:
-        """The draft; another generator of this target takes it too."""
+        """The draft, which can be passed to another generator of this target."""
         return self._setup.draft
 
     @property
     def exact(self) -> int | None:
-        """The rows of every forward in exact mode; None: it is not in that."""
+        """The rows of every forward in exact mode; None: not in exact mode."""
         shape = self._setup.options.shape
         return None if shape is None else shape.rows
 
     @property
     def draft_length(self) -> int | None:
-        """The tokens drafted in a round; None: as many as pay, by measurement."""
+        """The number of tokens drafted in a round; None: chosen by measured costs."""
         return self._setup.lengths.usual
 
     def replayed(self, ids: list[int]) -> list[int]:
-        """Return the prompt with the ids that earlier answers were generated in."""
+        """Return the prompt with the generated ids of earlier answers in it."""
         return self._setup.prompts.replay(ids)
 
     def encode(self, prompt: Prompt | Iterable[int]) -> list[int]:
         """Return a prompt's token ids: text or messages encoded, or ids checked.
 
         Raises:
-            InvalidRequestError: there is no token, or one that the target lacks.
+            InvalidRequestError: the prompt has no token, or an id the target lacks.
         """
         return self._setup.prompts.encode(prompt)
 
@@ -189,20 +189,20 @@ class SpeculativeGenerator:
     def calibrate(
         self, contexts: SequenceOf[int] = (64,), *, progress: Progress | None = None
     ) -> CostTable:
-        """Measure what rounds cost here, by draft length, and keep it in a file.
+        """Measure the costs of rounds on this machine, and store them in a file.
 
-        It takes 72 rounds for each context; `round_parts` has the parts. Without it the
-        first streams measure what they need. 26 more find after how many layers a
-        round's forward is best submitted, on one rank and not in exact mode.
+        72 rounds run for each context; `round_parts` has the parts of their time. On
+        one rank and without exact mode, 26 more find after how many layers a forward is
+        best submitted. Without calibration the first streams measure costs themselves.
 
         Args:
             contexts: numbers of tokens in the caches to measure at. Costs between 512,
-                1,024, 2,048 ... tokens are taken for equal.
-            progress: called with the number of measured rounds, and of all.
+                1,024, 2,048 ... tokens are taken as equal.
+            progress: called with the number of measured rounds, and that of all rounds.
 
         Returns:
             Seconds of a round by context bucket (0: up to 512 tokens, 1: up to 1,024)
-            and draft length; nothing on other ranks than rank 0.
+            and draft length; empty on ranks other than 0.
 
         Raises:
             InvalidRequestError: there is no draft, or a context is not at least 1.
@@ -224,9 +224,9 @@ class SpeculativeGenerator:
         """Measure costs of batch rounds; return a table for each number of rows.
 
         Args:
-            rows: numbers of rows; what is known of one is a guess for the others.
-            contexts: as `calibrate` has them, of the longest row.
-            progress: likewise.
+            rows: numbers of rows; costs of other numbers are guessed from theirs.
+            contexts: as for `calibrate`, of the longest row.
+            progress: as for `calibrate`.
 
         Raises:
             InvalidRequestError: there is no draft, a number is not at least 1, rows of
@@ -236,7 +236,7 @@ class SpeculativeGenerator:
         return calibrate_batches(self, calibration, rows, contexts, progress)
 
     def generate(self, prompt: Prompt, **options: Unpack[StreamKeywords]) -> Result:
-        """Generate to the end; takes what `stream` takes."""
+        """Generate to the end, with the arguments of `stream`."""
         stream = self.stream(prompt, **options)
         for _ in stream:
             pass
@@ -253,20 +253,20 @@ class SpeculativeGenerator:
         """Return the results of prompts, in their order; see `BatchGenerator`.
 
         Args:
-            prompts: what `stream` takes, one for each text.
-            max_rows: how many run at once.
-            each: the options of each prompt that are not those of all.
-            options: the fields of `StreamOptions` for all. Of one `sampling` with a
-                seed for all, prompt i has `derived_seed(seed, i)`.
+            prompts: one prompt for each text, as for `stream`.
+            max_rows: how many rows run at once.
+            each: for each prompt, options that replace those in `options`; (): none.
+            options: the fields of `StreamOptions` for all prompts. If their `sampling`
+                has a seed, prompt i gets `derived_seed(seed, i)`.
 
         Raises:
-            InvalidRequestError: names the two values that do not fit; nothing has run.
-            Exception: what ended the first row that failed, when all have ended.
+            InvalidRequestError: two values do not fit together; nothing has run.
+            Exception: the error of the first row that failed, after all have ended.
         """
         return generate_batch(self, prompts, max_rows, options, each)
 
     def stream(self, prompt: Prompt, **options: Unpack[StreamKeywords]) -> Stream:
-        """Start a generation; nothing runs before the first chunk is asked for.
+        """Return a new stream; nothing runs before its first chunk is requested.
 
         Args:
             prompt: text, token ids, or the messages of a chat, which go through the
@@ -274,7 +274,7 @@ class SpeculativeGenerator:
             options: the fields of `StreamOptions`.
 
         Raises:
-            InvalidRequestError: names the two values that do not fit.
+            InvalidRequestError: two values do not fit together; it names both.
             ConstraintError: the constraint fails before the first token.
         """
         return self._streams.make(prompt, StreamOptions(**options))

@@ -1,4 +1,4 @@
-"""Memory that a generation holds, and that a prompt will need, in bytes."""
+"""Memory in bytes: held by a generation, and needed by a prompt."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,8 +57,7 @@ class Memory:
 class Weights:
     """Byte counts of the weights of a target and its draft, counted once.
 
-    The count of a large model takes milliseconds: too long for each row of a batch that
-    ends.
+    Counting a large model takes milliseconds, too long for each row that ends.
     """
 
     def __init__(self, model: nn.Module, modules: Sequence[nn.Module]) -> None:
@@ -85,9 +84,9 @@ def held_memory(
     Args:
         weights: byte counts of the weights.
         target: the lane of the target.
-        draft_lanes: lanes of the drafter; None in the place of one that was dropped.
+        draft_lanes: lanes of the drafter; None: a lane that was dropped.
         arrays: other arrays and caches of the drafter.
-        prefix_cache: the generator's, if it has one.
+        prefix_cache: the generator's prefix cache; None: there is none.
     """
     target_weights, draft_weights, names = weights.bytes
     lanes = [target, *draft_lanes]

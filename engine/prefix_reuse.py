@@ -1,16 +1,15 @@
-"""One stream's use of a prefix cache: look up, take restore points, fill.
+"""One stream's use of a prefix cache: look up, take restore points, store.
 
-A head that reads the target's states has rows of its own. Row m of its layer k pairs
-the state at m with token m + 1 + k, so with L layers rows [0, n) follow from the tokens
-[0, n + L). Behind them it goes on with the states of the last L:
+A head that reads the target's hidden states has cache rows of its own. Row m of its
+layer k pairs the state of position m with token m + 1 + k. So with L layers, rows
+[0, n) depend on tokens [0, n + L), and the head next needs the states of the last L
+tokens. The target provides them in one of two ways:
 
-    rows alone      the target resumes L tokens before the known ones end, and feeds
-                    these again: their states are what the head reads next
-    restore points  the target resumes there, and the last L states are kept with it
+    rows only       the target resumes L tokens early, and feeds these tokens again
+    restore points  the target resumes at a point, which the last L states are kept with
 
-A head with windows keeps no rows: it begins as many tokens earlier as they see.
-
-So drafts after a beginning that is known are those after one that was read.
+A head with sliding windows keeps no rows: it resumes as many tokens early as the
+windows see. So drafts after a reused prefix equal those after a prefix that was read.
 """
 
 import sys
@@ -26,20 +25,19 @@ from mlx_speculation.models import Lane, RestorePoints
 
 
 class PrefixReuse:
-    """The prefix cache, as one stream sees it."""
+    """The prefix cache for one stream."""
 
     def __init__(
         self,
         cache: PrefixCache,  # the prefix cache of the generator
-        # Returns the target's lane and the draft model's, if there is one, in the order
-        # in which `cache` was bound to the models; None for a lane that is to be passed
-        # over
+        # Returns the lanes of the target and of draft models, in the order in which
+        # `cache` was bound to the models; None: a lane to skip
         lanes: Callable[[], Sequence[Lane | None]],
         reach: int,  # how many tokens a round adds to a lane at most
-        keys: Sequence[int] = (),  # what stands for the tokens of a prompt with images
+        keys: Sequence[int] = (),  # cache keys of the tokens of a prompt with images
         # Returns the head in the drafter, see `OpenDrafter.prefix_head`
         head: Callable[[], Any] = lambda: None,
-        kept_head: int | None = None,  # the index of its rows in `cache`, if it has any
+        kept_head: int | None = None,  # the index of the head's rows in `cache`
         ends: Collection[int] = (),  # the ids of tokens that end a turn
     ) -> None:
         self._cache, self._lanes, self._reach = cache, lanes, reach
@@ -47,11 +45,11 @@ class PrefixReuse:
         self._ends = ends
 
     def begin(self, tokens: Sequence[int], statistics: Statistics) -> None:
-        """Let the lanes hold what is known of `tokens`, but not the last token.
+        """Resume the lanes from the cached prefix of a prompt, without its last token.
 
         Args:
-            tokens: the prompt's.
-            statistics: notes what is not read again, and the time that it took.
+            tokens: the tokens of the prompt.
+            statistics: counts the reused tokens, and the time that this takes.
         """
         started = time.perf_counter()
         self._thread, self._prompt = threading.get_ident(), len(tokens)
@@ -59,7 +57,7 @@ class PrefixReuse:
         again = 0 if head is None else head.again
         in_memory = cache.fetch(named)
         for which, lane in self._each():
-            # One model drafts for all of a batch two tokens behind each text.
+            # In a batch, a shared draft model lags two tokens behind each text.
             known = named[:-1] if which else named
             rows = cache.lookup(which, known, 0 if which else again)
             if rows is not None:
@@ -86,8 +84,8 @@ class PrefixReuse:
         """Take the restore points that are due.
 
         Args:
-            caches: lets the lanes hold their caches meanwhile, where those of a batch
-                have them.
+            caches: a context in which the lanes hold their caches, for rows of a batch,
+                whose caches are in a shared lane.
         """
         due = [
             (lane.points, lane)
@@ -101,10 +99,10 @@ class PrefixReuse:
                     points.take(lane)
 
     def store(self, tokens: Sequence[int], *, ended: bool = True) -> None:
-        """Keep what the lanes hold of the known `tokens`.
+        """Store the rows of `tokens` that the lanes hold in the prefix cache.
 
         Args:
-            tokens: the known ones.
+            tokens: the known tokens.
             ended: whether no round follows.
         """
         head, left = self._head(), []
@@ -124,10 +122,10 @@ class PrefixReuse:
         self._cache.store(named, left, self._prompt)
 
     def _places(self, tokens: Sequence[int], known: Sequence[int]) -> set[int]:
-        """Return where later prompts are likely to part from this one.
+        """Return the positions at which later prompts are likely to diverge from it.
 
-        That is after its last whole turn, since templates change how the next one
-        begins; and where it parts from earlier ones, as others will too.
+        One is the end of its last complete turn, as templates change how the next turn
+        begins. The other is where it diverges from earlier prompts.
         """
         places = range(len(known), 0, -1)
         end = next((at for at in places if tokens[at - 1] in self._ends), 0)
@@ -140,28 +138,28 @@ class PrefixReuse:
         return target
 
     def store_dropped(self, tokens: Sequence[int]) -> None:
-        """Keep it when the stream is dropped before its end, if that is safe here.
+        """Store `tokens` of a stream that is dropped before its end, if it is safe.
 
-        The collector may drop it in another thread, which cannot evaluate what this
-        one's streams have not computed yet, or while the interpreter shuts down.
+        The garbage collector may drop the stream in another thread, which cannot
+        evaluate arrays of this thread, or while the interpreter shuts down.
         """
         if self._thread == threading.get_ident() and not sys.is_finalizing():
             self.store(tokens, ended=False)
 
     def forget(self) -> None:
-        """Keep nothing, after an error."""
+        """Drop the restore points, after an error."""
         for _, lane in self._each():
             lane.points = None
 
     def _named(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Return what the cache knows the tokens by."""
+        """Return the keys of the tokens in the cache."""
         keys = self._keys
         return [*keys, *tokens[len(keys) :]] if keys else tokens
 
     def _each(self) -> list[tuple[int, Lane]]:
-        """Return the lanes, each with its place in the order.
+        """Return the lanes to use, each after its index.
 
-        A draft model's that has no caches is left out: they are in a batch.
+        The lane of a draft model that a batch shares has no caches, and is left out.
         """
         result = []
         for which, lane in enumerate(self._lanes()):

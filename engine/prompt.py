@@ -1,4 +1,4 @@
-"""The tokens of one request: what its prompt says, and what is known so far."""
+"""The tokens of one request: its encoded prompt, and the known tokens so far."""
 
 import operator
 import warnings
@@ -20,10 +20,10 @@ from mlx_speculation.errors import ContextLengthNotice, InvalidRequestError
 from mlx_speculation.models.vision import ImagePrompt
 from mlx_speculation.samplers import Rows
 
-CONTEXT = 8  # tokens before an answer that are decoded with it: a first space counts
-MOST = 64  # answers to one prompt that are compared
+CONTEXT = 8  # tokens decoded before an answer, so that a space at its start is kept
+MOST = 64  # most answers to one prompt that are compared
 
-# Text, token ids, the messages of a chat, or what a processor made of text and images.
+# Text, token ids, the messages of a chat, or an image processor's output.
 Prompt = str | SequenceOf[int] | SequenceOf[Mapping[str, Any]] | ImagePrompt
 
 
@@ -32,15 +32,15 @@ class Sequence:
     """The known tokens: those in the passed cache, the prompt, and the emitted ones."""
 
     tokens: list[int]  # the known token ids
-    # How many tokens precede them that nobody named (a prompt cache that was passed
-    # without `cached_tokens`)
+    # How many unknown tokens precede them, in a prompt cache that was passed without
+    # `cached_tokens`
     start: int = 0
-    # Which of the prompt's stand for parts of images, [start, stop) of each run
+    # Runs of tokens that stand for images, each as [start, stop)
     images: tuple[tuple[int, int], ...] = ()
-    prediction: SequenceOf[int] = ()  # an expected answer, which drafters may look in
+    prediction: SequenceOf[int] = ()  # an expected answer, which lookups search
 
     def rows(self, ahead: mx.array | None = None, count: int = 1) -> Rows:
-        """Return what precedes `count` rows, the last of which follows `ahead`."""
+        """Return the prefixes of `count` rows; the last row follows all of `ahead`."""
         return Rows(self.tokens, ahead, count, self.start)
 
 
@@ -48,16 +48,16 @@ class Prompts:
     """Encodes and checks the prompts for one target.
 
     Args:
-        tokenizer: the target's, in mlx-lm's wrapper.
-        highest_id: the largest id that the target has a row for.
-        context_length: tokens that the target was made for; None: it does not say.
-        positions: that the target has a table of; None: it has none.
-        replay: returns ids with the same text, see `replayed`.
+        tokenizer: the target's tokenizer, in mlx-lm's wrapper.
+        highest_id: the largest token id of the target.
+        context_length: tokens that the target was made for; None: unknown.
+        positions: size of the target's table of positions; None: it has no table.
+        replay: replaces the ids of earlier answers in a prompt, see `replayed`.
 
     Attributes:
         replay: as passed.
-        highest_id: likewise.
-        context_length: likewise, and no more than `positions`.
+        highest_id: as passed.
+        context_length: the smaller of `context_length` and `positions`.
     """
 
     def __init__(
@@ -125,7 +125,8 @@ class Prompts:
     def encode(self, prompt: Prompt | Iterable[int]) -> list[int]:
         """Encode text as mlx-lm does, messages by the chat template, and check ids.
 
-        No text gets a second beginning-of-text token; a template writes its own.
+        A beginning-of-text token is added only if the text does not begin with one. A
+        chat template adds its own.
         """
         ids: Any = prompt
         if isinstance(prompt, Mapping):
@@ -155,7 +156,7 @@ class Prompts:
         return self._checked_ids(ids)
 
     def _render(self, messages: SequenceOf[Any]) -> str:
-        """Return a conversation as text, up to where the answer begins."""
+        """Render a conversation as text, up to the beginning of the answer."""
         wrong = next((each for each in messages if not _is_message(each)), None)
         if wrong is not None:
             raise InvalidRequestError(
@@ -174,7 +175,7 @@ class Prompts:
                 tokenize=False,
                 add_generation_prompt=True,
             )
-        except Exception as error:  # a template raises what it likes
+        except Exception as error:  # a template may raise any error
             raise InvalidRequestError(
                 f"The chat template refused {len(messages)} messages: "
                 f"{type(error).__name__}: {error}."
@@ -183,7 +184,7 @@ class Prompts:
 
     def _warn_if_long(self, count: int) -> None:
         if self._positions is not None:
-            return  # a longer one is refused
+            return  # `fitting` refuses a longer prompt
         if self.context_length is not None and count > self.context_length:
             warnings.warn(
                 f"The prompt has {count} tokens, and the model was made for "
@@ -194,7 +195,7 @@ class Prompts:
             )
 
     def _checked_ids(self, ids: Iterable[int]) -> list[int]:
-        """Return plain integers, all of which the target has a row for."""
+        """Return the ids as plain integers; refuse ids that the target lacks."""
         try:
             tokens = [operator.index(token) for token in _plain(ids)]
         except TypeError as error:
@@ -211,7 +212,7 @@ class Prompts:
 
 
 def say_out_of_positions() -> None:
-    """Say that a text ends with the target's table of positions."""
+    """Warn that a text ends because the target has no more positions."""
     warnings.warn(
         "The text ends where the model's table of positions does, and max_tokens asks "
         "for more. Shorten the prompt.",
@@ -221,15 +222,15 @@ def say_out_of_positions() -> None:
 
 
 def _plain(ids: Any) -> list[Any]:
-    """Return arrays of mlx and numpy as lists, and other iterables too."""
+    """Return an iterable, such as an array of mlx or numpy, as a list."""
     return list(ids.tolist()) if hasattr(ids, "tolist") else list(ids)
 
 
 def _as_text(message: Mapping[str, Any]) -> dict[str, str]:
-    """Return a content that is in parts as one text, as mlx-lm's server does.
+    """Return the content parts of a message joined to one text, as mlx-lm's server.
 
     Raises:
-        InvalidRequestError: a part is no text.
+        InvalidRequestError: a part is not text.
     """
     parts = message.get("content")
     if isinstance(parts, str) or not isinstance(parts, SequenceOf):
@@ -257,23 +258,22 @@ def _is_message(value: Any) -> bool:
 def replay_of(
     cache: PrefixCache | None, tokenizer: Any
 ) -> Callable[[list[int]], list[int]]:
-    """Return what replays the answers that a cache holds; None holds none."""
+    """Return the function that replays answers of a cache; None: no change."""
     return list if cache is None else partial(replayed, cache, tokenizer)
 
 
 def replayed(cache: PrefixCache, tokenizer: Any, ids: SequenceOf[int]) -> list[int]:
-    """Return a prompt whose answers have the ids in which the target wrote them.
+    """Return a prompt in which earlier answers have the ids that were generated.
 
-    A later prompt has an answer as text, and a tokenizer may make other ids of that
-    than the target chose:
+    A later prompt contains an answer as text, and the tokenizer may encode that text to
+    ids other than the generated ones:
 
-        written        [The][ answer][ is][ 4][2]     what the prefix cache holds
+        generated      [The][ answer][ is][ 4][2]     in the prefix cache
         the prompt     [The][ answer][ is][ 42]       the same text, encoded again
 
-    An answer in the prefix cache takes the place of the ids of a prompt only where all
-    ids before it are the same, and both are the same text, character for character. So
-    nothing comes in that the prompt does not say, such as the thinking of another
-    conversation.
+    The ids of a cached answer replace ids of the prompt only if all ids before them are
+    equal, and the texts of both are equal character by character. So the text of the
+    prompt never changes; the thinking of another conversation, say, cannot get into it.
     """
     prompt, done = list(ids), -1
     while True:
@@ -291,12 +291,12 @@ def replayed(cache: PrefixCache, tokenizer: Any, ids: SequenceOf[int]) -> list[i
 
 
 def _end(tokenizer: Any, prompt: SequenceOf[int], first: int, text: str) -> int:
-    """Return where a text ends that the tokens from `first` begin with.
+    """Return the end of the tokens, from `first` on, that decode to `text`.
 
-    0: in the middle of a token.
+    0: the text ends in the middle of a token.
     """
     low, high = first, min(len(prompt), first + CONTEXT + 4 * len(text))
-    while low < high:  # more tokens never have less text
+    while low < high:  # bisection: more tokens never have a shorter text
         middle = (low + high) // 2
         if len(_text(tokenizer, prompt[first:middle])) < len(text):
             low = middle + 1

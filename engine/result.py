@@ -17,9 +17,9 @@ class Origin:
     """Origin of a token.
 
     Attributes:
-        writer: "accepted" for a drafted token; "correction" or "bonus" for the
-            target's own after it; "step" for the target's without a draft.
-        place: of an accepted token in its draft, from 0; None for the others.
+        writer: "accepted": a drafted token; "correction" or "bonus": the target's token
+            after a rejection or after the whole draft; "step": a token without a draft.
+        place: index of an accepted token in its draft, from 0; else None.
     """
 
     writer: Writer
@@ -35,10 +35,10 @@ class LogProb:
 
     Attributes:
         value: the natural logarithm of its probability.
-        top: pairs of a token id and its log-probability, the most probable first, of
-            equals the chosen one.
-        row: of all ids, float32 [ids], not evaluated; in chunks of streams that were
-            asked for it, and never in a result.
+        top: pairs of a token id and its log-probability, the most probable first; of
+            equal ones, the chosen token first.
+        row: log-probabilities of all ids, float32 [ids], lazy; only in chunks of a
+            stream with `logprob_rows`, else None.
     """
 
     value: float
@@ -47,7 +47,7 @@ class LogProb:
 
 
 def listed(report: LogProbs, rows: slice) -> list[LogProb]:
-    """Return the report on some rows as plain numbers; waits for it."""
+    """Return the log-probabilities of some rows as plain numbers; waits for them."""
     values: Any = report.tokens[rows].tolist()
     ids: Any = report.top_ids[rows].tolist()
     top: Any = report.top[rows].tolist()
@@ -63,11 +63,11 @@ class Chunk:
     """One emitted token and the text that it made certain.
 
     Attributes:
-        text: may be empty, while a character or a stop string may still be going on.
+        text: empty while a character or a possible stop string is incomplete.
         token: the token id; the last chunk's may be a stop token.
         finish_reason: "stop" or "length" in the last chunk, else None.
-        logprob: how probable the token was, if the stream was asked for it.
-        origin: who wrote the token.
+        logprob: log-probability of the token; None: not requested.
+        origin: origin of the token.
     """
 
     text: str
@@ -89,19 +89,19 @@ class Result:
     """A generation, finished or closed early.
 
     Attributes:
-        text: the texts of the chunks together: `tokenizer.decode` of the tokens,
-            without stop token, stop string and half a character at the end.
+        text: the joined texts of the chunks: `tokenizer.decode` of the tokens, without
+            a stop token, a stop string or an incomplete character at the end.
         tokens: the generated token ids, a stop token included.
         finish_reason: "stop", "length", "closed" when the caller ended it, or "error".
         stats: counts and times.
-        seed: decides the text at a temperature above 0.
+        seed: the seed, which decides the text at a temperature above 0.
         cached_tokens: the known tokens that the target's caches hold, in order.
         next_token: the token that would have come next; with it as the prompt and the
             same caches, seed and `cached_tokens`, the text goes on as if it had not
-            been interrupted. None where it is not known.
+            been interrupted. None: not known.
         memory: bytes that were held at the end.
-        logprobs: how probable each of `tokens` was; None if not asked for.
-        origins: who wrote each of `tokens`.
+        logprobs: log-probability of each token; None: not requested.
+        origins: origin of each token.
     """
 
     text: str

@@ -10,19 +10,19 @@ from mlx_speculation.engine.timing import RoundSeconds
 class SourceCounts:
     """Counts of one kind of drafter."""
 
-    drafts: int = 0  # rounds with its drafts
-    drafted: int = 0  # its tokens
-    accepted: int = 0  # those accepted
+    drafts: int = 0  # rounds with a draft of this kind
+    drafted: int = 0  # drafted tokens
+    accepted: int = 0  # accepted tokens
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterFault:
-    """Why a drafter is disabled for the rest of a stream."""
+    """Fault for which a drafter is disabled for the rest of a stream."""
 
     drafter: str  # the name of its class
     call: str  # "begin", "propose", "settle" or "discard"
-    reason: str  # what was raised, or what is wrong with its draft, in a line
-    details: str  # the traceback, or again the reason
+    reason: str  # the error, or the fault of its draft, in one line
+    details: str  # the traceback; without an error, the reason again
 
     def __str__(self) -> str:
         return (
@@ -37,37 +37,37 @@ class Statistics:
     """Counts and times of one generation.
 
     Attributes:
-        rounds: forwards of the target after prefill that brought tokens.
+        rounds: forwards of the target after prefill that emitted tokens.
         drafts: rounds with at least one drafted token.
         drafted: drafted tokens.
         accepted: accepted tokens, before a cut at a stop or the budget.
         emitted: generated tokens, after that cut.
-        reached: how often at least i + 1 drafted tokens were accepted, for each i.
+        reached: at index i, how often at least i + 1 drafted tokens were accepted.
         sources: drafts, drafted and accepted tokens by the kind of drafter.
         empty_drafts: rounds in which the drafter was asked and proposed nothing.
-        drafter_faults: the drafters that have failed, and how; each is disabled for
+        drafter_faults: the faults of drafters; after a fault a drafter is disabled for
             the rest of the stream, and the text goes on without it.
-        paused: why nothing was drafted, or in the end nothing any more; empty
-            otherwise, and where nothing was to be drafted.
-        reads: how often the host waited for the device beside the one time in each
-            round: for a drafter that may stop early, in the middle of a draft; for a
-            constraint, which has to know the tokens before a row.
+        paused: the reason why fewer than half of the rounds had drafts, if it is known
+            and drafts were requested; else empty.
+        reads: how often the host waited for the device, beyond once in each round: for
+            a drafter that may stop early, in the middle of a draft; for a constraint,
+            which needs the tokens before a row.
         reruns: partial acceptances that ran the target again, because a recurrent
-            mixer is not on record.
+            mixer was not recorded.
         mixer_reruns: partial acceptances in which a recurrent mixer of the target ran
-            again over its inputs, because it has no recipe (mamba, jamba, rwkv7), or
-            what was noted of its call is not complete.
-        reused: prompt tokens that the prefix cache held, which the target did not
-            read again.
-        reused_from_disk: those of them that were in files alone.
+            again over its inputs, because it has no replay (mamba, jamba, rwkv7), or
+            the record of its call is incomplete.
+        reused: prompt tokens that the target did not read, as the prefix cache held
+            them.
+        reused_from_disk: reused tokens that were only in files.
         prefill_seconds: time from the start to the first round.
-        draft_seconds: time of the rounds until the drafted tokens are there.
-        verify_seconds: from there until the target's logits are there; in plain steps
-            all time until then. A replay of recurrent layers is computed with the
-            next forward and is in here.
+        draft_seconds: time of the rounds until the drafted tokens are computed.
+        verify_seconds: from there until the target's logits are computed; in plain
+            steps all time until then. It includes the replay of recurrent layers, which
+            is computed with the next forward.
         sampler_seconds: from there until the tokens are chosen and counted.
-        host_seconds: time of the rounds in which the host works and nothing that it
-            waits for is on its way; see `engine.timing` for all four.
+        host_seconds: time of the rounds in which the host works and waits for nothing;
+            see `engine.timing` for all four.
     """
 
     rounds: int = 0
@@ -99,9 +99,9 @@ class Statistics:
         source: str = "drafter",
         first: int = 0,
     ) -> None:
-        """Count one round, and by the drafter's kind what was drafted in it.
+        """Count one round, and its draft by the kind of drafter.
 
-        Of a plain step that came first its own token is counted by itself, as `first`.
+        `first` is 1 if a plain step was in flight; it counts as a round of one token.
         """
         self.rounds += first + (emitted > 0)
         self.emitted += first + emitted
@@ -124,7 +124,7 @@ class Statistics:
 
     @property
     def mean_accepted_length(self) -> float:
-        """1 + accepted / drafts: tokens per drafting round with its bonus."""
+        """Mean tokens of a round with a draft: 1 + accepted / drafts."""
         return 1 + self.accepted / self.drafts if self.drafts else 1.0
 
     @property

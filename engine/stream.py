@@ -1,7 +1,7 @@
 """One running generation: an iterator of chunks that can be closed at any time.
 
-Where the target is on several ranks, all of them yield the same chunks. Rank 0 says
-where the text ends, unless a rank leaves by an error, which ends it for all.
+If the target is sharded over ranks, all ranks yield the same chunks. Rank 0 decides
+where the text ends; an error on any rank ends the text on all.
 """
 
 import sys
@@ -31,24 +31,24 @@ class Generation:
 
     Args:
         decoder: runs the rounds.
-        chunks: turns what they emit into chunks.
-        caches: settles what the caches hold at the end.
-        out_of_positions: whether the target has no positions for more tokens.
-        seed: what the chooser was given, for the result.
+        chunks: turns emitted tokens into chunks.
+        caches: brings the caches to their contents at the end.
+        out_of_positions: whether the target's positions end before `max_tokens`.
+        seed: the seed of the chooser, for the result.
         running: entered at the first chunk, left at the end.
         memory: counts the bytes that are held.
-        prefixes: what earlier requests left, and what this one leaves; None: nothing.
-        remember: gets the known tokens at the end, unless that is an error.
-        session: the stream on all ranks; None: there is one.
+        prefixes: the prefix cache for this request; None: not used.
+        remember: gets the known tokens at the end, except after an error.
+        session: the stream on all ranks; None: there is only one rank.
 
     Attributes:
         decoder: as passed.
-        chunks: likewise.
-        caches: likewise.
-        seed: likewise.
-        prefixes: likewise.
-        request: the request of its rounds.
-        result: the generation as a whole; None: it has not ended.
+        chunks: as passed.
+        caches: as passed.
+        seed: as passed.
+        prefixes: as passed.
+        request: the request of the decoder.
+        result: the result; None: the generation has not ended.
     """
 
     def __init__(
@@ -84,12 +84,12 @@ class Generation:
         return self._tokens[: self.request.target.seen]
 
     def begin(self, fits: Callable[[int], bool] | None = None) -> bool:
-        """Read the prompt as far as it fits; without anything to generate, end.
+        """Read the part of the prompt that fits; end if there is nothing to generate.
 
-        Called again, also after Ctrl-C, it reads on where it was.
+        A further call, also after Ctrl-C, continues where the last one stopped.
 
         Args:
-            fits: whether a chunk of so many tokens may be read now; None: all may.
+            fits: whether a chunk of a number of tokens may be read now; None: always.
 
         Returns:
             Whether the prompt was read to its end.
@@ -111,9 +111,9 @@ class Generation:
         return self._prompt_read
 
     def advance(self) -> None:
-        """Run the next round, unless there are chunks; without a budget, no round.
+        """Run the next round, unless chunks are ready or nothing is to be generated.
 
-        An error ends the text, unless a signal's handler has raised it.
+        An error ends the text, unless a signal handler has raised it.
         """
         chunks = self.chunks
         if self.result is not None or chunks.ready:
@@ -122,13 +122,13 @@ class Generation:
             if not self._in_rounds and not (self.begin() and self._in_rounds):
                 return
             if self._session is not None and self.decoder.planned:
-                self._session.turn()  # else the exchange of its plan begins it
+                self._session.turn()  # else the ranks meet as they exchange the plan
             budget = chunks.max_tokens - self._statistics.emitted
             known = len(self._tokens)
             try:
                 chunks.reason = self.decoder.next_round(budget, chunks.cut)
             except BaseException:
-                if len(self._tokens) == known:  # undone, and may be run again
+                if len(self._tokens) == known:  # the round was undone, can run again
                     chunks.undo()
                 raise
             if self.prefixes is not None:
@@ -145,20 +145,20 @@ class Generation:
             raise
 
     def end_if_taken(self) -> None:
-        """End the text when its last chunk was taken."""
+        """End the text if its last chunk was taken."""
         chunks = self.chunks
         if self.result is None and chunks.reason is not None and not chunks.ready:
             self.end(chunks.reason)
 
     def warn_of_faults(self) -> None:
-        """Warn once that a drafter is disabled; the statistics have every one."""
+        """Warn once that a drafter is disabled; the statistics list all faults."""
         faults = self._statistics.drafter_faults
         if faults and not self._warned:
             self._warned = True
             warnings.warn(str(faults[0]), DrafterFaultWarning, stacklevel=4)
 
     def close(self, taken_back: int = 0) -> None:
-        """End here, without so many of the known tokens."""
+        """End the text now, and drop the last `taken_back` known tokens."""
         with DeferredSignals():
             if self.result is None:
                 if taken_back:
@@ -166,7 +166,7 @@ class Generation:
                 self.end("closed")
 
     def end(self, reason: str) -> None:
-        """Let the caches hold what they should, and set the result."""
+        """Settle the caches, set the result and fill the prefix cache."""
         error = sys.exception() if reason == "error" else None
         if reason == "length" and self._out_of_positions:
             say_out_of_positions()
@@ -204,7 +204,7 @@ class Generation:
         )
 
     def _note_pause(self) -> None:
-        """Say why few rounds had drafts, or none."""
+        """Note in the statistics why fewer than half of the rounds had drafts."""
         counts, plan = self._statistics, self.decoder.followed
         few = 2 * counts.drafts < counts.rounds
         if not self.request.drafts or counts.drafter_faults or not few:
@@ -216,7 +216,7 @@ class Generation:
             counts.paused = "nothing was proposed" if empty else "the text is short"
 
     def _leave_prefixes(self, reason: str) -> None:
-        """Leave later requests what this one has read, unless it has failed."""
+        """Store the known tokens for later requests, except after an error."""
         if self.prefixes is not None and reason == "error":
             self.prefixes.forget()
         if not self._started or reason == "error":
@@ -227,7 +227,7 @@ class Generation:
             self._remember(self._tokens)
 
     def drop(self) -> None:
-        """Leave what was entered; the prefix cache gets what was committed."""
+        """Exit the entered contexts; store committed tokens in the prefix cache."""
         self._open.close()
         if self.prefixes is not None and self._started and self.result is None:
             self.prefixes.store_dropped(self._tokens)
@@ -236,21 +236,21 @@ class Generation:
 class Stream:
     """Yields one `Chunk` per emitted token.
 
-    With the caller's own `prompt_cache`: after the last chunk or `close()` it holds
-    exactly `cached_tokens`. These start with the prompt and the yielded tokens, and
-    exceed them by less than one round. After an error they are what was committed
-    before the failing round. Ctrl-C, as whatever else a signal's handler raises, waits
-    for the end of a round or of a chunk of the prompt, and closes the stream.
+    After the last chunk or `close()`, a `prompt_cache` of the caller holds exactly
+    `cached_tokens`: the prompt, the yielded tokens, and at most the rest of one round.
+    After an error it holds the tokens committed before the failing round. Ctrl-C, like
+    any exception of a signal handler, is raised at the end of a round or of a chunk of
+    the prompt, and closes the stream.
 
     Args:
         generation: runs the rounds.
-        session: the stream on all ranks; None: there is one.
+        session: the stream on all ranks; None: there is only one rank.
 
     Attributes:
         generation: as passed.
     """
 
-    _ending = staticmethod(sys.is_finalizing)  # globals are None when it is needed
+    _ending = staticmethod(sys.is_finalizing)  # globals are None when Python exits
 
     def __init__(
         self, generation: Generation, session: RankSession | None = None
@@ -259,7 +259,7 @@ class Stream:
 
     @property
     def request(self) -> Request:
-        """The request of its rounds."""
+        """The request."""
         return self.generation.request
 
     @property
@@ -274,7 +274,7 @@ class Stream:
 
     @property
     def decisions(self) -> list[tuple[Plan, Feedback]]:
-        """Each round's plan, with what it was chosen by, and what became of it.
+        """The plan of each round, with its reasons, and the feedback after the round.
 
         Raises:
             SpeculationError: the stream was not started with `explain=True`.
@@ -299,15 +299,15 @@ class Stream:
 
     @property
     def ended(self) -> bool:
-        """Return whether the result is there."""
+        """Return whether the text has ended."""
         return self.generation.result is not None
 
     @property
     def result(self) -> Result:
-        """The generation as a whole, once it has ended.
+        """The result, once the text has ended.
 
         Raises:
-            SpeculationError: it is still running.
+            SpeculationError: the stream is still running.
         """
         if self.generation.result is None:
             chunks = self.generation.chunks
@@ -319,7 +319,7 @@ class Stream:
         return self.generation.result
 
     def close(self) -> None:
-        """End the text, unless it has ended; a follower ends where rank 0 does."""
+        """End the text, unless it has ended; other ranks end where rank 0 does."""
         if self.ended or self._ending():
             return
         session, generation = self._session, self.generation
@@ -337,15 +337,15 @@ class Stream:
                 pass
 
     def next_round(self, fits: Callable[[int], bool] | None = None) -> list[Chunk]:
-        """Run one round, and return the chunks of all that it emitted.
+        """Run one round, and return its chunks; an empty list: the stream has ended.
 
-        Those of a round that was begun chunk by chunk come first, without another
-        round. An empty list means that the stream has ended. What a signal's handler
-        raises leaves it open, before the round.
+        If `next` has yielded only a part of a round, the rest is returned and no round
+        is run. An exception of a signal handler leaves the stream open, before the
+        round.
 
         Args:
-            fits: whether the drafter may read a chunk of so many tokens of the prompt
-                first; None: it reads all at once, when it is first asked.
+            fits: whether the drafter may read a chunk of a number of prompt tokens now;
+                None: it reads the whole prompt before its first draft.
         """
         self.generation.decoder.fits = fits
         with DeferredSignals(checkpoints=True):
@@ -376,7 +376,7 @@ class Stream:
                     session.settled()
                 return chunk
         except BaseException:
-            if generation.result is None:  # of a signal
+            if generation.result is None:  # raised by a signal handler
                 if len(chunks.taken) > count:  # the caller has not got the chunk
                     chunks.put_back()
                 self.close()
@@ -388,11 +388,11 @@ class Stream:
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         follows = self._session is not None and not self._session.leads
         if kind is not None and follows and not self.ended:
-            self.generation.end("error")  # by this rank 0 knows of it
+            self.generation.end("error")  # tells rank 0
         else:
             self.close()
 
     def __del__(self, finalize: Callable[..., None] = finalize) -> None:
-        """Leave what was entered; the prefix cache gets what was committed."""
+        """Exit the entered contexts; store committed tokens in the prefix cache."""
         if self.generation.result is None:
             finalize(self.generation.drop)

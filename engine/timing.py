@@ -3,24 +3,24 @@
     draft       proposing, and waiting for the drafted tokens
     verify      waiting for the target's logits
     sampler     waiting from there on until the tokens are chosen and counted
-    host        the rest: the thread builds and hands over the target's graph, cuts the
-                text, commits. What of it passes while the device computes costs
-                nothing, so a faster host saves this much at most.
+    host        the rest: the thread builds and submits the target's graph, cuts the
+                text, commits. The device may compute meanwhile, so a faster host saves
+                this much time at most.
 
-The thread waits for what the device computes in the order in which it does, and the
-parts end where it is woken. On a CPU it waits while it hands over a graph too: mlx
-takes more operations when it has done as many. Of handing over, the processor time of
-the thread is therefore the host's, and the rest is waiting: for the logits, though
-some of it may be for the last drafted tokens. With CUDA the thread was seen to compute
-all the while (docs/log/rounds.md), and is not asked: a plain step of 3 ms is 1 %
-shorter so.
-And a plain step's choice is submitted with its logits: its time is found in `verify`,
-all but nothing, unless parts are exact or a constraint has masks to make in between.
+The thread waits for results in the order in which the device computes them, and a part
+ends when the thread wakes up. On a CPU the thread also waits while it submits a graph,
+since mlx takes more operations only when it has done earlier ones. So of the time of
+submitting, the processor time of the thread counts as host, and the rest as waiting for
+the logits, though some of it may be for the last drafted tokens. With CUDA the thread
+was seen to compute all that time (docs/log/rounds.md). So its processor time is not
+read, which makes a plain step of 3 ms 1 % shorter.
+A plain step submits its choice with its logits. So nearly all time of the choice is in
+`verify`, unless parts are exact or a constraint makes masks in between.
 
-`exact` parts are those of a stream with `explain=True`. A graph is handed over there
-when the one before it has been computed, which makes rounds slower: on 2 cores those of
-the dense demo model by 0.8 % (4 drafted tokens) and 1.1 % (plain steps). What is done
-in every stream costs 0.2 %.
+The parts are exact in a stream with `explain=True`: each graph is submitted when the
+one before it is computed. This makes rounds slower, on 2 cores those of the dense demo
+model by 0.8 % (4 drafted tokens) and 1.1 % (plain steps). The timing of other streams
+costs 0.2 %.
 """
 
 import time
@@ -56,8 +56,8 @@ class RoundClock:
     """Divides the time from `start` to `stop` into parts, without a gap.
 
     Args:
-        waits: whether to hand over a graph may be to wait; if not, all of it is the
-            host's.
+        waits: whether submitting a graph may wait for the device; if not, all of its
+            time counts as host.
     """
 
     def __init__(self, *, waits: bool = True) -> None:
@@ -68,9 +68,9 @@ class RoundClock:
         """Begin a round.
 
         Args:
-            planning: seconds of the round before that: on several ranks they agree on
-                a plan, which waits for a step in flight.
-            behind: whether there is one.
+            planning: seconds spent on the plan before this call; with a step in flight
+                they are a wait, since several ranks agree on the plan.
+            behind: whether a step is in flight.
         """
         self._spent = {"draft": 0.0, "verify": 0.0, "sampler": 0.0, "host": 0.0}
         self._spent["verify" if behind else "host"] = planning
@@ -83,7 +83,7 @@ class RoundClock:
         self._last = now
 
     def wait(self, part: Part, *arrays: mx.array) -> None:
-        """Wait for arrays, all of them submitted, that end a part."""
+        """Wait for submitted arrays, which end a part."""
         before = time.perf_counter()
         mx.eval(*arrays)
         now = time.perf_counter()
@@ -92,14 +92,14 @@ class RoundClock:
         self._last = now
 
     def submit(self, part: Part, *arrays: mx.array) -> None:
-        """Submit arrays; where that has to wait, it waits for a part."""
+        """Submit arrays; time spent waiting counts for the part."""
         self.hand_over(part, mx.async_eval, *arrays)
 
     def hand_over(self, part: Part, call: Callable[..., T], *args: Any) -> T:
-        """Make a call that hands over a graph, and return what it does.
+        """Return the result of a call that submits a graph.
 
-        The time that the call does not compute is a wait for a part. One that fails is
-        not counted.
+        Time in which the call waits counts for the part. A call that raises is not
+        counted.
         """
         if not self._waits:
             return call(*args)
@@ -113,6 +113,6 @@ class RoundClock:
         return result
 
     def stop(self) -> RoundSeconds:
-        """Return the parts; what was done since the last look is the host's."""
+        """Return the parts; the time since the last reading counts as host."""
         self._spent["host"] += time.perf_counter() - self._last
         return RoundSeconds(**self._spent)

@@ -83,7 +83,7 @@ class BatchRequest:
         target = self.request.target
         if target.quantization is None:
             return None
-        target.quantization.replace(target.caches)  # a one-token prompt has not yet
+        target.quantization.replace(target.caches)  # if there was no prefill to do it
         return replace(target.quantization, start=0)
 
     @property

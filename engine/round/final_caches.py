@@ -32,7 +32,7 @@ class FinalCaches:
         (request,) = self.rounds.running.requests
         if reason == "error":
             return
-        # A stream closed before its first round has only the prompt: nothing to feed.
+        # A stream closed before its first round does not feed the last prompt token.
         if self.hold_all and (reason != "closed" or request.statistics.rounds):
             self.feed_last()
         if self.level_draft:

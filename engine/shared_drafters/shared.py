@@ -213,7 +213,7 @@ class SharedChain:
             verifier, known = one.verifier, one.sequence
             self._asks.append(Ask(verifier, Rows(known.tokens, start=known.start)))
             self._firsts.append(known.start + len(known.tokens))
-            # As for one request, unusable logits are replaced only if a verifier needs.
+            # Unusable logits are replaced only if a verifier does not tolerate them.
             self._replaces = self._replaces or not verifier.tolerates_invalid_logits
             if verifier.shared is None:
                 self._alone.append(index)
