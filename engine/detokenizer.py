@@ -93,7 +93,7 @@ class TextDetokenizer:
             self._strings.unsaid = unsaid
 
     def add(self, token: int) -> tuple[str, bool]:
-        """Add a token; return the text that is now certain, and whether it ends here."""
+        """Add a token; return the text that is now certain, and whether it ends."""
         if token in self._stop_tokens:
             return self.finish()[0], True
         self._window.append(token)

@@ -6,7 +6,7 @@ layer k pairs the state of position m with token m + 1 + k. So with L layers, ro
 tokens. The target provides them in one of two ways:
 
     rows only       the target resumes L tokens early, and feeds these tokens again
-    restore points  the target resumes at a point, which the last L states are kept with
+    restore points  the target resumes at a point, which also keeps the last L states
 
 A head with sliding windows keeps no rows: it resumes as many tokens early as the
 windows see. So drafts after a reused prefix equal those after a prefix that was read.
@@ -122,10 +122,10 @@ class PrefixReuse:
         self._cache.store(named, left, self._prompt)
 
     def _places(self, tokens: Sequence[int], known: Sequence[int]) -> set[int]:
-        """Return the positions at which later prompts are likely to diverge from it.
+        """Return the positions at which later prompts are likely to diverge.
 
-        One is the end of its last complete turn, as templates change how the next turn
-        begins. The other is where it diverges from earlier prompts.
+        One is the end of the last complete turn, as templates change how the next turn
+        begins. The other is where the prompt diverges from earlier prompts.
         """
         places = range(len(known), 0, -1)
         end = next((at for at in places if tokens[at - 1] in self._ends), 0)
@@ -138,7 +138,7 @@ class PrefixReuse:
         return target
 
     def store_dropped(self, tokens: Sequence[int]) -> None:
-        """Store `tokens` of a stream that is dropped before its end, if it is safe.
+        """Store `tokens` of a stream that is dropped before its end, if that is safe.
 
         The garbage collector may drop the stream in another thread, which cannot
         evaluate arrays of this thread, or while the interpreter shuts down.
@@ -157,7 +157,7 @@ class PrefixReuse:
         return [*keys, *tokens[len(keys) :]] if keys else tokens
 
     def _each(self) -> list[tuple[int, Lane]]:
-        """Return the lanes to use, each after its index.
+        """Return the lanes to use, each with its index.
 
         The lane of a draft model that a batch shares has no caches, and is left out.
         """

@@ -49,7 +49,7 @@ class BatchDrafting:
         self.lengths.rows_changed()
 
     def _shared_by(self, row: BatchRequest) -> SharedDrafter | None:
-        """Return a drafter shared by all requests like this one; None: no kind can."""
+        """Return a drafter shared by requests like this one; None: it cannot be."""
         lane, head = row.drafter.batch_lane, row.drafter.batch_head
         if lane is not None:
             return SharedModel(BatchLane(lane.model, self._sizes))

@@ -22,7 +22,7 @@ class Decoder:
         request: the request, with the target's lane, the drafter and the policy.
         prefill: lets the target and the drafter read the prompt.
         rounds: runs the rounds.
-        fits: whether the drafter may read a number of tokens now; None: always.
+        fits: whether the drafter may read n prompt tokens now; None: always.
         decisions: with `explain`, the plan and the feedback of each round; else None.
     """
 

@@ -29,7 +29,7 @@ class Prefill:
         """Feed all known tokens but the last, which the first round feeds.
 
         Args:
-            fits: whether a chunk of a number of tokens may be fed now; None: always.
+            fits: whether a chunk of n tokens may be fed now; None: always.
 
         Returns:
             Whether all were fed; if not, call it again.
@@ -44,7 +44,7 @@ class Prefill:
         """Let the drafter read the prompt, called before its first draft.
 
         Args:
-            fits: whether it may read a chunk of a number of tokens now; None: always.
+            fits: whether it may read a chunk of n tokens now; None: always.
 
         Returns:
             Whether it has read the prompt; if not, call it again.

@@ -16,8 +16,8 @@ that step:
     emitted   c_1  c_2  c_3             the lane keeps c_1 d_2
 
 Every request is cut at its stop tokens and its budget before the commit. A request that
-fails keeps nothing of the round. An error of all requests undoes the round, which can
-then run again.
+fails keeps nothing of the round. An error that concerns all requests undoes the round,
+which can then run again.
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,9 @@
 """Rehearsal of the shapes of rounds, so that their kernels are compiled in advance.
 
 A shape is a number of positions. If attention is planned for each number of keys
-(`models.lanes.rehearsal`), a shape is also a step of keys, such as 512 to 1,024. The
-shapes of the current step are rehearsed before the first round; those of the next step
-one by one, one before each round, from `AHEAD` tokens before it. Drafts are limited to
+(`models.lanes.rehearsal`), a shape is also a step of keys, such as 512 to 1,024. All
+shapes of the current step are rehearsed before the first round. From `AHEAD` tokens
+before the next step on, each round rehearses one of its shapes. Drafts are limited to
 rehearsed lengths, so no round waits for a compiler and no measured cost has that wait.
 
     key steps of 512, 300 tokens held   1 2 3 4 6 8 12 16 24 positions, at once

@@ -164,7 +164,7 @@ class SharedModel(SharedDrafter):
         for request in requests:
             lane, tokens = self._lanes[request], request.sequence.tokens
             if lane.seen > len(tokens) - LAG:
-                continue  # the prefix cache gave a token too many until the next round
+                continue  # a prefix cache gave one token too many; fits after a round
             room = room or PrefillBudget(lane.prefill_step)
             if not lane.feed(tokens[lane.seen : -LAG], fits=room.fits):
                 break
