@@ -227,7 +227,7 @@ def _plain(ids: Any) -> list[Any]:
 
 
 def _as_text(message: Mapping[str, Any]) -> dict[str, str]:
-    """Return the content parts of a message joined to one text, as mlx-lm's server.
+    """Return a content of several parts as one text, as mlx-lm's server does.
 
     Raises:
         InvalidRequestError: a part is not text.

@@ -26,7 +26,7 @@ class GeneratorOptions:
         draft: an mlx-lm model with the same token ids; the path or repository of a
             model or head; "mtp" for the head in the target's folder, "lookup", "auto";
             a draft such as `MtpDraft`, `LookupDraft` or `CascadeDraft`; a `Drafter` of
-            your own; or None for plain decoding. The target caches its last loaded one.
+            your own; or None for plain decoding. A target keeps its last loaded draft.
         draft_length: tokens drafted in a round; 0 is plain decoding. None: chosen from
             measured round costs and acceptance, see `calibrate`; then the text of a
             seed depends on timing under rules other than "keyed".
@@ -40,8 +40,8 @@ class GeneratorOptions:
             `prompt_cache` stays as it is; see `with_slack` and `as_native` of caches.
         prefix_cache: a `PrefixCache` of this target and draft only, for requests that
             begin alike. A request with its own `prompt_cache` does not use it.
-        replay: give an answer in a later prompt the ids with which it was generated, if
-            the prefix cache holds it and its text is equal to the character; see
+        replay: replace the ids of an earlier answer in a prompt by the generated ones,
+            if the prefix cache holds them and they decode to the same text; see
             `engine.prompt.replayed`. A prompt of token ids stays as it is.
         draft_vocabulary: token ids that a draft model or an MTP head drafts from, see
             `reduced_vocabulary`; the text may hold any other id. None: all ids.
