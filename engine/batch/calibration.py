@@ -36,10 +36,7 @@ def calibrate_batches(
     contexts: Sequence[int],
     progress: Progress | None = None,
 ) -> dict[int, CostTable]:
-    """Measure every draft length for these numbers of rows and contexts.
-
-    See `SpeculativeGenerator.calibrate_batches`.
-    """
+    """Measure all draft lengths; see `SpeculativeGenerator.calibrate_batches`."""
     lengths = generator.lengths
     lengths.check_calibration(contexts)
     if generator.ranks > 1:

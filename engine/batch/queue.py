@@ -120,12 +120,7 @@ class BatchQueue:
             counts[row.alone] = counts.get(row.alone, 0) + 1
 
     def _round_alone(self, row: BatchRequest, room: PrefillBudget) -> None:
-        """Run a round of a row that shares no forwards.
-
-        Args:
-            row: the row.
-            room: limits the prompt tokens that its drafter reads.
-        """
+        """Run a round of one row alone; `room` limits what its drafter may read."""
         counts, stats = self._statistics, row.stream.stats
         drafted, accepted = stats.drafted, stats.accepted
         try:
