@@ -1,7 +1,7 @@
-"""Drafters: what proposes tokens, one file for each.
+"""Drafters, which propose tokens: one file for each.
 
-`base` has the base class, `OpenDrafter`, and what is proposed, `draft` what opens one,
-`Draft`. `registry` tells the kind of a draft folder, `resolve` makes a draft of a
-`draft=` argument, `user_drafter` adapts objects of a user's. A drafter does not know
-how its tokens are accepted, or how long its next draft will be.
+`base` defines `OpenDrafter` and `Proposal`, `draft` defines `Draft`, which opens a
+drafter for each stream. `registry` finds the kind of a draft folder, `resolve` makes a
+`Draft` of a `draft=` argument, `user_drafter` adapts users' objects. A drafter knows
+neither the acceptance rule nor the length of its next draft.
 """

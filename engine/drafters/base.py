@@ -14,15 +14,15 @@ from mlx_speculation.samplers import Choice, Rows
 
 
 class Choose(Protocol):
-    """The function that a drafter chooses tokens with; see `Verifier.propose`."""
+    """The function with which a drafter chooses tokens; see `Verifier.propose`."""
 
     def __call__(
         self, logits: mx.array, rows: Rows, ids: mx.array | None = None
     ) -> Choice:
         """Choose one token per row of logits [rows, vocab], or [rows, n] of `ids`.
 
-        `rows` is `sequence.rows(ahead)`: what precedes the row. `ahead` holds the
-        tokens that this draft has chosen before it, integers [m]; None at the first.
+        `rows` is `sequence.rows(ahead)`, where `ahead` holds the tokens of this draft
+        so far, integers [m]; None: there are none yet.
         """
         ...
 
@@ -32,9 +32,9 @@ class Branches:
     """The edges of a proposal that is a tree.
 
     Attributes:
-        parents: integers [k], of each token the one that it follows, which comes before
-            it; -1: it follows the known tokens.
-        levels: no token that is deeper is accepted; from 1.
+        parents: integers [k], for each token the index of its parent, which is smaller
+            than its own; -1: the token follows the known tokens.
+        levels: the deepest level at which tokens may be accepted, from 1.
     """
 
     parents: mx.array
@@ -43,18 +43,18 @@ class Branches:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Proposal:
-    """Proposed tokens, not read back to the host.
+    """Proposed tokens, which stay on the device.
 
     Attributes:
         tokens: uint32 [k].
         probs: float32 [k, ids], the probabilities that `choose` returned with each
-            token; None where it returned none, or was not asked.
-        source: the kind of drafter, which the statistics count by.
+            token; None: `choose` returned none, or was not called.
+        source: the kind of drafter, by which the statistics count.
         reads: how often the host waited for the device while drafting.
-        branches: where it is a tree, which may be proposed if `choose.tree` is not 0.
-            Those that come first should be the likeliest path. None: a chain.
-        survival: of each token, the chance that it and those before it are accepted;
-            shorter where the rest is improbable. None: not known.
+        branches: the edges of a tree, in which the likeliest path should come first;
+            allowed if `choose.tree` is not 0. None: a chain.
+        survival: for each token, the probability that it and all tokens before it are
+            accepted; improbable last tokens may be left out. None: not known.
     """
 
     tokens: mx.array
@@ -68,7 +68,7 @@ class Proposal:
     def of(
         cls, chosen: SequenceOf[Choice], *, source: str = "drafter", reads: int = 0
     ) -> "Proposal":
-        """Return the draft of these choices, at least one, in order."""
+        """Return the proposal of these choices, at least one, in order."""
         tokens = mx.concatenate([one.tokens for one in chosen])
         probs = [one.probs for one in chosen if one.probs is not None]
         return cls(tokens, mx.concatenate(probs) if probs else None, source, reads)
@@ -79,7 +79,7 @@ class Proposal:
         return replace(self, tokens=self.tokens[count:], probs=probs)
 
     def until(self, count: int) -> "Proposal":
-        """Return its first tokens, of a chain."""
+        """Return the first `count` tokens of a chain."""
         if count >= self.length:
             return self
         probs = None if self.probs is None else self.probs[:count]
@@ -93,12 +93,12 @@ class Proposal:
         return self.tokens.shape[0]
 
 
-# Of a drafter that is not asked any more.
+# The proposal of a disabled drafter.
 NOTHING = Proposal(mx.array([], mx.uint32), source="nothing")
 
 
 def rectangle(drafts: SequenceOf[Proposal]) -> mx.array | None:
-    """Return drafted tokens uint32 [requests, k], shorter ones padded; None: k is 0."""
+    """Return the tokens uint32 [requests, k], short drafts padded; None if k is 0."""
     rows, width = [], 0
     for draft in drafts:
         width = max(width, len(draft.tokens))
@@ -114,27 +114,27 @@ def rectangle(drafts: SequenceOf[Proposal]) -> mx.array | None:
 class Drafter(Protocol):
     """Proposes tokens for one open stream at a time.
 
-    `begin` comes first. The calls of a round are `propose`, then `settle` or
-    `discard`, also when nothing was proposed. Rounds in which no draft is wanted make
-    no call, so a drafter finds its place from the sequence. One that breaks its
-    promises is disabled for the rest of the stream, see `engine.drafters.fault_guard`.
+    `begin` comes first. A round calls `propose`, then `settle` or `discard`, also when
+    nothing was proposed. A round without a draft calls nothing, so a drafter has to
+    learn from the sequence which tokens are new. A drafter that breaks this contract is
+    disabled for the rest of the stream, see `engine.drafters.fault_guard`.
     """
 
     def begin(self, sequence: Sequence) -> None:
-        """Start on a new sequence, and forget the last one. Called by prefill."""
+        """Start a new sequence, and forget the last one. Called by prefill."""
         return
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
-        """Propose at most `limit` tokens that follow the sequence; none is an answer.
+        """Propose at most `limit` tokens that follow the sequence, or none.
 
-        `choose` holds the request's filters and noise; a drafter draws nothing itself,
-        and returns the probabilities that `choose` returns. Committed state stays as
-        it was until `settle`.
+        `choose` applies the request's filters and noise. A drafter samples with it
+        alone, and passes on the probabilities that it returns. Committed state does
+        not change until `settle`.
         """
         ...
 
     def settle(self, accepted: int) -> None:
-        """Keep the first `accepted` proposed tokens. If it fails, it has kept none."""
+        """Keep the first `accepted` proposed tokens, or none if an error is raised."""
         return
 
     def discard(self) -> None:
@@ -143,32 +143,32 @@ class Drafter(Protocol):
 
 
 class OpenDrafter(Drafter):
-    """The drafter of one stream, as the engine sees it: a `Drafter`, and more.
+    """The drafter of one stream with all members that the engine uses.
 
-    The defaults are those of a drafter without a model or a head, with nothing to
-    propose and nothing to undo.
+    The defaults fit a drafter that has no model and no head and proposes nothing.
     """
 
     @property
     def name(self) -> str:
-        """The name of what drafts, for reports of its faults."""
+        """The drafter's name in reports of its faults."""
         return type(self).__name__
 
     @property
     def disabled(self) -> bool:
-        """Return whether it has failed, and is not asked any more."""
+        """Return whether it has failed, and is not used any more."""
         return False
 
     @property
     def free(self) -> bool:
-        """Return whether it proposes at no cost, with a probability for each token."""
+        """Return whether it proposes at no cost, with a survival for each token."""
         return False
 
     @property
     def lanes(self) -> SequenceOf[Lane | None]:
         """The lanes of its draft models, in order.
 
-        None stands for a lane that holds other tokens, or that of a disabled drafter.
+        None replaces a lane with other tokens than the target's, and the lane of a
+        disabled drafter.
         """
         return ()
 
@@ -181,43 +181,43 @@ class OpenDrafter(Drafter):
     def prefix_head(self) -> Any:
         """The head that reads the target's states, see `MtpDrafter`; None: no head.
 
-        It has `again` and `committed`, and `kept`, `level` and `resume` if rows of its
-        own are kept.
+        A head has `again` and `committed`; one whose cache rows are kept also has
+        `kept`, `level` and `resume`.
         """
         return None
 
     @property
     def shared(self) -> "OpenDrafter":
-        """The drafter that the rows of a batch may share: itself, or a member."""
+        """The drafter that requests of a batch may share: itself, or a member."""
         return self
 
     @property
     def batch_lane(self) -> Lane | None:
-        """Its lane, if one model can draft like it for all rows of a batch."""
+        """Its lane, if its model can draft for all requests of a batch; else None."""
         return None
 
     @property
     def batch_head(self) -> Any:
-        """Its head, an `MtpDrafter`, if rows of a batch can share it."""
+        """Its head, an `MtpDrafter`, if requests of a batch can share it; else None."""
         return None
 
     def read_ahead(self, sequence: Sequence, fits: Callable[[int], bool]) -> bool:
-        """Read of the sequence what fits, before a `begin` that may take long.
+        """Read a part of the prompt, so that `begin` takes less time.
 
         Args:
-            sequence: the one that `begin` will get; it may have grown by then.
-            fits: asked whether a chunk of so many tokens may be read now.
+            sequence: the sequence that `begin` will get; it may have grown by then.
+            fits: returns whether a chunk of so many tokens may be read now.
 
         Returns:
-            Whether `begin` has next to nothing left to read.
+            Whether hardly anything is left for `begin` to read.
         """
         return True
 
     def forecast(self, sequence: Sequence, limit: int) -> SequenceOf[float] | None:
-        """Return the survival of a proposal of `limit` tokens that is not made yet.
+        """Predict the survival of a proposal of `limit` tokens, see `Proposal`.
 
-        It may depend on the known tokens and on what was accepted of earlier ones, and
-        waits for no device. None: the rates at which its tokens were accepted tell.
+        The forecast may depend on the known tokens and on the acceptance of earlier
+        proposals; it must not wait for a device. None: use the average acceptance.
         """
         return None
 
@@ -226,22 +226,22 @@ class OpenDrafter(Drafter):
         return NOTHING
 
     def fail(self, call: str, error: Exception) -> None:
-        """Disable it for a fault that was met elsewhere; see `FaultGuard`."""
+        """Disable it for a fault that the caller detected; see `FaultGuard`."""
 
     def let_go(self) -> None:
-        """Let go of what a head holds; see `MtpDrafter`."""
+        """Release the caches and states of a head; see `MtpDrafter`."""
 
     def remember(self, tokens: SequenceOf[int], answer: int) -> None:
-        """Keep a finished stream to look later ones up in.
+        """Keep the tokens of a finished stream, for lookups of later streams.
 
         Args:
             tokens: prompt and output.
-            answer: where the output begins.
+            answer: the index in `tokens` at which the output begins.
         """
 
 
 class WrappedDrafter(OpenDrafter):
-    """A drafter around another: members that are not overridden are the other's."""
+    """A wrapper of a drafter: members that it does not override are `inner`'s."""
 
     def __init__(self, inner: OpenDrafter) -> None:
         self.inner = inner
@@ -252,14 +252,14 @@ for _name in {name for name in dir(OpenDrafter) if name[0] != "_"} - {"shared"}:
 
 
 class DraftChain:
-    """A draft that is chosen token by token, each behind those before it."""
+    """A chain that is chosen token by token."""
 
     def __init__(self, choose: Choose, sequence: Sequence) -> None:
         self._choose, self._sequence = choose, sequence
         self.chosen: list[Choice] = []
 
     def add(self, logits: mx.array, ids: mx.array | None = None) -> mx.array:
-        """Choose from logits [1, vocab], or [1, n] of some ids.
+        """Choose the next token from logits [1, vocab], or [1, n] of the token `ids`.
 
         Returns:
             The token, uint32 [1], which is computed while the next graph is built.

@@ -1,8 +1,8 @@
-"""The drafters of blocks in folders of their own: DFlash, DFlash2 and DSpark.
+"""The drafters DFlash, DFlash2 and DSpark, which draft a block in one forward.
 
-They draft a block in one forward. What they read of the target, and when, is as for an
-MTP head (see `engine/drafters/mtp.py`): the context that was committed since and the
-block are one batch.
+Each has its own folder. Like an MTP head (see `engine/drafters/mtp.py`) they read the
+target's hidden states: the forward has the positions that were committed since the last
+one, and then the block.
 """
 
 from collections.abc import Callable
@@ -48,11 +48,11 @@ class DFlashDraft(HeadDraft):
     Args:
         model: the target.
         head: the drafter.
-        layers: of the target, from 0, whose outputs it reads, in order; -1: the
+        layers: the target's layers, from 0, whose outputs it reads, in order; -1: the
             embeddings.
 
     Raises:
-        UnsupportedModelError: the target does not show what the drafter reads.
+        UnsupportedModelError: the target's structure does not give access to these.
     """
 
     kind = "dflash"
@@ -91,21 +91,21 @@ class DFlashDraft(HeadDraft):
         """Load a drafter; see `load_dflash` and `load_dspark`.
 
         Args:
-            folder: the drafter's; of DSpark also a GGUF file.
+            folder: the drafter's folder; for DSpark a GGUF file is possible too.
             model: the target.
-            layer_ids: what the list of layers in config.json counts: "layers", or
-                "tuple", in which 0 is the embedding.
-            anchor: what row j of a block is for: "given", its own position, or
-                "samples", the one after it.
-            tokenizer: the target's. Where config.json leaves one of these open, and it
-                was not named, or lists no layers, the target writes about 64 tokens,
-                and the drafter guesses them in each reading; another than the usual one
-                is taken only if it is surely better. Without a tokenizer the usual one
-                is. `notice` says which layers are read where config.json does not.
+            layer_ids: how config.json counts layers: "layers", or "tuple", in which 0
+                is the embedding; None: see `tokenizer`.
+            anchor: the position that row j of a block predicts: "given", its own, or
+                "samples", the next one; None: see `tokenizer`.
+            tokenizer: the target's tokenizer. If config.json leaves layers or anchor
+                open and they were not passed, the target generates about 64 tokens,
+                and the drafter predicts them with each choice. An unusual choice is
+                taken only if it is surely better; without a tokenizer the usual one
+                is. If config.json lists no layers, `notice` says which are read.
 
         Raises:
-            ModelFolderError: the folder holds no such drafter, or not all of one.
-            ConventionError: the drafter guesses no better than by chance.
+            ModelFolderError: the folder holds no such drafter, or a part of one.
+            ConventionError: the drafter predicts no better than chance.
         """
         starts = None if tokenizer is None else starts_for(tokenizer)
         loaded = cls._load(
@@ -114,7 +114,7 @@ class DFlashDraft(HeadDraft):
         return cls._of(model, loaded)
 
     def new_cache(self, first: int) -> HeadCache:
-        """Return caches of the drafter; see `HeadDraft`."""
+        """Return caches of the drafter; see `Draft`."""
         return HeadCache(self.dflash, [self.dflash.new_caches()], first)
 
     def open(
@@ -134,8 +134,8 @@ class DFlashDraft(HeadDraft):
 class DFlash2Draft(DFlashDraft):
     """A DFlash2 drafter on its target; see `DFlashDraft`.
 
-    It chooses each draft among a few candidates, whose scores depend on the draft
-    before.
+    It chooses each drafted token among a few candidates, whose scores depend on the
+    token before.
     """
 
     kind = "dflash2"
@@ -145,7 +145,7 @@ class DFlash2Draft(DFlashDraft):
         return DFlash2(self.head, self.taps, layers)
 
     @classmethod
-    def from_folder(  # type: ignore[override]  # its anchor is given
+    def from_folder(  # type: ignore[override]  # it has one anchor only
         cls,
         folder: str | Path,
         model: nn.Module,
@@ -162,7 +162,7 @@ class DFlash2Draft(DFlashDraft):
 class DSparkDraft(DFlashDraft):
     """A DSpark drafter on its target; see `DFlashDraft`.
 
-    What it drafts next depends on the draft before.
+    The logits of each drafted token depend on the token before.
     """
 
     kind = "dspark"

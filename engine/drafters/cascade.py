@@ -1,4 +1,4 @@
-"""The drafter that asks several drafters in turn, and its draft."""
+"""A cascade: the drafter that tries several drafters in order, and its draft."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
@@ -25,19 +25,18 @@ from mlx_speculation.models import Lane
 
 
 class CascadeDraft(Draft):
-    """Takes the proposal that is worth most, or the first one.
+    """Several drafts, one of which drafts in each round.
 
         draft = CascadeDraft(LookupDraft(), small_model)
         generator = SpeculativeGenerator(model, tokenizer, draft=draft)
 
-    With the adaptive draft length the rule picks one of them in each round, see
-    `engine.draft_length.rule`. With a fixed one it is the first that proposes anything,
-    which a lookup nearly always does. A model that was passed over lags behind, and is
-    fed what it has missed when its turn comes. A cascade in a cascade counts as its
-    members.
+    With the adaptive draft length, `engine.draft_length.rule` picks the drafter. With a
+    fixed length, the first drafter that proposes anything drafts, and a lookup nearly
+    always proposes something. A draft model that was passed over is fed the tokens that
+    it missed when it drafts next. A cascade in a cascade is replaced by its members.
 
     Args:
-        drafters: at least two; whatever a generator takes as its draft.
+        drafters: at least two, each of a kind that a generator takes as its draft.
     """
 
     kind = "cascade"
@@ -52,7 +51,7 @@ class CascadeDraft(Draft):
 
     @property
     def reusable(self) -> bool:
-        """Return whether all of its members are."""
+        """Return whether all of its members are reusable."""
         return all(member.reusable for member in self.members())
 
     @property
@@ -66,15 +65,15 @@ class CascadeDraft(Draft):
         return [model for member in self.members() for model in member.models]
 
     def resolved(self, resolve: Callable[[Any], Draft]) -> "CascadeDraft":
-        """Return the cascade of what was passed, each resolved."""
+        """Return a cascade of the resolved members."""
         return CascadeDraft(*map(resolve, self.drafters))
 
     def members(self) -> list[Draft]:
-        """Return its drafts; a generator has made them of what was passed."""
+        """Return its drafts. Only for a resolved cascade."""
         return [result for draft in self.drafters for result in draft.members()]
 
     def check(self, target: TargetInfo) -> None:
-        """Refuse what one of its members refuses, and more than one head."""
+        """Refuse a target that a member refuses, and more than one head."""
         heads = sum(member.follows for member in self.members())
         if heads > 1:
             raise InvalidRequestError(
@@ -128,18 +127,18 @@ class CascadeDrafter(OpenDrafter):
 
     @property
     def shared(self) -> OpenDrafter:
-        """The first of its drafters, if that nearly always proposes something."""
+        """The first of its drafters; the cascade itself if that one is free."""
         first = self._drafters[0]
         return self if first.free else first
 
     @property
     def batch_lane(self) -> Lane | None:
-        """The lane of what rows of a batch may share."""
+        """The lane of `shared`; None if that is the cascade."""
         return None if self.shared is self else self.shared.batch_lane
 
     @property
     def batch_head(self) -> Any:
-        """The head of what rows of a batch may share."""
+        """The head of `shared`; None if that is the cascade."""
         return None if self.shared is self else self.shared.batch_head
 
     @property
@@ -149,13 +148,13 @@ class CascadeDrafter(OpenDrafter):
 
     @property
     def prefix_head(self) -> Any:
-        """The head among its drafters; None: there is none."""
+        """The head of the first drafter that has one; None: there is no head."""
         heads = (each.prefix_head for each in self._drafters)
         return next((head for head in heads if head is not None), None)
 
     @property
     def held(self) -> list[Any]:
-        """The arrays and caches that they hold, for a count of bytes."""
+        """The arrays and caches of its drafters, for a count of bytes."""
         return [each.held for each in self._drafters]
 
     def remember(self, tokens: SequenceOf[int], answer: int) -> None:
@@ -175,7 +174,7 @@ class CascadeDrafter(OpenDrafter):
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         """Return the first draft that is not empty."""
-        draft = NOTHING  # stays so where none is asked any more
+        draft = NOTHING  # the result if all are disabled
         self._proposing = None
         for drafter in self._drafters:
             self._proposing = drafter
@@ -187,12 +186,12 @@ class CascadeDrafter(OpenDrafter):
         return draft
 
     def settle(self, accepted: int) -> None:
-        """Let the drafter settle whose draft it was."""
+        """Settle the drafter that made the proposal."""
         assert self._proposing is not None
         self._proposing.settle(accepted)
 
     def discard(self) -> None:
-        """Let the drafter discard that was asked last; the others have done nothing."""
+        """Discard the last proposal; `propose` has discarded those before it."""
         if self._proposing is not None:
             self._proposing.discard()
 
@@ -200,6 +199,6 @@ class CascadeDrafter(OpenDrafter):
 def proposed(
     drafter: OpenDrafter, sequence: Sequence, limit: int, choose: Choose
 ) -> Proposal:
-    """Return the proposal of one of several drafters, with a check of its own."""
+    """Return the proposal of one drafter, with a `CheckedChoose` for it alone."""
     inner = choose.fresh() if isinstance(choose, CheckedChoose) else choose
     return drafter.propose(sequence, limit, inner)

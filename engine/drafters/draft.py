@@ -1,4 +1,4 @@
-"""The base of drafts: a draft of a generator opens a drafter for each stream."""
+"""The base class of a generator's draft, which opens a drafter for each stream."""
 
 import hashlib
 from collections.abc import Callable
@@ -30,26 +30,26 @@ from mlx_speculation.warn import notice
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TargetInfo:
-    """The target that something is to draft for."""
+    """The target of a draft."""
 
     model: nn.Module  # the target
     tokenizer: Any  # its tokenizer
-    folder: Path | None  # where it was loaded from; None: it is not known
-    highest_id: int  # the largest token id that its text may hold
-    # What an MTP head of it was trained with, if somebody has named it
+    folder: Path | None  # where it was loaded from; None: not known
+    highest_id: int  # the largest token id that its text may contain
+    # The convention of an MTP head that the user or speculation.json names; None: none
     convention: MtpConvention | None = None
     trust_remote_code: bool = False  # whether code in the folder of a draft may run
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class DraftOptions:
-    """The options of a generator that its drafters follow."""
+    """The options of a generator that concern its drafters."""
 
     # The kind of sliding caches that draft models get
     sliding: Sliding = "slack"
     vocabulary: SequenceOf[int] | None = None  # the token ids to draft from; None: all
     history: bool = True  # whether earlier requests may change what is proposed
-    # Returns the compiled forward of a draft model; None: they run as they are
+    # Returns the compiled forward of a draft model; None: draft models run uncompiled
     compiled: Callable[[nn.Module], CompiledForward] | None = None
 
 
@@ -57,17 +57,17 @@ class DraftOptions:
 class Draft(Protocol):
     """A way to draft for one target: opens a drafter for each stream.
 
-    What is not overridden holds for a drafter without a model.
+    The defaults fit a draft without a model.
 
     Attributes:
-        kind: "model", "lookup", "mtp" and so on; what statistics count by.
-        follows: whether its drafters read what the target computes.
-        on_ranks: whether it can draft for a target that is spread over ranks.
-        free: whether it drafts at no cost, and as much as the text offers. Calibration
-            measures the rounds of a substitute then.
-        reducible: whether it can draft from some token ids only.
-        notice: what a generator's `notices` say of how it was loaded; "": nothing.
-        foreign: whether it reads the text in tokens of its own.
+        kind: "model", "lookup", "mtp" and so on, by which the statistics count.
+        follows: whether its drafters read the target's hidden states or caches.
+        on_ranks: whether it can draft for a target that is sharded over ranks.
+        free: whether drafting costs nothing, as in a lookup. Calibration then measures
+            rounds of a `ConstantDraft` in its place.
+        reducible: whether it can draft from a reduced vocabulary.
+        notice: a text on how it was loaded, for the generator's `notices`; "": none.
+        foreign: whether it has another tokenizer than the target.
     """
 
     kind: str = "drafter"
@@ -90,45 +90,45 @@ class Draft(Protocol):
 
     @property
     def models(self) -> SequenceOf[nn.Module]:
-        """The draft models, which have caches of their own."""
+        """The draft models, each of which has its own caches."""
         return ()
 
     @property
     def own_weights(self) -> nn.Module | None:
-        """The module that drafts, without what it shares with the target."""
+        """The module that drafts, without weights that it shares with the target."""
         return None
 
     @property
     def reduced_rows(self) -> nn.Module | None:
-        """The rows that were copied for a reduced vocabulary, if any."""
+        """The output rows that were copied for a reduced vocabulary, if any."""
         return None
 
     def cost_key(self) -> str:
-        """Return what measured costs are kept under; "" where they are not kept."""
+        """Return the key under which measured costs are stored; "": they are not."""
         module = self.own_weights
         return "" if module is None else shape_of(module)
 
     @property
     def reads_output(self) -> bool:
-        """Return whether its head makes its logits with the target's output layer."""
+        """Return whether its head uses the target's output layer for its logits."""
         return False
 
     def take_output(self, output: nn.Module) -> None:
-        """Read this output layer from now on, where the target's is divided."""
+        """Use this output layer, since the target's is sharded over ranks."""
         return
 
     def resolved(self, resolve: "Callable[[Any], Draft]") -> "Draft":
-        """Return it with what it was passed resolved, see `CascadeDraft`."""
+        """Return it with its members resolved, see `CascadeDraft`."""
         return self
 
     def members(self) -> "SequenceOf[Draft]":
-        """Return the members of a cascade; itself otherwise."""
+        """Return the members of a cascade, or else itself."""
         return [self]
 
     def new_cache(self, first: int) -> HeadCache | None:
-        """Return caches of its head from a position on; None: it has none.
+        """Return new caches of its head for positions from `first` on; None: no head.
 
-        A `PrefixCache` keeps their rows for requests that begin alike.
+        A `PrefixCache` keeps their rows for requests with a common beginning.
         """
         return None
 
@@ -136,7 +136,7 @@ class Draft(Protocol):
         """Refuse a target that it does not fit, before anything runs.
 
         Raises:
-            InvalidRequestError: names the two values that do not fit.
+            InvalidRequestError: the draft does not fit; the text names both values.
         """
         return
 
@@ -144,7 +144,7 @@ class Draft(Protocol):
         """Return the draft of one generator, with its options.
 
         Raises:
-            UnsupportedModelError: an option cannot be had with this model.
+            UnsupportedModelError: this model does not support one of the options.
         """
         return self
 
@@ -154,7 +154,7 @@ class Draft(Protocol):
         """Return the drafter of one stream.
 
         Args:
-            lane: the target's.
+            lane: the target's lane.
             sequence: the known tokens.
             draft_cache: the caller's caches of the draft model; None: new ones.
         """
@@ -162,36 +162,36 @@ class Draft(Protocol):
 
 
 def members_of(draft: Draft | None) -> SequenceOf[Draft]:
-    """Return the members of a cascade, or the only one, if there is any."""
+    """Return the members of a cascade, the draft itself, or nothing for None."""
     return () if draft is None else draft.members()
 
 
 class FolderDraft(Draft, Protocol):
-    """A draft that is loaded from a folder of its own, or out of the target's."""
+    """A draft that is loaded from its own folder, or from the target's."""
 
     @staticmethod
     def fits(config: dict[str, Any]) -> bool:
-        """Return whether a folder with this config.json is one; none is by default."""
+        """Return whether a folder with this config.json holds a draft of this class."""
         return False
 
     @classmethod
     def load(cls, folder: Path, target: TargetInfo) -> "FolderDraft":
-        """Load it; the folder of an MTP head may be the target's.
+        """Load the draft; the folder of an MTP head may be the target's.
 
         Raises:
-            ModelFolderError: the folder holds none, or not all of one.
-            SpeculationError: it does not fit the target.
+            ModelFolderError: the folder holds no such draft, or a part of one.
+            SpeculationError: the draft does not fit the target.
         """
         ...
 
 
 class HeadDraft(FolderDraft):
-    """A head on a target, which reads what that computes.
+    """A head on a target, whose hidden states it reads.
 
     Attributes:
         model: the target.
-        head: without what it shares with the target; None: there is no module.
-        taps: show what the head reads.
+        head: its module without weights of the target; None: there is no module.
+        taps: give access to the hidden states that the head reads.
     """
 
     follows = True
@@ -199,18 +199,18 @@ class HeadDraft(FolderDraft):
     model: nn.Module
     head: nn.Module | None = None
     taps: HiddenStates
-    # Loads a head, given its folder, the target, and perhaps a `tokenizer`
+    # Loads a head from a folder for a target, with an optional `tokenizer`
     from_folder: ClassVar[Callable[..., "HeadDraft"]]
 
     def say(self, said: str) -> None:
-        """Warn of layers that config.json does not name, if anything is to be said."""
+        """Store a notice on how the head was loaded, and show it; "": there is none."""
         self.notice = said
         if said:
             notice(said)
 
     @property
     def own_weights(self) -> nn.Module | None:
-        """The head's own; embedding and output layer of the target are not in it."""
+        """The head, without the embedding and the output layer of the target."""
         return self.head
 
     @classmethod
@@ -219,7 +219,7 @@ class HeadDraft(FolderDraft):
         return cls.from_folder(folder, target.model, tokenizer=target.tokenizer)
 
     def check(self, target: TargetInfo) -> None:
-        """Refuse another target than its own, and other token ids."""
+        """Refuse another target than the head's, and token ids that do not fit it."""
         if self.model is not target.model:
             raise InvalidRequestError(
                 f"The head in {type(self).__name__} was put on another model than the "
@@ -228,10 +228,10 @@ class HeadDraft(FolderDraft):
         self.check_ids(target.highest_id)
 
     def check_ids(self, highest: int) -> None:
-        """Refuse a head that cannot be fed token ids 0 to `highest`, or drafts others.
+        """Refuse a head that cannot read ids up to `highest`, or drafts higher ones.
 
         Raises:
-            InvalidRequestError: names both numbers.
+            InvalidRequestError: the ids do not fit; the text names both numbers.
         """
         head: Any = {} if self.head is None else self.head
         if "embed_tokens" in head:
@@ -247,14 +247,14 @@ class HeadDraft(FolderDraft):
     def following(
         self, lane: Lane, select: Callable[[States], mx.array]
     ) -> CommittedStates:
-        """Return the states that a target's lane commits from now on, selected so."""
+        """Return the `select` states that a target's lane commits from now on."""
         committed = CommittedStates(self.taps, select)
         lane.follower = committed
         return committed
 
 
 def check_embedding(module: Any, highest: int) -> None:
-    """Refuse an embedding that lacks token ids; see `HeadDraft.check_ids`."""
+    """Refuse an embedding without a row for `highest`; see `HeadDraft.check_ids`."""
     rows = module.weight.shape[0]
     if rows <= highest:
         raise InvalidRequestError(
@@ -264,7 +264,7 @@ def check_embedding(module: Any, highest: int) -> None:
 
 
 def shape_of(model: nn.Module) -> str:
-    """Return a digest of a model's class and of its parameters' names and types."""
+    """Return a digest of a model's module and of its parameters' names and types."""
     digest = hashlib.sha256(f"{type(model).__module__}\n".encode())
     arrays: Any = tree_flatten(model.parameters())
     for name, array in sorted(arrays, key=itemgetter(0)):

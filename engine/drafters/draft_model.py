@@ -1,4 +1,4 @@
-"""The drafter that is a smaller model with the target's token ids."""
+"""The drafter with a smaller model that has the target's token ids."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -30,10 +30,10 @@ from mlx_speculation.models import (
 )
 from mlx_speculation.samplers import Choice
 
-# After a round the lane lags one or two tokens behind. A longer lag is a prompt, or
-# rounds without a draft: it is committed text, fed before the round and kept.
+# After a round the lane lacks one or two known tokens. It lacks more at a prompt, or
+# after rounds without a draft; they are then fed before the round, and kept.
 LONGEST_LAG = 8
-# Of a model without a position for the next token.
+# The proposal if the model's position table is full.
 PAUSED = replace(NOTHING, source="model")
 
 
@@ -42,7 +42,7 @@ class ModelDraft(FolderDraft):
 
     Args:
         model: an mlx-lm model with the target's token ids.
-        options: of the generator.
+        options: the generator's options; None: the defaults.
     """
 
     kind = "model"
@@ -58,7 +58,7 @@ class ModelDraft(FolderDraft):
 
     @staticmethod
     def fits(config: dict[str, Any]) -> bool:
-        """Take every folder that is of no other kind."""
+        """Return True: a folder of no other kind holds a draft model."""
         return True
 
     @classmethod
@@ -80,11 +80,11 @@ class ModelDraft(FolderDraft):
 
     @property
     def reduced_rows(self) -> nn.Module | None:
-        """The rows of its output layer for the ids to draft from, if any."""
+        """The rows of its output layer for a reduced vocabulary; None: for all ids."""
         return None if self._reduced is None else self._reduced.layer
 
     def check(self, target: TargetInfo) -> None:
-        """Refuse a draft that has no row for a token that it would be fed."""
+        """Refuse a draft model that has no row for some token of the target."""
         width = logit_width(self.model)
         if width <= target.highest_id:
             raise InvalidRequestError(
@@ -97,7 +97,7 @@ class ModelDraft(FolderDraft):
         """Return the model with these options.
 
         Raises:
-            UnsupportedModelError: it cannot have fewer logits, or not be compiled.
+            UnsupportedModelError: it cannot be compiled, or have fewer logits.
         """
         return ModelDraft(self.model, options)
 
@@ -107,7 +107,7 @@ class ModelDraft(FolderDraft):
         """Return the drafter of one stream.
 
         Raises:
-            InvalidRequestError: the caches do not fit those of the target.
+            InvalidRequestError: `draft_cache` does not fit the target's caches.
         """
         step, options = lane.prefill_step, self._options
 
@@ -126,20 +126,19 @@ class ModelDraft(FolderDraft):
             _check_apart(lane.caches, draft_cache)
             count, whole = position(draft_cache), sequence.start + lane.seen
             if count is not None and position_table(self.model) == count < whole:
-                count = None  # all that it can hold: it drafts no more
+                count = None  # its position table is full: it drafts no more
             seen = _checked_lag(count, lane.seen, sequence.start)
             first = make(draft_cache, seen)
         return ModelDrafter(make, first, reduced=self._reduced)
 
 
 class ModelDrafter(OpenDrafter):
-    """Drafts a chain of tokens with a model of its own, one forward for each.
+    """Drafts a chain of tokens with a draft model, in one forward for each token.
 
     Args:
         make_lane: makes a new lane of the draft model with empty caches.
-        lane: a lane to begin with, whose caches hold tokens already.
-        reduced: the draft model's output layer for some token ids, to draft from those
-            only; None: from all.
+        lane: the lane of the first `begin`, which may hold tokens; None: a new one.
+        reduced: the output layer for a reduced vocabulary; None: all token ids.
     """
 
     def __init__(
@@ -164,14 +163,14 @@ class ModelDrafter(OpenDrafter):
 
     @property
     def lanes(self) -> list[Lane]:
-        """The same."""
+        """The draft model's lane."""
         return [self._lane]
 
     @property
     def batch_lane(self) -> Lane | None:
-        """Its lane, if one model can draft like it for all rows of a batch.
+        """Its lane, if its model can draft for all requests of a batch; else None.
 
-        That drafts as many tokens as it is asked for, from all token ids.
+        The drafter of a batch cannot have a reduced vocabulary.
         """
         return self._lane if self._reduced is None else None
 
@@ -181,14 +180,14 @@ class ModelDrafter(OpenDrafter):
         return self._lane.caches
 
     def read_ahead(self, sequence: Sequence, fits: Callable[[int], bool]) -> bool:
-        """Feed what fits of all but the last token to the lane of the next `begin`."""
+        """Feed a part of the prompt to the lane, as much as `fits` allows."""
         lag = len(sequence.tokens) - self._lane.seen
         if lag <= LONGEST_LAG and not sequence.images:
             return True
         return self._feed(sequence, fits)
 
     def begin(self, sequence: Sequence) -> None:
-        """Take a lane with empty caches, or the given one, and feed it the prompt."""
+        """Feed the prompt to a new lane, or at first to the lane that was passed."""
         self._lane = self._first_lane or self._make_lane()
         self._first_lane = None
         self._round = None
@@ -198,9 +197,9 @@ class ModelDrafter(OpenDrafter):
             self._catch_up(sequence)
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
-        """Feed what the lane has not seen, then its own choices, `limit` tokens.
+        """Feed the tokens that the lane has not seen, then draft `limit` tokens.
 
-        Behind the end of the model's table of positions it pauses.
+        Proposes fewer, or none, near the end of the model's position table.
         """
         self._round = None
         limit = min(limit, self._most(sequence))
@@ -223,9 +222,9 @@ class ModelDrafter(OpenDrafter):
         return Proposal.of(chosen, source="model")
 
     def _most(self, sequence: Sequence) -> int:
-        """Return how many tokens the model has positions to draft; 0 or less: none.
+        """Return how many tokens can be drafted before the position table is full.
 
-        The last one is chosen at the last position. Images take none.
+        0 or less: none. The last token needs no position, and neither do images.
         """
         lane = self._lane
         unseen = len(sequence.tokens) - lane.seen
@@ -234,27 +233,27 @@ class ModelDrafter(OpenDrafter):
         return lane.room - unseen + 1
 
     def _logits(self, lane_round: LaneRound, tokens: mx.array) -> mx.array:
-        """Feed tokens and return the last one's logits, [1, vocab] or [1, n]."""
+        """Feed tokens, and return the logits after the last, [1, vocab] or [1, n]."""
         reduced = self._reduced
         with nullcontext() if reduced is None else reduced.only():
             logits = lane_round.forward(tokens)
         return logits if len(logits) == 1 else logits[-1:]
 
     def _catch_up(self, sequence: Sequence) -> None:
-        """Feed committed text that is too long for a round, all but the last token."""
+        """Feed all unseen tokens but the last, if they are too many for a round."""
         if len(sequence.tokens) - self._lane.seen > LONGEST_LAG:
             self._feed(sequence)
 
     def _feed(
         self, sequence: Sequence, fits: Callable[[int], bool] | None = None
     ) -> bool:
-        """Feed all but the last token, and leave out what stands for images.
+        """Feed all unseen tokens except the last one and those that stand for images.
 
-        The model sees no images: it reads on as if they were not there.
+        The model reads the text as if it had no images. False: `fits` ended it early.
         """
         lane, tokens = self._lane, sequence.tokens
         if self._most(sequence) <= 0:
-            return True  # it has no positions for the text, and will not draft
+            return True  # the position table is too short for the text: no draft
         for start, stop in sequence.images:
             if lane.seen < start and not lane.feed(
                 tokens[lane.seen : start], fits=fits
@@ -265,9 +264,9 @@ class ModelDrafter(OpenDrafter):
         return lane.feed(tokens[lane.seen : -1], fits=fits)
 
     def settle(self, accepted: int) -> None:
-        """Keep the lag and those of the accepted tokens that were fed.
+        """Keep the known tokens and the accepted ones that the model was fed.
 
-        The last proposed one was not, unless the chain was stopped behind it.
+        The last token of a full draft was not fed.
         """
         assert self._round is not None
         self._round.commit(self._lag + min(accepted, self._fed))
@@ -280,7 +279,10 @@ class ModelDrafter(OpenDrafter):
 
 
 def _checked_lag(known: int | None, seen: int, start: int) -> int:
-    """Return how many known tokens the draft's caches hold, given their offset."""
+    """Return how many tokens of the sequence the draft's caches hold.
+
+    `known` is their offset, None if unknown; the target's is `start` + `seen`.
+    """
     if known is None or known == start + seen:
         return seen
     if start == 0 and known < seen:
@@ -292,7 +294,7 @@ def _checked_lag(known: int | None, seen: int, start: int) -> int:
 
 
 def _check_apart(target: list[Any], draft: list[Any]) -> None:
-    """Refuse caches that both lanes would write to."""
+    """Refuse a cache that both the target and the draft would write to."""
     places = {id(leaf): place for place, leaf in leaves(target)}
     for place, leaf in leaves(draft):
         if id(leaf) in places:

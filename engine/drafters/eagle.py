@@ -1,8 +1,8 @@
-"""The drafters that are EAGLE-3 or P-EAGLE heads in folders of their own.
+"""The drafters with EAGLE-3 or P-EAGLE heads, which have folders of their own.
 
-It drafts as an MTP head does (see `engine/drafters/mtp.py`); what differs is the state
-that each position begins with, which is made of three layers of the target, and that it
-may know a part of the token ids only.
+Such a head drafts like an MTP head (see `engine/drafters/mtp.py`). But its input state
+is made of the outputs of three layers of the target, and it may draft from a part of
+the token ids only.
 """
 
 from collections.abc import Callable
@@ -43,11 +43,11 @@ class EagleDraft(HeadDraft):
     Args:
         model: the target.
         head: its head.
-        layers: of the target, from 0, whose outputs the head reads; -1: the
-            embeddings; -2: what its final norm returns.
+        layers: the target's layers, from 0, whose outputs the head reads; -1: the
+            embeddings; -2: the output of the final norm.
 
     Raises:
-        UnsupportedModelError: the target does not show what the head reads.
+        UnsupportedModelError: the target's structure does not give access to these.
     """
 
     kind = "eagle"
@@ -82,19 +82,19 @@ class EagleDraft(HeadDraft):
         """Load a head; see `load_eagle_head`.
 
         Args:
-            folder: the head's.
+            folder: the head's folder.
             model: the target.
-            layer_ids: what the list of layers in config.json counts: "layers", or
-                "tuple", in which 0 is the embedding. When omitted, the target writes
-                about 64 tokens, and the head guesses them from either layers, or from
-                many where there is no list; others than the usual ones are taken only
-                if they are surely better. Without a tokenizer the usual ones are.
-                `notice` says what is read where config.json does not name it.
-            tokenizer: the target's.
+            layer_ids: how config.json counts layers: "layers", or "tuple", in which 0
+                is the embedding. None: the target generates about 64 tokens, and the
+                head predicts them with each numbering, or with many sets of layers if
+                config.json lists none. An unusual one is taken only if it is surely
+                better. Without a tokenizer the usual one is taken. If config.json
+                lists no layers, `notice` says which ones the head reads.
+            tokenizer: the target's tokenizer.
 
         Raises:
-            ModelFolderError: the folder holds no such head, or not all of one.
-            ConventionError: the head guesses no better than by chance.
+            ModelFolderError: the folder holds no such head, or a part of one.
+            ConventionError: the head predicts no better than chance.
         """
         head, layers = cls._load(folder, model, layer_ids=layer_ids)
         config, trunk = read_config(Path(folder).expanduser()), find_parts(model).layers
@@ -123,18 +123,18 @@ class EagleDraft(HeadDraft):
 
     @property
     def trees(self) -> bool:
-        """Return whether it drafts trees: not with a window of its own."""
+        """Return whether it drafts trees, which a head with a window cannot."""
         return not self.head.windowed
 
     def new_cache(self, first: int) -> HeadCache:
-        """Return caches of the head; see `HeadDraft`."""
+        """Return caches of the head; see `Draft`."""
         return MtpCache(self.eagle, first)
 
 
 class PEagleDraft(EagleDraft):
     """A P-EAGLE head on its target; see `EagleDraft`.
 
-    It makes all drafts of a round in one forward.
+    The head makes all drafted tokens of a round in one forward.
     """
 
     kind = "peagle"
@@ -148,9 +148,9 @@ class PEagleDraft(EagleDraft):
 
     @property
     def trees(self) -> bool:
-        """Return whether it drafts trees, whose levels are made together."""
+        """Return False: the head drafts chains only."""
         return False
 
     def new_cache(self, first: int) -> HeadCache:
-        """Return caches of the head; see `HeadDraft`."""
+        """Return caches of the head; see `Draft`."""
         return HeadCache(self.eagle, [self.eagle.new_caches()], first)

@@ -11,8 +11,8 @@ again.
     ids that the target lacks, NaN in the logits  when the round is read; until then
                                                   such ids are replaced by valid ones
 
-Errors of the request's own logits processors and constraint in `choose` are no faults
-of the drafter. They are raised, like Ctrl-C and MemoryError.
+Errors that the request's logits processors or its constraint raise in `choose` are not
+faults of the drafter: they are raised to the caller, like Ctrl-C and MemoryError.
 """
 
 import math
@@ -45,14 +45,14 @@ NoteFault = Callable[[DrafterFault], None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CheckedProposal:
-    """A proposal that is safe to verify, and the arrays that show its faults.
+    """A proposal that is safe to verify, and the arrays that reveal its faults.
 
     Attributes:
-        draft: the proposal, with token ids that the target has a row for.
+        draft: the proposal; every token id has a row in the target's embedding.
         proposed: integers [k], the token ids as the drafter proposed them.
-        limit: the target has a row for each id below it.
-        peaks: [rows], not finite for unusable rows of the drafter's logits; None if
-            the drafter did not call `choose`.
+        limit: the number of token ids that the target has a row for.
+        peaks: [rows], the largest logit of each row that the drafter passed to
+            `choose`, not finite if the row is unusable; None if it passed none.
     """
 
     draft: Proposal
@@ -67,9 +67,9 @@ class CheckedProposal:
         return arrays if self.peaks is None else [*arrays, self.peaks]
 
     def faults(self) -> tuple[int, int]:
-        """Count the unusable rows of logits, and the ids that the target lacks.
+        """Return the numbers of unusable rows of logits and of ids the target lacks.
 
-        Waits unless `arrays` have been evaluated.
+        Waits for the device unless `arrays` have been evaluated.
         """
         peaks: Any = [] if self.peaks is None else self.peaks.tolist()
         proposed: Any = self.proposed.tolist()
@@ -78,16 +78,16 @@ class CheckedProposal:
 
 
 class CheckedChoose:
-    """A `Choose` for one proposal, which then checks the proposal.
+    """A `Choose` for one proposal, and the check of that proposal.
 
     Args:
         verifier: chooses tokens for the request.
-        masks: masks of the request's constraint, if it has one.
-        tree: how many tokens a tree may have; 0: the proposal has to be a chain.
+        masks: masks of the request's constraint; None: it has no constraint.
+        tree: the most tokens of a tree; 0: the proposal has to be a chain.
 
     Attributes:
         tree: as passed.
-        raised: an error of the request's own processors or constraint; else None.
+        raised: the error of the request's processors or constraint; None: none.
     """
 
     def __init__(
@@ -97,13 +97,13 @@ class CheckedChoose:
         self._masks = masks
         self.tree = tree
         self._drew = False
-        self._seen: list[mx.array] = []  # logits; checked together at the end
+        self._seen: list[mx.array] = []  # all logits; `checked` checks them together
         self.raised: BaseException | None = None
 
     def __call__(
         self, logits: mx.array, rows: Rows, ids: mx.array | None = None
     ) -> Choice:
-        """Choose; see `Choose`.
+        """Choose one token per row; see `Choose`.
 
         Raises:
             InvalidRequestError: the arguments do not fit together.
@@ -126,26 +126,26 @@ class CheckedChoose:
     def children(
         self, logits: mx.array, rows: Rows, count: int, ids: mx.array | None = None
     ) -> tuple[mx.array, mx.array]:
-        """Return the likeliest next tokens of a level's nodes; see `best_children`.
+        """Return the likeliest next tokens of the nodes of a level of the tree.
 
-        Legal if `tree` is not 0.
+        Only for `tree` above 0. See `best_children`.
         """
         self._seen.append(logits)
         return best_children(self._verifier, logits, rows, count, ids)
 
     def fresh(self) -> "CheckedChoose":
-        """Return a new one, for the proposal of another drafter."""
+        """Return a new `CheckedChoose` for the proposal of another drafter."""
         return CheckedChoose(self._verifier, self._masks, self.tree)
 
     def checked(self, draft: Proposal, limit: int) -> CheckedProposal:
-        """Return the proposal with ids that the target has a row for.
+        """Return the proposal with each id replaced that the target has no row for.
 
-        Wrong ids of a draft that was not drawn cannot change the text. But an id
-        without a row in the target's embedding would read memory outside of it.
+        An id without a row would read memory outside of the target's embedding. Wrong
+        ids cannot change the text, unless the draft was sampled.
 
         Raises:
-            InvalidRequestError: `draft` is no proposal, or is longer than `limit`, or
-                was drawn, and the probabilities of its draws are missing.
+            InvalidRequestError: `draft` is no proposal, is longer than `limit`, or
+                was sampled and lacks the probabilities of its tokens.
         """
         if not isinstance(draft, Proposal) or not _holds_ids(draft.tokens):
             raise InvalidRequestError(
@@ -177,13 +177,13 @@ class CheckedChoose:
 
 
 class FaultGuard(WrappedDrafter):
-    """The drafter of one stream, used until its first fault."""
+    """Wraps the drafter of one stream, and disables it at its first fault."""
 
     def __init__(
         self,
         inner: OpenDrafter,
         note: NoteFault,  # called with the fault
-        target: Lane | None = None,  # keeps hidden states for a drafter that is enabled
+        target: Lane | None = None,  # the target's, if it keeps states for the drafter
     ) -> None:
         super().__init__(inner)
         self._note = note
@@ -200,12 +200,12 @@ class FaultGuard(WrappedDrafter):
 
     @property
     def lanes(self) -> list[Lane | None]:
-        """The drafter's lanes; a list of None once it has failed."""
+        """The drafter's lanes; after a fault None in place of each."""
         return [None if self._disabled else lane for lane in self.inner.lanes]
 
     @property
     def prefix_head(self) -> Any:
-        """The head whose rows a `PrefixCache` keeps; None after a fault."""
+        """The head whose cache rows a `PrefixCache` keeps; None after a fault."""
         return None if self._disabled else self.inner.prefix_head
 
     def remember(self, tokens: SequenceOf[int], answer: int) -> None:
@@ -216,7 +216,7 @@ class FaultGuard(WrappedDrafter):
             self.fail("remember", error)
 
     def read_ahead(self, sequence: Sequence, fits: Callable[[int], bool]) -> bool:
-        """Let the drafter read a part of the prompt; True if it has failed."""
+        """Let the drafter read a part of the prompt; return True after a fault."""
         if not self._disabled:
             try:
                 return self.inner.read_ahead(sequence, fits)
@@ -225,7 +225,7 @@ class FaultGuard(WrappedDrafter):
         return True
 
     def forecast(self, sequence: Sequence, limit: int) -> SequenceOf[float] | None:
-        """Return the drafter's forecast; after a fault an empty one: no acceptance."""
+        """Return the drafter's forecast; after a fault an empty one."""
         if not self._disabled:
             try:
                 return self.inner.forecast(sequence, limit)
@@ -238,7 +238,7 @@ class FaultGuard(WrappedDrafter):
         self._run("begin", lambda: self.inner.begin(sequence))
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
-        """Return the drafter's proposal, checked and submitted; NOTHING after a fault.
+        """Return the drafter's checked proposal, being computed; NOTHING after a fault.
 
         `choose` is a `CheckedChoose` that was made for this proposal.
         """
@@ -258,14 +258,14 @@ class FaultGuard(WrappedDrafter):
             if choose.raised is None:
                 self._fail("propose", error)
                 return NOTHING
-        # An error of the request's own, even if the drafter caught it.
+        # The request's own error is raised even if the drafter caught it.
         assert choose.raised is not None
         raise choose.raised
 
     def settle(self, accepted: int) -> None:
         """Let the drafter settle, unless its proposal turns out to be faulty.
 
-        Legal once the round has been read; the proposal's arrays are evaluated then.
+        Only after the round was read, when the proposal's arrays are evaluated.
         """
         checked, self._checked = self._checked, None
         rows, ids = (0, 0) if checked is None else checked.faults()
@@ -283,7 +283,7 @@ class FaultGuard(WrappedDrafter):
         self._run("discard", self.inner.discard)
 
     def fail(self, call: str, error: Exception) -> None:
-        """Disable the drafter for a fault that its caller has detected."""
+        """Disable the drafter for a fault that the caller of this method detected."""
         if not self._disabled:
             self._fail(call, error)
 
@@ -300,12 +300,12 @@ class FaultGuard(WrappedDrafter):
             self._fail(call, error)
 
     def _fail(self, call: str, error: Exception) -> None:
-        """Disable the drafter and note why. MemoryError and Ctrl-C are raised."""
+        """Disable the drafter and note why; raise MemoryError and Ctrl-C instead."""
         if isinstance(error, MemoryError) or raised_by_signal(error):
             raise error
         self._disabled = True
         if self._target is not None:
-            self._target.follower = None  # else states would pile up unread
+            self._target.follower = None  # nobody would read the states it collects
         try:
             self.inner.discard()
         except Exception as second:
@@ -321,7 +321,7 @@ class FaultGuard(WrappedDrafter):
 
 
 def what_is_wrong(rows: int, ids: int) -> Exception:
-    """Return the fault of a proposal with unusable logits or ids that do not exist."""
+    """Return the error for unusable rows of logits, or for ids the target lacks."""
     if rows:
         return ArithmeticError(
             f"{rows} rows of the drafter's logits hold a NaN or no finite largest "
@@ -334,7 +334,7 @@ def what_is_wrong(rows: int, ids: int) -> Exception:
 
 
 def _within_tree(branches: Branches, count: int, limit: int) -> Branches:
-    """Return branches with each parent moved before its child, if it is not yet."""
+    """Return the branches, each parent index clipped to -1 or an earlier token's."""
     parents, levels = branches.parents, branches.levels
     if not _holds_ids(parents) or len(parents) != count or not 1 <= levels <= limit:
         raise InvalidRequestError(
@@ -347,14 +347,14 @@ def _within_tree(branches: Branches, count: int, limit: int) -> Branches:
 
 
 def _within(tokens: mx.array, limit: int) -> mx.array:
-    """Return the ids as uint32, those outside of 0 to `limit` - 1 clipped to it."""
+    """Return the ids as uint32, clipped to 0 to `limit` - 1."""
     if tokens.dtype == mx.uint32:
         return mx.minimum(tokens, limit - 1)
     return mx.clip(tokens.astype(mx.int64), 0, limit - 1).astype(mx.uint32)
 
 
 def _peaks_of(seen: SequenceOf[mx.array]) -> mx.array:
-    """Return the peaks of all rows, computed together if all rows have one width."""
+    """Return the peaks of all rows, computed together if all have equal widths."""
     if len({logits.shape[1] for logits in seen}) == 1:
         return peaks(mx.concatenate([*seen]))
     return mx.concatenate([peaks(logits) for logits in seen])
@@ -391,7 +391,7 @@ def _holds_ids(array: Any) -> bool:
 
 
 def _said(result: Any) -> str:
-    """Return a description, for an error, of a value that is no array of token ids."""
+    """Describe a value that is no array of token ids, for an error text."""
     array = result.tokens if isinstance(result, Proposal) else result
     if isinstance(array, mx.array):
         return f"an array {array.shape} of {array.dtype}"

@@ -1,18 +1,18 @@
-"""The drafter that is a smaller model of another family, with a tokenizer of its own.
+"""The drafter with a smaller model of another family, which has its own tokenizer.
 
-It reads the text in its own tokens and drafts those alone that the target has too
-(token-level intersection, 2502.05202), so that each drafted token is one of the target:
+The draft model reads the text in its own tokens, and drafts only tokens that the target
+has too (token-level intersection, arXiv 2502.05202):
 
     target    The  Ġquick  Ġfox        known
-    draft     The  Ġqu  ick  Ġfox      what it reads
-    drafts    Ġjumps Ġover             both have these; Ġjum and others are left out
+    draft     The  Ġqu  ick  Ġfox      the same text in the draft's tokens
+    drafts    Ġjumps Ġover             both have these; the target lacks Ġjum
 
-What the target has in one token and the draft in several is never drafted. The target
-verifies as always, so that the text is its own.
+A target token that is several tokens in the draft is never drafted. The target verifies
+the draft as usual, so the text is the target's own.
 
-A token is what it adds to a text, in bytes, whatever its tokenizer calls it: the letter
-"Ġ" of byte-level tokenizers and "▁" of others are both a space. Special tokens add
-nothing; those with the same name are common, and so are the tokens that end a text.
+Two tokens are the same if they add the same bytes to a text: the letter "Ġ" of
+byte-level tokenizers and "▁" of others both stand for a space. Special tokens add no
+bytes; two of them are the same if their names are, or if both end a text.
 """
 
 import json
@@ -37,12 +37,13 @@ from mlx_speculation.errors import InvalidRequestError, TokenizerMismatchError
 from mlx_speculation.models import Lane, load, logit_width
 from mlx_speculation.samplers import Choice, Rows
 
-# Below this share of the smaller vocabulary a draft would hardly ever be right.
+# With fewer common tokens, as a share of the smaller vocabulary, hardly any draft
+# would be accepted.
 LEAST_SHARE = 0.25
 
 
 class TokenTexts:
-    """Texts of a tokenizer's ids.
+    """The bytes of each token id of a tokenizer.
 
     Args:
         tokenizer: a fast tokenizer of transformers, or mlx-lm's wrapper of one.
@@ -60,7 +61,7 @@ class TokenTexts:
             if each["special"]
         }
         level = "ByteLevel" in json.dumps(whole.get("decoder"))
-        # By id; those of special tokens are empty
+        # By token id; empty for special tokens
         self.bytes: dict[int, bytes] = {}
         for i, name in names.items():
             if i in self.special:
@@ -72,7 +73,7 @@ class TokenTexts:
 
     @cached_property
     def ids(self) -> dict[bytes, int]:
-        """The lowest id of each text that is not empty."""
+        """The token id of each text that is not empty; of several ids the lowest."""
         result: dict[bytes, int] = {}
         for i in sorted(self.bytes):
             if self.bytes[i]:
@@ -81,24 +82,24 @@ class TokenTexts:
 
     @cached_property
     def longest(self) -> int:
-        """The bytes of the longest token."""
+        """The number of bytes of the longest token."""
         return max(map(len, self.ids), default=0)
 
     @property
     def end(self) -> int | None:
-        """The token that ends a text, if there is one."""
+        """The token that ends a text; None: the tokenizer has no such token."""
         end = getattr(self._tokenizer, "eos_token_id", None)
         return end if isinstance(end, int) else None
 
     def joined(self, ids: Iterable[int]) -> bytes:
-        """Return the text of these ids, special tokens by their names."""
+        """Return the bytes of these ids, with special tokens written as their names."""
         return b"".join(
             self.special[i].encode() if i in self.special else self.bytes.get(i, b"")
             for i in ids
         )
 
     def encode(self, text: bytes) -> list[int] | None:
-        """Return the tokenizer's own tokens of a text; None where they add another."""
+        """Return the tokenizer's ids for a text; None if they spell another text."""
         try:
             ids = list(self._tokenizer.encode(text.decode(), add_special_tokens=False))
         except UnicodeDecodeError:
@@ -106,7 +107,7 @@ class TokenTexts:
         return ids if self.joined(ids) == text else None
 
     def pieces(self, text: bytes) -> list[int]:
-        """Return the longest tokens that make up a text; what has none is left out."""
+        """Split a text into its longest tokens; leave out bytes that have no token."""
         result: list[int] = []
         start = 0
         while start < len(text):
@@ -121,7 +122,7 @@ class TokenTexts:
 
     @property
     def begin(self) -> list[int]:
-        """Tokens that the tokenizer puts before every text."""
+        """The tokens that the tokenizer puts before every text."""
         result = list(self._tokenizer.encode(""))
         return [token for token in result if token != self.end]
 
@@ -131,13 +132,13 @@ class CommonTokens:
 
     Args:
         target: the target's tokenizer.
-        draft: the draft's.
+        draft: the draft's tokenizer.
 
     Attributes:
-        pairs: the draft's id of each common id of the target, in the target's order.
+        pairs: the draft's id for each common id of the target, in the target's order.
 
     Raises:
-        TokenizerMismatchError: they are too few to draft with.
+        TokenizerMismatchError: there are too few common tokens.
     """
 
     def __init__(self, target: Any, draft: Any) -> None:
@@ -158,12 +159,12 @@ class CommonTokens:
         self.pairs = dict(sorted(pairs.items()))
         self._pieces: dict[int, list[int]] = {}
         self._check()
-        # Stands for what the draft has no token for: it has to be fed something.
+        # Fed to the draft in place of a target token for which it has no tokens
         self._any = next(iter(self.pairs.values()))
 
     @property
     def share(self) -> str:
-        """Description of the tokens that they have in common."""
+        """A description of how many tokens are common."""
         count = len(self.pairs)
         of = [("target", self.target), ("draft", self.draft)]
         said = " and ".join(
@@ -182,10 +183,10 @@ class CommonTokens:
             )
 
     def whole(self, tokens: SequenceOf[int]) -> list[int]:
-        """Return a text's tokens in those of the draft, with what begins its texts.
+        """Return a text in the draft's tokens, with those that begin each text.
 
-        They are what the draft's tokenizer makes of the text, where that adds exactly
-        this text; else token for token.
+        The draft's tokenizer encodes the text. If decoding does not give the text back,
+        each token is translated by itself.
         """
         again = self.draft.encode(self.target.joined(tokens))
         if again is None:
@@ -194,9 +195,9 @@ class CommonTokens:
         return (again if again[: len(begin)] == begin else begin + again) or [self._any]
 
     def each(self, token: int) -> list[int]:
-        """Return a token of the target in tokens of the draft: one where it is common.
+        """Return a target token in tokens of the draft, at least one.
 
-        Otherwise its longest pieces, at least one.
+        A common token has one; any other is split into the longest tokens.
         """
         if token in self.pairs:
             return [self.pairs[token]]
@@ -207,12 +208,12 @@ class CommonTokens:
 
 
 def _byte_level(name: str) -> bytes:
-    """Return the bytes of a byte-level token, each of which is written as a letter."""
+    """Return the bytes of a byte-level token, whose letters stand for one byte each."""
     return bytes(_LETTERS[letter] for letter in name if letter in _LETTERS)
 
 
 def _letters() -> dict[str, int]:
-    """Return GPT-2's table: printable bytes are themselves, others from 256 on."""
+    """Return GPT-2's table; bytes that are not printable have letters from 256 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     table = {chr(byte): byte for byte in printable}
@@ -223,21 +224,21 @@ _LETTERS = _letters()
 
 
 def _plain(name: str) -> bytes:
-    """Return the bytes of a token as SentencePiece writes it; `<0x0A>` is one byte."""
+    """Return the bytes of a SentencePiece token; `<0x0A>` is one byte."""
     if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
         return bytes([int(name[3:5], 16)])
     return name.replace("▁", " ").encode()
 
 
 class ForeignModelDraft(ModelDraft):
-    """A draft model with another tokenizer than the target's, as a draft.
+    """A draft model with another tokenizer than the target's.
 
         draft = ForeignModelDraft.load(folder, target)
 
     Args:
         model: an mlx-lm model.
-        common: its tokens and the target's.
-        options: of the generator.
+        common: the tokens that model and target have in common.
+        options: the generator's options; None: the defaults.
     """
 
     kind = "foreign model"
@@ -258,7 +259,7 @@ class ForeignModelDraft(ModelDraft):
 
     @staticmethod
     def fits(config: dict[str, Any]) -> bool:
-        """Take none by itself: another tokenizer has to be asked for."""
+        """Return False: the user has to ask for a draft with another tokenizer."""
         return False
 
     @classmethod
@@ -272,7 +273,7 @@ class ForeignModelDraft(ModelDraft):
         return cls(model, CommonTokens(target.tokenizer, tokenizer))
 
     def check(self, target: TargetInfo) -> None:
-        """Refuse a draft without a row for a token of its own."""
+        """Refuse a draft model that has no row for some token of its tokenizer."""
         width, highest = logit_width(self.model), max(self.common.draft.bytes)
         if width <= max(self.common.pairs.values()):
             raise InvalidRequestError(
@@ -290,7 +291,7 @@ class ForeignModelDraft(ModelDraft):
         """Return the drafter of one stream.
 
         Raises:
-            InvalidRequestError: caches were passed, which hold other tokens.
+            InvalidRequestError: `draft_cache` was passed.
         """
         if draft_cache is not None:
             raise InvalidRequestError(
@@ -313,11 +314,11 @@ class ForeignModelDrafter(OpenDrafter):
         self._table = mx.zeros(max(pairs) + 1, mx.uint32)
         self._table[self._theirs] = self._own_ids
         self._text = Sequence([])  # in tokens of the draft
-        self._read = 0  # how many tokens of the sequence are in it
+        self._read = 0  # how many tokens of the sequence `_text` contains
 
     @property
     def lanes(self) -> list[Lane | None]:
-        """None: what its lane holds are other tokens than the target's."""
+        """A list of None: the lane holds other tokens than the target's."""
         return [None]
 
     @property
@@ -326,13 +327,13 @@ class ForeignModelDrafter(OpenDrafter):
         return self._inner.held
 
     def begin(self, sequence: Sequence) -> None:
-        """Put the text in the draft's tokens, and read it."""
+        """Translate the prompt into the draft's tokens, and let the model read it."""
         self._read = len(sequence.tokens)
         self._text = Sequence(self._common.whole(_seen(sequence)))
         self._inner.begin(self._text)
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
-        """Read what is new, and draft tokens that both have."""
+        """Translate the new tokens, let the model read them, draft common tokens."""
         for token in sequence.tokens[self._read :]:
             self._text.tokens += self._common.each(token)
         self._read = len(sequence.tokens)
@@ -354,7 +355,7 @@ class ForeignModelDrafter(OpenDrafter):
         return Proposal.of(chosen, source=ForeignModelDraft.kind, reads=made.reads)
 
     def settle(self, accepted: int) -> None:
-        """Keep those of the accepted tokens that were fed."""
+        """Keep the accepted tokens that the model was fed."""
         self._inner.settle(accepted)
 
     def discard(self) -> None:
@@ -363,7 +364,7 @@ class ForeignModelDrafter(OpenDrafter):
 
 
 def _seen(sequence: Sequence) -> list[int]:
-    """Return the tokens without those that stand for images, which it does not see."""
+    """Return the tokens without those that stand for images."""
     result: list[int] = []
     start = 0
     for begin, stop in sequence.images:

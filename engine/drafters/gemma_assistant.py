@@ -1,4 +1,4 @@
-"""The drafter that is a Gemma 4 assistant, which reads the target's own KV.
+"""The drafter with a Gemma 4 assistant, which reads the target's keys and values.
 
 With t_n the newest known token, N = n committed positions before it, h_i the target's
 states and k = 3:
@@ -7,10 +7,10 @@ states and k = 3:
     step 2     d_1 and g_1         gives d_2 and g_2
     step 3     d_2 and g_2         gives d_3
 
-Every step sees the target's keys and values of positions 0 to N - 1, and stands at one
-position, its anchor. So nothing has to be undone after a round: what a draft left is
-nowhere. The target's caches are read in `propose`, before its forward of the round, and
-no array of them is held when that writes.
+Every step reads the target's keys and values of positions 0 to N - 1, and all steps
+have the same position, the anchor. A draft writes to no cache, so a rollback has
+nothing to undo. `propose` reads the target's caches before the target's forward of the
+round, and holds none of their arrays when that forward writes to them.
 """
 
 from collections.abc import Sequence as SequenceOf
@@ -54,15 +54,15 @@ class AssistantDraft(HeadDraft):
 
     Args:
         model: the target.
-        assistant: its assistant.
-        anchor: the position at which all drafts of a round stand: "state", that of the
-            state they begin with, the last one in the caches; or "token", that of the
-            newest token, one further.
+        assistant: the assistant of this target.
+        anchor: the position of all drafting steps of a round: "state", the last
+            position in the target's caches; or "token", the position of the newest
+            token, which is the next one.
 
     Raises:
-        UnsupportedModelError: the target does not show what the assistant reads, or
-            has another shape than it was made for.
-        InvalidRequestError: the anchor is none.
+        UnsupportedModelError: the assistant was made for another target, or the
+            target's structure does not give access to what the assistant reads.
+        InvalidRequestError: the anchor is neither of the two.
     """
 
     kind = SOURCE
@@ -98,17 +98,17 @@ class AssistantDraft(HeadDraft):
         """Load an assistant from a folder of its own.
 
         Args:
-            folder: the assistant's.
+            folder: the assistant's folder.
             model: the target.
-            anchor: see the class. When omitted, the target writes about 64 tokens, and
-                the assistant guesses them from either place; "token" is taken only if
-                it is surely better. Without a tokenizer it is "state".
-            tokenizer: the target's.
+            anchor: see the class. None: the target generates about 64 tokens, and the
+                assistant predicts them from either anchor; "token" is taken only if it
+                is surely better. Without a tokenizer "state" is taken.
+            tokenizer: the target's tokenizer.
 
         Raises:
-            ModelFolderError: the folder holds none, or not all of one.
-            ConventionError: the assistant guesses no better than by chance.
-            UnsupportedModelError: it belongs to another target.
+            ModelFolderError: the folder holds no assistant, or a part of one.
+            ConventionError: the assistant predicts no better than chance.
+            UnsupportedModelError: the assistant belongs to another target.
         """
         assistant = load_assistant(folder)
         draft = cls(model, assistant, anchor=anchor or "state")  # checks the fit
@@ -132,20 +132,20 @@ class AssistantDraft(HeadDraft):
         """Return the drafter of one stream, which follows the target's lane.
 
         Raises:
-            UnsupportedCacheError: its caches cannot be read.
+            UnsupportedCacheError: the assistant cannot read the target's caches.
         """
         self.shared.check(lane.caches)
         return AssistantDrafter(self, lane, sequence)
 
     def embed(self, tokens: mx.array) -> mx.array:
-        """Return ids [n] as the target's first layer is given them, [n, 1, dim]."""
+        """Return the inputs of the target's first layer for ids [n], [n, 1, dim]."""
         return self.taps.embed(tokens[:, None], scaled=True)
 
 
 class AssistantDrafter(MtpDrafter):
     """Drafts with an assistant in one stream, from the last committed state.
 
-    It has no caches, so that all states but the last one are read as they come.
+    It has no caches, so it drops all states but the last.
     """
 
     def __init__(self, draft: AssistantDraft, target: Lane, sequence: Sequence) -> None:
@@ -156,7 +156,7 @@ class AssistantDrafter(MtpDrafter):
         super().__init__(new_cache, sequence, committed, source=SOURCE)
 
     def begin(self, sequence: Sequence) -> None:
-        """Make the state after the prompt, which would hold rows of a cache if late."""
+        """Evaluate the last state, whose graph would keep cache arrays alive."""
         super().begin(sequence)
         mx.async_eval(*self.committed.arrays)
 
@@ -167,7 +167,7 @@ class AssistantDrafter(MtpDrafter):
         return AssistantOnTarget(self._draft, lanes, texts)
 
     def _read_chunk(self) -> None:
-        self._catch_up(0, until=self.committed.stop - 1)  # a restore point keeps it
+        self._catch_up(0, until=self.committed.stop - 1)  # the last is for restoring
 
 
 class AssistantOnTarget:
@@ -175,8 +175,8 @@ class AssistantOnTarget:
 
     Args:
         draft: the assistant.
-        lanes: the target's, of each text; more than one are those of a batch.
-        texts: the known tokens of each.
+        lanes: the target's lane for each text; several lanes are those of a batch.
+        texts: the known tokens of each text.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class AssistantOnTarget:
         self._draft, self._lanes, self._texts = draft, lanes, texts
 
     def history(self, *_: Any) -> None:
-        """Write nothing: the target has."""
+        """Do nothing: the target has written the keys and values."""
 
     def draft(
         self,
@@ -198,7 +198,7 @@ class AssistantOnTarget:
         count: int,
         choose: ChooseNext,
     ) -> None:
-        """Draft behind the last tokens; what is read of the target is gone then."""
+        """Draft `count` tokens; hold no array of the target's caches afterwards."""
         draft, state, token = self._draft, hidden[:, -1:], tokens[:, -1]
         read, position = self._read()
         for _ in range(count):
@@ -206,7 +206,7 @@ class AssistantOnTarget:
             token, state = choose(out.logits, out.ids), out.state
 
     def _read(self) -> tuple[Read, Any]:
-        """Return what the texts see, and where they stand."""
+        """Return the target's keys and values for each text, and the anchors."""
         draft, lanes = self._draft, self._lanes
         stops = [len(text) - 1 for text in self._texts]
         seen = [lane.seen for lane in lanes]

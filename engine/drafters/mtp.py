@@ -1,15 +1,15 @@
-"""The drafter that is an MTP head of the target.
+"""The drafter with an MTP head of the target.
 
-The head pairs the state of each position with the token after it. With t_n the newest
-known token, h_i the target's states and k = 3:
+At each position the head reads the target's hidden state and the token after it. With
+t_n the newest known token, h_i the target's states and k = 3 drafted tokens:
 
-    positions 0 .. m-1    in the head's KV cache: pairs (h_i, t_i+1) of committed text
+    positions 0 .. m-1    pairs (h_i, t_i+1) in the head's KV cache
     positions m .. n-1    pairs that were committed since; the last one gives d_1
     positions n, n+1      pairs (g, d_1) and (g, d_2), with g the head's own state of
                           the position before; they give d_2 and d_3
 
-Positions m to n-1, the refresh and the first draft, are one batch, of which only the
-last row is more than keys and values. See `models/mtp/rounds.py` for what stays.
+One forward reads positions m to n-1: for the last one it computes logits too, for the
+others only keys and values. `models/mtp/rounds.py` says which of them are kept.
 """
 
 from collections.abc import Callable
@@ -55,7 +55,7 @@ from mlx_speculation.models.mtp import (
 )
 from mlx_speculation.models.mtp.tree_growth import Level, grow
 
-# More positions are fed by themselves, and not in a batch with a first draft.
+# More unread positions than this are fed before the forward of the first draft.
 LONGEST_LAG = 64
 
 
@@ -72,8 +72,8 @@ class MtpDraft(HeadDraft):
         ids: token ids to draft from, such as `reduced_vocabulary` returns; None: all.
 
     Raises:
-        UnsupportedModelError: the target does not show the states that the head reads,
-            or cannot have fewer logits.
+        UnsupportedModelError: the target's structure does not give access to the
+            states that the head reads, or to some rows of the output layer.
     """
 
     kind = "mtp"
@@ -115,7 +115,7 @@ class MtpDraft(HeadDraft):
 
     @classmethod
     def load(cls, folder: Path, target: TargetInfo) -> "MtpDraft":
-        """Load a head out of the target's folder or one of its own."""
+        """Load a head from the target's folder, or from its own folder."""
         folder_of_target = target.folder or Path()
         return cls.from_folder(
             folder_of_target,
@@ -126,14 +126,14 @@ class MtpDraft(HeadDraft):
         )
 
     def check_ids(self, highest: int) -> None:
-        """Refuse a head of other token ids; see `HeadDraft`."""
+        """Refuse a head that lacks an embedding of a token id; see `HeadDraft`."""
         for layer in self.head.layers:
             if "embedding" in layer:
                 check_embedding(layer.embedding, highest)
 
     @property
     def reduced_rows(self) -> nn.Module | None:
-        """The rows of the target's output layer for the ids to draft from, if any."""
+        """The rows of the target's output layer for a reduced vocabulary, if any."""
         return self._rows
 
     @property
@@ -142,7 +142,7 @@ class MtpDraft(HeadDraft):
         return self.mtp.reads_output
 
     def take_output(self, output: nn.Module) -> None:
-        """Read this output layer from now on, where the target's is divided."""
+        """Use this output layer, since the target's is sharded over ranks."""
         self.mtp.take_output(output)
 
     def configured(self, options: DraftOptions) -> "MtpDraft":
@@ -151,7 +151,7 @@ class MtpDraft(HeadDraft):
         return self if ids is None else MtpDraft(self.model, self.head, ids=ids)
 
     def new_cache(self, first: int) -> MtpCache:
-        """Return caches of the head; see `HeadDraft`."""
+        """Return caches of the head; see `Draft`."""
         return MtpCache(self.mtp, first)
 
     def open(
@@ -170,8 +170,8 @@ class MtpDraft(HeadDraft):
 class MtpDrafter(OpenDrafter):
     """Drafts with a head in one stream.
 
-    It reads the states of the positions that the target's lane commits. Those of
-    tokens out of a passed cache or a prefix cache are not in its history.
+    It reads the states of positions that the target's lane commits, so it lacks those
+    of tokens that a passed cache or a prefix cache held.
     """
 
     def __init__(
@@ -179,12 +179,12 @@ class MtpDrafter(OpenDrafter):
         # Makes KV caches of the head that begin at a position
         new_cache: Callable[[int], HeadCache],
         sequence: Sequence,  # the known tokens
-        committed: CommittedStates,  # the states that were committed and not read yet
+        committed: CommittedStates,  # committed states that the head has yet to read
         *,
-        # The most drafts that the head is good for; None: any number
+        # The most tokens that the head can draft in a round; None: any number
         depth: int | None = None,
-        source: str = "mtp",  # the kind of drafter, which the statistics count by
-        # The target's ids of the head's logits, uint32 [n]; None: all
+        source: str = "mtp",  # the kind of drafter, by which the statistics count
+        # The target's token id of each logit of the head, uint32 [n]; None: all ids
         ids: mx.array | None = None,
         trees: bool = False,  # whether it can draft trees, see `EagleDraft`
     ) -> None:
@@ -203,76 +203,76 @@ class MtpDrafter(OpenDrafter):
 
     @property
     def held(self) -> list[Any]:
-        """Caches, and states of the target to be read, for a count of bytes."""
+        """The caches and the unread states of the target, for a count of bytes."""
         return [self._cache.held, self.committed.arrays]
 
     @property
     def batch_head(self) -> "MtpDrafter":
-        """Itself: one head can draft for all rows of a batch."""
+        """Itself: one head can draft for all requests of a batch."""
         return self
 
     @property
     def prefix_head(self) -> "MtpDrafter":
-        """Itself: a `PrefixCache` keeps its rows, see `engine.prefix_reuse`."""
+        """Itself: a `PrefixCache` keeps its cache rows, see `engine.prefix_reuse`."""
         return self
 
     @property
     def again(self) -> int:
-        """The number of last tokens that are fed again; see `fed_again`."""
+        """The number of tokens that a resumed head reads again; see `fed_again`."""
         return self._cache.again
 
     def kept(self) -> tuple[list[Any], int] | None:
-        """Return caches and how many rows each holds; see `HeadCache`."""
+        """Return the caches and the number of rows to keep; see `HeadCache`."""
         return self._cache.kept()
 
     def level(self) -> None:
-        """Feed the rest of the text, which has ended, to the caches."""
+        """Feed the unread rest of a finished text to the head."""
         cache, committed = self._cache, self.committed
         stop = min(len(self._tokens) - 1, committed.stop)
         if committed.start <= cache.end < stop:
             cache.feed(committed.between(cache.end, stop), stop, self._tokens)
 
     def resume(self, snapshot: Snapshot) -> None:
-        """Begin with these rows, as if it had read the beginning of the text."""
+        """Continue from kept cache rows of a beginning of the text."""
         self._cache = self._new_cache(0)
         self._cache.resume(snapshot)
 
     def begin(self, sequence: Sequence) -> None:
-        """Read the states of the prompt, which is fed by now."""
+        """Read the states of the prompt, which the target has read."""
         self._catch_up()
 
     def hand_over(self) -> HeadCache:
-        """Return the caches, behind which at most one state was not read.
+        """Return the caches, with at most one state unread, to a shared head.
 
-        A shared head that has copied them calls `handed_over`.
+        It calls `handed_over` when it has copied them.
         """
         self._catch_up(0)
         return self._cache
 
     def handed_over(self) -> None:
-        """Let go of the caches, which are held elsewhere from now on."""
+        """Release the caches, which a shared head holds from now on."""
         self._cache = self._new_cache(self.committed.stop)
 
     def take_back(self, first: int, layers: list[list[Any]], state: HeadState) -> None:
-        """Hold caches again, such as to keep them; see `HeadCache`."""
+        """Take caches back from a shared head; see `HeadCache`."""
         self._cache = self._new_cache(first)
         self._cache.take(layers, state)
 
     def on_target(self, requests: SequenceOf[Any]) -> ParallelHead:
-        """Return the head on its target, to draft for requests together."""
+        """Return the head on its target, to draft for several requests together."""
         head: ParallelHead = self._cache.mtp
         return head
 
     def let_go(self) -> None:
-        """Let go of what it holds, as if it had seen nothing of the text."""
+        """Release the caches and all states, as if it had read nothing of the text."""
         self.handed_over()
         self.committed.drop(self.committed.stop)
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
-        """Bring the caches up to the known tokens, and draft behind them.
+        """Feed the unread states to the head, and draft after the newest token.
 
-        Nothing is proposed where the state before the newest token was never seen,
-        since it is out of a passed cache.
+        Proposes nothing if the state before that token is missing, since a passed
+        cache held its position.
         """
         self._catch_up()
         newest = len(self._tokens) - 1
@@ -308,7 +308,7 @@ class MtpDrafter(OpenDrafter):
             newest,
             self._tokens,
         )
-        ahead: list[mx.array] = []  # stands for the tokens of the levels above
+        ahead: list[mx.array] = []  # one placeholder for each level above
 
         def children(count: int) -> tuple[mx.array, mx.array]:
             before = mx.concatenate(ahead) if ahead else None
@@ -325,7 +325,7 @@ class MtpDrafter(OpenDrafter):
         return Proposal(tokens, source=self.source, branches=Branches(parents, levels))
 
     def settle(self, accepted: int) -> None:
-        """Keep the positions of committed text; those of drafts never stay."""
+        """Keep the cache rows of committed text, and drop those of drafted tokens."""
         self._cache.commit()
 
     def discard(self) -> None:
@@ -333,18 +333,18 @@ class MtpDrafter(OpenDrafter):
         self._cache.rollback()
 
     def _read_chunk(self) -> None:
-        """Read the chunk before the newest: for that the first token need not wait."""
+        """Read all chunks but the last, for which the first token need not wait."""
         before, self._chunk_end = self._chunk_end, self.committed.stop
         self._catch_up(until=before)
 
     def _catch_up(self, longest: int | None = None, until: int | None = None) -> None:
-        """Drop the states that were read; feed the others where they are many.
+        """Drop the states that the head has read, and feed the others if many.
 
-        The position of the first draft, and what comes after it, is left.
+        The state that the first draft needs is left.
 
         Args:
-            longest: so many may be left; `LONGEST_LAG` when omitted.
-            until: what comes from this position on is left too; None: nothing.
+            longest: the most states that may be left unread; None: `LONGEST_LAG`.
+            until: states from this position on are left too; None: no others.
         """
         committed = self.committed
         spare = self._cache.again - 1  # for a restore point, see `engine.prefix_reuse`
@@ -360,7 +360,7 @@ class MtpDrafter(OpenDrafter):
         hidden = committed.between(self._cache.end, stop)
         try:
             self._cache.feed(hidden, stop, self._tokens)
-        except Exception:  # after Ctrl-C they are as before, and can be fed again
+        except Exception:  # Ctrl-C leaves the states, which can be fed again
             self._cache = self._new_cache(committed.stop)
             raise
         committed.drop(stop - spare)

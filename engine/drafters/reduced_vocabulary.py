@@ -1,9 +1,9 @@
 """Reduced draft vocabularies: drafting from the token ids that texts really use.
 
-Making logits of every id is most of what a small drafter costs, where the vocabulary
-is large. Texts of one kind use a small part of it: FR-Spec (2502.14856) finds most of
-the acceptance with a quarter of the ids. The target still chooses from all of them, so
-the text stays what it is; an id that is left out is never drafted.
+With a large vocabulary, the output layer is most of the cost of a small drafter. But
+texts of one kind use few of the ids: FR-Spec (arXiv 2502.14856) keeps most of the
+acceptance with a quarter of them. The target still chooses from all ids, so the text
+does not change; an id that is left out is never drafted.
 """
 
 import operator
@@ -15,25 +15,26 @@ from typing import Any, Literal
 from mlx_speculation.engine.argument_checks import checked_count
 from mlx_speculation.errors import InvalidRequestError
 
-# Token ids of the target, or those that a draft with another tokenizer has too.
+# Token ids of the target; "intersection": those that a draft with another tokenizer
+# has too.
 DraftVocabulary = Iterable[int] | Literal["intersection"]
 
 
 def reduced_vocabulary(
     texts: str | Iterable[str] | Iterable[int], size: int, *, tokenizer: Any = None
 ) -> list[int]:
-    """Return the token ids that come most often, in order; fewer where fewer come.
+    """Return the `size` most frequent token ids, or all if fewer occur, in order.
 
         ids = reduced_vocabulary(my_texts, 8192, tokenizer=tokenizer)
         SpeculativeGenerator(model, tokenizer, draft=small, draft_vocabulary=ids)
 
-    Of ids that come equally often the lower ones are taken. With a tokenizer its end
-    tokens are always among them, or no draft would ever end a text.
+    Of equally frequent ids the lower ones are taken. The tokenizer's end tokens are
+    always included, since otherwise no draft would ever end a text.
 
     Args:
-        texts: what is counted over: a text or texts, or token ids.
-        size: how many ids to return at most, from 1.
-        tokenizer: encodes the texts; for token ids it may be left out.
+        texts: a text, several texts, or token ids, in which ids are counted.
+        size: the most ids to return, from 1.
+        tokenizer: encodes the texts; None: `texts` are token ids.
 
     Raises:
         InvalidRequestError: texts without a tokenizer, no ids, or a size below 1.
@@ -53,7 +54,7 @@ def reduced_vocabulary(
 
 
 def _ids_of(texts: Any, tokenizer: Any) -> Iterable[int]:
-    """Yield the token ids of texts, or ids as they are."""
+    """Yield the token ids of encoded texts, or the ids that were passed."""
     for one in [texts] if isinstance(texts, str) else texts:
         if not isinstance(one, str):
             yield _checked_id(one)
@@ -80,7 +81,7 @@ def checked_vocabulary(ids: Any, width: int) -> list[int]:
     """Return the ids of a reduced vocabulary, in order.
 
     Raises:
-        InvalidRequestError: there are none, one is out of range, or comes twice.
+        InvalidRequestError: there are no ids, or one is out of range or repeated.
     """
     result = sorted(_checked_id(token) for token in ids)
     if not result or result[0] < 0 or result[-1] >= width:

@@ -1,8 +1,8 @@
-"""The drafts that are loaded from a folder: one table.
+"""The table of drafts that are loaded from a folder.
 
-A folder says by its config.json what it is, and by its tensors where these are of one
-kind alone. A new kind is one line in `FOLDER_DRAFTS`, before `ModelDraft`, which takes
-the others.
+The config.json of a folder tells its kind. Names of tensors that only one kind has
+overrule it. A new kind needs one line in `FOLDER_DRAFTS`, before `ModelDraft`, which
+fits every folder.
 """
 
 from pathlib import Path
@@ -41,12 +41,12 @@ FOLDER_DRAFTS: tuple[type[FolderDraft], ...] = (
 
 
 def draft_of_config(config: dict[str, Any]) -> type[FolderDraft]:
-    """Return what loads a folder with this config.json, going by that alone."""
+    """Return the class that loads a folder with this config.json."""
     return next(draft for draft in FOLDER_DRAFTS if draft.fits(config))
 
 
 def draft_of_folder(folder: Path) -> type[FolderDraft]:
-    """Return what loads a folder, by its config.json and the names of its tensors.
+    """Return the class that loads a folder with this config.json and these tensors.
 
     Raises:
         ModelFolderError: config.json is missing, or not a JSON object.
@@ -57,10 +57,10 @@ def draft_of_folder(folder: Path) -> type[FolderDraft]:
 
 
 def draft_folder(path_or_repo: str | Path) -> tuple[Path, type[FolderDraft]]:
-    """Return the folder of a draft, fetched if a repository is named, and its draft.
+    """Return the folder of a draft and its class; download a repository if named.
 
     Raises:
-        ModelFolderError: there is no such folder, or it is none of a draft.
+        ModelFolderError: the folder does not exist, or holds no draft.
     """
     folder = Path(path_or_repo).expanduser()
     if gguf_file(folder) is not None:

@@ -1,18 +1,16 @@
-"""Resolution of `draft=`: a name, then a `Draft`.
+"""Resolution of the argument `draft=`, in two steps.
 
-    find_draft    text        what loads it, and from where; nothing is loaded yet
-    resolve       all else    a `Draft`: heads and lookups are, models and drafters of
-                              the user's get one
+    find_draft    turns a name or a path into a `DraftName`, and loads nothing
+    resolve       loads a `DraftName`, and wraps a user's model or drafter in a `Draft`
 
-`draft="auto"` is every draft that a target's folder offers, and a lookup:
+`draft="auto"` combines the draft that the target's folder offers with a lookup:
 
-1. what speculation.json names; with a `draft_length` it is alone
+1. the draft that speculation.json names, without a lookup if it has a `draft_length`
 2. else the MTP head in the folder
-3. a lookup; a notice says why it is alone, where something else was to be expected
+3. a lookup; if another draft was expected, a notice says why the lookup is alone
 
-What is loaded is kept with the target, the last draft alone, so that the next generator
-finds it: on an object of its own in an attribute of the model, which goes when the
-model goes.
+The draft that was loaded last is stored in an attribute of the target model, so that
+the next generator finds it there, and it is freed with the model.
 """
 
 from dataclasses import dataclass, replace
@@ -51,18 +49,18 @@ from mlx_speculation.models.mtp import usual_convention
 from mlx_speculation.warn import notice
 
 ATTRIBUTE = "_mlx_speculation_draft"
-# Whatever a generator takes as its draft.
+# Everything that a generator takes as its draft.
 DraftArgument = nn.Module | Drafter | Draft | str | Path
 
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """The draft that an argument has become."""
+    """The draft of a `draft=` argument."""
 
-    draft: Draft | None  # what drafts; None: nothing
-    # How many tokens to draft in a round, if the target's folder says so
+    draft: Draft | None  # None: plain decoding
+    # The draft length that the target's folder names; None: it names none
     length: int | None = None
-    # Why it is not another, and what was guessed of how it is read
+    # Why another draft was not used, and guesses that were made in loading this one
     notices: tuple[str, ...] = ()
 
 
@@ -71,21 +69,21 @@ class DraftName:
     """The name of a draft that is not loaded yet."""
 
     name: str  # "auto", "lookup", "mtp", a path or a repository
-    # What loads it; None: a lookup, or it depends on the target's folder
+    # The class that loads it; None: a lookup, or it depends on the target's folder
     loader: type[FolderDraft] | None = None
-    folder: Path | None = None  # the draft's own; None: the target's
-    # The target's folder or repository; None: what the tokenizer knows
+    folder: Path | None = None  # the draft's folder; None: the target's
+    # The target's folder or repository; None: the one that the tokenizer names
     target: str | Path | None = None
-    # What a head was trained with, if somebody has named it
+    # The convention that an MTP head was trained with; None: it was not passed
     convention: MtpConvention | None = None
-    bits: int | None = None  # of its weights; None: as they are
+    bits: int | None = None  # to quantize its weights to; None: they stay as they are
     trust_remote_code: bool = False  # whether code in the draft's folder may run
-    history: int | None = None  # of its lookup, see `LookupDraft`
+    history: int | None = None  # the option of its lookup, see `LookupDraft`
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """The draft that was loaded last for a model, and by which name."""
+    """The draft that was loaded last for a model, and its name."""
 
     named: DraftName
     resolved: Resolved
@@ -100,11 +98,11 @@ def find_draft(
     trust_remote_code: bool = False,
     history: int | None = None,
 ) -> Any:
-    """Return a draft that was named, found but not loaded; others as they are.
+    """Return the `DraftName` of a name or a path; return anything else as it is.
 
     Raises:
-        InvalidRequestError: an option is of no use to this draft.
-        ModelFolderError: there is no such folder, or it is none of a draft.
+        InvalidRequestError: an option does not apply to this draft.
+        ModelFolderError: the folder does not exist, or holds no draft.
     """
     loader: type[FolderDraft] | None = None
     folder: Path | None = None
@@ -152,17 +150,16 @@ def resolve(
     """Return the `Draft` of a `draft=` argument.
 
     Args:
-        draft: what a generator takes, or what `find_draft` has made of it.
-        target: what it is to draft for; its folder is not asked where the draft
-            names one.
-        follower: another rank drafts. A draft model is not loaded then, while a head
-            is: it is probed on all ranks.
-        foreign: the draft model has another tokenizer than the target.
+        draft: the argument, or the result of `find_draft`.
+        target: the target; a folder that `draft` names is used in place of its folder.
+        follower: whether another rank drafts. A draft model is then not loaded; a head
+            is, since all ranks take part in probing it.
+        foreign: whether the draft model has another tokenizer than the target.
 
     Raises:
-        InvalidRequestError: it is no draft, or the target's folder is not known; or it
-            is not the folder of a model, and `foreign` was asked for.
-        ModelFolderError: what is named is not there, or cannot be used.
+        InvalidRequestError: `draft` is no draft, or the target's folder is needed and
+            not known, or `foreign` is set and `draft` is not the folder of a model.
+        ModelFolderError: the named folder is missing, or cannot be used.
         TokenizerMismatchError: target and draft do not share their token ids.
     """
     if isinstance(draft, str | Path):
@@ -182,13 +179,13 @@ def resolve(
 
 
 def _said(draft: Draft) -> Resolved:
-    """Return a draft with what is to be said of how its members were loaded."""
+    """Return a draft with the notices of its members."""
     notices = (member.notice for member in draft.members() if member.notice)
     return Resolved(draft, notices=tuple(notices))
 
 
 def _foreign(named: DraftName) -> DraftName:
-    """Return the folder of a draft model as one with a tokenizer of its own."""
+    """Return the name of a draft model as one that has another tokenizer."""
     if named.loader is not ModelDraft:
         raise _not_foreign(repr(named.name))
     return replace(named, loader=ForeignModelDraft)
@@ -213,7 +210,7 @@ def _member(draft: Any, target: TargetInfo) -> Draft:
 
 
 def _loaded(named: DraftName, target: TargetInfo) -> Resolved:
-    """Return a named draft, beside a lookup if its name is "auto"."""
+    """Return a named draft, in a cascade with a lookup if its name is "auto"."""
     lookup = LookupDraft(history=named.history)
     if named.name == "lookup":
         return Resolved(lookup)
@@ -225,7 +222,7 @@ def _loaded(named: DraftName, target: TargetInfo) -> Resolved:
 
 
 def _kept(named: DraftName, target: TargetInfo) -> Resolved:
-    """Return what was loaded for the last generator, or load it."""
+    """Return the draft of the last generator if its name is the same, or load it."""
     kept = getattr(target.model, ATTRIBUTE, None)
     if isinstance(kept, _Kept) and kept.named == named:
         return kept.resolved
@@ -244,7 +241,7 @@ def _kept(named: DraftName, target: TargetInfo) -> Resolved:
 
 
 def _placed(named: DraftName, target: TargetInfo) -> TargetInfo:
-    """Return the target with its folder, which a draft in it needs."""
+    """Return the target with its folder, which must exist if the draft is in it."""
     place = Path(str(getattr(target.tokenizer, "name_or_path", "") or ""))
     if named.target is not None:
         place = model_folder(named.target)
@@ -258,10 +255,10 @@ def _placed(named: DraftName, target: TargetInfo) -> TargetInfo:
 
 
 def _offered(target: TargetInfo) -> Resolved:
-    """Return the draft that a target's folder offers beside a lookup, if any.
+    """Return the draft that a target's folder offers besides a lookup, if any.
 
     Raises:
-        ModelFolderError: speculation.json is wrong, or the draft that it names.
+        ModelFolderError: speculation.json or the draft that it names is invalid.
         TokenizerMismatchError: the draft that it names has other token ids.
     """
     folder = target.folder

@@ -1,10 +1,9 @@
-"""The adapter: what a user passes as a draft or a drafter, as the engine sees it.
+"""Adapters from objects that a user passes as a draft to `Draft` and `OpenDrafter`.
 
-    a `Draft`                  itself, with its members resolved
-    an mlx-lm model            a `ModelDraft`
-    the methods of `Drafter`   a `CustomDraft`, which opens a `CustomDrafter`
-
-No other module of the engine asks an object what it is or has.
+- A `Draft` stays as it is; its members are resolved.
+- An mlx-lm model becomes a `ModelDraft`.
+- An object with the methods of a `Drafter` becomes a `CustomDraft`, which opens a
+  `CustomDrafter`.
 """
 
 from collections.abc import Callable
@@ -23,7 +22,7 @@ _METHODS = ("begin", "propose", "settle", "discard")  # of a `Drafter`
 
 
 class CustomDraft(Draft):
-    """A drafter of the user's own as a draft: it serves one open stream at a time."""
+    """The draft of a user's drafter, which serves one open stream at a time."""
 
     reusable = False
 
@@ -32,24 +31,24 @@ class CustomDraft(Draft):
 
     @property
     def trees(self) -> bool:
-        """Return whether it proposes trees where it may: it says so in an attribute."""
+        """Return whether it proposes trees if allowed: its own attribute `trees`."""
         return bool(getattr(self.inner, "trees", False))
 
     @property
     def own_weights(self) -> nn.Module | None:
-        """The module that it names as its own, if any."""
+        """The module in the drafter's attribute `own_weights`; None: it has none."""
         result = getattr(self.inner, "own_weights", None)
         return result if isinstance(result, nn.Module) else None
 
     def open(
         self, lane: Lane, sequence: Sequence, draft_cache: list[Any] | None = None
     ) -> Drafter:
-        """Return the drafter, as it is."""
+        """Return the drafter itself."""
         return self.inner
 
 
 class CustomDrafter(OpenDrafter):
-    """A drafter of the user's own; the defaults stand for what it lacks."""
+    """A user's drafter, with defaults for members that it lacks."""
 
     def __init__(self, inner: Drafter) -> None:
         self.inner = inner
@@ -61,7 +60,7 @@ class CustomDrafter(OpenDrafter):
 
 
 def _of_inner(name: str) -> property:
-    """Return the member of the user's object, or the default."""
+    """Return a property: the user's object's member of this name, or the default."""
 
     def member(drafter: CustomDrafter) -> Any:
         default = getattr(super(CustomDrafter, drafter), name)
@@ -75,19 +74,19 @@ for _name in (*_METHODS, "forecast", "held", "read_ahead", "remember"):
 
 
 def adapted(drafter: Drafter) -> OpenDrafter:
-    """Return the drafter that a draft has opened, with all that a stream asks of it."""
+    """Return the drafter as an `OpenDrafter`, wrapped if it is a user's."""
     return drafter if isinstance(drafter, OpenDrafter) else CustomDrafter(drafter)
 
 
 def adapted_draft(draft: Any, resolve: Callable[[Any], Draft]) -> Draft:
-    """Return the draft of an object that was passed as one.
+    """Return the `Draft` of an object that was passed as a draft.
 
     Args:
         draft: the object.
-        resolve: returns the draft of a member of it.
+        resolve: returns the `Draft` of a member of a cascade.
 
     Raises:
-        InvalidRequestError: it is no draft.
+        InvalidRequestError: the object is no draft.
     """
     name = type(draft).__name__
     if isinstance(draft, type):
