@@ -1,12 +1,12 @@
-"""Draft lengths and sources of rounds: fixed, or by one rule.
+"""Policies that decide how many tokens each round drafts, and which drafter drafts.
 
     base                        the protocol of a policy, and its plan
-    rule                        the most expected tokens for their time
+    rule                        the adaptive rule: the most tokens for their time
     ruled, batched              the rule for a stream, and for a batch
-    policy_factory              makes the policy of each
-    costs, acceptance           seconds of rounds, and how often tokens were accepted
-    calibration, cost_store     where costs come from and stay
+    policy_factory              makes the policy of a stream or a batch
+    costs, acceptance           seconds of rounds, and acceptance rates of tokens
+    calibration, cost_store     measurement and storage of costs
 
-A policy calls no model and sees no token. The drafter of several sources asks the
-policy which of them drafts.
+A policy calls no model and sees no token. A cascade asks the policy which of its
+drafters drafts.
 """

@@ -4,26 +4,26 @@ from collections.abc import Iterable
 from itertools import accumulate
 from operator import mul
 
-# Rounds that an average looks back on.
+# An average is over about this many rounds.
 WINDOW = 40.0
-# What a position is taken for before it was tried, and in how many rounds: the first
-# for this, every other one for the one before it. With less, bad luck at a position
-# that is hardly ever reached keeps drafts short.
+# The prior rate: `FIRST_GUESS` at the first position, at any other the rate of the one
+# before. It weighs as much as `GUESSED` rounds: with a lower weight, bad luck at a
+# position that is hardly ever reached would keep drafts short.
 FIRST_GUESS = 0.7
 GUESSED = 8.0
-# What was learnt from earlier streams counts for so many rounds in a new one.
+# Rates of earlier streams weigh as much as this many rounds in a new stream.
 KNOWN_WEIGHT = 8.0
 
 
 class AcceptanceRates:
-    """Exponential averages of acceptance, each given that the tokens before were.
+    """Exponential averages of each position's acceptance, given that of all before.
 
-        rates.note(drafted=4, accepted=2)   # yes, yes, no; the fourth was not asked
+        rates.note(drafted=4, accepted=2)   # 1, 1, 0; position 3 is not counted
         rates.survival(2)                   # [r0, r0 r1]
 
     Args:
-        rates: what is known before, by position; the first guess otherwise.
-        weight: how many rounds it counts for.
+        rates: known rates by position; further positions begin with the prior.
+        weight: the number of rounds that they weigh.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class AcceptanceRates:
         self._tries = [weight] * len(self._hits)
 
     def note(self, drafted: int, accepted: float) -> None:
-        """Count a round's positions up to the first that was rejected."""
+        """Count a round's positions up to the first rejected one."""
         keep = 1 - 1 / WINDOW
         for position in range(min(int(accepted) + 1, drafted)):
             if position == len(self._tries):
@@ -53,11 +53,11 @@ class AcceptanceRates:
         return result
 
     def survival(self, longest: int) -> list[float]:
-        """Return the chance of each token that it and those before it are right."""
+        """Return for each token the probability that it and all before are accepted."""
         return [*accumulate(self.rates(longest), mul)]
 
     def loosened(self) -> "AcceptanceRates":
-        """Return the same rates for a new stream, of `KNOWN_WEIGHT` rounds at most."""
+        """Return the rates for a new stream, weighing at most `KNOWN_WEIGHT` rounds."""
         result = AcceptanceRates()
         result._tries = [min(KNOWN_WEIGHT, tries) for tries in self._tries]
         each = zip(self._hits, self._tries, result._tries, strict=True)

@@ -1,6 +1,6 @@
-"""Contract of draft length policies: plans, and the feedback of rounds.
+"""The protocol of draft length policies: plans, and the feedback of rounds.
 
-Knows neither models nor tokens: a plan is made from counts and seconds alone.
+A policy makes its plans from counts and seconds alone.
 """
 
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ Reason = Literal["fixed", "best", "plain", "trial", "measure", "budget", "free"]
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One draft length, as it was judged."""
+    """One draft length with its expected result."""
 
     length: int  # tokens to draft
-    tokens: float  # what a round is expected to commit, correction or bonus included
-    seconds: float  # what it is expected to take
+    tokens: float  # expected committed tokens of a round, with correction or bonus
+    seconds: float  # expected seconds of the round
 
     @property
     def speed(self) -> float:
@@ -26,7 +26,7 @@ class Option:
         return self.tokens / self.seconds
 
     def worth(self, rate: float) -> float:
-        """Return the tokens that it brings beyond those usual in its time."""
+        """Return its expected tokens minus those of its time at the usual `rate`."""
         return self.tokens - rate * self.seconds
 
     def __str__(self) -> str:
@@ -35,11 +35,11 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A source of drafts, as it was judged.
+    """A source of drafts with the draft lengths that the rule compared.
 
     Attributes:
-        source: one that `rule` knows.
-        survival: of its proposal, or forecast; the mean over requests.
+        source: a `Source` of `rule`.
+        survival: the survival of its proposal or forecast; the mean over requests.
         options: the lengths that may pay.
         credit: what its drafts may lose, in plain steps, see `rule`.
     """
@@ -51,7 +51,7 @@ class Compared:
 
     @property
     def drawback(self) -> str:
-        """The reason why nothing of it is drafted."""
+        """The reason why this source does not draft."""
         if not self.survival:
             return f"{self.source.name} has no proposal"
         if self.credit <= 0:
@@ -75,18 +75,18 @@ class Compared:
 class Plan:
     """Plan of the next round: the number of tokens to draft, and the reason.
 
-    fixed     the caller has named the length
-    best      of the options
-    trial     drafting is paused, and may pay by now
-    plain     no draft pays, or there is no credit for one
-    measure   a plain step, which tells what drafts have to gain
-    budget    no more than one token is wanted
-    free      at most: the proposal costs nothing, and is cut when it is there
+    fixed     the caller has chosen the length
+    best      the draft that is worth most
+    trial     a draft that is not expected to pay, made to measure it
+    plain     no draft pays, or the credit does not allow one
+    measure   a plain step whose cost is measured
+    budget    the budget has no room for a draft
+    free      the longest draft; the rule picks source and length among proposals
     """
 
     length: int  # tokens to draft; 0 is a plain step
     reason: Reason
-    source: Any = None  # who drafts, of the sources that `rule` knows
+    source: Any = None  # the `Source` of `rule` that drafts; None: no source
     compared: tuple[Compared, ...] = ()
     seconds: float = 0.0  # of a plain step
 
@@ -105,12 +105,12 @@ class Plan:
 
     @property
     def declined(self) -> bool:
-        """Return whether a draft was possible, and not worth its time."""
+        """Return whether a draft was possible and was not worth its time."""
         return not self.length and any(each.survival for each in self.compared)
 
     @property
     def drawback(self) -> str:
-        """The reason why nothing is drafted by it."""
+        """The reason why nothing is drafted."""
         if self.length:
             return "nothing was proposed"
         plain = f"a plain step takes {self.seconds * 1e3:.1f} ms"
@@ -121,27 +121,26 @@ class Plan:
 class Feedback:
     """Feedback of a round."""
 
-    drafted: int  # tokens; fewer than planned is possible
-    accepted: float  # of them, before a cut at a stop; of a batch the mean
-    seconds: float  # its time, drafting included
-    # Whether a plain step was in flight when the round began. With drafts: they stand
-    # behind it, and its token is in the round too, with what was left of its time
+    drafted: int  # drafted tokens, possibly fewer than planned
+    accepted: float  # accepted tokens before a cut at a stop; in a batch the mean
+    seconds: float  # of the round, with drafting
+    # Whether a plain step was in flight when the round began. A round with drafts then
+    # includes the token of that step, and the rest of its time
     behind: bool = False
     ahead: bool = False  # whether the round has left a plain step in flight
-    parts: RoundSeconds = NO_TIME  # where the time went
-    # Whether it was the first of its shape, and its time tells of making plans for that
-    # more than of what such rounds take
+    parts: RoundSeconds = NO_TIME  # the seconds by part
+    # Whether it was the first round of its shape, which takes longer than later ones
     fresh: bool = False
-    # Seconds that the drafter took before it to read the prompt, which are not in its
-    # time; 0 but for the first round of a stream that drafts
+    # Seconds in which the drafter read the prompt before this round, not included in
+    # `seconds`; 0 except in the first round with a draft
     reading: float = 0.0
 
     @property
     def steady(self) -> bool:
         """Return whether it is a plain step between two others.
 
-        Where a step is computed while it is submitted, as on a CPU, the first of a run
-        takes the time of two, and of the last one hardly any is left.
+        On a CPU, which computes a step while submitting it, the first of several plain
+        steps takes the time of two, and the last one takes hardly any.
         """
         return self.drafted == 0 and self.behind and self.ahead
 
@@ -150,14 +149,14 @@ class Feedback:
 class DraftLengthPolicy(Protocol):
     """Decides the draft lengths of one stream.
 
-    The calls alternate: `plan`, then `note` for the round that followed the plan. Of
-    plain steps the next plan is asked for before the step is noted. A round that
-    failed is not noted, and its plan holds for the next.
+    The calls alternate: `plan`, then `note` for the round that followed the plan. But
+    during a plain step, `plan` is called for the next round before `note`. A round that
+    failed is not noted; the next round follows its plan.
     """
 
     @property
     def longest(self) -> int:
-        """No plan is longer."""
+        """The longest draft of a plan."""
         ...
 
     def plan(self, context: int, limit: int) -> Plan:
@@ -165,31 +164,31 @@ class DraftLengthPolicy(Protocol):
 
         Args:
             context: how many tokens the target's caches hold.
-            limit: the most that the budget leaves room for.
+            limit: the most tokens that may be drafted.
         """
         ...
 
     def note(self, context: int, plan: Plan, feedback: Feedback) -> Plan | None:
-        """Learn from a round, which is committed by now. Must not raise.
+        """Learn from a committed round. Must not raise.
 
         Returns:
-            The plan that was followed, if it was made after `plan`.
+            The plan that the round followed; None: it is `plan`.
         """
         ...
 
     def end(self) -> None:
-        """Learn from the stream as a whole, once it has ended."""
+        """Learn from the whole stream after its end."""
         ...
 
 
 class FixedDraftLength:
-    """The same length in every round: reproducible, whatever it costs."""
+    """The same length in every round, whatever it costs."""
 
     def __init__(self, length: int) -> None:
         self.longest = length
 
     def plan(self, context: int, limit: int) -> Plan:
-        """Return the length, as far as there is room for it."""
+        """Return the fixed length, or `limit` if that is smaller."""
         return Plan(max(0, min(self.longest, limit)), "fixed")
 
     def note(self, context: int, plan: Plan, feedback: Feedback) -> None:

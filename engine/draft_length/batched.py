@@ -1,12 +1,12 @@
-"""The rule for the drafts of a batch: one width for all requests.
+"""The rule for the drafts of a batch: one draft length for all requests.
 
-All requests are fed the same number of tokens, so that a round costs by its widest
-draft, and a short draft beside a long one saves nothing. The rule takes the source and
-the width with the most expected tokens of all of them for their time, down to 0: plain
-decoding. Numbers of requests between powers of two share their costs; where the target
-is shown few numbers of them, those of one size do. What drafts have lost counts for all
-numbers but 1: a request by itself is a stream. Requests that name a length of their own
-keep to it.
+The target's forward has the same number of tokens for each request, so the longest
+draft determines the cost of a round, and shorter ones save nothing. The rule picks the
+source and the length with the most expected tokens of all requests for their time; 0 is
+plain decoding. Costs are measured by number of requests, rounded up to a power of two,
+or by the padded number of rows if the target has few of them. Batches of any size share
+one credit, but a single request has that of streams. Requests with their own draft
+length keep it.
 """
 
 from collections.abc import Callable
@@ -21,11 +21,11 @@ from mlx_speculation.engine.draft_length.ruled import RuleDraftLength
 
 
 class BatchMember(Protocol):
-    """A request of a batch, as far as its draft length goes.
+    """The members of a batch's request that concern its draft length.
 
     Attributes:
-        planned: its own plan of the next round; None: the batch decides.
-        next_plan: the same for the round after that, which is asked for early.
+        planned: its own plan for the next round; None: the batch decides.
+        next_plan: its own plan for the round after that; None: the batch decides.
     """
 
     planned: Plan | None
@@ -33,27 +33,26 @@ class BatchMember(Protocol):
 
     @property
     def policy(self) -> DraftLengthPolicy:
-        """The policy that it would have alone."""
+        """The policy that it would have in a stream of its own."""
         ...
 
 
 def row_bucket(rows: int) -> int:
-    """Return the largest number of requests that costs like so many: 1, 2, 4, ..."""
+    """Return the number of requests rounded up to a power of two."""
     return 1 << (rows - 1).bit_length()
 
 
 class BatchDraftLength:
-    """Decides the width of every round.
+    """Decides the draft length of every round of a batch.
 
     Args:
-        rule: its sources are those of every request.
-        costs: returns those of each source in rounds of so many requests.
-        alone: the credit that one request by itself drafts on, as a stream does; None:
-            that of `rule`.
+        rule: the rule; each request has its sources.
+        costs: returns the costs of each source for a number of requests.
+        alone: the credit of a batch of one request; None: the credit of `rule`.
 
     Attributes:
-        plan: of the round, for all requests without a length of their own.
-        bucket: the number of requests that the costs of the last round are kept under.
+        plan: the round's plan for requests without their own draft length.
+        bucket: the number of requests under which the costs of this round are kept.
     """
 
     def __init__(
@@ -70,10 +69,10 @@ class BatchDraftLength:
 
     def limits(
         self,
-        rows: SequenceOf[BatchMember],  # all of them
-        context: int,  # how many tokens the longest holds
-        room: list[int],  # how many tokens each one's budget leaves room for
-        # How many requests the target is shown; None: as many as there are
+        rows: SequenceOf[BatchMember],  # all requests
+        context: int,  # how many tokens the longest request has in the target's caches
+        room: list[int],  # the most tokens that each request may draft
+        # The number of rows in the target's forward, if it is padded; None: it is not
         size: int | None = None,
     ) -> list[int]:
         """Return how many tokens each request may draft in the next round."""
@@ -97,13 +96,13 @@ class BatchDraftLength:
     def early(
         self, rows: SequenceOf[BatchMember], context: int, room: list[int]
     ) -> bool:
-        """Plan the round after a plain one already; return whether it drafts."""
+        """Plan the round after a plain step; return whether it drafts."""
         if self._next is None:
             self._next = self._planned(rows, context, room)
         _plan_alone(rows, context, room, "next_plan")
         if self._next is not None and self._next.length > 0:
             return True
-        for row in rows:  # no generator: each of its values is a call
+        for row in rows:  # faster than any(...) with a generator
             if row.next_plan is not None and row.next_plan.length > 0:
                 return True
         return False
@@ -111,7 +110,7 @@ class BatchDraftLength:
     def _planned(
         self, rows: SequenceOf[BatchMember], context: int, room: list[int]
     ) -> Plan | None:
-        """Return the plan by forecasts, or the most; None: all keep to their own."""
+        """Return the plan of the rule; None: all requests have their own lengths."""
         result = [
             (row.policy, limit)
             for row, limit in zip(rows, room, strict=True)
@@ -135,12 +134,12 @@ class BatchDraftLength:
     def choose(
         self, context: int, limit: int, offered: Offered, *, behind: bool
     ) -> tuple[int, int]:
-        """Return the source that drafts for all, and the width.
+        """Return the index of the source that drafts for all, and the draft length.
 
         Args:
-            context: how many tokens the longest request holds.
-            limit: the most tokens that one may draft.
-            offered: by the requests that leave their lengths open.
+            context: how many tokens the longest request has in the target's caches.
+            limit: the most tokens that a request may draft.
+            offered: the survivals of requests without their own draft length.
             behind: whether a plain step is in flight.
         """
         self._context = context
@@ -148,7 +147,7 @@ class BatchDraftLength:
         return self.plan.pick
 
     def expects(self, rows: SequenceOf[BatchMember]) -> bool:
-        """Return whether costly sources are expected to draft without a step ahead."""
+        """Return whether costly sources would draft if no plain step were in flight."""
         ruled = [p for row in rows if isinstance(p := row.policy, RuleDraftLength)]
         costly = [policy.survivals() for policy in ruled]
         return self._rule.expects(self._context, costly)
@@ -161,10 +160,10 @@ class BatchDraftLength:
         accepted: list[int],
         feedback: Feedback,
     ) -> None:
-        """Learn from a round of these, given what each one's source drafted.
+        """Learn from a round, given each request's drafted and accepted tokens.
 
-        A round in which nothing was drafted counts as plain, also where others had
-        tokens that a constraint forced, which are no draft of a source.
+        A round without drafts counts as plain, even if it had tokens that a constraint
+        forced: they come from no source.
         """
         plan, noted = self.plan, set[int]()
         for row, count, right in zip(rows, drafted, accepted, strict=True):
@@ -184,18 +183,18 @@ class BatchDraftLength:
         self.plan, self._next = self._next, None
 
     def rows_changed(self) -> None:
-        """Forget plans that were made for other requests."""
+        """Drop the plans, which were made for other requests."""
         self.plan = self._next = None
 
     def end(self) -> None:
-        """Pay for prompts that were read in vain."""
+        """Charge the time of reading prompts; see `DraftRule.end`."""
         self._rule.end()
 
 
 def _plan_alone(
     rows: SequenceOf[BatchMember], context: int, room: list[int], name: str
 ) -> None:
-    """Let policies that do not follow the rule plan; one of several requests once."""
+    """Let policies that do not follow the rule plan; each shared policy plans once."""
     plans: dict[int, Plan] = {}
     for row, limit in zip(rows, room, strict=True):
         policy = row.policy

@@ -1,4 +1,4 @@
-"""Calibration: a policy that plans every draft length, and records times of rounds."""
+"""Calibration: a policy that plans every draft length and records times of rounds."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -23,13 +23,14 @@ from mlx_speculation.engine.draft_length.costs import (
 from mlx_speculation.engine.timing import RoundSeconds
 from mlx_speculation.models import PART_SIZES, usual_part
 
-# The median of each part, by context bucket and draft length; length 0: a plain step.
+# Median seconds of a round's parts, by context bucket and draft length; length 0: a
+# plain step.
 PartsTable = dict[int, dict[int, RoundSeconds]]
 # Called with the number of finished rounds, and of all rounds.
 Progress = Callable[[int, int], None]
 
-# All lengths are measured in so many passes, so that a busy moment does not fall on all
-# rounds of one length.
+# The number of passes over all lengths. With several, a moment in which the machine is
+# busy does not fall on all rounds of one length.
 PASSES = 3
 # Rounds of a pass: plain steps, the first and last of which are not counted, then
 # drafts of each length. The first draft is not counted: in it the drafter also reads
@@ -64,13 +65,13 @@ Start = Callable[[list[int], DraftLengthPolicy], MeasuredStream]
 
 
 class Calibration:
-    """Policy that plans every length. All rounds count for one context length.
+    """A policy that plans every length; all its rounds count for one context length.
 
     Attributes:
         longest: the longest draft.
         costs: the measured costs of rounds.
-        rounds: how many rounds the calibration has.
-        done: how many of them have run.
+        rounds: the number of rounds of the calibration.
+        done: the number of rounds that have run.
     """
 
     def __init__(self, context: int, longest: int) -> None:
@@ -79,14 +80,14 @@ class Calibration:
         lengths = _lengths(longest)
         self.rounds, self.done = len(lengths), 0
         self._script = iter(lengths)
-        # Parts of the rounds whose medians are the costs
+        # Seconds by part of the last rounds of each length
         self._parts: defaultdict[int, deque[RoundSeconds]] = defaultdict(
             partial(deque, maxlen=SAMPLES)
         )
         self._drafted = False
 
     def plan(self, context: int, limit: int) -> Plan:
-        """Return the next length; after the last one plain steps."""
+        """Return the next length; after the last one, plain steps."""
         return Plan(max(0, min(next(self._script, 0), limit)), "measure")
 
     def note(self, context: int, plan: Plan, feedback: Feedback) -> None:
@@ -100,7 +101,7 @@ class Calibration:
         self._drafted = drafts
 
     def end(self) -> None:
-        """Do nothing: `note` has recorded all."""
+        """Do nothing: `note` has recorded every round."""
 
     @property
     def parts(self) -> PartsTable:
@@ -118,7 +119,7 @@ def _lengths(longest: int) -> list[int]:
 
 
 def most_tokens(longest: int) -> int:
-    """Return how many tokens the rounds of a calibration emit at most."""
+    """Return the most tokens that the rounds of a calibration can emit."""
     return sum(length + 1 for length in _lengths(longest))
 
 
@@ -128,7 +129,7 @@ def _medians(result: Iterable[RoundSeconds]) -> RoundSeconds:
 
 
 def calibration_prompt(context: int) -> list[int]:
-    """Return a prompt of `context` tokens; any tokens will do."""
+    """Return a prompt of `context` arbitrary tokens."""
     return [1 + index % 7 for index in range(context)]
 
 
@@ -156,7 +157,7 @@ def measure(start: Start, context: int, longest: int, report: Progress) -> Calib
 def measure_part(start: Start, context: int) -> int:
     """Return the fastest part size: how many layers a forward submits at once.
 
-    See `models.submit_layers`; 0: all layers. The sizes are measured in turns.
+    See `models.submit_layers`; 0: all layers. Rounds of all sizes alternate.
     """
     seconds: dict[int, list[float]] = {size: [] for size in PART_SIZES}
     with start(calibration_prompt(context), FixedDraftLength(PART_DRAFT)) as stream:
@@ -175,8 +176,8 @@ def measure_part(start: Start, context: int) -> int:
 def follow(start: Start, contexts: Iterable[int], longest: int) -> None:
     """Run the rounds of a calibration on a rank that does not decide their lengths."""
     for context in sorted(contexts):
-        # The same kind of policy as on rank 0, as options of ranks are compared. Only
-        # rank 0's is asked.
+        # Only rank 0's policy is used. This one is of the same class, since the options
+        # of all ranks are compared.
         policy = Calibration(context, longest)
         for _ in start(calibration_prompt(context), policy):
             pass  # until rank 0 ends it

@@ -1,8 +1,8 @@
-"""Calibrated costs, kept from one process to the next.
+"""Storage of calibrated costs, for later processes.
 
-One file for each machine, mlx version, target and draft. What is in it can change how
-fast a text comes, never the text. What texts teach is not kept: it would make up for a
-hundredth of the first 200 tokens, and a busy hour would outlive itself.
+Each machine, mlx version, target and draft has a file. It affects the speed of a text,
+never the text. What streams learn is not stored: it would save about 1 % of the time of
+the first 200 tokens, and measurements of a busy hour would be used long after it.
 """
 
 import math
@@ -26,7 +26,7 @@ _VERSION = 7
 
 
 def machine() -> dict[str, Any]:
-    """Return what decides how fast this process computes."""
+    """Return the properties of this machine that its speed depends on."""
     return {
         "mlx": version("mlx"),
         "device": str(mx.default_device()),
@@ -39,14 +39,14 @@ def machine() -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Known:
-    """The rounds of one target with one draft: their costs, and what was accepted.
+    """Costs and acceptance of rounds of one target with one draft.
 
     Attributes:
-        seconds: of calibrated rounds.
-        parts: the same by what took them.
-        free: whether it proposes at no cost.
-        name: its kind.
-        part: layers of a part of a round's forward; None: not measured.
+        seconds: the seconds of calibrated rounds.
+        parts: the same seconds by part of the round.
+        free: whether the draft costs nothing.
+        name: the kind of the draft.
+        part: how many layers a round's forward submits at once; None: not measured.
     """
 
     costs: RoundCosts = field(default_factory=RoundCosts)
@@ -62,7 +62,7 @@ class Known:
     def read(
         cls, key: dict[str, Any] | None, *, free: bool = False, name: str = "draft"
     ) -> "Known":
-        """Return what was calibrated under a key; nothing is kept under None."""
+        """Return the calibrated costs stored under a key; None: they are not stored."""
         key = key and {"machine": machine(), **key}
         file = MeasuredFile(
             "costs", _VERSION, key, "What rounds cost is measured again."
@@ -72,7 +72,7 @@ class Known:
         return known
 
     def take(self, measured: Calibration) -> CostTable:
-        """Learn from a calibration, and write the file; return all that is known."""
+        """Learn from a calibration, and write the file; return all known costs."""
         table = measured.costs.table()
         self.costs.take(table)
         self.seconds |= table
@@ -88,10 +88,10 @@ class Known:
 
 
 def _parsed(fields: Any) -> Known:
-    """Return what the fields of a file say.
+    """Return the costs in the fields of a file.
 
     Raises:
-        ValueError: a number cannot be.
+        ValueError: a number is out of range.
     """
     costs = {
         int(bucket): {int(length): seconds for length, seconds in each.items()}

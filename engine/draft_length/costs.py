@@ -1,9 +1,9 @@
-"""Costs of rounds, by drafted tokens and length of the context.
+"""Costs of rounds, by draft length and context length.
 
-Costs are medians of the last rounds of a length, so that one slow round decides
-nothing. Lengths between measured ones are on straight lines, those beyond go on at half
-the slope: a guess that errs to the cheap side is tried, and corrected. Costs that are
-not measured again are forgotten, or one that errs to the dear side could end drafts.
+The cost of a draft length is the median of its last rounds, so that one slow round has
+no effect. Costs between measured lengths are interpolated. Beyond them, costs grow at
+half the slope: if that is too low, the length is tried and its cost corrected. Costs
+that are not measured again are dropped: one that is too high would end drafting.
 """
 
 from collections import deque
@@ -15,15 +15,15 @@ from typing import TypeVar
 
 from mlx_speculation.models import row_size
 
-# Rounds that a median is of.
+# The number of last rounds of a length that a median is taken of.
 SAMPLES = 9
-# A plain step is known after so many: drafts are judged by it.
+# The cost of a plain step counts as known after this many steps.
 LEAST_PLAIN = 2
-# Rounds after which what was not measured in as many is forgotten, but for plain steps.
+# A draft length that was not measured in this many rounds is dropped.
 FORGETS = 128
-# Of an unknown machine a drafted token is taken for so much of a plain step.
+# The cost of a drafted token before any is measured, as a share of a plain step.
 GUESSED_SHARE = 0.25
-# Contexts up to here cost about the same; beyond it every doubling is a bucket.
+# Contexts up to here cost about the same; each doubling beyond is one more bucket.
 SHORT_CONTEXT = 512
 
 T = TypeVar("T")
@@ -37,21 +37,22 @@ def few_lengths(longest: int) -> tuple[int, ...]:
 
 
 def left_of_step(plain: float, cold: float) -> float:
-    """Return the seconds that are left of a step in flight when a round begins.
+    """Return the seconds that a step in flight still needs when a round begins.
 
-    Nearly all where a device computes while the host goes on; hardly any on a CPU,
-    where a step is computed while it is submitted, so that the first of a run of plain
-    steps takes the time of two.
+    On a GPU that is nearly the whole step. On a CPU it is hardly anything, since a step
+    is computed while it is submitted; the first of several plain steps then takes the
+    time of two.
 
     Args:
         plain: seconds of a plain step.
-        cold: seconds of a step that was not in flight, and submits one; 0: not known.
+        cold: seconds of a plain step that began with no step in flight and submitted
+            the next one; 0: not known.
     """
     return min(plain, max(0.0, 2 * plain - cold)) if cold else plain
 
 
 def bucket_of(context: int) -> int:
-    """Return the bucket of a number of tokens: 0 up to 512, 1 up to 1,024, ..."""
+    """Return the bucket of a context length: 0 up to 512, 1 up to 1,024, ..."""
     return ((max(1, context) - 1) // SHORT_CONTEXT).bit_length()
 
 
@@ -59,26 +60,26 @@ class RoundCosts:
     """Seconds of rounds by context bucket and draft length; 0 is a steady plain step.
 
     Args:
-        measured: what `table` of rounds of this process has returned.
-        kept: the same of earlier processes, or of rounds like these. Their ratios are
-            taken for what was not measured yet.
+        measured: a `table` that this process measured.
+        kept: a `table` of an earlier process, or of a similar batch. Its ratios between
+            lengths are used for lengths that are not measured yet.
     """
 
     def __init__(
         self, measured: CostTable | None = None, kept: CostTable | None = None
     ) -> None:
-        # Seconds that the drafter takes for each token of a prompt, which it reads
-        # before its first draft; 0: not known
+        # Seconds per prompt token that the drafter needs before its first draft; 0: not
+        # known
         self.reading = 0.0
         self.kept = dict(kept or {})
         self._samples: dict[int, dict[int, deque[float]]] = {}
-        self._medians: CostTable = {}  # of the samples, kept with them
+        self._medians: CostTable = {}  # of the samples
         self._rounds = 0
-        self._recent: set[tuple[int, int]] = set()  # measured since others were dropped
+        self._recent: set[tuple[int, int]] = set()  # measured since the last dropping
         self.take(measured or {})
 
     def table(self) -> CostTable:
-        """Return what is known of each bucket, in seconds."""
+        """Return the known costs of each bucket, in seconds."""
         measured = {
             bucket: dict(sorted(each.items()))
             for bucket, each in self._medians.items()
@@ -87,7 +88,7 @@ class RoundCosts:
         return dict(sorted({**self.kept, **measured}.items()))
 
     def take(self, table: CostTable) -> None:
-        """Take over what was measured just now."""
+        """Take over the costs of a calibration."""
         for bucket, costs in table.items():
             self._medians.setdefault(bucket, {}).update(costs)
             self._samples.setdefault(bucket, {}).update(
@@ -111,7 +112,7 @@ class RoundCosts:
             self.kept, self._recent = {}, set()
 
     def knows(self, context: int, length: int) -> bool:
-        """Return whether rounds of a length were measured."""
+        """Return whether the cost of a length was measured in this context's bucket."""
         return length in self._medians.get(bucket_of(context), ())
 
     def longest(self) -> int:
@@ -128,10 +129,10 @@ class RoundCosts:
         return _nearest(known, bucket_of(context))
 
     def curve(self, context: int, longest: int, plain: float) -> list[float]:
-        """Return the seconds of rounds with 0 to `longest` drafts.
+        """Return the seconds of rounds with 0 to `longest` drafted tokens.
 
-        `plain` are those of a plain step where none is known. Beyond the longest
-        measured draft costs go on as the kept ones do, or those of the nearest bucket.
+        `plain` is used if no plain step of this bucket was measured. Beyond the longest
+        measured draft, costs grow like the kept ones, or like the nearest bucket's.
         """
         bucket = bucket_of(context)
         medians, shape = self._medians.get(bucket, {}), self.kept.get(bucket)
@@ -150,13 +151,13 @@ class RoundCosts:
 
 
 def _nearest(known: Mapping[int, T], bucket: int) -> T | None:
-    """Return what is known of the nearest bucket."""
+    """Return the value of the nearest bucket; None: there is none."""
     nearest = min(known, key=lambda b: (abs(b - bucket), b), default=None)
     return None if nearest is None else known[nearest]
 
 
 def _line(known: Sequence[tuple[int, float]], longest: int) -> list[float]:
-    """Return seconds of 0 to `longest` drafts, given those of some."""
+    """Return the seconds of 0 to `longest` drafted tokens, given some of them."""
     result: list[float] = []
     for (start, low), (stop, high) in pairwise(known):
         slope = (high - low) / (stop - start)

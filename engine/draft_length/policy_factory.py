@@ -1,6 +1,6 @@
-"""Makes the draft length policy of each stream, and keeps the costs they measured.
+"""The factory of draft length policies, which also stores the costs they measure.
 
-The policy itself, which chooses the length of a round, is in `rule`.
+The adaptive rule itself is in `rule`.
 """
 
 from collections.abc import Sequence as SequenceOf
@@ -35,8 +35,8 @@ from mlx_speculation.engine.drafters.draft import Draft, members_of, shape_of
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import Sliding, position_table, usual_part
 
-# The longest adaptive draft. Longer drafts of repetitive greedy text would be accepted
-# too, but the time of a verify grows with each row.
+# The longest adaptive draft. In repetitive greedy text longer drafts would be accepted
+# too, but each drafted token adds to the time of the target's forward.
 LONGEST = 16
 
 

@@ -1,21 +1,22 @@
-"""The draft rule: the source and the length with the most expected tokens a second.
+"""The draft rule: picks the source of drafts and the draft length of each round.
 
-With survival s_i, the chance that tokens 1 to i are all accepted, n tokens bring
+The survival s_i is the probability that tokens 1 to i of a draft are all accepted. A
+round with n drafted tokens is expected to commit
 
-    E(n) = 1 + s_1 + ... + s_n        in T(n) seconds
+    E(n) = 1 + s_1 + ... + s_n        tokens in T(n) seconds
 
-of which the rule takes what is worth most over plain decoding: E(n) - rate x T(n), the
-rate being the tokens a second that are usual. So a token is drafted while its survival
-is at least the rate times the seconds of its row, and nothing where no token is.
-Sources that propose for free have the survival of the proposal in hand; costly ones
-forecast it. Several requests are fed the same width: the tokens of all of them count.
+The rule maximizes E(n) - rate x T(n), where the rate is the usual number of tokens per
+second. So a draft grows as long as the survival of its next token is at least the rate
+times the seconds that this token adds. A free source has made its proposal and knows
+its survival; a costly source forecasts it. In a batch, which has one draft length, E(n)
+is the mean over the requests.
 
-Unknown costs and forecasts are tried short, out of a credit of each source. It is
-filled by what the source's drafts gain over plain steps, and pays for what they lose;
-a source without credit rests until a share of the plain steps has filled it, and keeps
-no other from drafting. So the drafts of a source cost no more than the first credit,
-that share and the round that uses the credit up, but for rounds that take longer than
-is usual.
+Drafts that are not known to pay are tried, short at first, on a credit of each source
+in plain steps. What a round gains over plain steps is added to the credit of its
+source, what it loses is taken off. A source without credit rests, while other sources
+draft, until plain steps have refilled it. So the drafts of a source lose at most the
+first credit, the share of plain steps that refills it, and the round that uses it up,
+apart from rounds of unusual duration.
 """
 
 from collections import defaultdict
@@ -30,45 +31,46 @@ from mlx_speculation.engine.draft_length.costs import (
     left_of_step,
 )
 
-# In plain steps: the credit at first, the most and the least of it, and what a plain
-# step adds. A round that took ten times as long, on a busy machine, is made up for in
-# 200 plain steps.
+# In plain steps: the first, the largest and the smallest credit, and what a plain step
+# adds. So 200 plain steps make up for one round on a very busy machine.
 FIRST_CREDIT, MOST_CREDIT, LEAST_CREDIT = 4.0, 24.0, -3.0
 SHARE = 0.015
-# First credit, most credit and share of a batch. The gain of a round varies less there,
-# and a job that begins with a loss may be over before it has made up for it.
+# First credit, largest credit and share of a batch. They are small, since the gain of a
+# round varies less there, and a job may end before it has made up for a first loss.
 BATCH_CREDIT = (0.6, 1.0, 0.01)
-# What a draft gains over plain steps where all of it is right, if it is to be tried.
+# A length is tried only if a fully accepted draft brings this many times the tokens of
+# plain steps in the same time.
 LEAST_GAIN = 1.2
-# The first draft.
+# The longest draft before any is measured.
 FIRST_LENGTH = 2
-# A round counts for at most so many times what is usual.
+# A slower round counts as this many times the usual seconds.
 SLOWEST = 2.0
-# Plain steps between trials of a source; twice as many after each one in vain.
+# Rounds between trials of a source, doubled after each trial with a rejected token, and
+# the most doublings.
 PAUSE, MOST_DOUBLED = 8, 4
-# Drafted rounds until plain steps are measured again, and how many of them tell.
+# After this many rounds with drafts, this many plain steps are measured again.
 REVIEW_ROUNDS, REVIEW_STEPS = 128, 4
-# Plain steps that the usual rate looks back on.
+# The usual rate is an average over about this many plain steps.
 MEMORY = 500.0
 
-# By token, the chance that it and those before it are accepted: of a free source as
-# long as its proposal, empty without one.
+# For each token the probability that it and all before it are accepted. A free source
+# has one for each proposed token, so none without a proposal.
 Survival = Sequence[float]
-# Of each request, that of each source.
+# The survival of each source, for each request.
 Offered = Sequence[Sequence[Survival]]
 
 
 @dataclass(slots=True)
 class Credit:
-    """Credit for drafts that lose against plain decoding, in plain steps.
+    """The credit of each source, in plain steps, and the usual rate of tokens.
 
     Attributes:
-        first: of each source at first.
-        most: of each source at most.
-        share: what a plain step adds to all of them, in equal parts.
-        steps: left to each source, by its index.
-        tokens: of each request, in the rounds so far, the older ones counting less.
-        spent: plain steps that those took.
+        first: the first credit of a source.
+        most: the largest credit of a source.
+        share: what a plain step adds to the credits, divided among the sources.
+        steps: the credit of each source, by its index.
+        tokens: tokens per request in the rounds so far; older rounds count less.
+        spent: the duration of these rounds in plain steps.
     """
 
     first: float = FIRST_CREDIT
@@ -83,17 +85,17 @@ class Credit:
 
     @property
     def rate(self) -> float:
-        """Tokens in the time of a plain step, at least the one that it brings."""
+        """The usual number of tokens in the time of a plain step, at least 1."""
         return max(1.0, self.tokens / self.spent)
 
     def count(self, tokens: float, steps: float) -> None:
-        """Count a round for the usual rate."""
+        """Count the tokens and the plain steps of a round for the usual rate."""
         keep = 1 - min(0.5, steps / MEMORY)
         self.tokens = self.tokens * keep + tokens
         self.spent = self.spent * keep + steps
 
     def add(self, index: int, gain: float) -> None:
-        """Add what a round of a source has gained or lost."""
+        """Add the gain of a round, which may be negative, to a source's credit."""
         steps = min(self.steps[index] + gain, self.most)
         self.steps[index] = max(steps, LEAST_CREDIT)
 
@@ -103,15 +105,15 @@ class Source:
     """State of one source of drafts.
 
     Attributes:
-        costs: seconds of rounds that it drafts in, by length.
+        costs: seconds of its rounds, by draft length.
         free: whether its proposals cost nothing, and are made before the rule chooses.
         name: the kind of its drafts.
         pause: rounds until it may be tried again.
-        vain: trials in a row that were in vain.
-        lag: tokens that it has not read.
-        reading: plain steps that it has read the prompt for.
-        gained: plain steps that its drafts have gained.
-        index: its place among the sources of a rule.
+        vain: the number of last trials in a row that had a rejected token.
+        lag: the number of known tokens that it has not read.
+        reading: its time for reading the prompt, in plain steps.
+        gained: what its drafts have gained, in plain steps.
+        index: its index among the sources of a rule.
     """
 
     costs: RoundCosts
@@ -126,26 +128,26 @@ class Source:
 
 
 class DraftRule:
-    """Chooses the source and the length of each round, of one request or of several.
+    """Chooses the source and the length of each round of a stream or a batch.
 
     Args:
-        sources: what is known of each; costs are shared by the streams of a generator.
-        credit: of each source; shared likewise.
-        longest: no draft is longer.
+        sources: the sources; the streams of a generator share their costs.
+        credit: the credit of the sources, which the streams of a generator share.
+        longest: the longest draft.
     """
 
     def __init__(self, sources: Sequence[Source], credit: Credit, longest: int) -> None:
         self.sources, self.credit, self.longest = list(sources), credit, longest
         for index, source in enumerate(self.sources):
             source.index = index
-        # Whether it chooses when the free proposals are there
+        # Whether it decides in `choose`, after the free sources have proposed
         self.late = len(self.sources) > 1 or any(one.free for one in self.sources)
-        self._measure = 1  # plain steps that are decided already
-        self._since_plain = 0  # drafted rounds since a plain step was measured
-        self._cold = 0.0  # seconds of a step that was not in flight, and submits one
+        self._measure = 1  # plain steps to measure before the next draft
+        self._since_plain = 0  # rounds with drafts since a plain step was measured
+        self._cold = 0.0  # see `left_of_step`
 
     def plan(self, context: int, limit: int, forecasts: Callable[[], Offered]) -> Plan:
-        """Plan by forecasts, or the most, where it is chosen late; see `choose`."""
+        """Plan by forecasts; if the rule is `late`, plan the longest draft instead."""
         if not self.late or self.measures(context):
             return self.choose(context, limit, forecasts())
         longest = min(limit, self.longest)
@@ -159,7 +161,7 @@ class DraftRule:
         Args:
             context: how many tokens the target's caches hold.
             limit: the most tokens that may be drafted.
-            offered: the drafts that can be made.
+            offered: the survivals of the drafts that can be made.
             behind: whether a plain step is in flight.
         """
         longest, plain = min(limit, self.longest), self.plain(context)
@@ -171,14 +173,14 @@ class DraftRule:
         return self._decided(context, longest, offered, plain, behind)
 
     def expects(self, context: int, offered: Offered) -> bool:
-        """Return whether one of these would be taken up, if no step were in flight."""
+        """Return whether one of these drafts would be made without a step in flight."""
         plain = self.plain(context)
         if plain is None or self.measures(context):
             return False
         return self._decided(context, self.longest, offered, plain, False).length > 0
 
     def measures(self, context: int) -> bool:
-        """Return whether a plain step is due that tells what drafts have to gain."""
+        """Return whether the next round has to be a plain step, to measure its cost."""
         if self._since_plain >= REVIEW_ROUNDS:
             self._since_plain, self._measure = 0, REVIEW_STEPS
         return self._measure > 0 or self.plain(context) is None
@@ -191,7 +193,7 @@ class DraftRule:
         plain: float,
         behind: bool,
     ) -> Plan:
-        """Return the plan that is worth most, or tells most."""
+        """Return the plan that is worth most, or a trial if no draft pays."""
         rate = self.credit.rate / plain
         judged = [
             self._judged(
@@ -225,13 +227,13 @@ class DraftRule:
         plain: float,
         behind: bool,
     ) -> Compared:
-        """Return the lengths that may pay, and that the credit pays for if they do not.
+        """Return a source with the lengths that may pay and whose loss is affordable.
 
-        Half of the first credit may be lost in one round while any is left: where all
-        rounds are dear, a credit that is spent in part would end them for good. Drafts
-        grow to twice the longest measured one; a free one costs at most what a costly
-        one of its length does. Behind a plain step its token counts, and the first
-        drafted one stands for it.
+        A round may lose the credit, or half of the first credit if that is more: with
+        costly rounds, a partly spent credit would otherwise end drafting for good. A
+        draft is at most twice as long as the longest measured one. A free draft costs
+        at most as much as a costly one of its length. With a plain step in flight, its
+        token counts too, and the first drafted token stands for it.
         """
         tokens = [*accumulate(survival[behind:], initial=1.0 + behind)]
         known = [source.costs]
@@ -246,7 +248,7 @@ class DraftRule:
         ]
         left = left_of_step(plain, self._cold) if behind else 0.0
         credit = self.credit.steps[source.index]
-        most = max(credit, self.credit.first / 2)  # steps that a round may lose
+        most = max(credit, self.credit.first / 2)  # plain steps that a round may lose
         result = []
         for n in sorted({*few_lengths(reach), reach} - {0}):
             seconds = min(curve[n] for curve in curves)
@@ -256,11 +258,11 @@ class DraftRule:
         return Compared(source, survival, tuple(result), credit)
 
     def plain(self, context: int) -> float | None:
-        """Return the seconds of a plain step; None: not known yet."""
+        """Return the seconds of a plain step; None: not measured yet."""
         return self.sources[0].costs.plain(context)
 
     def note(self, context: int, plan: Plan, feedback: Feedback) -> None:
-        """Learn from a round, which is committed by now. Must not raise."""
+        """Learn from a committed round. Must not raise."""
         source = plan.source
         if not feedback.drafted or source is None:
             self._note_plain(context, feedback)
@@ -288,7 +290,7 @@ class DraftRule:
         knows = costs.knows(context, feedback.drafted)
         if not feedback.fresh and (lag <= 1 or not knows):
             costs.note(context, feedback.drafted, max(seconds, 0.1 * plain))
-        # A machine that was busy for a moment tells nothing of drafts.
+        # A round on a busy machine says nothing about drafts.
         usual = costs.curve(context, feedback.drafted, plain)[-1]
         steps = min(seconds, SLOWEST * usual) / plain
         gain = feedback.accepted + 1 - steps
@@ -314,13 +316,13 @@ class DraftRule:
                 self._cold = feedback.seconds
 
     def end(self) -> None:
-        """Pay for prompts that were read in vain."""
+        """Charge each source with the time of its prompt that drafts did not regain."""
         for source in self.sources:
             vain = source.reading - max(0.0, source.gained)
             self.credit.add(source.index, -max(0.0, vain))
 
 
 def _mean(offered: Offered, source: Source, longest: int) -> list[float]:
-    """Return the mean survival of a source's drafts over the requests."""
+    """Return the mean survival of a source's drafts over the requests, by token."""
     each = [survivals[source.index][:longest] for survivals in offered]
     return [sum(column) / len(each) for column in zip_longest(*each, fillvalue=0.0)]

@@ -1,12 +1,12 @@
 """The rule for the drafts of one stream.
 
-Where a source proposes for free, or there are several, the rule decides when the free
-proposals are there; one source alone is planned by its forecast:
+A single costly source is planned by its forecast. With a free source, or several
+sources, the rule decides after the free sources have proposed:
 
-    plan        at most so many tokens, as far as there is room
-    propose     a lookup: survival 0.9 0.3 ...; a model, by its forecast: 0.8 0.7 ...
+    plan        the longest draft that there is room for
+    propose     a lookup's survival 0.9 0.3 ...; a model's forecast 0.8 0.7 ...
     choose      the source and the length that are worth most; 0: a plain step
-    note        the rule learns from the round, as the plan that it has made
+    note        the rule learns from the round, whose plan is that of `choose`
 """
 
 from collections.abc import Callable
@@ -34,20 +34,20 @@ Forecasts = Callable[[int], SequenceOf[Survival | None]]
 
 
 class RuleDraftLength:
-    """Plans by forecasts, or the most, and then chooses among proposals too.
+    """The policy that follows the rule in one stream.
 
     Args:
-        known: of each source, the costs of rounds and the acceptance; shared by the
-            streams of a generator.
-        credit: shared likewise.
-        longest: no draft is longer.
+        known: costs and acceptance of each source; the streams of a generator share
+            them.
+        credit: the credit of the sources, which these streams share too.
+        longest: the longest draft.
 
     Attributes:
-        forecast: returns what each source forecasts by itself, see `OpenDrafter`.
-        drafter: asks it where it chooses late.
-        sources: what the rule knows of each.
+        forecast: returns each source's own forecast, see `OpenDrafter`.
+        drafter: the drafter that calls `choose`, if the rule is `late`.
+        sources: the sources of the rule.
         credit: as passed.
-        rates: of each source, what was accepted.
+        rates: the acceptance rates of each source.
         late: see `DraftRule`.
     """
 
@@ -65,15 +65,15 @@ class RuleDraftLength:
         self.sources = [Source(one.costs, one.free, one.name) for one in known]
         self._rule = DraftRule(self.sources, credit, longest)
         self.late = self._rule.late
-        self._chosen: Plan | None = None  # of this round, if it was chosen late
+        self._chosen: Plan | None = None  # the plan that `choose` made for this round
 
     def plan(self, context: int, limit: int) -> Plan:
         """Return the next round's plan; see `DraftLengthPolicy`."""
         return self._rule.plan(context, limit, lambda: [self.survivals()])
 
     def survivals(self) -> list[Survival]:
-        """Return what costly sources forecast, or what the rates so far say."""
-        longest = self.longest + 1  # one may stand for the token of a step
+        """Return the survival of each costly source, by its forecast or its rates."""
+        longest = self.longest + 1  # one may stand for the token of a step in flight
         result: list[Survival] = []
         forecasts = zip(self.sources, self.forecast(longest), self.rates, strict=True)
         for source, forecast, rates in forecasts:
@@ -84,19 +84,19 @@ class RuleDraftLength:
     def choose(
         self, context: int, limit: int, survivals: SequenceOf[Survival], *, behind: bool
     ) -> tuple[int, int]:
-        """Return the source that drafts, and how many tokens; see `DraftRule.choose`.
+        """Return the index of the source and the length; see `DraftRule.choose`.
 
         Args:
             context: how many tokens the target's caches hold.
             limit: the most tokens that may be drafted.
-            survivals: of each source, of its proposal if it is free.
+            survivals: the survival of each source's proposal or forecast.
             behind: whether a plain step is in flight.
         """
         self._chosen = self._rule.choose(context, limit, [survivals], behind=behind)
         return self._chosen.pick
 
     def note(self, context: int, plan: Plan, feedback: Feedback) -> Plan:
-        """Learn from a round, and return what was chosen; see `DraftLengthPolicy`."""
+        """Learn from a round, and return its plan; see `DraftLengthPolicy`."""
         plan, self._chosen = self._chosen or plan, None
         self._rule.note(context, plan, feedback)
         if feedback.drafted and plan.source is not None:
@@ -105,7 +105,7 @@ class RuleDraftLength:
         return plan
 
     def end(self) -> None:
-        """Leave the rates to later streams."""
+        """Pass the rates on to later streams."""
         self._rule.end()
         for known, rates in zip(self._known, self.rates, strict=True):
             known.rates = rates
@@ -114,14 +114,14 @@ class RuleDraftLength:
 class RuledDrafter(CascadeDrafter):
     """Drafters of which the rule picks one in each round.
 
-    A batch, which chooses for all of its requests, lets each one `offer`, and leaves
-    the source and the length of its `propose` in `chosen`.
+    A batch decides for all its requests: it calls `offer` of each, and sets `chosen` to
+    source and length before it calls `propose`.
 
     Args:
-        drafters: in the order of the sources.
-        lengths: picks one, and its length.
-        target: the target's lane. It has seen the last known token while a plain step
-            is in flight, for whose token the first proposed one stands.
+        drafters: the drafters, in the order of the sources.
+        lengths: picks a drafter and its draft length.
+        target: the target's lane. While a plain step is in flight, it has seen the last
+            known token, and the first proposed token stands for the step's.
     """
 
     def __init__(
@@ -135,25 +135,25 @@ class RuledDrafter(CascadeDrafter):
 
     @property
     def shared(self) -> OpenDrafter:
-        """Its only costly source, which the rows of a batch may share."""
+        """Its costly drafter, if it has exactly one; else itself."""
         costly = [each for each in self._drafters if not each.free]
         return costly[0] if len(costly) == 1 else self
 
     @property
     def lookups(self) -> CascadeDrafter:
-        """Its free sources."""
+        """A cascade of its free drafters."""
         return CascadeDrafter(*(each for each in self._drafters if each.free))
 
     def costs(self, index: int) -> bool:
-        """Return whether a source is not free."""
+        """Return whether the source of this index is costly."""
         return not self._drafters[index].free
 
     def offer(
         self, sequence: Sequence, limit: int, choose: Choose, *, costly: bool = True
     ) -> list[Survival]:
-        """Let the free sources propose; return the survival that each source offers.
+        """Let the free sources propose; return the survival of each source.
 
-        That of costly ones is empty where they cannot draft.
+        It is empty for costly sources if `costly` is not set.
         """
         offered: list[Survival] = [()] * len(self._drafters)
         if costly:
@@ -166,7 +166,7 @@ class RuledDrafter(CascadeDrafter):
         return offered
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
-        """Return the proposal that is worth most, cut where it pays for no more."""
+        """Return the proposal that the rule picks, cut to the length that it picks."""
         self._proposing = None
         behind = self._target.seen >= len(sequence.tokens)
         if self.chosen is None:
