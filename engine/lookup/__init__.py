@@ -1,11 +1,11 @@
-"""The prompt-lookup drafter: the tokens that followed the same tokens before.
+"""The prompt-lookup drafter: proposes tokens that followed the same tokens before.
 
     drafter     the draft that a user passes, and its drafter of one stream
     lookup      the longest match over all places
-    places      growing indexes, and where the end of a text occurs in them
+    places      growing indexes, and the match of a text's last tokens in an index
     history     answers of earlier requests, indexes of finished texts
-    survival    the chance that looked-up tokens are right, learnt by bucket
+    survival    the probability that looked-up tokens are accepted, learnt by bucket
     automaton   an index of all substrings
 
-Token ids alone are known here: no model and no probabilities.
+A lookup reads token ids alone: it runs no model and sees no logits.
 """

@@ -1,31 +1,31 @@
-"""All substrings of a growing text, in memory and time linear in its length.
+"""An index of all substrings of a growing text, in linear memory and time.
 
-The suffix automaton of Blumer et al. (1985), built online. A state stands for the
-substrings that end at the same places; its longest one has `length` tokens, and the
-link leads to the state of the next shorter suffix. The longest suffix of the text that
-occurred before is that of the link of the last state, so it costs nothing to find.
+This is the suffix automaton of Blumer et al. (1985), built online. A state stands for
+all substrings that end at the same positions; the longest of them has `length` tokens.
+The link of a state leads to the state of the next shorter suffix. So the last state's
+link leads to the longest suffix of the text that occurred before, without a search.
 
     text a b c a b      the last state's link is the state of "a b"
     match               length 2, end 2: c followed
 
-Each state also holds the end of its latest occurrence that has a successor, and how
-many occurrences have one: how often a token followed, over how often anything did, is
-the share of a continuation. A new token moves both for the states on the path of links
-from the last one, of which there are few in text, but as many as tokens in a long run
-of one token. So the walk is cut: states further up keep an earlier, equally true
-occurrence, and count too few.
+Each state also holds the end of its latest occurrence that has a successor, and the
+number of such occurrences. The share of a token is how often it followed a substring,
+divided by how often any token did. A new token changes the end and the count of each
+state on the path of links from the last state. The path is short in usual text, but in
+a long run of one token it is as long as the run, so it is cut. States beyond the cut
+keep an earlier occurrence, which is also valid, and their counts are too low.
 """
 
 from array import array
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-BREAK = -1  # keeps documents apart: no match and no continuation reaches across it
-# How many states get a new end and a count with a token.
+BREAK = -1  # separates documents: no match and no continuation contains it
+# The most states whose end and count a new token changes.
 LONGEST_WALK = 32
-# How many states a search walks up.
+# The most links that a search follows for a token.
 LONGEST_FALL = 256
-# A state without a transition has no first token. It differs from every id and BREAK.
+# The value of `_token` for a state without transitions; no id, and not BREAK.
 _NOTHING = -2
 
 
@@ -33,8 +33,8 @@ class Match(NamedTuple):
     """The longest suffix of a text that occurs in an index.
 
     Attributes:
-        length: its tokens; 0: there is none.
-        state: the automaton's state of it; 0 is the root, the empty string.
+        length: its number of tokens; 0: there is no match.
+        state: its state in the automaton; 0 is the root, the empty string.
     """
 
     length: int
@@ -45,10 +45,10 @@ NO_MATCH = Match(0, 0)
 
 
 class SuffixAutomaton:
-    """Finds the longest suffix that occurred before, and what followed it.
+    """Finds the longest suffix that occurred before, and the tokens that followed it.
 
-    A token adds at most 2 states of 24 bytes and, where a state goes on in several
-    ways, entries of dictionaries.
+    A token adds at most 2 states of 24 bytes, and entries of dictionaries for states
+    with several transitions.
 
     Attributes:
         tokens: the indexed tokens, int32, with `BREAK` after each document.
@@ -62,8 +62,8 @@ class SuffixAutomaton:
         self._length = array("i", [0])
         self._link = array("i", [-1])
         self._end = array("i", [0])  # 0: no occurrence has a successor
-        self._count = array("i", [0])  # occurrences that have one, or a BREAK
-        # Most states have one transition. It is held here, further ones in _more.
+        self._count = array("i", [0])  # occurrences with a successor, or a BREAK
+        # The first transition of each state, mostly the only one; others are in _more.
         self._token = array("i", [_NOTHING])
         self._target = array("i", [0])
         self._more: dict[int, dict[int, int]] = {}
@@ -80,10 +80,11 @@ class SuffixAutomaton:
         return Match(self._length[state], state) if state > 0 else NO_MATCH
 
     def follow(self, match: Match, token: int) -> Match:
-        """Return the match of a text's end, given that of the text without it.
+        """Return the match after one more token, given the match before that token.
 
-        Legal while the index stays as it is. Amortized constant time: what is walked
-        up was walked down before. Beyond `LONGEST_FALL` states there is no match.
+        The index must not have changed in between. Amortized constant time: each link
+        that is followed shortens a match that a token has lengthened. A search that
+        would follow more than `LONGEST_FALL` links finds no match.
         """
         length, state = match
         for _ in range(LONGEST_FALL):
@@ -97,7 +98,7 @@ class SuffixAutomaton:
         return NO_MATCH
 
     def with_successor(self, match: Match) -> Match:
-        """Return the longest suffix of a match with an occurrence that goes on."""
+        """Return the longest suffix of a match that a token has followed."""
         length, state = match
         for _ in range(LONGEST_FALL):
             if not state or self._end[state]:
@@ -109,10 +110,9 @@ class SuffixAutomaton:
     def continuation(self, state: int, count: int) -> list[int]:
         """Return at most `count` tokens that followed the latest occurrence of a state.
 
-        They end before a `BREAK`. Where the tokens run out they are repeated, as they
-        would be if the copied tokens were appended one by one: after a b c a b c, with
-        the end at 3, come a b c a b c and so on. With a `BREAK` after each document
-        they never run out.
+        They end before a `BREAK`. If the indexed tokens end first, the result is
+        repeated, as if each copied token were appended to them: after a b c a b c, with
+        the end at 3, the result is a b c a b c ...
         """
         end = self._end[state]
         result = self.tokens[end : end + count].tolist()
@@ -123,9 +123,10 @@ class SuffixAutomaton:
         return result
 
     def shares(self, state: int, tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Yield how often each token followed, and how often anything did there.
+        """Yield for each token how often it followed, and how often any token did.
 
-        Each is counted behind those before it. Behind what never occurred it is 0 of 0.
+        Each token is counted after the tokens before it; if these never occurred in the
+        index together, both numbers are 0.
         """
         count = self._count
         total = count[state]
@@ -134,13 +135,13 @@ class SuffixAutomaton:
             if state < 0:
                 yield 0, 0
                 continue
-            # The occurrence at the very end of the index is not counted yet.
+            # An occurrence at the end of the index has no successor and is not counted
             all_counts = max(1, count[state])
             yield all_counts, max(total, all_counts)
             total = count[state]
 
     def _note_end(self, *, goes_on: bool) -> None:
-        """Let the last state and those above it end here, before a token follows."""
+        """Set end and count of the states on the path, just before a token follows."""
         here, state, link = len(self.tokens), self._last, self._link
         end, count = self._end, self._count
         for _ in range(self._walk):
@@ -180,7 +181,7 @@ class SuffixAutomaton:
         return len(self._length) - 1
 
     def _clone(self, state: int, length: int) -> int:
-        """Add a state for those substrings of another that end elsewhere too."""
+        """Add a state for those substrings of a state that now end elsewhere too."""
         clone = self._add(length)
         self._link[clone] = self._link[state]
         self._end[clone] = self._end[state]
@@ -192,7 +193,7 @@ class SuffixAutomaton:
         return clone
 
     def _next(self, state: int, token: int) -> int:
-        """Return where a token leads from a state; -1: nowhere."""
+        """Return the state to which a token leads from a state; -1: none."""
         if self._token[state] == token:
             return self._target[state]
         more = self._more.get(state)

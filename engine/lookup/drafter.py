@@ -1,7 +1,7 @@
-"""The drafter that looks up what followed the same tokens before. It runs no model.
+"""The lookup drafter, which proposes the tokens that followed the same tokens before.
 
-For calibration a constant proposal stands in its place: the tokens of a lookup depend
-on the text, the cost of verifying them does not.
+Calibration uses a drafter with constant proposals in its place: the cost of a verify
+does not depend on the tokens.
 """
 
 import copy
@@ -24,28 +24,26 @@ from mlx_speculation.models import Lane
 
 _LARGEST_ID = 2**31 - 1
 _NOTHING_FOUND = replace(NOTHING, source="lookup")
-# Tokens of earlier answers that are held; about 20 MB with their index.
+# The most tokens of earlier answers to keep; about 20 MB with their index.
 HISTORY = 200_000
 
 
 class LookupDraft(Draft):
-    """Proposes what followed the longest suffix of the text that occurred before.
+    """Proposes the tokens that followed the last tokens of the text before.
 
         generator = SpeculativeGenerator(model, tokenizer, draft=LookupDraft())
 
-    It looks in the text, in the stream's `prediction`, in the answers of earlier
-    requests and in documents, and takes the longest match of all. How probable its
-    tokens are is learnt while it runs; with the adaptive draft length only those are
-    drafted that pay for their rows, see `engine.draft_length.rule`. A generator makes a
-    drafter of its own for each stream; all else is shared by them.
+    A lookup takes the longest match in the text, the stream's `prediction`, the answers
+    of earlier requests and documents. It learns how often its tokens are accepted; with
+    the adaptive draft length it drafts only tokens that pay for their rows, see
+    `engine.draft_length.rule`. Streams share everything but their texts.
 
     Args:
-        corpus: documents to look in as well, each a list of token ids of the target's
-            tokenizer. A draft never runs past the end of one.
-        history: how many tokens of earlier answers to look in as well, the oldest
-            dropped; 0: none. None: 200,000 under the acceptance rule "keyed", by which
-            no draft changes a text, and none under the others, so that a seed repeats
-            its text whatever came before.
+        corpus: documents to search, each a list of token ids of the target's
+            tokenizer. A draft never continues beyond the end of a document.
+        history: the most tokens of earlier answers to search; 0: no answers. None:
+            200,000 under the acceptance rule "keyed", where no draft changes a text,
+            and 0 under the other rules, so that a seed always gives the same text.
 
     Raises:
         InvalidRequestError: an option is out of range, or a document holds no ids.
@@ -66,11 +64,11 @@ class LookupDraft(Draft):
         )
 
     def cost_key(self) -> str:
-        """Return the kind: every lookup costs next to nothing."""
+        """Return the kind, since all lookups have the same costs."""
         return self.kind
 
     def configured(self, options: DraftOptions) -> "LookupDraft":
-        """Return one with the same places, as far as the rule allows a history."""
+        """Return a draft with the same places, without the history if not allowed."""
         if options.history or self._limit is not None:
             return self
         draft = copy.copy(self)
@@ -80,12 +78,12 @@ class LookupDraft(Draft):
     def open(
         self, lane: Lane, sequence: Sequence, draft_cache: list[Any] | None = None
     ) -> "LookupDrafter":
-        """Return a drafter with a text of its own."""
+        """Return the drafter of one stream."""
         return LookupDrafter(self)
 
 
 class LookupDrafter(OpenDrafter):
-    """Looks up in one stream's text, and in what its draft has for all of them."""
+    """Looks up in one stream's text and in the places that all streams share."""
 
     free = True
 
@@ -95,17 +93,17 @@ class LookupDrafter(OpenDrafter):
         self._lookup = Lookup(draft.places)
 
     def read_ahead(self, sequence: Sequence, fits: Callable[[int], bool]) -> bool:
-        """Index one chunk, some 8 ms, which is no chunk of the target's."""
+        """Index one chunk, in about 8 ms; this does not count as a chunk of prefill."""
         return self._of(sequence).read_ahead(sequence.tokens)
 
     def begin(self, sequence: Sequence) -> None:
-        """Index the prompt, as far as it is new."""
+        """Index the rest of the prompt."""
         lookup = self._of(sequence)
         while not lookup.read_ahead(sequence.tokens):
             pass
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
-        """Propose what followed the longest match; nothing where there is none."""
+        """Propose the tokens that followed the longest match; nothing without one."""
         result = self._of(sequence).propose(sequence.tokens, limit)
         if not result.tokens:
             return _NOTHING_FOUND
@@ -114,11 +112,11 @@ class LookupDrafter(OpenDrafter):
         return Proposal(tokens, source=source, survival=result.survival)
 
     def remember(self, tokens: SequenceOf[int], answer: int) -> None:
-        """Leave the finished text, of which `tokens[answer:]` is new, to later ones."""
+        """Keep the finished text for later streams; `tokens[answer:]` is its answer."""
         self._lookup.end(tokens, answer)
 
     def _of(self, sequence: Sequence) -> Lookup:
-        """Return the lookup of this sequence; a new one for another sequence."""
+        """Return the lookup of this sequence, a new one if the sequence is new."""
         if self._sequence is not sequence:
             self._lookup = Lookup(self._draft.places, sequence.prediction)
             self._sequence = sequence
@@ -126,7 +124,7 @@ class LookupDrafter(OpenDrafter):
 
 
 def measured_draft(draft: Draft | None) -> Draft:
-    """Return a draft without its lookups; where nothing is left, one in their place."""
+    """Return a draft without its lookups, or a `ConstantDraft` if it has no others."""
     others = [each for each in members_of(draft) if not each.free]
     if len(others) > 1:
         return CascadeDraft(*others)
@@ -134,7 +132,7 @@ def measured_draft(draft: Draft | None) -> Draft:
 
 
 class ConstantDraft(Draft):
-    """Stands for lookups: its drafters propose the last token again and again."""
+    """A substitute for lookups, whose drafters propose the last token repeatedly."""
 
     kind = "filler"
 
@@ -146,7 +144,7 @@ class ConstantDraft(Draft):
 
 
 class ConstantDrafter(OpenDrafter):
-    """Proposes the last token again, as often as it is asked to."""
+    """Proposes the last token repeatedly."""
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         """Propose `limit` tokens."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from mlx_speculation.engine.lookup.automaton import BREAK
 from mlx_speculation.engine.lookup.places import GrowingIndex
 
-# Tokens before an answer that are kept with it, so that its beginning can be matched.
+# Tokens before an answer that are kept with it, so that a match can precede its first.
 BEFORE = 8
 
 
@@ -20,7 +20,7 @@ class AnswerHistory:
     half of the limit is kept, and no token is indexed twice.
 
     Args:
-        limit: how many tokens are kept at most, with one more for each answer.
+        limit: the most tokens that are kept, counting a `BREAK` for each answer.
 
     Attributes:
         generations: the young generation and the old one.
@@ -33,10 +33,10 @@ class AnswerHistory:
     def add(self, tokens: Sequence[int], answer: int) -> None:
         """Keep an answer, `tokens[answer:]`, or the last tokens of a long one.
 
-        It is indexed later, in chunks.
+        Requests index it later, in chunks.
         """
         if self._half < 2 or answer >= len(tokens):
-            return  # no token of it could follow another one
+            return  # there is no room, or no answer
         document = array("i", [*tokens[max(0, answer - BEFORE) :], BREAK])
         document = document[-self._half :]
         young, _ = self.generations
@@ -50,7 +50,7 @@ class TextPool:
     """Indexes of finished texts, for a later turn that continues one of them.
 
     Args:
-        limit: how many tokens all indexes have at most; the oldest ones are dropped.
+        limit: the most tokens of all indexes together; the oldest ones are dropped.
     """
 
     def __init__(self, limit: int) -> None:
@@ -58,10 +58,10 @@ class TextPool:
         self._indexes: list[GrowingIndex] = []  # the youngest first
 
     def take(self, tokens: Sequence[int]) -> GrowingIndex:
-        """Take the index of the longest text that these tokens begin with.
+        """Take the index of the longest text with which these tokens begin.
 
         Returns:
-            The index, which leaves the pool; an empty one if no text fits.
+            The index, removed from the pool; an empty index if no text fits.
         """
         result = GrowingIndex()
         for index in self._indexes:
@@ -73,7 +73,7 @@ class TextPool:
         return result
 
     def give(self, index: GrowingIndex) -> None:
-        """Keep the index of a text that has ended."""
+        """Keep the index of a finished text."""
         kept, size = [], 0
         for each in (index, *self._indexes):
             size += len(each.automaton.tokens)
@@ -83,7 +83,7 @@ class TextPool:
 
 
 def _begins(tokens: Sequence[int], kept: "array[int]") -> bool:
-    """Return whether `tokens` begin with `kept`. The last ones are compared first."""
+    """Return whether `tokens` begin with `kept`; compare the last 64 tokens first."""
     size = len(kept)
     if not size or size > len(tokens) or tokens[size - 1] != kept[-1]:
         return False

@@ -1,9 +1,9 @@
-"""The longest match over all places, and what followed it.
+"""The longest match over all places, and the tokens that followed it.
 
 The places are the text itself, a prediction of the answer, answers of earlier requests
-and documents. The longest match of them all is taken, of equally long ones the place
-named first, and in a place the latest. A proposal says how probable its tokens are,
-see `survival`; how many of them are worth a round is not decided here.
+and documents. The longest match wins; among equally long ones the place named first
+wins, and within a place the latest match. A proposal tells the `survival` of its
+tokens; the draft length policy decides how many of them are drafted.
 """
 
 import threading
@@ -28,11 +28,11 @@ class Found:
     """Looked-up tokens.
 
     Attributes:
-        tokens: they follow the text, if they are right.
-        survival: of each, the chance that it and those before it are right; it ends
-            where they are improbable.
-        place: one of `PLACES`; "" where nothing was found.
-        buckets: of each, what its chance was learnt under.
+        tokens: the proposed continuation of the text.
+        survival: for each token the probability that it and all before are accepted;
+            improbable last tokens are left out.
+        place: one of `PLACES`; "" if there is no match.
+        buckets: for each token of `survival` its bucket, see `SurvivalRates`.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -45,17 +45,17 @@ NOTHING_FOUND = Found()
 
 
 class SharedPlaces:
-    """Documents, answers, indexed texts and rates, shared by the requests of a process.
+    """Documents, answers, indexed texts and rates that requests share.
 
     Args:
-        documents: whole, without ids out of range.
-        history: how many tokens of earlier answers are held at most.
-        texts: how many tokens of finished texts stay indexed at most.
+        documents: lists of token ids.
+        history: the most tokens of earlier answers.
+        texts: the most tokens of finished texts that stay indexed.
 
     Attributes:
-        lock: held while a request reads or changes them, since streams may run in
-            several threads. The collector may end a stream within a call of this
-            thread, which then enters it again.
+        lock: held while a request reads or changes these, since streams may run in
+            several threads. Reentrant: garbage collection may end a stream during a
+            call of the same thread.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class SharedPlaces:
 class Lookup:
     """The lookup of one request.
 
-    A draft call indexes what is new, one chunk of tokens at most, walks at most
-    `LONGEST_FALL` states for each new token and place, and copies `limit` tokens of
-    each place.
+    A call of `propose` indexes at most one chunk of new tokens, follows at most
+    `LONGEST_FALL` links for each new token and place, and copies `limit` tokens of each
+    place.
 
     Args:
-        shared: what it shares with other requests.
-        prediction: an expected answer.
+        shared: the places and rates that it shares with other requests.
+        prediction: the tokens of an expected answer.
     """
 
     def __init__(self, shared: SharedPlaces, prediction: Sequence[int] = ()) -> None:
@@ -94,10 +94,10 @@ class Lookup:
         self._ended = False
 
     def read_ahead(self, tokens: Sequence[int], limit: int = CHUNK) -> bool:
-        """Index at most `limit` tokens that are new.
+        """Index at most `limit` new tokens.
 
         Returns:
-            Whether all are indexed; a proposal looks in what is so far.
+            Whether all are indexed; until then a proposal searches the indexed part.
         """
         with self._shared.lock:
             return self._read_ahead(tokens, limit)
@@ -137,7 +137,7 @@ class Lookup:
         return proposal
 
     def end(self, tokens: Sequence[int], answer: int) -> None:
-        """Leave a finished text to later requests; `tokens[answer:]` is its answer."""
+        """Keep a finished text for later requests; `tokens[answer:]` is its answer."""
         if self._ended:
             return
         self._ended = True
@@ -170,7 +170,7 @@ class Lookup:
         return [each for each in result if each[0] is not NO_MATCH]
 
     def _judge(self, tokens: Sequence[int]) -> None:
-        """Learn from the last proposal, as far as the text has grown since."""
+        """Compare the last proposal with the text since, and learn from it."""
         at, result = self._unjudged
         self._unjudged = 0, NOTHING_FOUND
         actual = tokens[at : at + len(result.tokens)]
@@ -183,7 +183,7 @@ def _length(match: tuple[Match, int, SuffixAutomaton]) -> int:
 
 
 def _agreeing(tokens: Sequence[int], others: Sequence[int]) -> int:
-    """Return how many tokens two lists have in common at their beginning."""
+    """Return the length of the common beginning of two lists."""
     for index, (token, other) in enumerate(zip(tokens, others, strict=False)):
         if token != other:
             return index

@@ -9,21 +9,20 @@ from mlx_speculation.engine.lookup.automaton import (
     SuffixAutomaton,
 )
 
-# Tokens that are indexed at once, which takes about 8 ms; other requests wait for it.
+# The most tokens that are indexed at once. It takes 8 ms, and other requests wait.
 CHUNK = 2048
-# Of a text that a cursor has not followed yet, so many last tokens are searched.
+# A cursor that has to start anew in a text searches this many of its last tokens.
 LONGEST_SEARCH = 64
 
 
 class GrowingIndex:
     """An index of a list of tokens that grows at its end.
 
-    The tokens are the truth: an index that an interrupt has left half-made is made
-    anew from them, so that it holds what it held before, or all.
+    An index that an interrupt has left incomplete is rebuilt from the tokens.
 
     Attributes:
-        tokens: set by the owner, who may add to them.
-        automaton: their index, as far as it goes.
+        tokens: the list of tokens, which its owner may extend or replace.
+        automaton: the index of the first tokens, or of all.
     """
 
     def __init__(self, tokens: Sequence[int] = ()) -> None:
@@ -32,10 +31,10 @@ class GrowingIndex:
         self._whole = True
 
     def catch_up(self, limit: int = CHUNK) -> int:
-        """Index at most `limit` of the tokens that are new; 3 microseconds each.
+        """Index at most `limit` new tokens, which takes 3 microseconds each.
 
         Returns:
-            How many were indexed.
+            The number of tokens that were indexed.
         """
         if not self._whole or len(self.automaton.tokens) > len(self.tokens):
             self.automaton = SuffixAutomaton()
@@ -55,7 +54,7 @@ class GrowingIndex:
 
 
 class Cursor:
-    """The longest match of the end of a text in an index, which others may extend."""
+    """The longest match of a text's last tokens in an index that requests may share."""
 
     def __init__(self) -> None:
         # The index, its length, the length of the text, and the match. One tuple, so
@@ -71,7 +70,7 @@ class Cursor:
         """Follow a text to its end; return the longest match that has a successor.
 
         If the index has changed since the last call, or more than `LONGEST_SEARCH`
-        tokens are new, only the last `LONGEST_SEARCH` tokens are matched.
+        tokens are new, only the last `LONGEST_SEARCH` tokens are searched for.
         """
         before, size, seen, match = self._at
         begin = len(tokens) - LONGEST_SEARCH

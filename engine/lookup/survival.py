@@ -1,13 +1,13 @@
-"""The chance that looked-up tokens are right, learnt from those of texts so far.
+"""The probability that looked-up tokens are accepted, learnt from earlier proposals.
 
-Each token of a proposal falls into a bucket, whose rate is learnt:
+Each token of a proposal belongs to a bucket, which has an acceptance rate:
 
-    length   of the match that it goes on with, that of the tokens before it included
-    place    where the match is
-    share    how often it was this token that followed there
-    others   whether the other places with a match go on with the same tokens
+    length   the length of the match, with the proposed tokens before this one
+    place    the place of the match, such as the text or a document
+    share    how often this token followed the match, of all tokens that did
+    others   whether the matches of other places continue with the same tokens
 
-The chance that tokens 1 to i are all right is the product of their rates.
+The probability that tokens 1 to i are all accepted is the product of their rates.
 """
 
 from array import array
@@ -15,23 +15,24 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
 PLACES = ("text", "prediction", "history", "document")
-# The longest match of each bucket of lengths but the last.
+# The longest match of each bucket of lengths; the last bucket has no limit.
 _LENGTHS = (1, 2, 3, 4, 6, 9, 15, 31)
 _LENGTH_OF = [bisect_left(_LENGTHS, length) for length in range(_LENGTHS[-1] + 2)]
-# Shares: unknown, 1 of 1, all of up to 3, all of more; then by fifths.
+# Buckets of shares: unknown, 1 of 1, all of 2 or 3, all of more; then by fifths.
 _SHARES = 9
-# Others: 0: none has a match; they agree up to here, or they do not.
+# Buckets of others: 0 if no other place has a match; they agree up to here, or not.
 AGREES, DIFFERS = 1, 2
-# A bucket begins with this rate, which counts for so many tokens, and forgets beyond.
+# The first rate of a bucket, the tokens that it weighs, and the tokens after which the
+# counts are halved.
 FIRST_RATE, FIRST_WEIGHT, MOST_TOKENS = 0.6, 4.0, 1024.0
 
 
-# A proposal ends where it is less probable than this: no row is so cheap.
+# A proposal ends at this survival: a token of lower survival is not worth its row.
 LEAST_SURVIVAL = 1 / 64
 
 
 class SurvivalRates:
-    """The rates of all buckets, of one pair of target and texts."""
+    """The acceptance rates of all buckets."""
 
     def __init__(self) -> None:
         size = (len(_LENGTHS) + 1) * len(PLACES) * _SHARES * 3
@@ -45,16 +46,17 @@ class SurvivalRates:
         shares: Iterable[tuple[int, int]],
         same: int | None,
     ) -> tuple[list[float], list[int]]:
-        """Return how probable it is that each token and those before it are right.
+        """Return for each token the probability that it and all before are accepted.
 
         Args:
-            length: of the match.
-            place: where it is.
-            shares: of each token, how often it followed there, of how many that did.
-            same: so many follow in the other places too; None: there is no other.
+            length: the length of the match.
+            place: the index of its place in `PLACES`.
+            shares: for each token how often it followed, and how often any token did.
+            same: the number of first tokens with which the matches of all other places
+                continue too; None: no other place has a match.
 
         Returns:
-            The chances, and the buckets of the tokens.
+            The probabilities, and the buckets of the tokens.
         """
         hits, tries, longest = self._hits, self._tries, len(_LENGTH_OF) - 1
         chances, buckets, chance = [], [], 1.0
@@ -75,9 +77,9 @@ class SurvivalRates:
         return chances, buckets
 
     def note(self, buckets: Sequence[int], right: int) -> None:
-        """Learn from tokens that are all judged: of these so many were right.
+        """Learn that the first `right` tokens of a proposal were accepted.
 
-        Tokens behind the first wrong one tell nothing.
+        Tokens after the first rejected one are not counted.
         """
         hits, tries = self._hits, self._tries
         for index, each in enumerate(buckets[: right + 1]):
