@@ -1,19 +1,18 @@
-"""A target on several ranks: rank 0 leads, the others follow.
+"""A target that is sharded over several ranks: rank 0 leads, the others follow.
 
-Every rank runs the same program, and with it the same forwards in the same order. What
-may differ between ranks (draft lengths, drafts, chosen tokens, the end of a stream) is
-decided on rank 0 and sent as small arrays of `mx.distributed`; there is no connection
-beside it.
+Every rank runs the same program, and so the same forwards in the same order. Rank 0
+decides what could differ between ranks: draft lengths, drafts, chosen tokens, the end
+of a stream. It sends its decisions as small arrays of `mx.distributed`; there is no
+other connection.
 
-    group             the ranks, and the exchange in which they agree where they are
-    ring_watch        whether a neighbour in mlx's ring is gone
+    group             the ranks, and the exchange that checks that they are in step
+    ring_watch        detection of lost neighbours in mlx's ring
     session           one stream on all ranks, and the protocol `LeaderFollower`
-    leader_follower   the two sides of it, around draft lengths, drafter and verifier
-    consistency       what has to be equal on all ranks
-    target            the part of a generator that knows of ranks
+    leader_follower   leader and follower, around draft lengths, drafter and verifier
+    consistency       values that have to be equal on all ranks
+    target            the part of a generator that deals with ranks
 
-A stream that is given a session runs so. This room knows neither text nor how a round
-runs.
+A stream runs on all ranks if it is given a session.
 """
 
 from mlx_speculation.engine.distributed.consistency import digest_of, shown

@@ -11,11 +11,12 @@ from mlx_speculation.models import Parallel, keeps_rows_alone, mark_of, spread_a
 
 
 def check_spread(model: nn.Module, ranks: int) -> Parallel | None:
-    """Return how a target is spread over a group; None: there is one rank.
+    """Return how a target is sharded over a group; None: there is one rank.
 
     Raises:
-        InvalidRequestError: it is whole, and there are several ranks; or it is spread,
-            and no group was passed.
+        InvalidRequestError: the target is not sharded and there are several ranks, or
+            it is sharded and there is one rank.
+        UnsupportedModelError: a pipeline's caches cannot be cut to a part of a draft.
     """
     how = spread_as(model)
     if ranks > 1 and how is None:
@@ -40,7 +41,7 @@ def check_spread(model: nn.Module, ranks: int) -> Parallel | None:
 
 
 def fields_of_model(model: nn.Module, how: Parallel) -> dict[str, Any]:
-    """Return what tells one spread target from another."""
+    """Return the values that identify a sharded target."""
     return {"the model": mark_of(model), "parallel": how}
 
 
@@ -51,7 +52,7 @@ def digest_of(tokens: Sequence[int]) -> str:
 
 
 def shown(value: Any) -> Any:
-    """Return a value as one that JSON has, the same for the same value in each rank."""
+    """Return a value in JSON types; equal values give equal results on all ranks."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):

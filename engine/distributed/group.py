@@ -1,14 +1,14 @@
-"""The ranks of a group: how they meet, and the exchange in which they agree.
+"""The ranks of a group, and the exchange that checks that they are in step.
 
-Whatever ranks send each other is an array of `mx.distributed`, and works when all of
-them send the same number of bytes in the same order. So this is the order:
+Ranks send each other arrays of `mx.distributed`. All ranks have to send the same number
+of bytes in the same order, which is:
 
-    exchange    before every forward: each rank says in a line where its program is, and
-                gets the lines of all. Where they differ, all ranks raise at once
+    exchange    before every forward each rank sends a line with the place of its
+                program, and receives the lines of all. If they differ, all ranks raise
     forwards    the sums of the model's own layers, and in the graph rank 0's tokens
 
-All of an exchange is evaluated before anything else is submitted. Finalizers take no
-part: garbage is collected at another moment on each rank.
+An exchange is evaluated before anything else is submitted. No finalizer sends anything,
+since the ranks collect garbage at different times.
 """
 
 import hashlib
@@ -35,20 +35,21 @@ from mlx_speculation.models import Group, broadcast, gathered
 from mlx_speculation.samplers import Sampling
 
 LINE_BYTES = 256
-LOST_SECONDS = 2.0  # an error of mlx may come before the system has closed a connection
+# How long to wait after an error of mlx for the system to close a connection
+LOST_SECONDS = 2.0
 _PACKAGES = ("mlx", "mlx-lm", "mlx-speculation")
 _BACKEND = re.compile(r"\[(ring|nccl|jaccl|mpi)\]")
 
-# By the processes of the group; None: all that there are.
+# Groups that were made before, by host and process of each rank; None: all processes.
 _met: dict[tuple[Any, ...] | None, "RankGroup"] = {}
 
 
 class Place(NamedTuple):
-    """Position of a program; equal on all ranks that run the same one."""
+    """The place of an exchange in the program; equal on ranks that are in step."""
 
     kind: str  # "make" a generator, "begin" a stream, its next "round", or a "draft"
-    number: int  # of the generator or stream, in the order of their making
-    step: int  # of the exchanges of a stream, how many came before
+    number: int  # of the generator or the stream, in the order in which they are made
+    step: int  # the number of earlier exchanges of the stream
 
     def __str__(self) -> str:
         if self.kind == "make":
@@ -57,12 +58,12 @@ class Place(NamedTuple):
 
 
 class RankGroup:
-    """The ranks of one group, as one of them sees it.
+    """The ranks of one group, seen from this rank.
 
     Args:
-        group: the group, of two or more.
-        names: how every rank is called in messages.
-        word: the same on all ranks, and in each start of a program another.
+        group: a group of two or more ranks.
+        names: the name of each rank in messages.
+        word: a random text, equal on all ranks and new at each start of the program.
     """
 
     def __init__(self, group: Group, names: Sequence[str], word: str) -> None:
@@ -74,13 +75,13 @@ class RankGroup:
 
     @classmethod
     def of(cls, group: Group) -> "RankGroup | None":
-        """Return the ranks of a group; None where this one is alone.
+        """Return the ranks of a group; None: it has one rank.
 
-        All ranks have to call it, and wait here for each other.
+        All ranks have to call this, and wait here for each other.
 
         Raises:
-            InvalidRequestError: it is no group.
-            RankMismatchError: the ranks run other versions.
+            InvalidRequestError: `group` is no group.
+            RankMismatchError: the ranks run different versions.
         """
         if not isinstance(group, mx.distributed.Group):
             raise InvalidRequestError(
@@ -105,7 +106,7 @@ class RankGroup:
 
     @property
     def rank(self) -> int:
-        """The number of this one; rank 0 leads."""
+        """The number of this rank; rank 0 leads."""
         return self.group.rank()
 
     @property
@@ -119,34 +120,34 @@ class RankGroup:
         return self.rank == 0
 
     def name(self, rank: int) -> str:
-        """Return how a rank is called at the beginning of a message."""
+        """Return a rank's name for the beginning of a message."""
         return self._names[rank].capitalize()
 
     def from_leader(self, array: mx.array) -> mx.array:
-        """Return rank 0's array on every rank, not evaluated; see `models.sharding`."""
+        """Return rank 0's array on every rank, unevaluated; see `models.sharding`."""
         return broadcast(array, self.group)
 
     def next_number(self) -> int:
-        """Return the number of what this program makes next; no rank waits here."""
+        """Return a number for the next generator or stream, without an exchange."""
         self._count += 1
         return self._count
 
     def with_seed(self, sampling: Sampling, number: int) -> Sampling:
-        """Return these options with a seed, the same on all ranks if there was none."""
+        """Return the options; if they have no seed, add one that all ranks share."""
         if sampling.seed is not None:
             return sampling
         digest = hashlib.sha256(f"{self._word} {number}".encode()).digest()
         return replace(sampling, seed=int.from_bytes(digest[:4]))
 
     def exchange(self, place: Place, said: Sequence[Any]) -> list[list[Any]]:
-        """Say a line, and return what every rank has said; waits for all of them.
+        """Send values to all ranks, and return those of each rank; waits for all.
 
         Args:
-            place: where this rank's program is.
-            said: values that JSON has, of fewer than `LINE_BYTES` together.
+            place: the place of this rank's program.
+            said: values in JSON types, which take less than `LINE_BYTES` together.
 
         Raises:
-            RankMismatchError: the ranks are at different places; on all of them.
+            RankMismatchError: the ranks are at different places; all of them raise it.
             RankLostError: a rank is gone.
         """
         lines = [_parsed(line) for line in self._gather([*place, *said], LINE_BYTES)]
@@ -156,14 +157,14 @@ class RankGroup:
         return [line[3:] for line in lines if line]
 
     def texts(self, text: str, size: int) -> list[str]:
-        """Return a text of every rank, of at most `size` bytes each."""
+        """Send a text to all ranks, and return each rank's, of at most `size` bytes."""
         raw = self._gather(text, size)
         return [each.decode(errors="replace").rstrip() for each in raw]
 
     def leave(self, why: str) -> None:
-        """Give the group up, where the others may wait for a forward of this rank.
+        """Give up the group, while other ranks may wait for a forward of this rank.
 
-        In the ring they come to know at once; nothing can be begun after it.
+        In a ring they learn it at once. Nothing can begin on this group afterwards.
         """
         self._broken = self._broken or (
             f"{self.name(self.rank)} has failed inside of a round, where the others "
@@ -173,10 +174,10 @@ class RankGroup:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Run what may wait in mlx; what it raises says who was lost, if anyone was.
+        """Run a block that may wait for other ranks inside of mlx.
 
         Raises:
-            RankLostError: in place of what mlx raises when a rank is lost.
+            RankLostError: a rank was lost; replaces the error that mlx raises.
         """
         try:
             with self._watch.inside():
@@ -191,10 +192,10 @@ class RankGroup:
 
     @contextmanager
     def all_or_none(self) -> Iterator[None]:
-        """Let all ranks refuse what one of them refuses inside the block.
+        """Let the block fail on all ranks if it fails on one.
 
         Raises:
-            RankMismatchError: another rank has refused it.
+            RankMismatchError: the block has failed on another rank.
             RankLostError: a rank is gone.
         """
         place = Place("make", self.next_number(), 0)
@@ -210,7 +211,7 @@ class RankGroup:
             )
 
     def _refusals(self, place: Place, line: str) -> str:
-        """Return which rank has refused something and why, or nothing."""
+        """Return a text on the first rank with an error; "": no rank has one."""
         sizes = [size for (size,) in self.exchange(place, [len(line.encode())])]
         if not any(sizes):
             return ""
@@ -219,7 +220,7 @@ class RankGroup:
         return f"Rank {rank} says: {texts[rank]}"
 
     def _gather(self, said: Any, size: int) -> list[bytes]:
-        """Return so many bytes of every rank."""
+        """Send a text, or values as JSON, and return `size` bytes of every rank."""
         self._check()
         raw = (said if isinstance(said, str) else json.dumps(said)).encode()
         assert len(raw) <= size
@@ -231,7 +232,7 @@ class RankGroup:
         return [bytes(row) for row in rows]
 
     def _check(self) -> None:
-        """Refuse to wait for ranks of which one is gone."""
+        """Raise RankLostError if a rank is gone or the group was given up."""
         ranks = [] if self._broken else self._watch.lost()
         if ranks:
             self._broken = self._gone(ranks)
@@ -250,20 +251,20 @@ class RankGroup:
         )
 
     def _raise_apart(self, place: Place, rank: int, line: list[Any] | None) -> NoReturn:
-        """Say that a rank is elsewhere than this one."""
+        """Raise an error that names the different places of a rank and this one."""
         there = "is inside of a forward" if line is None else str(Place(*line[:3]))
         message = (
             f"Rank {rank} {there}, and rank {self.rank} {place}: their programs have "
             "come apart. Let every rank make the same streams and ask for their chunks "
             "in the same order."
         )
-        if line is None:  # it waits for bytes of a forward, which nobody will send
+        if line is None:  # that rank waits for a forward of which no bytes will come
             self.leave(message)
         raise RankMismatchError(message)
 
 
 def _own() -> dict[str, Any]:
-    """Return what a rank says of itself when ranks meet."""
+    """Return what this rank sends about itself when a group is made."""
     identity = {"host": socket.gethostname()[:200], "pid": os.getpid()}
     versions = {name: version(name) for name in _PACKAGES}
     return {**identity, **versions, "word": secrets.token_hex(16)}
@@ -281,7 +282,7 @@ def _check_versions(result: Sequence[dict[str, Any]]) -> None:
 
 
 def _parsed(line: bytes) -> list[Any] | None:
-    """Return what a line says; None for bytes of something else."""
+    """Return the values of a line; None: the bytes are no line."""
     try:
         result = json.loads(line)
     except ValueError:

@@ -1,14 +1,14 @@
-"""Decisions of each round, made on rank 0 and received on the others.
+"""Decisions of each round, made on rank 0 and received on the other ranks.
 
-    asked of       the leader, rank 0           a follower
-    draft length   asks its own, and sends it   receives it
-    drafter        asks its own, and sends      receives how many; the tokens come in
-                   how many                     the graph
-    verifier       decides, and sends tokens    gets them
-                   and count in the graph, in
-                   one small array
+    decision       the leader, rank 0           a follower
+    draft length   plans it and sends it        receives it
+    draft          drafts, sends the length,    receives the length, and the tokens in
+                   and the tokens in the graph  the graph
+    verify         decides, and sends tokens    receives them
+                   and the accepted number in
+                   the graph, in one array
 
-So a draft is on rank 0 alone, and the others choose nothing.
+So only rank 0 has a drafter, and only rank 0 chooses tokens.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,13 +31,13 @@ from mlx_speculation.samplers import Chooser, Rows, Sampling, Verified, Verifier
 
 
 class Leader:
-    """Decides, and says what it decides."""
+    """Makes the decisions, and sends them to the followers."""
 
     def __init__(self, session: RankSession) -> None:
         self._session = session
 
     def plan(self, decide: Callable[[], Plan]) -> Plan:
-        """Return its own plan, said to the others."""
+        """Return this rank's plan, and send it."""
         try:
             plan = decide()
         except BaseException as error:
@@ -46,7 +46,7 @@ class Leader:
         return self._session.plan(plan)
 
     def draft(self, decide: Callable[[], Proposal]) -> Proposal:
-        """Return its own draft, said to the others."""
+        """Return this rank's draft, and send it."""
         try:
             draft = decide()
         except BaseException as error:
@@ -62,10 +62,10 @@ class Leader:
     def verify(
         self, decide: Callable[[], Verified], logits: mx.array, rows: int, accepts: bool
     ) -> Verified:
-        """Decide, and send it.
+        """Return this rank's decision, and send it.
 
-        Where it fails, such as in a logits processor of the user's, the others get rows
-        that cannot be used, so that they come out of the round too.
+        If `decide` fails, for example in a user's logits processor, the followers get
+        unusable rows, which end the round there too.
         """
         try:
             result = decide()
@@ -83,10 +83,7 @@ class Leader:
 
 
 class Follower:
-    """Does what the leader has decided.
-
-    It reports no log-probabilities.
-    """
+    """Receives the leader's decisions, without log-probabilities."""
 
     def __init__(self, session: RankSession) -> None:
         self._session = session
@@ -96,7 +93,7 @@ class Follower:
         return self._session.plan(None)
 
     def draft(self, decide: Callable[[], Proposal]) -> Proposal:
-        """Return the leader's draft; its probabilities are the leader's alone."""
+        """Return the leader's draft, without its probabilities."""
         length, source = self._session.draft(None)
         tokens = mx.zeros((length,), mx.uint32)
         if length:
@@ -107,8 +104,8 @@ class Follower:
     def verify(
         self, decide: Callable[[], Verified], logits: mx.array, rows: int, accepts: bool
     ) -> Verified:
-        """Return what the leader decides on the same rows."""
-        # Behind the logits, whose own sums over the ranks come first.
+        """Return the leader's decision on the same rows."""
+        # After the logits, whose sums over the ranks have to be computed first
         packed = mx.depends(_zeros(rows, accepts), logits)
         return _unpacked(self._session.from_leader(packed), rows)
 
@@ -116,7 +113,7 @@ class Follower:
 class RankedPolicy:
     """The draft lengths of the leader, on every rank.
 
-    Those of followers are not asked, and learn nothing.
+    The policies of followers are not called.
     """
 
     def __init__(
@@ -126,24 +123,24 @@ class RankedPolicy:
         self.longest = policy.longest
 
     def plan(self, context: int, limit: int) -> Plan:
-        """Return the leader's plan; the ranks meet here."""
+        """Return the leader's plan; this waits for all ranks."""
         return self._role.plan(lambda: self._policy.plan(context, limit))
 
     def note(self, context: int, plan: Plan, feedback: Feedback) -> None:
-        """Learn from a round."""
+        """Let the leader's policy learn from a round."""
         if self._leads:
             self._policy.note(context, plan, feedback)
 
     def end(self) -> None:
-        """Learn from the stream as a whole."""
+        """Let the leader's policy learn from the whole stream."""
         if self._leads:
             self._policy.end()
 
 
 class RankedDrafter(WrappedDrafter):
-    """The drafter of the leader, on every rank; it contains its own faults.
+    """The drafter of the leader, on every rank.
 
-    A follower has one that proposes nothing.
+    `inner` handles its own faults; a follower has none, and passes None.
     """
 
     def __init__(self, role: LeaderFollower, inner: OpenDrafter | None) -> None:
@@ -172,7 +169,7 @@ class RankedDecisions(Verifier):
         *,
         top: int | None = None,
     ) -> Verified:
-        """Return the leader's decision, see `Verifier`."""
+        """Return the leader's decision; see `Verifier`."""
         k = 0 if drafted is None else len(drafted)
 
         def decide() -> Verified:
@@ -189,7 +186,7 @@ class RankedDecisions(Verifier):
         *,
         top: int | None = None,
     ) -> Iterator[Verified]:
-        """Yield the leader's decisions on row after row, see `Verifier`."""
+        """Yield the leader's decision on each row in turn; see `Verifier`."""
         k = 0 if drafted is None else len(drafted)
         turns = self._inner.sequential(logits, rows, drafted, draft_probs, top=top)
         for index in range(k + 1):
@@ -197,7 +194,7 @@ class RankedDecisions(Verifier):
 
 
 def on_ranks(request: Request, session: RankSession) -> Request:
-    """Return a request as this rank runs it in a stream of all ranks."""
+    """Return a request whose decisions come from the leader."""
     leads = session.leads
     role: LeaderFollower = Leader(session) if leads else Follower(session)
     return replace(
@@ -209,16 +206,16 @@ def on_ranks(request: Request, session: RankSession) -> Request:
 
 
 def never_called(chooser: Chooser) -> Sampling:
-    """Return the options of a follower: none of its processors is called.
+    """Return the sampling options of a follower, which calls no logits processor.
 
-    Its rounds go row by row where the leader's do.
+    It verifies row by row if the leader does.
     """
     serial = not chooser.processors.parallel
     return replace(chooser.sampling, logits_processors=(_idle,) if serial else ())
 
 
 def _idle(tokens: mx.array, logits: mx.array) -> mx.array:
-    """Stand for a processor that is called for one row after the other."""
+    """Change nothing; makes a follower verify row by row."""
     return logits
 
 
@@ -227,7 +224,7 @@ def _zeros(rows: int, accepts: bool) -> mx.array:
 
 
 def _unpacked(packed: mx.array, rows: int) -> Verified:
-    """Return a decision from tokens [rows], whether each is usable, and the count."""
+    """Return a decision of tokens [rows], flags of usable rows, and a count."""
     usable = packed[rows : 2 * rows] > 0
     accepted = packed[2 * rows].astype(mx.int32) if len(packed) > 2 * rows else None
     return Verified(packed[:rows], accepted, mx.where(usable, 0.0, mx.nan))

@@ -1,16 +1,16 @@
-"""Watch of the neighbours in mlx's ring, by the connections of the ring.
+"""Detection of lost neighbours in mlx's ring, by the state of its connections.
 
-A rank that waits inside of mlx cannot be woken by Python. When the process at the other
-end of a connection ends, mlx's ring backend seldom raises: most often (9 of 10 kills of
-a busy pair, mlx 0.32.2) a task of its thread pool waits for ever, and so does whoever
-evaluates. The system knows better: it has closed the connection. A thread asks it, and
-ends a process that does not come out of mlx by itself.
+Python cannot wake a thread that waits inside of mlx. When the process at the other end
+of a connection ends, mlx's ring backend seldom raises an error: most often (9 of 10
+kills of a busy pair, mlx 0.32.2) a task of its thread pool waits for ever, and so does
+the thread that evaluates. But the system has closed the connection. A thread polls for
+that, and ends this process if it stays inside of mlx.
 
-    connections       those of this process whose ports MLX_HOSTFILE names; they are
-                      asked for their state, never read from or written to
-    other backends    have none, and nothing is watched
+    connections       TCP connections of this process at ports that MLX_HOSTFILE names;
+                      their state is polled, and nothing is read or written
+    other backends    have no such connections, so nothing is watched
 
-A process that is stopped keeps its connections: it is waited for.
+A suspended process keeps its connections, so the other ranks wait for it.
 """
 
 import json
@@ -26,18 +26,18 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 LOOK_SECONDS = 0.2
-# After the loss is known, or this rank has gone into mlx, whichever is later. A rank
-# that only finishes what it has comes out by then; mlx.launch ends all ranks a second
-# or two after the first.
+# Seconds until a stuck process prints an error, and until it is ended. They count from
+# the later of two moments: the loss is detected, and this rank enters mlx. A rank that
+# is not stuck leaves mlx by then. mlx.launch ends all ranks 1 to 2 s after the first.
 SAY_SECONDS, END_SECONDS = 1.0, 4.0
-STATUS = 70  # of a process that is ended so
+STATUS = 70  # the exit status of a process that is ended
 _GONE = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
 
 Connections = Mapping[int, Sequence[socket.socket]]
 
 
 class RingWatch:
-    """Watches the connections to the neighbours, to the end of the process."""
+    """Watches the connections to the neighbours until the process ends."""
 
     def __init__(
         self,
@@ -60,9 +60,9 @@ class RingWatch:
             threading.Thread(target=self._run, daemon=True).start()
 
     def lost(self, wait: float = 0.0) -> list[int]:
-        """Return the neighbours that are gone; wait so many seconds for one.
+        """Return the lost neighbours; wait up to `wait` seconds for a loss.
 
-        Those are named that were gone when it was first seen: others follow them.
+        Later calls return the same ranks: more losses only follow from the first one.
         """
         until = time.monotonic() + wait
         while self._ranks:
@@ -82,9 +82,9 @@ class RingWatch:
         return []
 
     def sever(self) -> None:
-        """Close the connections, so that the neighbours wait no longer for this rank.
+        """Close the connections, so that no neighbour waits for this rank any longer.
 
-        Each of them severs its own then, and so all ranks of the ring come to know.
+        Each neighbour then closes its own, so that all ranks of the ring learn of it.
         """
         for each in self._connections.values():
             for connection in each:
@@ -93,7 +93,7 @@ class RingWatch:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Say that this thread may be waiting in mlx for other ranks."""
+        """Mark that this thread may be waiting inside of mlx for other ranks."""
         if self._depth == 0:
             self._entered = time.monotonic()
         self._depth += 1
@@ -109,14 +109,18 @@ class RingWatch:
             ended = bool(self.lost()) and self._end_if_stuck(time.monotonic())
 
     def _end_if_stuck(self, now: float) -> bool:
-        """Say, and then end, that a thread is stuck inside of mlx; return if ended."""
+        """Print that a thread is stuck inside of mlx, later end the process.
+
+        Returns:
+            Whether the process was ended.
+        """
         if self._depth == 0 or self._known is None:
             return False
         ranks, since = self._known
         seconds = now - max(self._entered, since)
         if seconds >= SAY_SECONDS and not self._warned:
             self._warned = True
-            print(  # noqa: T201  the process can say it in no other way
+            print(  # noqa: T201  no exception can reach the stuck thread
                 f"RankLostError: {self._message(ranks)} This process waits for it "
                 f"inside of mlx, where nothing can wake it, and is ended with status "
                 f"{STATUS} unless it comes out by itself.",
@@ -134,11 +138,8 @@ def ring_connections(
 ) -> dict[int, list[socket.socket]]:
     """Return this process's connections of mlx's ring, by the rank at the other end.
 
-    A rank listens at the ports that the hostfile has for it, takes the connection of
-    the rank before it, and connects to the rank after it.
-
-    Returns:
-        Empty where the ring is not what joins the ranks.
+    A rank listens at its ports in the hostfile, accepts the connection of the rank
+    before it, and connects to the rank after it. Empty: the backend is not the ring.
     """
     path = os.environ.get("MLX_HOSTFILE", "") if hosts is None else hosts
     if not path or not Path(path).is_file():
@@ -164,7 +165,7 @@ def ring_connections(
 
 
 def _connected() -> Iterator[socket.socket]:
-    """Yield this process's connections over TCP, each by a descriptor of its own."""
+    """Yield this process's TCP connections, each with a duplicated descriptor."""
     for path in list(Path("/dev/fd").iterdir()):
         with suppress(OSError):
             if not stat.S_ISSOCK(os.fstat(int(path.name)).st_mode):

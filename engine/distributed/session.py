@@ -1,18 +1,19 @@
-"""One stream on all ranks: what they exchange, and in which order.
+"""One stream on all ranks: the messages that the ranks exchange, and their order.
 
-    exchange         rank 0 says                     the others say
-    begin            a digest of the options         likewise; compared by all
-    round            "plan", how many to draft;      "follow"
-                     "turn", as planned before;
-                     or "close", at its user's wish
-    draft            how many were drafted           nothing
-    (in the graph)   the drafted tokens; the round's tokens and how many are accepted
+    exchange         rank 0 sends                    the other ranks send
+    begin            a digest of the options         the same; all ranks compare them
+    round            "plan" and the draft length,    "follow"
+                     "turn" for a plan made before,
+                     or "close" if its user has
+                     ended the stream
+    draft            the number of drafted tokens    nothing
+    (in the graph)   the drafted tokens; the round's tokens and the number accepted
 
-In each of them a rank may say "left" instead: it has ended the stream by an error, and
-the text of the error follows. All of them end it then, and none is lost.
+In each exchange a rank may send "left" instead, and then the text of the error that has
+ended the stream there. All ranks end the stream then, and no rank is lost.
 
-A stream that is dropped says nothing. Its forwards have been submitted on all ranks
-alike, since the ranks agreed on each before it, so nobody waits for what is missing.
+A stream that is dropped sends nothing. The ranks agree before each forward, so all of
+them have submitted the same forwards, and no rank waits for another.
 """
 
 import hashlib
@@ -34,53 +35,53 @@ from mlx_speculation.errors import (
 )
 from mlx_speculation.samplers import Sampling, Verified
 
-LEFT_BYTES = 600  # of the text of an error
-_LETTERS = 60  # of the name of what drafted, and of a plan's reason
+LEFT_BYTES = 600  # the most of an error's text
+_LETTERS = 60  # the most of a drafter's name and of a plan's reason
 
 
 class LeaderFollower(Protocol):
-    """Decisions of a rank where ranks could differ; see `leader_follower`.
+    """The decisions that could differ between ranks; see `leader_follower`.
 
-    `own` returns what this rank would do by itself. The leader calls it, says what it
-    got and returns that. A follower does not call it, and returns what the leader has
-    said. All ranks make the same calls in the same order.
+    `decide` makes this rank's own decision. The leader calls it, sends the result, and
+    returns it. A follower does not call it, and returns the leader's result. All ranks
+    make the same calls in the same order.
     """
 
     def plan(self, decide: Callable[[], Plan]) -> Plan:
-        """Return the leader's plan for a round; the ranks agree here where they are."""
+        """Return the leader's plan for a round; check that the ranks are in step."""
         ...
 
     def draft(self, decide: Callable[[], Proposal]) -> Proposal:
-        """Return the leader's draft, its tokens not evaluated."""
+        """Return the leader's draft, with unevaluated tokens."""
         ...
 
     def verify(
         self, decide: Callable[[], Verified], logits: mx.array, rows: int, accepts: bool
     ) -> Verified:
-        """Return what the leader decides on rows of logits, not evaluated.
+        """Return the leader's decision on rows of logits, unevaluated.
 
         Args:
-            decide: decides.
-            logits: [rows, vocab], the last of a forward's on this rank.
-            rows: how many are decided on.
-            accepts: whether the decision counts accepted tokens.
+            decide: makes this rank's own decision.
+            logits: [rows, vocab], the last rows of this rank's forward.
+            rows: the number of rows to decide on.
+            accepts: whether the decision has a number of accepted tokens.
         """
         ...
 
 
 class ClosedByLeaderError(Exception):
-    """Ends the stream of a follower where the leader has ended its own."""
+    """Ends the stream of a follower after the leader has closed its own."""
 
     def __init__(self, taken_back: int) -> None:
         super().__init__(taken_back)
-        self.taken_back = taken_back  # how many of the known tokens go
+        self.taken_back = taken_back  # how many of the last known tokens to remove
 
 
 class RankSession:
     """This rank's side of one stream.
 
-    Its fields have to be the same on all ranks; its needs are what of the target rank
-    0's drafter needs all ranks for.
+    `fields` have to be equal on all ranks. `needs` names the parts of the target for
+    which rank 0's drafter needs all ranks, see `STATES` and `OUTPUT`.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class RankSession:
         self._needs = list(needs)
         self._step = 0
         self._started = self._ended = False
-        # The others wait, or may wait, for forwards of this rank.
+        # Whether the other ranks may be waiting for a forward of this rank
         self._owes = False
 
     @property
@@ -101,7 +102,7 @@ class RankSession:
 
     @property
     def running(self) -> bool:
-        """Return whether the others count on this rank."""
+        """Return whether the stream has begun and has not ended on this rank."""
         return self._started and not self._ended
 
     def with_seed(self, sampling: Sampling) -> Sampling:
@@ -109,17 +110,17 @@ class RankSession:
         return self.group.with_seed(sampling, self.number)
 
     def expect(self, fields: Mapping[str, Any]) -> None:
-        """Add what has to be the same on all ranks."""
+        """Add fields that have to be equal on all ranks."""
         self._fields |= fields
 
     def begin(self) -> list[str]:
         """Wait for all ranks to begin this stream, with the same options.
 
         Returns:
-            What rank 0's drafter needs all ranks for.
+            The `needs` of rank 0.
 
         Raises:
-            RankMismatchError: an option differs; on all ranks, and nothing has run.
+            RankMismatchError: an option differs; all ranks raise it.
             RankLostError: a rank is gone.
         """
         self._started = self._owes = True
@@ -133,7 +134,7 @@ class RankSession:
         return list(rows[0][2])
 
     def plan(self, plan: Plan | None) -> Plan:
-        """Return rank 0's plan on every rank; others pass None.
+        """Return rank 0's plan on every rank; the other ranks pass None.
 
         Raises:
             ClosedByLeaderError: rank 0 has ended the stream.
@@ -145,7 +146,7 @@ class RankSession:
         return Plan(*what) if plan is None else plan
 
     def turn(self) -> None:
-        """Let all ranks agree on a round that was planned before.
+        """Begin on all ranks a round that was planned before.
 
         Raises:
             ClosedByLeaderError: rank 0 has ended the stream.
@@ -153,34 +154,34 @@ class RankSession:
         self._round(["turn" if self.leads else "follow"])
 
     def draft(self, draft: Proposal | None) -> tuple[int, str]:
-        """Return how many tokens rank 0 has drafted, and who did; others pass None."""
+        """Return length and source of rank 0's draft; the other ranks pass None."""
         said = [] if draft is None else [draft.length, draft.source[:_LETTERS]]
         length, source = self._exchange("draft", said)[0]
         return length, source
 
     def from_leader(self, array: mx.array) -> mx.array:
-        """Return rank 0's array on every rank, not evaluated."""
+        """Return rank 0's array on every rank, unevaluated."""
         return self.group.from_leader(array)
 
     def inside(self) -> AbstractContextManager[None]:
-        """Return what surrounds all that may wait for other ranks."""
+        """Return the context for calls that may wait for other ranks."""
         return self.group.inside()
 
     def settled(self) -> None:
-        """Note that a round is over: the others wait for no forward of this rank."""
+        """Note the end of a round: no rank waits for a forward of this rank."""
         self._owes = False
 
     def close(self, taken_back: int) -> None:
-        """End the stream here, on rank 0, and so on all ranks."""
+        """End the stream on all ranks; only rank 0 may call this."""
         if self.running:
             self._ended = True
             self.group.exchange(self._place("round"), ["close", taken_back])
 
     def leave(self, kind: str, error: BaseException) -> None:
-        """Say in an exchange that this rank ends the stream by an error.
+        """Tell the other ranks in an exchange that an error has ended the stream here.
 
         Raises:
-            RankLostError: rank 0 has ended it by another one.
+            RankLostError: a lower rank has left with an error of another type.
         """
         self._ended = True
         text = " ".join(f"{type(error).__name__}: {error}".split())
@@ -188,17 +189,17 @@ class RankSession:
         self._exchange(kind, ["left"], raw.decode(errors="ignore"))
 
     def end(self, error: BaseException | None = None) -> None:
-        """Note that the stream has ended on this rank, as on all others or by error.
+        """Note the end of the stream, and tell the other ranks of an `error`.
 
         Raises:
-            RankLostError: in place of logits that cannot be used, where rank 0 has
-                failed: by them it lets the others come out of a round.
+            RankLostError: rank 0 has failed. It then sends unusable logits, so that no
+                rank waits for it; this error replaces the one that they cause.
         """
         running, self._ended = self.running, True
         if not running or error is None:
             return
         if isinstance(error, RankLostError | RankMismatchError):
-            return  # it is known to all
+            return  # all ranks raise it
         alike = isinstance(error, NonFiniteLogitsError | ConstraintError)
         if self._owes and not alike:
             self.group.leave(f"{type(error).__name__}: {error}")
@@ -210,7 +211,7 @@ class RankSession:
         return Place(kind, self.number, self._step - 1)
 
     def _round(self, said: Sequence[Any]) -> list[Any]:
-        """Begin a round on all ranks; return what rank 0 says of it."""
+        """Begin a round on all ranks; return rank 0's values for it."""
         word, *what = self._exchange("round", said)[0]
         if word == "close":
             self._ended = True
@@ -221,8 +222,8 @@ class RankSession:
     def _exchange(
         self, kind: str, said: Sequence[Any], error: str = ""
     ) -> list[list[Any]]:
-        """Exchange lines; where a rank has left, its error too."""
-        owes, self._owes = self._owes, True  # until it is over, also by Ctrl-C
+        """Exchange lines, and also the texts of errors if a rank has left."""
+        owes, self._owes = self._owes, True  # stays True if Ctrl-C ends the exchange
         rows = self.group.exchange(self._place(kind), said)
         self._owes = owes
         if any(row[:1] == ["left"] for row in rows) and rows[0][:1] != ["close"]:
@@ -231,7 +232,7 @@ class RankSession:
         return rows
 
     def _raise_left(self, texts: Sequence[str], message: str) -> None:
-        """Raise that another rank has left, unless this one did for the same reason."""
+        """Raise that a rank has left, unless this rank's error is of the same type."""
         rank = next(rank for rank, text in enumerate(texts) if text)
         if texts[rank].partition(":")[0] == message.partition(":")[0]:
             return
@@ -242,7 +243,7 @@ class RankSession:
 
 
 def _difference(fields: Sequence[Mapping[str, Any]]) -> str:
-    """Return which option differs on which rank."""
+    """Return a text that names the first option that differs, and its rank."""
     for name, first in fields[0].items():
         for rank, other in enumerate(fields):
             if other.get(name) != first:

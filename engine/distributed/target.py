@@ -1,4 +1,4 @@
-"""A generator's target that is spread over ranks: its streams, as one rank has them."""
+"""A generator's target that is sharded over ranks, and its streams on this rank."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,12 +24,12 @@ from mlx_speculation.models import (
     spread_as,
 )
 
-# What a drafter needs all ranks for.
+# Parts of the target that a drafter on rank 0 may need all ranks for.
 STATES, OUTPUT = "hidden states", "the output layer"
 
 
 class RankedTarget:
-    """A target on the ranks of a group, of which this one has a part."""
+    """A target that is sharded over the ranks of a group."""
 
     def __init__(self, model: nn.Module, group: RankGroup) -> None:
         self._model, self.group = model, group
@@ -39,12 +39,12 @@ class RankedTarget:
 
     @classmethod
     def of(cls, model: nn.Module, group: Group | None) -> "RankedTarget | None":
-        """Return a generator's target on its ranks; None where there is one rank.
+        """Return a generator's target on its ranks; None: there is one rank.
 
         Raises:
-            InvalidRequestError: it is no group, or the model is on several ranks and
-                there is none.
-            RankMismatchError: the ranks run other versions.
+            InvalidRequestError: `group` is no group, or the model is sharded and there
+                is one rank.
+            RankMismatchError: the ranks run different versions.
         """
         result = None if group is None else RankGroup.of(group)
         if result is None:
@@ -58,13 +58,13 @@ class RankedTarget:
         return self.group.leads
 
     def own_draft(self, draft: Draft | None, prefix_cache: Any) -> Draft | None:
-        """Check the target, and return the draft of this rank; only rank 0 has one.
+        """Check the target, and return the draft on rank 0, or None on other ranks.
 
         Raises:
-            InvalidRequestError: the target is not spread; the draft cannot draft for
-                one that is; or there is a prefix cache, of which ranks may drop other
-                parts.
-            UnsupportedModelError: the target cannot be decoded so.
+            InvalidRequestError: the target is not sharded, the draft does not support
+                a sharded target, or a prefix cache was passed, of which ranks may drop
+                different parts.
+            UnsupportedModelError: the target cannot be decoded on several ranks.
         """
         how = check_spread(self._model, self.group.size)
         assert how is not None
@@ -89,7 +89,7 @@ class RankedTarget:
         return draft if self.leads else None
 
     def next_stream(self, draft: Draft | None) -> RankSession:
-        """Return the next stream on all ranks, which is not begun yet."""
+        """Return the session of the next stream, which has not begun."""
         members = members_of(draft)
         needs = [STATES] if any(each.follows for each in members) else []
         if any(self._needs_output(each) for each in members):
@@ -101,7 +101,7 @@ class RankedTarget:
     def running(
         self, session: RankSession, target: Lane, around: AbstractContextManager[None]
     ) -> Iterator[None]:
-        """Begin a stream on all ranks, inside of what runs around one."""
+        """Begin a stream on all ranks, inside of the context `around`."""
         with around:
             needs = session.begin()
             if STATES in needs:
@@ -113,7 +113,7 @@ class RankedTarget:
             yield
 
     def _join_output(self, session: RankSession) -> None:
-        """Give rank 0's heads the whole of an output layer that is divided."""
+        """Give rank 0's heads a whole copy of the sharded output layer."""
         with session.inside():
             output = joined_output(self._model, self.group.group)
         if output is not None:  # on rank 0
@@ -124,9 +124,9 @@ class RankedTarget:
         return draft.reads_output and has_split_output(self._model)
 
     def _check_output(self, draft: Draft) -> None:
-        """Refuse a head that needs rows of other ranks, which cannot be put together.
+        """Refuse a head that needs the output layer if its shards cannot be joined.
 
-        Others get a whole copy of the output layer when their first stream begins.
+        Other heads get a whole copy of it when their first stream begins.
         """
         if self._needs_output(draft) and not can_join_output(self._model):
             raise UnsupportedModelError(
@@ -137,5 +137,5 @@ class RankedTarget:
 
 
 def all_or_none(target: RankedTarget | None) -> AbstractContextManager[None]:
-    """Let all ranks refuse what one of them refuses inside the block, if there are."""
+    """Return `RankGroup.all_or_none` of a sharded target; for None do nothing."""
     return nullcontext() if target is None else target.group.all_or_none()
