@@ -1,5 +1,6 @@
-"""Agreement of drafted and plain decoding, for `mlx-speculation check`.
+"""Comparisons of drafted and plain decoding, for `mlx-speculation check`.
 
-`rows` compares verified rows with single ones, `texts` two texts, `report` says it in a
-word, and `exact_rows` tries exact mode. A diagnostic: no round runs through this room.
+`rows` compares the logits of one forward over a draft with those of single steps,
+`verdict` judges the result, `texts` compares two texts, and `exact_rows` tests exact
+mode. No round of a generator uses these modules.
 """

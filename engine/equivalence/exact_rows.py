@@ -1,14 +1,14 @@
 """Test of exact mode: do the bits of a row depend on its place in the forward?
 
-Exact mode rests on one claim about the device. If all forwards have the same shape, the
-bits of a row follow from the tokens before it alone: not from its place in the forward,
-and not from the rows after it. The test feeds random tokens at the beginning and at the
-end of each view of the keys (see `caches.types.fixed_view`), up to a context length:
+Exact mode needs one property of the device: if all forwards have the same shape, the
+tokens before a row alone determine its bits, and neither its place in the forward nor
+the rows after it matter. The test feeds random tokens at the beginning and at the end
+of each view of the keys (see `caches.types.fixed_view`), up to a context length:
 
-    alone       each token alone, with padding: the reference
-    places      each token after 1, 2, ... tokens of the text, in one forward
-    company     each token before random ones
-    rounds      random drafts of which a prefix is committed: tests caches and states
+    alone       each token alone, with padding; this gives the expected bits
+    places      each token at each place of a forward over tokens of the text
+    company     each token at the first place, with random tokens after it
+    rounds      drafts with a random end, of which the rest is committed: tests caches
 """
 
 import sys
@@ -31,7 +31,7 @@ from mlx_speculation.models import (
     position_table,
 )
 
-TIMED = 9  # steps; the first two may compile
+TIMED = 9  # timed steps; the first two are not counted, since they may compile
 Report = Callable[[int, int], None]
 Row = tuple[int, Any]  # the position of a row, and its logits
 
@@ -44,14 +44,14 @@ def check_exact(
     seed: int = 0,
     report: Report = lambda done, total: None,
 ) -> ExactVerdict:
-    """Test a model in exact mode, at all views up to a context length.
+    """Test a model in exact mode, in all views up to a context length.
 
     Args:
         model: the target.
         shape: the shape of the forwards.
         context: the number of positions to reach, rounded up to whole views.
         seed: the seed of the random tokens.
-        report: called with the number of tested places, and of all places.
+        report: called with the number of finished steps of the test, and of all steps.
 
     Raises:
         UnsupportedModelError: exact mode does not support the model's architecture.
@@ -92,10 +92,10 @@ def check_exact(
 def _both_ways(
     lane: Lane, text: Sequence[int], draw: np.random.Generator, vocab: int
 ) -> tuple[dict[int, Any], list[Row]]:
-    """Feed some tokens alone, and commit them; then feed them in the other ways.
+    """Feed tokens of the text alone, and in the three other ways; commit the tokens.
 
     Returns:
-        The logits of each position fed alone, and those of the other ways.
+        The logits of each position fed alone, and the rows of the other ways.
     """
     other = _twin(lane, lane.shape)
     alone: dict[int, Any] = {}
@@ -129,7 +129,7 @@ def _rows(lane: Lane, fed: Sequence[int], count: int, keep: int = 0) -> list[Row
 
 
 def _twin(lane: Lane, shape: FixedShape | None) -> Lane:
-    """Return a lane that holds the same tokens in caches of its own."""
+    """Return a new lane with copies of the caches."""
     twin = Lane(lane.model, sliding="slack", shape=shape)
     if lane.seen:
         twin.resume(snapshot(lane.caches, 0, lane.seen))

@@ -1,16 +1,14 @@
 """Comparison of a verify in one forward with a verify in single steps.
 
-A round of speculation rests on one claim: in each row, a forward over k + 1 tokens
-chooses the same token as k + 1 forwards over one token. This module runs both from the
-same live caches, in isolated speculations that write nothing live, and compares them
-row by row:
+A round of speculation needs one property: in each row, a forward over k + 1 tokens
+chooses the same token as k + 1 forwards over one token. This module runs both on the
+same caches, without changing them, and compares the logits row by row:
 
     text        the model's greedy continuation of a prompt
     draft       the next k tokens of the text, one of them replaced by a wrong one
     rows        k + 1: after the last token before the draft, and after each drafted one
 
-Rows after the wrong token count too, since both ways are fed the same tokens. This
-module knows token ids only; `engine.equivalence.texts` compares whole texts.
+Rows after the wrong token count too, since both ways read the same tokens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +28,7 @@ from mlx_speculation.models import Lane, Sliding, check_positions, logit_width
 class Row:
     """One row of a draft, verified both ways."""
 
-    index: int  # of the row; row 0 follows the last token before the draft
+    index: int  # row 0 follows the last token before the draft
     at_once: int  # the token that the forward over k + 1 tokens chooses
     one_by_one: int  # the token that the forward over one token chooses
     # The best logit minus the second best, in the forward over one token
@@ -45,21 +43,21 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One draft: its place in the text, its tokens and its rows."""
+    """One draft: its position in the text, its tokens and its rows."""
 
-    position: int  # number of tokens of the text before the draft, without the prompt
+    position: int  # the number of generated tokens before the draft
     draft: tuple[int, ...]  # k tokens, one of which is wrong
     wrong: int  # the index of the wrong token
     rows: tuple[Row, ...]  # k + 1
 
     @property
     def difference(self) -> float:
-        """The largest difference of all rows."""
+        """The largest difference of a logit in all rows."""
         return max(row.difference for row in self.rows)
 
 
 def greedy_text(model: nn.Module, prompt: Sequence[int], tokens: int) -> list[int]:
-    """Decode greedily, one token a forward; end-of-text tokens do not end the text."""
+    """Decode greedily, one token per forward, past tokens that would end the text."""
     lane = Lane(model)
     lane.feed(prompt[:-1])
     last, text = prompt[-1], []
@@ -83,10 +81,10 @@ def verify_both_ways(
     seed: int,  # draws the wrong token of each draft and its index
     sliding: Sliding = "native",  # the kind of sliding caches, see `Lane`
 ) -> Iterator[Place]:
-    """Yield the comparison at places that are evenly spread over the text.
+    """Yield comparisons at places that are evenly spread over the text.
 
-    Forwards over one token lead to every other place, and forwards over k + 1 tokens to
-    the rest: the way in which a ring was filled decides the order in which it is read.
+    The text before a place is fed by forwards over one token, or before every other
+    place over k + 1 tokens, since this changes the order of keys in a ring cache.
 
     Raises:
         InvalidRequestError: the text is too short.

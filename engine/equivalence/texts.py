@@ -1,19 +1,20 @@
-"""Comparison of two texts of one model, up to the rounding of its rows.
+"""Comparison of two texts of one model, with tolerance for rounding.
 
 A forward over k + 1 tokens and k + 1 forwards over one token compute the same logits,
-but with most matrix products not bit for bit. So two texts may part where two tokens
-are almost equally good. Where they part, the text before is fed to the model again,
-once token by token and once in blocks, and the row that decides is compared:
+but with most matrix products not bit for bit. So the texts may differ from a position
+on at which two tokens are almost equally good. The tokens before that position are fed
+to the model again, once token by token and once in blocks, and the logits at the
+position are compared:
 
-    difference   the largest change of a logit between the widths
-    margin       how much better the one token's score is than the other's
-    edge         how far a token is from the border of the top-p set
+    difference   the largest change of a logit between the two ways
+    margin       the difference between the scores of the two tokens
+    edge         the distance of a token from the border of the top-p set
 
-A near-tie has a margin within twice the difference (divided by the temperature) and
-the spacing of the logits' own dtype at the largest of them, or an edge within twice the
-difference. Anything else is a real difference of two texts. The spacing matters in
-bfloat16, where two tokens next to each other are one rounding apart, and a few widths
-may agree by chance.
+The texts differ by a near-tie if the margin is at most twice the difference (divided by
+the temperature) plus the spacing of the logits' dtype at the largest logit, or if the
+edge is at most twice the difference. Anything else is a real difference. The spacing
+matters in bfloat16: neighbouring scores are one rounding apart, even if the ways that
+were tried agree by chance.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,13 +35,13 @@ MakeLane = Callable[[nn.Module], Lane]
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """The first position where two texts differ, and what was measured there."""
+    """The first position at which two texts differ, and the measurements there."""
 
     index: int  # the position, counted from the first generated token
-    expected: int | None  # the token of the one text there; None: it has ended
-    got: int | None  # the token of the other
-    margin: float  # between their scores, which are tempered and hold the noise
-    difference: float  # of the untempered logits, between the widths
+    expected: int | None  # the expected text's token there; None: that text has ended
+    got: int | None  # the other text's token there; None: that text has ended
+    margin: float  # between their scores, which include temperature and noise
+    difference: float  # the largest of a logit, before the temperature
     allowed: float  # the largest margin of a near-tie
     edge: float  # the distance to the border of the top-p set; infinite without top-p
 
@@ -59,18 +60,18 @@ class Parting:
 
 def find_parting(
     model: nn.Module,  # the target
-    chooser: Chooser,  # what chose the tokens
+    chooser: Chooser,  # the chooser of both texts
     prompt: Sequence[int],  # token ids
-    expected: Sequence[int],  # the text by single rows
-    got: Sequence[int],  # the text by rows of several widths
+    expected: Sequence[int],  # the text by forwards over one token
+    got: Sequence[int],  # the text by forwards over several tokens
     *,
-    width: int,  # the most rows of a forward
-    # Of a block to try, in which the row may have stood; None: all. Fewer are quicker,
-    # and may find a smaller difference than there was.
+    width: int,  # the most tokens of a forward
+    # The number of places in a block at which to try the row; None: all. Fewer are
+    # faster, but may give a smaller difference than the text had.
     places: int | None = None,
-    make_lane: MakeLane = Lane,  # makes the caches that both texts were written with
+    make_lane: MakeLane = Lane,  # makes lanes with the kinds of caches of both texts
 ) -> Parting | None:
-    """Return where two texts part and how near a tie is there; None: they are equal."""
+    """Return the first difference of two texts; None: they are equal."""
     pairs = enumerate(zip_longest(expected, got))
     different = next(((i, one, two) for i, (one, two) in pairs if one != two), None)
     if different is None:
@@ -79,7 +80,7 @@ def find_parting(
     shared = [*prompt, *expected[:index]]
     deciding = partial(deciding_row, model, shared, len(prompt), make_lane=make_lane)
     single = deciding(first=1, width=1)
-    # Nobody noted at which place of a block the row was: try each of them.
+    # The row's place in its block is not known: try each one.
     wide = [
         deciding(first=first, width=width)
         for first in range(1, min(width, places or width) + 1)
@@ -100,9 +101,9 @@ def deciding_row(
 ) -> mx.array:
     """Return the logits after the last of `tokens`, [1, vocab], in the model's dtype.
 
-    The prompt but its last token is fed as both engines do, the rest in blocks: one
-    of `first` tokens and then of `width`. The last block is filled up, because its
-    width decides how the row is computed and the tokens after the row do not.
+    All tokens of the prompt but the last are fed as in prefill, the rest in blocks: one
+    of `first` tokens, then of `width` tokens. The last block is filled up: its width
+    affects the row's rounding, the tokens after the row do not.
     """
     lane = make_lane(model)
     head, rest = list(tokens[: prompt - 1]), list(tokens[prompt - 1 :])
@@ -130,7 +131,7 @@ def weigh(
     parting: tuple[int, int | None, int | None],
     difference: float,
 ) -> Parting:
-    """Measure how near a tie two tokens of a row [1, vocab] are."""
+    """Measure how close the scores of two tokens in a row [1, vocab] are."""
     index, expected, got = parting
     processed = chooser.processed(row.astype(mx.float32), rows)
     scores = np.array(chooser.scores(processed, rows))[0]
@@ -147,7 +148,7 @@ def weigh(
 def _ulp(row: mx.array) -> float:
     """Return the spacing of a row's dtype at its largest logit.
 
-    It is also the rounding of mlx-lm's `logits - logsumexp`, which the engine omits.
+    mlx-lm's `logits - logsumexp`, which the engine does not compute, rounds by as much.
     """
     row, eps = row.astype(mx.float32), mx.finfo(row.dtype).eps
     largest = mx.maximum(mx.abs(row).max(), mx.abs(mx.logsumexp(row)))
@@ -157,7 +158,7 @@ def _ulp(row: mx.array) -> float:
 def _distance_to_top_p(
     chooser: Chooser, row: mx.array, tokens: tuple[int, int]
 ) -> float:
-    """Return how far the nearer token is from the border of the top-p set."""
+    """Return the distance of the nearer token from the border of the top-p set."""
     top_p = chooser.sampling.top_p
     if chooser.sampling.greedy or not 0 < top_p < 1:
         return float("inf")

@@ -1,13 +1,13 @@
-"""Verdict on a model from rows of drafts that were verified both ways.
+"""The verdict on a model, from rows of drafts that were verified both ways.
 
     identical       all logits are equal bit for bit
-    same choices    logits differ, and every row chooses the same token
-    near-ties       rows differ whose two best logits are nearly equal
-    different       a row differs by more than that
+    same choices    logits differ, but every row chooses the same token both ways
+    near-ties       choices differ, but only in rows with two nearly equal best logits
+    different       choices differ in a row without such a tie
 
-Rounding alone makes rows differ where two tokens are almost equally good, on most GPUs
-and with most BLAS libraries: a margin of the size of the usual difference is such a
-tie, a margin many times larger is a fault.
+On most GPUs and with most BLAS libraries, rounding alone changes the choice between two
+almost equally good tokens. A margin of the size of the usual difference is such a tie;
+a margin many times larger is a fault.
 """
 
 from collections.abc import Sequence
@@ -22,10 +22,10 @@ Verdict = Literal["identical", "same choices", "near-ties", "different"]
 
 @dataclass(frozen=True, slots=True)
 class First:
-    """The first row that chooses another token."""
+    """The first row whose choice differs."""
 
-    position: int  # tokens of the text before its draft
-    row: Row  # both ways
+    position: int  # the number of generated tokens before its draft
+    row: Row
 
     def __str__(self) -> str:
         row = self.row
@@ -38,14 +38,14 @@ class First:
 
 @dataclass(frozen=True, slots=True)
 class RowVerdict:
-    """The rows of all places, judged."""
+    """The verdict on the rows of all places."""
 
-    verdict: Verdict  # see above
-    rows: int  # how many there were
-    differing_rows: int  # how many choose another token
-    first: First | None  # the first of these, or None
+    verdict: Verdict  # see the module
+    rows: int  # the number of rows
+    differing_rows: int  # the number of rows whose choice differs
+    first: First | None  # the first of these rows; None: there is none
     largest_difference: float  # of any logit
-    tolerance: float  # the largest margin that was taken for a tie
+    tolerance: float  # the largest margin that counts as a tie
 
     def __str__(self) -> str:
         return (
@@ -56,15 +56,15 @@ class RowVerdict:
 
 
 def usual_tolerance(places: Sequence[Place]) -> float:
-    """Return twice the median difference of rows: what rounding can turn over.
+    """Return twice the median difference of rows, a margin that rounding can reverse.
 
-    A fault that few rows have does not raise it.
+    A fault in a few rows does not change the median.
     """
     return 2 * median(row.difference for place in places for row in place.rows)
 
 
 def judge(places: Sequence[Place], tolerance: float) -> RowVerdict:
-    """Judge what was found at some places."""
+    """Return the verdict on the rows of some places."""
     differing = [
         First(p.position, row) for p in places for row in p.rows if row.differs
     ]

@@ -1,7 +1,5 @@
-"""mlx-lm's own generation functions, with speculation: keywords, caches, responses.
+"""mlx-lm's generation functions with speculation, and mlx-vlm's in `vision_generate`.
 
-`vision_generate` does the same for mlx-vlm's.
-
-It translates mlx-lm's arguments to this package's and results back. Nothing below it
-knows these names.
+They translate the arguments of mlx-lm into those of `SpeculativeGenerator`, and its
+results into mlx-lm's responses.
 """

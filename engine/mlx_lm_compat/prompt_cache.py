@@ -1,8 +1,7 @@
-"""A prompt cache in mlx-lm's sense: the target's, and perhaps the draft's behind it.
+"""A prompt cache as in mlx-lm: a list of the target's caches, and maybe the draft's.
 
-make_prompt_cache(model)                               the target's
-make_prompt_cache(model) + make_prompt_cache(draft)    both, as mlx-lm's speculation
-                                                       takes them
+make_prompt_cache(model)                               the target's caches
+make_prompt_cache(model) + make_prompt_cache(draft)    the target's and the draft's
 """
 
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ class Caches:
 
     target: list[Any] | None  # the target's; None: new ones
     draft: list[Any] | None  # the draft model's; None: new ones
-    passed: list[Any] | None  # the caller's list; None: there is none
+    passed: list[Any] | None  # the caller's list; None: no caches were passed
 
     @classmethod
     def of(
@@ -36,10 +35,10 @@ class Caches:
         passed: Any,
         max_size: int | None,
     ) -> "Caches":
-        """Sort the caller's caches, or make those of a limited size.
+        """Split the caller's list of caches, or make caches of a limited size.
 
         Raises:
-            InvalidRequestError: the size is none, or the caches are no list.
+            InvalidRequestError: the size is out of range, or `passed` is no list.
         """
         if passed is None and max_size is None:
             return cls(None, None, None)
@@ -58,7 +57,7 @@ class Caches:
             )
         layers = len(make_prompt_cache(model))
         if len(drafts) == 1 and len(passed) > layers:
-            check_supported(passed)  # no cache may stand in it twice
+            check_supported(passed)  # no cache may be in the list twice
             return cls(passed[:layers], passed[layers:], passed)
         return cls(passed, None, passed)
 
@@ -68,7 +67,7 @@ class Caches:
         return 0 if self.target is None else position(self.target) or 0
 
     def write_back(self) -> None:
-        """Let the caller's list hold the caches that have replaced others."""
+        """Put the current caches, some of which were replaced, in the caller's list."""
         if self.passed is not None and self.passed is not self.target:
             self.passed[:] = [*(self.target or ()), *(self.draft or ())]
 
@@ -83,11 +82,11 @@ def limited(
     kv_group_size: int,
     quantized_kv_start: int,
 ) -> tuple[Caches, KVQuantization | None]:
-    """Return the caches of a text of so many positions, and how they are quantized.
+    """Return the caches of a text of `reach` positions, and their quantization.
 
     Raises:
-        InvalidRequestError: the caches cannot be limited so. mlx-lm passes
-            `max_kv_size` over where a model makes its own caches; here it is refused.
+        InvalidRequestError: a limit is invalid, or `max_kv_size` was passed for a model
+            that makes its own caches, where mlx-lm ignores it.
     """
     caches = Caches.of(model, (), passed, max_kv_size)
     if max_kv_size is not None and hasattr(model, "make_cache"):
@@ -103,7 +102,7 @@ def limited(
 def quantization_of(
     bits: int | None, group_size: int, start: int
 ) -> KVQuantization | None:
-    """Return a `KVQuantization` of mlx-lm's three keywords; None without bits.
+    """Return the `KVQuantization` of mlx-lm's three keywords; None without bits.
 
     Raises:
         InvalidRequestError: a number is out of range.

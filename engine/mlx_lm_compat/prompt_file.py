@@ -1,8 +1,8 @@
-"""A prompt that was read earlier: caches from a file, for a loaded model.
+"""The caches of a prompt that was read earlier, from a file.
 
-Files are those of `mlx_lm.cache_prompt` and of `save_caches`. The kinds of the caches
-are the file's: a size that was limited stays so, what was quantized stays quantized.
-Numbers take the dtype that the model has here: on a Linux CPU it is float32.
+The file was written by `mlx_lm.cache_prompt` or `save_caches`. The caches keep the
+kinds that they have in the file, such as a limited size or quantization. Their numbers
+get the dtype of the loaded model, which is float32 on a Linux CPU.
 """
 
 from pathlib import Path
@@ -26,14 +26,14 @@ from mlx_speculation.errors import InvalidRequestError
 
 
 def load_prompt(path: str | Path, model: nn.Module) -> LoadedCaches:
-    """Return the caches of a file, once they are seen to be a model's own.
+    """Return the caches of a file, after a check that they fit a model.
 
-    The model reads one token into new caches of the file's kinds, which these then have
-    to fit. The file is read twice.
+    The model reads one token into new caches of the file's kinds, and the caches of the
+    file have to fit these. The file is read twice.
 
     Raises:
         CacheFileError: the file is missing or damaged, or does not fit the model.
-        InvalidRequestError: its caches have held nothing.
+        InvalidRequestError: the caches in the file are empty.
     """
     kinds = load_caches(path).caches
     if all(cache.empty() for cache in kinds):
@@ -46,7 +46,7 @@ def load_prompt(path: str | Path, model: nn.Module) -> LoadedCaches:
 
 
 def _used(model: nn.Module, kinds: list[Any]) -> list[Any]:
-    """Return caches of a model of the same kinds as others, with one token in them."""
+    """Return caches of a model of the given kinds, with one token in them."""
     windows = [cache for cache in kinds if isinstance(cache, RotatingKVCache)]
     fresh = make_prompt_cache(model, windows[0].max_size if windows else None)
     model(mx.zeros((1, 1), mx.int32), cache=fresh)

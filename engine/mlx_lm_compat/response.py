@@ -1,4 +1,4 @@
-"""From a stream to mlx-lm's responses: its text, its counts, its times."""
+"""Conversion of a stream's chunks to mlx-lm's responses."""
 
 import time
 from collections.abc import Callable, Generator
@@ -17,15 +17,15 @@ from mlx_speculation.engine.stream import Stream
 
 @dataclass
 class SpeculativeResponse(GenerationResponse):
-    """mlx-lm's response, with our statistics.
+    """mlx-lm's response, with statistics and the seed.
 
-    `from_draft` says whether the token was drafted and accepted, as mlx-lm's, but for
-    the last of `max_tokens`: nothing would be gained by a draft of it. `logprobs` are
-    float32 [vocab], not evaluated, and minus infinity for ids that the tokenizer lacks.
+    As in mlx-lm, `from_draft` says whether the token was drafted and accepted. Unlike
+    in mlx-lm, the last of `max_tokens` is never drafted, since that would gain nothing.
+    `logprobs` are float32 [vocab], unevaluated; minus infinity for unused ids.
 
     Attributes:
         stats: counts and times so far, the same object in all responses of a text.
-        seed: decides the text above temperature 0; None where a sampler draws.
+        seed: determines the text; None: greedy text, or a user's sampler.
     """
 
     stats: Statistics | None = None
@@ -34,13 +34,13 @@ class SpeculativeResponse(GenerationResponse):
 
 @dataclass(frozen=True, slots=True)
 class ResponseInfo:
-    """Fields of a response beside the chunk."""
+    """Values of a response that do not come from the chunk."""
 
-    detokenizer: Any  # of mlx-lm, fresh
-    ends: frozenset[int]  # the ids that end a text and are no part of it
-    prompt_tokens: int  # how many the prompt has
-    vocab: int  # how many log-probabilities the target has
-    seed: int | None  # of the text, if there is one
+    detokenizer: Any  # mlx-lm's, new for this text
+    ends: frozenset[int]  # ids that end the text and are no part of it
+    prompt_tokens: int  # the number of tokens of the prompt
+    vocab: int  # the number of log-probabilities of the target
+    seed: int | None  # the seed of the text; None: it has none
 
 
 def responses(
@@ -50,12 +50,12 @@ def responses(
     each: Callable[[], None],
     progress: "Progress",
 ) -> Generator[SpeculativeResponse, None, None]:
-    """Yield a response for every token."""
-    # A local name: where Python ends before the text does, globals are None below.
+    """Yield a response for every token; call `each` after each one and at the end."""
+    # A local name: if Python exits before the text ends, globals are None in `finally`.
     working: Callable[[], AbstractContextManager[Any]] = (
         nullcontext if device is None else partial(mx.stream, device)
     )
-    # Of the prompt until the first token is there, then of the tokens after it.
+    # `started` is the beginning of the prompt, then the time of the first token
     started, prompt_seconds, tokens = time.perf_counter(), 0.0, 0
     progress.tell(0)
     try:
@@ -81,19 +81,19 @@ def responses(
 
 
 class Progress:
-    """Tells a caller how much of the prompt is read, as mlx-lm does."""
+    """Reports to a caller how many tokens of the prompt are read, as mlx-lm does."""
 
     def __init__(self, callback: Callable[[int, int], Any] | None, total: int) -> None:
         self._callback = callback
         self.total, self._read = total, 0
 
     def advance(self, tokens: int) -> None:
-        """Note that so many more are read."""
+        """Note and report that `tokens` more tokens are read."""
         self._read = min(self._read + tokens, self.total)
         self.tell(self._read)
 
     def tell(self, read: int) -> None:
-        """Tell the caller."""
+        """Report that `read` tokens are read."""
         if self._callback is not None:
             self._callback(read, self.total)
 
@@ -105,9 +105,9 @@ def _response(
     seconds: tuple[float, float],
     stats: Statistics,
 ) -> SpeculativeResponse:
-    """Return the response to a chunk, with mlx-lm's text of it.
+    """Return the response of a chunk, with the text of mlx-lm's detokenizer.
 
-    The seconds are those of the prompt, and since the first token.
+    `seconds` are those of the prompt, and those since the first token.
     """
     if chunk.token not in info.ends:
         info.detokenizer.add_token(chunk.token)

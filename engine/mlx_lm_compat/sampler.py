@@ -1,4 +1,4 @@
-"""Adapter of samplers in mlx-lm's sense."""
+"""Conversion of mlx-lm's samplers to `Sampling`."""
 
 import warnings
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ NOTICE = (
     "of its own is called for rejected drafts too. mlx_speculation.make_sampler takes "
     "the options of mlx-lm's and keeps the text; num_draft_tokens=0 drafts nothing."
 )
-_said: set[str] = set()  # in this process
+_said: set[str] = set()  # warnings that this process has shown
 
 
 def checked_sampling(
@@ -27,10 +27,10 @@ def checked_sampling(
     *,
     drafted: bool,
 ) -> Sampling:
-    """Return the options that a sampler stands for, with a seed.
+    """Return the sampling options of a sampler, with a seed.
 
     Raises:
-        InvalidRequestError: what was passed is no sampler, or has no use for a seed.
+        InvalidRequestError: `sampler` is no sampler, or cannot use the seed.
     """
     if sampler is None or sampler is greedy_sampler:
         options = Sampling()
@@ -59,6 +59,6 @@ def _say_once(message: str) -> None:
 
 
 def drawn_seed() -> int:
-    """Draw a seed of 62 bits from mlx's global generator, whose seed decides it."""
+    """Draw a seed of 62 bits from mlx's global random generator."""
     drawn: Any = mx.random.randint(0, 2**31 - 1, (2,)).tolist()
     return int(drawn[0]) << 31 | int(drawn[1])

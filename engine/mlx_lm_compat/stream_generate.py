@@ -6,14 +6,14 @@
     for response in stream_generate(model, tokenizer, prompt, draft_model=small):
         print(response.text, end="")
 
-The text is that of mlx-lm without a draft: greedy when no sampler is passed, with the
-sampler's distribution otherwise. Where mlx-lm's two ways differ, this one is as its
-plain decoding: `prefill_step_size` is 2048 with a draft too, `max_kv_size` and
-`prompt_progress_callback` count with a draft too, and a cache holds the last token.
+The text is that of mlx-lm without a draft: greedy without a sampler, otherwise of the
+sampler's distribution. mlx-lm treats some options differently with a draft; here they
+work as in plain decoding: `prefill_step_size` is 2048, `max_kv_size` and
+`prompt_progress_callback` have an effect, and a cache holds the last token.
 
-Everything is checked in the call; the model runs when the first response is asked for.
-An unknown keyword is a `TypeError`, two values that do not fit an `InvalidRequestError`
-that names them, a cache of an unknown kind an `UnsupportedCacheError`.
+The call checks all arguments; the model runs when the first response is read. An
+unknown keyword raises `TypeError`, two values that do not fit `InvalidRequestError`,
+and a cache of an unknown kind `UnsupportedCacheError`.
 """
 
 from collections.abc import Callable, Generator
@@ -70,28 +70,28 @@ def stream_generate(
     exact: bool | int = False,
     **unknown: Any,
 ) -> Responses:
-    """Generate as `mlx_lm.stream_generate` does, faster where a draft helps.
+    """Generate as `mlx_lm.stream_generate` does, faster if a draft helps.
 
     Args:
         model: the target, loaded by mlx-lm.
         tokenizer: its tokenizer.
-        prompt: text or token ids. It follows what `prompt_cache` holds.
-        max_tokens: at least 1; -1 for no limit.
+        prompt: text or token ids, appended to the tokens in `prompt_cache`.
+        max_tokens: at least 1; -1: no limit.
         draft_model: see `draft` of `GeneratorOptions`; kept for the next call.
         stream: the stream that mlx works on; None: the default one.
-        sampler: chooses tokens; None: the most probable one.
+        sampler: chooses tokens; None: greedy decoding.
         logits_processors: called as in plain decoding, see `Sampling`.
-        num_draft_tokens: drafted in a round; None: as many as pay by measurement.
-        max_kv_size: positions to keep, where the model has no caches of its own kind.
+        num_draft_tokens: tokens to draft in a round; None: an adaptive number.
+        max_kv_size: positions to keep; ignored if the model makes its own caches.
         prompt_cache: the target's caches, then perhaps the draft's; written to.
-        prefill_step_size: prompt tokens that are fed at once.
-        kv_bits: of the target's quantized caches; None: not quantized.
-        kv_group_size: numbers that share a scale.
-        quantized_kv_start: positions from which on they are quantized.
-        prompt_progress_callback: gets the prompt tokens read so far, and all of them.
+        prefill_step_size: the most prompt tokens of a forward.
+        kv_bits: bits of the target's quantized caches; None: not quantized.
+        kv_group_size: how many numbers share a scale.
+        quantized_kv_start: the position from which on caches are quantized.
+        prompt_progress_callback: called with the prompt tokens read so far, and all.
         input_embeddings: refused, since drafts are proposed for token ids.
-        seed: of a sampler of `make_sampler`; None: drawn from mlx's generator.
-        exact: see `GeneratorOptions`; refuses other samplers and `max_kv_size`.
+        seed: for a sampler of `make_sampler`; None: drawn from mlx's generator.
+        exact: see `GeneratorOptions`; allows no other samplers and no `max_kv_size`.
         unknown: refused.
     """
     _check_keywords(unknown, input_embeddings)
@@ -158,7 +158,7 @@ def generate(
         model: the target.
         tokenizer: its tokenizer.
         prompt: text or token ids.
-        verbose: print the text as it comes, then speeds and what was accepted.
+        verbose: print the text as it is generated, then speeds and acceptance.
         options: see `stream_generate`.
     """
     say = partial(print, end="", flush=True) if verbose else _keep_silent
@@ -168,13 +168,13 @@ def generate(
         say(response.text)
         parts.append(response.text)
     say("\n" + "=" * 10 + "\n")
-    if response is not None:  # else the prompt has taken all of the target's positions
+    if response is not None:  # None: the prompt fills the target's position table
         say(_summary(response) + "\n")
     return "".join(parts)
 
 
 def _keep_silent(line: str) -> None:
-    """Print nothing, and let standard output alone."""
+    """Print nothing, not even flush standard output."""
 
 
 def _summary(last: SpeculativeResponse) -> str:

@@ -1,4 +1,4 @@
-"""`vision_stream_generate`: mlx-vlm's arguments and defaults, with speculation.
+"""`vision_stream_generate` with mlx-vlm's arguments and defaults, and speculation.
 
     from mlx_vlm import load
     from mlx_speculation import vision_stream_generate   # for mlx_vlm.stream_generate
@@ -6,8 +6,8 @@
     for response in vision_stream_generate(model, processor, prompt, "a.png"):
         print(response.text, end="")
 
-The greedy text is that of mlx-vlm. Above temperature 0 it is that of the seed, whatever
-the draft; filters come in the order of `Sampling`. Other keywords are refused.
+The greedy text equals mlx-vlm's. Above temperature 0 the seed determines the text, with
+any draft or none, by filters in the order of `Sampling`. Other keywords are refused.
 """
 
 import copy
@@ -34,7 +34,7 @@ from mlx_speculation.samplers import LogitsProcessor, Sampling
 
 
 class VisionSampling(TypedDict, total=False):
-    """The sampling keywords of mlx-vlm that are taken."""
+    """The sampling keywords of mlx-vlm that are supported."""
 
     temperature: float | None
     top_p: float | None
@@ -60,29 +60,29 @@ def vision_stream_generate(
     prefill_step_size: int | None = PREFILL_STEP,
     **sampling: Unpack[VisionSampling],
 ) -> Responses:
-    """Generate as `mlx_vlm.stream_generate` does, faster where a draft helps.
+    """Generate as `mlx_vlm.stream_generate` does, faster if a draft helps.
 
-    Everything is checked in the call, images included; the model runs when the first
-    response is asked for.
+    The call checks all arguments and images; the model runs when the first response is
+    read.
 
     Args:
         model: the target, loaded by mlx-vlm, or a `VisionTarget` of it.
         processor: its processor.
         prompt: text, with the family's marker for each image.
-        image: one or several, see `open_image`; none is fetched.
+        image: one image or several, see `open_image`; URLs are not fetched.
         audio: refused.
         video: refused.
         draft_model: see `draft` of `GeneratorOptions`; None: plain decoding.
-        num_draft_tokens: drafted in a round; None: as many as pay by measurement.
+        num_draft_tokens: tokens to draft in a round; None: an adaptive number.
         max_tokens: at least 1.
-        prefill_step_size: prompt tokens that are fed at once.
-        sampling: fields of `Sampling`, with None and 1 where mlx-vlm has them: off.
+        prefill_step_size: the most prompt tokens of a forward.
+        sampling: fields of `Sampling`; as in mlx-vlm, None turns an option off.
 
     Raises:
         TypeError: a keyword is unknown.
         InvalidRequestError: audio or video was passed, an image cannot be read, or two
             values do not fit.
-        UnsupportedModelError: the model's family is not decoded here.
+        UnsupportedModelError: the model's family is not supported.
     """
     _check_keywords(sampling.keys(), audio, video)
     target = model if isinstance(model, VisionTarget) else VisionTarget(model)
@@ -137,7 +137,7 @@ def _sampling(
     logits_processors: Sequence[LogitsProcessor] | None = None,
     **others: Any,
 ) -> Sampling:
-    """Return the options, of which mlx-vlm takes some as None."""
+    """Return the options; None, which mlx-vlm allows for some, turns one off."""
     return Sampling(
         temperature=temperature or 0.0,
         top_p=top_p or 1.0,
@@ -149,7 +149,7 @@ def _sampling(
 
 
 def _check_keywords(keywords: Iterable[str], audio: Any, video: Any) -> None:
-    """Refuse keywords that are unknown, and inputs that are not read."""
+    """Refuse unknown keywords, audio and video."""
     unknown = [name for name in keywords if name not in VisionSampling.__annotations__]
     if unknown:
         raise TypeError(
@@ -166,7 +166,7 @@ def _check_keywords(keywords: Iterable[str], audio: Any, video: Any) -> None:
 
 
 def _as_list(image: Any) -> list[Any]:
-    """Return images, of which one may stand alone."""
+    """Return the images as a list; `image` may be a single one, or None."""
     if image is None:
         return []
     alone = isinstance(image, str | bytes) or not isinstance(image, Sequence)
@@ -174,14 +174,14 @@ def _as_list(image: Any) -> list[Any]:
 
 
 def _detokenizer(processor: Any, tokenizer: Any) -> Any:
-    """Return mlx-vlm's own detokenizer of a processor, fresh, where it has one."""
+    """Return a new detokenizer: a copy of the processor's, or else the tokenizer's."""
     detokenizer = getattr(processor, "detokenizer", None)
     if detokenizer is None:
         return tokenizer.detokenizer
-    result = copy.copy(detokenizer)  # other streams have theirs
+    result = copy.copy(detokenizer)  # each stream needs its own
     result.reset()
     return result
 
 
 def _nothing() -> None:
-    """No caches of a caller's are to be written back."""
+    """Do nothing: there are no caller's caches to write back."""
