@@ -164,7 +164,7 @@ class RankGroup:
     def leave(self, why: str) -> None:
         """Give up the group, while other ranks may wait for a forward of this rank.
 
-        In a ring they learn it at once. Nothing can begin on this group afterwards.
+        In a ring these learn it at once. Nothing can begin on this group afterwards.
         """
         self._broken = self._broken or (
             f"{self.name(self.rank)} has failed inside of a round, where the others "

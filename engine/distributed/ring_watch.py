@@ -3,8 +3,8 @@
 Python cannot wake a thread that waits inside of mlx. When the process at the other end
 of a connection ends, mlx's ring backend seldom raises an error: most often (9 of 10
 kills of a busy pair, mlx 0.32.2) a task of its thread pool waits for ever, and so does
-the thread that evaluates. But the system has closed the connection. A thread polls for
-that, and ends this process if it stays inside of mlx.
+the thread that evaluates. But the system has closed the connection. A thread polls the
+connections, and after a loss ends this process if it stays inside of mlx.
 
     connections       TCP connections of this process at ports that MLX_HOSTFILE names;
                       their state is polled, and nothing is read or written

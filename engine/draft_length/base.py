@@ -26,7 +26,7 @@ class Option:
         return self.tokens / self.seconds
 
     def worth(self, rate: float) -> float:
-        """Return its expected tokens minus those of its time at the usual `rate`."""
+        """Return the expected tokens minus `rate` times the expected seconds."""
         return self.tokens - rate * self.seconds
 
     def __str__(self) -> str:

@@ -33,7 +33,7 @@ class BatchMember(Protocol):
 
     @property
     def policy(self) -> DraftLengthPolicy:
-        """The policy that it would have in a stream of its own."""
+        """The policy that the request would have in a stream of its own."""
         ...
 
 

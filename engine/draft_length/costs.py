@@ -39,8 +39,8 @@ def few_lengths(longest: int) -> tuple[int, ...]:
 def left_of_step(plain: float, cold: float) -> float:
     """Return the seconds that a step in flight still needs when a round begins.
 
-    On a GPU that is nearly the whole step. On a CPU it is hardly anything, since a step
-    is computed while it is submitted; the first of several plain steps then takes the
+    A GPU still needs nearly the whole step. A CPU needs hardly any time, since it
+    computes a step while submitting it; the first of several plain steps then takes the
     time of two.
 
     Args:

@@ -316,7 +316,7 @@ class DraftRule:
                 self._cold = feedback.seconds
 
     def end(self) -> None:
-        """Charge each source with the time of its prompt that drafts did not regain."""
+        """Charge the credits with the reading of prompts, minus the gain of drafts."""
         for source in self.sources:
             vain = source.reading - max(0.0, source.gained)
             self.credit.add(source.index, -max(0.0, vain))

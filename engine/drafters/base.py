@@ -155,17 +155,17 @@ class OpenDrafter(Drafter):
 
     @property
     def disabled(self) -> bool:
-        """Return whether it has failed, and is not used any more."""
+        """Return whether the drafter has failed and is not used any more."""
         return False
 
     @property
     def free(self) -> bool:
-        """Return whether it proposes at no cost, with a survival for each token."""
+        """Return whether proposals cost nothing and have a survival for each token."""
         return False
 
     @property
     def lanes(self) -> SequenceOf[Lane | None]:
-        """The lanes of its draft models, in order.
+        """The lanes of the drafter's draft models, in order.
 
         None replaces a lane with other tokens than the target's, and the lane of a
         disabled drafter.
@@ -174,7 +174,7 @@ class OpenDrafter(Drafter):
 
     @property
     def held(self) -> SequenceOf[Any]:
-        """The arrays and caches that it holds, for a count of bytes."""
+        """The arrays and caches that the drafter holds, for a count of bytes."""
         return ()
 
     @property
@@ -188,17 +188,17 @@ class OpenDrafter(Drafter):
 
     @property
     def shared(self) -> "OpenDrafter":
-        """The drafter that requests of a batch may share: itself, or a member."""
+        """The drafter that requests of a batch may share: this one, or a member."""
         return self
 
     @property
     def batch_lane(self) -> Lane | None:
-        """Its lane, if its model can draft for all requests of a batch; else None."""
+        """The lane of a draft model that can draft for a whole batch; else None."""
         return None
 
     @property
     def batch_head(self) -> Any:
-        """Its head, an `MtpDrafter`, if requests of a batch can share it; else None."""
+        """The `MtpDrafter` of a head that can draft for a whole batch; else None."""
         return None
 
     def read_ahead(self, sequence: Sequence, fits: Callable[[int], bool]) -> bool:
@@ -226,7 +226,7 @@ class OpenDrafter(Drafter):
         return NOTHING
 
     def fail(self, call: str, error: Exception) -> None:
-        """Disable it for a fault that the caller detected; see `FaultGuard`."""
+        """Disable the drafter for a fault that the caller found; see `FaultGuard`."""
 
     def let_go(self) -> None:
         """Release the caches and states of a head; see `MtpDrafter`."""
@@ -241,7 +241,7 @@ class OpenDrafter(Drafter):
 
 
 class WrappedDrafter(OpenDrafter):
-    """A wrapper of a drafter: members that it does not override are `inner`'s."""
+    """A wrapper of a drafter: members that are not overridden are those of `inner`."""
 
     def __init__(self, inner: OpenDrafter) -> None:
         self.inner = inner

@@ -1,8 +1,8 @@
 """The drafters DFlash, DFlash2 and DSpark, which draft a block in one forward.
 
 Each has its own folder. Like an MTP head (see `engine/drafters/mtp.py`) they read the
-target's hidden states: the forward has the positions that were committed since the last
-one, and then the block.
+target's hidden states. Their forward has the positions that were committed since the
+last draft, and then the block.
 """
 
 from collections.abc import Callable
@@ -134,8 +134,8 @@ class DFlashDraft(HeadDraft):
 class DFlash2Draft(DFlashDraft):
     """A DFlash2 drafter on its target; see `DFlashDraft`.
 
-    It chooses each drafted token among a few candidates, whose scores depend on the
-    token before.
+    The drafter chooses each drafted token among a few candidates, whose scores depend
+    on the token before.
     """
 
     kind = "dflash2"

@@ -51,17 +51,17 @@ class CascadeDraft(Draft):
 
     @property
     def reusable(self) -> bool:
-        """Return whether all of its members are reusable."""
+        """Return whether all members are reusable."""
         return all(member.reusable for member in self.members())
 
     @property
     def trees(self) -> bool:
-        """Return whether one of its members drafts trees; the others draft chains."""
+        """Return whether a member drafts trees; the other members draft chains."""
         return any(member.trees for member in self.members())
 
     @property
     def models(self) -> list[nn.Module]:
-        """The draft models of its members."""
+        """The draft models of all members."""
         return [model for member in self.members() for model in member.models]
 
     def resolved(self, resolve: Callable[[Any], Draft]) -> "CascadeDraft":
@@ -69,7 +69,7 @@ class CascadeDraft(Draft):
         return CascadeDraft(*map(resolve, self.drafters))
 
     def members(self) -> list[Draft]:
-        """Return its drafts. Only for a resolved cascade."""
+        """Return the drafts of a resolved cascade."""
         return [result for draft in self.drafters for result in draft.members()]
 
     def check(self, target: TargetInfo) -> None:
@@ -84,7 +84,7 @@ class CascadeDraft(Draft):
             member.check(target)
 
     def configured(self, options: DraftOptions) -> "CascadeDraft":
-        """Return the cascade of its members with these options."""
+        """Return the cascade with these options for each member."""
         return CascadeDraft(*(each.configured(options) for each in self.members()))
 
     def open(
@@ -114,7 +114,7 @@ def open_guarded(
 
 
 class CascadeDrafter(OpenDrafter):
-    """The drafter of one stream that asks others in turn."""
+    """The drafter of one stream that tries its drafters in order."""
 
     def __init__(self, *drafters: OpenDrafter) -> None:
         self._drafters = drafters
@@ -122,12 +122,12 @@ class CascadeDrafter(OpenDrafter):
 
     @property
     def disabled(self) -> bool:
-        """Return whether all of its drafters have failed."""
+        """Return whether all drafters have failed."""
         return all(each.disabled for each in self._drafters)
 
     @property
     def shared(self) -> OpenDrafter:
-        """The first of its drafters; the cascade itself if that one is free."""
+        """The first drafter, or the cascade itself if the first drafter is free."""
         first = self._drafters[0]
         return self if first.free else first
 
@@ -143,7 +143,7 @@ class CascadeDrafter(OpenDrafter):
 
     @property
     def lanes(self) -> list[Lane | None]:
-        """The lanes of its draft models."""
+        """The lanes of all draft models."""
         return [lane for each in self._drafters for lane in each.lanes]
 
     @property
@@ -154,7 +154,7 @@ class CascadeDrafter(OpenDrafter):
 
     @property
     def held(self) -> list[Any]:
-        """The arrays and caches of its drafters, for a count of bytes."""
+        """The arrays and caches of all drafters, for a count of bytes."""
         return [each.held for each in self._drafters]
 
     def remember(self, tokens: SequenceOf[int], answer: int) -> None:
@@ -191,7 +191,7 @@ class CascadeDrafter(OpenDrafter):
         self._proposing.settle(accepted)
 
     def discard(self) -> None:
-        """Discard the last proposal; `propose` has discarded those before it."""
+        """Discard the last proposal; `propose` has discarded the empty ones before."""
         if self._proposing is not None:
             self._proposing.discard()
 

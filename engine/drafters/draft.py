@@ -80,12 +80,12 @@ class Draft(Protocol):
 
     @property
     def reusable(self) -> bool:
-        """Return whether several of its drafters may be open at once."""
+        """Return whether several drafters of this draft may be open at once."""
         return True
 
     @property
     def trees(self) -> bool:
-        """Return whether its drafters can propose trees; an EAGLE-3 head's do."""
+        """Return whether the drafters can propose trees, as with an EAGLE-3 head."""
         return False
 
     @property
@@ -95,7 +95,7 @@ class Draft(Protocol):
 
     @property
     def own_weights(self) -> nn.Module | None:
-        """The module that drafts, without weights that it shares with the target."""
+        """The module that drafts, without weights of the target; None: no module."""
         return None
 
     @property
@@ -104,13 +104,13 @@ class Draft(Protocol):
         return None
 
     def cost_key(self) -> str:
-        """Return the key under which measured costs are stored; "": they are not."""
+        """Return the key under which costs are stored; "": costs are not stored."""
         module = self.own_weights
         return "" if module is None else shape_of(module)
 
     @property
     def reads_output(self) -> bool:
-        """Return whether its head uses the target's output layer for its logits."""
+        """Return whether a head makes its logits with the target's output layer."""
         return False
 
     def take_output(self, output: nn.Module) -> None:
@@ -118,7 +118,7 @@ class Draft(Protocol):
         return
 
     def resolved(self, resolve: "Callable[[Any], Draft]") -> "Draft":
-        """Return it with its members resolved, see `CascadeDraft`."""
+        """Return the draft with its members resolved; see `CascadeDraft`."""
         return self
 
     def members(self) -> "SequenceOf[Draft]":
@@ -126,14 +126,14 @@ class Draft(Protocol):
         return [self]
 
     def new_cache(self, first: int) -> HeadCache | None:
-        """Return new caches of its head for positions from `first` on; None: no head.
+        """Return new caches of the head for positions from `first` on; None: no head.
 
-        A `PrefixCache` keeps their rows for requests with a common beginning.
+        A `PrefixCache` keeps rows of these caches for requests that begin alike.
         """
         return None
 
     def check(self, target: TargetInfo) -> None:
-        """Refuse a target that it does not fit, before anything runs.
+        """Refuse a target that the draft does not fit, before anything runs.
 
         Raises:
             InvalidRequestError: the draft does not fit; the text names both values.
@@ -203,7 +203,7 @@ class HeadDraft(FolderDraft):
     from_folder: ClassVar[Callable[..., "HeadDraft"]]
 
     def say(self, said: str) -> None:
-        """Store a notice on how the head was loaded, and show it; "": there is none."""
+        """Store a notice on how the head was loaded, and show it; "": no notice."""
         self.notice = said
         if said:
             notice(said)
@@ -219,7 +219,7 @@ class HeadDraft(FolderDraft):
         return cls.from_folder(folder, target.model, tokenizer=target.tokenizer)
 
     def check(self, target: TargetInfo) -> None:
-        """Refuse another target than the head's, and token ids that do not fit it."""
+        """Refuse another target than the head's, and token ids that do not fit."""
         if self.model is not target.model:
             raise InvalidRequestError(
                 f"The head in {type(self).__name__} was put on another model than the "

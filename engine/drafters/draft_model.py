@@ -97,7 +97,7 @@ class ModelDraft(FolderDraft):
         """Return the model with these options.
 
         Raises:
-            UnsupportedModelError: it cannot be compiled, or have fewer logits.
+            UnsupportedModelError: the model cannot be compiled, or have fewer logits.
         """
         return ModelDraft(self.model, options)
 
@@ -168,10 +168,7 @@ class ModelDrafter(OpenDrafter):
 
     @property
     def batch_lane(self) -> Lane | None:
-        """Its lane, if its model can draft for all requests of a batch; else None.
-
-        The drafter of a batch cannot have a reduced vocabulary.
-        """
+        """The draft model's lane; None: a reduced vocabulary, which batches lack."""
         return self._lane if self._reduced is None else None
 
     @property
@@ -281,7 +278,8 @@ class ModelDrafter(OpenDrafter):
 def _checked_lag(known: int | None, seen: int, start: int) -> int:
     """Return how many tokens of the sequence the draft's caches hold.
 
-    `known` is their offset, None if unknown; the target's is `start` + `seen`.
+    `known` is the offset of these caches, None if unknown; `start` + `seen` is that of
+    the target's caches.
     """
     if known is None or known == start + seen:
         return seen

@@ -225,7 +225,7 @@ class FaultGuard(WrappedDrafter):
         return True
 
     def forecast(self, sequence: Sequence, limit: int) -> SequenceOf[float] | None:
-        """Return the drafter's forecast; after a fault an empty one."""
+        """Return the drafter's forecast; after a fault, an empty forecast."""
         if not self._disabled:
             try:
                 return self.inner.forecast(sequence, limit)

@@ -145,7 +145,7 @@ class AssistantDraft(HeadDraft):
 class AssistantDrafter(MtpDrafter):
     """Drafts with an assistant in one stream, from the last committed state.
 
-    It has no caches, so it drops all states but the last.
+    An assistant has no caches, so the drafter drops all states but the last.
     """
 
     def __init__(self, draft: AssistantDraft, target: Lane, sequence: Sequence) -> None:

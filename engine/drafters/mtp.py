@@ -8,8 +8,8 @@ t_n the newest known token, h_i the target's states and k = 3 drafted tokens:
     positions n, n+1      pairs (g, d_1) and (g, d_2), with g the head's own state of
                           the position before; they give d_2 and d_3
 
-One forward reads positions m to n-1: for the last one it computes logits too, for the
-others only keys and values. `models/mtp/rounds.py` says which of them are kept.
+One forward reads positions m to n-1. It computes logits for the last one, and only keys
+and values for the others. `models/mtp/rounds.py` says which positions are kept.
 """
 
 from collections.abc import Callable
@@ -138,7 +138,7 @@ class MtpDraft(HeadDraft):
 
     @property
     def reads_output(self) -> bool:
-        """Return whether it has no output layer of its own."""
+        """Return whether the head has no output layer of its own."""
         return self.mtp.reads_output
 
     def take_output(self, output: nn.Module) -> None:
@@ -170,8 +170,8 @@ class MtpDraft(HeadDraft):
 class MtpDrafter(OpenDrafter):
     """Drafts with a head in one stream.
 
-    It reads the states of positions that the target's lane commits, so it lacks those
-    of tokens that a passed cache or a prefix cache held.
+    The head reads the states of positions that the target's lane commits. It lacks the
+    states of tokens that were in a passed cache or a prefix cache.
     """
 
     def __init__(
@@ -244,7 +244,7 @@ class MtpDrafter(OpenDrafter):
     def hand_over(self) -> HeadCache:
         """Return the caches, with at most one state unread, to a shared head.
 
-        It calls `handed_over` when it has copied them.
+        The shared head copies these caches, and then calls `handed_over`.
         """
         self._catch_up(0)
         return self._cache

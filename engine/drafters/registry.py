@@ -1,8 +1,8 @@
 """The table of drafts that are loaded from a folder.
 
-The config.json of a folder tells its kind. Names of tensors that only one kind has
-overrule it. A new kind needs one line in `FOLDER_DRAFTS`, before `ModelDraft`, which
-fits every folder.
+The config.json of a folder tells the kind of draft, unless the names of its tensors
+belong to another kind. A new kind needs one line in `FOLDER_DRAFTS`, before
+`ModelDraft`, which fits every folder.
 """
 
 from pathlib import Path

@@ -9,8 +9,8 @@
 2. else the MTP head in the folder
 3. a lookup; if another draft was expected, a notice says why the lookup is alone
 
-The draft that was loaded last is stored in an attribute of the target model, so that
-the next generator finds it there, and it is freed with the model.
+The draft that was loaded last is stored in an attribute of the target model. The next
+generator takes it from there, and the draft is freed with the model.
 """
 
 from dataclasses import dataclass, replace
@@ -241,7 +241,7 @@ def _kept(named: DraftName, target: TargetInfo) -> Resolved:
 
 
 def _placed(named: DraftName, target: TargetInfo) -> TargetInfo:
-    """Return the target with its folder, which must exist if the draft is in it."""
+    """Return the target with its folder, which must exist if the draft is in there."""
     place = Path(str(getattr(target.tokenizer, "name_or_path", "") or ""))
     if named.target is not None:
         place = model_folder(named.target)

@@ -31,12 +31,12 @@ class CustomDraft(Draft):
 
     @property
     def trees(self) -> bool:
-        """Return whether it proposes trees if allowed: its own attribute `trees`."""
+        """The drafter's attribute `trees`: whether it proposes trees if allowed."""
         return bool(getattr(self.inner, "trees", False))
 
     @property
     def own_weights(self) -> nn.Module | None:
-        """The module in the drafter's attribute `own_weights`; None: it has none."""
+        """The module in the drafter's attribute `own_weights`; None: no module."""
         result = getattr(self.inner, "own_weights", None)
         return result if isinstance(result, nn.Module) else None
 
@@ -60,7 +60,7 @@ class CustomDrafter(OpenDrafter):
 
 
 def _of_inner(name: str) -> property:
-    """Return a property: the user's object's member of this name, or the default."""
+    """Return a property for a member of the user's object, or else the default."""
 
     def member(drafter: CustomDrafter) -> Any:
         default = getattr(super(CustomDrafter, drafter), name)

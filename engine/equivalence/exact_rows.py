@@ -1,8 +1,8 @@
 """Test of exact mode: do the bits of a row depend on its place in the forward?
 
 Exact mode needs one property of the device: if all forwards have the same shape, the
-tokens before a row alone determine its bits, and neither its place in the forward nor
-the rows after it matter. The test feeds random tokens at the beginning and at the end
+tokens up to a row determine its bits; its place in the forward and the rows after it
+have no effect. The test feeds random tokens at the beginning and at the end
 of each view of the keys (see `caches.types.fixed_view`), up to a context length:
 
     alone       each token alone, with padding; this gives the expected bits

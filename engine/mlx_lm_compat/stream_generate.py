@@ -91,7 +91,7 @@ def stream_generate(
         prompt_progress_callback: called with the prompt tokens read so far, and all.
         input_embeddings: refused, since drafts are proposed for token ids.
         seed: for a sampler of `make_sampler`; None: drawn from mlx's generator.
-        exact: see `GeneratorOptions`; allows no other samplers and no `max_kv_size`.
+        exact: see `GeneratorOptions`; refuses custom samplers and `max_kv_size`.
         unknown: refused.
     """
     _check_keywords(unknown, input_embeddings)

@@ -7,7 +7,7 @@
         print(response.text, end="")
 
 The greedy text equals mlx-vlm's. Above temperature 0 the seed determines the text, with
-any draft or none, by filters in the order of `Sampling`. Other keywords are refused.
+or without a draft. Filters have the order of `Sampling`. Other keywords are refused.
 """
 
 import copy
