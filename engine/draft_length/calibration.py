@@ -36,8 +36,8 @@ PASSES = 3
 # drafts of each length. The first draft is not counted: in it the drafter also reads
 # the tokens of the plain steps.
 PLAIN_STEPS, DRAFTS = 7, 2
-# Rounds with each part size, and their draft length. A part size other than the usual
-# one has to save at least this share of a round.
+# Rounds with each part size, their draft length, and the least share of a round that
+# another part size than the usual one has to save.
 PART_ROUNDS, PART_DRAFT, PART_GAIN = 5, 4, 0.05
 
 

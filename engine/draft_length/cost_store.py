@@ -105,9 +105,9 @@ def _parsed(fields: Any) -> Known:
         for bucket, each in fields["parts"].items()
     }
     if not all(0 < one < math.inf for each in costs.values() for one in each.values()):
-        raise ValueError("a round in it takes no time, or all")
+        raise ValueError("the seconds of a round are 0 or less, or infinite")
     if not all(0 <= part < math.inf for each in parts.values() for part in _each(each)):
-        raise ValueError("a part of a round in it takes less than no time, or all")
+        raise ValueError("the seconds of a part of a round are negative or infinite")
     if any(each and min(each) != 0 for each in costs.values()):
         raise ValueError("the cost of a plain step is not in it")
     if fields["part"] not in (None, *PART_SIZES):

@@ -45,14 +45,14 @@ class PolicyFactory:
 
     Args:
         model: the target.
-        draft: the draft, if there is one.
-        sliding: the kind of sliding caches; costs are stored by it.
+        draft: the draft; None: plain decoding.
+        sliding: the kind of sliding caches.
         usual: the draft length of streams that pass none; None: adaptive.
-        compiled: whether the draft model is compiled; costs are stored by it.
-        shape: the fixed shape of exact mode. It limits the length of a draft, and costs
-            are stored by it.
-        tree: how many nodes a drafted tree has; 0: drafts are chains. The length of a
-            tree is its number of levels. Costs are stored by it.
+        compiled: whether the draft model is compiled.
+        shape: the fixed shape of exact mode, which limits the draft length; None: not
+            in exact mode.
+        tree: how many nodes a drafted tree has; 0: drafts are chains. The draft length
+            of a tree is its number of levels.
 
     Raises:
         InvalidRequestError: the usual length is not a number of tokens.

@@ -12,11 +12,11 @@ its survival; a costly source forecasts it. In a batch, which has one draft leng
 is the mean over the requests.
 
 Drafts that are not known to pay are tried, short at first, on a credit of each source
-in plain steps. What a round gains over plain steps is added to the credit of its
-source, what it loses is taken off. A source without credit rests, while other sources
-draft, until plain steps have refilled it. So the drafts of a source lose at most the
-first credit, the share of plain steps that refills it, and the round that uses it up,
-apart from rounds of unusual duration.
+in plain steps. The gain of a round over plain steps is added to the credit of its
+source, and a loss is subtracted. Each plain step adds a small share to all credits. A
+source without credit rests until its credit is positive again; other sources may draft
+meanwhile. So the drafts of a source lose at most the first credit, these shares, and
+the loss of one more round, if no round takes unusually long.
 """
 
 from collections import defaultdict

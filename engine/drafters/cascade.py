@@ -77,8 +77,8 @@ class CascadeDraft(Draft):
         heads = sum(member.follows for member in self.members())
         if heads > 1:
             raise InvalidRequestError(
-                f"The cascade has {heads} heads, and one can follow a target. Leave "
-                "the others out."
+                f"The cascade has {heads} heads, and only one can follow a target. "
+                "Leave the others out."
             )
         for member in self.members():
             member.check(target)
