@@ -1,15 +1,15 @@
-"""Caches: a journal per kind, the transaction over all, snapshots, files.
+"""Caches: roll back, snapshot and save the caches of a model.
 
-    journal       the contract: what every journal of a cache does
+    journal       the protocol of a journal, the undo log of one cache
     speculation   the transaction over all caches of a model
-    registry      which cache classes are known, and the journal of each
-    types         cache classes of our own, conversions, the leaves of a list
+    registry      the supported cache classes, and the journal of each
+    types         this project's cache classes, conversions, the leaves of a list
     journals      one journal for each class
     snapshots     copy-on-write snapshots: take, restore, merge, split
-    prefix        snapshots of earlier requests, by their tokens
+    prefix        the prefix cache: snapshots of earlier requests, by their tokens
     files         prompt-cache files in mlx-lm's layout
 
-It knows mlx-lm's caches. It does not know models, tokens, samplers or text.
+The package knows mlx-lm's caches, but no models, tokens, samplers or text.
 """
 
 from mlx_speculation.caches.files import (

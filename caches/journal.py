@@ -1,8 +1,8 @@
 """The journal of one cache during a speculation.
 
 A journal presents one leaf cache to the model and can keep a prefix of what the
-model wrote, or undo all of it. It knows one cache and nothing about the others, the
-model or the text; `Speculation` keeps the journals of all layers in step.
+model wrote, or undo all of it. It knows nothing about other caches, the model or the
+text; `Speculation` keeps the journals of all layers in step.
 """
 
 from collections.abc import Sequence
@@ -15,17 +15,17 @@ Keep = int | Sequence[int]  # one number for all rows of the batch, or one for e
 class Journal(Protocol):
     """Undo log of one leaf cache.
 
-    The order of calls is: the model writes to `presented` (any number of forwards),
-    then `prepare(keep)` and `commit(keep)`, or `rollback()`. After a commit and
-    before any other write, `rollback()` takes the commit back as well.
+    The model first writes to `presented`, in any number of forwards. Then either
+    `prepare(keep)` and `commit(keep)` are called, or `rollback()`. After a commit and
+    before any other write, `rollback()` undoes the commit as well.
     """
 
     @property
     def presented(self) -> Any:
-        """The cache that the model receives in this layer's place.
+        """The cache that the model receives for this layer.
 
-        It is truthy, has no `__len__`, and returns exactly what the native cache
-        would return.
+        It is truthy, has no `__len__`, and returns exactly what mlx-lm's cache would
+        return.
         """
         ...
 
@@ -36,28 +36,28 @@ class Journal(Protocol):
 
     @property
     def rows(self) -> int | None:
-        """Rows that may keep different numbers; None when an empty batch cannot say."""
+        """Number of rows that may keep different numbers; None: an empty batch."""
         ...
 
     @property
     def written(self) -> int | None:
         """Positions written since the journal was opened.
 
-        None when unknown: then all of them can be kept, or none.
+        None: unknown; then only all positions or none can be kept.
         """
         ...
 
     def prepare(self, keep: Any) -> None:
-        """Do everything of `commit(keep)` that can fail; changes nothing live."""
+        """Do every part of `commit(keep)` that can fail. The cache is not changed."""
         ...
 
     def commit(self, keep: Any) -> None:
-        """Keep the first `keep` written positions, from 1. Legal after `prepare`.
+        """Keep the first `keep` written positions, at least 1. Needs `prepare` before.
 
-        Of several rows, `keep` may be a sequence with a number for each.
+        For a batch, `keep` may be a sequence with a number for each row.
         """
         ...
 
     def rollback(self) -> None:
-        """Put the cache back as it was when the journal was opened. Never raises."""
+        """Restore the cache as it was when the journal was opened. Never raises."""
         ...

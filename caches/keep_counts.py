@@ -1,8 +1,8 @@
-"""Numbers of positions that rows of a batch keep, checked against those there are.
+"""Checks of the numbers of positions that a commit keeps.
 
 commit(3)            every row keeps 3
-commit([3, 0, 5])    rows 0, 1 and 2 of batch caches keep 3, 0 and 5
-commit([3, 3, 3])    the same as commit(3), and as cheap, once 3 rows are there
+commit([3, 0, 5])    rows 0, 1 and 2 of a batch keep 3, 0 and 5
+commit([3, 3, 3])    for a batch of 3 rows, the same as commit(3), and as cheap
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from mlx_speculation.errors import InvalidRequestError
 
 
 def numbers(keep: Keep) -> int | tuple[int, ...]:
-    """Return `keep` as one number or as a tuple, which can be compared."""
+    """Return `keep` as a number or as a tuple; both compare with `==`."""
     if isinstance(keep, int):
         return keep
     if not isinstance(keep, Sequence):
@@ -31,7 +31,7 @@ def shown(keep: int | tuple[int, ...]) -> int | list[int]:
 def per_row(
     keep: int | tuple[int, ...], journals: Sequence[Journal]
 ) -> int | tuple[int, ...]:
-    """Return one number where all rows keep the same, else the numbers."""
+    """Return one number if all rows keep the same number, else the number of each."""
     if isinstance(keep, int):
         return keep
     for place, journal in enumerate(journals):
@@ -50,7 +50,7 @@ def per_row(
 
 
 def _check_range(keep: int | tuple[int, ...], written: int | None) -> None:
-    """Refuse a number below 0 or above what was written; None: nobody knows that."""
+    """Refuse a number below 0 or above `written`; None: that number is unknown."""
     each = (keep,) if isinstance(keep, int) else keep
     for row, number in enumerate(each):
         if number < 0 or (written is not None and number > written):
@@ -64,12 +64,12 @@ def _check_range(keep: int | tuple[int, ...], written: int | None) -> None:
 def check_written(
     keep: int | tuple[int, ...], each: Sequence[int | None], *, whole: bool
 ) -> int | None:
-    """Check `keep` against what each layer wrote, and return that.
+    """Check `keep` against the positions that each layer wrote; return their number.
 
     Args:
         keep: one number, or one for each row.
-        each: rows that the layers wrote; None: a layer does not know.
-        whole: whether all or nothing is kept.
+        each: positions that each layer wrote; None: the layer does not know.
+        whole: whether only all or nothing may be kept.
     """
     written = max((count for count in each if count is not None), default=None)
     _check_range(keep, written)
@@ -80,7 +80,7 @@ def check_written(
             f"commit({shown(keep)}) was asked of a speculation opened with whole=True, "
             f"which wrote {written}. Keep all or nothing, or open it without."
         )
-    uneven = {count for count in each if count} - {written}  # one may be left out
+    uneven = {count for count in each if count} - {written}  # an unused layer wrote 0
     if uneven:
         raise InvalidRequestError(
             f"One layer wrote {written} positions and another {min(uneven)}. Pass "

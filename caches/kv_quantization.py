@@ -1,13 +1,13 @@
-"""Quantizing key-value caches once they hold enough, as mlx-lm does.
+"""Quantizing key-value caches once they hold `start` positions, as mlx-lm does.
 
-mlx-lm looks after every forward: a cache of at least `start` positions that can be
-quantized is replaced in the list by its quantized twin. A row of a round must see what
-its own step would have seen, so no round may reach across that point:
+After every forward, mlx-lm replaces each quantizable cache of at least `start`
+positions by a quantized copy. Each token of a round must see the same keys as in plain
+decoding, so no round may cross that point:
 
-    start = 8, the caches hold 5      rows 5, 6 and 7 see plain keys: at most 3 of them
+    start = 8, the caches hold 5      rows 5, 6 and 7 see plain keys: feed at most 3
     the caches hold 8                 replaced; every later row sees quantized keys
 
-The old cache objects stay as they are, so a round is undone by putting them back.
+The old cache objects do not change, so putting them back undoes a round.
 """
 
 from collections.abc import Sequence
@@ -24,14 +24,14 @@ Replaced = list[tuple[int, Any]]
 
 @dataclass(frozen=True, slots=True)
 class KVQuantization:
-    """Options of quantized caches: bits, group size, and the position to begin at."""
+    """Options of quantized caches."""
 
-    bits: int  # of a number
+    bits: int  # per number
     group_size: int = 64  # numbers that share a scale, along the last axis
-    start: int = 0  # positions that a cache holds when it is quantized
+    start: int = 0  # a cache is quantized once it holds so many positions
 
     def room(self, caches: Sequence[Any]) -> int | None:
-        """Return how many rows a forward may write; None: as many as it likes."""
+        """Return how many rows the next forward may write; None: any number."""
         offsets = [
             cache.offset
             for cache in caches
@@ -40,7 +40,7 @@ class KVQuantization:
         return self.start - max(offsets) if offsets else None
 
     def replace(self, caches: list[Any]) -> Replaced:
-        """Replace what is due; return the places and the old objects."""
+        """Quantize the caches that hold enough; return their places and old objects."""
         before = list(caches)
         maybe_quantize_kv_cache(caches, self.start, self.group_size, self.bits)
         places = range(len(before))
@@ -48,9 +48,9 @@ class KVQuantization:
 
     @staticmethod
     def unable(caches: Sequence[Any]) -> Any | None:
-        """Return a cache that holds a window, which mlx-lm cannot quantize; or None.
+        """Return a sliding-window cache, which mlx-lm cannot quantize; None: none.
 
-        Those inside of a `CacheList` count for nothing: mlx-lm leaves them as they are.
+        Members of a `CacheList` do not count: mlx-lm never quantizes them.
         """
         windows = (RotatingKVCache, SlidingKVCache)
         return next((cache for cache in caches if isinstance(cache, windows)), None)

@@ -1,8 +1,8 @@
 """The arrays that caches, journals and drafters hold, and their bytes.
 
-Bytes are those of the arrays as they are allocated, rows that are free included. An
-array that is found twice counts once. What is lazy counts with the bytes that it will
-have. What a model holds, its weights, is not looked into.
+The bytes are those of whole arrays, free rows included. An array that occurs twice
+counts once. A lazy array counts with the bytes that it will have. The weights of models
+do not count.
 """
 
 from collections.abc import Sequence
@@ -24,12 +24,12 @@ def arrays_in(*things: Any) -> dict[int, mx.array]:
 
 
 def array_bytes(*things: Any) -> int:
-    """Return the bytes of all arrays in things; see `arrays_in`."""
+    """Return the bytes of all arrays in `things`; see `arrays_in`."""
     return sum(array.nbytes for array in arrays_in(*things).values())
 
 
 def bytes_beside(things: Sequence[Any], known: Sequence[Any]) -> int:
-    """Return the bytes of the arrays in some things that known ones do not hold."""
+    """Return the bytes of the arrays in `things` that `known` does not hold."""
     others = arrays_in(*known)
     result = arrays_in(*things)
     return sum(array.nbytes for name, array in result.items() if name not in others)

@@ -1,8 +1,8 @@
 """Registry of cache kinds and their journals.
 
-A `CacheList` has no journal: its members move by themselves, like layers do.
-The type has to match exactly: a subclass may write in a way that its parent's
-journal does not know, so it is refused like any other unknown kind.
+A `CacheList` has no journal; each of its members has one, like a layer. The type has to
+match exactly: a subclass may write in a way that its parent's journal does not know, so
+subclasses are refused like any other unknown kind.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -63,7 +63,7 @@ _FIXED: dict[type, Any] = {
     QuantizedKVCache: KVJournal,
     SlidingKVCache: SlidingJournal,
 }
-# A cache of which a snapshot shares rows is of a class of its own meanwhile.
+# A cache has a watched class as long as a snapshot shares its rows.
 JOURNALS |= {
     watched: JOURNALS[native]
     for native, watched in WATCHED_TYPES.items()
@@ -72,10 +72,10 @@ JOURNALS |= {
 
 
 def check_supported(caches: Sequence[Any]) -> list[Any]:
-    """Return every leaf; refuse what cannot be rolled back. Touches nothing.
+    """Return every leaf cache; refuse those that cannot be rolled back. Changes none.
 
     Raises:
-        InvalidRequestError: there is no cache, or one object stands in two places.
+        InvalidRequestError: there is no cache, or one object is in two places.
         UnsupportedCacheError: a leaf is of an unknown kind.
     """
     result = flat(caches)
@@ -89,10 +89,10 @@ def check_supported(caches: Sequence[Any]) -> list[Any]:
 
 
 def check_fixed(caches: Sequence[Any]) -> list[Any]:
-    """Return every leaf; refuse what has no view of a fixed size. Touches nothing.
+    """Return every leaf cache; refuse those that have no fixed view. Changes none.
 
     Raises:
-        InvalidRequestError: there is no cache, or one object stands in two places.
+        InvalidRequestError: there is no cache, or one object is in two places.
         UnsupportedCacheError: a leaf is of another kind.
     """
     kinds = [*FIXED, ArraysCache]
@@ -107,7 +107,7 @@ def check_fixed(caches: Sequence[Any]) -> list[Any]:
 
 
 def open_fixed(result: Sequence[Any], shape: FixedShape) -> list[Journal]:
-    """Return a journal for each of the leaves that `check_fixed` has passed."""
+    """Return a journal for each of the leaves that `check_fixed` returned."""
     return [
         JOURNALS[type(leaf)](leaf, False)
         if type(leaf) is ArraysCache
@@ -123,14 +123,14 @@ def open_journals(
     isolated: bool = False,
     steps: KeySteps | None = None,
 ) -> list[Journal]:
-    """Return a journal for each of the leaves that `check_supported` has passed."""
-    if not isolated and steps is None:  # a plain step: every call in it counts
+    """Return a journal for each of the leaves that `check_supported` returned."""
+    if not isolated and steps is None:  # a plain step, where each Python call is slow
         return [JOURNALS[type(leaf)](leaf, whole) for leaf in result]
     return [_opened(leaf, whole, isolated, steps) for leaf in result]
 
 
 def _opened(leaf: Any, whole: bool, isolated: bool, steps: KeySteps | None) -> Journal:
-    """Return a journal of a twin, or one that shows whole steps where it can."""
+    """Return a journal that writes to a copy, or one with key steps if it has them."""
     if steps is not None and native_type(leaf) is KVCache:
         return KVJournal(leaf, whole, steps)
     if steps is not None and type(leaf) is SlidingKVCache:
@@ -142,7 +142,7 @@ def _opened(leaf: Any, whole: bool, isolated: bool, steps: KeySteps | None) -> J
 
 
 def presented(caches: Sequence[Any], journals: Iterator[Journal]) -> list[Any]:
-    """Return what the model gets for `caches`, taking a journal for every leaf."""
+    """Return the caches to pass to the model, taking a journal for every leaf."""
     return [
         CacheList(*presented(cache.caches, journals))
         if type(cache) is CacheList

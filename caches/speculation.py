@@ -5,9 +5,9 @@
         speculation.commit(3)                              # the first 3 stay
 
 Leaving the block without a commit rolls back, with or without an exception. The
-layers of a model share masks and positions, so they move in step: `commit` checks
-every layer before it changes the first one. Over batch caches, `commit([3, 0, 5])`
-keeps 3, 0 and 5 positions of rows 0, 1 and 2. It knows nothing about tokens or text.
+layers of a model share masks and positions, so all of them keep the same positions:
+`commit` checks every layer before it changes the first one. For batch caches,
+`commit([3, 0, 5])` keeps 3, 0 and 5 positions of rows 0, 1 and 2.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,35 +53,33 @@ class Speculation:
     Args:
         caches: mlx-lm caches, one per layer as `make_prompt_cache` returns them.
         whole: promise that all or nothing will be kept. Recurrent layers then record
-            nothing, which a long prompt needs; where a model has no other layers, the
-            number that is committed cannot be checked, and any but 0 means all.
-        rerun: feeds the model the first n tokens of this round again. It is the
-            fallback where a recurrent layer was written by a mixer that is not on
-            record: everything is rolled back, then `rerun(keep)` is called. Its price
-            is one more forward.
-        isolated: write nothing live until the commit: the model writes to a twin of
-            each cache, and `commit` gives the caches what is kept. Writes of a wrong
-            rank, batch, head count or dtype are refused; see
-            `caches/journals/checked_writes.py` for what is compared in an empty cache.
-            Its price is a copy of every buffer at the first write; see
-            `caches/journals/isolated.py`.
+            nothing, which saves memory in a long prompt. If the model has only such
+            layers, `keep` cannot be checked, and any number but 0 keeps all.
+        rerun: feeds the model the first n tokens of this round again. If a recurrent
+            layer's mixer records nothing, a commit of a part rolls everything back and
+            calls `rerun(keep)`, which costs one more forward.
+        isolated: leave the live caches unchanged until the commit: the model writes to
+            a copy of each cache, and `commit` moves the kept rows to the live ones.
+            Writes of a wrong rank, batch, head count or dtype are refused; see
+            `caches/journals/checked_writes.py` for the checks of an empty cache. The
+            first write copies every buffer; see `caches/journals/isolated.py`.
         key_steps: show the model keys in whole steps of rows where that is faster, see
-            `caches/types/padded_kv.py`; only for models that have been tried, and not
-            with `isolated`.
-        shape: of the one forward of this round, in exact mode: the model is shown keys
-            in views whose size depends on the position alone, see
-            `caches/types/fixed_view.py`, and is fed `shape.rows` rows, padding
-            included, which is undone like rejected drafts. Not with `whole`,
-            `isolated` or `key_steps`.
+            `caches/types/padded_kv.py`; only for models that were tested with it.
+            Without effect under `isolated`.
+        shape: shape of the one forward of this round, in exact mode. The model sees
+            keys in views whose size depends on the position alone, see
+            `caches/types/fixed_view.py`. It is fed `shape.rows` rows; the padding among
+            them is undone like rejected drafts. Not with `whole`, `isolated` or
+            `key_steps`.
 
     Attributes:
         open: whether it is neither committed nor rolled back.
-        reran: whether the commit had to run the model again.
+        reran: whether the commit ran the model again.
 
     Raises:
-        UnsupportedCacheError: a cache is of an unknown kind, or with `isolated` holds
-            what cannot be copied; nothing was touched.
-        InvalidRequestError: one cache object stands in two places, or there is none.
+        UnsupportedCacheError: a cache is of an unknown kind, or, with `isolated`, it
+            holds a value that cannot be copied; nothing was changed.
+        InvalidRequestError: one cache object is in two places, or there is none.
     """
 
     def __init__(
@@ -98,7 +96,7 @@ class Speculation:
         self._live = list(caches)
         steps = steps_of_a_round() if key_steps and not isolated else None
         self._opened: list[Journal] = []
-        # Until one is asked for, there need be none where the model has KV caches only.
+        # If the model has KV caches only, journals are made when one is needed.
         self._unopened: KVJournals | None = None
         if steps is None and not isolated and shape is None:
             self._unopened = KVJournals.of(self._live)
@@ -121,7 +119,7 @@ class Speculation:
             self._presented = presented(caches, iter(self._opened))
         if isolated:
             check_together([journal.presented for journal in self._opened])
-        # Journals; each takes a tuple if one was passed
+        # The journals that `commit` calls, or one `KVJournals` instead.
         self._to_change: list[Any] = []
         self._prepared: int | tuple[int, ...] | None = None
         self._keep: int | tuple[int, ...] = 0
@@ -131,7 +129,7 @@ class Speculation:
 
     @property
     def _leaves(self) -> list[Journal]:
-        """The journals of all leaves."""
+        """The journals of all leaf caches, made now if there were none yet."""
         if self._unopened is not None:
             self._opened = [*self._unopened.opened()]
             self._unopened = None
@@ -146,41 +144,42 @@ class Speculation:
 
     @property
     def only_kv(self) -> bool:
-        """Return whether all layers are rows of keys and values, without mixers."""
+        """Return whether all caches are `KVCache`, and no journal was needed yet."""
         return self._unopened is not None
 
     @property
     def start(self) -> int | None:
-        """Positions that the caches hold, see `position`. Legal until a write."""
+        """Positions that the caches hold before the first write; see `position`."""
         if self._unopened is not None:
             return self._unopened.start
         return position(self._live)
 
     @property
     def written(self) -> int | None:
-        """Positions written so far; None when no layer knows (unknown mixers only)."""
+        """Positions written so far; None: no layer knows (unknown mixers only)."""
         known = [w for leaf in self._leaves if (w := leaf.written) is not None]
         return max(known, default=None)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this round holds beside the live caches, to undo or keep it.
+        """Bytes of the arrays that only the journals hold, not the live caches.
 
         Legal until the commit.
         """
         return bytes_beside(self._leaves, self._live)
 
     def move(self, rows: Sequence[int]) -> None:
-        """Let these of the written rows be the first ones, to keep a path of a tree.
+        """Move these written rows to the front, so that a tree's path is a prefix.
 
-        What is kept then is a prefix again. Legal where the model was fed a tree in one
-        forward, and before `prepare`; rolling back undoes it with the rest.
+        Legal before `prepare`, after one forward that was fed a tree. Rolling back
+        undoes the move too.
 
         Args:
-            rows: counted from the first that was written, each larger than the last.
+            rows: indices among the written rows, in rising order.
 
         Raises:
-            InvalidRequestError: the rows are not in order, or not all written.
+            InvalidRequestError: the rows are not in order, or not all written, or the
+                speculation is isolated.
             UnsupportedCacheError: a cache is of a kind that holds no trees.
             SpeculationClosedError: the speculation is closed.
         """
@@ -201,13 +200,13 @@ class Speculation:
         move_rows(self._live, written, rows)
 
     def prepare(self, keep: Keep) -> None:
-        """Do everything of `commit(keep)` that can fail, and change nothing yet.
+        """Do every part of `commit(keep)` that can fail, and change no cache yet.
 
         Raises:
-            InvalidRequestError: `keep` is negative or more than was written, in any
-                row, or names another number of rows than the caches have.
+            InvalidRequestError: a number in `keep` is negative or more than was
+                written, or `keep` does not have one number for each row.
             UnsupportedCacheError: a layer cannot keep a part, and there is no `rerun`,
-                which cannot keep different numbers of rows.
+                or the rows keep different numbers, which a rerun cannot do.
             SpeculationClosedError: the speculation is closed.
         """
         if not self.open:
@@ -247,12 +246,12 @@ class Speculation:
         self._keep = keep
 
     def commit(self, keep: Keep) -> None:
-        """Keep the first `keep` positions written, and close.
+        """Keep the first `keep` positions written, and close the speculation.
 
-        A list names a number for each row of the batch caches. Everything is checked
-        before anything changes. Raises as `prepare`; after a `prepare(keep)` it does
-        not fail, unless the model has to run again: then everything is rolled back
-        first, and stays so if that forward fails.
+        A list has a number for each row of batch caches. Everything is checked before
+        anything changes, and the errors are those of `prepare`. After `prepare(keep)`,
+        `commit(keep)` does not fail unless the model has to run again. Then everything
+        is rolled back first, and stays rolled back if that forward fails.
         """
         if not self.open:
             self._refuse("commit")
@@ -269,15 +268,15 @@ class Speculation:
             self.rollback()
             assert self._rerun is not None
             assert isinstance(keep, int)
-            self._opened = []  # what the model writes now is another speculation's
+            self._opened = []  # a later `rollback` must not undo what the rerun writes
             self.reran = True
             self._rerun(keep)
 
     def rollback(self) -> None:
-        """Put every cache back as it was at the start, and close. Never raises.
+        """Restore every cache as it was at the start, and close. Never raises.
 
-        After a commit, and while nothing else has written, it takes the commit back;
-        not after a commit that `reran`, which is final.
+        After a commit and before any other write, this undoes the commit. A commit that
+        `reran` cannot be undone.
         """
         for journal in self._leaves:
             journal.rollback()
