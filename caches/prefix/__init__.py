@@ -1,11 +1,13 @@
-"""The prefix cache: what earlier requests left, for requests that begin alike.
+"""The prefix cache: cache contents of earlier requests, reused by later ones.
 
-`prefix_cache` is what a generator holds, `radix_tree` the compressed tree of token runs
-with what the caches of target, draft model and heads held for each (`roles`), and
-`restore_points` the snapshots of requests still running. `bounded_tree` adds to the
-tree what `budget` has room for. `persistence` moves nodes to
-and from files: `segment` is one as arrays, `segment_folder` the files and their key. It
-knows tokens and snapshots; it does not know models, streams or text.
+    prefix_cache     the object that a generator holds
+    radix_tree       the compressed tree of token runs and of their cache contents
+    roles            the target, draft model and heads whose contents are kept
+    restore_points   the snapshots of running requests
+    bounded_tree     the tree, evicting nodes within its byte `budget`
+    persistence      moves nodes to and from files: `segment`, `segment_folder`
+
+The package knows tokens and snapshots, but no models, streams or text.
 """
 
 from mlx_speculation.caches.prefix.prefix_cache import PrefixCache

@@ -1,7 +1,7 @@
-"""The tree of a prefix cache inside its budget: what is added, and found again.
+"""The tree of a prefix cache within its byte budget.
 
-The budget is kept at every time but for one edge, of at most `every` tokens, that is
-cut or copied, and while a state is taken.
+Only two things exceed the budget for a moment: one edge of at most `every` tokens while
+it is cut or copied, and one state while it is taken.
 """
 
 import itertools
@@ -21,9 +21,9 @@ class BoundedTree(PrefixTree):
     """A tree whose nodes fit into a budget.
 
     Args:
-        roles: of its rows.
-        budget: of its bytes.
-        every: the most tokens of an edge that is added.
+        roles: the roles whose rows it holds.
+        budget: the limit of its bytes.
+        every: the most tokens of a new edge.
     """
 
     def __init__(self, roles: Roles, budget: Budget, every: int) -> None:
@@ -32,7 +32,7 @@ class BoundedTree(PrefixTree):
         self._clock = itertools.count(1)
 
     def claim(self, tokens: Tokens) -> Claim:
-        """Return the claim of a request, which uses what is known of its text now."""
+        """Return the claim of a request, and mark the nodes of its text as used now."""
         claim = self._budget.claim(len(tokens), next(self._clock))
         self._touch(self.path(tokens)[0], claim.now)
         return claim
@@ -43,7 +43,7 @@ class BoundedTree(PrefixTree):
             node.used, node.level, node.seen = now, self._budget.level, seconds
 
     def lookup(self, which: int, tokens: Tokens, back: int) -> Snapshot | None:
-        """Return what is held of a role; see `PrefixCache.lookup`."""
+        """Return a role's longest snapshot; see `PrefixCache.lookup`."""
         kept, nodes = self.longest(which, tokens, back)
         self._touch(nodes, next(self._clock))
         return kept
@@ -58,10 +58,11 @@ class BoundedTree(PrefixTree):
     def fill(
         self, node: Node, kept: Mapping[int, Held], claim: Claim, *, end: bool
     ) -> bool:
-        """Let a node have what a file has, and at the `end` the points.
+        """Add the rows of a file to a node, and its restore points if it is the `end`.
 
         Returns:
-            False if there is no room, and the target cannot be resumed behind it.
+            True if the node then has the target's rows, or at the `end` its restore
+            point if it needs one. False: there is no room.
         """
         for which, (rows, point) in kept.items():
             part = self._roles[which].part(rows, node.start, node.stop)
@@ -73,11 +74,11 @@ class BoundedTree(PrefixTree):
         return 0 in (node.points if end and self._roles[0].stateful else node.rows)
 
     def release(self, node: Node, start: int = 0) -> None:
-        """Remove what leads nowhere, from a node upwards; see `prune`."""
+        """Remove useless nodes, from a node upwards; see `prune`."""
         self._budget.stored -= self.prune(node, start=start)
 
     def store(self, tokens: Tokens, left: Sequence[Left], prompt: int) -> None:
-        """Keep what the caches of a request hold; see `PrefixCache.store`."""
+        """Keep the cache contents of a request; see `PrefixCache.store`."""
         path = self.reach(tokens)
         for node in path[1:]:
             node.uses += 1
@@ -118,10 +119,10 @@ class BoundedTree(PrefixTree):
         taken: Sequence[list[Point]],
         claim: Claim,
     ) -> Node | None:
-        """Let the nodes along `tokens` have the rows of the roles in `kept`.
+        """Add the rows in `kept` to the nodes along `tokens`; return the last node.
 
-        What costs less gives way, and later points, among those `taken`. None: there
-        is no room.
+        To make room, cheaper nodes are evicted, then later points in `taken` are
+        dropped. None: there is no room.
         """
         nodes = self.reach(tokens)
         known = nodes[-1]

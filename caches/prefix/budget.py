@@ -1,10 +1,10 @@
 """The byte budget of a prefix cache, and the eviction of its nodes.
 
-Eviction follows GreedyDual (Young 1994): first goes the node that costs least to read
-again, in tokens, and an unused node gets cheaper with each eviction. A request evicts
-only nodes that cost less than the request itself. Many small requests between two turns
-of a long text would evict the text in the end. So against a small request the cost of a
-text is multiplied by the number of its uses.
+Eviction follows GreedyDual (Young 1994). The node that costs least to read again, in
+tokens, is evicted first, and an unused node gets cheaper with each eviction. A request
+evicts only nodes that cost less than the request itself. Many small requests between
+two turns of a long text would evict the text in the end. So against a small request the
+cost of a text is multiplied by the number of its uses.
 """
 
 import math
@@ -15,8 +15,8 @@ from mlx_speculation.caches.prefix.radix_tree import Node, PrefixTree
 from mlx_speculation.caches.prefix.restore_points import RunningPoints
 from mlx_speculation.environment import free_memory
 
-SMALL = 8  # a request is small if the text has so many times its tokens
-MOST_USES = 4  # more uses of a text do not count
+SMALL = 8  # a request is small against a text that is at least so many times as long
+MOST_USES = 4  # limit of the factor
 
 
 class Claim(NamedTuple):
@@ -33,8 +33,8 @@ class Budget:
     Attributes:
         stored: bytes in the tree.
         running: restore points of running streams.
-        evictions: how many nodes were evicted.
-        level: the highest cost of an evicted node. Costs count from this level.
+        evictions: number of evicted nodes.
+        level: the highest cost of an evicted node, which is added to new costs.
     """
 
     def __init__(self, max_bytes: int | None) -> None:
@@ -62,7 +62,7 @@ class Budget:
         """Evict nodes that cost less than a claim until `size` more bytes fit.
 
         Returns:
-            Whether they fit.
+            True if they fit.
         """
         while self.nbytes + size > self.max_bytes:
             costs = (
@@ -82,9 +82,8 @@ class Budget:
 def _cost(node: Node, claim: Claim) -> int | None:
     """Return how many tokens would be read again without a node; None: it stays.
 
-    Without a leaf, the whole text that ends in it. An inner node with a single child
-    only loses its restore points: without them, the tokens since the previous restore
-    points.
+    For a leaf, that is the whole text that ends there. An inner node with one child
+    loses only its restore points, which costs the tokens since the previous ones.
     """
     if not node.resident:
         return None

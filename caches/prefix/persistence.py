@@ -1,9 +1,9 @@
-"""The tree of a prefix cache and its folder: which nodes are in files, and both ways.
+"""Writing the nodes of a prefix cache's tree to its folder, and reading them.
 
-A node is written by a thread of its own after a request has left it, those that lead to
-it first; its arrays are evaluated and never written again. Segments of other processes,
-and of earlier ones, are bare nodes: their tokens are in the tree, and their rows are
-read when a request can use them. It knows nothing of budgets in memory.
+A separate thread writes nodes after a request has stored them, parents first; the
+arrays of a node are evaluated and never change. Segments of other and of earlier
+processes become bare nodes: the tree has their tokens, and their rows are read when a
+request can use them.
 """
 
 import logging
@@ -31,10 +31,10 @@ class Persistence:
     """The segments of one tree.
 
     Args:
-        folder: where they are.
-        tree: their nodes.
-        roles: of the tree.
-        lock: entered for every look at the tree by the thread that writes.
+        folder: the folder of their files.
+        tree: the tree of their nodes.
+        roles: the roles of the tree.
+        lock: the lock that the writer thread holds whenever it reads the tree.
     """
 
     def __init__(
@@ -48,17 +48,17 @@ class Persistence:
         self._lock = lock
         self._writer: threading.Thread | None = None
         self._again = self._failed = False
-        self._since = 0.0  # the last use of what was looked at by the thread
-        self._noted: dict[str, float] = {}  # when a use of a file was noted
+        self._since = 0.0  # the latest use among the nodes that the writer has seen
+        self._noted: dict[str, float] = {}  # the time of use that each file has
         folder.serve(roles[0].mark)
-        # By the hash of all tokens: where these end, and a digest that has seen them.
+        # By the hash of all tokens up to a node: the node, and the digest so far.
         start = folder.digest([])
         self._places = {start.hexdigest(): (tree.reach([])[0], start)}
 
     def link(self) -> None:
-        """Add the nodes of segments that other processes have written since."""
+        """Add nodes for the segments that other processes have written meanwhile."""
         segments = self._folder.new_segments()
-        if segments:  # forget places that were evicted
+        if segments:  # forget the places of removed nodes
             places = self._places.items()
             self._places = {key: each for key, each in places if _in_tree(each[0])}
         for segment in segments:
@@ -75,10 +75,10 @@ class Persistence:
             self._places[end.hexdigest()] = known, end
 
     def _leading_to(self, segment: Segment) -> tuple[Node, Any] | None:
-        """Return where a segment begins, and a digest that has seen all before it.
+        """Return the node where a segment begins, and the digest of all tokens before.
 
-        Most begin where another ends, a few where texts part inside of one. None: it is
-        of no use, since what led to it is gone.
+        Most segments begin at the end of another, a few inside of one, where two texts
+        part. None: the tokens before the segment are not in the tree.
         """
         if segment.parent in self._places:
             node, digest = self._places[segment.parent]
@@ -93,9 +93,9 @@ class Persistence:
         return None
 
     def missing(self, tokens: Tokens) -> list[tuple[Segment, list[Node]]]:
-        """Return the segments that help a request, each with the nodes that need it.
+        """Return the segments to read for a request, each with the nodes that need it.
 
-        They are in order; behind the last node the target can be resumed.
+        They are in order. After the last node the target can be resumed.
         """
         nodes, matched = self._tree.path(tokens)
         mark, stateful = self._roles[0].mark, self._roles[0].stateful
@@ -120,17 +120,17 @@ class Persistence:
         return list(result.values())
 
     def _marks(self, node: Node) -> frozenset[str]:
-        """Return the marks of the roles whose rows are in a file."""
+        """Return the marks of the roles whose rows are in the node's file."""
         return frozenset() if node.file is None else node.file.roles
 
     def _ends(self, node: Node) -> frozenset[str]:
-        """Return the marks of those with a restore point at the node's end in it."""
+        """Return the marks of the roles with a restore point at the node's end."""
         file = node.file
         whole = file is not None and file.stop == node.stop
         return file.points if file is not None and whole else frozenset()
 
     def read(self, segment: Segment) -> dict[int, Held] | None:
-        """Return what a segment has; None: it is of no use, and dropped."""
+        """Return the contents of a segment; None: the file was damaged, and removed."""
         try:
             arrays, plan = self._folder.read(segment)
             return decoded(arrays, plan, self._roles, segment.start, segment.stop)
@@ -140,12 +140,12 @@ class Persistence:
             return None
 
     def write_later(self) -> None:
-        """Let the thread write what the tree has and no file."""
+        """Let the writer thread write the nodes that are in no file."""
         with self._lock:
             self._again = True
             if self._writer is None:
                 self._writer = threading.Thread(target=self._write, name="prefix-cache")
-                with suppress(RuntimeError):  # the interpreter ends
+                with suppress(RuntimeError):  # the interpreter is shutting down
                     self._writer.start()
 
     def flush(self) -> None:
@@ -154,7 +154,7 @@ class Persistence:
             writer.join()
 
     def _write(self) -> None:
-        """Write nodes until all are in files; what fails is said once."""
+        """Write nodes until all are in files; log only the first failure."""
         with mx.stream(mx.new_thread_local_stream(mx.default_device())):
             while True:
                 with self._lock:
@@ -169,7 +169,7 @@ class Persistence:
             for node in self._pending():
                 if self._write_node(node):
                     self._failed = False
-        except Exception as error:  # of the disk, or of mlx: decoding goes on
+        except Exception as error:  # a failure of the disk or of mlx: decoding goes on
             if not self._failed:
                 LOG.warning(
                     "the prefix cache goes on in memory alone: nothing can be written "
@@ -180,7 +180,7 @@ class Persistence:
             self._failed = True
 
     def _pending(self) -> Iterator[Node]:
-        """Yield the nodes that are in no file as they are; note uses of the others."""
+        """Yield the nodes to check, parents first; update the use times of files."""
         names = self._folder.names()
         with self._lock:
             nodes = sorted(self._tree.nodes(), key=lambda node: node.stop)
@@ -189,7 +189,7 @@ class Persistence:
                 for node in nodes
                 if node.seen > self._since or (node.resident and node.file is None)
             ]
-            for node in recent:  # others may have removed its file
+            for node in recent:  # another process may have removed its file
                 if node.file is not None and node.file.name not in names:
                     node.file = None
             noted = self._noted.items()
@@ -203,7 +203,7 @@ class Persistence:
             yield node
 
     def _write_node(self, node: Node) -> bool:
-        """Write a node if it is in no file as it is; return whether it was not."""
+        """Write a node unless its file has all of it; return whether it was written."""
         with self._lock:
             text, start = node.text, node.start
             if not self._unsaved(node) or not plain(text):
@@ -224,18 +224,18 @@ class Persistence:
         return True
 
     def _unsaved(self, node: Node) -> bool:
-        """Return whether a node has more than a file, and can be found in one."""
+        """Return whether a node has more than its file, and its parent has a file."""
         parent = node.parent
         if parent is None or not node.resident:
             return False
         if parent.parent is not None and parent.file is None:
-            return False  # nothing would lead to it
+            return False  # without the parent's file, no process could use the node's
         rows = {self._roles[which].mark for which in node.rows}
         points = {self._roles[which].mark for which in node.points}
         return not (rows <= self._marks(node) and points <= self._ends(node))
 
     def _saved(self, node: Node, segment: Segment) -> None:
-        """Note that a file holds a node, and others inside of the same tokens."""
+        """Record a file for a node, and for its ancestors whose tokens it has too."""
         node.written |= segment.written
         node.file = segment
         while node.parent is not None and node.start > segment.start:
@@ -249,5 +249,5 @@ def _in_tree(node: Node) -> bool:
 
 
 def plain(tokens: Sequence[Any]) -> bool:
-    """Return whether these are token ids, and not what stands for images."""
+    """Return whether all are token ids, without placeholders of images."""
     return all(isinstance(token, int) for token in tokens)

@@ -1,13 +1,13 @@
-"""Caches of earlier requests, kept for requests that begin alike.
+"""Cache contents of earlier requests, for requests that begin with the same tokens.
 
     prefixes = PrefixCache(max_bytes=4 << 30)
     generator = SpeculativeGenerator(model, tokenizer, prefix_cache=prefixes)
 
-It keeps one `BoundedTree` with the rows of the target, of the draft model and of heads,
-inside one budget of bytes. Restore points of running streams count, until they are
-stored or the stream is gone. Streams of several threads may use it together: nothing in
-it is lazy or changes, and a lock guards the rest. Whoever changes the models' weights
-calls `clear`.
+A prefix cache keeps one `BoundedTree` with the rows of the target, the draft model and
+the heads, in one byte budget. Restore points of running streams count in the budget
+until they are stored or the stream is gone. Streams of several threads may share a
+prefix cache: its arrays are evaluated and never change, and a lock guards the tree.
+After a change of the models' weights, call `clear`.
 """
 
 import os
@@ -34,16 +34,17 @@ class PrefixCache:
     """Rows and states of earlier requests, at most `max_bytes` of them.
 
     Args:
-        max_bytes: bytes of the arrays that are kept, target's and draft's together.
-            None: a quarter of the memory that is free once the models are loaded, or
-            2 GB where that is not known.
-        every: models with rings or recurrent layers are resumed at restore points
-            only; these are at most so many tokens apart. A resumed request reads at
-            most that many known tokens again. Each costs the bytes of all states,
-            and no chunk of a prompt is longer. No edge is longer either.
-        folder: keeps it for later processes too, of this model and draft alone; several
-            may share it. It is made for its owner alone. None: memory only.
-        disk_gigabytes: the most that all files in the folder have.
+        max_bytes: limit of the bytes of all kept arrays, those of target and draft
+            together. None: a quarter of the memory that is free at the first use, or
+            2 GB if that is unknown.
+        every: largest distance of two restore points, in tokens; a model with rings or
+            recurrent layers can be resumed only there. A resumed request reads at most
+            that many known tokens again. Each point costs the bytes of all states. A
+            chunk of a prompt and an edge of the tree are never longer.
+        folder: directory that keeps the contents for later processes with the same
+            models. Several processes may share it. It is created with mode 0700.
+            None: memory only.
+        disk_gigabytes: limit of all files in the folder.
 
     Raises:
         InvalidRequestError: a number or the folder cannot be used.
@@ -73,47 +74,47 @@ class PrefixCache:
 
     @property
     def max_bytes(self) -> int:
-        """The budget, from the first use on."""
+        """The budget in bytes, which is fixed at the first use."""
         return self._budget.max_bytes
 
     @property
     def evictions(self) -> int:
-        """Number of removals from memory for lack of room."""
+        """Number of evictions from memory."""
         return self._budget.evictions
 
     @property
     def every(self) -> int:
-        """The largest distance of restore points, in tokens."""
+        """The largest distance of two restore points, in tokens."""
         return self._every
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays that are held now, restore points of streams included."""
+        """Bytes of the arrays in memory, with the restore points of running streams."""
         with self._lock:
             return self._budget.nbytes
 
     @property
     def restore_points(self) -> int:
-        """Number of restore points of all texts."""
+        """Number of restore points, with those of running streams."""
         with self._lock:
             stored = sum(bool(node.points) for node in self._tree.nodes())
             return stored + sum(len(each.taken) for each in self._budget.running)
 
     def clear(self) -> None:
-        """Forget everything, as after a change of the models' weights."""
+        """Forget everything; needed after a change of the models' weights."""
         with self._alone():
             self._roles = self._roles.again()
             self._begin()
 
     def _begin(self) -> None:
-        """Begin a tree of what the folder has."""
+        """Begin an empty tree, and link it to the folder."""
         self._tree = BoundedTree(self._roles, self._budget, self._every)
         self._budget.stored = 0
         if self._folder is not None and self._roles:
             self._disk = Persistence(self._folder, self._tree, self._roles, self._lock)
 
     def flush(self) -> None:
-        """Wait until the folder has what requests have left."""
+        """Wait until everything stored so far is in the folder."""
         if self._disk is not None:
             self._disk.flush()
 
@@ -123,16 +124,17 @@ class PrefixCache:
         caches: Sequence[Sequence[Any]],
         shape: FixedShape | None = None,
     ) -> None:
-        """Belong to these models from now on, and to no others.
+        """Bind the prefix cache to these models for good.
 
         Args:
             owners: the models, compared by identity.
             caches: new empty caches of each.
-            shape: of the first model's forwards in exact mode; None: rows were computed
-                in any company, and are not for a model in exact mode.
+            shape: shape of the first model's forwards in exact mode; None: not in exact
+                mode, so that a model in exact mode cannot use the rows.
 
         Raises:
-            InvalidRequestError: it belongs to others, or to forwards of another shape.
+            InvalidRequestError: the prefix cache is bound to other models or to another
+                shape.
             UnsupportedCacheError: a cache holds a batch, or is of a kind that no
                 snapshot can hold.
         """
@@ -141,29 +143,29 @@ class PrefixCache:
                 self._begin()
 
     def bind_head(self, owner: Any, caches: Sequence[Any], lag: int) -> int:
-        """Keep the rows of a head on the first model too, and return its index.
+        """Add a role for a head on the first model, and return the role's index.
 
         Args:
             owner: the head, compared by identity.
-            caches: new empty caches of it.
-            lag: how many tokens after its own position a row follows from.
+            caches: new empty caches of the head.
+            lag: the head's row m is computed from the tokens [0, m + lag).
         """
         with self._lock:
             return self._roles.bind_head(owner, caches, lag)
 
     def stateful(self, which: int) -> bool:
-        """True if the model `which` needs restore points."""
+        """True if the role `which` can be resumed only at restore points."""
         return self._roles[which].stateful
 
     def running_points(self) -> RunningPoints:
-        """Return the restore points of a new stream, none yet."""
+        """Return an empty collection for the restore points of a new stream."""
         with self._lock:
             points = RunningPoints()
             self._budget.running.add(points)
             return points
 
     def hidden(self, tokens: Tokens) -> mx.array | None:
-        """Return the hidden states that the target's restore point at the end has."""
+        """Return the hidden states in the restore point after `tokens`; None: none."""
         with self._alone():
             nodes, matched = self._tree.path(tokens)
             exact = matched == len(tokens) == nodes[-1].stop
@@ -173,28 +175,28 @@ class PrefixCache:
     def take(self, points: RunningPoints, point: Point) -> None:
         """Add a restore point to those of a stream.
 
-        What costs less to read again makes room, then points of the stream.
+        To make room, cheaper nodes are evicted, then points of this stream are dropped.
         """
         with self._alone():
             self._tree.add_point(points, point)
 
     def answers(self, tokens: Tokens) -> tuple[int, list[list[int]]]:
-        """Return the answers from which `tokens` part; see `PrefixTree.answers`."""
+        """Return known answers that `tokens` begin with; see `PrefixTree.answers`."""
         with self._alone():
             if self._disk is not None:
                 self._disk.link()
             return self._tree.answers(tokens)
 
     def border(self, tokens: Tokens) -> int:
-        """Return how many tokens are known from earlier requests, held or not."""
+        """Return how many tokens the tree knows, whether or not it has their rows."""
         with self._alone():
             return self._tree.path(tokens)[1]
 
     def fetch(self, tokens: Tokens) -> int:
-        """Read from the folder what a request can use, and memory has not.
+        """Read the rows that a request can use from the folder into memory.
 
         Returns:
-            How many tokens the target could use from memory before.
+            The number of tokens whose rows were in memory before, for the target.
         """
         with self._alone() as again:
             disk = None if again else self._disk
@@ -206,11 +208,11 @@ class PrefixCache:
         return usable
 
     def _read(self, disk: Persistence, tokens: Tokens) -> Tokens:
-        """Read the segments that help.
+        """Read the segments that hold rows for `tokens`.
 
         Returns:
-            The tokens to try next: the same where a file was damaged, fewer where there
-            is no room, none where all is done.
+            The tokens to try next: the same if a file was damaged, fewer if there is no
+            room, none if everything was read.
         """
         segments, claim = disk.missing(tokens), self._tree.claim(tokens)
         for segment, nodes in segments:
@@ -221,17 +223,17 @@ class PrefixCache:
                 if not self._tree.fill(node, parts, claim, end=end):
                     self._tree.release(self._tree.path(tokens)[0][-1], node.start)
                     return tokens[: node.start]
-            del parts  # or the next ones would be a second chunk
+            del parts  # so that only one segment's arrays are in memory beside the tree
         self._tree.release(self._tree.path(tokens)[0][-1])
         return ()
 
     def lookup(self, which: int, tokens: Tokens, back: int = 0) -> Snapshot | None:
-        """Return what is held for the longest reusable beginning of `tokens`.
+        """Return a snapshot for the longest reusable prefix of `tokens`; None: none.
 
         Args:
             which: the index of the role.
-            tokens: what is known of the text, from the first token on.
-            back: a role of rows alone is resumed so many tokens before their end.
+            tokens: the text, from its first token on.
+            back: a role without states is resumed so many tokens before the known end.
         """
         with self._alone():
             return self._tree.lookup(which, tokens, back)
@@ -239,12 +241,12 @@ class PrefixCache:
     def store(
         self, tokens: Tokens, left: Sequence[Left], prompt: int | None = None
     ) -> None:
-        """Keep what the caches of a request hold, as far as there is room.
+        """Keep the cache contents of a request, as far as there is room.
 
         Args:
-            tokens: what the target's caches hold, from the first token on.
-            left: what there is of each role, the target among them.
-            prompt: how many of the tokens the target did not write; None: all.
+            tokens: the tokens in the target's caches, from the first one on.
+            left: the caches and restore points of each role, the target's included.
+            prompt: the number of prompt tokens among `tokens`; None: all of them.
         """
         with self._alone() as again:
             if tokens and not again:
@@ -257,9 +259,9 @@ class PrefixCache:
 
     @contextmanager
     def _alone(self) -> Iterator[bool]:
-        """Change the tree; yield whether this very thread is about it already.
+        """Lock the tree; yield whether this thread is already changing it.
 
-        It may be: the collector drops a stream in the middle of anything.
+        That happens if the garbage collector ends a stream in the middle of a change.
         """
         with self._lock:
             again, self._changing = self._changing, True

@@ -1,7 +1,7 @@
-"""The restore points of a stream that still runs, and what it leaves in the end.
+"""The restore points of a running stream, and the caches that it stores at its end.
 
-They belong to the stream, and count in the budget of the prefix cache that it will
-leave them to.
+They belong to the stream, but count in the budget of the prefix cache that will store
+them.
 """
 
 from collections.abc import Sequence
@@ -13,33 +13,33 @@ from mlx_speculation.caches.snapshots.snapshot import Snapshot
 
 
 class Point(NamedTuple):
-    """A place from which requests can go on."""
+    """States of a role after a number of tokens, from which requests can resume."""
 
-    stop: int  # how many tokens
-    states: Snapshot  # of the target's layers, after them
-    # The target's hidden states of the last of them, which a head reads again,
-    # [1, positions, dim]; None: no head follows it
+    stop: int  # the number of tokens
+    states: Snapshot  # of the role's layers, after these tokens
+    # The target's hidden states of the last of these tokens, which a head reads again,
+    # [1, positions, dim]; None: no head reads them
     hidden: mx.array | None = None
 
     @property
     def size(self) -> int:
-        """Bytes of all its arrays, shared or not."""
+        """Bytes of all its arrays, those shared with live caches included."""
         return self.states.size + (0 if self.hidden is None else self.hidden.nbytes)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its arrays."""
+        """Bytes that it keeps in memory beyond those of live caches."""
         return self.states.nbytes + (0 if self.hidden is None else self.hidden.nbytes)
 
 
 class Left(NamedTuple):
-    """Caches and restore points that a request leaves of one role."""
+    """Caches and restore points of one role at the end of a request."""
 
     which: int  # the index of the role: of the model in `bind`, or from `bind_head`
     caches: Sequence[Any]  # its live caches
-    stop: int  # how many tokens its rows follow from
-    # Restore points taken on the way, which are the cache's once stored, or go for lack
-    # of room, the last ones first
+    stop: int  # its rows are computed from the first `stop` tokens
+    # Restore points taken on the way. The prefix cache stores them; without room, it
+    # drops the last ones first.
     points: list[Point]
     hidden: mx.array | None = None  # the target's last states, if a head reads them
 
@@ -56,14 +56,14 @@ class RunningPoints:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the states, which no two points share."""
+        """Bytes of the points, which share no arrays."""
         return sum(point.nbytes for point in self.taken)
 
     def thin_out(self) -> None:
-        """Drop the point that leaves the smallest gap.
+        """Drop the point that leaves the smallest gap, but not the first or the newest.
 
-        The first and the newest stay: the one needs the fewest rows to be stored, and
-        the other is nearest to where the text goes on.
+        The first point needs the fewest rows to be stored. The newest is nearest to the
+        end of the text. With fewer than three points, the newest is dropped.
         """
         places = [point.stop for point in self.taken]
         around = zip(places, places[2:], strict=False)
