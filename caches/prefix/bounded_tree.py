@@ -61,8 +61,7 @@ class BoundedTree(PrefixTree):
         """Add the rows of a file to a node, and its restore points if it is the `end`.
 
         Returns:
-            True if the node then has the target's rows, or at the `end` its restore
-            point if it needs one. False: there is no room.
+            False if there is no room for the rows or the point that the target needs.
         """
         for which, (rows, point) in kept.items():
             part = self._roles[which].part(rows, node.start, node.stop)

@@ -34,9 +34,8 @@ class PrefixCache:
     """Rows and states of earlier requests, at most `max_bytes` of them.
 
     Args:
-        max_bytes: limit of the bytes of all kept arrays, those of target and draft
-            together. None: a quarter of the memory that is free at the first use, or
-            2 GB if that is unknown.
+        max_bytes: limit of the bytes of all kept arrays. None: a quarter of the memory
+            that is free at the first use, or 2 GB if that is unknown.
         every: largest distance of two restore points, in tokens; a model with rings or
             recurrent layers can be resumed only there. A resumed request reads at most
             that many known tokens again. Each point costs the bytes of all states. A
@@ -148,7 +147,7 @@ class PrefixCache:
         Args:
             owner: the head, compared by identity.
             caches: new empty caches of the head.
-            lag: the head's row m is computed from the tokens [0, m + lag).
+            lag: the head's row m is computed from the tokens [0, m + lag].
         """
         with self._lock:
             return self._roles.bind_head(owner, caches, lag)
@@ -261,7 +260,7 @@ class PrefixCache:
     def _alone(self) -> Iterator[bool]:
         """Lock the tree; yield whether this thread is already changing it.
 
-        That happens if the garbage collector ends a stream in the middle of a change.
+        It is if the garbage collector ends a stream in the middle of a change.
         """
         with self._lock:
             again, self._changing = self._changing, True

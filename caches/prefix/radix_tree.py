@@ -1,4 +1,4 @@
-"""A compressed tree of token runs, with what each role's caches held for them.
+"""A compressed tree of token runs, with the cache contents of each role.
 
     A [0, 40)   target: rows, state at 40     draft: rows     head: rows [0, 38)
     ├── B [40, 90)   target: rows             draft: rows     head: rows [38, 88)
@@ -7,17 +7,16 @@
     └── E [40, 64)   target: rows, state at 64
 
 A node holds the rows of the tokens on the edge above it, and perhaps the states at its
-end, of the target and of what drafts for it: the roles. Row m of a role with lag L
-follows from the tokens [0, m + L], so of the edge [a, b) it holds rows [a - L, b - L).
-Rows of another role than the target may be missing, and what it can use ends there. A
-node whose rows are not in memory is bare; below it all are.
+end, for each role: the target, a draft model, heads. Row m of a role with lag L is
+computed from the tokens [0, m + L], so for the edge [a, b) a node holds the rows
+[a - L, b - L). If a node lacks a role's rows, that role can use only the nodes above.
+A node without the target's rows in memory is bare, and so are all below it.
 
-A role of rows alone is resumed at any token. Where a layer has a state, it is resumed
-at the end of a node that holds it: a restore point.
+A role whose caches have only rows is resumed at any token. A role with states is
+resumed only at the end of a node that holds them, a restore point.
 
-No two nodes share an array, so the tree's bytes are the sum of its nodes'. Its price:
+No two nodes share an array, so the tree's bytes are the sum of its nodes'. In return,
 an edge is copied once when it is stored, and once more when requests part inside it.
-It knows nothing of locks and of how many bytes are allowed.
 """
 
 import math
@@ -37,16 +36,16 @@ class Node:
     Attributes:
         tokens: the tokens of the edge above; empty at the root.
         parent: the node where the edge begins; None at the root.
-        stop: how many tokens lead here.
-        rows: by role, what the caches' rows held for the edge, without states.
-        points: by role, the states after them, if this is a restore point of it.
+        stop: number of tokens from the root to here.
+        rows: by role, the caches' rows for the edge, without states.
+        points: by role, the restore point at the end of the edge, if there is one.
         children: by the first token of their edges.
-        used: when it was used last; larger is later.
-        uses: how many requests were stored that its tokens are of.
-        level: what it had cost until then to read again what was let go.
-        seen: when it was used last, in seconds.
-        file: which holds it too, and perhaps more tokens; None: none does.
-        written: whether the target wrote its tokens in an answer.
+        used: the last use, on the tree's clock; larger is later.
+        uses: number of stored requests that contain its tokens.
+        level: the budget's `level` at the last use.
+        seen: the time of the last use, in seconds.
+        file: the file that holds this node, and perhaps more; None: no file does.
+        written: whether the target generated its tokens.
     """
 
     __slots__ = (
@@ -68,7 +67,7 @@ class Node:
 
     @property
     def start(self) -> int:
-        """The first token of the edge above."""
+        """Number of tokens before the edge above."""
         return self.stop - len(self.tokens)
 
     @property
@@ -89,7 +88,7 @@ class Node:
 
     @property
     def text(self) -> list[int]:
-        """All tokens that lead here."""
+        """All tokens from the root to here."""
         runs, node = [], self
         while node.parent is not None:
             runs.append(node.tokens)
@@ -97,13 +96,13 @@ class Node:
         return [token for run in reversed(runs) for token in run]
 
     def hang(self) -> None:
-        """Take its place below its parent."""
+        """Become a child of `parent`."""
         assert self.parent is not None
         self.parent.children[self.tokens[0]] = self
 
 
 class PrefixTree:
-    """The runs of a target; `roles` may grow."""
+    """The token runs of a target; `roles` may grow."""
 
     def __init__(self, roles: Sequence[Role]) -> None:
         self._roles = roles
@@ -118,9 +117,9 @@ class PrefixTree:
             yield node
 
     def path(self, tokens: Tokens, start: Node | None = None) -> tuple[list[Node], int]:
-        """Return the nodes along `tokens` and how many of these they match.
+        """Return the nodes along `tokens` and the number of tokens that they match.
 
-        The last node may be matched in part; the first is the start, or the root.
+        The first node is `start`, or the root. The last may match in part.
         """
         result, matched = [start or self._root], 0
         while matched < len(tokens):
@@ -136,11 +135,11 @@ class PrefixTree:
         return result, matched
 
     def answers(self, tokens: Tokens) -> tuple[int, list[list[int]]]:
-        """Return where `tokens` part from what the target wrote, and what it wrote.
+        """Return the answers at the point where `tokens` part from the tree.
 
         Returns:
-            How many tokens lead to the answer in which they part from the tree; and
-            all answers there, and beginnings of these, the longest first.
+            The number of tokens before these answers; and the answers and their stored
+            prefixes, the longest first.
         """
         nodes, matched = self.path(tokens)
         last = nodes[-1]
@@ -162,9 +161,9 @@ class PrefixTree:
         return last.stop, [node.text[last.stop :] for node in result]
 
     def usable(self, which: int, tokens: Tokens) -> tuple[list[Node], int]:
-        """Return the nodes along `tokens` that a role can use, and how many of these.
+        """Return the nodes along `tokens` that a role can use, and how many tokens.
 
-        Where it has states, these are up to its last restore point.
+        A role with states can use those up to its last restore point.
         """
         nodes, matched = self.path(tokens)
         whole = [which in node.rows for node in nodes[1:]]
@@ -180,9 +179,9 @@ class PrefixTree:
     def longest(
         self, which: int, tokens: Tokens, back: int = 0
     ) -> tuple[Snapshot | None, list[Node]]:
-        """Return what a role can use for `tokens`, and the nodes it is of.
+        """Return a role's snapshot for `tokens`, and its nodes; None: nothing usable.
 
-        Where it is resumed at any token, it is so `back` tokens before the known end.
+        For a role without states, it ends `back` tokens before the known end.
         """
         role = self._roles[which]
         nodes, matched = self.usable(which, tokens)
@@ -199,7 +198,7 @@ class PrefixTree:
         return merged, nodes
 
     def reach(self, tokens: Tokens, start: Node | None = None) -> list[Node]:
-        """Return the nodes that `tokens` match; an edge is cut where they part."""
+        """Return the nodes that `tokens` match; an edge matched in part is cut."""
         nodes, matched = self.path(tokens, start)
         if nodes[-1].stop > (place := nodes[0].stop + matched):
             nodes[-1] = self._cut(nodes[-1], place)
@@ -221,7 +220,7 @@ class PrefixTree:
         return middle
 
     def remove(self, node: Node, before: float) -> int:
-        """Remove a leaf and prune above, or a node's points; return the bytes."""
+        """Evict a leaf and prune above, or a node's points; return the bytes freed."""
         if not node.ways:
             return node.rows.pop(0).nbytes + self.prune(node, before)
         freed = sum(point.nbytes for point in node.points.values())
@@ -229,10 +228,10 @@ class PrefixTree:
         return freed
 
     def prune(self, node: Node, before: float = math.inf, start: int = 0) -> int:
-        """Remove what leads nowhere, from a node upwards; return the bytes.
+        """Free the useless nodes from `node` upwards; return the bytes freed.
 
-        That is what has no rows of the target, or none that it can be resumed behind.
-        Nodes used at `before` or later stay, and those that begin before `start`.
+        A node without children in memory is useless if the target cannot be resumed
+        after it. Nodes used at `before` or later, or beginning before `start`, stay.
         """
         freed, stateful = 0, self._roles[0].stateful
         while (
@@ -252,9 +251,10 @@ class PrefixTree:
         return freed
 
     def forget_file(self, file: Segment) -> None:
-        """Remove a file from its nodes, and what then leads nowhere.
+        """Remove a file from its nodes, and those that then have nothing below.
 
-        What leads to other files stays, and these are of use once its tokens were read.
+        A node above other files stays: they are usable again once the target has read
+        the tokens of the lost file.
         """
         nodes = [node for node in self.nodes() if node.file is file]
         for node in nodes:
@@ -272,7 +272,7 @@ class PrefixTree:
 
 
 def _common(run: Tokens, other: Tokens) -> int:
-    """Return how many tokens the two have in common at their beginning."""
+    """Return the length of the common prefix."""
     if tuple(run) == tuple(other):
         return len(run)
     pairs = zip(run, other, strict=False)

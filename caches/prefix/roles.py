@@ -1,8 +1,8 @@
 """The roles of a prefix cache: the target, draft models, and heads on the target.
 
-Files tell the models of another process by their marks. A mark is of the models as they
-were loaded, wherever that was: see `fingerprint`. Folders and revisions would say less,
-since what lies in a folder may change, and more, since copies are the same model.
+A mark identifies a role in files, across processes. It is a hash of the loaded model,
+see `fingerprint`, and not of its folder or revision: the files in a folder may change,
+and copies in two folders are the same model.
 """
 
 import hashlib
@@ -26,18 +26,18 @@ from mlx_speculation.errors import InvalidRequestError
 class Role(NamedTuple):
     """The target, a draft model or a head. The target's index is 0."""
 
-    owner: weakref.ref[Any]  # the model
+    owner: weakref.ref[Any]  # the model or head
     empty: Snapshot  # of new caches
-    lag: int = 0  # how many tokens after its own position a row follows from
-    mark: str = ""  # the same in all processes that have this model
+    lag: int = 0  # row m is computed from the tokens [0, m + lag]
+    mark: str = ""  # the same in all processes with this model; empty without a folder
 
     @property
     def stateful(self) -> bool:
-        """True where it is resumed at restore points only."""
+        """True if it can be resumed only at restore points."""
         return any(leaf.whole for leaf in self.empty.leaves)
 
     def rows(self, stop: int) -> int:
-        """Return how many rows follow from so many tokens."""
+        """Return the number of rows that the first `stop` tokens determine."""
         return max(0, stop - self.lag)
 
     def part(self, kept: Snapshot, start: int, stop: int) -> Snapshot:
@@ -46,16 +46,16 @@ class Role(NamedTuple):
 
 
 class Roles(list[Role]):
-    """The roles of one cache; they grow and never go.
+    """The roles of one prefix cache; none is ever removed.
 
     Args:
-        marked: whether files need their marks.
+        marked: whether roles need marks, for files.
     """
 
     def __init__(self, *, marked: bool) -> None:
         super().__init__()
         self._marked = marked
-        self._models: int | None = None  # those after them are heads
+        self._models: int | None = None  # number of models; later roles are heads
         self._shape: FixedShape | None = None
 
     def again(self) -> "Roles":
@@ -81,7 +81,7 @@ class Roles(list[Role]):
         caches: Sequence[Sequence[Any]],
         shape: FixedShape | None,
     ) -> bool:
-        """Belong to these models, see `PrefixCache.bind`; return whether it is new."""
+        """Bind to these models; return whether that is new. See `PrefixCache.bind`."""
         for each in caches:
             check_single(each)
         new_roles = [
@@ -116,7 +116,7 @@ class Roles(list[Role]):
         return False
 
     def bind_head(self, owner: Any, caches: Sequence[Any], lag: int) -> int:
-        """Add a head that is not among them, and return its index."""
+        """Return the index of a head's role, which is added if it is new."""
         owners = [each.owner() for each in self]
         for index in range(self._models or 0, len(owners)):
             if owners[index] is owner:
@@ -128,10 +128,10 @@ class Roles(list[Role]):
 def fingerprint(model: nn.Module) -> str:
     """Return the fingerprint of a model or head, 64 hexadecimal digits.
 
-    It is of everything that its rows are computed from: every byte of the parameters
-    with their names, shapes and dtypes (so of a quantization, an adapter, or one weight
-    that was edited), the arguments, the kinds and plain settings of all modules (such
-    as the scale of an adapter), and the versions of the packages that compute.
+    It covers everything that determines the model's rows: every byte of the parameters
+    with their names, shapes and dtypes (and so any quantization, adapter or edited
+    weight), the arguments, the classes and plain settings of all modules (such as the
+    scale of an adapter), and the versions of the packages that compute.
     """
     arrays: Any = sorted(tree_flatten(model.parameters()), key=lambda pair: pair[0])
     flat = [array.reshape(-1).view(mx.uint8) for _, array in arrays]
@@ -141,7 +141,7 @@ def fingerprint(model: nn.Module) -> str:
     said += [(name, _kind(module), _settings(module)) for name, module in modules]
     said += [(name, array.shape, array.dtype) for name, array in arrays]
     digest = hashlib.sha256(repr(said).encode())
-    with ThreadPoolExecutor() as threads:  # hashes hold no lock of the interpreter
+    with ThreadPoolExecutor() as threads:  # hashing releases the interpreter lock
         for part in threads.map(hashlib.blake2b, map(memoryview, flat)):
             digest.update(part.digest())
     return digest.hexdigest()
@@ -152,7 +152,7 @@ def _kind(module: nn.Module) -> str:
 
 
 def _settings(module: nn.Module) -> list[tuple[str, Any]]:
-    """Return the numbers and texts among the public attributes of a module."""
+    """Return the numbers and strings among the public attributes of a module."""
     return sorted(
         (name, value)
         for name, value in vars(module).items()

@@ -3,11 +3,11 @@
     arrays    `0.rows.3.1`     role 0, leaf 3: the second of its arrays of rows
               `0.states.5`     role 0: the sixth array of its states
               `0.hidden`       the target's states that a head reads again
-    plan      by the mark of each role: how many arrays each leaf has, and the fields
-              of its states, in which `{"array": 5}` stands for an array
+    plan      by the mark of each role: its index, the number of arrays of each leaf,
+              and the fields of its states, where `{"array": 5}` stands for an array
 
-What is read was written under the key of the folder, so the plan is as it was written;
-what does not fit the caches of this process all the same raises `FlawError`.
+A file is checked against the folder's key, so the plan is as it was written. If it
+still does not fit the caches of this process, decoding raises `FlawError`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ class Held(NamedTuple):
 
 
 def encoded(kept: Mapping[int, Held], marks: Sequence[str]) -> tuple[Arrays, Any]:
-    """Return the arrays of a segment, and the plan of them."""
+    """Return the arrays and the plan of a segment."""
     arrays: Arrays = {}
     plan: dict[str, Any] = {}
     for which, (rows, point) in kept.items():
@@ -57,10 +57,10 @@ def encoded(kept: Mapping[int, Held], marks: Sequence[str]) -> tuple[Arrays, Any
 def decoded(
     arrays: Arrays, plan: Any, roles: Sequence[Role], start: int, stop: int
 ) -> dict[int, Held]:
-    """Return what each role that is known here has of the tokens [start, stop).
+    """Return the rows and states of each known role for the tokens [start, stop).
 
     Raises:
-        FlawError: the caches here are others.
+        FlawError: the caches of this process have other layers or rows.
     """
     kept = {}
     for which, role in enumerate(roles):
@@ -100,7 +100,7 @@ def _held(
 
 
 def _plain(value: Any, arrays: list[mx.array]) -> Any:
-    """Return fields of a state as plain values; their arrays are added to `arrays`."""
+    """Return a state's fields as plain values; append their arrays to `arrays`."""
     if isinstance(value, mx.array):
         arrays.append(value)
         return {"array": len(arrays) - 1}
@@ -114,7 +114,7 @@ def _plain(value: Any, arrays: list[mx.array]) -> Any:
 
 
 def _field(plain: Any, arrays: Arrays, prefix: str) -> Any:
-    """Return what `_plain` was made of."""
+    """Return the value that `_plain` encoded."""
     if not isinstance(plain, dict):
         return plain
     ((kind, value),) = plain.items()

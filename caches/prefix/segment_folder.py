@@ -1,14 +1,14 @@
 """The folder of a prefix cache: segments of the tree as files, and the key to them.
 
     key                        32 bytes, made once
-    MODEL-SEGMENT.safetensors  HMACs: of the model; of it, of all tokens before the
-                               segment, and of its own
+    MODEL-SEGMENT.safetensors  two HMACs: of the model; and of the model, all tokens
+                               before the segment, and the segment's own tokens
 
-Each file is written beside its place and then takes its name, so that a process that is
-killed leaves whole files. Names, seals of headers and digests are keyed: a file that is
-damaged, swapped, cut or of another folder is removed with a line in the log, and its
-tokens are read again. Several processes may share a folder; files of other models are
-left alone. It knows no tree.
+Each file is written under a temporary name and then renamed, so a killed process leaves
+only whole files. Names, seals of headers and digests use the key: a file that is
+damaged, swapped, cut or from another folder is removed with a line in the log, and the
+model reads its tokens again. Several processes may share a folder. Files of other
+models are ignored.
 """
 
 import hmac
@@ -44,7 +44,7 @@ LOG = logging.getLogger("mlx_speculation.caches")
 KEY_BYTES = 32
 SETTLED_NANOSECONDS = 10**9
 COUNTED_SECONDS = 10.0
-ABANDONED_SECONDS = 3600.0  # after which a file that was not finished is removed
+ABANDONED_SECONDS = 3600.0  # an unfinished file of this age is removed
 _NAME = re.compile(r"([0-9a-f]{32})-[0-9a-f]{64}\.safetensors")
 
 _UNFINISHED = re.compile(r"\.(key|[0-9a-f]{32}-[0-9a-f]*)\.[0-9a-f]{16}\.tmp")
@@ -52,19 +52,19 @@ _UNFINISHED = re.compile(r"\.(key|[0-9a-f]{32}-[0-9a-f]*)\.[0-9a-f]{16}\.tmp")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """One file: what was held for the tokens [start, stop)."""
+    """One file: the cache contents for the tokens [start, stop)."""
 
     name: str  # of the file
     parent: str  # the hash of all tokens before it
-    start: int  # how many these are
+    start: int  # the number of these tokens
     tokens: tuple[int, ...]  # its own
-    roles: frozenset[str]  # the marks of the roles that it has rows of
-    points: frozenset[str]  # and of those with a restore point at the end
-    written: bool = False  # whether the model wrote its tokens
+    roles: frozenset[str]  # the marks of the roles whose rows it has
+    points: frozenset[str]  # the marks of the roles with a restore point at its end
+    written: bool = False  # whether the model generated its tokens
 
     @property
     def stop(self) -> int:
-        """Tokens from the start of the text to its end."""
+        """Number of tokens from the start of the text to the segment's end."""
         return self.start + len(self.tokens)
 
 
@@ -72,12 +72,12 @@ class SegmentFolder:
     """Files of segments.
 
     Args:
-        folder: made where it is missing, for its owner alone.
-        gigabytes: the most of all files in it; those used longest ago go first.
+        folder: directory, created with mode 0700 if missing.
+        gigabytes: limit of all files in it; the least recently used are removed first.
 
     Raises:
-        InvalidRequestError: others may read the folder, or its key is none; or the
-            number is out of range.
+        InvalidRequestError: other users may read the folder, its key is not valid, or
+            the number is out of range.
     """
 
     def __init__(self, folder: str | os.PathLike[str], gigabytes: float) -> None:
@@ -88,9 +88,9 @@ class SegmentFolder:
             )
         self.path, self._max_bytes = Path(folder), int(gigabytes * 1e9)
         self._model = ""
-        self._bytes, self._counted = 0, 0.0  # bytes of all files, and when
-        self._known: set[str] = set()  # names that were looked at
-        self._scanned = -1  # the folder's time then
+        self._bytes, self._counted = 0, 0.0  # bytes of all files, and time of counting
+        self._known: set[str] = set()  # names at the last scan
+        self._scanned = -1  # the folder's modification time at that scan
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._check_mode()
@@ -112,7 +112,7 @@ class SegmentFolder:
             )
 
     def _read_key(self) -> bytes:
-        """Return the key; the first process makes it."""
+        """Return the key; the first process creates it."""
         place = self.path / "key"
         if not place.is_symlink() and not place.exists():
             made = self.path / f".key.{os.urandom(8).hex()}.tmp"
@@ -129,12 +129,12 @@ class SegmentFolder:
             return file.read()
 
     def serve(self, model: str) -> None:
-        """Read and write segments of this model, by its mark, from now on."""
+        """Read and write segments of the model with this mark from now on."""
         self._model = self._hash(model.encode())[:32]
         self._known, self._scanned = set(), -1
 
     def digest(self, tokens: Sequence[int]) -> Any:
-        """Return an HMAC that has seen the tokens before a segment."""
+        """Return an HMAC of the tokens before a segment."""
         result = hmac.new(self._key, self._model.encode(), "sha256")
         return extended(result, tokens)
 
@@ -146,13 +146,13 @@ class SegmentFolder:
         return hmac.new(self._key, data, "sha256").hexdigest()
 
     def new_segments(self) -> list[Segment]:
-        """Return those that were not looked at yet, by where they begin."""
+        """Return the segments added since the last call, in order of `start`."""
         with suppress(OSError):
             now = self.path.stat().st_mtime_ns
             if now != self._scanned:
                 result = self.names()
                 new = sorted(result - self._known)
-                # A later file of the same tick leaves the folder's time as it is.
+                # Another file within the same clock tick would not change the time.
                 settled = time.time_ns() - now > SETTLED_NANOSECONDS
                 self._known, self._scanned = result, now if settled else -1
                 read = [self._looked_at(name) for name in new if self._is_own(name)]
@@ -161,7 +161,7 @@ class SegmentFolder:
         return []
 
     def names(self) -> set[str]:
-        """Return the names of all files that are there."""
+        """Return the names of all files in the folder."""
         return {each.name for each in os.scandir(self.path)}
 
     def _is_own(self, name: str) -> bool:
@@ -188,10 +188,10 @@ class SegmentFolder:
         return result
 
     def read(self, segment: Segment) -> tuple[dict[str, mx.array], Any]:
-        """Return the arrays of a segment, and the plan of them.
+        """Return the arrays and the plan of a segment.
 
         Raises:
-            FlawError: the file is not as it was written, or no longer there.
+            FlawError: the file has changed since it was written, or is gone.
         """
         with opened(self.path / segment.name, follow=False) as (file, size):
             header = read_header(file, size)
@@ -217,7 +217,7 @@ class SegmentFolder:
         """Write a segment that follows the tokens `before`, and return it.
 
         Raises:
-            OSError: there is no room on the disk, or another reason.
+            OSError: the file cannot be written, or is larger than the limit.
         """
         parent = self.digest(before).hexdigest()
         name = self._name(parent, tokens)
@@ -230,33 +230,33 @@ class SegmentFolder:
         }
         text = json.dumps(said, separators=(",", ":"))
         metadata = {"segment": text, "seal": self._hash(text.encode())}
-        header = len(text) * 2 + 200 * len(arrays) + 1000  # at most, with its quotes
+        header = len(text) * 2 + 200 * len(arrays) + 1000  # an upper bound, escaped
         self._make_room(header + sum(array.nbytes for array in arrays.values()))
         write(self.path / name, arrays, metadata, self._key)
         self._known.add(name)
         return _segment_of(name, said)
 
     def touch(self, segment: Segment, when: float) -> None:
-        """Note a use. What leads to a segment is used later than it is."""
+        """Set the time of the last use; earlier segments of a text get a later time."""
         moment = when - segment.start * 1e-6
         with suppress(OSError):
             os.utime(self.path / segment.name, (moment, moment))
 
     def drop(self, name: str, error: Exception) -> None:
-        """Remove a file that is not as it was written, and say so."""
+        """Remove a file that has changed since it was written, and log it."""
         if not isinstance(error.__cause__, FileNotFoundError):
             LOG.warning("%s is of no use and removed: %s", self.path / name, error)
         self.remove(name)
 
     def remove(self, name: str) -> None:
-        """Remove a file."""
+        """Remove a file, if it is there."""
         with suppress(OSError):
             (self.path / name).unlink()
 
     def _make_room(self, size: int) -> None:
-        """Remove what was used longest ago, and what was never finished.
+        """Remove the least recently used and the abandoned files until `size` fits.
 
-        All files are looked at only now and then, and where there may be no room.
+        Files are counted every 10 seconds, and whenever there may be no room.
         """
         if size > self._max_bytes:
             raise OSError(f"a segment has {size} bytes of {self._max_bytes} in all")
@@ -296,7 +296,7 @@ def _segment_of(name: str, said: Any) -> Segment:
 
 
 def extended(digest: Any, tokens: Sequence[int]) -> Any:
-    """Return a digest that has seen further tokens too."""
+    """Return a copy of a digest, extended by further tokens."""
     result = digest.copy()
     result.update(array("I", tokens).tobytes())
     return result
