@@ -1,8 +1,7 @@
-"""One journal for each cache class of mlx-lm, and for our own.
+"""One journal for each cache class of mlx-lm and of this project.
 
-A journal follows what is written to one cache during a round and keeps a prefix of it
-or takes all of it back. `caches.journal` has the protocol and `caches.registry` says
-which class has which journal; each file here is named by the class it is for.
-`isolated` and `checked_writes` serve `Speculation(isolated=True)`, and several journals
-share `live` and `ring`. A journal knows its own cache alone: no other layer, no model.
+A journal follows the writes to one cache during a round, and keeps a prefix of them or
+undoes all. `caches.journal` has the protocol, and `caches.registry` maps each class to
+its journal. Each file here is named after its class. `isolated` and `checked_writes`
+serve `Speculation(isolated=True)`; several journals share `live` and `ring`.
 """

@@ -1,18 +1,17 @@
 """Journal of `ArraysCache`, the state of recurrent and convolution mixers.
 
-A recurrent state has no rows to cut off. The model writes to a copy of the slot
-list, so the live cache keeps the old states, by reference and for free. What the
-mixers were fed is recorded on that copy; the state after an accepted prefix is the
-old state with the mixers run again over the prefix of their recorded inputs. The
-result is lazy and joins the next evaluation. A full acceptance replays nothing, and
-neither does a prefix that ends between two forwards. Where the rows of a batch keep
-different numbers, the mixers run over the whole batch once for each number that is
-neither 0 nor all, and each row takes its own result: exact, whatever the mixer does
-with masks and lengths.
+A recurrent state has no rows to cut off. The model writes to a copy of the slot list,
+so the live cache keeps references to the old states, at no cost. The copy also records
+the inputs of the mixers. To get the state after an accepted prefix, the mixers run
+again from the old state over the prefix of their recorded inputs; the result is lazy.
+Full acceptance replays nothing, and neither does a prefix that ends between two
+forwards. If the rows of a batch keep different numbers, the mixers run over the whole
+batch once for each number that is neither 0 nor all, and each row takes its own result.
+So the result is exact, whatever a mixer does with masks and lengths.
 
-This module does not know mixers: whoever hooks them (`mlx_speculation.models`) calls
-`RecordingArraysCache.record`. Slots written with no mixer on record make a partial
-acceptance impossible here: `written` is then None.
+The hooks of the mixers (`mlx_speculation.models`) call `RecordingArraysCache.record`.
+If a slot was written outside of a recorded call, `written` is None, and no part can be
+kept here.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +27,7 @@ from mlx_speculation.errors import SpeculationClosedError
 
 
 class RecordedCall(Protocol):
-    """One call of a mixer, with what it was fed."""
+    """One call of a mixer, with its inputs."""
 
     @property
     def mixer(self) -> object:
@@ -46,9 +45,9 @@ class RecordedCall(Protocol):
 
 
 def copied(cache: ArraysCache) -> ArraysCache:
-    """Copy the slot list by reference, and `lengths` and `left_padding` by value.
+    """Copy the slots by reference, and `lengths` and `left_padding` by value.
 
-    `ArraysCache.advance` changes the latter two in place, the slots never.
+    `ArraysCache.advance` changes these two arrays in place, but never a slot.
     """
     twin = ArraysCache(len(cache.cache))
     assign(twin, cache)
@@ -77,7 +76,7 @@ class Forward:
 
 
 class RecordingArraysCache(ArraysCache):
-    """A copy of an `ArraysCache` that also holds what its mixers were fed."""
+    """A copy of an `ArraysCache` that also records the inputs of its mixers."""
 
     def __init__(self, cache: ArraysCache) -> None:
         super().__init__(len(cache.cache))
@@ -87,16 +86,16 @@ class RecordingArraysCache(ArraysCache):
         self._recording = False
 
     def __setitem__(self, idx: int, value: mx.array) -> None:
-        """Write a slot, and remember whether a mixer on record did it."""
+        """Write a slot, and note if no recorded mixer does it."""
         if not self._recording:
             self.written_unrecorded = True
         super().__setitem__(idx, value)
 
     @contextmanager
     def record(self, call: RecordedCall) -> Iterator[None]:
-        """Note `call`; the slots that are written inside the block are covered by it.
+        """Record `call`, which covers all slots that are written inside the block.
 
-        A mixer that is called a second time begins the next forward.
+        The second call of the same mixer begins the next forward.
         """
         seen = self.forwards and any(
             earlier.mixer is call.mixer for earlier in self.forwards[-1].calls
@@ -112,10 +111,9 @@ class RecordingArraysCache(ArraysCache):
 
 
 def chosen(states: dict[int, ArraysCache], keep: Sequence[int]) -> Any:
-    """Return for each row its part of `states[keep[row]]`.
+    """Return a state in which each row is that of `states[keep[row]]`.
 
-    A slot that some states have not filled counts as zeros there, as in mlx-lm when
-    it puts rows together.
+    A slot that a state has not filled counts as zeros, as in mlx-lm's merge of rows.
     """
     first, *others = states
     result: Any = copied(states[first])
@@ -143,11 +141,11 @@ def _where(
 
 
 class ArraysJournal:
-    """Journal of one `ArraysCache`; the live cache changes at commit only.
+    """Journal of one `ArraysCache`; the live cache changes only at the commit.
 
     Args:
         cache: the live cache.
-        whole: nothing but all or nothing will be kept, so nothing is recorded.
+        whole: whether all positions or none will be kept; then nothing is recorded.
 
     Attributes:
         presented: a copy of the cache that records.
@@ -163,14 +161,14 @@ class ArraysJournal:
 
     @property
     def rows(self) -> int | None:
-        """Sequences in the batch; None while no slot is filled."""
+        """Number of sequences in the batch; None: no slot is filled yet."""
         shown = self.presented
         filled = any(slot is not None for slot in shown.cache)
         return int(shown.batch_size) if filled else None
 
     @property
     def written(self) -> int | None:
-        """Positions on record; None when slots were written off the record."""
+        """Number of recorded positions; None: a slot was written without a record."""
         shown = self.presented
         if not isinstance(shown, RecordingArraysCache) or shown.written_unrecorded:
             return None
@@ -179,7 +177,7 @@ class ArraysJournal:
         return sum(f.width for f in shown.forwards)
 
     def prepare(self, keep: Keep) -> None:
-        """Build the state after `keep` positions, lazily, on a copy."""
+        """Build the state after `keep` positions on a copy, not evaluated."""
         if isinstance(keep, int) or self.written in (None, 0):
             self._after = self._state_after(keep)
         else:

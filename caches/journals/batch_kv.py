@@ -1,4 +1,4 @@
-"""Journal of `BatchKVCache`: rows end at one place, so shorter ones move right.
+"""Journal of `BatchKVCache`, where all rows end at one column, `_idx`.
 
     opened at _idx 5, the model writes 3 rows       [0, 8) of every sequence
     commit(1) or commit([1, 1])                     _idx 6, nothing is copied
@@ -6,11 +6,11 @@
                                                     and gets 2 more of left padding
     rollback()                                      _idx 5, nothing is copied
 
-A ragged commit copies the buffers once, as mlx-lm's `finalize` does; full acceptance
-costs nothing. Left padding that all rows have in common is dropped in a ragged commit
-once up to `LOOSE` positions of it may be there, so the width stays within `LOOSE` and
-one round of the longest row. That reads `left_padding` back, which is a few numbers
-that the round's forward has already computed.
+In a ragged commit, rows that keep fewer positions move right. That copies the buffers
+once, as mlx-lm's `finalize` does; full acceptance costs nothing. If a ragged commit
+could leave more than `LOOSE` positions of left padding that all rows share, it drops
+them, so the buffer stays about as wide as the longest row. That reads back
+`left_padding`, a few numbers that the round's forward has already computed.
 """
 
 import weakref
@@ -27,17 +27,17 @@ from mlx_speculation.errors import InvalidRequestError
 
 LOOSE = 64
 
-# Common padding that ragged commits may have added to a cache since it was dropped.
+# By cache: the most common padding that ragged commits can have added since a drop.
 _loose: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
 
 
 def loose(cache: Any) -> int:
-    """Return how much common padding ragged commits may have left in `cache`."""
+    """Return the most common padding that ragged commits can have left in `cache`."""
     return _loose.get(cache, 0)
 
 
 def set_loose(cache: Any, added: int) -> None:
-    """Put the number back after a commit that is taken back."""
+    """Restore the number after a commit that is undone."""
     _loose[cache] = added
 
 
@@ -45,9 +45,10 @@ def removable(cache: Any, padding: mx.array, keep: Sequence[int]) -> int:
     """Return how many positions of left padding all rows of `cache` can lose.
 
     Args:
-        cache: the batch cache, by which is remembered what was added to it.
+        cache: the batch cache; the padding added to it is counted here.
         padding: its left padding [rows] before the round.
-        keep: what each row keeps; a row gets `max(keep) - keep[row]` more padding.
+        keep: how many positions each row keeps; a row gets `max(keep) - keep[row]` more
+            padding.
     """
     longest = max(keep)
     added = _loose.get(cache, 0) + longest - min(keep)
@@ -63,13 +64,13 @@ def removable(cache: Any, padding: mx.array, keep: Sequence[int]) -> int:
 def moved(x: mx.array, right: mx.array, width: int) -> mx.array:
     """Return `width` positions of `x`, with each row moved right.
 
-    What is left of a row's first position repeats that one, so nothing that was
-    rejected comes in; what is pushed out at either end is lost.
+    Positions to the left of a row's first one repeat it, so no rejected position comes
+    in. Positions moved out at either end are lost.
 
     Args:
         x: keys or values [batch, heads, positions, dim].
-        right: how far each row moves, int [batch]; below 0 is to the left.
-        width: how many positions are returned, from the first one on.
+        right: positions that each row moves, int [batch]; below 0 is to the left.
+        width: number of positions to return, from the first one on.
     """
     source = mx.arange(width, dtype=right.dtype)[None] - right[:, None]
     source = mx.clip(source, 0, x.shape[2] - 1)  # [batch, width]
@@ -77,7 +78,7 @@ def moved(x: mx.array, right: mx.array, width: int) -> mx.array:
 
 
 def check_no_right_padding(cache: Any, pending: mx.array | None) -> None:
-    """Refuse to keep a part of a prompt whose right padding is still in place."""
+    """Refuse to keep a part of a prompt that still has right padding."""
     if pending is not None:
         raise InvalidRequestError(
             f"A part of the positions written to a {type(cache).__name__} was to be "
@@ -100,7 +101,7 @@ class BatchKVJournal(LiveJournal):
 
     @property
     def rows(self) -> int:
-        """Sequences in the batch."""
+        """Number of sequences in the batch."""
         return int(self._offset.shape[0])
 
     @property
@@ -109,7 +110,7 @@ class BatchKVJournal(LiveJournal):
         return int(self._cache._idx - self._start)
 
     def prepare(self, keep: Keep) -> None:
-        """Refuse a part of a prompt that is padded on the right."""
+        """Refuse to keep a part of a prompt that is padded on the right."""
         if keep != self.written and self.written:
             check_no_right_padding(self._cache, self._cache._right_padding)
 
@@ -135,7 +136,7 @@ class BatchKVJournal(LiveJournal):
         cache._idx = self._start + longest - spare
         cache.offset = self._offset + kept
         cache.left_padding = self._padding + right
-        # Layers that make no mask do not evaluate them otherwise.
+        # Without a mask that uses them, the two would never be evaluated.
         cache.keys = mx.depends(cache.keys, (cache.left_padding, cache.offset))
 
     def rollback(self) -> None:

@@ -40,12 +40,12 @@ def _ordered(cache: Any) -> tuple[mx.array, mx.array]:
 
 
 class PresentedBatchRing(ListenedTo["BatchRotatingJournal"], BatchRotatingKVCache):
-    """The live batch ring; its journal is called on every write."""
+    """The live batch ring, which calls its journal on every write."""
 
     __slots__ = ()
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
-        """Note the state before the write, then write as the native ring does.
+        """Record the state before the write, then write as mlx-lm does.
 
         Args:
             keys: [batch, heads, positions, key dim].
@@ -62,12 +62,12 @@ class PresentedBatchRing(ListenedTo["BatchRotatingJournal"], BatchRotatingKVCach
         window_size: int | None = None,
         return_array: bool = False,
     ) -> Any:
-        """Return the native mask. For several positions, of the ring in order.
+        """Return mlx-lm's mask; for several positions, that of the ring put in order.
 
         A write of several positions first puts the ring in order and drops the oldest
-        position. The native mask does not know that: of a row with padding it hides one
-        position too many. In a round no position sees more than `max_size` positions,
-        as in rotating_kv.py.
+        position. mlx-lm's mask ignores that, so it hides one position too many of a row
+        with padding. In a round no position sees more than `max_size` positions, as in
+        rotating_kv.py.
         """
         if window_size is not None and N > 1 and not self.journal.whole:
             window_size = min(window_size, self.max_size)
@@ -86,7 +86,7 @@ class BatchRotatingJournal(RingJournal):
 
     def __init__(self, cache: BatchRotatingKVCache, whole: bool = False) -> None:
         super().__init__(cache, whole, PresentedBatchRing)
-        # Of a commit of a part: the fields and the common padding before it.
+        # The fields and the common padding before a commit of a part.
         self._replaced: tuple[dict[str, Any], int] | None = None
 
     @property
@@ -100,7 +100,7 @@ class BatchRotatingJournal(RingJournal):
             check_no_right_padding(self._cache, self._cache._lengths)
 
     def commit(self, keep: Keep) -> None:
-        """Keep the first `keep` positions of each row; see the module."""
+        """Keep the first `keep` positions of each row; see the module's docstring."""
         if not self._writes or keep == self.written:
             return
         each = [keep] * self.rows if isinstance(keep, int) else list(keep)

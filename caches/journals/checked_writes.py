@@ -1,21 +1,20 @@
-"""Refusing a write that does not fit what a cache holds, before it is made.
+"""Refusing a write that does not fit the contents of a cache, before it is made.
 
-mlx-lm's caches write with slices and concatenations, which broadcast a batch or a
-head and convert a dtype without a word. A checked cache compares first:
+mlx-lm's caches write with slices and concatenations, which silently broadcast a batch
+or a head, and convert a dtype. A checked cache first compares the arrays:
 
-    what is written                     is compared with
-    update_and_fetch(keys, values)      the keys and values held, and one another
-    update_window(kv)                   the window held
+    write                               is compared with
+    update_and_fetch(keys, values)      the cache's keys and values, and one another
+    update_window(kv)                   the cache's window
     cache[slot] = state                 the state in that slot
     cache.name = array                  the array of that name
 
-Of two arrays the rank, the batch (axis 0), the heads (axis 1 of rank 4) and the dtype
-have to agree; of keys and values also the width of a row. The dtypes of keys and of
-values may differ from one another: a float32 norm over bfloat16 keys makes them. Where
-nothing of that name is held, the batch is compared with that of the cache's other
-arrays, such as its left padding, and batch and dtype with what the other layers of the
-same kind hold under that name. So the first write of the first layer of a kind, to
-empty caches, is the one whose dtype nobody can know; all others have to agree with it.
+The rank, the batch (axis 0), the heads (axis 1 of rank 4) and the dtype of the two
+arrays have to agree; for keys and values also the width of a row. Keys and values may
+differ in dtype, as after a float32 norm over bfloat16 keys. If the cache has no such
+array yet, the batch has to agree with its other arrays, such as the left padding, and
+batch and dtype with the array of that name in other layers of the same kind. Only the
+first write to all empty caches of a kind can have any dtype.
 """
 
 import functools
@@ -30,23 +29,23 @@ from mlx_speculation.errors import InvalidRequestError
 
 Read = Callable[[Any], Any]
 
-# The other checked caches of one model and kind, by cache. Weak: they end as rounds do.
+# By cache, the checked caches of its model and kind. Weak, since they end with a round.
 _peers: "weakref.WeakKeyDictionary[Any, list[weakref.ref[Any]]]" = (
     weakref.WeakKeyDictionary()
 )
 
 
 def check_writes(cache: Any, name: str) -> None:
-    """Give `cache` a class of its own, which checks each write and then makes it.
+    """Change the class of `cache` to a subclass that checks each write first.
 
-    It derives from the class before, so that `isinstance` stays true.
+    `isinstance` stays true for the old class.
     """
     kind: Any = type(cache)
     cache.__class__ = _checked(kind, name)
 
 
 def check_together(caches: Sequence[Any]) -> None:
-    """Let checked caches of one kind compare a first write with what others hold."""
+    """Let checked caches of one kind compare a first write with each other's arrays."""
     kinds: dict[Any, list[weakref.ref[Any]]] = {}
     for cache in caches:
         slots = len(cache.cache) if isinstance(cache, ArraysCache) else 0
@@ -58,7 +57,7 @@ def check_together(caches: Sequence[Any]) -> None:
 
 @functools.cache
 def _checked(kind: Any, name: str) -> type:
-    """Return a subclass of `kind` that has the same attributes and methods."""
+    """Return a subclass of `kind` that checks writes, and else does the same."""
     body: dict[str, Any] = {"__slots__": ()}
     for method, check in _CHECKS.items():
         if hasattr(kind, method):
@@ -126,9 +125,9 @@ def _attribute(name: str) -> Read:
 
 
 def _held(cache: Any, read: Read) -> tuple[mx.array | None, bool]:
-    """Return what a cache holds, and whether it is packed.
+    """Return the array that `read` finds in a cache, and whether it is packed.
 
-    Of packed parts it is the last, which has the dtype that was written.
+    Of a packed array this is the last part, which has the dtype that was written.
     """
     buffer = read(cache)
     packed = isinstance(buffer, (list, tuple)) and bool(buffer)
@@ -139,7 +138,7 @@ def _held(cache: Any, read: Read) -> tuple[mx.array | None, bool]:
 def _check(
     cache: Any, what: str, new: mx.array, read: Read, *, width: bool = False
 ) -> None:
-    """Refuse `new` where it does not fit what `read` finds in this or a like cache."""
+    """Refuse `new` if it does not fit the array here or in a cache of the same kind."""
     buffer, packed = _held(cache, read)
     if buffer is not None:
         width = width and not packed
@@ -163,7 +162,7 @@ def _check(
 
 
 def _check_peers(cache: Any, what: str, new: mx.array, read: Read) -> None:
-    """Refuse a first write whose batch or dtype is not that of the like caches."""
+    """Refuse a first write whose batch or dtype differs from other layers."""
     for peer in _peers.get(cache, ()):
         other = peer()
         others = None if other is None else _held(other, read)[0]
@@ -180,13 +179,13 @@ def _check_peers(cache: Any, what: str, new: mx.array, read: Read) -> None:
 
 
 def _form(array: mx.array, width: bool) -> tuple[int, ...]:
-    """Return what of a shape no write may change; the rows are left out."""
+    """Return the parts of a shape that no write may change."""
     heads = array.shape[1:2] if array.ndim == 4 else ()
     return (array.ndim, *array.shape[:1], *heads, *(array.shape[-1:] if width else ()))
 
 
 def _converts(new: mx.array, old: mx.array) -> bool:
-    """Return whether the write changes a dtype; token ids may be any integers."""
+    """Return whether a write converts the dtype; integer dtypes count as one."""
     if new.dtype == old.dtype:
         return False
     return not all(mx.issubdtype(a.dtype, mx.integer) for a in (new, old))

@@ -1,4 +1,4 @@
-"""Journal of `ChunkedKVCache`, whose oldest rows go where a chunk is full.
+"""Journal of `ChunkedKVCache`, which drops its oldest rows when a chunk is full.
 
 The buffer holds the rows [start_position, offset), and a prefix is kept by moving the
 offset, as in a `KVCache`. Before each forward the model calls `maybe_trim_front`,
@@ -10,10 +10,10 @@ which drops the rows that the chunk has outgrown:
     commit(1)                                   rows [3, 8)
     rollback()                                  rows [3, 7)
 
-A drop replaces the arrays and writes never reach the old ones again, so those are
-noted before it and put back where it has to be undone. The price: a full chunk is
-held twice to the end of the round. `ChunkedKVCache.trim` is not used: it knows
-nothing of the rows dropped between two forwards.
+A drop replaces the arrays, and no later write changes the old ones. So the journal
+keeps the old arrays, and puts them back to undo the drop. This holds a full chunk twice
+until the end of the round. `ChunkedKVCache.trim` is not used: it ignores rows that were
+dropped between two forwards.
 """
 
 from typing import Any
@@ -25,12 +25,12 @@ from mlx_speculation.caches.journals.live import ListenedTo, listened_to_by
 
 
 class PresentedChunk(ListenedTo["ChunkedJournal"], ChunkedKVCache):
-    """The live cache, whose journal is called when rows are dropped."""
+    """The live cache, which calls its journal before it drops rows."""
 
     __slots__ = ()
 
     def maybe_trim_front(self) -> None:
-        """Note the state if rows are about to go, then drop them as natively."""
+        """Record the state if rows will be dropped, then drop them as mlx-lm does."""
         self.journal.note()
         super().maybe_trim_front()
 
@@ -45,7 +45,7 @@ class ChunkedJournal(KVJournal):
         self.presented = listened_to_by(self, PresentedChunk, cache)
 
     def note(self) -> None:
-        """Record the state before a trim of the front, if there will be one."""
+        """Record the state if a trim of the front will drop rows."""
         cache = self._cache
         kept = cache.offset - cache.start_position
         if cache.keys is not None and kept > cache.chunk_size:
@@ -58,7 +58,7 @@ class ChunkedJournal(KVJournal):
             super().commit(keep)
 
     def rollback(self) -> None:
-        """Undo every trim and move the offset back; an empty cache is so again."""
+        """Undo every trim and move the offset back; an empty cache is emptied again."""
         self._undo_trims(self._start)
         super().rollback()
 
@@ -66,4 +66,4 @@ class ChunkedJournal(KVJournal):
         """Undo the trims that came at offset `end` or later, the last one first."""
         while self._trims and self._trims[-1]["offset"] >= end:
             vars(self._cache).update(self._trims[-1])
-            self._trims.pop()  # last: an interrupted undo is done again
+            self._trims.pop()  # last, so that an interrupted undo is repeated

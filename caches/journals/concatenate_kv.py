@@ -1,10 +1,9 @@
 """Journal of `ConcatenateKVCache`, which makes new arrays with every write.
 
-The old arrays are kept by reference and put back; a prefix is sliced from the new
-ones. The price is what mlx-lm pays for each write anyway, a second copy of the rows,
-held to the end of the round. `ConcatenateKVCache.trim` is not used: it lowers the
-offset and leaves the rows, and the next write then follows the rows that were
-trimmed. A cache that was trimmed that way is refused.
+The journal keeps references to the old arrays; a rollback puts them back, and a commit
+slices a prefix from the new ones. So old and new rows are both in memory until the end
+of the round. `ConcatenateKVCache.trim` is not used: it lowers the offset but keeps the
+rows, and the next write is appended after them. A cache trimmed that way is refused.
 """
 
 from mlx_lm.models.cache import ConcatenateKVCache
@@ -17,7 +16,7 @@ class ConcatenateJournal(KVJournal):
     """Journal of one `ConcatenateKVCache`; the model sees the live cache itself.
 
     Raises:
-        UnsupportedCacheError: the cache was trimmed, so its rows are not its content.
+        UnsupportedCacheError: the cache was trimmed, and has more rows than `offset`.
     """
 
     def __init__(self, cache: ConcatenateKVCache, whole: bool = False) -> None:

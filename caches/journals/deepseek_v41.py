@@ -9,9 +9,9 @@ layer holds:
     compress_kv, index_k        the groups that were full by then: a slice
     pending_kv, pending_gate    the rows of the group that was open then
 
-An example: the ratio is 4, 2 rows are pending, and 5 rows are written. Then one group
-of 4 is closed, and 3 rows are pending. After a prefix of 1 row no group would be
-closed, and 3 other rows would be pending, which the cache does not have any more. So
+An example: the ratio is 4, 2 rows are pending, and 5 rows are written. This closes one
+group of 4 rows, and 3 rows are pending. After a prefix of 1 row, no group would be
+closed, and 3 other rows would be pending, which the cache no longer has. So
 the journal records the call of the compressor, which makes the pending rows, and runs
 it again over the prefix, as it does with the mixers of `ArraysCache`. The hook of the
 compressor (`mlx_speculation.models`) calls `RecordingLayerCache.record`. `written` is
@@ -51,7 +51,7 @@ def _rows(array: mx.array | None) -> int:
 
 @dataclass(slots=True)
 class LayerWrite:
-    """One forward: the state before it, the new rows, the call of the compressor."""
+    """One forward: the state before it, the new rows, the compressor's call."""
 
     before: LayerCache
     rows: mx.array  # [batch, n, dim]
@@ -73,7 +73,7 @@ class LayerWrite:
 
         Args:
             after: the state after the whole write.
-            keep: how many positions of the write.
+            keep: the number of positions to keep.
         """
         state: Any = copied(self.before)
         if keep == 0:
@@ -108,13 +108,13 @@ class RecordingLayerCache(LayerCache):
     writes: list[LayerWrite]
 
     def update_window(self, kv: mx.array) -> mx.array:
-        """Note the state before a write of kv [batch, n, dim], then write natively."""
+        """Record the state before a write of kv [batch, n, dim], then write."""
         self.writes.append(LayerWrite(copied(self), kv))
         return super().update_window(kv)
 
     @contextmanager
     def record(self, call: RecordedCall) -> Iterator[None]:
-        """Record the compressor's call of the last write of the window."""
+        """Record the compressor's call for the last write of the window."""
         if self.writes:
             self.writes[-1].call = call
         yield

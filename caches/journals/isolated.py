@@ -1,22 +1,22 @@
-"""A journal of any kind that writes nothing live before the commit.
+"""A journal of any kind of cache that leaves the live cache alone until the commit.
 
 The model writes to a twin: an object of the same class with the same attributes, the
-arrays detached and the lists copied. An ordinary journal of the twin keeps a prefix
-or undoes it, and the commit then gives the live cache the twin's attributes in one
-step. Until then a reader of the live cache, or a crash at any line, meets it as it was:
+arrays detached and the lists copied. An ordinary journal of the twin keeps a prefix or
+undoes it. The commit then gives the live cache the twin's attributes in one step. Until
+then the live cache does not change, even if the process crashes:
 
     opened                     live: offset 5, buffer A     twin: offset 5, buffer A
     the model writes 3 rows    live: offset 5, buffer A     twin: offset 8, buffer B
     commit(1)                  live: offset 6, buffer B
     rollback()                 live: offset 5, buffer A
 
-The price: the twin's first write copies the whole buffer, since A has two owners then,
-and A and B are both in memory until the speculation object is gone. An ordinary
-speculation copies nothing of a KV cache.
+The twin's first write copies the whole buffer, since A has two owners then, and both A
+and B are in memory as long as the speculation object. An ordinary speculation copies
+nothing of a KV cache.
 
-What it cannot copy it refuses. The rows that journals save of a ring belong to one
-object, so a twin begins without and pays for its own; the count of loose padding of a
-batch is handed over.
+A cache with values that cannot be copied is refused. The rows that journals save of a
+ring belong to one object, so a twin saves its own. A twin of a batch cache takes over
+the count of common padding.
 """
 
 from collections.abc import Callable
@@ -35,9 +35,9 @@ _UNCHANGING = (type(None), Number, str, bytes, mx.Dtype)
 
 
 def twin_of(cache: Any) -> Any:
-    """Return an object of mlx-lm's class; writes to it do not reach `cache`.
+    """Return a copy of mlx-lm's class; writes to it do not reach `cache`.
 
-    No snapshot shares rows with a twin, so that it is not watched.
+    The copy is not watched, since no snapshot shares rows with it.
 
     Raises:
         UnsupportedCacheError: an attribute is of a type that cannot be copied safely.
@@ -51,7 +51,7 @@ def twin_of(cache: Any) -> Any:
 
 
 def _detached(value: Any, place: str) -> Any:
-    """Copy the containers; an array gets a second owner, so that a write copies it."""
+    """Copy containers; give arrays a second owner, so that a write copies them."""
     if isinstance(value, mx.array):
         return value[...]
     if type(value) in (list, tuple):
@@ -68,19 +68,19 @@ def _detached(value: Any, place: str) -> Any:
 
 
 class IsolatedJournal:
-    """Journal of one cache of any kind; the live cache changes at commit only.
+    """Journal of one cache of any kind; the live cache changes only at the commit.
 
-    Writes to `presented` are checked before they are made, see `checked_writes`.
+    Each write to `presented` is checked first; see `checked_writes`.
     """
 
     live = False
 
     def __init__(self, cache: Any, twin: Any, inner: Journal) -> None:
         self._cache, self._twin, self._inner = cache, twin, inner
-        self._before = vars(cache)  # the dict itself: nothing changes it until then
+        self._before = vars(cache)  # the dict itself, which stays as it is
         self._loose = loose(cache)
         set_loose(twin, self._loose)
-        self.presented = inner.presented  # what an ordinary journal of the twin does
+        self.presented = inner.presented
         check_writes(self.presented, type(cache).__name__)
 
     @property
@@ -90,7 +90,7 @@ class IsolatedJournal:
 
     @property
     def rows(self) -> int | None:
-        """Sequences that may keep different numbers; see `Journal`."""
+        """Number of rows that may keep different numbers; see `Journal`."""
         return self._inner.rows
 
     def prepare(self, keep: Keep) -> None:
@@ -104,7 +104,7 @@ class IsolatedJournal:
         set_loose(self._cache, loose(self._twin))
 
     def rollback(self) -> None:
-        """Give the live cache its own attributes back; before a commit it has them."""
+        """Give the live cache its old attributes back, which a commit replaced."""
         self._cache.__dict__ = self._before
         set_loose(self._cache, self._loose)
 

@@ -1,14 +1,13 @@
-"""Journal of `KVCache` and `QuantizedKVCache`: a prefix is kept by moving the offset.
+"""Journal of `KVCache` and `QuantizedKVCache`: it keeps a prefix by the offset.
 
     opened at offset 5, the model writes 3 rows     rows [0, 8), offset 8
     commit(1)                                       rows [0, 6), offset 6
     rollback()                                      rows [0, 5), offset 5
 
-Rows at and past the offset are never read and are overwritten by the next write, so
-nothing is copied. A second reference to the buffer would make the next write copy
-all of it; the journal holds none. A quantized cache has three buffers each for keys
-and values (packed numbers, scales, biases), all with rows on the same axis, and each
-row is quantized by itself.
+Rows at and past the offset are never read, and later writes overwrite them, so nothing
+is copied. The journal holds no reference to a buffer, which would make the next write
+copy all of it. A quantized cache has three buffers each for keys and values (packed
+numbers, scales, biases), all with rows on the same axis; each row is quantized alone.
 """
 
 from collections.abc import Sequence
@@ -23,11 +22,10 @@ from mlx_speculation.caches.types.padded_kv import KeySteps, in_steps
 
 
 class KVJournal(LiveJournal):
-    """Journal of one cache by length; the live cache itself is what the model sees.
+    """Journal of one cache by its length; the model sees the live cache itself.
 
-    With `steps` it sees a `KVCache` in whole steps of rows, with `shape` either kind in
-    a fixed view. Whether a part may be kept makes no difference, so `whole` is not
-    looked at.
+    With `steps` the model sees a `KVCache` in whole steps of rows, and with `shape`
+    either kind in a fixed view. `whole` makes no difference here.
 
     Attributes:
         presented: the live cache, or a view of it.
@@ -37,7 +35,7 @@ class KVJournal(LiveJournal):
 
     def __init__(
         self,
-        cache: Any,  # one whose rows are [0, offset)
+        cache: Any,  # its rows are [0, offset)
         whole: bool = False,
         steps: KeySteps | None = None,
         shape: FixedShape | None = None,
@@ -53,7 +51,7 @@ class KVJournal(LiveJournal):
 
     @classmethod
     def since(cls, cache: KVCache, start: int, was_empty: bool) -> "KVJournal":
-        """Return a journal as if it had been opened at an earlier offset."""
+        """Return a journal as if it had been opened at offset `start`."""
         journal = cls(cache)
         journal._start, journal._was_empty = start, was_empty
         return journal
@@ -64,7 +62,7 @@ class KVJournal(LiveJournal):
         return int(self._cache.offset - self._start)
 
     def commit(self, keep: int) -> None:
-        """Move the offset to the end of the kept rows; 0 if the model wrote none."""
+        """Move the offset to the end of the kept rows, if the model wrote any."""
         if self.written:
             self._cache.offset = self._start + keep
 
@@ -79,13 +77,14 @@ class KVJournal(LiveJournal):
 
 
 class KVJournals:
-    """Journals of the caches of a model that has no other kind, made when asked for.
+    """All journals of a model that has `KVCache`s only, made when one is needed.
 
-    A prefix of what all layers wrote is kept without them, by moving the offsets; to
-    make and to ask one for every layer costs a small model's step on a GPU 0.5 %.
+    If all layers wrote the same number of rows, moving the offsets keeps a prefix
+    without any journal. Making a journal for every layer would cost a small model's
+    step on a GPU 0.5 %.
 
     Attributes:
-        start: the largest offset, when this was made.
+        start: the largest offset at the beginning of the round.
     """
 
     __slots__ = ("_caches", "_empty", "_starts", "start")
@@ -94,21 +93,21 @@ class KVJournals:
         self._caches = caches
         self._starts: list[int] = []
         self._empty: list[bool] = []
-        for cache in caches:  # no comprehension, which is a call
+        for cache in caches:  # a comprehension would cost a call
             self._starts.append(cache.offset)
             self._empty.append(cache.keys is None)
         self.start = max(self._starts)
 
     @classmethod
     def of(cls, caches: Sequence[Any]) -> "KVJournals | None":
-        """Return them for KV caches, each in one place; None for any others."""
+        """Return the journals; None if caches are of other kinds, or one is twice."""
         kinds, places = set(map(type, caches)), set(map(id, caches))
         return (
             cls(caches) if kinds == {KVCache} and len(places) == len(caches) else None
         )
 
     def wrote(self) -> int | None:
-        """Return how many rows every layer wrote; None where they differ."""
+        """Return how many rows every layer wrote; None: the layers differ."""
         count = int(self._caches[0].offset) - self._starts[0]
         for cache, start in zip(self._caches, self._starts, strict=True):
             if cache.offset - start != count:
@@ -116,20 +115,20 @@ class KVJournals:
         return count
 
     def commit(self, keep: int) -> None:
-        """Keep the first `keep` rows, from 1, of those that every layer wrote."""
+        """Keep the first `keep` rows written, at least 1, in every layer."""
         for cache, start in zip(self._caches, self._starts, strict=True):
             cache.offset = start + keep
 
     def opened(self) -> list[KVJournal]:
-        """Return a journal for every cache, as it was when this was made."""
+        """Return a journal for every cache, as if opened when this object was made."""
         states = zip(self._caches, self._starts, self._empty, strict=True)
         return [KVJournal.since(cache, start, empty) for cache, start, empty in states]
 
 
 def even_out(cache: Any) -> None:
-    """Cut all buffers to the shortest, rows being on the last axis but one.
+    """Cut all buffers to the shortest; rows are on the last axis but one.
 
-    They differ only after an interruption, because they grow one after the other.
+    Buffers grow one after the other, so they differ only after an interruption.
     """
     buffers: Any = tree_flatten((cache.keys, cache.values))
     lengths = {buffer.shape[-2] for _, buffer in buffers}

@@ -1,8 +1,8 @@
-"""Journals whose model writes to the live cache, and what the model gets in its place.
+"""Base classes of journals whose model writes to the live cache.
 
-What it gets may be of a class of its own that shares the live cache's `__dict__`, so
-that every attribute that a model reads or sets is the live one. What such an object
-holds beside the cache stands in slots, outside of that dict.
+The model gets the live cache, or an object of a subclass that shares the live cache's
+`__dict__`: every attribute that the model reads or sets is then the live one. Such an
+object keeps its own data in slots, outside of that dict.
 """
 
 import weakref
@@ -12,10 +12,10 @@ JournalT = TypeVar("JournalT")
 
 
 class LiveJournal:
-    """Base of journals on live caches; one that can refuse a part says so.
+    """Base of journals on live caches.
 
     Attributes:
-        presented: what the model gets: the live cache, or what shares its attributes.
+        presented: the live cache, or an object that shares its attributes.
     """
 
     __slots__ = ()
@@ -24,36 +24,36 @@ class LiveJournal:
 
     @property
     def rows(self) -> int | None:
-        """Sequences that may keep different numbers: one."""
+        """Number of rows that may keep different numbers: one."""
         return 1
 
     def prepare(self, keep: Any) -> None:
-        """Nothing can fail."""
+        """Do nothing: by default no part of a commit can fail."""
 
 
 class ListenedTo(Generic[JournalT]):
-    """The first base of a presented class whose journal is called on every write."""
+    """The first base of a presented class that calls its journal on every write."""
 
     __slots__ = ("_journal",)
-    _journal: "weakref.ref[JournalT]"  # strong, it would be a cycle
+    _journal: "weakref.ref[JournalT]"  # weak, since a strong one would be a cycle
 
     @property
     def journal(self) -> JournalT:
-        """The journal, while its round lasts."""
+        """The journal, which lives until the end of its round."""
         journal = self._journal()
         assert journal is not None
         return journal
 
 
 def sharing(cache: Any, kind: Any) -> Any:
-    """Return a `kind`, a subclass of the cache's own, that is the live cache."""
+    """Return a view of the cache: a `kind`, a subclass of its class."""
     presented = object.__new__(kind)
     presented.__dict__ = cache.__dict__
     return presented
 
 
 def listened_to_by(journal: Any, kind: Any, cache: Any) -> Any:
-    """Return a `kind`, a `ListenedTo` subclass, that is the live cache to a model."""
+    """Return a view of the cache that calls `journal`: a `kind`, see `ListenedTo`."""
     presented = sharing(cache, kind)
     presented._journal = weakref.ref(journal)
     return presented

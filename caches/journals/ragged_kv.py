@@ -1,6 +1,6 @@
-"""Journal of ragged batches, plain and quantized: rows are kept by their lengths.
+"""Journal of ragged batches, plain and quantized: it keeps a prefix by row lengths.
 
-Nothing is copied; what was written past a row's length is overwritten later.
+Nothing is copied; positions past a row's length are overwritten later.
 """
 
 from operator import add
@@ -20,7 +20,7 @@ class RaggedJournal(LiveJournal):
 
     @property
     def rows(self) -> int:
-        """Sequences in the batch."""
+        """Number of sequences in the batch."""
         return len(self._lengths)
 
     @property
@@ -30,12 +30,12 @@ class RaggedJournal(LiveJournal):
 
     def commit(self, keep: Keep) -> None:
         """Set every row's length."""
-        if self._cache.lengths is not self._lengths:  # it has written
+        if self._cache.lengths is not self._lengths:  # the model has written
             each = [keep] * self.rows if isinstance(keep, int) else keep
-            self._cache.lengths = [*map(add, self._lengths, each)]  # as many
+            self._cache.lengths = [*map(add, self._lengths, each)]
 
     def rollback(self) -> None:
-        """Give the lengths back; an empty cache becomes empty again."""
+        """Restore the lengths; an empty cache becomes empty again."""
         self._cache.lengths = self._lengths
         if self._was_empty:
             self._cache.keys = self._cache.values = None

@@ -1,7 +1,7 @@
-"""Base of the journals of rings: notes of all writes, and the undoing of the last.
+"""Base of the journals of rings: it records each write, and can undo the last one.
 
-How a ring writes decides how a write is undone (W is `max_size`, `count` the positions
-that were ever written):
+The kind of write decides how it is undone. W is `max_size`, and `count` the number of
+positions that were ever written:
 
     a write of                  what mlx-lm does                      undone by
     2 positions or more         new arrays: W-1 oldest kept + new     the old arrays
@@ -10,9 +10,9 @@ that were ever written):
     1, more than W held         new arrays: cut to W, then a slot     the old arrays
     1, W held                   the oldest position is overwritten    the saved one
 
-The overwritten position has to be copied before the write, and a slice that is not yet
-evaluated would make the write copy the whole window. So they are saved in blocks of
-`SAVED_ROWS` before their turn: one window copy in that many writes.
+An overwritten position has to be copied before the write. A lazy slice of it would make
+the write copy the whole window. So positions are saved ahead in blocks of `SAVED_ROWS`,
+which costs one copy of the window in that many writes.
 """
 
 import weakref
@@ -30,9 +30,9 @@ SAVED_ROWS = 64
 class SavedSlots:
     """Slots of a full ring, copied before single writes overwrite them.
 
-    `keys` and `values` are the arrays of the cache: single writes that a journal
-    notes bring the new ones here. With any others the copy is stale. The references
-    are weak, since a second one would make the next write copy the window.
+    `keys` and `values` are the cache's arrays; after each recorded single write they
+    are updated. If the cache has other arrays, the copy is stale. The references are
+    weak, since a strong one would make the next write copy the window.
     """
 
     keys: "weakref.ref[mx.array]"
@@ -42,12 +42,12 @@ class SavedSlots:
     slots: mx.array  # [batch, heads, slots, key dim + value dim]
 
     def slot(self, index: int) -> mx.array:
-        """Return what was saved of slot `index`, one position."""
+        """Return the saved position of slot `index`."""
         index -= self.first_slot
         return self.slots[..., index : index + 1, :]
 
     def holds(self, cache: Any, slot: int, count: int) -> bool:
-        """Return whether what is in `slot` after `count` positions is known."""
+        """Return whether the position in `slot` after `count` positions is saved."""
         index = slot - self.first_slot
         return (
             self.keys() is cache.keys
@@ -65,26 +65,26 @@ class Write:
     """One write and the cache before it."""
 
     width: int  # positions written
-    # Keys and values, where the journal needs them to keep a part.
+    # The written keys and values, if the journal needs them to keep a part.
     rows: tuple[mx.array, mx.array] | None
-    fields: dict[str, Any]  # what a write replaces, besides the arrays
-    # Keys and values, where the write makes new ones.
+    fields: dict[str, Any]  # the ring's other fields before the write
+    # The cache's keys and values before the write, if the write makes new arrays.
     arrays: tuple[mx.array | None, mx.array | None] | None
-    # A slot, and where its position is saved.
+    # The slot that the write overwrites, and the block that has its old position.
     overwritten: tuple[int, SavedSlots] | None
 
 
 class RingJournal(LiveJournal):
-    """Notes of the writes to one ring, of one sequence or of a batch.
+    """Record of the writes to one ring, of one sequence or of a batch.
 
     Args:
         cache: the live ring.
-        whole: all that is written will be kept, or nothing.
+        whole: whether all positions or none will be kept.
         presented: the class that the model gets, a `ListenedTo`.
 
     Attributes:
-        names: the fields of the ring that a write replaces, besides the arrays; the
-            first counts the positions that were ever written.
+        names: the fields that a write replaces, besides the arrays; the first counts
+            the positions that were ever written.
     """
 
     names: tuple[str, ...]
@@ -97,7 +97,7 @@ class RingJournal(LiveJournal):
 
     @property
     def count(self) -> int:
-        """Positions that were ever written to the ring, the same for all rows."""
+        """Number of positions ever written to the ring, the same for all rows."""
         return int(getattr(self._cache, self.names[0]))
 
     @property
@@ -113,7 +113,7 @@ class RingJournal(LiveJournal):
         grows = columns <= self.count and columns < cache.max_size
         if width > 1 or grows or columns > cache.max_size:
             arrays = cache.keys, cache.values
-            _saved.pop(cache, None)  # stale now
+            _saved.pop(cache, None)  # the write makes them stale
         elif self.count >= cache.max_size:
             overwritten = self._slot_about_to_go()
         rows = self._rows_to_hold(keys, values)
@@ -121,7 +121,7 @@ class RingJournal(LiveJournal):
         self._writes.append(write)
 
     def noted(self) -> None:
-        """Note with the saved slots which arrays a single write has made."""
+        """Update the saved slots' references to the arrays after a single write."""
         saved = _saved.get(self._cache)
         if saved is not None and self._writes[-1].overwritten is not None:
             saved.keys = weakref.ref(self._cache.keys)
@@ -135,20 +135,20 @@ class RingJournal(LiveJournal):
     def _fields(self) -> dict[str, Any]:
         """Return the fields of `names`."""
         fields = {name: getattr(self._cache, name) for name in self.names}
-        if "left_padding" in fields:  # which writes change in place
+        if "left_padding" in fields:  # writes change this array in place
             fields["left_padding"] = fields["left_padding"][...]
         return fields
 
     def _rows_to_hold(
         self, keys: mx.array, values: mx.array
     ) -> tuple[mx.array, mx.array] | None:
-        """Return what of a write is needed to keep a part of it; None: nothing."""
+        """Return the arrays needed to keep a part of a write; None: none are."""
         return None
 
     def _slot_about_to_go(self) -> tuple[int, SavedSlots]:
-        """Return the slot that the next single write takes, with its content saved."""
+        """Return the slot that the next single write takes; save its content."""
         cache, count = self._cache, self.count
-        first = getattr(cache, "keep", 0)  # those before never leave
+        first = getattr(cache, "keep", 0)  # earlier slots are never overwritten
         slot = first if cache._idx == cache.max_size else cache._idx
         saved = _saved.get(cache)
         if saved is None or not saved.holds(cache, slot, count):
@@ -168,13 +168,12 @@ class RingJournal(LiveJournal):
             cache.values[..., slot : slot + 1, :] = row[..., key_dim:]
         vars(cache).update(write.fields)
         self._forget_undone_slots()
-        self._writes.pop()  # last: an interrupted undo is done again
+        self._writes.pop()  # last, so that an interrupted undo is repeated
 
     def _forget_undone_slots(self) -> None:
-        """Drop a block of saved slots of which some may have been undone since.
+        """Drop the saved slots if writes from before the save were undone.
 
-        It holds positions from before `first_count`; below that, others take their
-        slots.
+        The next writes may then put other positions into these slots.
         """
         saved = _saved.get(self._cache)
         if saved is not None and self.count < saved.first_count:
@@ -182,7 +181,7 @@ class RingJournal(LiveJournal):
 
 
 def _copied(cache: Any, start: int, stop: int) -> mx.array:
-    """Copy slots, [batch, heads, stop - start, key dim + value dim]; wait for none."""
+    """Copy slots [batch, heads, stop - start, key dim + value dim], without waiting."""
     slots = mx.concatenate(
         [cache.keys[..., start:stop, :], cache.values[..., start:stop, :]], axis=-1
     )

@@ -1,17 +1,17 @@
 """Journal of `RotatingKVCache`, before and after the window has wrapped.
 
-In a round each row of a write has to see the same rows as if it were written alone.
-mlx-lm's mask differs from that in two cases, in which a round gets another mask:
+In a round, each row of a write has to see the same rows as if it were written alone.
+mlx-lm's mask breaks this in two cases, where a round gets another mask:
 
 - The model asks for a window larger than `max_size` (plamo3 asks for one row more). A
-  single row sees the last `max_size` rows all the same. Several rows would see more.
-- `keep` is above 0. A single row sees the first `keep` rows and the last others. Of
-  several rows, all but the first would not see the first `keep` rows.
+  row written alone sees only the last `max_size` rows. Several rows would see more.
+- `keep` is above 0. A row written alone sees the first `keep` rows and the newest of
+  the rest. In a write of several rows, only the first would see the first `keep` rows.
 
-A prompt is kept whole, and gets the native mask.
+A prompt is kept whole, and gets mlx-lm's mask.
 
-To keep a prefix of a write of several rows, the journal slices off the tail. The rows
-that mlx-lm evicted before the write are not needed then: at least `max_size` - 1 older
+To keep a prefix of a write of several rows, the journal slices off the tail. It does
+not need the rows that mlx-lm evicted before the write: at least `max_size` - 1 older
 rows and the first row of the write remain. `RotatingKVCache.trim` is not used, as it
 leaves rejected rows visible after a wrap. `caches.journals.ring` undoes whole writes.
 """
@@ -31,7 +31,7 @@ class PresentedRing(ListenedTo["RotatingJournal"], RotatingKVCache):
     __slots__ = ()
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
-        """Note the state before the write, then write as the native ring does.
+        """Record the state before the write, then write as mlx-lm does.
 
         Args:
             keys: [batch, heads, rows, key dim].
@@ -46,7 +46,7 @@ class PresentedRing(ListenedTo["RotatingJournal"], RotatingKVCache):
         window_size: int | None = None,
         return_array: bool = False,
     ) -> Any:
-        """Return the native mask; in a round, that of rows written alone."""
+        """Return mlx-lm's mask; in a round, the mask of rows written alone."""
         if self.journal.whole:
             return super().make_mask(N, window_size, return_array)
         if window_size is not None:
@@ -58,7 +58,7 @@ class PresentedRing(ListenedTo["RotatingJournal"], RotatingKVCache):
 
 
 def _mask_with_first_rows(cache: Any, count: int) -> mx.array:
-    """Return a mask by which rows see the first `keep` rows and the last others.
+    """Return a mask that shows the first `keep` rows and the newest of the rest.
 
     Returns:
         bool [count, columns], with a column for each row that the ring shows after a

@@ -1,15 +1,16 @@
-"""Cache classes of our own, and conversions from and to mlx-lm's.
+"""Cache classes of this project, and conversions from and to mlx-lm's.
 
     sliding_kv    a sliding window in order, with slack, in place of mlx-lm's ring
     ragged_kv     a batch whose rows end at different columns
-    ragged_quantized_kv   the same of quantized rows
-    padded_kv     keys shown in blocks of fixed size
-    shared_rows   live caches whose rows a snapshot shares
+    ragged_quantized_kv   such a batch with quantized rows
+    padded_kv     keys padded to whole steps of rows, for cuDNN
+    fixed_view    keys in views of fixed sizes, for exact mode
+    tree_view     caches as a model sees them while it is fed a tree
+    shared_rows   rows that a snapshot shares with a live cache
     leaves        the leaf caches in a list of caches, and the positions they hold
     convert       whole lists of caches from one class to another
 
-They hold keys and values in a layout that is cheaper to roll back or to batch. How a
-round on them is undone is in `caches.journals`; models and drafters are not known.
+Their layouts are cheaper to roll back or to batch. `caches.journals` rolls them back.
 """
 
 from mlx_speculation.caches.types.ragged_kv import RaggedKVCache

@@ -1,12 +1,12 @@
-"""Lists of caches in other types: sliding and ring, single sequences and batches.
+"""Conversions of lists of caches: sliding and ring, single sequences and batches.
 
     caches = with_slack(make_prompt_cache(model))      for speed
-    save_prompt_cache("prompt", as_native(caches))     mlx-lm loads its own kinds only
+    save_prompt_cache("prompt", as_native(caches))     mlx-lm loads only its own kinds
     batch = merged([caches, others])                   two sequences in one batch
 
-`with_slack` and `as_native` return new lists and leave the given caches as they are. A
-cache that is not replaced stands in both lists, so use one of the two lists afterwards.
-Batches use what mlx-lm's caches offer for them: merge, extend, filter and extract.
+`with_slack` and `as_native` return new lists and do not change the given caches. A
+cache that is not replaced is in both lists, so use only one of the lists afterwards.
+Batches use the methods of mlx-lm's caches: merge, extend, filter and extract.
 """
 
 from collections.abc import Callable, Sequence
@@ -52,7 +52,7 @@ def as_native(caches: Sequence[Any]) -> list[Any]:
 def _replaced(
     caches: Sequence[Any], due: Callable[[Any], bool], change: Callable[[Any], Any]
 ) -> list[Any]:
-    """Return the caches with another one for each leaf that is due."""
+    """Return the caches with each leaf that is `due` replaced by `change` of it."""
     return [
         CacheList(*_replaced(cache.caches, due, change))
         if type(cache) is CacheList
@@ -64,10 +64,10 @@ def _replaced(
 
 
 def merged(rows: Sequence[Sequence[Any]], *, in_steps: bool = False) -> list[Any]:
-    """Return the caches of a batch of these sequences: what they hold is copied.
+    """Return batch caches with copies of the contents of these sequences' caches.
 
     Args:
-        rows: the caches of each, one per layer.
+        rows: the caches of each sequence, one per layer.
         in_steps: see `RaggedKVCache`.
     """
     result = _merged([as_native(caches) for caches in rows])
@@ -93,16 +93,16 @@ def _merged(rows: Sequence[Sequence[Any]]) -> list[Any]:
 
 
 def extend_all(caches: Sequence[Any], others: Sequence[Any]) -> None:
-    """Let the caches of a batch hold the rows of others behind their own.
+    """Append the rows of other batch caches to these caches.
 
-    If that fails in one layer, all are as before: to extend a cache is to assign new
+    If one layer fails, all caches are restored: extending a cache only assigns new
     arrays to its attributes.
     """
     before = [(vars(leaf), dict(vars(leaf))) for leaf in flat(caches)]
     try:
         for cache, other in zip(caches, others, strict=True):
             cache.extend(other)
-        mx.eval(states(caches))  # out of memory shows here, not in a round
+        mx.eval(states(caches))  # so that running out of memory is noticed here
     except BaseException:
         for attributes, old in before:
             attributes.clear()
@@ -111,12 +111,12 @@ def extend_all(caches: Sequence[Any], others: Sequence[Any]) -> None:
 
 
 def has_states(caches: Sequence[Any]) -> bool:
-    """Return whether a layer has a state that follows from all tokens, and no rows."""
+    """Return whether a layer has a recurrent state instead of rows."""
     return any(isinstance(leaf, ArraysCache) for leaf in flat(caches))
 
 
 def meets_plans(caches: Sequence[Any]) -> bool:
-    """Return whether cuDNN plans attention anew for each number of rows."""
+    """Return whether cuDNN builds an attention plan for each new number of rows."""
     buffers = [leaf.keys for leaf in flat(caches) if is_batch(leaf)]
     return any(
         isinstance(keys, mx.array) and asks_cudnn(keys.dtype) for keys in buffers
@@ -124,12 +124,12 @@ def meets_plans(caches: Sequence[Any]) -> bool:
 
 
 def columns_shown(caches: Sequence[Any]) -> tuple[int, ...]:
-    """Return the numbers of columns that a batch's last write has shown, each once."""
+    """Return the distinct numbers of columns that the layers' last writes returned."""
     result = [leaf for leaf in flat(caches) if isinstance(leaf, RaggedKVCache)]
     return tuple(sorted({leaf.shown for leaf in result}))
 
 
 def others_are_longer(caches: Sequence[Any], rows: Sequence[int]) -> bool:
-    """Return whether a batch has a step of columns more than these rows need."""
+    """Return whether other rows of a batch need more steps of columns than these."""
     result = [leaf for leaf in flat(caches) if isinstance(leaf, RaggedKVCache)]
     return any(leaf.needed() > leaf.needed(rows) for leaf in result)

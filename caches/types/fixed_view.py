@@ -1,26 +1,26 @@
-"""Keys and values in views whose size depends on the position of a row alone.
+"""Keys and values in views whose size depends only on the position of a row.
 
 A row's result depends on the shapes of the operations that compute it. So in exact mode
-every forward has the same number of rows, and a row at position p is shown
+every forward has the same number of rows, and a row at position p gets a view of
 
     V(p) = step * (p // step + 1)
 
-rows of a cache, of which a boolean mask hides what is behind it:
+rows of a cache, where a boolean mask hides the rows after p:
 
     step 256, rows 8    offset 3      256 keys, bool mask [8, 256]
                         offset 250    256 keys; rows 250 to 255 of the text fit
                         offset 256    512 keys
 
-All rows of a text in one forward share a view, so `FixedShape.room` ends at the next
-step. Padding that reaches past it is not written; what it computes is of no interest.
-A buffer is exactly as long as its view, so that strides follow from the position too.
-It grows by a copy at each step, as mlx-lm's does.
+All rows of a forward share a view, so `FixedShape.room` ends at the next step. Padding
+rows past the view are not written, and nobody reads their results. A buffer is exactly
+as long as its view, so that its strides depend only on the position too. It grows by a
+copy at each step, as mlx-lm's does.
 
-A sliding window is shown with all rows that any row of the step may see: positions
-[start - max_size, start + step) for a step that begins at `start`, from 0.
+The view of a sliding window has all rows that any row of the step may see: positions
+[start - max_size, start + step), from 0, for a step that begins at `start`.
 
 The classes share the `__dict__` of a live cache (see `caches.journals`): offsets and
-buffers are the live ones, and what was written is taken back by moving an offset.
+buffers are the live ones, and moving the offset undoes writes.
 """
 
 from dataclasses import dataclass
@@ -44,14 +44,14 @@ class FixedShape:
     """The shape of every forward in exact mode.
 
     Raises:
-        InvalidRequestError: one of them is out of its range.
+        InvalidRequestError: a number is out of its range.
     """
 
-    rows: int = ROWS  # of a forward: the last token, drafts and padding. From 2 to 64
-    step: int = STEP  # by how many rows the view of the keys grows, from `rows` on
+    rows: int = ROWS  # rows of a forward: the last token, drafts and padding; 2 to 64
+    step: int = STEP  # the view of the keys grows by so many rows; at least `rows`
 
     def __post_init__(self) -> None:
-        """Check both."""
+        """Check both numbers."""
         if type(self.rows) is not int or not 2 <= self.rows <= MOST_ROWS:
             raise InvalidRequestError(
                 f"The rows of a forward are {self.rows!r}, and a whole number from 2 "
@@ -65,26 +65,26 @@ class FixedShape:
             )
 
     def shown(self, position: int) -> int:
-        """Return V(position): how many rows of a cache a row there is shown."""
+        """Return V(position), the number of rows in the view at this position."""
         return self.step * (position // self.step + 1)
 
     def room(self, position: int) -> int:
-        """Return how many tokens a forward may be fed at a position, from 1."""
+        """Return how many tokens a forward at a position can take, at least 1."""
         return min(self.rows, self.shown(position) - position)
 
 
 def fixed_mask(
     rows: int, offset: int, first: int, stop: int, window: int | None
 ) -> mx.array:
-    """Return which of the positions [first, stop) rows from `offset` on see.
+    """Return the mask of rows from `offset` on over the positions [first, stop).
 
     Args:
-        rows: how many rows.
-        offset: the position of the first one.
+        rows: number of rows.
+        offset: the position of the first row.
         first: the position of the first column.
-        stop: the position after the last one. Rows from there on see what the last
-            position sees, so that no row sees nothing.
-        window: how many positions a row sees at most, itself included; None: all.
+        stop: the position after the last column. A row from there on sees the same as a
+            row at `stop` - 1, so that no row of the mask is empty.
+        window: the most positions that a row sees, itself included; None: all.
 
     Returns:
         bool [rows, stop - first].
@@ -98,7 +98,7 @@ def fixed_mask(
 
 
 class _FixedRows:
-    """A live cache of all rows, shown in a fixed view."""
+    """Fixed view of a live cache that keeps all rows."""
 
     __slots__ = ()
     _live: Any
@@ -116,7 +116,7 @@ class _FixedRows:
         return fixed_mask(N, offset, 0, stop, window_size)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
-        """Write rows, as many as the view has room for, and return the view.
+        """Write the rows that fit into the view, and return the view.
 
         Args:
             keys: [batch, heads, rows, key dim].
@@ -127,14 +127,14 @@ class _FixedRows:
         stop = self._shape.shown(start)
         fits = min(rows, stop - start)
         _fit(live, stop)
-        # As the live cache writes, so that who shares its rows learns of it.
+        # Through the live cache, which may be watched for snapshots that share rows.
         live.update_and_fetch(keys[..., :fits, :], values[..., :fits, :])
-        _fit(live, stop)  # the first write has made buffers of mlx-lm's size
+        _fit(live, stop)  # after a first write, buffers have mlx-lm's size
         live.offset = start + rows
         return live.keys, live.values
 
     def keys_and_values(self) -> Any:
-        """Return the view of the last write."""
+        """Return the view as after the last write."""
         return self._live.keys, self._live.values
 
 
@@ -151,7 +151,7 @@ class FixedQuantizedKVCache(_FixedRows, QuantizedKVCache):
 
 
 class FixedSlidingKVCache(SlidingKVCache):
-    """A `SlidingKVCache` in a fixed view: row 0 of its buffers is the view's first."""
+    """A `SlidingKVCache` in a fixed view, whose first row is row 0 of the buffers."""
 
     __slots__ = ("_live", "_shape")
     _shape: FixedShape
@@ -167,7 +167,7 @@ class FixedSlidingKVCache(SlidingKVCache):
     def update_and_fetch(
         self, keys: mx.array, values: mx.array
     ) -> tuple[mx.array, mx.array]:
-        """Write rows, as many as the view has room for, and return the view."""
+        """Write the rows that fit into the view, and return the view."""
         first, stop = self._range()
         start, rows = self.offset - first, keys.shape[2]
         fits = min(rows, stop - self.offset)
@@ -180,21 +180,21 @@ class FixedSlidingKVCache(SlidingKVCache):
         return self.keys, self.values
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Return the view of the last write."""
+        """Return the view as after the last write."""
         return self.keys, self.values
 
     def _range(self) -> tuple[int, int]:
-        """Return the positions [first, stop) that a row at the offset is shown."""
+        """Return the positions [first, stop) of the view at the offset."""
         stop = self._shape.shown(self.offset)
         return max(stop - self._shape.step - self.max_size, 0), stop
 
     def _lay_out(self, first: int, stop: int, keys: mx.array, values: mx.array) -> None:
-        """Let the buffers hold [first, stop), unless they do."""
+        """Make the buffers hold the positions [first, stop)."""
         size, held_from = stop - first, self.offset - self._end
         if self.keys is not None and held_from == first:
             _fit(self, size)
             return
-        begin = max(held_from, first)  # rows before it are hidden from all that follow
+        begin = max(held_from, first)  # no later row sees earlier positions
         kept = slice(begin - held_from, self._end)
         place = slice(begin - first, self.offset - first)
         made = []
@@ -216,7 +216,7 @@ FIXED: dict[type, Any] = {
 
 
 def in_fixed_view(cache: Any, shape: FixedShape) -> Any:
-    """Return what a model gets in the place of a live cache of a kind in `FIXED`."""
+    """Return the view to pass to a model, of a live cache of a kind in `FIXED`."""
     shown = object.__new__(FIXED[native_type(cache)])
     shown.__dict__ = cache.__dict__
     shown._live, shown._shape = cache, shape
@@ -224,7 +224,7 @@ def in_fixed_view(cache: Any, shape: FixedShape) -> Any:
 
 
 def _fit(cache: Any, rows: int) -> None:
-    """Let buffers that hold the rows up to the offset be of `rows` rows."""
+    """Resize the buffers of a cache to `rows` rows."""
     arrays = buffers(cache)
     if arrays and arrays[0].shape[-2] != rows:
         both = (cache.keys, cache.values)
@@ -232,7 +232,7 @@ def _fit(cache: Any, rows: int) -> None:
 
 
 def _resized(buffer: mx.array, rows: int) -> mx.array:
-    """Return a buffer [..., rows, dim] that begins like another one."""
+    """Return the buffer cut to `rows` rows, or padded with zeros."""
     present = buffer.shape[-2]
     if present > rows:
         return mx.contiguous(buffer[..., :rows, :])

@@ -1,7 +1,6 @@
 """The leaf caches in a model's list of caches, and how many positions they hold.
 
-A `CacheList` holds caches of its own; a leaf is what is no list. Nothing here changes a
-cache or rolls it back: `caches.registry` says which kinds can be.
+A `CacheList` holds further caches; a leaf is any cache that is not a `CacheList`.
 """
 
 from collections import deque
@@ -43,15 +42,15 @@ def leaves(caches: Sequence[Any]) -> Iterator[tuple[str, Any]]:
 
 def checked_leaves(
     caches: Sequence[Any],  # one per layer
-    known: Callable[[Any], bool],  # whether a leaf is of a kind that can be taken
-    can: str,  # what can be done with these kinds, for a message
-    kinds: Iterable[str],  # their names
-    whose: str = "The cache",  # whose caches they are
+    known: Callable[[Any], bool],  # whether a leaf is of a known kind
+    can: str,  # for the message: what can be done with known kinds
+    kinds: Iterable[str],  # for the message: the names of known kinds
+    whose: str = "The cache",  # for the message: the owner of the caches
 ) -> list[tuple[str, Any]]:
-    """Return every leaf with its place. Touches nothing.
+    """Return every leaf with its place. Changes none.
 
     Raises:
-        InvalidRequestError: there is no cache, or one object stands in two places.
+        InvalidRequestError: there is no cache, or one object is in two places.
         UnsupportedCacheError: a leaf is of an unknown kind.
     """
     places: dict[int, str] = {}
@@ -78,7 +77,7 @@ def checked_leaves(
 
 
 def flat(caches: Sequence[Any]) -> list[Any]:
-    """Return every leaf cache. Every step asks, so no place is worked out here."""
+    """Return every leaf cache, without its place, since this runs in every step."""
     if CacheList not in map(type, caches):
         return list(caches)
     result: list[Any] = []
@@ -88,7 +87,7 @@ def flat(caches: Sequence[Any]) -> list[Any]:
 
 
 def check_single(caches: Sequence[Any]) -> None:
-    """Refuse caches that hold a batch, or may come to hold one. Touches nothing.
+    """Refuse caches that hold a batch, or are of a batch class. Changes none.
 
     Raises:
         UnsupportedCacheError: a leaf is a batch cache or holds several states.
@@ -110,13 +109,13 @@ def _rows(leaf: Any) -> int:
 
 
 def position(caches: Sequence[Any]) -> int | None:
-    """Return how many positions the caches hold; None when no leaf knows.
+    """Return how many positions the caches hold; None: no leaf counts them.
 
-    Recurrent states do not know. Where the leaves differ the largest counts: a leaf
-    that the model does not use stays at 0.
+    Recurrent states do not count positions. Of different numbers the largest is
+    returned, since a leaf that the model does not use stays at 0.
 
     Raises:
-        InvalidRequestError: batch caches; their rows have positions of their own.
+        InvalidRequestError: they are batch caches, with a position for each row.
     """
     offsets = [leaf.offset for leaf in flat(caches) if hasattr(leaf, "offset")]
     if mx.array in map(type, offsets):
@@ -129,13 +128,13 @@ def position(caches: Sequence[Any]) -> int | None:
 
 
 def assign(caches: Sequence[Any], fields: Sequence[dict[str, Any]]) -> None:
-    """Give every cache its fields: all, or none at Ctrl-C.
+    """Set the fields of all caches, or of none if Ctrl-C interrupts.
 
-    It is one call, which runs no Python in between.
+    All updates are one call, which runs no Python code in between.
     """
     deque(map(dict.update, [vars(cache) for cache in caches], fields), maxlen=0)
 
 
 def states(caches: Sequence[Any]) -> list[Any]:
-    """Return every array that the caches hold, for an evaluation."""
+    """Return all arrays of the caches, to evaluate them."""
     return [cache.state for cache in caches]

@@ -1,15 +1,15 @@
 """KV caches that show a padded number of rows, and a mask for the padding.
 
 On CUDA, mlx computes attention of two or more rows with cuDNN. cuDNN builds a plan,
-which takes about 40 ms, for each new pair of row count and key count. A verify has a
-new key count in every round. Padded to whole steps, the key counts are few:
+which takes about 40 ms, for each new pair of row count and key count. The key count of
+a verification differs in every round. Padding to whole steps leaves few key counts:
 
-    offset 300, the model writes 3 rows     native: 303 keys, "causal"
+    offset 300, the model writes 3 rows     mlx-lm: 303 keys, "causal"
                                             here: 512 keys, bool mask [3, 512]
 
 A step is 512 rows. Past 4,096 rows it is an eighth of the largest power of two that is
-not above the row count: then long texts need few plans too, and the padding is at most
-an eighth.
+not above the row count. So long texts need few plans too, and the padding is at most an
+eighth.
 
 The padding consists of zeros or of rows that were rolled back. The mask gives it weight
 0 in the attention. If a row of the padding is not finite, the logits are not finite
@@ -30,7 +30,7 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import KVCache
 
 STEP = 512
-PARTS = 8  # there are at least so many steps in a power of two
+PARTS = 8  # past 4,096 rows, steps per power of two
 
 
 def asks_cudnn(dtype: mx.Dtype) -> bool:
@@ -47,9 +47,8 @@ class KeySteps:
     """State that the layers of one round share.
 
     Attributes:
-        ends: the offset after the rows for which a padded mask was made, by the size
-            of the sliding window (None: no window). A window is not in it if its last
-            mask was native.
+        ends: by the size of the sliding window (None: no window), the offset after the
+            rows of the last mask, if that mask was padded.
     """
 
     __slots__ = ("ends",)
@@ -76,7 +75,7 @@ class SteppedKVCache(KVCache):
         return_array: bool = False,
         window_size: int | None = None,
     ) -> Any:
-        """Return a mask [N, padded keys] for two or more rows, else the native mask."""
+        """Return a mask [N, padded keys] for two or more rows, else mlx-lm's mask."""
         keys: Any = self.keys
         if N == 1 or keys is None or not asks_cudnn(keys.dtype):
             self._steps.ends.pop(None, None)
@@ -97,7 +96,7 @@ class SteppedKVCache(KVCache):
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Return the rows held; padded if the last mask was padded."""
+        """Return all rows, padded if the last mask was padded."""
         live: Any = self._live
         if self._steps.ends.get(None) != live.offset:
             shown: tuple[mx.array, mx.array] = live.keys_and_values()
@@ -106,7 +105,7 @@ class SteppedKVCache(KVCache):
 
 
 def in_steps(cache: KVCache, steps: KeySteps) -> SteppedKVCache:
-    """Return a padded view of `cache`, which the model gets instead of it."""
+    """Return a padded view of `cache`, to pass to the model."""
     shown = object.__new__(SteppedKVCache)
     shown.__dict__ = cache.__dict__
     shown._live, shown._steps = cache, steps

@@ -14,9 +14,9 @@ The mask hides the columns after a row's length. Rows of different lengths need 
 in either cache. For models this is a `BatchKVCache`: it has the same `offset` of each
 row, `make_mask` and `update_and_fetch`.
 
-The lengths are on the host, and equal in all layers of a model. So arrays that follow
-from them are made once for all layers, on the host. On a GPU, computing them in each
-layer would be a sixth of all kernels of a step.
+The lengths are on the host, and equal in all layers of a model. So arrays derived from
+them are made once for all layers, on the host. On a GPU, computing them in each layer
+would take a sixth of all kernels of a step.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,12 +40,12 @@ class RaggedKVCache(BatchKVCache):
     """Keys and values of several sequences, each from column 0 on.
 
     Args:
-        rows: how many sequences.
+        rows: number of sequences.
 
     Attributes:
-        keys: [rows, heads, columns, dim]; None while nothing was written.
+        keys: [rows, heads, columns, dim]; None: nothing was written yet.
         values: likewise.
-        lengths: the positions of each row.
+        lengths: number of positions of each row.
         in_steps: pad the columns to whole steps for several positions where that is
             faster, see `caches/types/padded_kv.py`. Only for tested models.
     """
@@ -64,7 +64,7 @@ class RaggedKVCache(BatchKVCache):
 
     @classmethod
     def merge(cls, caches: Sequence[Any]) -> Any:
-        """Return a batch that holds copies of what these caches of one row do."""
+        """Return a batch with copies of the rows of these single-row caches."""
         merged = cls._of(caches)
         merged.lengths = [int(cache.offset) for cache in caches]
         columns = merged._whole(merged.columns)
@@ -93,7 +93,7 @@ class RaggedKVCache(BatchKVCache):
 
     @property
     def shown(self) -> int:
-        """Columns that the last write showed, and the next read shows."""
+        """Number of columns that the last write returned, as a read does now."""
         return self._shown(self.columns)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
@@ -108,7 +108,7 @@ class RaggedKVCache(BatchKVCache):
         stop = self._shown(max(lengths) + width)
         empty = self.keys is None or self.values is None
         if empty or min(self.keys.shape[2], self.values.shape[2]) < stop:
-            # Pad each by itself: after an interrupt one of them may be shorter.
+            # Keys and values apart: after an interruption, one may be shorter.
             columns = self._whole(stop)
             self.keys = self._padded(self.keys, keys, columns)
             self.values = self._padded(self.values, values, columns)
@@ -120,7 +120,7 @@ class RaggedKVCache(BatchKVCache):
             places = places_of(tuple(lengths), width)
             self.keys = mx.put_along_axis(self.keys, places, keys, axis=2)
             self.values = mx.put_along_axis(self.values, places, values, axis=2)
-        self.lengths = list(map(width.__add__, lengths))  # a comprehension is a call
+        self.lengths = list(map(width.__add__, lengths))  # faster than a comprehension
         return self.keys[..., :stop, :], self.values[..., :stop, :]
 
     def keys_and_values(self) -> Any:
@@ -153,7 +153,7 @@ class RaggedKVCache(BatchKVCache):
         return mask
 
     def filter(self, batch_indices: Any) -> None:
-        """Keep these rows, in this order, and no more columns than they show."""
+        """Keep these rows, in this order, and only the columns that they need."""
         places = mx.array(batch_indices)
         order: Any = batch_indices
         if isinstance(order, mx.array):
@@ -164,7 +164,7 @@ class RaggedKVCache(BatchKVCache):
             self._change(lambda array: taken(array, places)[..., :stop, :])
 
     def extend(self, other: Any) -> None:
-        """Let the rows of another batch stand behind these."""
+        """Append the rows of another batch."""
         some: Any = self if self.keys is not None else other
         if some.keys is not None:
             stop = max(self._columns_held, other._columns_held)
@@ -177,7 +177,7 @@ class RaggedKVCache(BatchKVCache):
         self.lengths = self.lengths + other.lengths
 
     def extract(self, idx: int) -> Any:
-        """Return a copy of one row as a cache of its own."""
+        """Return a copy of one row as a single-row cache."""
         cache, stop = self._row(), self.lengths[idx]
         if self.keys is not None and stop:
             cache.keys, cache.values = tree_map(
@@ -193,12 +193,12 @@ class RaggedKVCache(BatchKVCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its arrays, as allocated."""
+        """Bytes of all its arrays, free columns included."""
         return sum(array.nbytes for array in buffers(self))
 
     @property
     def state(self) -> Any:
-        """Its arrays, for an evaluation."""
+        """Its arrays, to evaluate them."""
         return self.keys, self.values
 
     @state.setter
@@ -206,24 +206,24 @@ class RaggedKVCache(BatchKVCache):
         raise _refused("state")
 
     def prepare(self, **padding: Any) -> None:
-        """Refuse padding: prompts are read alone."""
+        """Refuse padding: each prompt is read in a cache of its own."""
         raise _refused("prepare()")
 
     def finalize(self) -> None:
         """Do nothing: there is no padding."""
 
     def trim(self, n: int) -> int:
-        """Take the last n positions off every row, or all that the shortest has."""
+        """Drop the last n positions of every row, at most all of the shortest row."""
         n = min(n, min(self.lengths, default=0))
         self.lengths = [length - n for length in self.lengths]
         return n
 
     def size(self) -> int:
-        """Return how many columns the longest row takes."""
+        """Return the number of columns of the longest row."""
         return self.columns
 
     def _shown(self, columns: int) -> int:
-        """Return how many columns are shown where so many are written."""
+        """Return how many columns the model sees if so many are written."""
         if self.stepped and self.in_steps and self.keys is not None:
             return whole_steps(columns) if asks_cudnn(self.keys.dtype) else columns
         return columns
@@ -233,11 +233,11 @@ class RaggedKVCache(BatchKVCache):
         return 0 if self.keys is None else int(buffers(self)[0].shape[2])
 
     def _change(self, change: Callable[..., mx.array], *others: Pair) -> None:
-        """Put what `change` makes of each array, and of others, in its place."""
+        """Replace each array by `change` of it and of the matching one in `others`."""
         self.keys, self.values = tree_map(change, (self.keys, self.values), *others)
 
     def _widen(self, like: Pair, columns: int) -> None:
-        """Let it hold so many columns at least; zeros, if it holds none."""
+        """Grow the arrays to at least so many columns; make zeros if there are none."""
         if self.keys is None:
             self.keys, self.values = tree_map(
                 lambda one: self._padded(None, one, columns), like
@@ -246,11 +246,11 @@ class RaggedKVCache(BatchKVCache):
             self._change(lambda array: self._padded(array, array, columns))
 
     def _whole(self, columns: int) -> int:
-        """Return a number of columns in whole steps."""
+        """Return a number of columns rounded up to whole steps."""
         return -(-columns // self.step) * self.step
 
     def _padded(self, array: Any, like: mx.array, columns: int) -> mx.array:
-        """Return an array of these rows with so many columns at least, or zeros."""
+        """Return an array padded to at least so many columns; zeros if it is None."""
         if array is None:
             _, heads, _, dim = like.shape
             return mx.zeros((len(self.lengths), heads, columns, dim), like.dtype)
@@ -264,21 +264,21 @@ class RaggedKVCache(BatchKVCache):
 def taken(array: mx.array, places: mx.array) -> mx.array:
     """Return rows of an array.
 
-    On CUDA mlx moves one element at a time, so it is shown eight bytes as one.
+    On CUDA, mlx copies element by element, so eight bytes are viewed as one element.
     """
     if array.shape[-1] * array.itemsize % mx.uint64.size:
         return array[places]
     return array.view(mx.uint64)[places].view(array.dtype)
 
 
-@lru_cache(maxsize=4)  # the layers of a target and of a draft ask one after the other
+@lru_cache(maxsize=4)  # the layers of a target and of a draft model may alternate
 def _offset(lengths: tuple[int, ...]) -> mx.array:
     return mx.array(lengths, mx.int32)
 
 
 @lru_cache(maxsize=4)
 def places_of(lengths: tuple[int, ...], width: int) -> mx.array:
-    """Return the columns behind each row's last, int32 [rows, 1, width, 1]."""
+    """Return the next `width` columns of each row, int32 [rows, 1, width, 1]."""
     places = np.add.outer(np.array(lengths), np.arange(width)).astype(np.int32)
     return mx.array(places[:, None, :, None])
 

@@ -1,9 +1,9 @@
 """Quantized keys and values of a batch, each row from column 0 on.
 
-mlx-lm has quantized caches of one sequence alone. This one holds rows of them as
-`RaggedKVCache` holds plain ones, and is undone and kept by the same journal. A
-position is quantized by itself, along its last axis, so a row has the codes, scales
-and biases, bit for bit, that a `QuantizedKVCache` of its sequence has:
+mlx-lm has quantized caches for one sequence only. This cache holds a batch of quantized
+rows in the layout of `RaggedKVCache`, with the same journal. Each position is quantized
+alone, along its last axis, so a row's codes, scales and biases equal those of a
+`QuantizedKVCache` of its sequence bit for bit:
 
     keys      codes [rows, heads, columns, dim * bits / 32], uint32
               scales and biases [rows, heads, columns, dim / group_size]
@@ -24,14 +24,14 @@ class RaggedQuantizedKVCache(RaggedKVCache):
     """Quantized keys and values of several sequences, each from column 0 on.
 
     Args:
-        rows: how many sequences.
+        rows: number of sequences.
         group_size: numbers that share a scale.
-        bits: of a number.
+        bits: bits per number.
     """
 
     def __init__(self, rows: int, group_size: int = 64, bits: int = 8) -> None:
         super().__init__(rows)
-        # Models look at `bits` to know that keys are quantized.
+        # Models recognize quantized keys by `bits`.
         self.group_size, self.bits = group_size, bits
 
     @classmethod
@@ -39,7 +39,7 @@ class RaggedQuantizedKVCache(RaggedKVCache):
         """Return an empty batch for quantized caches of one row.
 
         Raises:
-            InvalidRequestError: they are quantized in different ways.
+            InvalidRequestError: their bits or group sizes differ.
         """
         first, *others = caches
         merged = cls(len(caches), first.group_size, first.bits)
@@ -48,7 +48,7 @@ class RaggedQuantizedKVCache(RaggedKVCache):
         return merged
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
-        """Quantize, and write behind each row's last position; show all columns."""
+        """Quantize and write after each row's last position; return all columns."""
         width = keys.shape[2]
         form: Any = {"group_size": self.group_size, "bits": self.bits}
         new = tuple(mx.quantize(keys, **form)), tuple(mx.quantize(values, **form))
@@ -70,10 +70,10 @@ class RaggedQuantizedKVCache(RaggedKVCache):
         return keys, tuple(part[..., :stop, :] for part in self.values)
 
     def extend(self, other: Any) -> None:
-        """Let the rows of another batch stand behind these.
+        """Append the rows of another batch.
 
         Raises:
-            InvalidRequestError: they are quantized in another way.
+            InvalidRequestError: their bits or group size differ.
         """
         self._check_form(other)
         super().extend(other)
@@ -83,7 +83,7 @@ class RaggedQuantizedKVCache(RaggedKVCache):
         return QuantizedKVCache(self.group_size, self.bits)
 
     def _check_form(self, other: Any) -> None:
-        """Refuse rows of another number of bits, or of other groups."""
+        """Refuse rows with other bits or another group size."""
         if (self.group_size, self.bits) != (other.group_size, other.bits):
             raise InvalidRequestError(
                 f"Rows of {other.bits} bits in groups of {other.group_size} were to be "

@@ -1,25 +1,25 @@
-"""Rows of a KV cache that a snapshot holds, shared with the live cache while it lasts.
+"""Rows of a KV cache that a snapshot shares with the live cache as long as possible.
 
-mlx writes `a[i:j] = x` into the Python object `a`, in place while no second array
-refers to its buffer. Any such alias makes the next write copy the whole buffer. So a
-snapshot of a live range makes no alias: it keeps the very array objects of the cache
-and the range of rows in them. Writes past the range do not concern it.
+mlx writes `a[i:j] = x` in place if no second array refers to the buffer of `a`. With
+such an alias, the next write copies the whole buffer. So a snapshot of live rows makes
+no alias: it refers to the cache's own array objects, and keeps the range of its rows.
+Writes past the range do not change the snapshot.
 
     cache at offset 8, snapshot of [0, 8)        0 bytes, 0 copies
     a write of rows [8, 11)                      in place, 0 copies
     the buffers grow                             the snapshot follows to the new ones
     trimmed to 6, then a write of row 6          rows [0, 8) are copied first
-    `cache.state = ...`, or the cache is freed   the snapshot is left with the old ones
+    `cache.state = ...`, or the cache is freed   the snapshot keeps the old buffers
 
-The fourth line needs somebody who sees the write. While a cache has such rows, its
-class is a subclass that looks before each write, as a recorded mixer's is; the
-instance, its fields and its name stay, and with the last rows the class goes back.
-So a write by mlx-lm itself is seen too. `state` and `copy.copy` of a watched cache
-hand out aliases, so that what is written through them is not written here.
+For the fourth line, each write has to be watched. While a snapshot shares a cache's
+rows, the cache's class is a subclass that checks before each write, also before those
+of mlx-lm. The instance, its fields and its class name stay, and the class is restored
+when no rows are shared any more. `state` and `copy.copy` of a watched cache return
+aliases, so that writes through them do not change the shared rows.
 
-Price: a look at the offset per write, and one copy of the range where a write would
-overlap it. What cannot be seen is a write into the arrays themselves, taken from the
-fields `keys` and `values`; nothing in mlx-lm does that.
+Each write then costs a check of the offset, and a copy of the range if it would overlap
+the range. Direct writes into the arrays `keys` and `values` are not seen; nothing in
+mlx-lm makes them.
 """
 
 import copyreg
@@ -35,7 +35,7 @@ Arrays = tuple[mx.array, ...]
 
 
 def buffers(cache: Any) -> Arrays:
-    """Return the arrays that hold a cache's rows along axis -2; none while empty."""
+    """Return the arrays with a cache's rows, on axis -2; none for an empty cache."""
     if cache.keys is None:
         return ()
     if isinstance(cache.keys, mx.array):
@@ -44,14 +44,14 @@ def buffers(cache: Any) -> Arrays:
 
 
 def aliased(value: Any) -> Any:
-    """Alias every array in `value`: a write to the one leaves the other as it was."""
+    """Return `value` with aliases of its arrays, so that writes to it copy them."""
     return tree_map(lambda x: x[...] if isinstance(x, mx.array) else x, value)
 
 
 def own(array: mx.array, axis: int = 0) -> mx.array:
-    """Return a copy in a buffer of its own size, not yet evaluated.
+    """Return a copy in a new buffer of exactly its size, not evaluated.
 
-    `mx.contiguous` shares the buffer of a slice that is nearly all of it.
+    `mx.contiguous` would share the buffer if the slice is nearly all of it.
     """
     none = array[:0] if axis == 0 else array[..., :0, :]
     return mx.concatenate([array, none], axis=axis)
@@ -70,10 +70,8 @@ class Rows:
     ) -> None:
         """Hold rows of `arrays`, whose row 0 is position `first`.
 
-        That is below 0 where a batch begins with padding that all its rows share.
-
-        With `cache`, they are the arrays of that live cache, and are watched if it
-        is one that writes in place.
+        `first` is negative if all rows of a batch begin with padding. With `cache`, the
+        arrays are those of this live cache, which is watched if it writes in place.
         """
         self._arrays, self._first = arrays, first
         self.start, self.stop = start, stop
@@ -84,16 +82,16 @@ class Rows:
 
     @property
     def shared(self) -> bool:
-        """Return whether the arrays are held by a live cache anyway."""
+        """Return whether a live cache has the arrays too."""
         cache = self._cache() if self._cache is not None else None
         return cache is not None and _same(buffers(cache), self._arrays)
 
     def buffers(self) -> Arrays:
-        """Return the arrays that this object keeps in memory, whole."""
+        """Return the arrays that only this object keeps in memory."""
         return () if self.shared else self._arrays
 
     def slices(self) -> Arrays:
-        """Return the rows, as aliases: do not keep them across a write."""
+        """Return aliases of the rows, which must not be kept across a write."""
         low, high = self.start - self._first, self.stop - self._first
         return tuple(array[..., low:high, :] for array in self._arrays)
 
@@ -109,7 +107,7 @@ class Rows:
         self._arrays, self._first, self._cache = copies, self.start, None
 
     def before_write(self, cache: Any) -> bool:
-        """Get ready for a write at the offset; return whether it is still watched."""
+        """Copy the rows if the next write overlaps; return whether they stay shared."""
         if not self.shared:
             self._cache = None
         elif self.stop > self._first + _end(cache):
@@ -117,12 +115,12 @@ class Rows:
         return self._cache is not None
 
     def after_write(self, cache: Any) -> None:
-        """Follow the cache to buffers that have grown."""
+        """Refer to the cache's buffers again, which may have grown."""
         self._arrays = buffers(cache)
 
 
 def _end(cache: Any) -> int:
-    """Return the row of the buffers that the next write begins with."""
+    """Return the buffer row at which the next write begins."""
     batch = native_type(cache) is BatchKVCache
     return int(cache._idx if batch else cache.offset)
 
@@ -134,10 +132,10 @@ def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 class _Watch:
-    """Methods that a watched class adds to its native one."""
+    """Methods that a watched class adds to mlx-lm's class."""
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
-        """Secure the rows that the write would overlap, then write as ever."""
+        """Copy the rows that the write would overlap, then write as mlx-lm does."""
         cache: Any = self
         watched = [rows for rows in _watched(cache) if rows.before_write(cache)]
         shown = super().update_and_fetch(keys, values)  # type: ignore[misc]
@@ -152,7 +150,7 @@ class _Watch:
 
     @property
     def state(self) -> Any:
-        """The native state, with aliases in place of the arrays."""
+        """The state of mlx-lm's cache, with aliases of the arrays."""
         return aliased(super().state)  # type: ignore[misc]
 
     @state.setter
@@ -165,7 +163,7 @@ class _Watch:
         return copyreg.__newobj__, (native_type(self),), fields  # type: ignore[attr-defined]
 
 
-# Of the same name, under which mlx-lm saves and loads the cache.
+# They have mlx-lm's class names, by which mlx-lm saves and loads caches.
 WATCHED_TYPES: dict[type, type] = {
     native: type(native.__name__, (_Watch, native), {"__doc__": native.__doc__})
     for native in (KVCache, QuantizedKVCache, BatchKVCache)
@@ -177,7 +175,7 @@ _WATCHED: "weakref.WeakKeyDictionary[Any, weakref.WeakSet[Rows]]" = (
 
 
 def native_type(cache: Any) -> type:
-    """Return mlx-lm's own class of a cache, also while it is watched."""
+    """Return mlx-lm's class of a cache, even if the cache is watched."""
     return _NATIVE.get(type(cache), type(cache))
 
 

@@ -1,22 +1,22 @@
-"""A sliding window that is contiguous and in order, with slack behind it.
+"""A sliding window that is contiguous and in order, followed by slack.
 
-`SlidingKVCache` takes the place of a `RotatingKVCache` with `keep=0`. Its buffer has
-room for the window and `slack` rows more. Rows stand in the order of their positions,
-and a write goes in place behind the last one:
+`SlidingKVCache` replaces a `RotatingKVCache` with `keep=0`. Its buffer has room for the
+window and for `slack` more rows. Rows are in the order of their positions, and each
+write goes in place after the last row:
 
     max_size 4, slack 3; rows are named by their position, . is free
-    held              2 3 4 5 6 . .      offset 7
-    a write of 1      2 3 4 5 6 7 .      shows [4, 8), all that position 7 may see
-    a write of 2      5 6 7 8 9 . .      full: the last rows move into a new buffer
-                                         first; shows [5, 10), the mask does the rest
+    before            2 3 4 5 6 . .      offset 7
+    a write of 1      2 3 4 5 6 7 .      returns [4, 8), all that position 7 may see
+    a write of 2      5 6 7 8 9 . .      full: the last rows first move into a new
+                                         buffer; returns [5, 10), to be masked
     the last 2 undone 5 6 7 . . . .      two indices move
 
-So a round copies nothing but its own rows, and undoing it copies nothing at all. One
-row sees exactly what is shown, so it needs no mask. The price: `slack` more rows of
-memory, and one copy of the window in about `slack` rows written.
+So a round writes only its own rows, and undoing it copies nothing. A write of one row
+returns exactly the rows that it sees, so it needs no mask. In return, a cache takes
+`slack` more rows of memory, and copies its window once in about `slack` rows written.
 
-The rows [0, `_end`) of the buffers hold the positions [offset - `_end`, offset), and
-[`_first`, `_end`) is shown. At least the last `max_size` of them are always held.
+The rows [0, `_end`) of the buffers hold the positions [offset - `_end`, offset), among
+them always the last `max_size`. A read returns the rows [`_first`, `_end`).
 """
 
 from typing import Any
@@ -33,10 +33,10 @@ State = tuple[mx.array | None, mx.array | None, int, int, int, int, int]
 
 
 def default_slack(max_size: int) -> int:
-    """Return the slack for a window: as much again, and 1024 at least.
+    """Return the slack for a window: as many rows as the window, and at least 1024.
 
-    At most one row is then copied for each one written, against `max_size` rows that
-    attention reads for it.
+    At most one row is then copied for each row written. That is little beside the
+    `max_size` rows that attention reads for it.
     """
     return max(LEAST_SLACK, max_size)
 
@@ -45,19 +45,19 @@ class SlidingKVCache:
     """The last `max_size` rows of keys and values, in order.
 
     For models it is a `RotatingKVCache`: same offset, same masks for several rows,
-    same visible rows. What differs is their order after one-row writes to a full
-    ring, so that outputs differ by rounding.
+    same visible rows. Only the order of rows differs, after one-row writes to a full
+    ring, so outputs differ by rounding.
 
     Args:
-        max_size: rows of the window, from 1.
-        slack: rows of the buffer beyond it, from 1; `default_slack` when omitted.
+        max_size: rows of the window, at least 1.
+        slack: further rows of the buffer, at least 1. None: `default_slack`.
 
     Raises:
         InvalidRequestError: one of them is less than 1.
     """
 
-    keep = 0  # rows that never leave; a ring that has some cannot be replaced
-    step = 256  # rows that the buffer grows by, until it has room for the window
+    keep = 0  # first rows that are never evicted; only rings without any are replaced
+    step = 256  # the buffer grows by so many rows, until it has room for the window
 
     def __init__(self, max_size: int, slack: int | None = None) -> None:
         slack = default_slack(max_size) if slack is None else slack
@@ -78,12 +78,12 @@ class SlidingKVCache:
     def from_native(
         cls, native: RotatingKVCache, slack: int | None = None
     ) -> "SlidingKVCache":
-        """Return a cache that holds what `native` does; that one stays as it is.
+        """Return a cache with a copy of the rows of `native`, which does not change.
 
-        It costs one copy of the window, at the next evaluation.
+        The window is copied at the next evaluation.
 
         Raises:
-            InvalidRequestError: it is no ring, keeps its first rows, or lacks some.
+            InvalidRequestError: `native` is no ring, has `keep` above 0, or lacks rows.
         """
         ring: Any = native
         if type(native) is not RotatingKVCache or ring.keep != 0:
@@ -107,7 +107,7 @@ class SlidingKVCache:
         return cache
 
     def to_native(self) -> RotatingKVCache:
-        """Return a ring with the same window; this cache stays as it is."""
+        """Return a ring with the same window; this cache does not change."""
         ring: Any = RotatingKVCache(max_size=self.max_size)
         if self.offset > 0:
             rows = slice(self._end - min(self.offset, self.max_size), self._end)
@@ -119,7 +119,7 @@ class SlidingKVCache:
     def update_and_fetch(
         self, keys: mx.array, values: mx.array
     ) -> tuple[mx.array, mx.array]:
-        """Append rows; return them behind the `max_size` - 1 rows before them.
+        """Append rows; return them after the `max_size` - 1 rows before them.
 
         Args:
             keys: [batch, heads, rows, key dim].
@@ -128,7 +128,7 @@ class SlidingKVCache:
         return self._append(keys, values, undo=0)
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Return what the last write showed, less what was undone since."""
+        """Return the rows that the last write returned, without those undone since."""
         shown = slice(self._first, self._end)
         return self.keys[..., shown, :], self.values[..., shown, :]
 
@@ -137,8 +137,8 @@ class SlidingKVCache:
     ) -> Any:
         """Return the mask for the next `n` rows.
 
-        One row sees all that is shown: None. Only a model whose window is smaller
-        than `max_size` gets an array there; mlx-lm has none.
+        For one row that is None, since it sees all rows that a write returns. Only a
+        model whose window is smaller than `max_size` gets an array; mlx-lm has none.
         """
         before = min(self.offset, self.max_size - 1)
         if n > 1:
@@ -151,7 +151,7 @@ class SlidingKVCache:
         return mx.arange(before + 1) > before - window_size
 
     def size(self) -> int:
-        """Return how many rows of the window are filled."""
+        """Return the number of filled rows of the window."""
         return min(self.offset, self.max_size)
 
     def empty(self) -> bool:
@@ -164,18 +164,18 @@ class SlidingKVCache:
         return 0 if self.keys is None else int(self.keys.nbytes + self.values.nbytes)
 
     def can_trim(self, n: int) -> bool:
-        """Return whether the window before the last `n` rows is still held."""
+        """Return whether the window before the last `n` rows is still complete."""
         return 0 <= n <= self.offset and self._held_without(n)
 
     def is_trimmable(self) -> bool:
-        """Return whether any number of rows can be trimmed: none has left it yet."""
+        """Return whether any number of rows can be trimmed: no row was dropped yet."""
         return self._end == self.offset
 
     def trim(self, n: int) -> int:
-        """Take back the last `n` rows, or all; return how many.
+        """Drop the last `n` rows, or all; return how many.
 
         Raises:
-            InvalidRequestError: rows of the window then have left; nothing changed.
+            InvalidRequestError: rows of the earlier window are gone; nothing changed.
         """
         n = min(n, self.offset)
         if not self.can_trim(n):
@@ -189,7 +189,7 @@ class SlidingKVCache:
 
     @property
     def state(self) -> State:
-        """All it holds, as mlx-lm's caches give it: arrays and plain numbers."""
+        """Arrays and plain numbers of the cache, as mlx-lm's caches return them."""
         sizes = self.max_size, self.slack
         return self.keys, self.values, self.offset, *sizes, self._first, self._end
 
@@ -206,10 +206,7 @@ class SlidingKVCache:
         return cache
 
     def __copy__(self) -> "SlidingKVCache":
-        """Return a cache of its own: what one of the two writes, the other lacks.
-
-        The next write to either copies the buffers.
-        """
+        """Return an independent copy; the next write to either copies the buffers."""
         keys, values, *rest = self.state
         copies = (None if a is None else a[...] for a in (keys, values))
         return SlidingKVCache.from_state((*copies, *rest))  # type: ignore[arg-type]
@@ -217,7 +214,7 @@ class SlidingKVCache:
     def _append(
         self, keys: mx.array, values: mx.array, undo: int
     ) -> tuple[mx.array, mx.array]:
-        """Append rows; the last `undo` rows before them can still be dropped."""
+        """Append rows so that the `undo` rows before them can still be dropped."""
         width = keys.shape[2]
         if self.keys is None or self._end + width > self.keys.shape[2]:
             self._make_room(keys, values, undo)
@@ -232,7 +229,7 @@ class SlidingKVCache:
         return self.keys[..., first:stop, :], self.values[..., first:stop, :]
 
     def _make_room(self, keys: mx.array, values: mx.array, undo: int) -> None:
-        """Take new buffers with room for the rows, and move what has to stay there."""
+        """Make new buffers with room for the rows, and move the needed rows there."""
         width, end = keys.shape[2], self._end
         if self.keys is None:
             size = self._size_for(width)
@@ -246,7 +243,7 @@ class SlidingKVCache:
         self._end = kept
 
     def _size_for(self, rows: int) -> int:
-        """Return how many rows a new buffer gets that has to take `rows`."""
+        """Return the size of a new buffer with room for at least `rows` rows."""
         limit = self.max_size + self.slack
         grown = -(-rows // self.step) * self.step
         return max(rows, limit if rows > self.max_size else min(grown, limit))
@@ -255,7 +252,7 @@ class SlidingKVCache:
         return self._end - n >= min(self.offset - n, self.max_size)
 
     def _drop(self, n: int) -> None:
-        """Take back the last `n` rows, for which `can_trim` holds."""
+        """Drop the last `n` rows, for which `can_trim` holds."""
         self.offset -= n
         self._end -= n
         last = self._end - self.max_size
@@ -264,7 +261,7 @@ class SlidingKVCache:
 
 
 def _buffer(rows: mx.array, size: int, *, filled: bool = False) -> mx.array:
-    """Return a buffer of `size` rows, of their shape; `filled` with them in front.
+    """Return a buffer of `size` rows shaped like `rows`; `filled`: it begins with them.
 
     A fill and a write in place cost half of a concatenation with zeros.
     """

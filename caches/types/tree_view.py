@@ -1,14 +1,14 @@
 """Caches as a model sees them while it is fed a tree instead of a chain.
 
-Rows are written in the order in which they are fed, parents before their children; what
-differs is what a row sees, and where it stands:
+Rows are written in the order in which they are fed, parents before children. Unlike in
+a chain, a row sees only its ancestors and itself, and its depth gives its position:
 
     offset 7; rows 0 1 2 3, row 3 a second child of row 0     parents  -  0  1  0
     row 3 sees positions 0 to 6, row 0 and itself             depths   0  1  2  1
-    with a window of 4 it sees positions 5 and 6 of these: it stands at 8, not at 10
+    with a window of 4 it sees positions 5 and 6 of these: its position is 8, not 10
 
-The mask is made here; the rows' positions are for who turns queries and keys. A view
-holds nothing: what is written is in the cache, and undone like any rows.
+This module makes the mask; the model rotates queries and keys by the rows' positions. A
+view has no rows of its own: all are in the live cache, and are undone like any others.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,12 +25,12 @@ class TreeRows(NamedTuple):
     """Rows of a forward that are a tree, or a level of one.
 
     Attributes:
-        seen: bool [rows, columns], which of the newest columns a row sees: those of
-            its ancestors and its own. The last columns are of these rows, and before
-            them those that a round has written already.
-        depths: int32 [rows], how far each row stands behind the first one's position.
-        shift: added to the offset that a model reads, where rows of other branches
-            have been written since the first row's position.
+        seen: bool [rows, columns], the columns that each row sees: those of its
+            ancestors and its own. The last columns are those of these rows; before them
+            are the rows that the round has written already.
+        depths: int32 [rows], the position of each row minus that of the first row.
+        shift: correction of the offset that a model reads, if the round has already
+            written rows of other branches.
     """
 
     seen: mx.array
@@ -39,14 +39,14 @@ class TreeRows(NamedTuple):
 
 
 class TreeView:
-    """One cache, to a model that is fed a tree: another mask, all else as it is."""
+    """A view of one cache for a model that is fed a tree; only the mask differs."""
 
     def __init__(self, cache: Any, rows: TreeRows) -> None:
         self._cache, self._rows = cache, rows
 
     @property
     def offset(self) -> int:
-        """The position of the first row that is not written."""
+        """The position of the next row."""
         return int(self._cache.offset) + self._rows.shift
 
     def __getattr__(self, name: str) -> Any:
@@ -58,7 +58,7 @@ class TreeView:
         window_size: int | None = None,
         return_array: bool = False,
     ) -> mx.array:
-        """Return what the rows see, bool [rows, columns], in a window too."""
+        """Return the mask of the rows, bool [rows, columns]; it honors a window."""
         cache, rows = self._cache, self._rows
         native = cache.make_mask(N, window_size=window_size, return_array=True)
         written, window = int(cache.offset) + N, window_size
@@ -69,13 +69,13 @@ class TreeView:
         seen = mx.broadcast_to(mx.array(True), (N, before))
         visible = rows.seen
         if window is not None:
-            # Row i stands at `before` + depths[i], counted from the first column.
+            # The column of row i's position is `before` + depths[i].
             reach = rows.depths[:, None] - window
             seen = mx.arange(before)[None] > before + reach
             if visible.shape[1] == N:
                 visible = visible & (rows.depths[None] > reach)
         mask = mx.concatenate([seen, visible], axis=1)
-        # More are shown, where keys are in whole steps.
+        # Keys in whole steps have more columns.
         shown: int = written if native is None else native.shape[-1]
         return mx.pad(mask, [(0, 0), (0, shown - written)])
 
@@ -86,10 +86,10 @@ def holds_trees(caches: Sequence[Any]) -> bool:
 
 
 def check_trees(caches: Sequence[Any]) -> None:
-    """Refuse caches whose rows cannot be a tree. Touches nothing.
+    """Refuse caches whose rows cannot be a tree. Changes none.
 
     Raises:
-        UnsupportedCacheError: one is of another kind.
+        UnsupportedCacheError: a cache is of a kind that holds no trees.
     """
     for cache in _without_trees(caches):
         raise UnsupportedCacheError(
@@ -107,25 +107,25 @@ def _without_trees(caches: Sequence[Any]) -> Iterator[Any]:
 
 
 def tree_views(caches: Sequence[Any], rows: TreeRows) -> list[TreeView]:
-    """Return what a model gets for caches that `check_trees` has passed."""
+    """Return the views to pass to a model, of caches that `check_trees` allows."""
     return [TreeView(cache, rows) for cache in caches]
 
 
 def move_rows(caches: Sequence[Any], written: int, rows: Sequence[int]) -> None:
-    """Let the first of the rows that a round wrote be these, in this order.
+    """Move these of the rows that a round wrote to the front of them, in this order.
 
-    Rows of a tree's accepted path then stand one behind the other, and what comes
-    behind them is to be dropped. Rows of before the round stay.
+    The rows of a tree's accepted path are then adjacent, and the caller drops the rows
+    after them. Earlier rows do not move.
 
     Args:
-        caches: live ones, of kinds that `check_trees` passes.
-        written: how many rows the round wrote to each, in one forward.
-        rows: which of them, from 0, each one larger than the one before.
+        caches: live caches that `check_trees` allows.
+        written: number of rows that the round wrote to each cache, in one forward.
+        rows: indices among these rows, in rising order.
     """
     kept = next((i for i, row in enumerate(rows) if row != i), len(rows))
     if kept == len(rows):
         return
-    result: dict[int, mx.array] = {}  # by where the round began, the rows
+    result: dict[int, mx.array] = {}  # by the buffer row where the round began
     for cache in caches:
         start = _end(cache) - written
         if start not in result:
@@ -136,7 +136,7 @@ def move_rows(caches: Sequence[Any], written: int, rows: Sequence[int]) -> None:
 
 
 def _end(cache: Any) -> int:
-    """Return behind which row of its buffers a cache ends."""
+    """Return the index after a cache's last row in its buffers."""
     if isinstance(cache, SlidingKVCache):
         return cache._end
     ring: Any = cache
