@@ -1,8 +1,8 @@
-"""Codecs: the kinds of cache that a file can hold, as fields and back.
+"""Codecs: conversion of each kind of cache to fields and back.
 
-The table is all that a class name of a file is looked up in. A kind that is not in it
-is refused, and so is a subclass: it may hold more than its parent. A `SlidingKVCache`
-is saved as the ring that it stands for, and a ring of a file can be loaded into one.
+A class name in a file is looked up only in the table `KINDS`. Other kinds are refused,
+and so are subclasses, since they may have more fields than their parents. A
+`SlidingKVCache` is saved as a ring, and a ring can be loaded into a `SlidingKVCache`.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,17 +28,17 @@ class Kind:
     """One kind of cache."""
 
     cls: type
-    numbers: tuple[str, ...]  # its fields that are whole numbers or truth values
+    numbers: tuple[str, ...]  # its fields that are integers or booleans
     arrays: tuple[str, ...]  # its fields that are arrays, sequences of arrays or None
     # Refuses fields that do not fit each other; cuts unused rows off.
     check: Callable[[Leaf], Leaf]
-    settings: tuple[str, ...] = ()  # numbers that one cache has for life
-    # Numbers that mlx-lm 0.32's `state` lacks; the others follow the arrays there, and
-    # 0.31's has the arrays alone.
+    settings: tuple[str, ...] = ()  # numbers that never change in a cache
+    # Numbers that mlx-lm 0.32's `state` lacks. It has the other numbers after the
+    # arrays; the `state` of 0.31 has only arrays.
     unsaved: tuple[str, ...] = ()
-    # Fields that are None unless it is between `prepare` and `finalize`.
+    # Fields that are None except between `prepare` and `finalize`.
     pending: tuple[str, ...] = ()
-    # Which of its arrays are sequences, and how many items they have.
+    # The most items of each array field that is a sequence.
     sequences: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -125,7 +125,7 @@ KNOWN_KINDS = (*KINDS, MEMBERS)
 
 
 def is_known(cache: Any) -> bool:
-    """Return whether a live leaf is of exactly one of the kinds."""
+    """Return whether the class of a live leaf is one of the kinds, not a subclass."""
     kind = KINDS.get(type(cache).__name__)
     return type(cache) is SlidingKVCache or (
         kind is not None and native_type(cache) is kind.cls
@@ -135,7 +135,7 @@ def is_known(cache: Any) -> bool:
 def read_leaf(cache: Any) -> Leaf:
     """Return the fields of a live cache of a known kind, unchecked.
 
-    A `SlidingKVCache` has those of the ring that it stands for.
+    For a `SlidingKVCache`, these are the fields of the ring with the same rows.
     """
     if type(cache) is SlidingKVCache:
         cache = cache.to_native()
@@ -153,7 +153,7 @@ def read_leaf(cache: Any) -> Leaf:
 
 
 def check_at_rest(cache: Any) -> None:
-    """Refuse a live cache that no file can hold, as it is in the middle of a write."""
+    """Refuse a live cache that is between `prepare` and `finalize`."""
     kind = KINDS.get(type(cache).__name__)
     for pending in () if kind is None else kind.pending:
         need(
@@ -171,7 +171,7 @@ def _parts(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def checked(leaf: Leaf) -> Leaf:
-    """Check a leaf whose name is in the table; return it cut to what counts."""
+    """Check a leaf of a known kind; return it without unused rows."""
     kind = KINDS[leaf.name]
     check_numbers(leaf, kind.numbers)
     for name in leaf.arrays:
@@ -188,7 +188,7 @@ def _has_array(kind: Kind, name: str) -> bool:
 
 
 def attributes(leaf: Leaf) -> dict[str, Any]:
-    """Return everything that a cache with these checked fields holds."""
+    """Return the attributes of a cache with these checked fields."""
     kind = KINDS[leaf.name]
     fields: dict[str, Any] = {k: leaf.arrays.get(k) for k in kind.arrays}
     fields |= {k: v for k, v in leaf.numbers.items() if k != "slots"}
@@ -210,7 +210,7 @@ def build(leaf: Leaf) -> Any:
 
 
 def attributes_for(live: Any, leaf: Leaf) -> dict[str, Any]:
-    """Return everything that a live cache of a fitting kind gets."""
+    """Return the new attributes of a live cache, whose kind fits the leaf."""
     if type(live) is SlidingKVCache:
         return {**vars(SlidingKVCache.from_native(build(leaf), live.slack))}
     return attributes(leaf)

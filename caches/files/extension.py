@@ -1,12 +1,12 @@
-"""Metadata of our files beyond mlx-lm's layout: tokens, the drafter, a digest.
+"""Metadata of `save_caches` beyond mlx-lm's layout: tokens, the drafter, a digest.
 
-mlx-lm reads these entries as a user's own texts, and ignores them. Their keys begin
-with `PREFIX`:
+mlx-lm treats these entries as user metadata, and ignores them. Their keys begin with
+`PREFIX`:
 
 | key | |
 |---|---|
 | version | the version of this extension, "1" |
-| description | JSON: rows of tokens, how many of the caches are the target's, |
+| description | JSON: rows of tokens, number of the target's caches, |
 | | draft_seen, window sizes of `LayerCache`s by place |
 | digest | SHA-256 of the header without itself, and of the data |
 """
@@ -30,7 +30,7 @@ _DESCRIPTION = {"rows", "target_caches", "draft_seen", "window_sizes"}
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """A checked file; nothing is built yet."""
+    """The checked content of a file, before caches are built."""
 
     target: tuple[Node, ...]
     drafter: tuple[Node, ...] | None
@@ -52,7 +52,7 @@ class Description:
     def content(
         self, nodes: Sequence[Node], metadata: dict[str, str], layout: str
     ) -> Content:
-        """Return the content with these nodes, which have to hold the tokens."""
+        """Return the content with these nodes; refuse those that do not fit `rows`."""
         counts, first = [len(row) for row in self.rows], self.target_caches
         target = tree.check(nodes[:first], "target cache ")
         tree.check_tokens(target, counts, "target")
@@ -77,7 +77,7 @@ class Description:
 
 
 def described(user: Mapping[str, str]) -> Description | None:
-    """Return the description in a user's metadata; None in a file of mlx-lm's own."""
+    """Return the description in the user metadata; None: mlx-lm wrote the file."""
     ours = {key for key in user if key.startswith(PREFIX)}
     if not ours:
         return None

@@ -1,9 +1,9 @@
 """Checks of the fields of one cache against each other.
 
-Each check refuses what no mlx-lm cache can be, and returns the leaf cut to the rows
-that count:
+Each check refuses fields that no mlx-lm cache can have, and returns the leaf without
+unused rows:
 
-| kind | what holds, with R rows in keys and values |
+| kind | conditions, with R rows in keys and values |
 |---|---|
 | KV, quantized | 0 <= offset <= R |
 | concatenating | offset = R |
@@ -17,7 +17,7 @@ that count:
 | arrays | one batch size in all slots, lengths and left_padding |
 | DeepSeek V4.1 layer | window rows = min(offset, window_size); groups fit offset |
 
-A cache without rows has no arrays: what mlx-lm allocated ahead is left out.
+A cache without used rows is saved without arrays.
 """
 
 import mlx.core as mx
@@ -43,7 +43,7 @@ def check_kv(leaf: Leaf) -> Leaf:
 
 
 def check_concatenate(leaf: Leaf) -> Leaf:
-    """Check a `ConcatenateKVCache`, whose `trim` leaves rows that come back."""
+    """Check a `ConcatenateKVCache`; one that was trimmed has too many rows."""
     need_floats(leaf, "keys", "values")
     offset, rows = leaf.numbers["offset"], rows_of(leaf)
     need(offset == rows, f"its offset is {offset} and it has {rows} rows")
@@ -54,7 +54,7 @@ QUANTIZED = tuple(f"{name}.{i}" for name in ("keys", "values") for i in range(3)
 
 
 def check_quantized(leaf: Leaf) -> Leaf:
-    """Check a `QuantizedKVCache`: packed rows, scales and biases of both."""
+    """Check a `QuantizedKVCache`: packed rows, scales, biases of keys and values."""
     group, bits = leaf.numbers["group_size"], leaf.numbers["bits"]
     need(
         group in (32, 64, 128) and bits in (2, 3, 4, 5, 6, 8),
@@ -116,7 +116,7 @@ def check_ring(leaf: Leaf) -> Leaf:
 
 
 def _cut_ring(leaf: Leaf, offset: int, index: int, size: int, wrapped: bool) -> Leaf:
-    """Refuse index and rows that do not fit; `wrapped`: a wrapped ring may be so."""
+    """Refuse an index that does not fit the rows; `wrapped`: allow a wrapped ring."""
     rows = rows_of(leaf)
     if index == offset <= rows and (rows <= size or rows == offset):
         return cut(leaf, offset)
@@ -222,7 +222,7 @@ def check_layer(leaf: Leaf) -> Leaf:
 
 
 def _check_groups(offset: int, rows: dict[str, int]) -> None:
-    """Closed groups of one size, and fewer pending rows than that, make `offset`."""
+    """Require `offset` to be closed groups of one size, and fewer pending rows."""
     groups, pending = rows.get("compress_kv"), rows.get("pending_kv")
     need(pending == rows.get("pending_gate"), f"pending rows differ: {rows}")
     need(rows.get("index_k") in (None, groups), f"index keys and groups differ: {rows}")

@@ -23,8 +23,8 @@ class Leaf:
 
     name: str  # the name of the cache's class
     numbers: dict[str, int]  # fields that are integers or booleans
-    # Fields that are arrays. A field that is None is not in it. Members of a sequence
-    # have names such as `cache.0`.
+    # Fields that are arrays, without those that are None. Items of a sequence have
+    # names such as `cache.0`.
     arrays: dict[str, mx.array]
 
 
@@ -35,7 +35,7 @@ def need(truth: bool, flaw: str) -> None:
 
 
 def check_numbers(leaf: Leaf, names: Iterable[str]) -> None:
-    """Require exactly these numbers, none negative. `rotated` is a bool, others int."""
+    """Require exactly these numbers, none negative; all int but `rotated`, a bool."""
     wanted = set(names)
     need(
         leaf.numbers.keys() == wanted,
@@ -72,7 +72,7 @@ def rows_of(leaf: Leaf, keys: str = "keys", values: str = "values") -> int:
 
 
 def need_floats(leaf: Leaf, *names: str) -> None:
-    """Require that those of these arrays that exist are of a float dtype."""
+    """Require a float dtype of each of these arrays that exists."""
     for name in names:
         if name in leaf.arrays:
             dtype = leaf.arrays[name].dtype
@@ -80,7 +80,7 @@ def need_floats(leaf: Leaf, *names: str) -> None:
 
 
 def cut(leaf: Leaf, rows: int, names: Iterable[str] = ("keys", "values")) -> Leaf:
-    """Return a leaf with the first `rows` rows of these arrays; 0: without them."""
+    """Return a leaf with these arrays cut to `rows` rows, or removed if that is 0."""
     arrays = dict(leaf.arrays)
     for name in names:
         if name in arrays and rows == 0:
@@ -91,7 +91,7 @@ def cut(leaf: Leaf, rows: int, names: Iterable[str] = ("keys", "values")) -> Lea
 
 
 def need_integers(leaf: Leaf, *names: str) -> list[list[int]]:
-    """Return the values of arrays that have one integer for each row of the batch."""
+    """Require arrays with one integer for each row of a batch; return their values."""
     result = []
     for name in names:
         need(name in leaf.arrays, f"it has no {name}")

@@ -24,7 +24,7 @@ def check_like(
         draft_like: live caches of the drafter; None: do not check them.
 
     Raises:
-        FlawError: names the first leaf that does not fit.
+        FlawError: a leaf does not fit; the message names it.
     """
     for whose, nodes, caches in (
         ("target", content.target, like),
@@ -94,7 +94,7 @@ def check_fits(leaf: Leaf, live: Any) -> None:
 
 
 def _alike(name: str, here: mx.array, there: mx.array) -> bool:
-    """Return whether two arrays have the same shape but for the number of rows."""
+    """Return whether two arrays have the same shape, except for the number of rows."""
     if here.ndim != there.ndim:
         return False
     free: Sequence[int] = ()

@@ -1,11 +1,11 @@
-"""Loading files of caches, or refusing them as a whole.
+"""Loading files of caches. A file is loaded as a whole, or refused.
 
     saved = load_caches("chat.safetensors", like=make_prompt_cache(model))
     load_into("chat.safetensors", caches, draft_caches)    # the same objects, refilled
 
-Everything in the file is checked, against itself, against its tokens and against the
-caches that it is for, before the first cache is made or changed. Files of `save_caches`
-carry a digest; in those of mlx-lm a changed number inside a key or a value is unseen.
+Before the first cache is made or changed, the file's fields are checked against each
+other, against its tokens and against the given caches. Files of `save_caches` have a
+digest; in files of mlx-lm, changed numbers inside of keys or values are not noticed.
 """
 
 import os
@@ -35,12 +35,12 @@ class LoadedCaches:
     """Contents of a cache file."""
 
     caches: list[Any]  # the target's caches
-    draft_caches: list[Any] | None  # the drafter's; None if there were none
-    rows: Rows | None  # the tokens of each row of the batch; None if mlx-lm saved it
-    # How many of them the drafter's caches hold, for each row
+    draft_caches: list[Any] | None  # the drafter's caches; None: the file has none
+    rows: Rows | None  # the tokens of each row of the batch; None: a file of mlx-lm
+    # For each row, how many of its tokens the drafter's caches hold
     draft_seen: tuple[int, ...] | None
-    metadata: dict[str, str]  # the texts that were saved with it
-    layout: str  # "mlx-lm 0.32", that of `save_caches` too, or "mlx-lm 0.31"
+    metadata: dict[str, str]  # the user's texts
+    layout: str  # "mlx-lm 0.32", also for files of `save_caches`, or "mlx-lm 0.31"
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -61,14 +61,15 @@ def load_caches(
 
     Args:
         path: the file.
-        like: caches that the target's have to fit, such as `make_prompt_cache(model)`
-            returns: class, settings, and shapes and dtypes where these hold rows.
-        draft_like: likewise for the drafter. mlx-lm keeps both in one list, which is
-            cut after `len(like)`.
+        like: caches that the target's caches have to match, such as those of
+            `make_prompt_cache(model)`: in class, settings, and the shapes and dtypes of
+            arrays that these have. None: no check.
+        draft_like: likewise for the drafter. If mlx-lm saved the file, it has one list
+            for both, which is cut after `len(like)`.
 
     Raises:
-        CacheFileError: the file is missing, damaged, foreign, of another version, or
-            does not fit.
+        CacheFileError: the file is missing, damaged, no cache file, of another version,
+            or does not match.
         UnsupportedCacheError: `like` has a cache of an unknown kind.
         InvalidRequestError: `draft_like` without `like`.
     """
@@ -83,17 +84,17 @@ def load_caches(
 
 def load_into(
     path: str | os.PathLike[str],  # the file
-    caches: Sequence[Any],  # the target's
+    caches: Sequence[Any],  # the target's caches
     draft_caches: Sequence[Any] | None = None,  # the drafter's; None: there are none
     *,
-    # Let floating point numbers take the dtype of those in `caches`, where these hold
-    # some: a model may have been loaded in another one since
+    # Convert floats to the dtypes of `caches`, as far as these hold arrays: the model
+    # may have been loaded in another dtype since
     cast: bool = False,
 ) -> LoadedCaches:
-    """Give existing caches the content of a file, all of them or none.
+    """Fill existing caches with the content of a file, all of them or none.
 
-    The result names the same objects. Without `draft_caches`, those of the file are
-    left out. Raises as `load_caches`; the caches are then as they were.
+    The result has the same objects. Without `draft_caches`, those in the file are
+    ignored. The errors are those of `load_caches`; after one, no cache has changed.
     """
     content = _content(path, caches, draft_caches, cast=cast)
     pairs = list(pairs_of(content.target, caches))

@@ -1,16 +1,16 @@
-"""mlx-lm's prompt-cache files: the layout of 0.32, written and read; 0.31's, read.
+"""mlx-lm's prompt-cache files: writes the layout of 0.32, reads those of 0.32 and 0.31.
 
-    0.32   tensors: every item of `state`, numbers and None as arrays too
-           metadata: 0.KEY the user's, 1.I class names, 2.K.0 and 2.K.1 which tensors
-           are no arrays and what they are instead; 2.0 is empty
+    0.32   tensors: every item of `state`; numbers and None are arrays too
+           metadata: 0.KEY the user's, 1.I class names; for each tensor that stands
+           for another value, 2.K.0 its name and 2.K.1 the kind; 2.0 is empty
     0.31   tensors: the arrays of `state`; metadata: 0.I... `meta_state` as texts,
            1.KEY the user's, 2.I class names
 
-The layout has no place for tokens; `extension` puts them into the user's metadata. A
-`LayerCache` whose window is not full does not hold its size, which the extension or
-`like` then gives. In the 0.31 layout offsets are worked out from the keys; a
-`ChunkedKVCache` past its first chunk does not hold its own and is refused. An
-`ArraysCache` has lost its lengths and left_padding there.
+The layouts have no place for tokens; `extension` puts them into the user's metadata. If
+the window of a `LayerCache` is not full, its size is not in `state`, and comes from the
+extension or from `like`. In the 0.31 layout, offsets are computed from the keys. A
+`ChunkedKVCache` past its first chunk is refused there, since its offset is missing, and
+an `ArraysCache` comes without lengths and left_padding.
 """
 
 import re
@@ -33,7 +33,7 @@ Values = dict[Path, Any]
 _PATH = re.compile(r"(0|[1-9][0-9]{0,5})(\.(0|[1-9][0-9]{0,5}))*")
 _NUMBER = re.compile(r"[0-9]{1,10}")
 
-# What `meta_state` holds in the 0.31 layout, for the kinds where it is not empty.
+# The numbers in `meta_state` in the 0.31 layout, for the kinds that have some.
 NUMBERS_031: dict[str, tuple[str, ...]] = {
     "RotatingKVCache": ("keep", "max_size", "offset", "_idx"),
     "QuantizedKVCache": ("offset", "group_size", "bits"),
@@ -45,7 +45,7 @@ OLDER = "so mlx-lm before 0.31 wrote the file; files of 0.31 and 0.32 can be loa
 
 
 def layout_of(metadata: dict[str, str]) -> str | None:
-    """Return "0.32" or "0.31", the version whose layout this is; None for neither."""
+    """Return the version of the layout, "0.32" or "0.31"; None: neither."""
     if metadata.get("2.0") == "" and "1.0" in metadata:
         return "0.32"
     if metadata.get("2.0") and any(
@@ -56,7 +56,7 @@ def layout_of(metadata: dict[str, str]) -> str | None:
 
 
 def user_metadata(layout: str, metadata: dict[str, str]) -> dict[str, str]:
-    """Return the user's part of a file's metadata."""
+    """Return the user metadata of a file."""
     prefix = _USER[layout]
     return {
         k.removeprefix(prefix): v for k, v in metadata.items() if k.startswith(prefix)
@@ -66,7 +66,7 @@ def user_metadata(layout: str, metadata: dict[str, str]) -> dict[str, str]:
 def native_parts(
     nodes: Sequence[Node], user: dict[str, str]
 ) -> tuple[dict[str, mx.array], dict[str, str]]:
-    """Return tensors and metadata of a file of 0.32; the digest is the writer's."""
+    """Return tensors and metadata in the 0.32 layout; the writer adds the digest."""
     arrays: dict[str, mx.array] = {}
     kinds: list[Any] = [""]
     caches = tree.build_all(nodes)
@@ -95,7 +95,7 @@ def read_native(
     like: Sequence[Any],
     window_sizes: dict[str, int],
 ) -> list[Node]:
-    """Return the unchecked nodes of a file of this layout."""
+    """Return the unchecked nodes of a file in this layout."""
     mine, classes = ("1", "1") if layout == "0.32" else ("0", "2")
     texts = {k: v for k, v in metadata.items() if not k.startswith(_USER[layout])}
     said = _grouped({_path_of(key): text for key, text in texts.items()})
@@ -130,7 +130,7 @@ def window_sizes_of(caches: Sequence[Any], prefix: str = "") -> dict[str, int]:
 
 
 def _with_scalars(values: Values, kinds: Values) -> Values:
-    """Turn the arrays that stand for numbers, texts and None into these."""
+    """Replace arrays that stand for numbers, texts and None by these values."""
     values = dict(values)
     for index, entry in _grouped(kinds).items():
         if index == 0:
@@ -205,7 +205,7 @@ def _put(leaf: Leaf, field: str, value: Any) -> None:
 
 
 def _complete_layer(leaf: Leaf, place: str, size: int) -> None:
-    """The offset is an array there, and the window's size is left out."""
+    """Move the offset from arrays to numbers, and add the missing window size."""
     offset, window = leaf.arrays.pop("offset", None), leaf.arrays.get("window")
     need(
         offset is not None and offset.ndim == 0 and offset.dtype in INTEGERS,
@@ -282,7 +282,7 @@ def _numbers31(name: str, info: Values, place: str) -> dict[str, int]:
 
 
 def _complete31(leaf: Leaf, count: int, place: str) -> None:
-    """Work out from the arrays the numbers that the 0.31 layout leaves out."""
+    """Compute the numbers that the 0.31 layout lacks from the arrays."""
     if leaf.name in ("KVCache", "ConcatenateKVCache"):
         leaf.numbers["offset"] = _rows_of_keys(leaf)
     elif leaf.name == "BatchKVCache":
@@ -299,7 +299,7 @@ def _complete31(leaf: Leaf, count: int, place: str) -> None:
 
 
 def _path_of(text: str) -> Path:
-    """Return the steps of a place such as `0.1.2`."""
+    """Return the path of a name such as `0.1.2`."""
     need(
         _PATH.fullmatch(text) is not None and len(text) < 100,
         f"{shown(text)} is no place of a tensor or a text in mlx-lm's layout",
@@ -308,7 +308,7 @@ def _path_of(text: str) -> Path:
 
 
 def _grouped(values: Values) -> dict[int, Values]:
-    """Return the values by the first step of their path, and the rest of it."""
+    """Return the values by the first step of their path, and then by the rest."""
     result: dict[int, Values] = {}
     for path, value in values.items():
         need(bool(path), "a value stands where a list is due")
@@ -317,7 +317,7 @@ def _grouped(values: Values) -> dict[int, Values]:
 
 
 def _items(values: Values, what: str) -> list[Any]:
-    """Return the items of a list that has no gaps and no lists inside."""
+    """Return the items of a list; refuse gaps and nested lists."""
     need(
         all((i,) in values for i in range(len(values))) and bool(values),
         f"its list of {what} has gaps",
@@ -326,7 +326,7 @@ def _items(values: Values, what: str) -> list[Any]:
 
 
 def _rows_of_keys(leaf: Leaf) -> int:
-    """Return the rows of keys [batch, heads, rows, dim]; 0 without keys."""
+    """Return the number of rows of keys [batch, heads, rows, dim]; 0 without keys."""
     keys = leaf.arrays.get("keys")
     need(keys is None or keys.ndim == 4, "keys has not 4 axes")
     return 0 if keys is None else int(keys.shape[2])

@@ -71,7 +71,7 @@ class Header:
     metadata: dict[str, str]
 
     def digest(self, key: bytes | None = None) -> Any:
-        """Return a SHA-256 that was fed the header without the digest in it.
+        """Return a SHA-256 object that has read the header, without its digest.
 
         With a key it is an HMAC, which cannot be forged without the key.
         """
@@ -87,7 +87,7 @@ class Header:
 
 
 def shown(value: object) -> str:
-    """Return a short text for a value out of a file."""
+    """Return a short text for a value from a file."""
     if not isinstance(value, (str, int, float, type(None))):
         return f"a {type(value).__name__}"  # repr of a deep list can fail
     text = repr(value)
@@ -95,7 +95,7 @@ def shown(value: object) -> str:
 
 
 def parse_json(raw: bytes, what: str) -> Any:
-    """Parse UTF-8 JSON without duplicate keys, NaN or infinity, and not too deep."""
+    """Parse UTF-8 JSON; refuse duplicate keys, NaN, infinity and deep nesting."""
     try:
         return json_files.parse_json(raw, unique_keys=True, finite=True)
     except json_files.JsonFlawError as error:
@@ -106,11 +106,11 @@ def parse_json(raw: bytes, what: str) -> Any:
 def opened(
     path: str | os.PathLike[str], *, follow: bool = True
 ) -> Iterator[tuple[BinaryIO, int]]:
-    """Open a regular file; yield it and its size. A pipe or a device is refused.
+    """Open a regular file; yield it and its size. Pipes and devices are refused.
 
     Args:
         path: the file.
-        follow: whether to follow a link instead of refusing it.
+        follow: whether to follow a link; otherwise links are refused.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
     flags |= 0 if follow else os.O_NOFOLLOW
@@ -129,7 +129,7 @@ def opened(
 
 
 def read_header(file: BinaryIO, size: int) -> Header:
-    """Read and check the header. The file then stands at the first byte of data."""
+    """Read and check the header. The next read then begins with the data."""
     if size < 8:
         raise FlawError(f"it has {size} bytes, and a safetensors file has 8 or more")
     length = int.from_bytes(_read(file, 8), "little")
@@ -195,7 +195,7 @@ def _check_tiles(ordered: list[tuple[str, Tensor]], size: int) -> None:
 
 
 def read_arrays(file: BinaryIO, header: Header, digest: Any = None) -> dict[str, Any]:
-    """Read every tensor after `read_header`, evaluated. `digest` is fed the data."""
+    """Read every tensor, evaluated, after `read_header`; add the data to `digest`."""
     arrays = {}
     for name, tensor in header.tensors.items():
         data = _read(file, tensor.stop - tensor.start)

@@ -40,8 +40,8 @@ def write(
         path: the file.
         arrays: the arrays by name.
         metadata: the other metadata.
-        key: makes the digest an HMAC, and a new file readable by its owner alone; None:
-            the digest is a SHA-256.
+        key: key of the digest, which is then an HMAC; a new file is then readable only
+            by its owner. None: the digest is a SHA-256.
     """
     header = Header(_tiled(arrays), metadata)
     target = Path(path)

@@ -46,13 +46,13 @@ def save_caches(
     Args:
         path: the file. An old file is replaced once the new one is on the disk.
         caches: caches of the target, as `make_prompt_cache` returns them.
-        tokens: the tokens that the target's caches hold; of a batch, one sequence for
+        tokens: the tokens that the target's caches hold; for a batch, one sequence for
             each row.
-        draft_caches: caches of the drafter.
-        draft_seen: how many of the tokens the drafter's caches hold; of a batch, one
+        draft_caches: caches of the drafter; None: there are none.
+        draft_seen: how many of the tokens the drafter's caches hold; for a batch, one
             number for each row. None: the offset of these caches, or all tokens if no
             cache has one.
-        metadata: texts that loading returns in `LoadedCaches.metadata`.
+        metadata: texts that loading returns in `LoadedCaches.metadata`; None: none.
 
     Raises:
         InvalidRequestError: the tokens do not fit the caches, or a cache's fields do
@@ -122,7 +122,7 @@ def _draft_seen(
 
 
 def _texts(metadata: Mapping[str, str]) -> dict[str, str]:
-    """Return the user's metadata; refuse reserved keys, and values that are no text."""
+    """Return the user's metadata; refuse reserved keys, and values other than str."""
     if not all(isinstance(v, str) for pair in metadata.items() for v in pair):
         raise InvalidRequestError("metadata has a key or value that is no text.")
     reserved = PREFIX.removesuffix(".")

@@ -1,4 +1,4 @@
-"""Lists of caches as fields: read from live caches, checked, and built again.
+"""Lists of caches as trees of fields: reading, checking and building them.
 
 A node is a `Leaf`, or a tuple of nodes for a `CacheList`.
 """
@@ -42,7 +42,7 @@ def need_known(name: Any, place: str) -> None:
 
 
 def check(nodes: Sequence[Node], what: str = "cache ") -> tuple[Node, ...]:
-    """Check every leaf and that all are for one batch; return them cut."""
+    """Check every leaf, and that batch sizes agree; return them without unused rows."""
     result = tuple(_check(node, f"{what}{i}") for i, node in enumerate(nodes))
     sizes = {size for leaf in leaves(result) if (size := batch(leaf)) is not None}
     need(len(sizes) < 2, f"its caches are for batches of {sorted(sizes)}")
@@ -69,7 +69,7 @@ def leaves(nodes: Sequence[Node]) -> Iterator[Leaf]:
 
 
 def build_all(nodes: Sequence[Node]) -> list[Any]:
-    """Return new caches of checked nodes."""
+    """Return new caches with the fields of checked nodes."""
     return [
         CacheList(*build_all(node)) if isinstance(node, tuple) else build(node)
         for node in nodes
@@ -77,7 +77,7 @@ def build_all(nodes: Sequence[Node]) -> list[Any]:
 
 
 def batch(leaf: Leaf) -> int | None:
-    """Return for how many rows the leaf is; None when it is empty and cannot say."""
+    """Return the batch size of a leaf; None: it is empty, so its size is unknown."""
     for array in leaf.arrays.values():
         return int(array.shape[0])
     return None
@@ -99,7 +99,7 @@ def positions(leaf: Leaf) -> list[int] | None:
 
 
 def check_tokens(nodes: Sequence[Node], counts: list[int], whose: str) -> None:
-    """Require that every leaf holds as many tokens as there are, in every row."""
+    """Require that every leaf holds `counts[row]` tokens in each row."""
     for leaf in leaves(nodes):
         stored, size = positions(leaf), batch(leaf)
         need(

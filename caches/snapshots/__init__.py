@@ -1,9 +1,9 @@
 """Copy-on-write snapshots of a model's caches for a range of tokens.
 
-    snapshot         what a snapshot holds; merge and split by rows of a batch
-    take             takes one, and restores live caches from it
-    per_kind         how each cache class is held; `per_kind_batch` for batches
+    snapshot         defines a snapshot; joins and cuts snapshots
+    take             takes a snapshot, and restores live caches from it
+    per_kind         defines what is saved of each class; `per_kind_batch` for batches
     read_rows        reads rows of another model's caches without changing them
 
-Nothing here knows which request a snapshot is for, or files.
+The package does not know requests or files.
 """

@@ -1,19 +1,19 @@
 """Snapshots of each cache kind: as rows, or as a whole state.
 
-    kind                                         held as
+    kind                                              saved as
     KVCache, QuantizedKVCache, ConcatenateKVCache,   rows, which can be cut anywhere
     BatchKVCache
     RotatingKVCache, SlidingKVCache, ChunkedKVCache,  a state, which exists only at
     ArraysCache, deepseek_v41.LayerCache,             the offset where it was taken
     BatchRotatingKVCache
 
-A ring has overwritten or dropped what it does not need at its offset, and a recurrent
-state never had rows. A state is copied when it is taken: a ring is written in place,
-and recurrent slots are often small views of large arrays, which they would keep alive.
-Its price is one copy of the window or of the slots.
+A ring has overwritten or dropped the rows that it does not need at its offset, and a
+recurrent state never had rows. A state is copied when it is taken: a ring is written in
+place, and recurrent slots are often small views of large arrays, which they would keep
+in memory. This costs one copy of the window or of the slots.
 
-Another kind takes part with one more line in `HOLDINGS`. A batch is held as a whole,
-see `caches.snapshots.per_kind_batch`.
+A further kind needs one more line in `HOLDINGS`. A batch is saved as a whole, see
+`caches.snapshots.per_kind_batch`.
 """
 
 from collections.abc import Callable
@@ -56,15 +56,15 @@ class Holding:
 
     @property
     def whole(self) -> bool:
-        """Return whether it is held as a state."""
+        """Return whether the kind is saved as a state."""
         return self.state is not None
 
 
 def _ring_state(cache: Any) -> Fields:
-    """Return what later writes can see, in the order in which they see it.
+    """Return the fields with only the rows that later writes can see.
 
-    A ring that is not full has unused slots at its end. One that was written by many
-    rows at once holds more than its window; the next write drops the rows before it.
+    A ring that is not full has unused slots at its end. After a write of many rows, a
+    ring has more rows than its window; the next write drops the oldest.
     """
     keys, values, index = cache.keys, cache.values, cache._idx
     if keys is not None:
@@ -78,7 +78,7 @@ def _ring_state(cache: Any) -> Fields:
 
 
 def _sliding_state(cache: Any) -> Fields:
-    """Return the window; what stands before it is there for an undo only."""
+    """Return the fields with the window only; earlier rows just serve an undo."""
     keys, values = cache.keys, cache.values
     count = min(cache.offset, cache.max_size)
     if keys is not None:
@@ -127,7 +127,7 @@ HOLDINGS: dict[type, Holding] = {
 
 
 def copied(fields: Fields) -> Any:
-    """Copy every array of a state that is taken, not yet evaluated."""
+    """Return the fields with copies of their arrays, not evaluated."""
     return tree_map(lambda x: own(x) if isinstance(x, mx.array) else x, fields)
 
 
@@ -138,10 +138,10 @@ def arrays_of(fields: Fields | None) -> list[mx.array]:
 
 
 def with_room(cache: Any, parts: list[Arrays], rows: int) -> Arrays:
-    """Return the parts joined, with the room for further rows that the kind has.
+    """Return the parts joined, with room for the next rows.
 
-    A cache that is written in place (it has a `step`) grows by a copy, which room for
-    a few rows saves.
+    Only caches that are written in place (they have a `step`) need room, since the next
+    write would otherwise copy the buffers.
     """
     step = getattr(cache, "step", None)
     room = 0 if step is None else step - rows % step
@@ -155,7 +155,7 @@ def with_room(cache: Any, parts: list[Arrays], rows: int) -> Arrays:
 
 
 def row_fields(cache: Any, arrays: Arrays, rows: int, lags: Lags) -> Fields:
-    """Return the fields of a cache of rows that holds `arrays`."""
+    """Return the fields of a cache with these arrays and so many rows."""
     if native_type(cache) is BatchKVCache:
         return batch_fields(arrays, rows, lags)
     half = len(arrays) // 2

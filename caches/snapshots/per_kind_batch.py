@@ -1,21 +1,21 @@
-"""Snapshots of a batch, whose rows have positions of their own.
+"""Snapshots of a batch, where each row has its own position.
 
-A batch is held as a whole. Its positions are those of the row that is furthest, and
-each row lags behind that one; padding that all rows share is not held:
+A batch is saved as a whole. Its positions are those of the furthest row; the lag of a
+row is its distance to that row. Padding that all rows share is not saved:
 
     row 0    . . a b c d e     position 5    lag 0
     row 1    . . . . x y z              3        2
     row 2    . . . . . . m              1        4
     range        [0    5)
 
-    split at 3     a b c | d e      the rows of the second part: x y z is cut to x | y z
+    split at 3     a b c | d e      row 1 is cut likewise: x | y z
 
-So KV rows are cut at one column of the whole batch, and parts adjoin only where the
-rows have the same lags. A commit that keeps different numbers, `filter` and `extend`
-change them; what is taken afterwards is another beginning. Rings and recurrent states
-exist only at the offset where they were taken, as those of one sequence do.
+So KV rows are cut at one column of the whole batch, and parts can be joined only if
+their lags are equal. A commit that keeps different numbers, `filter` and `extend`
+change the lags; after these, take a snapshot from 0. Rings and recurrent states exist
+only at the offset where they were taken, as for one sequence.
 
-A row that has not begun at the end of a part has an offset below 0, as in mlx-lm
+If a row begins only after the end of a part, its offset there is below 0, as in mlx-lm
 while a prompt with padding on the left is fed.
 """
 
@@ -34,11 +34,11 @@ Lags = tuple[int, ...]  # of each row; empty for one sequence
 def batch_extent(batches: Sequence[tuple[str, Any]]) -> tuple[int, Lags]:
     """Return the position of the furthest row of batch caches, and the rows' lags.
 
-    It reads the offsets back.
+    The offsets are read back from the device.
 
     Raises:
-        InvalidRequestError: the layers are out of step, a prompt padded on the right
-            is not finished, or no row has begun.
+        InvalidRequestError: the layers hold different numbers of tokens, a prompt with
+            right padding is not finalized, or all rows are inside their left padding.
     """
     # A layer that the model does not use stays empty.
     used = [(place, x) for place, x in batches if not x.empty()] or batches
@@ -73,12 +73,12 @@ def _is_ring(cache: Any) -> bool:
 
 
 def batch_fields(arrays: Arrays, rows: int, lags: Lags) -> dict[str, Any]:
-    """Return the fields of a `BatchKVCache` that holds `arrays` up to `rows`.
+    """Return the fields of a `BatchKVCache` with these arrays and so many rows.
 
     Args:
-        arrays: keys and values [batch, heads, at least `rows`, dim], or none.
+        arrays: keys and values [batch, heads, at least `rows`, dim], or an empty tuple.
         rows: the position of the furthest row.
-        lags: of each row.
+        lags: the lag of each row.
     """
     keys, values = arrays if arrays else (None, None)
     return {

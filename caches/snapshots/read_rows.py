@@ -1,10 +1,10 @@
-"""Reading the rows of a cache that belongs to somebody else.
+"""Reading rows of another model's cache, as a drafter does.
 
     keys, values = read_rows(cache, stop, 512)    # positions [stop - 512, stop)
 
-What is returned is a view for the moment, and has to be gone before the next write to
-the cache: while it is held, that write copies the whole buffer. Rows come in any order,
-since attention over rotated keys has none. A ring is read as it lies.
+The result is a view. Drop it before the next write to the cache, which would otherwise
+copy the whole buffer. The rows may be in any order, since attention over rotated keys
+does not depend on it; a ring is read in the order of its slots.
 """
 
 from typing import Any
@@ -26,10 +26,10 @@ READABLE = (*_FROM_THE_START, RotatingKVCache, SlidingKVCache)
 
 
 def check_readable(cache: Any, place: int) -> None:
-    """Refuse a cache whose rows cannot be read. Touches nothing.
+    """Refuse a cache whose rows cannot be read. Does not change it.
 
     Raises:
-        UnsupportedCacheError: it is of another kind, or keeps its first rows.
+        UnsupportedCacheError: it is of another kind, or its `keep` is above 0.
     """
     known = native_type(cache) in READABLE
     kept = getattr(cache, "keep", 0)
@@ -45,22 +45,22 @@ def check_readable(cache: Any, place: int) -> None:
 
 
 def read_rows(cache: Any, stop: int, count: int | None) -> tuple[mx.array, mx.array]:
-    """Return the rows of the last positions before `stop`, those that are held.
+    """Return the rows of the last positions before `stop` that the cache still has.
 
     Args:
-        cache: one that `check_readable` has passed, which holds something.
-        stop: the position after the last one that is read, at most the cache's offset.
-        count: how many positions at most; None: all.
+        cache: a cache that `check_readable` allows, not empty.
+        stop: the position after the last one to read, at most the cache's offset.
+        count: the most positions to read; None: all.
 
     Returns:
         Keys [batch, heads, rows, key dim] and values [batch, heads, rows, value dim];
-        quantized ones are dequantized, at the price of a copy.
+        quantized rows are dequantized, which copies them.
 
     Raises:
-        InvalidRequestError: the cache holds none of them.
+        InvalidRequestError: the cache has none of these positions.
     """
     kept = _held_rows(cache)
-    first = cache.offset - kept  # the position of row 0, once they are in order
+    first = cache.offset - kept  # the position of the oldest row
     start = max(0, 0 if count is None else stop - count, first)
     if not start < stop <= cache.offset:
         raise InvalidRequestError(
@@ -83,7 +83,7 @@ def read_rows(cache: Any, stop: int, count: int | None) -> tuple[mx.array, mx.ar
 
 
 def _held_rows(cache: Any) -> int:
-    """Return how many rows the buffers of a cache hold, the last of them at offset."""
+    """Return the number of rows in a cache's buffers, up to its offset."""
     if cache.keys is None:
         return 0
     kind = native_type(cache)
@@ -95,5 +95,5 @@ def _held_rows(cache: Any) -> int:
 
 
 def _in_order(ring: Any) -> bool:
-    """Return whether rows [0, _idx) of a ring are in order, and all that it holds."""
+    """Return whether a ring has only the rows [0, _idx), in order."""
     return bool(ring._idx == ring.keys.shape[2] or ring._idx >= ring.offset)

@@ -1,26 +1,26 @@
-"""Snapshots: what a model's caches hold for a range of tokens.
+"""Snapshots: the contents of a model's caches for a range of tokens.
 
     before = snapshot(caches)                        tokens [0, 40), nothing is copied
-    ...                                              the caches go on, to 90
+    ...                                              the model reads on, to 90
     rest = snapshot(caches, 40)                      tokens [40, 90)
     both = merge(before, rest)                       tokens [0, 90)
     head, tail = split(both, 64)                     tokens [0, 64) and [64, 90)
     restore(head, make_prompt_cache(model))          holds 64 tokens
 
-A model's caches are the unit. KV rows are cut anywhere. Rings, chunks and recurrent
-states exist only at the offset where they were taken, the snapshot's `stop`; to cut
-a model that has such layers elsewhere, give the states up:
+A snapshot has all caches of a model. KV rows can be cut anywhere. Rings, chunks and
+recurrent states exist only at the offset where they were taken, the snapshot's `stop`.
+To cut a snapshot with such layers elsewhere, separate the states:
 
     ranges, states = both.ranges, both.states        rows of [0, 90); states at 90
-    head, tail = split(ranges, 64)                   legal, and neither can be restored
+    head, tail = split(ranges, 64)                   legal; neither can be restored
     merge(merge(head, tail), states)                 the same as `both`
 
-The rows of a batch are held together, see `caches.snapshots.per_kind_batch`.
+The rows of a batch stay together, see `caches.snapshots.per_kind_batch`.
 
-Bytes are those that a snapshot keeps in memory beyond the live caches. Snapshots
-share arrays after a split, a merge or `ranges`; `held_bytes` counts them once.
-A snapshot of rows that are still shared with live caches belongs to the thread that
-writes these; `copied()` makes one that belongs to nobody.
+Sizes in bytes count only memory beyond the live caches. Snapshots share arrays after a
+split, a merge or `ranges`; `held_bytes` counts these once. While a snapshot shares rows
+with live caches, use it only in the thread that writes to the caches; a `copied()`
+snapshot can be used in any thread.
 """
 
 from collections.abc import Iterable, Sequence
@@ -39,21 +39,21 @@ from mlx_speculation.errors import InvalidRequestError, UnsupportedCacheError
 class HeldLeaf:
     """Snapshot of one leaf."""
 
-    place: str  # where the leaf stands, such as `2` or `2.0`
-    kind: type  # mlx-lm's class of it
-    settings: tuple[Any, ...]  # what a target must have in common with it
-    # The ranges of its rows, in order. None in a layer that the model does not use, and
-    # in kinds that are held whole.
+    place: str  # the leaf's place in the list of caches, such as `2` or `2.0`
+    kind: type  # mlx-lm's class of the leaf
+    settings: tuple[Any, ...]  # settings that a cache to restore must have too
+    # The ranges of its rows, in order; empty for a layer that the model does not use,
+    # and for kinds saved as a state.
     rows: tuple[Rows, ...] = ()
-    state: Fields | None = None  # the fields of a whole state, if there is one
+    state: Fields | None = None  # the fields of a whole state; None: there is none
 
     @property
     def whole(self) -> bool:
-        """Return whether it is held as a state, not as rows."""
+        """Return whether its kind is saved as a state, not as rows."""
         return HOLDINGS[self.kind].whole
 
     def buffers(self) -> list[mx.array]:
-        """Return the arrays that this object keeps in memory."""
+        """Return the arrays that only this object keeps in memory."""
         kept = [array for rows in self.rows for array in rows.buffers()]
         return kept + arrays_of(self.state)
 
@@ -63,20 +63,20 @@ class Snapshot:
     """Snapshot of one model's caches for the tokens [start, stop)."""
 
     start: int  # the first position
-    stop: int  # the position after the last; states are those after this many tokens
+    stop: int  # the position after the last; states are those after `stop` tokens
     leaves: tuple[HeldLeaf, ...]  # one item for every leaf cache
-    # Of a batch, how many tokens each row is behind the furthest, whose positions are
-    # meant; empty for one sequence
+    # For a batch, how many tokens each row is behind the furthest row, to which `start`
+    # and `stop` belong; empty for one sequence
     lags: Lags = ()
 
     @property
     def nbytes(self) -> int:
-        """Bytes kept in memory beyond what live caches hold anyway."""
+        """Bytes that it keeps in memory beyond those of live caches."""
         return held_bytes([self])
 
     @property
     def size(self) -> int:
-        """Bytes of what it holds, shared or not: those of a copy."""
+        """Bytes of its rows and states, shared or not: the bytes of a copy."""
         slices = (
             x for leaf in self.leaves for rows in leaf.rows for x in rows.slices()
         )
@@ -85,7 +85,7 @@ class Snapshot:
 
     @property
     def stateless(self) -> HeldLeaf | None:
-        """The first layer whose state at `stop` is missing; None: there is none."""
+        """The first layer that lacks its state at `stop`; None: no layer does."""
         missing = (leaf for leaf in self.leaves if leaf.whole and leaf.state is None)
         return next(missing, None)
 
@@ -101,15 +101,15 @@ class Snapshot:
         return Snapshot(self.stop, self.stop, bare, self.lags)
 
     def copied(self) -> "Snapshot":
-        """Return one whose rows stand in arrays of exactly their size, its own.
+        """Return a snapshot with its own copies of the rows.
 
-        States are shared with this one, whose they already are.
+        The states are shared with this snapshot; they are copies already.
         """
         return replace(self, leaves=tuple(_with_own_rows(x) for x in self.leaves))
 
 
 def held_bytes(snapshots: Iterable[Snapshot]) -> int:
-    """Return the bytes that the snapshots keep in memory, shared ones counted once."""
+    """Return the bytes that the snapshots keep in memory; shared arrays count once."""
     arrays = {
         id(array): array.nbytes
         for one in snapshots
@@ -122,11 +122,11 @@ def held_bytes(snapshots: Iterable[Snapshot]) -> int:
 def merge(parent: Snapshot, child: Snapshot) -> Snapshot:
     """Join [a, b) and [b, c) to [a, c), without a copy.
 
-    The states are the child's; the parent's where the child is the empty range [b, b)
-    and has none.
+    The states are those of the child. If the child is the empty range [b, b) and lacks
+    a state, that of the parent is used.
 
     Raises:
-        InvalidRequestError: they do not adjoin, or are of different models.
+        InvalidRequestError: the two do not adjoin, or are of different models.
     """
     if parent.stop != child.start:
         raise InvalidRequestError(
@@ -150,8 +150,8 @@ def merge(parent: Snapshot, child: Snapshot) -> Snapshot:
 def split(whole: Snapshot, at: int) -> tuple[Snapshot, Snapshot]:
     """Cut [a, c) to [a, at) and [at, c), without a copy. `merge` is the inverse.
 
-    States stay with the part that ends where they were taken; at `stop` itself that
-    is the first one.
+    States stay with the part that ends where they were taken. With `at` equal to
+    `stop`, that is the first part.
 
     Raises:
         UnsupportedCacheError: a layer's state cannot be cut there.
@@ -184,7 +184,7 @@ def split(whole: Snapshot, at: int) -> tuple[Snapshot, Snapshot]:
 
 
 def _cut(leaf: HeldLeaf, start: int, stop: int, with_state: bool) -> HeldLeaf:
-    """Return the part of a leaf in [start, stop); its ranges need no cut at ends."""
+    """Return the part of a leaf in [start, stop)."""
     parts = []
     for rows in leaf.rows:
         low, high = max(rows.start, start), min(rows.stop, stop)
@@ -207,7 +207,7 @@ def _with_own_rows(leaf: HeldLeaf) -> HeldLeaf:
 
 
 def check_same(some: Sequence[HeldLeaf], others: Sequence[HeldLeaf]) -> None:
-    """Refuse leaves that are not those of one model."""
+    """Refuse leaves of different models."""
     if len(some) != len(others):
         raise InvalidRequestError(
             f"One side has {len(some)} leaf caches and the other {len(others)}. "
@@ -225,7 +225,7 @@ def check_same(some: Sequence[HeldLeaf], others: Sequence[HeldLeaf]) -> None:
 
 
 def check_lags(one: Lags, other: Lags) -> None:
-    """Refuse parts of a batch whose rows stand in different columns."""
+    """Refuse parts of a batch whose rows have different lags."""
     if one != other:
         raise InvalidRequestError(
             f"The rows are {list(one)} tokens behind the furthest on one side, and "

@@ -42,7 +42,7 @@ def snapshot(
 
     Args:
         caches: mlx-lm caches, one per layer as `make_prompt_cache` returns them.
-        start: the first token; rows of earlier tokens are left out.
+        start: the first token. Rows of earlier tokens are left out.
         stop: the end of the range. None: the number of tokens that the caches hold; if
             no cache knows that number (models of recurrent layers only), it has to be
             passed. A smaller number is legal if all caches can be cut.
@@ -77,9 +77,9 @@ def snapshot(
 def restore(saved: Snapshot, target: Sequence[Any]) -> None:
     """Replace the contents of caches by those of a snapshot.
 
-    If the snapshot begins at a `start` above 0, the caches have to hold the `start`
-    tokens before it, which stay. All is checked and built before the first cache
-    changes. It costs one copy of the rows, with room for more.
+    If the snapshot's `start` is above 0, the caches have to hold exactly the `start`
+    tokens before it, which stay. Everything is checked and built before the first cache
+    changes. The rows are copied once, with room for more.
 
     Args:
         saved: the snapshot.
