@@ -130,7 +130,7 @@ def open_journals(
 
 
 def _opened(leaf: Any, whole: bool, isolated: bool, steps: KeySteps | None) -> Journal:
-    """Return a journal that writes to a copy, or one with key steps if it has them."""
+    """Return a journal: on a copy if `isolated`, else in key steps if it can."""
     if steps is not None and native_type(leaf) is KVCache:
         return KVJournal(leaf, whole, steps)
     if steps is not None and type(leaf) is SlidingKVCache:

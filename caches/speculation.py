@@ -59,7 +59,7 @@ class Speculation:
             layer's mixer records nothing, a commit of a part rolls everything back and
             calls `rerun(keep)`, which costs one more forward.
         isolated: leave the live caches unchanged until the commit: the model writes to
-            a copy of each cache, and `commit` moves the kept rows to the live ones.
+            a copy of each cache, and `commit` transfers the kept part to the live ones.
             Writes of a wrong rank, batch, head count or dtype are refused; see
             `caches/journals/checked_writes.py` for the checks of an empty cache. The
             first write copies every buffer; see `caches/journals/isolated.py`.

@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from mlx_speculation.caches.files.safetensors_reader import FlawError
 
-MAX_COUNT = 2**30  # positions are int32 inside mlx-lm; leaves room for more tokens
+MAX_COUNT = 2**30  # mlx-lm's positions are int32; this leaves room for more tokens
 FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 INTEGERS = (mx.int32, mx.int64)
 

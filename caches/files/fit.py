@@ -103,6 +103,6 @@ def _alike(name: str, here: mx.array, there: mx.array) -> bool:
     elif here.ndim == 4 and name != "ArraysCache":
         free = (2,)
     elif name == "ArraysCache" and here.dtype in INTEGERS and here.ndim == 2:
-        free = (1,)  # the last token ids: fewer at the start of a text
+        free = (1,)  # ids of the last tokens, fewer at the start of a text
     axes = [axis for axis in range(here.ndim) if axis not in free]
     return all(here.shape[axis] == there.shape[axis] for axis in axes)

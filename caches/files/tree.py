@@ -33,7 +33,7 @@ def read(cache: Any) -> Node:
 
 
 def need_known(name: Any, place: str) -> None:
-    """Refuse a class name that is not in the table."""
+    """Refuse a class name that is not in `KINDS`."""
     need(
         isinstance(name, str) and name in KINDS,
         f"cache {place} is of the class {shown(name)}; known are "
@@ -84,9 +84,9 @@ def batch(leaf: Leaf) -> int | None:
 
 
 def positions(leaf: Leaf) -> list[int] | None:
-    """Return how many tokens each row holds; None when the leaf cannot say.
+    """Return how many tokens each row holds; None: the leaf does not count them.
 
-    A leaf that the model does not use is empty, and cannot say either.
+    An empty leaf is None too, since the model may not use it.
     """
     if "offset" in leaf.arrays:
         if "keys" not in leaf.arrays:

@@ -86,7 +86,7 @@ class RecordingArraysCache(ArraysCache):
         self._recording = False
 
     def __setitem__(self, idx: int, value: mx.array) -> None:
-        """Write a slot, and note if no recorded mixer does it."""
+        """Write a slot, and note it if no recorded call covers the write."""
         if not self._recording:
             self.written_unrecorded = True
         super().__setitem__(idx, value)

@@ -27,17 +27,17 @@ from mlx_speculation.errors import InvalidRequestError
 
 LOOSE = 64
 
-# By cache: the most common padding that ragged commits can have added since a drop.
+# By cache: upper bound of the shared padding from ragged commits since the last drop.
 _loose: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
 
 
 def loose(cache: Any) -> int:
-    """Return the most common padding that ragged commits can have left in `cache`."""
+    """Return an upper bound of the shared padding from ragged commits in `cache`."""
     return _loose.get(cache, 0)
 
 
 def set_loose(cache: Any, added: int) -> None:
-    """Restore the number after a commit that is undone."""
+    """Set that bound, as after a commit that is undone."""
     _loose[cache] = added
 
 

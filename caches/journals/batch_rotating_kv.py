@@ -86,7 +86,7 @@ class BatchRotatingJournal(RingJournal):
 
     def __init__(self, cache: BatchRotatingKVCache, whole: bool = False) -> None:
         super().__init__(cache, whole, PresentedBatchRing)
-        # The fields and the common padding before a commit of a part.
+        # The fields and the bound of the shared padding before a commit of a part.
         self._replaced: tuple[dict[str, Any], int] | None = None
 
     @property

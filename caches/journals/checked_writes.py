@@ -13,8 +13,8 @@ The rank, the batch (axis 0), the heads (axis 1 of rank 4) and the dtype of the 
 arrays have to agree; for keys and values also the width of a row. Keys and values may
 differ in dtype, as after a float32 norm over bfloat16 keys. If the cache has no such
 array yet, the batch has to agree with its other arrays, such as the left padding, and
-batch and dtype with the array of that name in other layers of the same kind. Only the
-first write to all empty caches of a kind can have any dtype.
+batch and dtype with the array of that name in other layers of the same kind. Only if
+all caches of a kind are empty can a write have any dtype.
 """
 
 import functools

@@ -11,11 +11,11 @@ layer holds:
 
 An example: the ratio is 4, 2 rows are pending, and 5 rows are written. This closes one
 group of 4 rows, and 3 rows are pending. After a prefix of 1 row, no group would be
-closed, and 3 other rows would be pending, which the cache no longer has. So
-the journal records the call of the compressor, which makes the pending rows, and runs
-it again over the prefix, as it does with the mixers of `ArraysCache`. The hook of the
-compressor (`mlx_speculation.models`) calls `RecordingLayerCache.record`. `written` is
-None if a call was not recorded.
+closed, and 3 other rows would be pending, which the cache no longer has. So the journal
+records the call of the compressor, which makes the pending rows, and runs it again over
+the prefix, like the mixers of `ArraysCache`. The hook of the compressor
+(`mlx_speculation.models`) calls `RecordingLayerCache.record`. `written` is None if a
+call was not recorded.
 """
 
 from collections.abc import Iterator

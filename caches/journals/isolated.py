@@ -3,7 +3,7 @@
 The model writes to a twin: an object of the same class with the same attributes, the
 arrays detached and the lists copied. An ordinary journal of the twin keeps a prefix or
 undoes it. The commit then gives the live cache the twin's attributes in one step. Until
-then the live cache does not change, even if the process crashes:
+then the live cache does not change, whatever line fails:
 
     opened                     live: offset 5, buffer A     twin: offset 5, buffer A
     the model writes 3 rows    live: offset 5, buffer A     twin: offset 8, buffer B
@@ -16,7 +16,7 @@ nothing of a KV cache.
 
 A cache with values that cannot be copied is refused. The rows that journals save of a
 ring belong to one object, so a twin saves its own. A twin of a batch cache takes over
-the count of common padding.
+the bound of its shared padding, see `batch_kv`.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ _UNCHANGING = (type(None), Number, str, bytes, mx.Dtype)
 
 
 def twin_of(cache: Any) -> Any:
-    """Return a copy of mlx-lm's class; writes to it do not reach `cache`.
+    """Return a copy, whose class is mlx-lm's; writes to it do not reach `cache`.
 
     The copy is not watched, since no snapshot shares rows with it.
 

@@ -5,9 +5,9 @@
     rollback()                                      rows [0, 5), offset 5
 
 Rows at and past the offset are never read, and later writes overwrite them, so nothing
-is copied. The journal holds no reference to a buffer, which would make the next write
-copy all of it. A quantized cache has three buffers each for keys and values (packed
-numbers, scales, biases), all with rows on the same axis; each row is quantized alone.
+is copied. The journal holds no reference to a buffer: a second one would make the next
+write copy all of it. A quantized cache has three buffers each for keys and values
+(packed numbers, scales, biases), with rows on the same axis, each quantized alone.
 """
 
 from collections.abc import Sequence

@@ -46,14 +46,14 @@ class ListenedTo(Generic[JournalT]):
 
 
 def sharing(cache: Any, kind: Any) -> Any:
-    """Return a view of the cache: a `kind`, a subclass of its class."""
+    """Return a view of the cache, of the class `kind`, a subclass of its own."""
     presented = object.__new__(kind)
     presented.__dict__ = cache.__dict__
     return presented
 
 
 def listened_to_by(journal: Any, kind: Any, cache: Any) -> Any:
-    """Return a view of the cache that calls `journal`: a `kind`, see `ListenedTo`."""
+    """Return a view that calls `journal`, of the class `kind`, a `ListenedTo`."""
     presented = sharing(cache, kind)
     presented._journal = weakref.ref(journal)
     return presented

@@ -49,7 +49,7 @@ class Persistence:
         self._writer: threading.Thread | None = None
         self._again = self._failed = False
         self._since = 0.0  # the latest use among the nodes that the writer has seen
-        self._noted: dict[str, float] = {}  # the time of use that each file has
+        self._noted: dict[str, float] = {}  # the recorded time of use of each file
         folder.serve(roles[0].mark)
         # By the hash of all tokens up to a node: the node, and the digest so far.
         start = folder.digest([])

@@ -31,7 +31,7 @@ from mlx_speculation.errors import InvalidRequestError
 
 
 class PrefixCache:
-    """Rows and states of earlier requests, at most `max_bytes` of them.
+    """Rows and states of earlier requests, in at most `max_bytes` of memory.
 
     Args:
         max_bytes: limit of the bytes of all kept arrays. None: a quarter of the memory
@@ -180,7 +180,7 @@ class PrefixCache:
             self._tree.add_point(points, point)
 
     def answers(self, tokens: Tokens) -> tuple[int, list[list[int]]]:
-        """Return known answers that `tokens` begin with; see `PrefixTree.answers`."""
+        """Return answers from which `tokens` diverge; see `PrefixTree.answers`."""
         with self._alone():
             if self._disk is not None:
                 self._disk.link()
@@ -195,7 +195,7 @@ class PrefixCache:
         """Read the rows that a request can use from the folder into memory.
 
         Returns:
-            The number of tokens whose rows were in memory before, for the target.
+            The number of tokens that the target could resume from memory before.
         """
         with self._alone() as again:
             disk = None if again else self._disk

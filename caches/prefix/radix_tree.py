@@ -135,11 +135,11 @@ class PrefixTree:
         return result, matched
 
     def answers(self, tokens: Tokens) -> tuple[int, list[list[int]]]:
-        """Return the answers at the point where `tokens` part from the tree.
+        """Return the target's answers, if `tokens` leave the tree inside of one.
 
         Returns:
-            The number of tokens before these answers; and the answers and their stored
-            prefixes, the longest first.
+            The number of tokens before that answer; and all answers that begin there,
+            and stored prefixes of these, the longest first. Otherwise 0 and no answers.
         """
         nodes, matched = self.path(tokens)
         last = nodes[-1]
@@ -163,7 +163,7 @@ class PrefixTree:
     def usable(self, which: int, tokens: Tokens) -> tuple[list[Node], int]:
         """Return the nodes along `tokens` that a role can use, and how many tokens.
 
-        A role with states can use those up to its last restore point.
+        For a role with states, the last node is its last restore point among them.
         """
         nodes, matched = self.path(tokens)
         whole = [which in node.rows for node in nodes[1:]]
@@ -181,7 +181,7 @@ class PrefixTree:
     ) -> tuple[Snapshot | None, list[Node]]:
         """Return a role's snapshot for `tokens`, and its nodes; None: nothing usable.
 
-        For a role without states, it ends `back` tokens before the known end.
+        If the role has no states, the snapshot ends `back` tokens before the known end.
         """
         role = self._roles[which]
         nodes, matched = self.usable(which, tokens)
@@ -251,10 +251,10 @@ class PrefixTree:
         return freed
 
     def forget_file(self, file: Segment) -> None:
-        """Remove a file from its nodes, and those that then have nothing below.
+        """Remove a file from its nodes; remove those left without rows and children.
 
-        A node above other files stays: they are usable again once the target has read
-        the tokens of the lost file.
+        A node with children stays: their files are usable again once the target has
+        read the tokens of the lost file.
         """
         nodes = [node for node in self.nodes() if node.file is file]
         for node in nodes:

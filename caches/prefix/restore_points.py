@@ -1,7 +1,7 @@
 """The restore points of a running stream, and the caches that it stores at its end.
 
-They belong to the stream, but count in the budget of the prefix cache that will store
-them.
+The points belong to the stream, but count in the budget of the prefix cache that will
+store them.
 """
 
 from collections.abc import Sequence

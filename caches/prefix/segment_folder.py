@@ -230,7 +230,7 @@ class SegmentFolder:
         }
         text = json.dumps(said, separators=(",", ":"))
         metadata = {"segment": text, "seal": self._hash(text.encode())}
-        header = len(text) * 2 + 200 * len(arrays) + 1000  # upper bound: escapes
+        header = len(text) * 2 + 200 * len(arrays) + 1000  # at most, with JSON escapes
         self._make_room(header + sum(array.nbytes for array in arrays.values()))
         write(self.path / name, arrays, metadata, self._key)
         self._known.add(name)

@@ -1,7 +1,7 @@
 """Snapshots of each cache kind: as rows, or as a whole state.
 
     kind                                              saved as
-    KVCache, QuantizedKVCache, ConcatenateKVCache,   rows, which can be cut anywhere
+    KVCache, QuantizedKVCache, ConcatenateKVCache,    rows, which can be cut anywhere
     BatchKVCache
     RotatingKVCache, SlidingKVCache, ChunkedKVCache,  a state, which exists only at
     ArraysCache, deepseek_v41.LayerCache,             the offset where it was taken
@@ -51,7 +51,7 @@ class Holding:
 
     # The fields in which the source and the target must agree.
     settings: Callable[[Any], tuple[Any, ...]]
-    # Returns the fields of a whole state, not copied; None: the kind is held as rows.
+    # Returns the fields of a whole state, not copied; None: the kind is saved as rows.
     state: Callable[[Any], Fields] | None = None
 
     @property
@@ -78,7 +78,7 @@ def _ring_state(cache: Any) -> Fields:
 
 
 def _sliding_state(cache: Any) -> Fields:
-    """Return the fields with the window only; earlier rows just serve an undo."""
+    """Return the fields with the window only; earlier rows are only for an undo."""
     keys, values = cache.keys, cache.values
     count = min(cache.offset, cache.max_size)
     if keys is not None:
@@ -155,7 +155,7 @@ def with_room(cache: Any, parts: list[Arrays], rows: int) -> Arrays:
 
 
 def row_fields(cache: Any, arrays: Arrays, rows: int, lags: Lags) -> Fields:
-    """Return the fields of a cache with these arrays and so many rows."""
+    """Return the fields of a cache with these arrays, up to position `rows`."""
     if native_type(cache) is BatchKVCache:
         return batch_fields(arrays, rows, lags)
     half = len(arrays) // 2

@@ -73,7 +73,7 @@ def _is_ring(cache: Any) -> bool:
 
 
 def batch_fields(arrays: Arrays, rows: int, lags: Lags) -> dict[str, Any]:
-    """Return the fields of a `BatchKVCache` with these arrays and so many rows.
+    """Return the fields of a `BatchKVCache` with these arrays, up to position `rows`.
 
     Args:
         arrays: keys and values [batch, heads, at least `rows`, dim], or an empty tuple.

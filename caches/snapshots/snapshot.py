@@ -53,7 +53,7 @@ class HeldLeaf:
         return HOLDINGS[self.kind].whole
 
     def buffers(self) -> list[mx.array]:
-        """Return the arrays that only this object keeps in memory."""
+        """Return the arrays that it keeps in memory beyond those of live caches."""
         kept = [array for rows in self.rows for array in rows.buffers()]
         return kept + arrays_of(self.state)
 

@@ -5,7 +5,7 @@ every forward has the same number of rows, and a row at position p gets a view o
 
     V(p) = step * (p // step + 1)
 
-rows of a cache, where a boolean mask hides the rows after p:
+rows of a cache, where a boolean mask hides the positions after p:
 
     step 256, rows 8    offset 3      256 keys, bool mask [8, 256]
                         offset 250    256 keys; rows 250 to 255 of the text fit

@@ -136,7 +136,7 @@ class RaggedKVCache(BatchKVCache):
     ) -> Any:
         """Return a mask of the columns that the next N positions of each row see.
 
-        If all rows have one length: None for one position, "causal" for several.
+        If all rows have the same length, it is None for one position, else "causal".
         """
         self.stepped, lengths = N > 1, tuple(self.lengths)
         written = max(lengths, default=0) + N

@@ -87,7 +87,7 @@ class Rows:
         return cache is not None and _same(buffers(cache), self._arrays)
 
     def buffers(self) -> Arrays:
-        """Return the arrays that only this object keeps in memory."""
+        """Return the whole arrays that it keeps in memory beyond those of the cache."""
         return () if self.shared else self._arrays
 
     def slices(self) -> Arrays:

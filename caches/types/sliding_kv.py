@@ -12,8 +12,8 @@ write goes in place after the last row:
     the last 2 undone 5 6 7 . . . .      two indices move
 
 So a round writes only its own rows, and undoing it copies nothing. A write of one row
-returns exactly the rows that it sees, so it needs no mask. In return, a cache takes
-`slack` more rows of memory, and copies its window once in about `slack` rows written.
+returns exactly the rows that this row sees, so no mask is needed. In return, a cache
+takes `slack` more rows of memory, and copies its window once in about `slack` rows.
 
 The rows [0, `_end`) of the buffers hold the positions [offset - `_end`, offset), among
 them always the last `max_size`. A read returns the rows [`_first`, `_end`).

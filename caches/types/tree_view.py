@@ -112,15 +112,15 @@ def tree_views(caches: Sequence[Any], rows: TreeRows) -> list[TreeView]:
 
 
 def move_rows(caches: Sequence[Any], written: int, rows: Sequence[int]) -> None:
-    """Move these of the rows that a round wrote to the front of them, in this order.
+    """Move some of a round's rows to where its first rows are, in the given order.
 
     The rows of a tree's accepted path are then adjacent, and the caller drops the rows
-    after them. Earlier rows do not move.
+    after them. Rows from before the round do not move.
 
     Args:
         caches: live caches that `check_trees` allows.
         written: number of rows that the round wrote to each cache, in one forward.
-        rows: indices among these rows, in rising order.
+        rows: indices of the rows to move among those, in rising order.
     """
     kept = next((i for i, row in enumerate(rows) if row != i), len(rows))
     if kept == len(rows):
