@@ -61,9 +61,9 @@ def load_caches(
 
     Args:
         path: the file.
-        like: caches that the target's caches have to match, such as those of
-            `make_prompt_cache(model)`: in class, settings, and the shapes and dtypes of
-            arrays that these have. None: no check.
+        like: live caches, such as those of `make_prompt_cache(model)`. The target's
+            caches in the file must have the same classes and settings, and the shapes
+            and dtypes of the arrays in `like`. None: no check.
         draft_like: likewise for the drafter. If mlx-lm saved the file, it has one list
             for both, which is cut after `len(like)`.
 

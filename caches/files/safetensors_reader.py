@@ -106,7 +106,7 @@ def parse_json(raw: bytes, what: str) -> Any:
 def opened(
     path: str | os.PathLike[str], *, follow: bool = True
 ) -> Iterator[tuple[BinaryIO, int]]:
-    """Open a regular file; yield it and its size. Pipes and devices are refused.
+    """Open a regular file; yield the file and its size. Refuse pipes and devices.
 
     Args:
         path: the file.

@@ -58,7 +58,7 @@ class BoundedTree(PrefixTree):
     def fill(
         self, node: Node, kept: Mapping[int, Held], claim: Claim, *, end: bool
     ) -> bool:
-        """Add the rows of a file to a node, and its restore points if it is the `end`.
+        """Add a file's rows to a node, and at the `end` the file's restore points.
 
         Returns:
             False if there is no room for the rows or the point that the target needs.

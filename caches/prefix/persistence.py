@@ -203,7 +203,7 @@ class Persistence:
             yield node
 
     def _write_node(self, node: Node) -> bool:
-        """Write a node unless its file has all of it; return whether it was written."""
+        """Write a node, unless its file is complete; return whether it was written."""
         with self._lock:
             text, start = node.text, node.start
             if not self._unsaved(node) or not plain(text):
@@ -224,7 +224,7 @@ class Persistence:
         return True
 
     def _unsaved(self, node: Node) -> bool:
-        """Return whether a node has more than its file, and its parent has a file."""
+        """Return whether a node has more than its file, and its parent is in a file."""
         parent = node.parent
         if parent is None or not node.resident:
             return False
@@ -235,7 +235,7 @@ class Persistence:
         return not (rows <= self._marks(node) and points <= self._ends(node))
 
     def _saved(self, node: Node, segment: Segment) -> None:
-        """Record a file for a node, and for its ancestors whose tokens it has too."""
+        """Record a file for a node, and for ancestors whose tokens the file has too."""
         node.written |= segment.written
         node.file = segment
         while node.parent is not None and node.start > segment.start:

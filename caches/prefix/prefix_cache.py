@@ -258,9 +258,9 @@ class PrefixCache:
 
     @contextmanager
     def _alone(self) -> Iterator[bool]:
-        """Lock the tree; yield whether this thread is already changing it.
+        """Lock the tree; yield whether this thread is already changing the tree.
 
-        It is if the garbage collector ends a stream in the middle of a change.
+        That happens if the garbage collector ends a stream in the middle of a change.
         """
         with self._lock:
             again, self._changing = self._changing, True

@@ -1,4 +1,4 @@
-"""The restore points of a running stream, and the caches that it stores at its end.
+"""The restore points of a running stream, and the caches stored at the stream's end.
 
 The points belong to the stream, but count in the budget of the prefix cache that will
 store them.
@@ -23,12 +23,12 @@ class Point(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes of all its arrays, those shared with live caches included."""
+        """Bytes of all arrays of the point, also of those shared with live caches."""
         return self.states.size + (0 if self.hidden is None else self.hidden.nbytes)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it keeps in memory beyond those of live caches."""
+        """Bytes that the point keeps in memory beyond those of live caches."""
         return self.states.nbytes + (0 if self.hidden is None else self.hidden.nbytes)
 
 

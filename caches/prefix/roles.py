@@ -33,7 +33,7 @@ class Role(NamedTuple):
 
     @property
     def stateful(self) -> bool:
-        """True if it can be resumed only at restore points."""
+        """True if the role can be resumed only at restore points."""
         return any(leaf.whole for leaf in self.empty.leaves)
 
     def rows(self, stop: int) -> int:

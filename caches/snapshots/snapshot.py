@@ -53,7 +53,7 @@ class HeldLeaf:
         return HOLDINGS[self.kind].whole
 
     def buffers(self) -> list[mx.array]:
-        """Return the arrays that it keeps in memory beyond those of live caches."""
+        """Return the arrays that the leaf keeps in memory beyond live caches."""
         kept = [array for rows in self.rows for array in rows.buffers()]
         return kept + arrays_of(self.state)
 
@@ -71,12 +71,12 @@ class Snapshot:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it keeps in memory beyond those of live caches."""
+        """Bytes that the snapshot keeps in memory beyond those of live caches."""
         return held_bytes([self])
 
     @property
     def size(self) -> int:
-        """Bytes of its rows and states, shared or not: the bytes of a copy."""
+        """Bytes of all rows and states, shared or not: the bytes of a copy."""
         slices = (
             x for leaf in self.leaves for rows in leaf.rows for x in rows.slices()
         )
@@ -91,12 +91,12 @@ class Snapshot:
 
     @property
     def ranges(self) -> "Snapshot":
-        """The rows without the states. It can be cut anywhere."""
+        """A snapshot of the rows without the states, which can be cut anywhere."""
         return replace(self, leaves=tuple(replace(x, state=None) for x in self.leaves))
 
     @property
     def states(self) -> "Snapshot":
-        """The states without the rows, for the empty range at `stop`."""
+        """A snapshot of the states without the rows, for the empty range at `stop`."""
         bare = tuple(replace(leaf, rows=()) for leaf in self.leaves)
         return Snapshot(self.stop, self.stop, bare, self.lags)
 

@@ -87,7 +87,7 @@ class Rows:
         return cache is not None and _same(buffers(cache), self._arrays)
 
     def buffers(self) -> Arrays:
-        """Return the whole arrays that it keeps in memory beyond those of the cache."""
+        """Return the arrays that this object keeps in memory beyond a live cache's."""
         return () if self.shared else self._arrays
 
     def slices(self) -> Arrays:

@@ -261,7 +261,7 @@ class SlidingKVCache:
 
 
 def _buffer(rows: mx.array, size: int, *, filled: bool = False) -> mx.array:
-    """Return a buffer of `size` rows shaped like `rows`; `filled`: it begins with them.
+    """Return a buffer of `size` rows like `rows`; `filled`: beginning with `rows`.
 
     A fill and a write in place cost half of a concatenation with zeros.
     """

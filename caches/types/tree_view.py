@@ -25,9 +25,9 @@ class TreeRows(NamedTuple):
     """Rows of a forward that are a tree, or a level of one.
 
     Attributes:
-        seen: bool [rows, columns], the columns that each row sees: those of its
-            ancestors and its own. The last columns are those of these rows; before them
-            are the rows that the round has written already.
+        seen: bool [rows, columns], whether a row sees a column. A row sees its own
+            column and those of its ancestors. The last columns are these rows; before
+            them are the rows that the round has written already.
         depths: int32 [rows], the position of each row minus that of the first row.
         shift: correction of the offset that a model reads, if the round has already
             written rows of other branches.
