@@ -33,7 +33,7 @@ class Budget:
     Attributes:
         stored: bytes in the tree.
         running: restore points of running streams.
-        evictions: number of evicted nodes.
+        evictions: number of evictions.
         level: the highest cost of an evicted node, which is added to new costs.
     """
 

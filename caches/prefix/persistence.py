@@ -130,7 +130,7 @@ class Persistence:
         return file.points if file is not None and whole else frozenset()
 
     def read(self, segment: Segment) -> dict[int, Held] | None:
-        """Return the contents of a segment; None: the file was damaged, and removed."""
+        """Return the contents of a segment; None: the file was unusable, and removed."""
         try:
             arrays, plan = self._folder.read(segment)
             return decoded(arrays, plan, self._roles, segment.start, segment.stop)
@@ -224,7 +224,7 @@ class Persistence:
         return True
 
     def _unsaved(self, node: Node) -> bool:
-        """Return whether a node has more than its file, and its parent is in a file."""
+        """Return whether a node has unsaved data; False until its parent is saved."""
         parent = node.parent
         if parent is None or not node.resident:
             return False

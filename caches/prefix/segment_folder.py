@@ -8,7 +8,7 @@ Each file is written under a temporary name and then renamed, so a killed proces
 only whole files. Names, seals of headers and digests use the key: a file that is
 damaged, swapped, cut or from another folder is removed with a line in the log, and the
 model reads its tokens again. Several processes may share a folder. Files of other
-models are ignored.
+models are not read, but count toward the limit.
 """
 
 import hmac
