@@ -130,7 +130,7 @@ class Persistence:
         return file.points if file is not None and whole else frozenset()
 
     def read(self, segment: Segment) -> dict[int, Held] | None:
-        """Return the contents of a segment; None: the file was unusable, and removed."""
+        """Return a segment's contents; None: the file was unusable, and removed."""
         try:
             arrays, plan = self._folder.read(segment)
             return decoded(arrays, plan, self._roles, segment.start, segment.stop)
