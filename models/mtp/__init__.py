@@ -1,7 +1,6 @@
 """MTP heads: finding their tensors, loading them, their convention and their caches.
 
-`family` defines a family of heads, and `families` is the table of all. `convention` has
-the properties of a head that no tensor shows. The engine makes drafters of heads.
+`family` defines a family of heads, and `families` lists all of them.
 """
 
 from mlx_speculation.models.mtp.cache import BatchHeadCache, HeadCache, MtpCache

@@ -1,7 +1,7 @@
-"""The decoder blocks of MTP heads: mlx-lm's own, made for a place after the target.
+"""The decoder blocks of MTP heads, made of mlx-lm's layer classes.
 
-Each function makes the blocks of one layer of a head. A target's arguments are those
-of all its layers; here they are changed where a block of a head differs from them.
+Each function makes the blocks of one layer of a head from the target's arguments,
+changed as far as the head's blocks differ from the target's layers.
 """
 
 import importlib
@@ -19,7 +19,7 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A decoder block, and what it needs to be called."""
+    """A decoder block, with its kind of cache and of mask."""
 
     module: nn.Module  # called with x [batch, positions, dim], mask and cache
     new_cache: Callable[[], Any] | None = KVCache  # makes its cache; None: it has none
@@ -54,12 +54,12 @@ def _module_of(args: Any) -> Any:
 
 
 def one(layer: str, *, mask_array: bool = False, **changes: Any) -> Build:
-    """Return what makes one block, of a class beside the target's arguments.
+    """Return a function that makes one block of a class in the target's module.
 
     Args:
         layer: the name of the class.
         mask_array: see `Block`.
-        changes: of the arguments.
+        changes: changes of the target's arguments.
     """
 
     def build(args: Any, config: Config, k: int) -> list[Block]:
@@ -70,7 +70,7 @@ def one(layer: str, *, mask_array: bool = False, **changes: Any) -> Build:
 
 
 def qwen(args: Any, config: Config, k: int) -> list[Block]:
-    """Qwen: full attention whatever the target's interval; experts if it has them."""
+    """Qwen: full attention; experts if config.json or the target has some."""
     args = replace(
         args,
         full_attention_interval=1,
@@ -90,9 +90,9 @@ def qwen(args: Any, config: Config, k: int) -> list[Block]:
 def deepseek_v32(args: Any, config: Config, k: int) -> list[Block]:
     """DeepSeek V3.2 and GLM-5: latent attention with an indexer, which has a cache too.
 
-    It chooses positions anew for each draft, also where the config has
-    index_share_for_mtp_iteration: past index_topk positions drafts may differ from
-    those of engines that keep the first draft's choice, and cost a little more.
+    The indexer chooses positions anew for each draft, even if config.json sets
+    index_share_for_mtp_iteration. Engines that reuse the first draft's choice may draft
+    other tokens, at a little less cost, in texts of more than index_topk positions.
     """
     layer = _models("deepseek_v32").DeepseekV32DecoderLayer
     args = replace(args, first_k_dense_replace=0, moe_layer_freq=1)
@@ -116,9 +116,9 @@ def _sliding(module: nn.Module, window: int) -> Block:
 
 
 class LongcatMtpBlock(nn.Module):
-    """LongCat's block of a head, which is half of a layer of the target, and dense.
+    """LongCat's block of a head: half of a target's layer, with a dense MLP.
 
-    mlx-lm has its parts only.
+    mlx-lm has only the parts of this block.
     """
 
     def __init__(self, args: Any) -> None:
@@ -152,7 +152,7 @@ _NEMOTRON_KINDS = {
 
 
 def nemotron_h(args: Any, config: Config, k: int) -> list[Block]:
-    """Nemotron-H: an attention block and an expert block, unless the config says."""
+    """Nemotron-H: the blocks of config.json; by default one of attention, one MoE."""
     kinds = config.get("mtp_hybrid_override_pattern")
     if kinds is None:
         names = config.get("mtp_layers_block_type", ["full_attention", "moe"])
@@ -169,7 +169,7 @@ def nemotron_h(args: Any, config: Config, k: int) -> list[Block]:
 
 
 def step3p5(args: Any, config: Config, k: int) -> list[Block]:
-    """Step-3.5: a dense layer, of the kind that the lists say after the end."""
+    """Step-3.5: a dense layer; its attention is that of layer k after the target's."""
     index = args.num_hidden_layers + k
     args = replace(args, moe_layers_enum="-1")
     module = _models("step3p5").Step3p5DecoderLayer(args, index)

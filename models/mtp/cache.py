@@ -1,6 +1,6 @@
-"""The caches of a head: of one text, and of the texts of a batch.
+"""The caches of a head, for one text and for the texts of a batch.
 
-They hold positions of committed text; see `models/mtp/rounds.py` for how others follow.
+They hold positions of committed text; `models/mtp/rounds.py` writes drafts after them.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -38,13 +38,14 @@ class HeadCache(HeadRows):
 
     Args:
         mtp: the head on its target.
-        layers: new caches of each of its layers; none where it reads the target's.
-        first: the first position that they will hold.
+        layers: new caches for each of its layers; no caches if the head reads the
+            target's.
+        first: the first position that the caches will hold.
         key_steps: see `Speculation`.
 
     Attributes:
-        mtp: the same.
-        first: the same.
+        mtp: the head on its target.
+        first: the first position that the caches hold.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class HeadCache(HeadRows):
 
     @property
     def state(self) -> HeadState:
-        """Ends of the layers, and states that wait."""
+        """The ends of the layers, and the waiting states."""
         return HeadState(tuple(ends[0] for ends in self.ends), tuple(self.waiting))
 
     @property
@@ -75,15 +76,15 @@ class HeadCache(HeadRows):
         return fed_again(self.layers)
 
     def kept(self) -> tuple[list[Any], int] | None:
-        """Return caches and how many rows each holds, from the first position on.
+        """Return views of the caches and their number of rows, from position 0 on.
 
-        None where they do not begin there, or hold a window.
+        None if the caches begin later, or one of them holds a window.
         """
         rows = min(self.state.ends)
         return None if self.first else first_rows([*chain(*self.layers)], rows)
 
     def resume(self, snapshot: Snapshot) -> None:
-        """Hold the rows that `kept` has returned, of a beginning of the text."""
+        """Hold the rows of a beginning of the text that `kept` returned."""
         restore(snapshot, [*chain(*self.layers)])
         layers, stop = len(self.layers), snapshot.stop
         self._hold(HeadState((stop,) * layers, (None,) * layers))
@@ -99,11 +100,11 @@ class HeadCache(HeadRows):
         self._round: HeadRound | None = None
 
     def feed(self, hidden: mx.array, stop: int, text: list[int]) -> None:
-        """Write positions of committed text, and keep them, or none.
+        """Write positions of committed text and keep them; on an error keep none.
 
         Args:
-            hidden: what is read of positions [end, stop), [1, stop - end, dim].
-            stop: where they end.
+            hidden: the target's states at positions [end, stop), [1, stop - end, dim].
+            stop: the end of the positions, exclusive.
             text: the known tokens.
         """
         self._round = None
@@ -117,21 +118,20 @@ class HeadCache(HeadRows):
         choose: ChooseNext,
         count: int,
     ) -> None:
-        """Open a round: write positions of committed text, and draft behind them.
+        """Open a round: write positions of committed text, and draft after them.
 
         Args:
-            hidden: what is read of positions [end, stop), at least one.
-            stop: where they end: the position of the newest token.
+            hidden: the target's states at positions [end, stop), at least one.
+            stop: the end of these positions, exclusive: that of the newest token.
             text: the known tokens.
             choose: gets logits [1, vocab] for the next draft and returns it, [1].
-            count: how many drafts to make; at least 1, and no more than the head's
-                depth.
+            count: how many drafts to make, at least 1, and at most the head's depth.
         """
         self._round = HeadRound(self, self.mtp, key_steps=self._key_steps)
         self._round.draft(hidden, [text], [stop], count, choose)
 
     def commit(self) -> None:
-        """Keep what of the round is of committed text."""
+        """Keep the round's positions of committed text."""
         if self._round is not None:
             self._round.commit()
 
@@ -151,24 +151,25 @@ class MtpCache(HeadCache):
         super().__init__(mtp, layers, first, key_steps=True)
 
     def draft_tree(self, hidden: mx.array, stop: int, text: list[int]) -> "TreeRound":
-        """Open a round as `draft` does, of a head that is no chain; see `TreeRound`."""
+        """Open a round for a tree, with a head that is no chain; see `TreeRound`."""
         self._round = HeadRound(self, self.mtp, key_steps=True)
         return TreeRound(self.mtp, *self._round.step(hidden, text, stop))
 
 
 class TreeRound:
-    """The nodes of a tree behind the newest position, level by level.
+    """Runs the nodes of a tree after the newest position, level by level.
 
-    All nodes of a level stand at one position. They are written one level behind the
-    other, and see the committed positions and their ancestors.
+    All nodes of a level have one position. They are written after the levels before,
+    and attend to the committed positions, to their ancestors and to themselves.
 
     Args:
         mtp: the head on its target.
-        caches: its caches in a round, which committed positions were written to.
-        out: what the newest position has given.
+        caches: its caches in a round, after the committed positions are written.
+        out: the output of the newest position.
 
     Attributes:
-        logits: of the nodes that were run last, [nodes, vocab]; of the root at first.
+        logits: logits of the nodes that were run last, [nodes, vocab]; at first of the
+            root.
     """
 
     def __init__(
@@ -184,10 +185,10 @@ class TreeRound:
 
         Args:
             tokens: uint32 [1, nodes].
-            above: int32 [nodes], which of the nodes that were run before each one
-                follows; of the first level all 0.
-            seen: bool [nodes, columns], which of the columns that hold nodes each one
-                sees, its own among them.
+            above: int32 [nodes], the index of each node's parent in the level before;
+                in the first level all 0.
+            seen: bool [nodes, columns], the columns of nodes that each node attends
+                to, its own included.
         """
         depths = mx.zeros(tokens.shape[1], mx.int32)
         rows = TreeRows(seen, depths, self._level - self._columns)
@@ -210,10 +211,7 @@ class BatchHeadCache(HeadRows):
         self.firsts: list[int] = []
 
     def join(self, each: Sequence[HeadCache]) -> None:
-        """Let rows join behind those that are there; what they hold is copied.
-
-        If it fails, the cache is as before.
-        """
+        """Append copies of the rows of other caches. If it fails, nothing changes."""
         rows = len(self.firsts)
         joining = [merged(caches) for caches in _by_layer(one.layers for one in each)]
         ends = [[*layer] for layer in _by_layer(one.state.ends for one in each)]
@@ -231,9 +229,9 @@ class BatchHeadCache(HeadRows):
         self.firsts = self.firsts + [cache.first for cache in each]
 
     def leave(self, stay: Sequence[int]) -> None:
-        """Keep these rows, one at least, in this order, and drop the others."""
+        """Keep only these rows, at least one, in this order."""
         indices = mx.array(list(stay))
-        mx.eval(indices)  # caches read it, each in its turn
+        mx.eval(indices)  # once, since each cache reads it
         for cache in chain(*self.layers):
             cache.filter(indices)
         self.waiting = [
@@ -243,9 +241,9 @@ class BatchHeadCache(HeadRows):
         self.firsts = [self.firsts[row] for row in stay]
 
     def extract(self, row: int) -> tuple[int, list[list[Any]], HeadState]:
-        """Return a copy of what one row holds: its first position, and for `take`."""
+        """Return a row's first position, and copies of its caches and state."""
         ends = tuple(layer[row] for layer in self.ends)
-        lags = less(ends[:1] + ends[:-1], ends)  # behind the layer before
+        lags = less(ends[:1] + ends[:-1], ends)  # of each layer to the one before
         waiting = tuple(
             None if part is None else cut(part[row : row + 1], [0], [lag])
             for part, lag in zip(self.waiting, lags, strict=True)

@@ -1,14 +1,15 @@
 """Probe of an MTP head's training convention, by its agreement with its target.
 
-The target writes a little text. Over the pairs of its states and tokens the head
-guesses that text, once for each candidate: one field of the convention is changed at a
-time, from the best so far, until no change is surely better. If that is no better than
-chance, all combinations are tried. Which state is recycled shows at the second draft
-only, and is judged there, after everything else.
+The target writes a short text. For each candidate convention, the head reads the
+target's states and tokens and guesses that text. The probe starts from the usual
+convention and changes one field at a time until no change is surely better. If the
+result is no better than chance, all combinations are tried. The recycled state affects
+only the second draft, so that field is decided last, by the second draft.
 
-Norms of which some are stored in the other form cost acceptance, and no file says so.
-Where a head could guess more they are changed group by group, and judged on a passage:
-norms of queries and keys hardly show in a short text.
+Some files store a few norms in another form than the rest and do not say so, which
+costs acceptance. If the head's agreement is not high, the probe changes the form of one
+group of norms at a time. It compares these candidates on a longer passage, since norms
+of queries and keys have little effect in a short text.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,12 +37,12 @@ from mlx_speculation.models.introspect.hidden_states import HiddenStates
 from mlx_speculation.models.mtp.head import Mtp, MtpHead
 from mlx_speculation.models.mtp.transforms import with_ones
 
-# Places in each row where the second draft is judged; each takes forwards of its own.
+# Positions of each row whose second drafts are scored; each takes forwards of its own.
 SECOND_DRAFTS = 8
-# A head that agrees as often as this has little to gain from other norms.
+# From this agreement on, mixed norms are not tried.
 HIGH_AGREEMENT = 0.9
-# Norms that change together, since converters tell their form alike; of the two before
-# the projection each alone may score worse, as it is their ratio that counts.
+# Norms whose form is changed together. norm_e and norm_h are also changed as a pair:
+# their ratio counts, so changing one alone may score worse.
 GROUPS = (
     ("norm_e", "norm_h"),
     ("norm_e",),
@@ -51,8 +52,8 @@ GROUPS = (
     ("q_norm", "k_norm"),
     ("final",),
 )
-# A mixture has to be better by more than other fields: as many as there are groups are
-# compared, and what the files say of all norms is usually right.
+# Mixed norms have to win by more than other fields: there are many candidates, and the
+# form that the files state for all norms is usually right.
 MIXTURE_CERTAINTY = 3.0  # standard errors
 MIXTURE_GAIN = 0.05  # nats
 
@@ -64,7 +65,7 @@ class Probed:
     Attributes:
         convention: the best convention.
         first: the score of each candidate at the first draft.
-        second: likewise at the second draft; empty where nothing depends on it.
+        second: likewise at the second draft; empty if that was not probed.
     """
 
     convention: MtpConvention
@@ -78,20 +79,20 @@ class Probed:
 
 
 def described(convention: MtpConvention) -> str:
-    """Return a convention in a few words, without what is recycled."""
+    """Return a convention in a few words, without its recycled state."""
     norms = convention.norms
     said = norms if isinstance(norms, str) else "plus_one: " + "+".join(norms or ())
     return f"hidden {convention.hidden}, {convention.order}, norms {said}"
 
 
 class HeadProbe:
-    """One head on a text; it is left with the convention that was tried last.
+    """Scores of one head on a text; the head keeps the convention that was tried last.
 
     Args:
-        head: the head, with quantized and dequantized weights as it will draft.
+        head: the head, its weights quantized or dequantized as they will be used.
         stored: the weights of its norms as they are stored.
-        ends: on its target.
-        text: what the target wrote.
+        ends: the embedding and output layer of its target.
+        text: the text that the target wrote or read.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class HeadProbe:
         self.norms = frozenset(name.split(".")[-2] for name in stored)  # their names
 
     def assume(self, convention: MtpConvention) -> None:
-        """Make the head one of this convention, norms included."""
+        """Give the head this convention, norms included."""
         assert convention.norms is not None
         applied = with_ones(self._stored, convention.norms)
         weights = [(n, w.astype(self._dtypes[n])) for n, w in applied.items()]
@@ -112,13 +113,13 @@ class HeadProbe:
         self._head.assume(convention)
 
     def first(self, convention: MtpConvention) -> Score:
-        """Score the first draft: position i guesses token i + 2."""
+        """Score the first drafts: position i guesses token i + 2."""
         first = max(self._text.written, 2)
         out = self._rows(convention, self._text.positions - 2)
         return self._text.score(out.logits[:, first - 2 :], first)
 
     def second(self, convention: MtpConvention) -> Score:
-        """Score the second draft, which reads what the head made for the first."""
+        """Score the second drafts, which read the head's states of the first."""
         first = max(self._text.written, 3)
         if self._head.chained:
             return self._text.score(self._chain(convention)[:, first - 3 :], first)
@@ -139,7 +140,7 @@ class HeadProbe:
         return hidden[:, start:stop], self._text.tokens[:, start + 1 : stop + 1]
 
     def _chain(self, convention: MtpConvention) -> mx.array:
-        """Return what layer 1 makes of layer 0's results: [rows, positions, vocab]."""
+        """Return layer 1's logits on layer 0's states, [rows, positions, vocab]."""
         positions = self._text.positions - 3
         out = self._rows(convention, positions)
         tokens = self._text.tokens[:, 2 : positions + 2]
@@ -147,9 +148,9 @@ class HeadProbe:
         return self._mtp.rows(out.recycled, tokens, caches, layer=1).logits
 
     def _again(self, convention: MtpConvention, first: int, stop: int) -> mx.array:
-        """Return guesses of tokens [first, stop) behind one state of the head's own.
+        """Return logits of second drafts for tokens [first, stop).
 
-        Every guess stands on true positions, and on one that was drafted and is undone.
+        For each, the cache holds the text before it; the drafted position is undone.
         """
         self.assume(convention)
         caches, result = self._head.new_caches()[0], []
@@ -168,15 +169,15 @@ class HeadProbe:
 
 def probe(
     trial: HeadProbe,  # the head on a text
-    # What it is taken to be unless another is surely better; its norms are decided
+    # The convention unless another is surely better; its norms are not None
     usual: MtpConvention,
     free: Sequence[str],  # the fields that are not known
     *,
     source: str,  # where the head is, for messages
-    # Makes a probe of the head on a passage, where its norms may be mixed
+    # Makes a probe of the head on a passage; None: its norms cannot be mixed
     on_passage: Callable[[], HeadProbe] | None = None,
 ) -> Probed:
-    """Find the convention of a head, and leave the head with it.
+    """Find the convention of a head, and give it to the head.
 
     Raises:
         ConventionError: no candidate is above chance.
@@ -223,7 +224,7 @@ def _unmixed(
     forms: list[MtpConvention],  # others from which norms may differ in a group
     on_passage: HeadProbe,
 ) -> MtpConvention:
-    """Change one group of norms at a time, as often as there are groups at most."""
+    """Change one group of norms at a time, in at most one pass for each group."""
     read = Trials(on_passage.first)
     limits = {"certainty": MIXTURE_CERTAINTY, "gain": MIXTURE_GAIN}
     for _ in GROUPS:
@@ -238,11 +239,11 @@ def _unmixed(
 
 
 def _mixtures(best: MtpConvention, names: frozenset[str]) -> list[MtpConvention]:
-    """Return the candidates in which a group of norms is stored in the other form.
+    """Return one candidate for each group, with that group in the other form.
 
     Args:
-        best: the convention that they differ from.
-        names: of the norms that the head has.
+        best: the convention to change.
+        names: the names of the norms that the head has.
     """
     listed = best.norms if isinstance(best.norms, tuple) else ()
     plus_one = names if best.norms == "plus_one" else names.intersection(listed)
@@ -275,10 +276,7 @@ def _others(
 
 
 def _other_norms(best: MtpConvention) -> list[MtpConvention]:
-    """Return the candidates that differ in the norms.
-
-    These are all or none that lack their one, and the four that packs leave.
-    """
+    """Return the candidates with other norms: stored, plus_one and `MIXED_NORMS`."""
     values: set[Norms] = {"stored", "plus_one", MIXED_NORMS}
     values.discard(best.norms or "stored")
     return [replace(best, norms=norms) for norms in sorted(values, key=str)]

@@ -1,28 +1,28 @@
-"""Conventions of MTP heads in files: those that a probe has found, and MTPLX's.
+"""Conventions of MTP heads in files: saved results of the probe, and MTPLX's packs.
 
-What a probe has found is kept beside the head, or in a cache folder where nothing can
-be written there:
+The convention that a probe found is saved beside the head. If that folder cannot be
+written to, it is saved in a cache folder:
 
     <folder of the head>/mtp_convention.json
     <cache folder>/conventions/<hashes>.json        see `mlx_speculation.json_files`
 
-It counts only while the hashes of target and head are those in it (`fingerprints` says
-what they cover). A file that this library has not written, or one that is broken, is
-never trusted and never written over: there is a warning, and the cache folder takes
-what is found.
+A saved convention is used only if the target and the head still have the hashes in the
+file (`fingerprints` says what the hashes cover). A file that is broken, or that this
+library has not written, is ignored with a warning and never overwritten: the new
+convention goes to the cache folder.
 
 A pack of MTPLX names the convention of its head in mtplx_runtime.json as
 "mtp_contract", or in config.json as "mtplx_mtp_contract":
 
-    base_hidden_variant   which state of the target goes in: post_norm or pre_norm
-    hidden_variant        which state of the head is recycled, likewise
+    base_hidden_variant   the target's state that the head reads: post_norm or pre_norm
+    hidden_variant        the head's state that is recycled: post_norm or pre_norm
     concat_order          embedding_hidden or hidden_embedding
-    mtp_position_mode     cache, local or absolute: a constant shift of all positions,
-                          which a rotary head does not feel
-    mtp_quant_*, mtp_prequantized      shapes say that
+    mtp_position_mode     cache, local or absolute: these differ by a constant shift of
+                          all positions, which does not change a rotary head's output
+    mtp_quant_*, mtp_prequantized      not read: the tensors' shapes show it
 
-Missing fields mean post_norm, post_norm and embedding_hidden. A field or value that is
-not known may mean anything, so that such a convention is ignored.
+Missing fields mean post_norm, post_norm and embedding_hidden. A convention with an
+unknown field or value is ignored.
 """
 
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ from mlx_speculation.warn import notice
 NAME = "mtp_convention.json"
 FORMAT = "mlx-speculation convention"
 VERSION = 2
-# Found by a probe that took all norms to be stored alike; a probe finds it again.
+# Files of this version are ignored: their probe assumed one form for all norms.
 _BEFORE_MIXTURES = 1
 _KEYS = {"format", "version", "target", "head", "convention", "scores"}
 _LARGEST = 1 << 16
@@ -64,7 +64,7 @@ class _NotOursError(ValueError):
 
 
 class SavedConventions:
-    """The files in which the convention of the head in a folder may be kept."""
+    """The files that may hold the saved convention of the head in a folder."""
 
     def __init__(self, folder: Path, pair: Pair) -> None:
         self._pair = pair
@@ -75,7 +75,7 @@ class SavedConventions:
             self._files.append(cache / "conventions" / name)
 
     def find(self) -> tuple[MtpConvention, Path] | None:
-        """Return the convention that was saved for the pair, and in which file."""
+        """Return the convention that was saved for the pair, and its file."""
         for file in self._files:
             try:
                 convention = self._read(file)
@@ -90,11 +90,11 @@ class SavedConventions:
         return None
 
     def save(self, convention: MtpConvention, scores: Mapping[str, Any]) -> Path | None:
-        """Keep a convention as a whole or not at all; return where, if anywhere.
+        """Save a convention atomically; return the file, None if none can be written.
 
         Args:
             convention: the convention.
-            scores: what it and others scored, for whoever reads the file.
+            scores: scores of the candidates, for people who read the file.
         """
         value = {
             "format": FORMAT,
@@ -127,7 +127,7 @@ class SavedConventions:
 
 
 def _object(file: Path) -> dict[str, Any] | None:
-    """Return what a file of ours holds; None: there is none."""
+    """Return the content of a saved file; None: it is missing or of an old version."""
     try:
         value = load_json(file, most=_LARGEST)
     except JsonFlawError as error:
@@ -167,7 +167,7 @@ _NOT_READ = (
 
 
 def pack_convention(folder: Path, config: dict[str, Any]) -> MtpConvention | None:
-    """Return the convention that a pack says, and say that it is taken, or None."""
+    """Return the convention that a pack names, with a notice; None: it names none."""
     where, fields = (
         f"config.json of {str(folder)!r}",
         config.get("mtplx_mtp_contract"),

@@ -1,4 +1,4 @@
-"""MTP heads: one table of all families, see `family` for what one is."""
+"""The table of all families of MTP heads; see `family`."""
 
 from typing import Any
 
@@ -13,12 +13,12 @@ Rules = dict[str, str | None]
 
 
 def _parts(begin: str, **names: str) -> Rules:
-    """Return the rules of a layer's parts, which files call `begin`, a name and "."."""
+    """Return rules from `{begin}{name}.` in files to the parts of a layer."""
     return {f"{begin}{name}.": f"layers.{{k}}.{part}." for part, name in names.items()}
 
 
 _NAMES = {"proj": "eh_proj", "norm_e": "enorm", "norm_h": "hnorm"}
-# Target's arguments that make every layer one of experts.
+# Arguments with which every layer has experts.
 _EXPERTS = {"first_k_dense_replace": 0, "moe_layer_freq": 1}
 _WHOLE_BLOCK: Rules = {"layers.{k}.": "layers.{k}.blocks.0."}
 
@@ -40,13 +40,13 @@ _DEEPSEEK_NAMES: Rules = {
     **_WHOLE_BLOCK,
 }
 
-# A head of GLM inside of its target in the dialect of MTPLX,
+# GLM's names, with those ("mtp.{k}.") that MTPLX gives a head in the target's folder.
 _GLM_NAMES: Rules = {
     **_DEEPSEEK_NAMES,
     **_parts("mtp.{k}.", **_NAMES, final="norm"),
     "mtp.{k}.block.": "layers.{k}.blocks.0.",
 }
-# and in a folder of its own in that of mlx-vlm.
+# The names that mlx-vlm gives a head of GLM in a folder of its own.
 _GLM_SPLIT: Rules = {
     **_parts("", **_NAMES, final="shared_head_norm"),
     "mtp_block.": "layers.0.blocks.0.",
@@ -56,7 +56,7 @@ _GLM_SPLIT: Rules = {
 
 _BAILING_NAMES: Rules = {
     **_parts("layers.{k}.", **_NAMES, final="final_layernorm"),
-    # Engines read the one above; transformers reads the names of DeepSeek.
+    # Engines read final_layernorm; transformers reads the names of DeepSeek.
     "layers.{k}.shared_head.norm.": "layers.{k}.final.",
     "layers.{k}.shared_head.head.": None,
     "layers.{k}.word_embeddings.": None,
@@ -123,7 +123,7 @@ FAMILIES: tuple[MtpFamily, ...] = (
             ),
             "mtp_layers.{k}.": "layers.{k}.blocks.0.",
         },
-        # Engines disagree on both states; these were measured, at one draft.
+        # Engines disagree on both states; these were measured, with one draft a round.
         convention=MtpConvention("before_norm", "before_norm", "hidden_first"),
         depth=1,
         build=blocks.mimo,
@@ -139,7 +139,7 @@ FAMILIES: tuple[MtpFamily, ...] = (
             "mtp.layers.{k}.": "layers.{k}.blocks.0.",
         },
         convention=MtpConvention("before_norm"),
-        # Engines disagree on what the further layers are given.
+        # Engines disagree on the input of the later layers.
         layers="first",
         build=blocks.mimo_v2_flash,
     ),
@@ -228,8 +228,8 @@ def family_of(module: str) -> MtpFamily | None:
 
 
 def arguments_of(model: nn.Module) -> Any:
-    """Return the arguments that the layers of a text model were made from."""
-    adapter = getattr(model, "as_mlx_lm", None)  # of a target that reads images
+    """Return mlx-lm's arguments of the layers of a text model."""
+    adapter = getattr(model, "as_mlx_lm", None)  # a target that reads images has one
     if adapter is not None:
         return adapter[1]
     inner: Any = getattr(model, "language_model", model)
@@ -237,6 +237,6 @@ def arguments_of(model: nn.Module) -> Any:
 
 
 def module_of(model: nn.Module) -> str:
-    """Return the module of mlx-lm that a model is from."""
+    """Return the name of the module of mlx-lm that a model is from."""
     adapter = getattr(model, "as_mlx_lm", None)
     return plain_class(model).__module__ if adapter is None else str(adapter[0])

@@ -5,11 +5,11 @@ state at position i with the token at position i + 1, and guesses the one at i +
 
     x = proj([norm_e(embedding(t[i+1])) | norm_h(hidden[i])])
     y = blocks(x)                         decoder blocks with a cache of their own
-    logits = output(final(y))             recycled: final(y) or y, as the family says
+    logits = output(final(y))             recycled: final(y) or y, by the convention
 
-Families differ in the names of tensors, in the block, and in what no tensor shows: the
-`MtpConvention`. `families` has the table of them; `files` finds the tensors of a
-head, `transforms` brings them into one form, and `head` runs them.
+Families differ in the names of tensors, in the blocks, and in the `MtpConvention`,
+which no tensor shows. `families` lists them; `files` finds the tensors of a head,
+`transforms` brings them into one form, and `head` runs them.
 """
 
 import re
@@ -30,20 +30,21 @@ class MtpFamily:
     Attributes:
         name: for messages.
         modules: the targets' modules under mlx_lm.models.
-        rules: beginnings of names in files, without wrappers such as
-            "language_model.", and what they are called in `MtpHead`; the first that
-            fits counts. {k} is a number. None: a copy of the target's own tensor.
-        convention: what it is taken to be, unless somebody names another.
+        rules: prefixes of tensor names in files, mapped to prefixes of names in
+            `MtpHead`. Wrappers such as "language_model." are removed first, and the
+            first match counts. {k} is a number. None: a copy of the target's tensor.
+        convention: the usual convention of its heads.
         build: makes the blocks of layer k from the target's arguments, the text part
             of config.json, and k.
         after_trunk: whether {k} in "layers.{k}." counts on after the target's layers.
         plus_one: whether norms are stored as w and applied as 1 + w.
         layers: "one": a single layer, applied again for each further draft;
             "chained": layer k makes draft k, from the output of layer k - 1 at the
-            same position; "first": several are stored, and the first is used like one.
-        depth: the most drafts that a layer which is applied again is good for.
-        split_rules: likewise as `rules`, for a head in a folder of its own in the
-            dialect of mlx-vlm; None: the same names, perhaps without "mtp.".
+            same position; "first": several are stored, and only the first is used.
+        depth: the most drafts in a round by a layer that is applied again; None: any
+            number.
+        split_rules: the rules for a head in a folder of its own, with mlx-vlm's names;
+            None: `rules` apply, also to names without "mtp.".
     """
 
     name: str
@@ -58,12 +59,12 @@ class MtpFamily:
     split_rules: Mapping[str, str | None] | None = None
 
     def place(self, name: str, trunk: int, *, split: bool = False) -> "Place | None":
-        """Return where a tensor of a file belongs; None: it is none of the head's.
+        """Return where a tensor of a file belongs; None: it is not in the head.
 
         Args:
-            name: as it stands in the file.
+            name: the tensor's name in the file.
             trunk: how many layers the target has.
-            split: whether by `split_rules`.
+            split: whether to use `split_rules`.
         """
         core = without_wrappers(name)
         rules = self.split_rules if split and self.split_rules else self.rules
@@ -84,7 +85,7 @@ class MtpFamily:
         return None
 
     def file_name(self, canonical: str, trunk: int) -> str:
-        """Return the usual name in files of a tensor of `MtpHead`."""
+        """Return the usual name in files for a name in `MtpHead`."""
         for begin, ours in self.rules.items():
             match = None if ours is None else _pattern(ours).match(canonical)
             if match is not None:
@@ -100,18 +101,18 @@ class Place:
     """Place of a tensor."""
 
     name: str | None  # its name in `MtpHead`; None: a copy that is not read
-    layer: int  # the layer of the head that it belongs to
+    layer: int  # its layer in the head
 
 
 def _pattern(begin: str) -> re.Pattern[str]:
-    return re.compile(re.escape(begin).replace(r"\{k\}", r"(\d+)"))  # re caches these
+    return re.compile(re.escape(begin).replace(r"\{k\}", r"(\d+)"))  # cached by re
 
 
 _WRAPPERS = re.compile(r"(?:(?:language_model|model|backbone|draft)\.)*")
 
 
 def without_wrappers(name: str) -> str:
-    """Return a tensor's name without the modules that are put around a text model."""
+    """Return a tensor's name without the modules that wrap a text model."""
     match = _WRAPPERS.match(name)
     assert match is not None
     return name[match.end() :]

@@ -1,9 +1,8 @@
 """Finding the tensors of an MTP head in a model folder.
 
-A head is in the shards of its target, or in a file beside them. mlx-lm leaves it where
-it is, and most conversions drop it although config.json still declares it, so what
-counts is what the files hold. Only headers are read here; `read` maps the wanted
-tensors and no others.
+A head is in the shards of its target, or in a file beside them. Most conversions drop
+it although config.json still declares it, so only the files' contents count. The search
+reads headers only; `HeadFiles.read` maps the wanted tensors.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,7 +24,7 @@ from mlx_speculation.models.safetensors_layout import (
     weight_files,
 )
 
-# In this order; each is one place, and the first that holds any of a head counts.
+# Searched in this order; the first place that holds tensors of a head counts.
 SIDECARS = (
     "mtp.safetensors",
     "mtp/weights.safetensors",
@@ -35,7 +34,7 @@ SIDECARS = (
     "*mtp*.safetensors",
     "*mtp*/*.safetensors",
 )
-# Targets of no known family, whose heads are stored as layers after the last.
+# Targets of no known family, whose heads are stored as layers after their own.
 _LAYERS_BEHIND = ("bailing_moe_linear",)
 SPLIT = "_mtp"
 DECLARED = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_modules")
@@ -55,19 +54,19 @@ class HeadFiles:
     """Files of a head's tensors."""
 
     tensors: Mapping[str, Stored]  # name in `MtpHead` -> where it is stored
-    # Names that belong to a head and are not read: copies of the target's tensors, and
-    # layers that are not used
+    # Names of a head's tensors that are not read: copies of the target's tensors, and
+    # unused layers
     skipped: tuple[str, ...]
-    in_shards: bool  # whether they are in the target's own shards
-    source: str  # where they are, for messages
+    in_shards: bool  # whether the tensors are in the target's own shards
+    source: str  # where the tensors are, for messages
 
     @property
     def layers(self) -> int:
-        """Number of layers of a head with tensors."""
+        """Number of layers that have tensors."""
         return 1 + max(int(name.split(".")[1]) for name in self.tensors)
 
     def read(self) -> dict[str, mx.array]:
-        """Return the tensors by their names in `MtpHead`; nothing else is read."""
+        """Return the tensors by their names in `MtpHead`."""
         files: dict[Path, dict[str, str]] = {}
         for name, stored in self.tensors.items():
             files.setdefault(stored.file, {})[name] = stored.name
@@ -80,7 +79,7 @@ class HeadFiles:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """The tensors that one place holds: the first of a name counts."""
+    """Tensors of a head in one place; see `HeadFiles`."""
 
     tensors: dict[str, Stored] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
@@ -92,13 +91,13 @@ def find_head(
     """Find the head of a target.
 
     Args:
-        folder: the target's.
-        config: what its config.json holds.
-        family: the target's.
+        folder: the target's folder.
+        config: the content of its config.json.
+        family: the target's family.
         trunk: how many layers the target has.
 
     Raises:
-        ModelFolderError: there is none, or a file cannot be read.
+        ModelFolderError: there is no head, or a file cannot be read.
     """
     for files, in_shards in _places(folder, config):
         files_of_head = _held(files, family, trunk, bare=not in_shards)
@@ -112,7 +111,7 @@ def find_head(
 
 
 def is_split_head(config: dict[str, Any]) -> bool:
-    """Return whether a folder with this config.json holds a head, and no target.
+    """Return whether a folder with this config.json holds a head alone.
 
     mlx-vlm splits checkpoints into such folders, for example of type "qwen3_5_mtp".
     """
@@ -123,12 +122,12 @@ def find_split_head(folder: Path, family: MtpFamily, trunk: int) -> HeadFiles:
     """Find a head in a folder of its own.
 
     Args:
-        folder: the head's.
-        family: the target's.
+        folder: the head's folder.
+        family: the target's family.
         trunk: how many layers the target has.
 
     Raises:
-        ModelFolderError: there is none of that family, or a file cannot be read.
+        ModelFolderError: there is no head of that family, or a file cannot be read.
     """
     kind = str(read_json(folder / "config.json").get("model_type"))
     if kind.removesuffix(SPLIT) not in family.modules:
@@ -147,7 +146,7 @@ def find_split_head(folder: Path, family: MtpFamily, trunk: int) -> HeadFiles:
 
 
 def sidecar_names(folder: Path) -> set[str]:
-    """Return the names in files of a head that mlx-lm takes for shards."""
+    """Return tensor names in files of a head that mlx-lm would load as shards."""
     names: set[str] = set()
     others: set[str] = set()
     for file in weight_files(folder):
@@ -156,11 +155,11 @@ def sidecar_names(folder: Path) -> set[str]:
 
 
 def is_leftover(module: str, name: str, trunk: int) -> bool:
-    """Return whether a tensor in the shards is none of the target's own layers'.
+    """Return whether a tensor in the shards belongs to a head, not to the target.
 
     Args:
-        module: the target's, such as "mlx_lm.models.deepseek_v3".
-        name: the tensor's, as it is stored.
+        module: the target's module, such as "mlx_lm.models.deepseek_v3".
+        name: the stored name of the tensor.
         trunk: how many layers the target has.
     """
     family, core = family_of(module), without_wrappers(name)
@@ -173,10 +172,10 @@ def is_leftover(module: str, name: str, trunk: int) -> bool:
 
 
 def _places(folder: Path, config: dict[str, Any]) -> Iterator[tuple[list[Path], bool]]:
-    """Yield where a head may be, the first place that counts first.
+    """Yield the files of each place where a head may be, in the order of precedence.
 
-    With each, whether it is the shards. An index that names a head rules over files
-    beside it that it does not name.
+    With each place comes whether it is the shards. A head that the index names comes
+    before one in files that the index does not name.
     """
     named = nested(config, "mlx_lm_extra_tensors", "mtp_file")
     if named is not None:
@@ -197,18 +196,18 @@ def _places(folder: Path, config: dict[str, Any]) -> Iterator[tuple[list[Path], 
             by_folder.setdefault(file.parent, []).append(file)
         yield from ((files, False) for files in by_folder.values())
     yield weight_files(folder), True
-    yield spare_files(folder), True  # of an index that is older than the head
+    yield spare_files(folder), True  # an index may be older than the head
 
 
 def _held(
     files: Iterable[Path],
-    family: MtpFamily,  # the target's
+    family: MtpFamily,  # the target's family
     trunk: int,  # how many layers the target has
     *,
     bare: bool = False,  # whether names may lack their first part, "mtp."
-    split: bool = False,  # whether the family's names in split folders count
+    split: bool = False,  # whether to use the family's `split_rules`
 ) -> _Found:
-    """Return what of a head some files hold."""
+    """Return the tensors of a head in some files."""
     result = _Found()
     for file in files:
         shapes = header(file)[0]

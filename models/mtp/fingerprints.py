@@ -1,15 +1,15 @@
-"""Short hashes of a target and of its head, to tell whether they are still the same.
+"""Cheap hashes of a target and of its head, to tell whether they are still the same.
 
-They are cheap: of large files they read samples. What they cover:
+Large files are only sampled. The hashes cover:
 
-    target   config.json, and of each file that mlx-lm loads its name, its size, its
-             header (names, dtypes, shapes and places of all tensors) and 64 blocks of
-             4 KiB, evenly spread, the first and the last included
-    head     of each of its tensors the name in `MtpHead`, the header's entry, and all
-             bytes up to 1 MiB, else 64 blocks of 4 KiB, likewise
+    target   config.json; for each file that mlx-lm loads, its name, size and header
+             (names, dtypes, shapes and places of all tensors), and 64 blocks of 4 KiB,
+             evenly spread, the first and the last included
+    head     for each of its tensors, the name in `MtpHead`, dtype, shape, and all
+             bytes; of a tensor above 1 MiB, 64 blocks as above
 
-So another training, precision, conversion or quantization shows. A change of single
-weights inside of a large tensor may not.
+So another training, precision, conversion or quantization changes a hash. A change of
+single weights in a large tensor may not.
 """
 
 import hashlib
@@ -78,7 +78,7 @@ def _add(result: "hashlib._Hash", *parts: bytes) -> None:
 
 
 def _data_start(opened: BinaryIO) -> int:
-    """Return where the tensors of a safetensors file begin."""
+    """Return the offset of the tensors in a safetensors file."""
     opened.seek(0)
     start = 8 + int.from_bytes(opened.read(8), "little")
     opened.seek(0)
@@ -88,7 +88,7 @@ def _data_start(opened: BinaryIO) -> int:
 def _sampled(
     opened: BinaryIO, begin: int, end: int, *, whole: int = WHOLE
 ) -> Iterable[bytes]:
-    """Yield bytes [begin, end) of a file, or blocks of them if there are many."""
+    """Yield bytes [begin, end) of a file, or evenly spread blocks of a long range."""
     size = end - begin
     if size <= max(whole, BLOCK):
         opened.seek(begin)

@@ -1,10 +1,9 @@
-"""An MTP head as a module, whatever its family: see `family` for the maths.
+"""An MTP head of any family as a module; see `family` for the formulas.
 
-A head has caches of its own, mlx-lm's, whose positions are counted from the first one
-that they hold: what matters is that all of them are shifted alike. Rows whose output
-nobody reads, which are those of committed text, need keys and values only. They go
-through the very same blocks; what comes out is dropped before anything is evaluated,
-and with it the queries, the attention and the MLP.
+A head has mlx-lm's caches of its own, which count positions from the first one that
+they hold. Only equal shifts of all positions matter, so this changes nothing. Positions
+of committed text need keys and values only. They pass the same blocks, but their
+output is dropped unevaluated, and so are the queries, the attention and the MLP.
 """
 
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ from mlx_speculation.models.mtp.blocks import Block
 
 
 class MtpLayer(nn.Module):
-    """One layer of a head: a projection, blocks, and perhaps ends of its own."""
+    """One layer of a head: a projection, blocks, perhaps an embedding and an output."""
 
     def __init__(
         self,
@@ -32,13 +31,12 @@ class MtpLayer(nn.Module):
         eps: float,  # of the norms
         blocks: Sequence[Block],
         *,
-        # What comes first in the concatenation, see `MtpConvention`
+        # The first part of the concatenation, see `MtpConvention`
         order: str = "embedding_first",
         bias: bool = False,  # whether the projection has one
         final: bool = True,  # whether there is a norm after the blocks
-        # Columns of an output layer of its own, if it has one
-        output: int | None = None,
-        embedding: int | None = None,  # rows of an embedding of its own, if it has one
+        output: int | None = None,  # columns of its own output layer, if it has one
+        embedding: int | None = None,  # rows of its own embedding, if it has one
     ) -> None:
         super().__init__()
         self.norm_e = nn.RMSNorm(dim, eps=eps)
@@ -55,16 +53,16 @@ class MtpLayer(nn.Module):
         self.order = order
 
     def new_caches(self) -> list[Any]:
-        """Return new caches for those blocks that have one."""
+        """Return new caches for the blocks that have one."""
         made = [block.new_cache for block in self._blocks]
         return [make() for make in made if make is not None]
 
     def joined(self, hidden: mx.array, embedded: mx.array) -> mx.array:
-        """Return what the first block is given, [batch, positions, dim].
+        """Return the input of the first block, [batch, positions, dim].
 
         Args:
             hidden: states of the target or of a head, [batch, positions, dim].
-            embedded: embeddings of the tokens one further, [batch, positions, dim].
+            embedded: embeddings of the next tokens, [batch, positions, dim].
         """
         pair = [self.norm_e(embedded), self.norm_h(hidden)]
         if self.order == "hidden_first":
@@ -73,7 +71,7 @@ class MtpLayer(nn.Module):
         return out
 
     def run(self, x: mx.array, caches: Sequence[Any]) -> mx.array:
-        """Run the blocks over positions behind the caches', and write them there."""
+        """Run the blocks over positions that follow the caches', and write to these."""
         remaining = iter(caches)
         for block in self._blocks:
             x = block(x, None if block.new_cache is None else next(remaining))
@@ -85,13 +83,13 @@ class MtpHead(nn.Module):
 
     def __init__(
         self,
-        layers: list[MtpLayer],  # one, or more where each makes one draft of a chain
-        convention: MtpConvention,  # which of its states is recycled, among others
+        layers: list[MtpLayer],  # one, or in a chain one for each draft
+        convention: MtpConvention,
         *,
         # Whether layer k makes draft k, from the output of layer k - 1 at the same
-        # position. Otherwise the first layer makes them all
+        # position. Otherwise the first layer makes all drafts
         chained: bool = False,
-        # The most drafts that it is good for; None: any number
+        # The most drafts in a round; None: any number
         depth: int | None = None,
     ) -> None:
         super().__init__()
@@ -100,7 +98,7 @@ class MtpHead(nn.Module):
         self.depth = len(layers) if chained else depth
 
     def assume(self, convention: MtpConvention) -> None:
-        """Take it to be another convention's from now on; norms stay as they are."""
+        """Use another convention from now on; the norms do not change."""
         self.convention = convention
         for layer in self.layers:
             layer.order = convention.order
@@ -115,10 +113,9 @@ class Mtp(HeadOnTarget):
 
     Args:
         head: the head.
-        ends: what embeds tokens and makes logits; where the head has its own, it is
-            not asked.
-        ids: make logits of these token ids only, uint32 [n], where the layers have
-            output layers of their own; `ends` is to do the same. None: of all.
+        ends: embeds tokens and makes logits for layers without embedding or output.
+        ids: the token ids, uint32 [n], to which the layers' own output layers are cut;
+            the logits of `ends` must have the same ids. None: all ids.
     """
 
     def __init__(
@@ -141,17 +138,17 @@ class Mtp(HeadOnTarget):
         return None in self._outputs
 
     def take_output(self, output: nn.Module) -> None:
-        """Make logits with this copy of the target's output layer in its place."""
+        """Use this copy of the target's output layer instead of `ends`."""
         self._outputs = [output if kept is None else kept for kept in self._outputs]
 
     def step(
         self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
     ) -> HeadOutput:
-        """See `HeadOnTarget`; all positions are joined at once."""
+        """See `HeadOnTarget`; here all positions are projected at once."""
         module = self.head.layers[layer]
         x = self._x(module, hidden, tokens)
         if x.shape[1] > 1:
-            module.run(x[:, :-1], caches)  # never evaluated but for keys and values
+            module.run(x[:, :-1], caches)  # only its keys and values are evaluated
         return self._output(layer, module.run(x[:, -1:], caches))
 
     def _run(

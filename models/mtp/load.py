@@ -1,7 +1,7 @@
-"""Reading the MTP head of a target: files in, a module out.
+"""Reading the MTP head of a target from files into a module.
 
-Nothing is tried here, see `load_with_convention`; what cannot be told from the files is
-refused, with what to name.
+No convention is probed here, see `load_with_convention`. If the files leave something
+open, an error says what to name.
 """
 
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ from mlx_speculation.models.mtp.head import MtpHead, MtpLayer
 from mlx_speculation.models.mtp.transforms import norms_of, transformed, with_ones
 from mlx_speculation.models.safetensors_layout import header, weight_files
 
-# How packs say that their norms are stored as w and applied as 1 + w.
+# Values by which packs say that norms are stored as w and applied as 1 + w.
 _PLUS_ONE_FLAGS = ("delta", "delta_plus_one", "mlx_delta")
 _FLAG_PLACES = (
     ("mtplx_mtp_norm_encoding",),
@@ -45,9 +45,9 @@ _FLAG_PLACES = (
 class FoundHead:
     """A head in a folder, not read yet."""
 
-    folder: Path  # the target's
-    config: dict[str, Any]  # what its config.json holds
-    family: MtpFamily  # the target's
+    folder: Path  # the target's folder
+    config: dict[str, Any]  # the content of its config.json
+    family: MtpFamily  # the target's family
     trunk: int  # how many layers the target has
     files: HeadFiles  # where the tensors are
     split: Path | None = None  # the head's own folder, if it has one
@@ -56,9 +56,9 @@ class FoundHead:
     def norms(self) -> Norms | None:
         """Form in which its norms are stored; None: unknown.
 
-        Norms lack their one in the original checkpoint, which shows by its convolutions
-        [channels, 1, kernel] (Qwen) or by names that conversions change (Step). In
-        other files only a flag tells.
+        An original checkpoint of a `plus_one` family has that form. It is recognized by
+        convolutions [channels, 1, kernel] (Qwen) or by names that conversions change
+        (Step). In other files only a flag tells the form.
         """
         converted = self.split is not None and _of_mlx(self.split)
         if converted or not self.family.plus_one:
@@ -81,8 +81,8 @@ def find_mtp_head(
         split: the head's own folder, if it is not in the target's.
 
     Raises:
-        UnsupportedModelError: the target is of no family whose heads are known.
-        ModelFolderError: the folder has none.
+        UnsupportedModelError: no heads are known for the target's family.
+        ModelFolderError: the folder has no head.
     """
     folder = Path(folder).expanduser()
     family = family_of(module_of(model))
@@ -106,15 +106,15 @@ def build_mtp_head(
     """Read a head.
 
     Args:
-        result: where it is.
+        result: the head in its folder.
         model: the target.
-        convention: what it was trained with, norms included.
+        convention: the head's training convention, norms included.
 
     Returns:
         The head, and the weights of its norms as they are stored.
 
     Raises:
-        ModelFolderError: it is not complete.
+        ModelFolderError: the head is not complete.
     """
     files, norms = result.files, convention.norms
     assert norms is not None
@@ -137,10 +137,10 @@ def build_mtp_head(
 
 
 def decided(convention: MtpConvention | None, result: FoundHead) -> MtpConvention:
-    """Return a convention with norms, the family's when it is omitted.
+    """Return the convention (None: the family's) with the form of norms filled in.
 
     Raises:
-        ModelFolderError: how norms are stored cannot be told, or cannot be so.
+        ModelFolderError: the form of norms is unknown, or the family does not have it.
     """
     convention, family = convention or result.family.convention, result.family
     norms = convention.norms or result.norms
@@ -160,12 +160,12 @@ def decided(convention: MtpConvention | None, result: FoundHead) -> MtpConventio
 
 
 def _of_mlx(folder: Path) -> bool:
-    """Return whether all shards say that they are in mlx's form."""
+    """Return whether the headers of all shards have the format "mlx"."""
     return all(header(file)[1].get("format") == "mlx" for file in weight_files(folder))
 
 
 def _original(folder: Path) -> bool:
-    """Return whether the shards are as they were before any conversion to mlx."""
+    """Return whether the shards were not converted to mlx."""
     for file in weight_files(folder):
         for name, shape in header(file)[0].items():
             if name.endswith("conv1d.weight") and shape[-1] != 1:

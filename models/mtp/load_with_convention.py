@@ -1,11 +1,11 @@
 """Loading an MTP head with the convention that it was trained with.
 
-Where that comes from, the first that there is:
+The first of these sources that has the convention counts:
 
-    1. the caller names it
-    2. a pack's own files say it; a probe finds how norms are stored, if they do not
-    3. a probe found it before, for the same target and head
-    4. a probe finds it now, and it is saved
+    1. the caller
+    2. the pack's own files; if they do not say how norms are stored, a probe finds that
+    3. the saved result of an earlier probe of the same target and head
+    4. a probe now, whose result is saved
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -59,20 +59,20 @@ def load_mtp_head(
     Args:
         folder: the target's folder.
         model: the target, loaded from it.
-        convention: what the head was trained with. When omitted, the target writes
-            about 64 tokens and the head guesses them by each convention that may be
-            meant; the best one is kept, and saved for the next time.
-        tokenizer: the target's, for that; read from the folder when omitted.
+        convention: the head's training convention. When omitted, it is read from files
+            or probed: the target writes about 64 tokens, the head guesses them by each
+            possible convention, and the best one is used and saved.
+        tokenizer: the target's, for the probe; read from the folder when omitted.
         split: the head's own folder, if it is not in the target's.
 
     Returns:
         The head; on a Linux CPU in float32, dequantized where it was quantized.
 
     Raises:
-        UnsupportedModelError: the target is of no family whose heads are known.
+        UnsupportedModelError: no heads are known for the target's family.
         ConventionError: the head agrees with the target by no convention.
-        ModelFolderError: the folder has no head, it is not complete, or a convention
-            is named and how norms are stored cannot be told.
+        ModelFolderError: the folder has no head, the head is not complete, or neither
+            `convention` nor the files say how norms are stored.
     """
     value = find_mtp_head(folder, model, split=split)
     pack = None
@@ -98,7 +98,7 @@ def load_mtp_head(
 def _probed(
     value: FoundHead, model: nn.Module, pack: MtpConvention | None, tokenizer: Any
 ) -> tuple[MtpHead, Probed]:
-    """Return the head with the convention that it agrees with the target by."""
+    """Return the head with the probed convention, and the result of the probe."""
     norms = value.norms
     usual = replace(pack or value.family.convention, norms=norms or "stored")
     usual = decided(usual, value)
@@ -120,7 +120,7 @@ def _probed(
 
 
 def usual_convention(model: nn.Module) -> MtpConvention:
-    """Return what a head of a target is taken to be, if anything is known of it."""
+    """Return the usual convention of heads of a target's family."""
     family = family_of(module_of(model))
     return MtpConvention() if family is None else family.convention
 
@@ -148,15 +148,15 @@ def probe_mtp_head(
     model: nn.Module,  # the target, which is left as it was
     # Token ids of a few texts, for the target to go on with
     starts: Sequence[Sequence[int]],
-    # What the convention is taken to be unless another is surely better
+    # The convention unless another is surely better
     usual: MtpConvention,
     free: Sequence[str],  # the fields that are not known
     *,
     source: str,  # where the head is, for messages
-    # Token ids of a text for the target to read, where norms may be stored in two forms
+    # Token ids of a text for the target to read; None: norms cannot be mixed
     passage: Sequence[int] | None = None,
 ) -> Probed:
-    """Find the convention of a head, and leave the head with it.
+    """Find the convention of a head, and give it to the head.
 
     Raises:
         ConventionError: no convention is above chance.
@@ -183,7 +183,7 @@ def probe_mtp_head(
 
 
 def _say_mixture(result: FoundHead, convention: MtpConvention) -> None:
-    """Say that norms are not stored as the files say, or not all in one form."""
+    """Notify the user if norms have another form than the files say, or two forms."""
     norms = convention.norms
     if isinstance(norms, tuple):
         form = f"as w, applied as 1 + w, for {', '.join(norms)} alone"
@@ -199,7 +199,7 @@ def _say_mixture(result: FoundHead, convention: MtpConvention) -> None:
 
 
 def _encode(result: FoundHead, tokenizer: Any) -> Callable[[str], list[int]]:
-    """Return what makes token ids of a text."""
+    """Return the function that makes token ids of a text."""
     if tokenizer is None:
         try:
             tokenizer = load_tokenizer(result.folder)

@@ -1,23 +1,23 @@
-"""Rounds over the positions that follow those in a head's caches, of one text or many.
+"""Rounds of a head for one text or many: writing to its caches, committing, undoing.
 
-With n known positions of committed text, a round over positions m to n - 1 of a head
-with one layer writes them, and then as many positions of drafts as are asked for. A
-commit keeps positions m to n - 1: they stay whatever is accepted, since they are of
-committed text.
+Let a head with one layer hold positions 0 to m - 1, and let n positions of committed
+text be known. A round writes positions m to n - 1, and then one position for each
+further draft. A commit keeps positions m to n - 1, whichever drafts are accepted, since
+they are of committed text.
 
-In a chain of layers each has its own cache. Layer k reads the states of layer k - 1 at
-the same positions and tokens k further, so of its positions the last k are of drafts,
-and what they read has to wait for the next round:
+In a chain each layer has its own cache. Layer k reads the states of layer k - 1 at the
+same positions, and tokens k positions further. So its last k positions read drafted
+tokens. They are not kept, and the states that they read wait for the next round:
 
     n = 6, two layers             layer 0            layer 1
     held before the round         0 to 2             0 to 1; 2 waits
     run                           3 to 5             2 to 5, 5 with a draft
     kept                          3 to 5             2 to 4; 5 waits
 
-Texts have different numbers of positions to be written. They are fed together, shorter
-rows padded on the right, and each keeps its own; nobody reads what comes out of them.
-A layer of a chain is one forward over all of them. Otherwise all texts draft from their
-last position on, which alone is of committed text, and the others are fed before:
+Texts differ in the number of positions to write. They are fed together, with shorter
+rows padded on the right, and each text keeps its own positions. In a chain each layer
+runs once over all positions. Other heads first feed all positions but each text's last,
+and then draft from the last one:
 
     to be written    5 6 7                  row 0       4        row 1, keys and values
     fed              5 6                    .
@@ -25,10 +25,10 @@ last position on, which alone is of committed text, and the others are fed befor
     drafted from     7 d1 d2                4 d1 d2
     kept             7                      4
 
-A head that makes all drafts in one forward (`ParallelHead`) writes them behind 7 and 4
-at once, and they go as well. Padding is never attended to: it stands behind the
-positions of its forward, and is gone when the next one is written. So no text waits for
-another, and none is fed twice.
+A head that makes all drafts in one forward (`ParallelHead`) writes them after 7 and 4
+in that forward, and they are dropped as well. Padding is never attended to: it comes
+after the positions of its forward, and is dropped before the next one. So no text waits
+for another, and none is fed twice.
 """
 
 from collections.abc import Sequence
@@ -51,8 +51,8 @@ class HeadRows:
     Attributes:
         layers: the caches of each layer.
         ends: for each layer and text, the position that comes next.
-        waiting: for each layer, what the one before made of the positions from its end
-            on, [texts, the most, dim]; None: of none.
+        waiting: for each layer, states of the layer before at the positions from its
+            end on, [texts, the most, dim]; None: no positions wait.
     """
 
     layers: list[list[Any]]
@@ -66,7 +66,7 @@ class HeadRows:
 
     @property
     def held(self) -> list[Any]:
-        """The caches, and the states that wait, for a count of bytes."""
+        """The caches and the waiting states, for a count of bytes."""
         return [self.layers, self.waiting]
 
     @property
@@ -76,17 +76,17 @@ class HeadRows:
 
 
 class HeadRound:
-    """Writes to caches of a head, which can be undone until others are made.
+    """Writes to caches of a head, which can be undone until the next writes.
 
-    In what its methods take, `hidden` are the target's states from each text's next
-    position on, [texts, n, dim], `texts` the known tokens, and `stops` where the
-    positions end that are written.
+    Arguments of its methods: `hidden` has the target's states from each text's next
+    position on, [texts, n, dim]; `texts` has the known tokens; `stops` has the end,
+    exclusive, of the positions to write for each text.
 
     Args:
-        rows: what they hold.
+        rows: the caches and their contents.
         mtp: the head on its target.
-        whole: see `Speculation`; of one text.
-        key_steps: likewise.
+        whole: see `Speculation`; for one text only.
+        key_steps: see `Speculation`.
     """
 
     def __init__(
@@ -97,16 +97,16 @@ class HeadRound:
         self._before = rows.ends, rows.waiting
         self._ends, self._waiting = [*rows.ends], [*rows.waiting]
         self._speculations: list[Any] = []
-        # Those that are not committed, and what each text keeps
+        # Speculations that are not committed, with the kept positions of each text
         self._open: list[tuple[Any, list[int]]] = []
 
     def feed(self, hidden: mx.array | None, texts: Texts, stops: Sequence[int]) -> None:
-        """Write positions of committed text and keep them, also those that wait."""
+        """Write positions of committed text and keep them, with the waiting states."""
         self._run(hidden, texts, stops, len(self._rows.layers))
         self.commit()
 
     def read(self, hidden: mx.array | None, texts: Texts, stops: Sequence[int]) -> None:
-        """Feed, and wait for it; if that fails, nothing is kept."""
+        """Feed and evaluate the result; if that fails, nothing is kept."""
         try:
             self.feed(hidden, texts, stops)
             mx.eval([states(caches) for caches in self._rows.layers], self._waiting)
@@ -122,16 +122,16 @@ class HeadRound:
         count: int,
         choose: ChooseNext,
     ) -> None:
-        """Write positions, and draft behind them; see `ParallelHead`.
+        """Write positions, and draft after them; see `ParallelHead`.
 
-        They are one of each text, or none, where there are several and no chain.
+        Of several texts, a head that is no chain writes at most one position each.
 
         Args:
             hidden: see the class.
-            texts: likewise.
-            stops: likewise.
-            count: how many drafts, at least 1, and no more than the head's depth.
-            choose: gets logits [texts, n] of the next ones, and returns them, [texts].
+            texts: see the class.
+            stops: see the class.
+            count: how many drafts, at least 1, and at most the head's depth.
+            choose: gets logits [texts, n] and returns the next drafts, [texts].
         """
         if self._rows.chained:
             self._run(hidden, texts, stops, count, choose)
@@ -141,26 +141,26 @@ class HeadRound:
         self._mtp.draft(hidden, tokens, caches, count, choose)
 
     def step(self, hidden: mx.array, text: list[int], stop: int) -> tuple[Any, Any]:
-        """Write positions of one text; return caches and what the last one gives."""
+        """Write positions of one text; return caches and the last position's output."""
         tokens = self._tokens_to([stop], [text])
         caches = self.write(0, [stop])
         return caches, self._mtp.step(hidden, tokens, caches, 0)
 
     def commit(self) -> None:
-        """Keep what of it is of committed text."""
+        """Keep the positions of committed text."""
         for speculation, keep in self._open:
             speculation.commit(keep[0] if len(set(keep)) == 1 else keep)
         self._open = []
         self._rows.ends, self._rows.waiting = [*self._ends], [*self._waiting]
 
     def rollback(self) -> None:
-        """Undo all of it, also after a commit. Never raises."""
+        """Undo the whole round, also after a commit. Never raises."""
         for speculation in reversed(self._speculations):
             speculation.rollback()
         self._rows.ends, self._rows.waiting = self._before
 
     def write(self, layer: int, ends: Sequence[int]) -> Any:
-        """Return a layer's caches for positions that are kept up to some ends."""
+        """Return a layer's caches to write to; a commit keeps positions up to ends."""
         caches, starts = self._rows.layers[layer], self._ends[layer]
         speculation = Speculation(caches, **self._options) if caches else _NoRows()
         self._speculations.append(speculation)
@@ -180,17 +180,17 @@ class HeadRound:
         layers: int,
         choose: ChooseNext | None = None,
     ) -> None:
-        """Run the first layers over all positions that they lack.
+        """Run the first layers over all positions that their caches lack.
 
         Args:
             hidden: see the class.
-            texts: likewise.
-            stops: likewise.
-            layers: how many.
-            choose: see `draft`; None: run those of committed text, and draft nothing.
+            texts: see the class.
+            stops: see the class.
+            layers: how many layers to run.
+            choose: see `draft`; None: run positions of committed text only.
         """
         rows, mtp, waiting = self._rows, self._mtp, self._waiting
-        inputs, made = hidden, [*stops]  # states, and where their positions end
+        inputs, made = hidden, [*stops]  # states, and the ends of their positions
         drafts: list[mx.array] = []
         for layer, starts in enumerate(rows.ends[: layers + 1]):
             ends = starts
@@ -214,12 +214,12 @@ class HeadRound:
             first = [start + layer + 1 for start in starts]
             tokens = _tokens(texts, first, widths, drafts)
             caches = self.write(layer, ends)
-            if choose is None and last:  # a head of blocks has no layers to name
+            if choose is None and last:  # a `ParallelHead` takes no layer
                 mtp.history(part, tokens, caches, *((layer,) if layer else ()))
                 continue
             if choose is not None and len(texts) > 1:
                 out = mtp.ragged(part, tokens, caches, layer, widths)
-            else:  # whole rows where the next layer reads them, now or later
+            else:  # all positions if the next layer reads them, now or later
                 out = (mtp.step if last else mtp.rows)(part, tokens, caches, layer)
             if choose is not None:
                 drafts.append(choose(out.logits[:, -1]))
@@ -227,7 +227,7 @@ class HeadRound:
 
 
 class _NoRows:
-    """A speculation of a head without caches, such as one that reads the target's."""
+    """A speculation for a head without caches, such as one that reads the target's."""
 
     caches = ()
 
@@ -239,9 +239,9 @@ class _NoRows:
 
 
 def beneath(parts: Sequence[mx.array | None]) -> mx.array | None:
-    """Return states [rows, n, dim] below each other, padded; None: there are none.
+    """Return states [rows, n, dim] of all parts, stacked and padded; None: no states.
 
-    A part that is None is one row without any.
+    A part that is None becomes one row of padding.
     """
     some = [part for part in parts if part is not None]
     if not some:
@@ -258,7 +258,7 @@ def beneath(parts: Sequence[mx.array | None]) -> mx.array | None:
 def _tokens(
     texts: Texts, firsts: Sequence[int], widths: Sequence[int], drafts: list[mx.array]
 ) -> mx.array:
-    """Return ids [rows, the most], from a place of each text on, and drafts behind."""
+    """Return each text's ids from `firsts` on, then drafts, [rows, max(widths)]."""
     known = [
         text[first : first + width]
         for text, first, width in zip(texts, firsts, widths, strict=True)
@@ -279,13 +279,13 @@ def _followed_by(
     second: mx.array,
     late: Sequence[int] = (),
 ) -> mx.array:
-    """Return of each row the first `counts` columns, and behind them the others'.
+    """Return for each row `counts` columns of `first`, then the columns of `second`.
 
     Args:
         first: [rows, n, ...].
-        counts: how many of each row.
+        counts: how many columns of `first` each row has.
         second: [rows, m, ...].
-        late: how many columns of it are left out in each row; none when omitted.
+        late: how many columns of `second` each row leaves out; none when omitted.
     """
     both = mx.concatenate([first, second], axis=1)
     size, columns = first.shape[1], np.arange(both.shape[1])
@@ -299,20 +299,20 @@ def _followed_by(
 def cut(
     array: mx.array | None, starts: Sequence[int], counts: Sequence[int]
 ) -> mx.array | None:
-    """Return `counts` columns of each row from `starts` on; None: there are none."""
+    """Return `counts` columns of each row from `starts` on; None: no columns."""
     if array is None or not max(counts):
         return None
-    if len(set(starts)) == 1:  # shorter rows have any columns behind their own
+    if len(set(starts)) == 1:  # after a shorter row's columns any values may follow
         return array[:, starts[0] : starts[0] + max(counts)]
     return _taken(array, np.array(starts)[:, None] + np.arange(max(counts)))
 
 
 def _taken(array: mx.array, places: NDArray[np.int64]) -> mx.array:
-    """Return columns of each row; past its end any."""
+    """Return columns of each row; a place past its end gives its last column."""
     columns = mx.array(np.minimum(places, array.shape[1] - 1))
     return array[mx.arange(len(places))[:, None], columns]
 
 
 def less(numbers: Sequence[int], others: Sequence[int]) -> list[int]:
-    """Return differences, as many as the shorter has."""
+    """Return the differences, as many as the shorter sequence has."""
     return [*map(sub, numbers, others)]

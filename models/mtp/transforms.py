@@ -1,7 +1,7 @@
-"""From the tensors of an MTP head as they are stored to those of its module.
+"""Conversion of the stored tensors of an MTP head to the parameters of its module.
 
-mlx-lm does this for the layers of a target when it loads one, and drops the head
-first. Here it is done by what is there, never by what a config says:
+mlx-lm converts only the layers of a target, and drops the head. The conversions
+here depend on the tensors alone, never on config.json:
 
     X.weight, X.weight_scale_inv         e4m3 in blocks of 128 x 128: made bfloat16
     experts.{e}.gate_proj.weight ...     stacked to switch_mlp.gate_proj.weight
@@ -26,7 +26,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 _FP8_BLOCK = 128
 _PARTS = ("weight", "scales", "biases", "bias")
-# What some files call the parts of a gated expert.
+# Other names in files for the parts of a gated expert.
 _EXPERT_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _UNGATED_PARTS = {"up_proj": "fc1", "down_proj": "fc2"}
 _EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(\w+)\.(weight|scales|biases|bias)")
@@ -34,16 +34,16 @@ _FUSED = re.compile(r"(.*)\.experts\.(gate_up_proj|down_proj)(?:\.weight)?")
 
 
 def transformed(weights: Weights, wanted: Shapes) -> Weights:
-    """Return the weights under the names, and in the form, of the head's module.
+    """Return the weights with the names and shapes of the head's parameters.
 
-    What is not understood stays as it is, for the strict check that follows.
+    Unknown tensors stay unchanged; `check_shapes` refuses them later.
 
     Args:
-        weights: as they are stored, under the beginnings of names in `MtpHead`.
+        weights: the weights as they are stored, with prefixes of names in `MtpHead`.
         wanted: the shapes of the module's parameters, before it is quantized.
 
     Raises:
-        ModelFolderError: experts are missing, or shapes cannot be understood.
+        ModelFolderError: experts are missing or too many, or scales do not fit.
     """
     weights = _without_fp8(weights)
     weights = _stacked_experts(weights, wanted)
@@ -53,7 +53,7 @@ def transformed(weights: Weights, wanted: Shapes) -> Weights:
 
 
 def norms_of(weights: Weights) -> Weights:
-    """Return those weights that are the weights of norms."""
+    """Return the weights of norms among `weights`."""
     return {n: w for n, w in weights.items() if is_norm(n) and w.ndim == 1}
 
 
@@ -62,7 +62,7 @@ def with_ones(stored: Weights, norms: Norms) -> Weights:
 
     Args:
         stored: the weights as they are stored.
-        norms: to which of them one is added, see `MtpConvention`.
+        norms: the weights to which one is added, see `MtpConvention`.
     """
 
     def lacks_one(name: str) -> bool:
@@ -156,7 +156,7 @@ def _split_fused_experts(weights: Weights) -> Weights:
 
 
 def _split_latent(weights: Weights, wanted: Shapes) -> Weights:
-    """Split kv_b_proj; packed weights stay unpacked, which costs memory and no bits."""
+    """Split kv_b_proj; packed weights are unpacked, exactly but with more memory."""
     result = dict(weights)
     for name in weights:
         path = name.removesuffix(".kv_b_proj.weight")

@@ -1,17 +1,17 @@
-"""Growing a tree by what a head holds for likely, as EAGLE-2 does (arXiv 2406.16858).
+"""Growing a draft tree by the head's probabilities, as EAGLE-2 does (arXiv 2406.16858).
 
-Level by level the head runs the likeliest nodes, and each gets its likeliest children;
-how likely a node is, is the product along its path. Then the likeliest nodes of all
-levels are the tree: a node is never likelier than its parent, so these hang together.
+At each level the head runs the likeliest nodes, and each of them gets its likeliest
+children. The probability of a node is the product along its path. The tree consists of
+the likeliest nodes of all levels. It is connected, since a node is never likelier than
+its parent:
 
-    level 1     a .6   b .3                  the two of the root
-    level 2     ac .5  ad .1   be .2  bf .1  of a and b; ac and be are run
-    level 3     ...                          of ac and be
+    level 1     a .6   b .3                  children of the root
+    level 2     ac .5  ad .1   be .2  bf .1  children of a and b; ac and be are run
+    level 3     ...                          children of ac and be
     4 nodes     a .6   ac .5   b .3   be .2
 
-Nothing is read back to the host: which nodes these are is known to the device alone.
-The path of first choices comes first, since a path that is accepted from the front
-need not be moved in the caches.
+Nothing is read back to the host: only the device knows the chosen nodes. The path of
+first choices comes first in the tree: if it is accepted, no rows move in the caches.
 """
 
 from collections.abc import Callable
@@ -20,8 +20,8 @@ from typing import NamedTuple
 import mlx.core as mx
 
 BEAM = 8  # nodes that are run at each level, at most
-CHILDREN = 4  # of each node behind the first level
-_LESS = 1e-4  # by which a child is less likely than its parent at least
+CHILDREN = 4  # children of each node that is run
+_LESS = 1e-4  # the least difference of log-probability between a parent and a child
 
 
 class Level(NamedTuple):
@@ -29,9 +29,9 @@ class Level(NamedTuple):
 
     Attributes:
         tokens: uint32 [1, nodes].
-        above: int32 [nodes], the place of each one's parent among those run before.
-        seen: bool [nodes, columns], which of all nodes that were run, level by level,
-            are its ancestors, and itself.
+        above: int32 [nodes], the index of each node's parent in the level run before.
+        seen: bool [nodes, columns], for each node, its ancestors and itself among all
+            nodes that are run, level by level.
     """
 
     tokens: mx.array
@@ -39,8 +39,8 @@ class Level(NamedTuple):
     seen: mx.array
 
 
-# Returns the likeliest children of the nodes that were run last, uint32 and float32
-# [nodes, count]: ids, and how likely they are (logarithms)
+# Returns the likeliest children of the nodes that were run last: ids, uint32, and their
+# log-probabilities, float32, both [nodes, count]
 Children = Callable[[int], tuple[mx.array, mx.array]]
 
 
@@ -50,14 +50,14 @@ def grow(
     """Grow a tree.
 
     Args:
-        children: asked for the root's, and then for those of each level that was run.
+        children: called for the root, and then after each level that is run.
         run: runs the nodes of a level.
-        nodes: how many the tree has, from 2.
-        levels: how deep it may be, from 1.
+        nodes: the number of nodes of the tree, at least 2.
+        levels: the largest depth of the tree, at least 1.
 
     Returns:
-        Tokens, uint32 [nodes], or fewer where so few levels have no more; and of each
-        its parent, which comes before it, int32 [nodes], -1: the root.
+        Tokens, uint32 [nodes], or fewer if the levels have fewer candidates; and the
+        index of each one's parent, which comes before it, int32 [nodes], -1: the root.
     """
     beam = min(BEAM, nodes)
     tokens, values = (each[0] for each in children(nodes if levels == 1 else beam))
@@ -66,7 +66,7 @@ def grow(
     first = mx.arange(width) == 0  # whether nodes are on the path of first choices
     parents = mx.full(width, -1, mx.int32)
     every = [(tokens, values, parents, first)]
-    place = mx.arange(width, dtype=mx.int32)  # of the beam, among all candidates
+    place = mx.arange(width, dtype=mx.int32)  # indices of the beam in all candidates
     above = mx.zeros(width, mx.int32)
     seen = mx.eye(width, dtype=mx.bool_)
     count = width
@@ -86,7 +86,7 @@ def grow(
     tokens, values, parents, first = (
         mx.concatenate([*each]) for each in zip(*every, strict=True)
     )
-    # A stable order by level, the path of first choices in front.
+    # Ordered by level, but with the path of first choices in front.
     chosen = mx.sort(mx.argsort(-values)[:nodes].astype(mx.int32))
     key = mx.where(first[chosen], chosen - count, chosen)
     chosen = chosen[mx.argsort(key)]
