@@ -1,7 +1,7 @@
-"""Draft heads in folders of their own: tensors, probes, speculation.json.
+"""What all kinds of draft heads share: files, probes, speculation.json.
 
-Reading and checking files, and finding by a short text which convention a drafter was
-trained with. No single kind of head is known here.
+This package reads and checks files, and probes on a short text the convention that a
+drafter was trained with.
 """
 
 from mlx_speculation.models.checkpoints.convention import convention_of

@@ -1,7 +1,6 @@
-"""The convention of an MTP head: what it was trained with and no tensor shows.
+"""The training convention of an MTP head, which no tensor shows.
 
-`fields_of` and `convention_of` write it as an object of JSON and read it back, with
-every field checked.
+`fields_of` writes it as a JSON object, and `convention_of` reads and checks one.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,8 +13,8 @@ Side = Literal["after_norm", "before_norm"]
 Order = Literal["embedding_first", "hidden_first"]
 # A tuple names those norms that are stored as w and applied as 1 + w.
 Norms = Literal["stored", "plus_one"] | tuple[str, ...]
-# The norms of a layer of a head, by their names in `MtpHead`. Converters that tell the
-# form of each norm from its mean shift some of them and leave others.
+# The norms of a layer of a head, by their names in `MtpHead`. Some converters guess the
+# form of each norm from its mean, and so convert some norms and not the rest.
 NORM_NAMES = (
     "norm_e",
     "norm_h",
@@ -25,7 +24,7 @@ NORM_NAMES = (
     "k_norm",
     "final",
 )
-# Those that packs were seen to leave.
+# The norms that known packs leave in the form w, applied as 1 + w.
 MIXED_NORMS = NORM_NAMES[:4]
 
 
@@ -34,15 +33,16 @@ class MtpConvention:
     """Training convention of a head, which its tensors do not show.
 
     Attributes:
-        hidden: which state of the target goes in: after or before its final norm.
-        recycled: which state of the head goes into its next step.
-        order: what comes first in the concatenation.
-        norms: how norm weights are stored: "stored" is used as it is, to "plus_one"
-            one is added; a tuple names those of `NORM_NAMES` to which one is added.
-            None: the files decide.
+        hidden: the target's state that the head reads: after or before the final norm.
+        recycled: the head's state that goes into its next step: after or before its
+            norm.
+        order: the first part of the concatenation.
+        norms: how norm weights are stored. "stored": as they are applied; "plus_one":
+            one has to be added; a tuple: the names in `NORM_NAMES` to which one has to
+            be added. None: the files decide.
 
     Raises:
-        InvalidRequestError: a field has none of these values.
+        InvalidRequestError: a field has another value.
     """
 
     hidden: Side = "after_norm"
@@ -65,7 +65,7 @@ class MtpConvention:
             raise InvalidRequestError(_not_one("norms", norms, names))
 
 
-# What the other fields may be.
+# The values of the fields other than `norms`.
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "hidden": get_args(Side),
     "recycled": get_args(Side),
@@ -84,7 +84,7 @@ FIELDS = ("hidden", "recycled", "order", "norms")
 
 
 def fields_of(convention: MtpConvention) -> dict[str, Any]:
-    """Return a convention as an object of JSON."""
+    """Return a convention as a JSON object."""
     norms = convention.norms
     return asdict(convention) | {
         "norms": list(norms) if isinstance(norms, tuple) else norms
@@ -94,15 +94,15 @@ def fields_of(convention: MtpConvention) -> dict[str, Any]:
 def convention_of(
     fields: Any, where: str, usual: MtpConvention | None = None
 ) -> MtpConvention:
-    """Return the convention that an object of JSON is.
+    """Return the convention in a JSON object.
 
     Args:
-        fields: the object; what it lacks is the usual convention's.
-        where: it stands, for messages.
-        usual: the usual convention.
+        fields: the object.
+        where: the place of the object, for messages.
+        usual: has the values of missing fields; None: the defaults.
 
     Raises:
-        ModelFolderError: it is no object, or has a field or value that is not known.
+        ModelFolderError: `fields` is no object, or has an unknown field or value.
     """
     if not isinstance(fields, Mapping):
         raise ModelFolderError(
@@ -126,7 +126,7 @@ def convention_of(
 
 
 def _mixed(norms: list[Any]) -> Any:
-    """Return names of norms in the usual order, or something that is refused."""
+    """Return names of norms in the usual order; unknown ones are refused later."""
     if any(name not in NORM_NAMES for name in norms):
         return tuple(map(str, norms))
     return tuple(name for name in NORM_NAMES if name in norms)

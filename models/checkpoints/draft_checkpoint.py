@@ -1,4 +1,4 @@
-"""Draft checkpoints: arguments and tensors of a folder, checked."""
+"""Draft checkpoints: reading and checking a folder's config.json and tensors."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -36,19 +36,20 @@ def layer_args(
     rotations: Sequence[Rotation],
     act: Sequence[str] = ("hidden_act", "silu", "swish"),
 ) -> Args:
-    """Read what mlx-lm makes the decoder layers of, from a Llama-like config.json.
+    """Read mlx-lm's arguments of the decoder layers from a Llama-like config.json.
 
-    Which linear layers have a bias is not asked: the tensors show it.
+    Biases of linear layers are not read from it, since the tensors show them.
 
     Args:
-        config: what it holds.
-        name: of the drafter, for messages.
-        kind: the arguments of an mlx-lm model.
-        rotations: of the layers; the arguments have the first one's, see `args_with`.
-        act: the key of the activation, and what it may be; the usual one comes first.
+        config: the content of config.json.
+        name: the drafter's name, for messages.
+        kind: the class of arguments of an mlx-lm model.
+        rotations: the rotation of each layer; the arguments get the first layer's, see
+            `args_with`.
+        act: the key of the activation, then its known values, the default first.
 
     Raises:
-        ModelFolderError: one is missing, or of another kind.
+        ModelFolderError: a value is missing or not supported.
     """
     key, *known = act
     said = config.get(key, known[0])
@@ -83,9 +84,9 @@ def layer_args(
 
 
 def layer_part(config: Config) -> Config:
-    """Return the part of config.json that has the sizes of the layers.
+    """Return the part of config.json that has the sizes of the drafter's layers.
 
-    A text_config beside sizes at the top is the target's.
+    If the sizes are at the top, a text_config beside them is the target's.
     """
     part = config.get("transformer_layer_config")
     if part is None and "hidden_size" not in config:
@@ -106,7 +107,7 @@ def number(config: Config, key: str, name: str, default: int | None = None) -> i
     """Return a positive whole number of config.json.
 
     Raises:
-        ModelFolderError: it is missing and has no default, or is none.
+        ModelFolderError: it is missing without a default, or is no such number.
     """
     value = config.get(key)
     value = default if value is None else value
@@ -119,7 +120,7 @@ def number(config: Config, key: str, name: str, default: int | None = None) -> i
 
 
 def whole_numbers(value: Any, key: str, name: str) -> list[int]:
-    """Return a list of config.json, of whole numbers and not empty.
+    """Return a value of config.json that has to be a list of whole numbers, not empty.
 
     Raises:
         ModelFolderError: it is something else.
@@ -147,7 +148,7 @@ def read_tensors(folder: Path, name: str) -> Weights:
     check_index(folder)
     result: Weights = {}
     for file in files:
-        header(file)  # cut files are refused with a clear error
+        header(file)  # refuses truncated files with a clear error
         arrays: Any = mx.load(str(file))
         result |= {each.removeprefix("model."): value for each, value in arrays.items()}
     return unpacked(
@@ -156,12 +157,12 @@ def read_tensors(folder: Path, name: str) -> Weights:
 
 
 def take_draft_ids(weights: Weights, vocab: int, drafter: str) -> mx.array | None:
-    """Take d2t and t2d out of the weights, and return the target's ids of the logits.
+    """Remove d2t and t2d from the weights, and return the target's ids of the logits.
 
     The id of column i is i + d2t[i].
 
     Args:
-        weights: the tensors, from which the two are taken.
+        weights: the tensors.
         vocab: how many ids the target has.
         drafter: its name, for messages.
 
@@ -196,18 +197,19 @@ def load_into(
     name: str,
     file_name: Callable[[str], str] = str,
 ) -> None:
-    """Load a drafter's tensors, quantized ones as shapes say, and evaluate them.
+    """Load a drafter's tensors into its module, and evaluate them.
 
-    On a Linux CPU the module becomes float32.
+    Layers are quantized as the shapes of their tensors show. On a Linux CPU the module
+    becomes float32.
 
     Args:
-        module: gets them.
-        weights: under the names of parameters.
-        name: of the drafter, for messages.
-        file_name: makes what files call it of the name of a parameter.
+        module: the drafter's module.
+        weights: the tensors, by the names of parameters.
+        name: the drafter's name, for messages.
+        file_name: returns the name in files of a parameter.
 
     Raises:
-        ModelFolderError: they are not all, or more than, what the module has.
+        ModelFolderError: tensors are missing, unknown or of another shape.
     """
     add_biases(module, weights)
     quantize_like(module, weights)
@@ -220,7 +222,7 @@ def load_into(
 
 
 def add_biases(module: nn.Module, weights: Weights) -> None:
-    """Give those linear layers a bias that are stored with one."""
+    """Give a bias to the linear layers that are stored with one."""
     for path, part in module.named_modules():
         if isinstance(part, nn.Linear) and f"{path}.bias" in weights:
             part.bias = mx.zeros(len(part.weight))
@@ -233,10 +235,10 @@ def shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def quantize_like(module: nn.Module, weights: Weights) -> None:
-    """Quantize those parts of a draft that are stored quantized.
+    """Quantize the parts of a draft that are stored quantized.
 
-    Bits and group size follow from the shapes: a draft is often packed in another
-    way than its target.
+    Bits and group size follow from the shapes, since they often differ from the
+    target's.
 
     Raises:
         ModelFolderError: the shapes fit no format.
@@ -258,12 +260,11 @@ def quantize_like(module: nn.Module, weights: Weights) -> None:
 
 def check_shapes(
     wanted: Mapping[str, tuple[int, ...]],  # the shapes of the module's parameters
-    weights: Weights,  # the weights, under the names of parameters
-    name: str,  # of the drafter, for messages
-    # Makes what files call it of the name of a parameter
-    file_name: Callable[[str], str] = str,
+    weights: Weights,  # the weights, by the names of parameters
+    name: str,  # the drafter's name, for messages
+    file_name: Callable[[str], str] = str,  # returns the name in files of a parameter
 ) -> None:
-    """Refuse weights of other names or shapes than a module has."""
+    """Refuse weights whose names or shapes differ from the module's."""
 
     def some(result: set[str]) -> str:
         shown = sorted(map(file_name, result))

@@ -14,21 +14,21 @@ from mlx_lm.models.cache import CacheList, KVCache
 
 
 class ChooseNext(Protocol):
-    """Chooses the next draft, of one text or of many."""
+    """Chooses the next draft of one text or many."""
 
     def __call__(self, logits: mx.array, ids: mx.array | None = None) -> mx.array:
-        """Return the tokens, [texts], that are chosen from logits [texts, n].
+        """Choose tokens [texts] from logits [texts, n].
 
         Args:
             logits: for the next draft.
-            ids: the token ids of the columns, uint32 [n], or of each text [texts, n];
+            ids: the token ids of the columns, uint32 [n], or for each text [texts, n];
                 the head's when omitted.
         """
         ...
 
 
 class Ends(Protocol):
-    """The two ends of a target; `HiddenStates` has them."""
+    """The embedding and the output layer of a target, as `HiddenStates` has them."""
 
     def embed(self, tokens: mx.array) -> mx.array:
         """Return embeddings [batch, positions, dim] of ids [batch, positions]."""
@@ -42,25 +42,25 @@ class Ends(Protocol):
 class HeadOutput(NamedTuple):
     """Output of a head for some positions of its cache."""
 
-    recycled: mx.array  # the states that go into its next step, [batch, positions, dim]
+    recycled: mx.array  # the states for its next step, [batch, positions, dim]
     logits: mx.array  # for the token after next, [batch, positions, vocab]
 
 
 class HeadState(NamedTuple):
-    """Positions that a head's caches hold of a text."""
+    """State of a head's caches for one text."""
 
     ends: tuple[int, ...]  # for each layer, the position that comes next
-    # For each layer, what the layer before made of positions from there to its own end,
-    # [1, positions, dim]; None: no positions
+    # For each layer, the states of the layer before at positions from this layer's end
+    # to the end of the layer before, [1, positions, dim]; None: no positions
     waiting: tuple[mx.array | None, ...]
 
 
 class HeadOnTarget(ABC):
-    """A head on its target: how positions of its cache are run.
+    """A head on its target, which runs positions and writes them to the caches.
 
     Attributes:
-        head: the head: `chained`, whether each of its layers makes one draft of a
-            chain; `depth`, the most drafts that it is good for, or None; `new_caches()`
+        head: the head. It has `chained`, whether each layer makes one draft of a chain;
+            `depth`, the most drafts in a round, or None; and `new_caches()`, which
             makes a list of caches for each layer.
     """
 
@@ -72,21 +72,21 @@ class HeadOnTarget(ABC):
         """Run all positions to the end.
 
         Args:
-            hidden: [batch, positions, dim]; at i the target's state at i, or the head's
-                own one.
+            hidden: states of the target, or recycled ones of the head, [batch,
+                positions, dim].
             tokens: ids [batch, positions]; position i has the token at i + 1, in a
-                chain that at i + 1 + layer.
-            caches: those of the layer; the positions are written to them.
-            layer: which layer of the head.
+                chain the token at i + 1 + layer.
+            caches: the caches of the layer; the positions are written to them.
+            layer: the index of the layer in the head.
         """
         return self._output(layer, self._run(layer, hidden, tokens, caches))
 
     def step(
         self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
     ) -> HeadOutput:
-        """Run the last position to the end, those before it for keys and values only.
+        """Run the last position to the end, and the rest for keys and values only.
 
-        Takes what `rows` takes, and returns one position.
+        The arguments are those of `rows`; the output has one position.
         """
         if tokens.shape[1] > 1:
             self.history(hidden[:, :-1], tokens[:, :-1], caches, layer)
@@ -100,10 +100,10 @@ class HeadOnTarget(ABC):
         layer: int,
         counts: Sequence[int],
     ) -> HeadOutput:
-        """Run the first `counts` positions of each text, with logits of their last.
+        """Run the first `counts` positions of each text; the rest is padding.
 
-        Takes what `rows` takes, and returns one position of logits. What follows the
-        first ones is padding.
+        The other arguments are those of `rows`. The logits are those of each text's
+        last position, [texts, 1, vocab].
         """
         states = self._run(layer, hidden, tokens, caches)
         places = mx.array([max(0, count - 1) for count in counts])
@@ -119,7 +119,7 @@ class HeadOnTarget(ABC):
         count: int,
         choose: ChooseNext,
     ) -> None:
-        """Write positions, and draft behind them one by one; see `ParallelHead`."""
+        """Write positions, and draft after them one by one; see `ParallelHead`."""
         for _ in range(count):
             out = self.step(hidden, tokens, caches)
             tokens = choose(out.logits[:, -1])[:, None]
@@ -128,9 +128,9 @@ class HeadOnTarget(ABC):
     def history(
         self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
     ) -> None:
-        """Write the keys and values of positions; takes what `rows` takes.
+        """Write the keys and values of positions; the arguments are those of `rows`.
 
-        What else is built is never evaluated.
+        The rest of the forward is never evaluated.
         """
         self._run(layer, hidden, tokens, caches)
 
@@ -138,15 +138,15 @@ class HeadOnTarget(ABC):
     def _run(
         self, layer: int, hidden: mx.array, tokens: mx.array, caches: Sequence[Any]
     ) -> mx.array:
-        """Return the states of positions before the norm, and write to the caches."""
+        """Return the states before the norm, and write the positions to the caches."""
 
     @abstractmethod
     def _output(self, layer: int, states: mx.array) -> HeadOutput:
-        """Return what the head makes of states before the norm."""
+        """Return the head's output for states before the norm."""
 
 
 class ParallelHead(Protocol):
-    """A head on its target that makes all drafts in one forward, or in its own way."""
+    """A head on its target with its own way to draft, such as in one forward."""
 
     def history(
         self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any]
@@ -154,9 +154,9 @@ class ParallelHead(Protocol):
         """Write the keys and values of positions of committed text.
 
         Args:
-            hidden: what is read of them, [texts, positions, dim].
-            tokens: the one after each, ids [texts, positions].
-            caches: what they are written to.
+            hidden: the input states at these positions, [texts, positions, dim].
+            tokens: the token after each position, ids [texts, positions].
+            caches: the caches to write to.
         """
         ...
 
@@ -168,40 +168,42 @@ class ParallelHead(Protocol):
         count: int,
         choose: ChooseNext,
     ) -> None:
-        """Write positions of committed text, at least one, and draft behind them.
+        """Write positions of committed text, at least one, and draft after them.
 
         Args:
             hidden: see `history`.
-            tokens: likewise; the last one is the newest.
-            caches: what they are written to, and then what is drafted.
+            tokens: see `history`; the last one is the newest token.
+            caches: the caches to write to: first these positions, then drafts.
             count: how many drafts, at most the head's depth.
-            choose: gets logits [texts, n] for each draft in turn, returns it, [texts].
+            choose: gets logits [texts, n] and returns the draft, [texts], for each
+                draft in turn.
         """
         ...
 
 
 def fed_again(layers: Sequence[Sequence[Any]]) -> int:
-    """Return how many tokens before a point are fed again when a head goes on there.
+    """Return how many tokens before a point are fed again when a head resumes there.
 
-    One for each layer of a chain; where all caches hold windows, of which no rows are
-    kept, as many more as these see one through the other. A head with windows and full
-    attention begins its history there: its rows follow from all tokens before.
+    That is one for each layer of a chain. If all caches hold windows, none of their
+    rows are kept, so the sum of the windows is added: the layers together look back
+    that far. If only some hold windows, rows depend on all tokens before, so the head's
+    history begins at the point.
     """
     sizes = [getattr(cache, "max_size", 0) for caches in layers for cache in caches]
     return len(layers) + (sum(sizes) if all(sizes) else 0)
 
 
 def first_rows(caches: Sequence[Any], rows: int) -> tuple[list[Any], int] | None:
-    """Return views of caches that end after so many rows, and their number.
+    """Return views of the first `rows` rows of caches, and `rows`.
 
-    None where one of them is of a kind that cannot end anywhere.
+    None if one of the caches is of a kind that has no such view.
     """
     views = [_view(cache, rows) for cache in caches]
     return None if None in views else (views, rows)
 
 
 def _view(cache: Any, rows: int) -> Any:
-    """Return a cache over the same arrays that holds so many rows; None: it cannot."""
+    """Return a view of a cache's first `rows` rows; None: its kind has no view."""
     if type(cache) is CacheList:
         inner = [_view(each, rows) for each in cache.caches]
         return None if None in inner else CacheList(*inner)

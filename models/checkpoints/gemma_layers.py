@@ -21,9 +21,9 @@ _USUAL = {
 
 
 def gemma_args(config: Config, layers: int, name: str) -> gemma4_text.ModelArgs:
-    """Return what mlx-lm makes layers of that have keys and values of their own.
+    """Return mlx-lm's arguments of layers with keys and values of their own.
 
-    All of them see the whole text, and have no experts and no inputs of their own.
+    All layers have full attention, no experts and no per-layer inputs.
 
     Raises:
         ModelFolderError: their rotation is not understood.
@@ -44,8 +44,8 @@ def with_rotations(
 ) -> gemma4_text.ModelArgs:
     """Return arguments with the rotation of each kind of layers.
 
-    mlx-lm reads `rope_parameters` by kind alone, and takes another theta where it is
-    spelled differently.
+    mlx-lm reads only `rope_parameters` with an entry for each kind. If the theta is
+    spelled in another way, mlx-lm takes a default.
 
     Raises:
         ModelFolderError: a rotation is not understood.
@@ -61,10 +61,10 @@ def with_rotations(
 
 
 def act_of(gemma: gemma4_text.ModelArgs | None) -> tuple[str, ...]:
-    """Return the key of the layers' activation, and what it may be; see `layer_args`.
+    """Return the key of the layers' activation and its values; see `layer_args`.
 
     Args:
-        gemma: what its layers are made of; None: they are Llama's or Qwen 3's.
+        gemma: the arguments of Gemma 4's layers; None: they are Llama's or Qwen 3's.
     """
     if gemma is None:
         return ("hidden_act", "silu", "swish")

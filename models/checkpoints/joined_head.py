@@ -1,8 +1,7 @@
 """Base of heads that read the outputs of several of their target's layers.
 
-EAGLE-3 heads and DFlash drafters join these outputs with a layer `fc`. Their decoder
-layers are mlx-lm's, and each may have an embedding and an output layer of its own, the
-latter perhaps for some token ids only.
+EAGLE-3 heads and DFlash drafters join these outputs with a layer `fc`. A head may have
+its own embedding, and its own output layer, perhaps for some token ids only.
 """
 
 from collections.abc import Sequence
@@ -20,27 +19,27 @@ from mlx_speculation.models.checkpoints.draft_checkpoint import (
 from mlx_speculation.models.checkpoints.draft_head import Ends
 from mlx_speculation.models.config_json import nested
 
-# In which mlx packs a matrix.
+# The bits and group sizes with which mlx packs a matrix.
 _BITS, _GROUPS = (2, 3, 4, 5, 6, 8), (16, 32, 64, 128)
 
 
 class OwnEnds(NamedTuple):
-    """Embedding and output of a head, where they are not the target's."""
+    """Embedding and output layer that a head has of its own."""
 
-    # The target's ids of its logits, uint32 [n]; None: all, in their order
+    # The target's ids of the columns of logits, uint32 [n]; None: all, in order
     ids: mx.array | None = None
     output: int | None = None  # columns of its output layer; None: the target's is used
     embedding: int | None = None  # rows of its embedding; None: the target's is used
 
 
 class JoinedHead(nn.Module):
-    """The part of a head that is not its decoder layers.
+    """A head without its decoder layers.
 
     Args:
-        dim: its hidden size.
-        eps: of the norm.
-        width: numbers that `fc` takes, those of all layers that are read.
-        ends: those of its own.
+        dim: the hidden size.
+        eps: the epsilon of the norm.
+        width: the input size of `fc`, the sum over all layers that the head reads.
+        ends: the embedding and output layer that the head has of its own.
     """
 
     def __init__(self, dim: int, eps: float, width: int, ends: OwnEnds) -> None:
@@ -55,17 +54,17 @@ class JoinedHead(nn.Module):
 
     @property
     def ids(self) -> mx.array | None:
-        """The target's ids of its logits, uint32 [n]; None: all, in their order."""
+        """The target's ids of the logits' columns, uint32 [n]; None: all, in order."""
         return self._ids
 
     @property
     def dtype(self) -> mx.Dtype:
-        """The dtype of its states; the target's may be another."""
+        """The dtype of the head's states, which may differ from the target's."""
         result: mx.Dtype = self.norm.weight.dtype
         return result
 
     def embedded(self, tokens: mx.array, target: Any, **options: bool) -> mx.array:
-        """Return embeddings [batch, positions, dim], the target's if it has none."""
+        """Return embeddings [batch, positions, dim], by the target if need be."""
         if "embed_tokens" in self:
             result: mx.array = self.embed_tokens(tokens)
             return result
@@ -73,7 +72,7 @@ class JoinedHead(nn.Module):
         return rows.astype(self.dtype)
 
     def logits(self, normed: mx.array, target: Ends) -> mx.array:
-        """Return the logits of states after the norm, the target's if it has none."""
+        """Return the logits of states after the norm, by the target if need be."""
         if "lm_head" not in self:
             return target.head(normed)
         result: mx.array = self.lm_head(normed)
@@ -83,17 +82,17 @@ class JoinedHead(nn.Module):
 def take_own_ends(
     weights: Weights, name: str, *, dim: int, target_dim: int, vocab: int
 ) -> OwnEnds:
-    """Return the ends that the tensors show; d2t and t2d are taken out of them.
+    """Return the ends that the weights contain; d2t and t2d are removed from these.
 
     Args:
-        weights: the head's.
-        name: of the head, for messages.
-        dim: its hidden size.
-        target_dim: the target's.
+        weights: the head's tensors.
+        name: the head's name, for messages.
+        dim: the head's hidden size.
+        target_dim: the target's hidden size.
         vocab: how many ids the target has.
 
     Raises:
-        ModelFolderError: they do not fit this target, or one another.
+        ModelFolderError: the tensors do not fit this target, or one another.
     """
     ids = take_draft_ids(weights, vocab, name)
     result = OwnEnds(ids, _rows(weights, "lm_head"), _rows(weights, "embed_tokens"))
@@ -118,13 +117,13 @@ def take_own_ends(
 def features_of(
     weights: Weights, config: Config, name: str, target_dim: int
 ) -> tuple[int, ...]:
-    """Return how many layers `fc` may take; none: it is missing.
+    """Return the numbers of layers that `fc` may read; empty: there is no `fc`.
 
-    Of a packed one the bits are those of config.json. Where it does not say them, the
-    shapes leave several counts open at times.
+    The bits of a packed `fc` are read from config.json. If they are missing there, the
+    shapes may fit several numbers of layers.
 
     Raises:
-        ModelFolderError: it takes layers of another size than the target's.
+        ModelFolderError: `fc` reads layers of another size than the target's.
     """
     wide, scales = weights.get("fc.weight"), weights.get("fc.scales")
     if wide is None:
@@ -153,17 +152,17 @@ def features_of(
 
 def check_layers(
     layers: Sequence[int],  # counted from 0
-    name: str,  # of the head, for messages
+    name: str,  # the head's name, for messages
     *,
     trunk: int,  # how many layers the target has
-    features: Sequence[int] = (),  # how many of them `fc` may take; none: not known
+    features: Sequence[int] = (),  # numbers of layers `fc` may read; empty: unknown
     lowest: int = 0,  # -1: the embeddings may be read too
-    advice: str = "",  # what may help where the target lacks one, after a comma
+    advice: str = "",  # advice if the target lacks a layer, after a comma
 ) -> tuple[int, ...]:
-    """Return layers of the target that a head reads, after checking them.
+    """Check the layers of the target that a head reads, and return them.
 
     Raises:
-        ModelFolderError: the target lacks one, or `fc` takes another number of them.
+        ModelFolderError: the target lacks one, or `fc` reads another number of layers.
     """
     if min(layers) < lowest or max(layers) >= trunk:
         raise ModelFolderError(

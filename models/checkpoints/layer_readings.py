@@ -7,9 +7,9 @@ A list in config.json, at its top or in a nested part, counts in one of two ways
 
 This module returns layers counted from 0; -1 stands for the embedding.
 
-If there is no list, the candidates are the usual layers of the kind of draft, and other
-usual ones. Some published drafts were trained on layers that no formula gives, so a
-probe also tries layers around the candidates, see `search`.
+If there is no list, the candidates are the usual layers of this kind of draft and of
+others. Some published drafts were trained on layers that no formula gives, so a probe
+also tries layers around the best candidate, see `search`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,7 +31,7 @@ _KEYS: Mapping[str, LayerIds] = {
 }
 _COUNTS = {"layers": "layers from 0", "tuple": "the embedding too"}
 _SWEEPS = 3
-# How many layers of a range are tried at first; then only neighbours of the best one.
+# About how many layers of a range are tried first, before those near the best one.
 _TRIED = 8
 
 
@@ -47,7 +47,7 @@ class LayerList:
         """Return the layers, from 0.
 
         Args:
-            counts: the way in which the list counts; None: the usual one at its place.
+            counts: the way in which the list counts; None: the usual way at its place.
         """
         shift = 1 if (counts or self.counts) == "tuple" else 0
         return tuple(each - shift for each in self.ids)

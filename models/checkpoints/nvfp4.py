@@ -1,7 +1,7 @@
-"""Weights that modelopt has packed as NVFP4, made numbers again.
+"""Unpacking of weights that modelopt has packed as NVFP4.
 
-`weight` uint8 holds two E2M1 numbers a byte, the low half first; `weight_scale` E4M3
-one scale for 16 of them; `weight_scale_2` one for all.
+`weight`, uint8, holds two E2M1 numbers a byte, the low half first. `weight_scale`,
+E4M3, holds one scale for 16 numbers, and `weight_scale_2` one scale for all of them.
 """
 
 import mlx.core as mx
@@ -11,9 +11,9 @@ _SCALE, _WHOLE = ".weight_scale", ".weight_scale_2"
 
 
 def unpacked(weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Return weights of which none is packed in this way.
+    """Return the weights with NVFP4 ones unpacked.
 
-    Those that were have the dtype of the norms, bfloat16 where there are none.
+    These get the dtype of the norms, or bfloat16 if there are no norms.
 
     Args:
         weights: by their names in files; scales of E4M3 are uint8.
@@ -33,7 +33,7 @@ def unpacked(weights: dict[str, mx.array]) -> dict[str, mx.array]:
 
 
 def _numbers(packed: mx.array) -> mx.array:
-    """Return the E2M1 numbers of uint8 [out, in / 2], float32 [out, in]."""
+    """Return the E2M1 numbers in uint8 [out, in / 2], as float32 [out, in]."""
     table = mx.array([*_VALUES, *(-value for value in _VALUES)])
     halves = mx.stack([packed & 15, packed >> 4], axis=-1)
     return table[halves].reshape(*packed.shape[:-1], -1)

@@ -1,19 +1,19 @@
-"""Probe of a drafter's training convention: scores of candidates, and the verdict.
+"""Probe of a drafter's training convention: scores of candidates, and the choice.
 
-A convention that no tensor shows is told by trying. The target writes some text of its
-own; each candidate guesses it, and is scored by
+No tensor shows the convention, so candidates are tried. The target writes a short text,
+and the drafter guesses it with each candidate. At each place of the text, with p the
+target's distribution and q the drafter's, the score is
 
-    value      sum over x of p(x) log q(x)   at each place of the text
+    value      sum over x of p(x) log q(x)
 
-with p the target's distribution there and q the candidate's: the log-probability that
-the candidate gives to the target's token, averaged over what that might have been. The
-log-probability of the one token that was written would not do: it is the most probable
-one, and would favour whatever is too sure of itself (Gneiting and Raftery 2007, section
-3: a score is proper if the truth is its best guess).
+This is the expected log-probability that the drafter gives to the target's token. The
+log-probability of the token that was written would not do: that token is always the
+most probable one, so overconfident candidates would win (Gneiting and Raftery 2007,
+section 3, on proper scores).
 
-    agreement  how often the most probable token of q is that of p
-    chance     how often it would be by chance, from how often each guesses what, and
-               each token is right (Cohen 1960, equation 1)
+    agreement  the share of places where p and q have the same most probable token
+    chance     the share expected by chance, from the frequencies of the tokens in both
+               (Cohen 1960, equation 1)
 """
 
 from collections.abc import Callable, Hashable, Iterable
@@ -26,13 +26,12 @@ from numpy.typing import NDArray
 
 from mlx_speculation.errors import ConventionError
 
-# Heads that read the wrong token agree in up to 0.11 of the places, right ones on the
-# hardest text in 0.48, as others have measured; see `Score.above_chance`.
+# By published measurements, heads that read the wrong token agree in up to 0.11 of the
+# places, and right ones in 0.48 on the hardest text; see `Score.above_chance`.
 LEAST_AGREEMENT = 0.15
-# Fewer places say nothing.
+# With fewer places no score is above chance.
 FEWEST_PLACES = 16
-# A candidate replaces the usual one if it is better by so many standard errors, and by
-# so many nats.
+# A candidate replaces the usual one if it is better by both: standard errors, and nats.
 CERTAINTY = 2.0
 LEAST_GAIN = 0.01
 _FLOOR = -50.0
@@ -45,8 +44,8 @@ class Score:
     """Score of a candidate on a text."""
 
     values: NDArray[np.float64]  # float64 [places], expected log-probabilities in nats
-    agreement: float  # the share of places where its most probable token is the text's
-    chance: float  # the share by chance
+    agreement: float  # the share of places with the target's most probable token
+    chance: float  # the share expected by chance
 
     @classmethod
     def of(
@@ -55,9 +54,9 @@ class Score:
         """Score a candidate.
 
         Args:
-            logits: the candidate's, [places, vocab].
+            logits: the candidate's logits, [places, vocab].
             target_log_probs: the target's log-probabilities, float32 [places, vocab].
-            tokens: what the target chose, ids [places].
+            tokens: the target's choices, ids [places].
         """
         drafted = log_probs(logits)
         drafted = mx.where(mx.isnan(drafted), _FLOOR, mx.maximum(drafted, _FLOOR))
@@ -80,9 +79,9 @@ class Score:
 
     @property
     def above_chance(self) -> bool:
-        """Return whether this is more than luck, and more than a wrong convention gets.
+        """Return whether the agreement is above chance and above wrong conventions'.
 
-        That is a chance-corrected agreement (Cohen's kappa) of `LEAST_AGREEMENT`.
+        Cohen's kappa, which corrects for chance, has to be at least `LEAST_AGREEMENT`.
         """
         if self.values.size < FEWEST_PLACES or self.chance == 1:
             return False
@@ -91,12 +90,12 @@ class Score:
     def surely_above(
         self, other: "Score", *, certainty: float = CERTAINTY, gain: float = LEAST_GAIN
     ) -> bool:
-        """Return whether it is better at the same places, and not by accident.
+        """Return whether this score is significantly better than another.
 
         Args:
-            other: the score of another candidate.
-            certainty: by how many standard errors.
-            gain: by how many nats.
+            other: the score of another candidate, at the same places.
+            certainty: the least gain in standard errors.
+            gain: the least gain in nats.
         """
         gains = self.values - other.values
         error = gains.std() / max(1.0, np.sqrt(gains.size))
@@ -110,18 +109,18 @@ class Score:
 
 
 def log_probs(logits: mx.array) -> mx.array:
-    """Return log-probabilities, float32, of logits of any shape."""
+    """Return the log-probabilities, float32, for logits of any shape."""
     wide = logits.astype(mx.float32)
     return wide - mx.logsumexp(wide, axis=-1, keepdims=True)
 
 
 def whole_logits(logits: mx.array, ids: mx.array | None, width: int) -> mx.array:
-    """Return logits [rows, n, width] of all ids; those not drafted get none.
+    """Return logits [rows, n, width] of all ids, -inf for ids without a column.
 
     Args:
         logits: [rows, n, columns].
-        ids: of the columns; None: all, in their order.
-        width: how many there are.
+        ids: the ids of the columns; None: all, in order.
+        width: how many ids there are.
     """
     if ids is None:
         return logits
@@ -131,10 +130,10 @@ def whole_logits(logits: mx.array, ids: mx.array | None, width: int) -> mx.array
 
 
 class Trials(Generic[Candidate]):
-    """The candidates that were tried, each once.
+    """The scores of candidates; each candidate is measured once.
 
     Args:
-        measure: scores one, at the same places of the same text for all.
+        measure: scores a candidate, at the same places of the same text for all.
     """
 
     def __init__(self, measure: Callable[[Candidate], Score]) -> None:
@@ -153,7 +152,7 @@ class Trials(Generic[Candidate]):
         others: Iterable[Candidate],
         *,
         certainty: float = CERTAINTY,  # see `Score.surely_above`
-        gain: float = LEAST_GAIN,  # likewise
+        gain: float = LEAST_GAIN,  # see `Score.surely_above`
     ) -> Candidate:
         """Return the usual candidate, unless the best of the others surely beats it."""
         ranked = sorted(others, key=lambda each: self.score(each).mean)
@@ -166,12 +165,12 @@ class Trials(Generic[Candidate]):
 
 def ranked(
     measure: Callable[[Candidate], Score],  # see `Trials`
-    usual: Candidate,  # it is the best, unless another is surely better
+    usual: Candidate,  # counts as the best, unless another is surely better
     others: Iterable[Candidate],
-    advice: str,  # what the refusal ends with
-    shown: Callable[[Candidate], str] = repr,  # what the refusal calls a candidate
+    advice: str,  # the end of the error's message
+    shown: Callable[[Candidate], str] = repr,  # a candidate's name in the message
 ) -> dict[Candidate, Score]:
-    """Return the score of each candidate, the best first.
+    """Return the score of each candidate, the chosen one first.
 
     Raises:
         ConventionError: the best one is not above chance.

@@ -1,8 +1,8 @@
-"""A little text that a target writes or reads, with what drafters would have seen.
+"""A short text that a target writes or reads, with the states that drafters read.
 
-It is written greedily from a few neutral starts at once, into caches of its own. A
-passage is read in one forward: its later places have a context long enough for what
-attention does to show.
+The target writes greedily from a few neutral starts in one batch, with new caches. A
+passage is read in one forward: its later places have a long context, in which errors of
+attention show.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ STARTS = (
     "A list of the most",
     "Once upon a time there",
 )
-# Of everyday prose and code: tokenizers make some 200 to 300 tokens of it.
+# Everyday prose and code; tokenizers make about 200 to 300 tokens of it.
 PASSAGE = '''\
 The garden behind the old house had not been touched for years. Tall grass grew between
 the stones of the path, and the gate no longer closed. Anna pushed it open and walked
@@ -43,7 +43,7 @@ def read_lines(path, limit=100):
     return lines
 '''
 LONGEST_PASSAGE = 256
-# 4 starts x 16: 64 tokens, of which those count that do not repeat.
+# 4 starts x 16 = 64 tokens; repeated ones do not count, see `OwnText.score`.
 STEPS = 16
 
 
@@ -52,23 +52,24 @@ class OwnText:
     """A text in rows of one length."""
 
     tokens: mx.array  # ids [rows, positions]
-    written: int  # the first position that the target wrote; 1 where it read them all
-    # Its log-probabilities there, float32 [rows, positions - written, vocab]
+    written: int  # the first position that the target wrote; 1 for a passage
+    # The target's log-probabilities from position `written` on, float32
+    # [rows, positions - written, vocab]
     target_log_probs: mx.array
-    # Its states at all positions but the last, [rows, positions - 1, dim]
+    # The target's states at all positions but the last, [rows, positions - 1, dim]
     after_norm: mx.array
-    before_norm: mx.array  # likewise
+    before_norm: mx.array
 
     @classmethod
     def of(
         cls,
-        model: nn.Module,  # the target; caches are made for it here, and dropped
-        taps: HiddenStates,  # on it, before and after its norm
+        model: nn.Module,  # the target
+        taps: HiddenStates,  # on the target, before and after its norm
         # Token ids; all are cut to the length of the shortest
         starts: Sequence[Sequence[int]],
         steps: int = STEPS,  # how many tokens to write in each row
     ) -> "OwnText":
-        """Let a target write."""
+        """Let a target write a text."""
         shortest = min(len(start) for start in starts)
         rows = mx.array([list(start[:shortest]) for start in starts], mx.uint32)
         target: Any = model
@@ -93,11 +94,11 @@ class OwnText:
     @classmethod
     def read(
         cls,
-        model: nn.Module,  # the target; caches are made for it here, and dropped
-        taps: HiddenStates,  # on it, before and after its norm
-        tokens: Sequence[int],  # of a passage
+        model: nn.Module,  # the target
+        taps: HiddenStates,  # on the target, before and after its norm
+        tokens: Sequence[int],  # token ids of the passage
     ) -> "OwnText":
-        """Let a target read a passage; guesses are compared with what it expects."""
+        """Let a target read a passage; guesses are compared with its predictions."""
         target: Any = model
         row = mx.array([list(tokens)[:LONGEST_PASSAGE]], mx.uint32)
         seen = taps.states()
@@ -113,11 +114,11 @@ class OwnText:
         return self.tokens.shape[1]
 
     def score(self, logits: mx.array, first: int) -> Score:
-        """Score guesses; what a text says twice counts once.
+        """Score guesses; a repeated trigram of the text counts once.
 
         Args:
             logits: [rows, n, vocab], for the tokens at positions first, first + 1, ...
-            first: `own` or later.
+            first: the first position, `written` or later.
         """
         stop = first + logits.shape[1]
         rows, columns = self._places(first, stop)
@@ -130,7 +131,7 @@ class OwnText:
         )
 
     def _places(self, first: int, stop: int) -> tuple[list[int], list[int]]:
-        """Return rows and positions of tokens that do not follow the same two again."""
+        """Return rows and positions of tokens, each trigram's first occurrence only."""
         ids: list[list[int]] = np.array(self.tokens).tolist()
         result: dict[tuple[int, ...], tuple[int, int]] = {}
         for row, line in enumerate(ids):

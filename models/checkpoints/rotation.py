@@ -1,15 +1,15 @@
-"""Rotations of draft layers, as every known config.json spells them.
+"""Rotary embeddings of draft layers, read from any known spelling in config.json.
 
-    rope_theta                          of all layers
-    rope_scaling {...}                  likewise
-    rope_parameters {...}               likewise, `rope_theta` included
-    rope_parameters {kind: {...}}       of the layers of a kind
-    partial_rotary_factor               of all layers
+    rope_theta                          for all layers
+    rope_scaling {...}                  for all layers
+    rope_parameters {...}               for all layers, `rope_theta` included
+    rope_parameters {kind: {...}}       for the layers of one kind
+    partial_rotary_factor               for all layers
 
-They stand at the top, in the part that has the sizes of the layers, or in both. A key
-may be stated several times if the values are equal; null states nothing. What is stated
-of all layers beside entries of some kinds is compared with the one of full attention,
-since files of Gemma say its theta a second time so.
+The keys are at the top, in the part with the sizes of the layers, or in both. A key may
+occur several times with equal values; null counts as missing. If there are values for
+all layers and for single kinds, the former must not contradict those of full attention:
+files of Gemma repeat the theta of full attention in this way.
 """
 
 import sys
@@ -26,7 +26,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 _OBJECTS = ("rope_scaling", "rope_parameters")
 _FLAT = ("rope_theta", "partial_rotary_factor")
 _USUAL_THETA = 10_000.0
-# Types that turn the positions of a text alike. All parts of an mrope stand at one.
+# Types that are the same for text, where all parts of an mrope have one position.
 _SAME_TYPES = {"mrope": "default", "deepseek_yarn": "yarn"}
 _POSITIVE = frozenset(
     {
@@ -41,7 +41,7 @@ _POSITIVE = frozenset(
     }
 )
 _FINITE = frozenset({"mscale", "mscale_all_dim", "attention_factor"})
-# Options that say nothing without a type.
+# Options that need a `rope_type`.
 _SCALES = _POSITIVE - set(_FLAT) | {"short_factor", "long_factor"}
 
 
@@ -51,9 +51,9 @@ class Rotation:
 
     theta: float = _USUAL_THETA
     rope_type: str = "default"
-    # The share of a head that is rotated; None: config.json does not say
+    # The share of a head's dimensions that is rotated; None: config.json does not say
     factor: float | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)  # of the type
+    options: Mapping[str, Any] = field(default_factory=dict)  # options of the type
 
     @property
     def scaling(self) -> dict[str, Any] | None:
@@ -80,17 +80,17 @@ _Statements = dict[str, _Stated]
 
 
 def read_rotation(
-    config: Mapping[str, Any],  # what config.json holds
-    name: str,  # of the drafter, for messages
-    kind: str = FULL,  # of the layers that rotate so
+    config: Mapping[str, Any],  # the content of config.json
+    name: str,  # the drafter's name, for messages
+    kind: str = FULL,  # the kind of layers
     *,
-    usual: Rotation | None = None,  # where neither object is stated
+    usual: Rotation | None = None,  # the rotation if neither object is stated
 ) -> Rotation:
     """Return the rotation of the layers of a kind.
 
     Raises:
-        ModelFolderError: a value is of another type than its key takes, two that are
-            stated differ, or there are entries for other kinds of layers only.
+        ModelFolderError: a value has a wrong type, two values contradict each other, or
+            there are entries for other kinds of layers only.
     """
     flat, by_kind = _statements(config, name)
     if by_kind and kind not in by_kind and "rope_theta" not in flat:
@@ -132,7 +132,7 @@ def _rotation(
 def rotations_of(
     config: Mapping[str, Any], name: str, windows: Sequence[int | None]
 ) -> tuple[Rotation, ...]:
-    """Return the rotation of each layer; those with a window are sliding ones.
+    """Return the rotation of each layer; layers with a window are sliding ones.
 
     Raises:
         ModelFolderError: see `read_rotation`.
@@ -145,10 +145,10 @@ def rotations_of(
 def check_rotation(
     rotation: Rotation, name: str, *, dims: int, positions: int | None
 ) -> None:
-    """Refuse a rotation that mlx-lm cannot make of so many numbers of a head.
+    """Refuse a rotation that mlx-lm cannot make for heads of `dims` numbers.
 
     Raises:
-        ModelFolderError: it is of a type that is not known, or lacks an option.
+        ModelFolderError: its type is unknown, or an option is missing.
     """
     try:
         initialize_rope(dims, rotation.theta, False, rotation.scaling, positions)
@@ -162,7 +162,7 @@ def check_rotation(
 def _statements(
     config: Mapping[str, Any], name: str
 ) -> tuple[_Statements, dict[str, _Statements]]:
-    """Return what is stated of all layers, and of the layers of each kind."""
+    """Return the statements for all layers, and those for each kind of layers."""
     flat: _Statements = {}
     by_kind: dict[str, _Statements] = {}
     for path, key, value in _stated(config, name):
@@ -177,10 +177,10 @@ def _statements(
 
 
 def _stated(config: Mapping[str, Any], name: str) -> Iterator[tuple[str, str, Any]]:
-    """Yield paths, keys and values of rotations; an object is of a kind of layers."""
+    """Yield path, key and value of statements; an object is for a kind of layers."""
     for path, part in parts_of(config):
         for key in _FLAT:
-            # Beside Gemma's key for full layers it is of the sliding ones.
+            # Beside Gemma's key for full layers this key is for sliding ones.
             if key in part and f"global_{key}" not in part:
                 yield path, key, part[key]
         for key in _OBJECTS:
@@ -192,9 +192,9 @@ def _stated(config: Mapping[str, Any], name: str) -> Iterator[tuple[str, str, An
 
 
 def _state(into: _Statements, key: str, stated: _Stated, name: str) -> None:
-    """Add a statement, checked, or refuse one that contradicts another.
+    """Check a statement and add it, or refuse one that contradicts another.
 
-    Null states nothing; it is kept where nothing else is stated.
+    Null is kept only until there is another value.
     """
     key = "rope_type" if key == "type" else key
     if key.startswith("mrope"):

@@ -1,14 +1,14 @@
-"""speculation.json: what a target's folder says of its own draft.
+"""speculation.json: a file in a target's folder that names the target's draft.
 
     {"draft": "../small"}
     {"draft": "mtp", "convention": {"hidden": "before_norm"}, "draft_length": 2}
 
-    draft         "mtp", "lookup", or a folder: inside the target's, or beside it
-    kind          what the folder holds; otherwise its config.json tells
-    convention      of an MTP head: some of hidden, recycled, order and norms
-    draft_length  tokens drafted in a round, where the caller does not say
+    draft         "mtp", "lookup", or a folder inside the target's or beside it
+    kind          the kind of draft in the folder; by default its config.json tells
+    convention    for an MTP head: some of hidden, recycled, order and norms
+    draft_length  tokens to draft in a round, unless the caller says
 
-Nothing else may stand in it, nor a key twice, and no path may lead elsewhere, also not
+Other keys and repeated keys are refused, and so are paths that lead elsewhere, even
 through a link.
 """
 
@@ -34,19 +34,18 @@ class PairFile:
 
     file: Path  # the file itself
     draft: str  # "mtp", "lookup", or the draft's folder as it is written there
-    folder: Path | None = None  # the draft's folder; None where the draft is named
-    kind: str | None = None  # the kind of draft, if it is named
-    # The fields of a convention, checked; None: it names none
+    folder: Path | None = None  # the draft's folder; None: it is "mtp" or "lookup"
+    kind: str | None = None  # the kind of draft; None: not stated
+    # The checked fields of a convention; None: not stated
     convention: Mapping[str, Any] | None = None
-    # How many tokens to draft in a round, if it says so
-    draft_length: int | None = None
+    draft_length: int | None = None  # tokens to draft in a round; None: not stated
 
 
 def read_pair(folder: Path, kinds: Collection[str]) -> PairFile | None:
-    """Return what speculation.json in a target's folder says; None: there is none.
+    """Return the content of speculation.json in a target's folder; None: no such file.
 
     Raises:
-        ModelFolderError: it cannot be read, or says something that is not known.
+        ModelFolderError: it cannot be read, or has an unknown key or value.
     """
     file = folder / NAME
     if not file.exists() and not file.is_symlink():
@@ -86,7 +85,7 @@ def read_pair(folder: Path, kinds: Collection[str]) -> PairFile | None:
 
 
 def _folder(file: Path, draft: str) -> Path:
-    """Return the folder that a path names, or refuse it."""
+    """Return the folder at a path, or refuse the path."""
     path, target = PurePosixPath(draft), file.parent.resolve()
     beside = path.parts[:1] == ("..",)
     inner = path.parts[1:] if beside else path.parts

@@ -1,7 +1,7 @@
 """Kind of the drafter in a folder, by the names of its tensors.
 
-config.json may claim another kind: a later one has the architecture of an earlier one,
-or the same keys. The parts that only one kind has do not lie.
+config.json may claim another kind, since later kinds reuse architectures and keys of
+earlier ones. Tensors that only one kind has are reliable.
 """
 
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ NAMES = {
     "eagle": "EAGLE-3 head",
     "peagle": "P-EAGLE head",
 }
-# Beginnings of names that one kind alone has, in the order in which they count.
+# Prefixes of names that only one kind has; the first that is present counts.
 _SIGNS = {
     "candidate_selector.": "dflash2",
     "markov_head.": "dspark",
@@ -28,14 +28,15 @@ _SIGNS = {
     "layers.0.hidden_norm.": "eagle",
 }
 _BLOCKS = {"fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_proj.weight"}
-# Drafters of blocks that may have no other tensors than these.
+# Kinds of block drafters that may have no tensors beyond DFlash's.
 _PLAIN_BLOCKS = ("dflash", "dspark")
 
 
 def tensor_names(folder: Path) -> frozenset[str]:
-    """Return the names of the tensors in the files of a folder that count.
+    """Return the names of the tensors in a folder's weight files.
 
-    None where they cannot be read, or do not say which count: loading says so.
+    The result is empty if the files cannot be read or are ambiguous; loading them later
+    raises the error.
     """
     names: set[str] = set()
     try:
@@ -50,9 +51,8 @@ def kind_by_tensors(names: Iterable[str], claimed: str) -> str:
     """Return the kind of drafter that has tensors of these names.
 
     Args:
-        names: without "model." in front.
-        claimed: the kind that config.json says, which counts where the names do not
-            tell.
+        names: the names, without "model." in front.
+        claimed: the kind in config.json, which counts if the names do not decide.
     """
     present = set(names)
     for sign, kind in _SIGNS.items():
@@ -64,10 +64,10 @@ def kind_by_tensors(names: Iterable[str], claimed: str) -> str:
 
 
 def check_kind(names: Iterable[str], kind: str) -> None:
-    """Refuse tensors that are those of another kind of drafter.
+    """Refuse the tensors of another kind of drafter.
 
     Raises:
-        ModelFolderError: names both kinds.
+        ModelFolderError: the tensors are of another kind; the text names both kinds.
     """
     result = kind_by_tensors(names, kind)
     if result != kind:
