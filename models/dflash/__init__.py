@@ -1,7 +1,6 @@
 """DFlash drafters: config.json, the module, loading.
 
-Later block drafters (`models.dflash2`, `models.dspark`) use parts of this room. The
-engine makes drafters of the models. This room does not know other heads.
+Later block drafters (`models.dflash2`, `models.dspark`) use parts of this package.
 """
 
 from mlx_speculation.models.dflash.attention import (

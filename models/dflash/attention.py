@@ -1,4 +1,4 @@
-"""Attention of a block to its context and to itself, whatever the layer is made of."""
+"""Attention of a block to its context and to itself, for layers of any kind."""
 
 from typing import Any
 
@@ -11,12 +11,12 @@ from mlx_lm.models.rope_utils import initialize_rope
 from mlx_speculation.models.checkpoints.draft_checkpoint import args_with
 from mlx_speculation.models.dflash.config import DFlashSettings
 
-# Logits of the softmax without a value, one for each head, where files have them.
+# The tensor of attention sinks in some files: for each head, a logit without a value.
 SINKS = "attention_sink_bias"
 
 
 class DFlashAttention(qwen3.Attention):
-    """Qwen 3's attention, of a block to the context and to itself."""
+    """Qwen 3's attention, from a block to the context and to itself."""
 
     def __init__(self, settings: DFlashSettings, index: int) -> None:
         rotation = settings.rotations[index]
@@ -41,8 +41,8 @@ class DFlashAttention(qwen3.Attention):
         """Return keys and values of rows [batch, positions, dim].
 
         Args:
-            rows: what they are made of.
-            offset: the position of the first one, for each text if it is an array.
+            rows: the states.
+            offset: the position of the first row; an array has one for each text.
         """
         keys = self.k_norm(by_head(self.k_proj(rows), self.n_kv_heads))
         values = by_head(self.v_proj(rows), self.n_kv_heads)
@@ -51,13 +51,13 @@ class DFlashAttention(qwen3.Attention):
         return self.rope(keys, offset=offset), values
 
     def write(self, rows: mx.array, cache: Any) -> tuple[mx.array, mx.array]:
-        """Write keys and values of rows, and return all that the cache then holds."""
+        """Write keys and values of rows, and return all that the cache holds."""
         keys, values = self.keys_values(rows, cache.offset)
         result: tuple[mx.array, mx.array] = cache.update_and_fetch(keys, values)
         return result
 
     def attend(self, x: mx.array, context: mx.array, cache: Any) -> mx.array:
-        """Attend from a block [batch, block, dim] behind context [batch, n, dim]."""
+        """Attend from a block [batch, block, dim] after context [batch, n, dim]."""
         return attend_block(self, x, context, cache, gated=self._gated)
 
 
@@ -69,9 +69,9 @@ def by_head(x: mx.array, heads: int) -> mx.array:
 def attend_block(
     layer: Any, x: mx.array, context: mx.array, cache: Any, *, gated: bool = False
 ) -> mx.array:
-    """Attend from a block [batch, block, dim] behind context [batch, n, dim].
+    """Attend from a block [batch, block, dim] after context [batch, n, dim].
 
-    The layer is an `Attention` of mlx-lm with the window of its settings, and `write`.
+    The layer is an `Attention` of mlx-lm that also has `window`, `causal` and `write`.
     """
     start = cache.offset + context.shape[1]
     queries, gates = by_head(layer.q_proj(x), layer.n_heads), None
@@ -98,17 +98,16 @@ def attend_block(
 def _attended(
     queries: mx.array,  # [batch, heads, block, size]
     keys: mx.array,  # of the context and then the block, [batch, heads, rows, size]
-    values: mx.array,  # likewise
+    values: mx.array,  # as `keys`
     *,
     scale: float,
     window: int | None,  # how many positions a row sees; None: all
-    causal: bool,  # whether it sees no position behind its own
+    causal: bool,  # whether a row sees no later positions
     sinks: mx.array | None = None,  # [heads]
-    # Where the block begins; an array where texts of other lengths are held together,
-    # each from row 0 on
+    # The position of the block's first row; an array if texts differ in length
     start: Any = 0,
 ) -> mx.array:
-    """Return what a block attends to, [batch, heads, block, size]."""
+    """Return the result of the attention, [batch, heads, block, size]."""
     size, rows = queries.shape[2], keys.shape[2]
     if window is not None and isinstance(start, int):
         rows = min(rows, window - 1 + size)
@@ -128,7 +127,7 @@ def _attended(
 def _mask(
     size: int, rows: int, window: int | None, causal: bool, start: Any
 ) -> mx.array | None:
-    """Return which of the last `rows` positions the block of `size` sees; None: all."""
+    """Return a mask of the last `rows` positions for a block of `size`; None: all."""
     first: Any = rows - size
     if isinstance(start, mx.array):
         first = start[:, None, None, None]

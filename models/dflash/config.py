@@ -54,7 +54,7 @@ class DFlashSettings:
     causal: tuple[bool, ...]
     rotations: tuple[Rotation, ...]  # the rotary embedding of each layer
     anchor: Anchor = "given"
-    partial: bool = False  # whether to honour a stated share of rotated dimensions
+    partial: bool = False  # whether to honour a share of rotated dimensions
     pairs: bool = False  # whether rotation pairs neighbouring dimensions, not halves
     value_scale: float = 1.0  # a factor of the values
     gated: bool = False  # whether queries come with gates for the attention's output
@@ -81,7 +81,7 @@ def read_settings(config: Config) -> DFlashSettings:
     """Read config.json.
 
     Raises:
-        ModelFolderError: something is missing, or not known.
+        ModelFolderError: a value is missing or not supported.
     """
     fields = own_keys(config)
     kind = fields.get("projector_type")
@@ -112,7 +112,7 @@ def block_settings(
     """Read the settings that all block drafters have.
 
     Raises:
-        ModelFolderError: something is missing, or not known.
+        ModelFolderError: a value is missing or not supported.
     """
     text = layer_part(config)
     fields = own_keys(config)
@@ -139,7 +139,7 @@ def block_settings(
         causal=tuple(_causal(config, window, causal) for window in windows),
         anchor=anchor,
         rotations=rotations,
-        # Elsewhere it is left over from the target: whole heads are rotated.
+        # Other files copy a share from the target, but rotate whole heads.
         partial=of_qwen3_5,
         pairs=neox is False,
         value_scale=float(fields.get("attention_value_scale") or 1.0),
@@ -162,7 +162,7 @@ def _block_size(fields: Config, anchor: Anchor, name: str) -> int:
     """Return the rows of a block, the anchor included."""
     block = number(fields, "block_size", name)
     if fields.get("dspark_bonus_anchor") and anchor == "samples":
-        block -= 1  # it counts the token behind the block too
+        block -= 1  # it also counts the token after the block
     if block < (1 if anchor == "samples" else 2):
         raise ModelFolderError(
             f"config.json of the {name} says block_size {block}, and at least 2 are "
@@ -172,15 +172,15 @@ def _block_size(fields: Config, anchor: Anchor, name: str) -> int:
 
 
 def own_keys(config: Config) -> Config:
-    """Return all keys of config.json, those of dflash_config before the others."""
+    """Return all keys of config.json; those in dflash_config take precedence."""
     part = config.get("dflash_config")
     return config | part if isinstance(part, dict) else config
 
 
 def stated_anchor(config: Config) -> Anchor | None:
-    """Return how a block is read, as far as config.json says it.
+    """Return the anchor that config.json states; None: it states none.
 
-    speculators names the number of drafts too: that of a block's rows, or one less.
+    speculators states it by the number of drafts: the rows of a block, or one less.
     """
     fields = own_keys(config)
     said = fields.get("sample_from_anchor")
@@ -205,19 +205,20 @@ def layer_readings(
     name: str = NAME,
     counts: LayerIds | None = None,
 ) -> LayerReadings:
-    """Return the layers of the target whose output may be read, from 0, in order.
+    """Return the candidates for the layers of the target to read, from 0, in order.
 
     -1 stands for the embeddings.
 
     Args:
-        config: what config.json holds.
+        config: the content of config.json.
         trunk: how many layers the target has.
-        features: how many layers the projection may take; none: not known.
-        name: of the drafter, for messages.
-        counts: what the list counts; by its key when omitted.
+        features: numbers of layers that `fc` may read; empty: unknown.
+        name: the drafter's name, for messages.
+        counts: how the list counts; as usual for its key when omitted.
 
     Raises:
-        ModelFolderError: the target has no such layer, or none are named or known.
+        ModelFolderError: the target lacks a listed layer; or there is no list, and no
+            usual layers for this number of layers.
         InvalidRequestError: `counts` is no way of counting.
     """
     stated = own_keys(config).get("num_target_layers")
@@ -238,11 +239,11 @@ def layer_readings(
 
 
 def open_readings(config: Config) -> tuple[bool, bool]:
-    """Return whether config.json leaves open what layers count, and what rows are for.
+    """Return whether config.json leaves open how its list counts, and the anchor.
 
-    speculators' reader takes its list of layers one lower than others do; without
-    `sample_from_anchor`, some take an anchor for given, and others do not. Nobody says
-    what the list of a GGUF file counts.
+    speculators itself reads its lists of layers one lower than other readers do.
+    Readers also differ in the anchor if `sample_from_anchor` is missing. A GGUF file
+    does not say how its list counts.
     """
     fields = own_keys(config)
     speculators = config.get("speculators_model_type") is not None
@@ -254,7 +255,7 @@ def open_readings(config: Config) -> tuple[bool, bool]:
 
 
 def _causal(config: Config, window: int | None, usual: bool) -> bool:
-    """Return whether a layer's rows see no later positions of the block."""
+    """Return whether a layer's rows see only earlier rows of the block."""
     fields = own_keys(config)
     if fields.get("dflash_query_causal"):
         return True

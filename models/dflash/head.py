@@ -6,11 +6,12 @@
     x = x + mlp(norm(x))
     logits = head(norm(x)); row j is for the token at its own position n + j
 
-Each layer makes keys and values of the context itself, and keeps them in a cache; those
-of a block never stay. A full layer sees the whole context and the whole block. One with
-a window sees so many positions, and, unless config.json says otherwise, none behind its
-own. Later kinds (`models.dflash2`, `models.dspark`) have other layers, read the block
-in the other way, or choose in another one, and the same context.
+Each layer makes its own keys and values of the context, and keeps them in a cache. Keys
+and values of a block are dropped after the round. Rows of a full layer see the whole
+context and the whole block. Rows of a layer with a window see as many positions as the
+window has and, unless config.json says otherwise, no later rows of the block. Later
+kinds (`models.dflash2`, `models.dspark`) have the same context, and differ in their
+layers, in the position that a row predicts, or in the choice of drafts.
 """
 
 from collections.abc import Sequence
@@ -37,19 +38,19 @@ class DFlashLayer(qwen3.TransformerBlock):
         self.self_attn = DFlashAttention(settings, index)
 
     def run(self, x: mx.array, context: mx.array, cache: Any) -> mx.array:
-        """Run a block behind new context; both are written to the cache."""
+        """Run a block after new context; both are written to the cache."""
         x = x + self.self_attn.attend(self.input_layernorm(x), context, cache)
         out: mx.array = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
 
 class DFlashHead(JoinedHead):
-    """A drafter.
+    """The network of a block drafter.
 
     Args:
-        settings: what config.json says.
-        width: numbers that it reads of each position of the target.
-        ends: those of its own.
+        settings: the settings of config.json.
+        width: how many numbers it reads at each position of the target.
+        ends: the embedding and output layer of its own.
         layers: its decoder layers, with `run` and `self_attn.write`; DFlash's when
             omitted.
     """
@@ -72,7 +73,7 @@ class DFlashHead(JoinedHead):
 
     @property
     def depth(self) -> int:
-        """The most drafts that it is good for."""
+        """The most drafts in a round."""
         return self.settings.depth
 
     def new_caches(self) -> list[Any]:
@@ -80,7 +81,11 @@ class DFlashHead(JoinedHead):
         return [KVCache() for _ in self.layers]
 
     def joined(self, outputs: Sequence[mx.array]) -> mx.array:
-        """Return the context, [1, positions, dim], of layers' [1, positions, width]."""
+        """Return the context [1, positions, dim].
+
+        Args:
+            outputs: outputs of the target's layers, each [1, positions, target's dim].
+        """
         parts = [each.astype(self.dtype) for each in outputs]
         wide = mx.concatenate(parts, axis=-1)
         out: mx.array = self.hidden_norm(self.fc(wide))
@@ -92,9 +97,9 @@ class DFlash:
 
     Args:
         head: the drafter.
-        target: shows the layers, embeds tokens, and makes logits where the drafter has
-            no output layer of its own.
-        layers: of the target, whose outputs it reads, from 0; -1: the embeddings.
+        target: gives the layers' outputs, and embeds tokens and makes logits if the
+            drafter has no layers of its own for that.
+        layers: the layers of the target to read, from 0; -1: the embeddings.
     """
 
     def __init__(
@@ -105,14 +110,14 @@ class DFlash:
         self._last = len(target.parts.layers) - 1
 
     def outputs(self, states: States) -> list[mx.array]:
-        """Return what it reads of positions, each [1, positions, width]."""
+        """Return the target's outputs to read, each [1, positions, target's dim]."""
         return [
             states.after_norm if index == self._last else states.layer(index)
             for index in self.layers
         ]
 
     def states(self, states: States) -> mx.array:
-        """Return the context of positions, [1, positions, dim]."""
+        """Return the context [1, positions, dim] for the target's states."""
         return self.head.joined(self.outputs(states))
 
     def new_caches(self) -> list[Any]:
@@ -132,13 +137,13 @@ class DFlash:
     def rows(
         self, context: mx.array, token: mx.array, caches: Sequence[Any], count: int
     ) -> mx.array:
-        """Return the states after the norm that the drafts behind a token are made of.
+        """Return the normed states of the rows that predict the drafts after a token.
 
         Args:
-            context: of the positions before the token that the caches lack,
+            context: the context of the positions before the token that the caches lack,
                 [batch, positions, dim]; at least one.
             token: the newest token, [batch, 1].
-            caches: the context and the whole block are written to them, in this order.
+            caches: the context and then the whole block are written to them.
             count: how many drafts, at most the head's depth.
 
         Returns:
@@ -158,16 +163,16 @@ class DFlash:
     def block(
         self, context: mx.array, token: mx.array, caches: Sequence[Any], count: int
     ) -> mx.array:
-        """Return logits of the drafts behind a token, [batch, count, vocab].
+        """Return logits of the drafts after a token, [batch, count, vocab].
 
-        Takes what `rows` takes.
+        The arguments are those of `rows`.
         """
         return self._logits(self.rows(context, token, caches, count))
 
     def first_logits(self, context: mx.array, token: mx.array) -> mx.array:
-        """Return logits of the first draft behind a token, [batch, 1, vocab].
+        """Return logits of the first draft after a token, [batch, 1, vocab].
 
-        Takes what `rows` takes, of whole texts.
+        The arguments are those of `rows`, with the context of whole texts.
         """
         return self.block(context, token, self.new_caches(), 1)
 
@@ -179,14 +184,14 @@ class DFlash:
         count: int,
         choose: ChooseNext,
     ) -> None:
-        """Draft behind the last one of tokens [1, n]; see `ParallelHead`."""
+        """Draft after the last one of tokens [1, n]; see `ParallelHead`."""
         logits = self.block(context, tokens[:, -1:], caches, count)
         for index in range(count):
             choose(logits[:, index])
 
     def _embedded(self, block: mx.array) -> mx.array:
         """Return the embeddings of a block of ids [batch, rows]."""
-        # As the target's first layer gets them: Gemma's are scaled.
+        # Scaled as for the target's first layer, which matters for Gemma.
         return self.head.embedded(block, self._target, scaled=True)
 
     def _logits(self, normed: mx.array) -> mx.array:

@@ -1,4 +1,4 @@
-"""Loading a drafter of blocks: a folder in, a module out."""
+"""Loading a block drafter from its folder into a module."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,7 +37,7 @@ from mlx_speculation.models.dflash.probe import OnTarget, probe_blocks
 from mlx_speculation.models.introspect.find_parts import find_parts
 from mlx_speculation.models.token_ids import logit_width
 
-# What some files call the parts, at the beginning of a name.
+# Prefixes of names in some files, and ours.
 _OTHER_NAMES = {
     "midlayer.": "layers.0.",
     "encoder.fc.": "fc.",
@@ -50,18 +50,19 @@ class LoadedDFlash(NamedTuple):
 
     head: DFlashHead
     layers: tuple[int, ...]
-    notice: str = ""  # what is to be said of them; "": nothing
+    notice: str = ""  # a notice to the user about the layers; "": none is needed
 
 
 @dataclass(frozen=True, slots=True)
 class ReadingOptions:
-    """Options of the reading of a drafter of blocks.
+    """Options for the parts of config.json that can be read in several ways.
 
     Attributes:
-        layer_ids: what the list of layers counts; by its key when omitted.
-        anchor: what row j of a block is for; as config.json says when omitted.
-        starts: token ids of a few texts, by which the target tells what config.json
-            leaves open; the usual reading is taken when omitted.
+        layer_ids: how the list of layers counts; as usual for its key when omitted.
+        anchor: the position that row j of a block predicts; that of config.json when
+            omitted.
+        starts: token ids of a few texts for a probe, which decides what config.json
+            leaves open; None: no probe, the usual reading is taken.
     """
 
     layer_ids: LayerIds | None = None
@@ -80,18 +81,18 @@ def load_dflash(
     """Load the DFlash drafter in a folder of its own.
 
     Args:
-        folder: the drafter's, with config.json and safetensors.
+        folder: the drafter's folder, with config.json and safetensors.
         model: its target.
         layer_ids: see `ReadingOptions`.
-        anchor: likewise.
-        starts: likewise.
+        anchor: see `ReadingOptions`.
+        starts: see `ReadingOptions`.
 
     Returns:
         The drafter; on a Linux CPU in float32, dequantized where it was quantized.
 
     Raises:
-        ModelFolderError: it is no such drafter, not complete, or not of this target.
-        ConventionError: it guesses no better than by chance, in any reading.
+        ModelFolderError: the drafter is of another kind or target, or not complete.
+        ConventionError: no reading scores better than chance.
     """
     folder = Path(folder).expanduser()
     config = read_config(folder)
@@ -103,10 +104,10 @@ def load_dflash(
 
 
 def read_blocks(folder: Path, name: str) -> Weights:
-    """Return the tensors of a drafter of blocks, under the usual names.
+    """Return the tensors of a block drafter, by the usual names.
 
     Raises:
-        ModelFolderError: there are none, or its mask is no token.
+        ModelFolderError: there are no tensors, or the mask is no token.
     """
     extra = next(iter(folder.glob("mask_embedding*")), None)
     if extra is not None:
@@ -118,7 +119,12 @@ def read_blocks(folder: Path, name: str) -> Weights:
 
 
 def renamed(weights: Weights, begins: Mapping[str, str]) -> Weights:
-    """Return tensors whose names begin as usual, by what other files call that."""
+    """Return tensors with prefixes of names replaced.
+
+    Args:
+        weights: the tensors.
+        begins: prefixes in files, and the usual ones.
+    """
     result: Weights = {}
     for key, value in weights.items():
         for theirs, ours in begins.items():
@@ -129,22 +135,22 @@ def renamed(weights: Weights, begins: Mapping[str, str]) -> Weights:
 
 
 def build(
-    config: Config,  # what config.json holds
+    config: Config,  # the content of config.json
     weights: Weights,  # all tensors
     model: nn.Module,  # the target
-    settings: DFlashSettings,  # what config.json says
-    # Makes the module, of settings, the numbers that it reads, and its own ends
+    settings: DFlashSettings,  # the settings of config.json
+    # Makes the module from settings, `width` and `ends`, see `DFlashHead`
     make: Callable[[DFlashSettings, int, OwnEnds], DFlashHead],
     options: ReadingOptions,
     *,
-    name: str,  # of the drafter, for messages
+    name: str,  # the drafter's name, for messages
     on_target: OnTarget = DFlash,  # puts it on the target
 ) -> LoadedDFlash:
-    """Return a drafter of blocks with these tensors.
+    """Return a block drafter with these tensors.
 
     Raises:
-        ModelFolderError: they are not complete, or not of this target.
-        ConventionError: it was to be probed, and guesses no better than by chance.
+        ModelFolderError: the tensors are not complete, or not of this target.
+        ConventionError: there was a probe, and no reading scored better than chance.
     """
     parts = find_parts(model)
     parts.require("layers", "norm")
@@ -179,7 +185,7 @@ def _read(
     options: ReadingOptions,
     on_target: OnTarget,
 ) -> LoadedDFlash:
-    """Return a drafter in the reading in which it guesses best, if several are open."""
+    """Return a drafter in the reading that a probe chooses, or in the usual one."""
     usual, score = readings.usual, None
     other_anchor = open_readings(config)[1] and options.anchor is None
     doubtful = other_anchor or readings.guessed or len(readings.layers) > 1
@@ -193,7 +199,7 @@ def _read(
 
 
 def _with_ones(weights: Weights) -> Weights:
-    """Return weights whose norms multiply with what is stored and one."""
+    """Return the weights with one added to those of norms."""
     return {
         name: (value + 1).astype(value.dtype)
         if value.ndim == 1 and "norm" in name

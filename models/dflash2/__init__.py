@@ -1,7 +1,4 @@
-"""DFlash2 drafters: DFlash with convolutions in its layers, and a selector.
-
-The parts that they share are in `models.dflash`.
-"""
+"""DFlash2 drafters: DFlash (`models.dflash`) with convolutions and a selector."""
 
 from mlx_speculation.models.dflash2.config import is_dflash2
 from mlx_speculation.models.dflash2.head import DFlash2

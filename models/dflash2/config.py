@@ -1,4 +1,4 @@
-"""Configuration of DFlash2 drafters, from config.json, on top of DFlash's."""
+"""Configuration of DFlash2 drafters, from config.json."""
 
 from dataclasses import dataclass
 
@@ -13,15 +13,15 @@ NAME = "DFlash2 drafter"
 class DFlash2Settings:
     """The config.json of a DFlash2 drafter."""
 
-    blocks: DFlashSettings  # what it has in common with DFlash
+    blocks: DFlashSettings  # the settings that DFlash has too
     taps: int  # rows that a convolution reads, its own included
-    group: int  # neighbouring channels that share what a convolution adds
-    rank: int  # of the selector
+    group: int  # neighbouring channels that share a delta of a convolution
+    rank: int  # the rank of the selector
     top: int  # candidates for each draft
-    vocab: int | None  # ids from here on are no candidates; None: all are
-    softcap: float | None  # of logits; None: those of the target's head are taken
-    embedding_scale: float  # of the target's embeddings, on top of its own
-    logit_scale: float  # of logits before the cap
+    vocab: int | None  # ids from here on are no candidates; None: all ids are
+    softcap: float | None  # the cap of logits; None: no cap is applied here
+    embedding_scale: float  # a factor of the embeddings, beside the target's own
+    logit_scale: float  # a factor of the logits before the cap
 
 
 def is_dflash2(config: Config) -> bool:
@@ -37,11 +37,11 @@ def read_settings(config: Config) -> DFlash2Settings:
     """Read config.json.
 
     Raises:
-        ModelFolderError: something is missing, or not known.
+        ModelFolderError: a value is missing or not supported.
     """
     fields = own_keys(config)
     speculators = config.get("speculators_model_type") is not None
-    # speculators leaves sliding layers non-causal where its key is not given.
+    # In files of speculators, sliding layers are not causal by default.
     blocks = block_settings(config, NAME, causal=not speculators)
     if blocks.anchor != "given":
         raise ModelFolderError(

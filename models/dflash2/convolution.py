@@ -1,10 +1,10 @@
-"""A causal convolution over the rows of one block, made for each row anew.
+"""A causal convolution over the rows of one block, whose kernel differs for each row.
 
     conv(y)[i, c] = sum over t <= i of
                     (base[t, c] + delta[i, t, c // group]) * y[i - t, c]
 
-Rows before the block count as 0. There are two sides, one before and one after what is
-between them (attention, or the MLP); `delta` of both is made of the same rows.
+Rows before the block count as 0. One convolution comes before a part of a layer
+(attention or the MLP) and one after it; the same rows make `delta` of both.
 """
 
 from collections.abc import Callable
@@ -19,8 +19,8 @@ class BlockConvolution(nn.Module):
     """The two convolutions around a part of a layer.
 
     Args:
-        dim: channels.
-        taps: rows that are read, the own one included.
+        dim: the number of channels.
+        taps: rows that a convolution reads, its own included.
         group: neighbouring channels that share a delta.
     """
 
@@ -31,7 +31,11 @@ class BlockConvolution(nn.Module):
         self._taps, self._group = taps, group
 
     def sides(self, rows: mx.array) -> tuple[Side, Side]:
-        """Return the acts before and after the part, of rows [batch, block, dim]."""
+        """Return the convolutions before and after the part.
+
+        Args:
+            rows: the input of the part, [batch, block, dim], which makes `delta`.
+        """
         shape = (*rows.shape[:2], 2, self._taps, -1)
         delta = self.kernel_projection(rows).reshape(shape)
         delta = mx.repeat(delta, self._group, axis=-1)

@@ -1,16 +1,16 @@
 """A DFlash2 drafter: DFlash with convolutions in its layers, and a selector.
 
     a = norm(x)
-    x = x + out(attention(in(a)))     in and out are made of a, see `convolution`
+    x = x + out(attention(in(a)))     a makes the kernels of in and out
     b = norm(x)
-    x = x + out(mlp(in(b)))           these two of b
+    x = x + out(mlp(in(b)))           b makes those of this in and out
 
     u = logits of norm(x), [drafts, vocab];  C = the best few ids of each draft
-    score(p, c) = u[c] + sum(A[p] * (P norm(x)) * B[c])   c of C, behind the token p
+    score(p, c) = u[c] + sum(A[p] * (P norm(x)) * B[c])   for c in C after the token p
 
-The context goes into keys and values as it is. The first draft's p is the newest token.
-Scores depend on one token before, so those of every path through the candidates are
-known without another forward.
+For the convolutions in and out see `convolution`; the context passes none of them. The
+first draft's p is the newest token. A score depends only on the token before, so no
+path through the candidates needs another forward.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from mlx_speculation.models.dflash2.convolution import BlockConvolution
 
 
 class DFlash2Layer(DFlashLayer):
-    """DFlash's layer, between convolutions."""
+    """DFlash's layer, with convolutions around attention and around the MLP."""
 
     def __init__(self, settings: DFlash2Settings, index: int) -> None:
         super().__init__(settings.blocks, index)
@@ -36,7 +36,7 @@ class DFlash2Layer(DFlashLayer):
         self.mlp_conv = BlockConvolution(*sizes)
 
     def run(self, x: mx.array, context: mx.array, cache: Any) -> mx.array:
-        """Run a block behind new context; both are written to the cache."""
+        """Run a block after new context; both are written to the cache."""
         rows = self.input_layernorm(x)
         before, after = self.attention_conv.sides(rows)
         x = x + after(self.self_attn.attend(before(rows), context, cache))
@@ -46,7 +46,7 @@ class DFlash2Layer(DFlashLayer):
 
 
 class CandidateSelector(nn.Module):
-    """Scores of candidates by their logit and the token before."""
+    """Scores of candidates by the state and the token before."""
 
     def __init__(self, vocab: int, rank: int, dim: int) -> None:
         super().__init__()
@@ -55,12 +55,12 @@ class CandidateSelector(nn.Module):
         self.hidden_projection = nn.Linear(dim, rank, bias=False)
 
     def edges(self, state: mx.array, token: mx.array, ids: mx.array) -> mx.array:
-        """Return additions to logits of candidates, float32 [texts, candidates].
+        """Return the terms to add to candidates' logits, float32 [texts, candidates].
 
         Args:
-            state: that they are made of, [texts, dim].
-            token: the one before, [texts].
-            ids: of the candidates, uint32 [texts, candidates].
+            state: the normed state of the draft's row, [texts, dim].
+            token: the token before, [texts].
+            ids: the ids of the candidates, uint32 [texts, candidates].
         """
         mixed = self.predecessor_codebook[token] * self.hidden_projection(state)
         after = self.successor_codebook[ids].swapaxes(1, 2)
@@ -68,16 +68,16 @@ class CandidateSelector(nn.Module):
 
 
 class DFlash2Head(DFlashHead):
-    """A drafter.
+    """The network of a DFlash2 drafter.
 
     Args:
-        settings: what config.json says.
-        width: numbers that it reads of each position of the target.
-        ends: those of its own.
+        settings: the settings of config.json.
+        width: how many numbers it reads at each position of the target.
+        ends: the embedding and output layer of its own.
         vocab: how many ids the selector knows.
 
     Attributes:
-        selection: what config.json says on top of DFlash's.
+        selection: the settings of config.json.
     """
 
     def __init__(
@@ -103,8 +103,8 @@ class DFlash2(DFlash):
             normed: states after the norm, [texts, drafts, dim].
 
         Returns:
-            ids uint32 [texts, drafts, candidates], which differ, in no order; and
-            float32 [texts, drafts, candidates].
+            Different ids in no particular order, uint32, and logits, float32, both
+            [texts, drafts, candidates].
         """
         settings = self.head.selection
         logits = self._logits(normed).astype(mx.float32)
@@ -122,7 +122,7 @@ class DFlash2(DFlash):
         count: int,
         choose: ChooseNext,
     ) -> None:
-        """Draft behind the last token, each among its candidates; see `DFlash`."""
+        """Draft after the last token, choosing among candidates; see `DFlash`."""
         token = tokens[:, -1:]
         normed = self.rows(context, token, caches, count)
         ids, logits = self.candidates(normed)

@@ -1,4 +1,4 @@
-"""Loading a DFlash2 drafter: a folder in, a module out."""
+"""Loading a DFlash2 drafter from its folder into a module."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,8 +34,8 @@ def load_dflash2(
     """Load the DFlash2 drafter in a folder of its own; see `load_dflash`.
 
     Raises:
-        ModelFolderError: it is no such drafter, not complete, or not of this target.
-        ConventionError: it guesses no better than by chance, on any layers.
+        ModelFolderError: the drafter is of another kind or target, or not complete.
+        ConventionError: it scores no better than chance on any layers.
     """
     folder = Path(folder).expanduser()
     config = read_config(folder)
@@ -56,7 +56,7 @@ def load_dflash2(
     def make(blocks: DFlashSettings, width: int, ends: OwnEnds) -> DFlash2Head:
         return DFlash2Head(settings, width, ends, rows)
 
-    # Its rows are never for the position after theirs.
+    # A row of DFlash2 always predicts the token at its own position.
     options = ReadingOptions(layer_ids, "given", starts)
     return build(
         config,
@@ -73,7 +73,7 @@ def load_dflash2(
 def _on_target(settings: DFlash2Settings, model: nn.Module) -> DFlash2Settings:
     """Return settings for a drafter whose logits are made by the target's head.
 
-    That applies the target's own cap, so one that config.json repeats goes.
+    The head applies the target's cap, so the same cap in config.json is dropped.
 
     Raises:
         ModelFolderError: the target's head has another cap or scale.

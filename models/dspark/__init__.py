@@ -1,7 +1,6 @@
-"""DSpark drafters: blocks whose drafts depend on the draft before.
+"""DSpark drafters: blocks in which each draft depends on the draft before.
 
-The packagings of config.json, GGUF, the module, and what tells how it is read. The
-parts that they share with DFlash are in `models.dflash`.
+The parts that they share with DFlash are in `models.dflash`.
 """
 
 from mlx_speculation.models.dspark.config import is_dspark

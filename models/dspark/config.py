@@ -1,13 +1,13 @@
 """Configuration of DSpark drafters, from config.json, in each of its packagings.
 
-    DeepSpec        flat; a copy of the target's config.json and more
+    DeepSpec        flat: a copy of the target's config.json with more keys
     speculators     sizes in `transformer_layer_config`, the rest flat
     SpecForge       `dflash_config` with projector_type "dspark"; LiquidAI's without it
-    NVIDIA          DeepSpec's keys with `dflash_config`, anchors that are given
+    NVIDIA          DeepSpec's keys with `dflash_config`; the anchor is "given"
     PrismML         GGUF, which `gguf` turns into SpecForge's
 
 DeepSpec's "dflash" checkpoints are DSpark drafters without a Markov head. The drafter
-inside of DeepSeek V4's checkpoint has other layers, and is not supported.
+inside DeepSeek V4's checkpoint has other layers, and is not supported.
 """
 
 from dataclasses import dataclass
@@ -36,8 +36,8 @@ Markov = Literal["vanilla", "gated", "rnn"]
 class LogSnr:
     """Log signal-to-noise ratios, whose embeddings are added to those of a block."""
 
-    least: float  # of masks
-    most: float  # of the anchor
+    least: float  # the ratio of masks
+    most: float  # the ratio of the anchor
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def read_settings(config: Config) -> DSparkSettings:
     """Read config.json.
 
     Raises:
-        ModelFolderError: something is missing, or not known.
+        ModelFolderError: a value is missing or not supported.
     """
     fields, text = own_keys(config), layer_part(config)
     if "dspark_block_size" in config:

@@ -1,4 +1,4 @@
-"""Gemma 4's decoder layer over the context of a drafter of blocks."""
+"""Gemma 4's decoder layer for block drafters."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from mlx_speculation.models.dflash import DFlashSettings, attend_block, by_head
 
 
 class GemmaBlockAttention(gemma4_text.Attention):
-    """Gemma 4's full attention, of a block to the context and to itself."""
+    """Gemma 4's full attention, from a block to the context and to itself."""
 
     def __init__(
         self, args: gemma4_text.ModelArgs, settings: DFlashSettings, index: int
@@ -18,9 +18,9 @@ class GemmaBlockAttention(gemma4_text.Attention):
         self.window, self.causal = settings.windows[index], settings.causal[index]
 
     def write(self, rows: mx.array, cache: Any) -> tuple[mx.array, mx.array]:
-        """Write keys and values of rows, and return all that the cache then holds.
+        """Write keys and values of rows, and return all that the cache holds.
 
-        Where values are keys, they are so before norm and rotation.
+        If values are keys (`use_k_eq_v`), they are the keys before norm and rotation.
         """
         keys = values = by_head(self.k_proj(rows), self.n_kv_heads)
         if not self.use_k_eq_v:
@@ -32,12 +32,12 @@ class GemmaBlockAttention(gemma4_text.Attention):
         return written
 
     def attend(self, x: mx.array, context: mx.array, cache: Any) -> mx.array:
-        """Attend from a block [batch, block, dim] behind context [batch, n, dim]."""
+        """Attend from a block [batch, block, dim] after context [batch, n, dim]."""
         return attend_block(self, x, context, cache)
 
 
 class GemmaBlockLayer(gemma4_text.DecoderLayer):
-    """Gemma 4's decoder layer, with the attention above."""
+    """Gemma 4's decoder layer, with `GemmaBlockAttention`."""
 
     def __init__(
         self, args: gemma4_text.ModelArgs, settings: DFlashSettings, index: int
@@ -46,7 +46,7 @@ class GemmaBlockLayer(gemma4_text.DecoderLayer):
         self.self_attn = GemmaBlockAttention(args, settings, index)
 
     def run(self, x: mx.array, context: mx.array, cache: Any) -> mx.array:
-        """Run a block behind new context; both are written to the cache."""
+        """Run a block after new context; both are written to the cache."""
         result = self.self_attn.attend(self.input_layernorm(x), context, cache)
         x = x + self.post_attention_layernorm(result)
         result = self.mlp(self.pre_feedforward_layernorm(x))

@@ -1,7 +1,7 @@
-"""DSpark drafters in GGUF files (PrismML's): metadata and tensors as others name them.
+"""DSpark drafters in GGUF files (PrismML's), converted to the usual names.
 
-What the list of layers counts is said nowhere. It is read as layers from 0, and left to
-a probe, see `open_readings` of `models.dflash`.
+The files do not say how their list of layers counts. It is read as layers from 0, and a
+probe may decide otherwise, see `open_readings` in `models.dflash`.
 """
 
 from pathlib import Path
@@ -13,7 +13,7 @@ from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models.checkpoints.draft_checkpoint import Config, Weights
 
 _KIND = "dspark"
-# Keys behind "dspark.", and what config.json calls them.
+# Metadata keys after "dspark.", and those of config.json.
 _SIZES = {
     "block_count": "num_hidden_layers",
     "embedding_length": "hidden_size",
@@ -25,7 +25,7 @@ _SIZES = {
     "rope.freq_base": "rope_theta",
     "context_length": "max_position_embeddings",
 }
-# Keys behind "dspark.dspark.".
+# Metadata keys after "dspark.dspark.", and those of config.json.
 _OWN = {
     "block_size": "block_size",
     "mask_token_id": "mask_token_id",
@@ -62,24 +62,24 @@ _LAYER = {
 
 
 def gguf_file(path: Path) -> Path | None:
-    """Return the GGUF file that is meant: itself, or the only one in a folder.
+    """Return the GGUF file at a path: the path itself, or the only one in a folder.
 
-    None: the folder has a config.json, or no such file.
+    None: the folder has a config.json, no GGUF file, or several.
     """
     if path.suffix == ".gguf":
         return path
     try:
         files = sorted(path.glob("*.gguf"))
-    except OSError:  # a name that is too long, say, which the next reader refuses
+    except OSError:  # such as a name that is too long; the next reader refuses it
         return None
     return files[0] if len(files) == 1 and not (path / "config.json").exists() else None
 
 
 def read_gguf(file: Path) -> tuple[Config, Weights]:
-    """Return what config.json would hold, and tensors by the names of DeepSpec.
+    """Return the values as a config.json has them, and tensors by DeepSpec's names.
 
     Raises:
-        ModelFolderError: it cannot be read, or holds something else.
+        ModelFolderError: the file cannot be read, or holds another kind of model.
     """
     try:
         result: Any = mx.load(str(file), return_metadata=True)

@@ -1,7 +1,7 @@
 """A DSpark drafter as a module, and on its target (arXiv 2607.05147).
 
-A block is run as DFlash's, whose anchor is usually a row with a draft of its own. Its
-states g make base logits; the draft before adds a bias to those of the next one (see
+A block is run as in DFlash, but its anchor usually predicts a draft too. The block's
+states g make base logits, and each draft adds a bias to the logits of the next one (see
 `heads`):
 
     logits of draft k = head(g_k) + bias(draft k-1, g_k)      draft 0 is the anchor
@@ -26,17 +26,17 @@ from mlx_speculation.models.dspark.heads import (
 
 
 class DSparkHead(DFlashHead):
-    """A drafter.
+    """The network of a DSpark drafter.
 
     Args:
-        settings: what config.json says.
-        width: numbers that it reads of each position of the target.
-        ends: those of its own.
+        settings: the settings of config.json.
+        width: how many numbers it reads at each position of the target.
+        ends: the embedding and output layer of its own.
         rows: how many token ids its Markov head knows.
-        columns: of its logits.
+        columns: the number of columns of its logits.
 
     Attributes:
-        dspark: what config.json says on top of DFlash's.
+        dspark: the settings of config.json.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class DSpark(DFlash):
         count: int,
         choose: ChooseNext,
     ) -> None:
-        """Draft, each with what the one before adds; see `DFlash`."""
+        """Draft with the bias of each draft on the next one; see `DFlash`."""
         head, token = self.head, tokens[:, -1:]
         normed = self.rows(context, token, caches, count)
         logits = self._logits(normed)
@@ -103,7 +103,7 @@ class DSpark(DFlash):
             last = choose(row)
 
     def first_logits(self, context: mx.array, token: mx.array) -> mx.array:
-        """Return logits of the first draft behind a token; see `DFlash`."""
+        """Return logits of the first draft after a token; see `DFlash`."""
         normed = self.rows(context, token, self.head.new_caches(), 1)
         logits = self._logits(normed)
         markov: MarkovHead | None = self.head.get("markov_head")

@@ -1,13 +1,13 @@
-"""The Markov head of a DSpark drafter: the bias that the draft before adds.
+"""The Markov head of a DSpark drafter: a bias by which each draft changes the next.
 
-With e = W1[the token before], g the block's state, and W2 back to the vocabulary:
+With e = W1[the token before], g the block's state, and W2 from the rank to the logits:
 
     vanilla   W2 e
     gated     W2 (sigmoid(G [g | e] + b) * e)
     rnn       o, c, out = thirds of J [s | e | g] + b;  W2 tanh(out), and then
               s = sigmoid(o) * s + (1 - sigmoid(o)) * tanh(c), from 0 in every block
 
-Biases are there where files have them.
+The biases b exist only if the files have them.
 """
 
 from collections.abc import Sequence
@@ -20,14 +20,14 @@ from mlx_speculation.models.dspark.config import Markov
 
 
 class MarkovHead(nn.Module):
-    """Addition of the previous token to logits.
+    """Makes biases of logits by the token before.
 
     Args:
-        kind: which of the three.
-        dim: of the block's states.
-        rank: of an embedding.
+        kind: the kind of head, see the module.
+        dim: the size of the block's states.
+        rank: the size of the embeddings.
         rows: how many token ids may come before.
-        columns: of the logits.
+        columns: the number of columns of the logits.
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class MarkovHead(nn.Module):
     def bias(
         self, state: mx.array, before: mx.array, memory: mx.array | None
     ) -> tuple[mx.array, mx.array | None]:
-        """Return what is added to logits, [1, columns], and the next memory.
+        """Return the bias of the logits, [1, columns], and the memory for the next.
 
         Args:
-            state: the block's, [1, dim].
+            state: the block's state, [1, dim].
             before: the embedding of the token before, [1, rank].
-            memory: what the draft before returned; None: this is the first one.
+            memory: the memory returned for the draft before; None: this is the first.
         """
         if "gate_proj" in self:
             joined = mx.concatenate([state, before], axis=-1)
@@ -70,7 +70,7 @@ class MarkovHead(nn.Module):
 
 
 class LogSnrEmbedding(nn.Module):
-    """Addition of a row's noise level to its embedding."""
+    """Layers that make an addition to a row's embedding from its noise level."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def level_features(levels: Sequence[float], least: float, most: float) -> mx.arr
     """
     half = _FEATURES // 2
     times = 1000 * (np.array(levels) - least) / (most - least)
-    # In float64: an angle of 1000 has errors that show in float32.
+    # In float64, since float32 is too inexact for angles up to 1000.
     angles = times[:, None] * 10000.0 ** (-np.arange(half) / half)
     features = np.concatenate([np.sin(angles), np.cos(angles)], axis=-1)
     return mx.array(features.astype(np.float32))

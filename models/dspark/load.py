@@ -1,8 +1,9 @@
-"""Loading a DSpark drafter: a folder or a GGUF file in, a module out.
+"""Loading a DSpark drafter from a folder or a GGUF file into a module.
 
-Own ends and the kind of the Markov head are taken from the tensors. What config.json
-leaves open is told by what the drafter guesses, see `models.dflash`. A confidence head
-is left out: to read it in each round costs about what cutting drafts by it gains.
+The tensors show the drafter's own embedding and output layer, and the kind of the
+Markov head. A probe decides what config.json leaves open, see `models.dflash`. A
+confidence head is not loaded: reading it in each round costs about as much as cutting
+drafts by it gains.
 """
 
 from collections.abc import Sequence
@@ -57,8 +58,8 @@ def load_dspark(
     The folder has config.json and safetensors, or a GGUF file.
 
     Raises:
-        ModelFolderError: it is no such drafter, not complete, or not of this target.
-        ConventionError: it guesses no better than by chance, in any reading.
+        ModelFolderError: the drafter is of another kind or target, or not complete.
+        ConventionError: no reading scores better than chance.
     """
     config, weights = _read(Path(folder).expanduser())
     settings = _by_tensors(read_settings(config), weights)
@@ -99,7 +100,7 @@ def _by_tensors(settings: DSparkSettings, weights: Weights) -> DSparkSettings:
     """Return settings with the Markov head that the tensors show.
 
     Raises:
-        ModelFolderError: config.json says another one.
+        ModelFolderError: config.json names a Markov head, and no tensors have it.
     """
     table = weights.get("markov_head.markov_w1.weight")
     if table is None:
@@ -123,7 +124,7 @@ def _by_tensors(settings: DSparkSettings, weights: Weights) -> DSparkSettings:
 def _module(
     settings: DSparkSettings, weights: Weights, width: int, ends: OwnEnds, vocab: int
 ) -> DSparkHead:
-    """Return the module that the tensors are for."""
+    """Return a module with the sizes of the tensors."""
     table = weights.get("markov_head.markov_w1.weight")
     rows = vocab if table is None else table.shape[0]
     columns = ends.output or vocab

@@ -1,7 +1,4 @@
-"""EAGLE-3 and P-EAGLE heads: config.json, modules, loading, and the layers they read.
-
-The head as a drafter is in the engine; other kinds of heads are not known here.
-"""
+"""EAGLE-3 and P-EAGLE heads: config.json, modules, loading, and the layers to read."""
 
 from mlx_speculation.models.eagle.config import (
     AFTER_NORM,

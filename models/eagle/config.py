@@ -1,11 +1,11 @@
 """Configuration of EAGLE-3 heads, from config.json.
 
 Five dialects are read: SGLang's and SpecForge's, vLLM's, the authors', DeepSpec's, and
-that of speculators, which keeps the layer's own sizes in a part. Their lists of layers
+speculators', which has the sizes of the layers in a nested part. Their lists of layers
 count in two ways, see `checkpoints.layer_readings`.
 
-A head with `use_aux_hidden_state` false reads one state, the last: what the final norm
-returns ("tuple"), or the output of the last layer ("layers").
+A head with `use_aux_hidden_state` false reads only the target's last state: the output
+of the final norm ("tuple"), or that of the last layer ("layers").
 """
 
 from collections.abc import Sequence
@@ -41,55 +41,53 @@ from mlx_speculation.models.config_json import nested
 
 QueryNorms = Literal["each", "together"]
 NAME = "EAGLE-3 head"
-# In the place of a layer: what the target's final norm returns.
+# Stands for the output of the target's final norm in a list of layers.
 AFTER_NORM = -2
 _MASKS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """Placeholders in positions that a P-EAGLE head drafts at without their tokens."""
+    """The mask of a P-EAGLE head, which stands for tokens that are not drafted yet."""
 
-    token: int  # whose embedding they have
+    token: int  # the token id of the mask
     depth: int | None = None  # the most drafts of a round; None: any number
 
 
 @dataclass(frozen=True, slots=True)
 class Latents:
-    """Sizes of attention that keeps latents (MLA), for each head but for the ranks."""
+    """Sizes of latent attention (MLA); those from `plain` on are for each head."""
 
-    rank: int  # of keys and values
-    query_rank: int | None  # None: queries are made at once
+    rank: int  # the rank of keys and values
+    query_rank: int | None  # None: queries are made without latents
     plain: int  # numbers of queries and keys that are not rotated
-    rotated: int
-    values: int
-    pairs: bool  # whether neighbours are rotated together, not halves
+    rotated: int  # numbers of queries and keys that are rotated
+    values: int  # numbers of values
+    pairs: bool  # whether rotation pairs neighbouring dimensions, not halves
 
 
 @dataclass(frozen=True, slots=True)
 class EagleSettings:
     """An EAGLE-3 head's config.json."""
 
-    # The arguments of its first decoder layer, as mlx-lm takes them
-    layer: llama.ModelArgs
+    layer: llama.ModelArgs  # mlx-lm's arguments of the first decoder layer
     target_dim: int  # the hidden size of the target
-    # How many ids it drafts from; None: config.json does not say
+    # The size of the draft vocabulary; None: config.json does not say
     draft_vocab: int | None
-    norm_before_residual: bool  # whether the normed state is added to, not the state
-    norm_before_fc: bool  # whether it says that the joined states are normed
+    norm_before_residual: bool  # whether the residual is the state after its norm
+    norm_before_fc: bool  # whether config.json says that a norm comes before `fc`
     norm_output: bool  # whether the state after the norm is recycled
-    # For each layer how many positions it sees; None: all
-    windows: tuple[int | None, ...] = (None,)
+    windows: tuple[int | None, ...] = (None,)  # the window of each layer; None: none
     rotations: tuple[Rotation, ...] = (Rotation(),)  # of each layer
     logit_scale: float = 1.0
     tied: bool = False  # whether its embedding is its output layer too
     projected: bool = True  # whether the target's states go through `fc`
-    # Which norms of queries and keys there are; None: none
+    # The kind of the norms of queries and keys; None: no norms
     query_norms: QueryNorms | None = None
-    # Of Gemma 4's layer, as mlx-lm takes them; None: it is Llama's or Qwen 3's
+    # mlx-lm's arguments of Gemma 4's layer; None: it is Llama's or Qwen 3's
     gemma: gemma4_text.ModelArgs | None = None
-    latents: Latents | None = None  # None: its attention keeps none
-    mask: Masks | None = None  # of a P-EAGLE head
+    latents: Latents | None = None  # None: no latent attention
+    mask: Masks | None = None  # for a P-EAGLE head
 
     def args_of(self, index: int) -> llama.ModelArgs:
         """Return the arguments of a layer."""
@@ -97,14 +95,14 @@ class EagleSettings:
 
     @property
     def later(self) -> range:
-        """The decoder layers behind the first, which read one state."""
+        """The decoder layers after the first, which read one state."""
         return range(1, len(self.windows))
 
 
 def is_peagle(config: Config) -> bool:
     """Return whether a config.json says that it is that of a P-EAGLE head.
 
-    Some do not; then only the tensors do.
+    Some do not say it: these are recognized by their tensors.
     """
     return (
         config.get("speculators_model_type") == "peagle"
@@ -127,7 +125,7 @@ def read_settings(config: Config) -> EagleSettings:
     """Read config.json.
 
     Raises:
-        ModelFolderError: something is missing, or not known.
+        ModelFolderError: a value is missing or not supported.
     """
     fields = layer_part(config)
     gemma = _gemma(config, fields)
@@ -157,7 +155,7 @@ def read_settings(config: Config) -> EagleSettings:
 
 
 def _gemma(config: Config, fields: Config) -> gemma4_text.ModelArgs | None:
-    """Return the arguments of Gemma 4's layers, if that is what it has."""
+    """Return the arguments of Gemma 4's layers; None: it has other layers."""
     names = f"{config.get('architectures')} {fields.get('model_type')}".lower()
     if "gemma4" not in names:
         return None
@@ -199,7 +197,7 @@ def _windows(fields: Config, count: int) -> tuple[int | None, ...]:
 
 
 def _masks(config: Config) -> Masks | None:
-    """Return the mask that config.json names, if it does."""
+    """Return the mask that config.json names; None: it names none."""
     named = [nested(config, "dflash_config", "mask_token_id")]
     named += [config.get(key) for key in _MASKS]
     result = next((token for token in named if token is not None), None)
@@ -217,19 +215,19 @@ def layer_readings(
     features: Sequence[int] = (),
     counts: LayerIds | None = None,
 ) -> LayerReadings:
-    """Return the layers of the target whose output the head may read, from 0.
+    """Return the candidates for the layers of the target that the head reads, from 0.
 
-    -1 stands for the embeddings, `AFTER_NORM` for what the final norm returns.
+    -1 stands for the embeddings, `AFTER_NORM` for the output of the final norm.
 
     Args:
-        config: what config.json holds.
+        config: the content of config.json.
         trunk: how many layers the target has.
-        features: how many the head may read; none: not known.
-        counts: what the list counts; by its place when omitted.
+        features: numbers of layers that the head may read; empty: unknown.
+        counts: how the list counts; as usual at its place when omitted.
 
     Raises:
         ModelFolderError: the target has no such layers.
-        InvalidRequestError: `counts` is neither.
+        InvalidRequestError: `counts` is no way of counting.
     """
     if reads_last(config):
         check_counts(counts)
@@ -254,7 +252,7 @@ def layer_readings(
 
 
 def reads_last(config: Config) -> bool:
-    """Return whether a head reads the target's last state alone."""
+    """Return whether a head reads only the target's last state."""
     return nested(config, "eagle_config", "use_aux_hidden_state") is False
 
 

@@ -1,15 +1,15 @@
 """An EAGLE-3 head as a module (arXiv 2503.01840), and on its target.
 
-Position i of its cache pairs what layers of the target returned at i with token i + 1:
+Position i of its cache pairs the outputs of target layers at i with token i + 1:
 
     g = fc([low | middle | high])              or the head's own x at i - 1
     x = g + attention([norm(E[t]) | norm(g)])  queries, keys and values read both
     x = x + mlp(norm(x))
     logits = lm_head(norm(x))                  of the draft vocabulary; x is recycled
 
-The layers' outputs go through `fc` as soon as they are committed, so a position of the
-target's and one of the head's are of one form. It has the interface of `Mtp`, and the
-same positions (`mtp.rounds`): refresh and next first draft are one batch.
+The layers' outputs pass `fc` as soon as they are committed, so states from the target
+and recycled ones have one shape. `Eagle` has the interface and the positions of `Mtp`
+(see `mtp.rounds`): one forward writes committed positions and makes the first draft.
 """
 
 from collections.abc import Sequence
@@ -35,16 +35,16 @@ from mlx_speculation.models.introspect.taps import States
 
 
 class EagleHead(JoinedHead):
-    """A head."""
+    """The network of an EAGLE-3 head."""
 
-    chained, depth = False, None  # its layers make all drafts, as many as wanted
+    chained, depth = False, None  # all layers make each draft; any number of drafts
 
     def __init__(
         self,
-        settings: EagleSettings,  # what config.json says
+        settings: EagleSettings,  # the settings of config.json
         features: int,  # how many layers of the target it reads
-        ends: OwnEnds,  # those of its own
-        # Which norms there are before `fc`: "each" layer's, the "joined" one
+        ends: OwnEnds,  # the embedding and output layer of its own
+        # The norms before `fc`: "each": one for each layer; "joined": one over all
         norms: frozenset[str] = frozenset(),
     ) -> None:
         width, eps = settings.target_dim, settings.layer.rms_norm_eps
@@ -70,13 +70,15 @@ class EagleHead(JoinedHead):
 
     @property
     def windowed(self) -> bool:
-        """Return whether a layer of its own looks back through a window."""
+        """Return whether one of its layers has a window."""
         return any(window is not None for window in self._settings.windows)
 
     def joined(self, outputs: Sequence[mx.array]) -> mx.array:
-        """Return the state that positions begin with, [batch, positions, dim].
+        """Return the head's input states [batch, positions, dim].
 
-        It is made of the target's layers, in order, [batch, positions, target_dim].
+        Args:
+            outputs: the outputs of the target's layers that the head reads, in order,
+                each [batch, positions, target_dim].
         """
         parts = [each.astype(self.dtype) for each in outputs]
         if "fc_norm" in self:
@@ -114,7 +116,11 @@ class EagleHead(JoinedHead):
         return result if settings.logit_scale == 1 else result * settings.logit_scale
 
     def ends(self, x: mx.array) -> tuple[mx.array, mx.array]:
-        """Return what is recycled of states [batch, positions, dim], and their norm."""
+        """Return the recycled states and the normed ones, both [batch, positions, dim].
+
+        Args:
+            x: the states before the norm.
+        """
         normed = self.norm(x)
         return normed if self._settings.norm_output else x, normed
 
@@ -122,13 +128,12 @@ class EagleHead(JoinedHead):
 class Eagle(HeadOnTarget):
     """A head on its target.
 
-    The state at i is what `states` made of position i, or the recycled one of i - 1.
+    The input state at i is that of `states` at i, or the recycled one of i - 1.
 
     Args:
         head: the head.
-        target: what embeds tokens and makes logits; where the head has its own, it is
-            not asked.
-        layers: of the target, whose outputs it reads.
+        target: embeds tokens and makes logits, if the head has no layer of its own.
+        layers: the layers of the target whose outputs the head reads.
     """
 
     def __init__(self, head: EagleHead, target: Ends, layers: Sequence[int]) -> None:
@@ -136,7 +141,7 @@ class Eagle(HeadOnTarget):
         self.layers, self._target = tuple(layers), target
 
     def states(self, states: States) -> mx.array:
-        """Return the state that positions begin with, [batch, positions, dim]."""
+        """Return the head's input states [batch, positions, dim] from the target's."""
         return self.head.joined(
             [
                 states.after_norm if index == AFTER_NORM else states.layer(index)

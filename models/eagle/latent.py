@@ -1,9 +1,10 @@
-"""Attention of EAGLE-3 heads that keep latents (DeepSeek's MLA), over any width.
+"""Latent attention (DeepSeek's MLA) of EAGLE-3 heads, for input states of any width.
 
     q = B_q norm(A_q x), or Q x;  [c | k_r] = A_kv x;  [k | v] = B_kv norm(c)
 
-Of queries and keys the last numbers are rotated; those of the keys, k_r, are the same
-for all heads. Keys and values are kept as they are made: a head's text is one layer's.
+The last numbers of queries and keys are rotated; those of the keys, k_r, are the same
+for all heads. The cache holds whole keys and values, not latents, since a head has few
+layers.
 """
 
 from typing import Any
@@ -18,7 +19,7 @@ from mlx_speculation.models.eagle.config import Latents
 
 
 class LatentAttention(nn.Module):
-    """Attention from and to states of some width."""
+    """Latent attention whose input states have `width` numbers."""
 
     def __init__(self, args: llama.ModelArgs, latents: Latents, width: int) -> None:
         super().__init__()

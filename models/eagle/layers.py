@@ -3,8 +3,9 @@
     x = g + attention([norm(E[t]) | norm(g)])
     x = x + mlp(norm(x))
 
-Layers behind it are plain. Qwen 3's have norms of queries and keys, others of all heads
-together; Gemma 4's have norms behind attention and MLP too, and a scale.
+Later layers are plain. Layers of Qwen 3 have norms of the queries and keys of each
+head, and some layers have one norm over all heads together. Layers of Gemma 4 also have
+norms after attention and after the MLP, and a scale.
 """
 
 from dataclasses import replace
@@ -23,8 +24,8 @@ class NormedAttention(llama.Attention):
     """Llama's attention with norms of queries and keys before the rotation.
 
     Args:
-        args: of the layer.
-        norms: of each head, or of all of them together.
+        args: the arguments of the layer.
+        norms: "each": a norm of each head; "together": one norm over all heads.
     """
 
     def __init__(self, args: llama.ModelArgs, norms: QueryNorms) -> None:
@@ -79,12 +80,11 @@ def _attention(settings: EagleSettings, index: int, width: int) -> Any:
 
 
 class EagleLayer(llama.TransformerBlock):
-    """A head's first decoder layer: Llama's, but for what its attention reads."""
+    """A head's first decoder layer: Llama's, with attention over two states."""
 
     def __init__(self, settings: EagleSettings) -> None:
         args, dim = settings.layer, settings.layer.hidden_size
         super().__init__(args)
-        # Queries, keys and values are made of two states side by side.
         self.self_attn = _attention(settings, 0, 2 * dim)
         self.hidden_norm = nn.RMSNorm(dim, eps=args.rms_norm_eps)
         self._normed_residual = settings.norm_before_residual
@@ -102,7 +102,7 @@ class EagleLayer(llama.TransformerBlock):
 
 
 class LaterLayer(llama.TransformerBlock):
-    """A decoder layer behind the first: Llama's."""
+    """A later decoder layer: Llama's."""
 
     def __init__(self, settings: EagleSettings, index: int) -> None:
         super().__init__(settings.layer)
@@ -118,7 +118,7 @@ class LaterLayer(llama.TransformerBlock):
 
 
 class GemmaEagleLayer(gemma4_text.DecoderLayer):
-    """A head's only decoder layer, where it is Gemma 4's."""
+    """A head's only decoder layer, of Gemma 4's kind."""
 
     def __init__(self, settings: EagleSettings, args: gemma4_text.ModelArgs) -> None:
         super().__init__(args, 0)

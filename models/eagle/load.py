@@ -1,7 +1,7 @@
-"""Loading an EAGLE-3 head: a folder in, a module out.
+"""Loading an EAGLE-3 or P-EAGLE head from its folder into a module.
 
-What the tensors show is taken from them: its own embedding and output layer, norms
-before `fc`, biases, packing. What they do not show is in config.json.
+The tensors show the head's own embedding and output layer, norms before `fc`, biases
+and packing. The rest is read from config.json.
 """
 
 from dataclasses import replace
@@ -37,7 +37,7 @@ from mlx_speculation.models.eagle.parallel import PEagleHead
 from mlx_speculation.models.introspect.find_parts import find_parts
 from mlx_speculation.models.token_ids import logit_width
 
-# What some files call the parts, at the beginning of a name.
+# Prefixes of names in some files, and ours.
 _OTHER_NAMES = {
     "layers.0.": "midlayer.",
     "aux_norm_low.": "fc_norm.0.",
@@ -45,8 +45,7 @@ _OTHER_NAMES = {
     "aux_norm_high.": "fc_norm.2.",
 }
 
-
-# What some call the first norm of a layer behind the first.
+# Another name in some files for the first norm of a later layer.
 _LATER_NAMES = {"hidden_norm.weight": "input_layernorm.weight"}
 PARALLEL_NAME = "P-EAGLE head"
 
@@ -59,7 +58,7 @@ class LoadedEagle(NamedTuple):
 
 
 class LoadedPEagle(NamedTuple):
-    """Likewise, of a head that makes all drafts in one forward."""
+    """A P-EAGLE head, and the layers of the target whose outputs it reads."""
 
     head: PEagleHead
     layers: tuple[int, ...]
@@ -71,16 +70,16 @@ def load_eagle_head(
     """Load the EAGLE-3 head in a folder of its own.
 
     Args:
-        folder: the head's, with config.json and safetensors.
+        folder: the head's folder, with config.json and safetensors.
         model: its target.
-        layer_ids: what the list of layers in config.json counts, see
-            `checkpoints.layer_readings`; by its place when omitted.
+        layer_ids: how the list of layers in config.json counts, see
+            `checkpoints.layer_readings`; as usual at its place when omitted.
 
     Returns:
         The head; on a Linux CPU in float32, dequantized where it was quantized.
 
     Raises:
-        ModelFolderError: it is no such head, not complete, or not of this target.
+        ModelFolderError: the head is of another kind or target, or not complete.
     """
     config, weights = _read(Path(folder).expanduser(), "eagle")
     plan = _planned(config, weights, model, layer_ids)
@@ -95,7 +94,7 @@ def load_peagle_head(
     """Load the P-EAGLE head in a folder of its own; see `load_eagle_head`.
 
     Raises:
-        ModelFolderError: it is no such head, not complete, or not of this target.
+        ModelFolderError: the head is of another kind or target, or not complete.
     """
     config, weights = _read(Path(folder).expanduser(), "peagle")
     plan = _planned(config, weights, model, layer_ids)
@@ -109,8 +108,8 @@ class _Plan(NamedTuple):
     """Parts of a head."""
 
     settings: EagleSettings
-    features: int  # how many states of the target it reads
-    layers: tuple[int, ...]  # whose they are
+    features: int  # how many layers of the target it reads
+    layers: tuple[int, ...]  # these layers
     ends: OwnEnds
     norms: frozenset[str]
 
@@ -125,7 +124,7 @@ def _read(folder: Path, kind: str) -> tuple[Config, Weights]:
 def _planned(
     config: Config, weights: Weights, model: nn.Module, layer_ids: LayerIds | None
 ) -> _Plan:
-    """Return what the head is made of; d2t and t2d are taken out of the weights."""
+    """Return the parts of the head; d2t and t2d are removed from the weights."""
     settings = _by_tensors(read_settings(config), weights)
     parts = find_parts(model)
     parts.require("layers")
@@ -159,7 +158,7 @@ def _planned(
 
 
 def _by_tensors(settings: EagleSettings, weights: Weights) -> EagleSettings:
-    """Return settings with what the tensors show."""
+    """Return settings with the fields that the tensors show."""
     norm, query_norms = weights.get("midlayer.self_attn.q_norm.weight"), None
     if norm is not None and settings.gemma is None:
         args = settings.layer
@@ -173,7 +172,7 @@ def _by_tensors(settings: EagleSettings, weights: Weights) -> EagleSettings:
 
 
 def _check_mask(plan: _Plan, weights: Weights, model: nn.Module) -> None:
-    """Refuse a mask that does not fit, and make its state one vector."""
+    """Refuse a mask that does not fit, and make `mask_hidden` one vector."""
     mask, state = plan.settings.mask, weights.get("mask_hidden")
     width = plan.features * plan.settings.target_dim
     if mask is None:
@@ -205,7 +204,7 @@ def _renamed(weights: Weights) -> Weights:
 
 
 def _file_name(name: str) -> str:
-    """Return what files call a parameter, where that is not one of two names."""
+    """Return the usual name in files of a parameter."""
     if not name.startswith("later."):
         return name
     _, layer, rest = name.split(".", 2)

@@ -1,7 +1,7 @@
-"""Layers that an EAGLE-3 head was trained to read, probed by what it guesses.
+"""Probe of the layers that an EAGLE-3 head was trained to read.
 
-The tensors fit any. The target writes a little text, and the head guesses it from each
-of the layers that config.json may mean (see `checkpoints.layer_readings`).
+The head's tensors fit any layers. The target writes a short text, and the head guesses
+it from each list of layers that config.json may mean, see `checkpoints.layer_readings`.
 """
 
 from collections.abc import Sequence
@@ -23,18 +23,18 @@ from mlx_speculation.models.introspect.hidden_states import HiddenStates
 
 def probe_layers(
     head: EagleHead,
-    model: nn.Module,  # its target, which is left as it was
+    model: nn.Module,  # its target; the probe does not change it
     readings: LayerReadings,
-    starts: Sequence[Sequence[int]],  # token ids of a few texts, two at least in each
+    starts: Sequence[Sequence[int]],  # token ids of a few texts, at least two in each
 ) -> dict[Layers, Score]:
     """Find the layers that a head reads.
 
     Returns:
-        The score of layers, the best first; the usual ones are, unless others are
-        surely better.
+        The scores of the candidates, the chosen one first: the usual layers, unless
+        others are surely better.
 
     Raises:
-        ConventionError: none is above chance.
+        ConventionError: the chosen candidate is not above chance.
     """
     trunk = len(find_parts(model).layers)
     layers = [each for each in readings.tapped(trunk) if each != AFTER_NORM]
@@ -57,15 +57,15 @@ class EagleProbe:
         self,
         head: EagleHead,
         model: nn.Module,  # the target
-        taps: HiddenStates,  # on it, at all layers that are tried
-        text: OwnText,  # what it wrote
+        taps: HiddenStates,  # on the target, at all layers that are tried
+        text: OwnText,  # the text that the target wrote
     ) -> None:
         self._head, self._taps, self._text = head, taps, text
         with taps.collect() as self._states:
             model(text.tokens[:, :-1])
 
     def score(self, layers: Layers) -> Score:
-        """Score the first drafts, as rounds that begin at every token make them."""
+        """Score the first drafts of rounds, with a round at each token of the text."""
         text, eagle = self._text, Eagle(self._head, self._taps, layers)
         first = max(text.written, 2)
         hidden = eagle.states(self._states)[:, :-1]
