@@ -1,7 +1,4 @@
-"""Gemma 4 assistants: config.json, the module, loading, the target's KV they read.
-
-The assistant as a drafter is in the engine; other kinds of heads are not known here.
-"""
+"""Gemma 4 assistants: config.json, the module, loading, the target's KV they read."""
 
 from mlx_speculation.models.gemma_assistant.config import is_assistant
 from mlx_speculation.models.gemma_assistant.network import (

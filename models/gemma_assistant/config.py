@@ -1,4 +1,4 @@
-"""Configuration of Gemma 4 assistants, from config.json, checked."""
+"""Configuration of Gemma 4 assistants, from config.json."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -20,10 +20,10 @@ MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 
 @dataclass(frozen=True, slots=True)
 class Centroids:
-    """An output layer that looks among the tokens of a few groups only."""
+    """Settings of an output layer that scores only the tokens of a few groups."""
 
-    groups: int  # how many there are, of equally many tokens
-    chosen: int  # in how many of them it looks
+    groups: int  # the number of groups, which have equally many tokens
+    chosen: int  # the number of groups that are scored
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,8 @@ class AssistantSettings:
     """The shape of an assistant."""
 
     target_dim: int  # the hidden size of its target
-    layers: gemma4_text.ModelArgs  # the arguments of its layers, as mlx-lm takes them
-    centroids: Centroids | None  # of its output layer; None: it looks at every token
+    layers: gemma4_text.ModelArgs  # mlx-lm's arguments of its layers
+    centroids: Centroids | None  # None: the output layer scores every token
 
 
 def is_assistant(config: Config) -> bool:
@@ -41,10 +41,10 @@ def is_assistant(config: Config) -> bool:
 
 
 def read_assistant_settings(config: Config) -> AssistantSettings:
-    """Read what config.json says.
+    """Read config.json.
 
     Raises:
-        ModelFolderError: it is of something else, or says what no assistant has.
+        ModelFolderError: it is of another kind of model, or has unsupported values.
     """
     if not is_assistant(config):
         raise ModelFolderError(
@@ -87,7 +87,7 @@ def _layers(config: Config) -> gemma4_text.ModelArgs:
                 f"config.json of the {NAME} says {key} {text[key]!r}, and no assistant "
                 "that is known has it. Choose another drafter."
             )
-    # No layer has keys and values of its own, whatever some files say.
+    # No layer has keys and values of its own, though some files say so.
     fields = {
         "num_kv_shared_layers": count,
         "hidden_size_per_layer_input": 0,

@@ -1,9 +1,9 @@
-"""A Gemma 4 assistant as a module: queries alone, over keys and values of a target.
+"""A Gemma 4 assistant as a module, whose queries attend to a target's keys and values.
 
-A step takes the newest token, as the target embeds it, and a state: the target's after
-its final norm for the first draft, then the output of the step before. It has no
-cache and no position of its own: all steps of a round stand at one place of the
-target's text and see the same keys, those of committed positions.
+A step reads the target's embedding of the newest token, and a state. For the first
+draft this is the target's state after the final norm, then the output of the step
+before. The assistant has no cache: all steps of a round have one position in the
+target's text, and see the same keys, those of committed positions.
 
 Tensors are named as on disk, without "model." in front.
 """
@@ -31,24 +31,24 @@ class Shown(NamedTuple):
 
     keys: mx.array  # [batch, heads, rows, dim]
     values: mx.array
-    # bool [batch, 1, 1, rows], those that each text sees; None: all
+    # bool [batch, 1, 1, rows], the rows that each text sees; None: all
     mask: mx.array | None = None
 
 
-Read = Mapping[str, Shown]  # of each kind of layer
+Read = Mapping[str, Shown]  # for each kind of layer
 
 
 class AssistantOutput(NamedTuple):
     """Output of a step."""
 
-    state: mx.array  # goes into the next step, [batch, 1, target's dim]
+    state: mx.array  # the state for the next step, [batch, 1, target's dim]
     logits: mx.array  # for the next token, [batch, n]
     # The tokens of the columns, uint32 [batch, n]; None: all, in order
     ids: mx.array | None
 
 
 class TokenGroups(nn.Module):
-    """Candidate tokens: those of the groups whose centroids fit best."""
+    """Chooses candidate tokens: those of the groups whose centroids fit best."""
 
     def __init__(self, settings: Centroids, dim: int, vocab: int) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class TokenGroups(nn.Module):
         self._chosen = settings.chosen
 
     def candidates(self, hidden: mx.array) -> mx.array:
-        """Return token ids, uint32 [batch, n], for states [batch, dim]; they differ."""
+        """Return distinct token ids, uint32 [batch, n], for states [batch, dim]."""
         scores = self.centroids(hidden)
         best = mx.argpartition(scores, kth=-self._chosen, axis=-1)
         groups = self.token_ordering.reshape(scores.shape[-1], -1)
@@ -90,11 +90,12 @@ class Assistant(nn.Module):
         """Run one draft step.
 
         Args:
-            embedded: the newest token, as the target's first layer is given it,
+            embedded: the newest token's embedding as the target's first layer gets it,
                 [batch, 1, target's dim].
             state: [batch, 1, target's dim].
-            read: what each kind of layer sees.
-            position: where in the target's text the queries stand; an array of each.
+            read: the keys and values for each kind of layer.
+            position: the queries' position in the target's text; an array has one for
+                each text.
         """
         hidden = self.run(embedded, state, read, position)
         logits, ids = self.logits(hidden[:, 0])
@@ -103,7 +104,7 @@ class Assistant(nn.Module):
     def run(
         self, embedded: mx.array, state: mx.array, read: Read, position: Any
     ) -> mx.array:
-        """Return the hidden state of a step, [batch, 1, dim]; takes what it takes."""
+        """Return the hidden state of a step, [batch, 1, dim]; see `step`."""
         x = self.pre_projection(mx.concatenate([embedded, state], axis=-1))
         for layer in self.layers:
             keys, values, mask = read[layer.layer_type]
@@ -112,7 +113,7 @@ class Assistant(nn.Module):
         return normed
 
     def logits(self, hidden: mx.array) -> tuple[mx.array, mx.array | None]:
-        """Return logits [batch, n] of what `run` made, [batch, dim], and their ids."""
+        """Return logits [batch, n] for states [batch, dim] of `run`, and their ids."""
         if "masked_embedding" not in self:
             return self.embed_tokens.as_linear(hidden), None
         ids = self.masked_embedding.candidates(hidden)
@@ -120,7 +121,7 @@ class Assistant(nn.Module):
         return (rows @ hidden[..., None])[..., 0], ids
 
 
-# The output layer is the embedding, which some files hold twice.
+# The output layer is the embedding; some files hold it again under this name.
 _COPIES = ("lm_head.weight",)
 
 
@@ -131,7 +132,7 @@ def load_assistant(folder: str | Path) -> Assistant:
         The assistant; on a Linux CPU in float32, dequantized where it was quantized.
 
     Raises:
-        ModelFolderError: it is none, or not complete.
+        ModelFolderError: it is no assistant, or not complete.
     """
     folder = Path(folder).expanduser()
     assistant = Assistant(read_assistant_settings(read_config(folder)))

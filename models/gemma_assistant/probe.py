@@ -1,11 +1,11 @@
-"""At which position an assistant was trained to stand, told by what it guesses.
+"""Probe of the position that an assistant's queries were trained at.
 
-Its queries are rotated for one position of the target's text, and the keys carry the
-target's own, so the choice matters, and no tensor shows it. The target writes a little
-text, and the assistant guesses it from either place.
+The queries are rotated for one position of the target's text, and the keys for their
+own, so the choice matters, and no tensor shows it. The target writes a short text, and
+the assistant guesses it with each choice:
 
-    "state"    that of the state it begins with, the last one whose keys it sees
-    "token"    that of the newest token, one further
+    "state"    the position of the target's state, the last one whose keys are seen
+    "token"    the position of the newest token, one further
 """
 
 from collections.abc import Sequence
@@ -26,31 +26,31 @@ USUAL: Anchor = "state"
 
 
 def position_of(anchor: Anchor, known: int) -> int:
-    """Return where queries stand when keys of positions 0 to `known` - 1 are seen."""
+    """Return the queries' position if keys of positions 0 to `known` - 1 are seen."""
     return known - 1 if anchor == "state" else known
 
 
 def starts_for(tokenizer: Any) -> list[list[int]]:
-    """Return the beginnings of texts that a target goes on with."""
+    """Return token ids of the beginnings that a target continues."""
     return [list(tokenizer.encode(text)) for text in STARTS]
 
 
 def probe_anchor(
     assistant: Assistant, model: nn.Module, starts: Sequence[Sequence[int]]
 ) -> dict[Anchor, Score]:
-    """Find where an assistant stands.
+    """Find the position of an assistant's queries.
 
     Args:
         assistant: the assistant.
-        model: its target, which is left as it was.
-        starts: token ids of a few texts, two at least in each.
+        model: its target; the probe does not change it.
+        starts: token ids of a few texts, at least two in each.
 
     Returns:
-        The score of each anchor, the best first; the usual one is, unless the other is
-        surely better.
+        The score of each anchor, the chosen one first: the usual anchor, unless the
+        other is surely better.
 
     Raises:
-        ConventionError: neither is above chance.
+        ConventionError: the chosen anchor is not above chance.
     """
     taps = HiddenStates(model, before_norm=True, after_norm=True)
     try:
@@ -82,14 +82,14 @@ class AssistantProbe:
         model(text.tokens[:, :-1], cache=self._caches)
 
     def score(self, anchor: Anchor) -> Score:
-        """Score the first drafts, as rounds that begin at every token make them."""
+        """Score the first drafts of rounds, with a round at each token of the text."""
         first = max(self._text.written, 2)
         places = range(first, self._text.positions)
         drafted = [self._rows_at(place, anchor) for place in places]
         return self._text.score(mx.concatenate(drafted, axis=1), first)
 
     def _rows_at(self, place: int, anchor: Anchor) -> mx.array:
-        """Return logits [rows, 1, vocab] for a place, from what is before it."""
+        """Return logits [rows, 1, vocab] for a place, from the text before it."""
         known = place - 1  # positions before the newest token's
         left_out = self._text.positions - 1 - known
         read, _ = self._shared.read(self._caches, left_out)
@@ -107,9 +107,9 @@ class AssistantProbe:
 
 
 def _whole(logits: mx.array, ids: mx.array | None, vocab: int) -> mx.array:
-    """Return logits [1, vocab] of all ids; those not looked at are just below the rest.
+    """Return logits [1, vocab] of all ids; ids that were not scored get least - 1.
 
-    As the centroid head does it where its logits are not kept sparse.
+    Centroid heads with dense logits do the same.
     """
     if ids is None:
         return logits[:, :vocab]

@@ -1,7 +1,8 @@
 """The keys and values of a target that an assistant reads.
 
 For each kind of layer they are those of the target's last layer of that kind that has
-some of its own, which is the last cache of that kind: layers that share have none.
+keys and values of its own. Only such layers have a cache, so it is the last cache of
+that kind.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,11 +27,11 @@ _KINDS = {SLIDING: RotatingKVCache, FULL: KVCache}
 
 
 class SharedKv:
-    """Layers of the target's caches that an assistant reads.
+    """Reads the target's caches for an assistant.
 
     Raises:
-        UnsupportedModelError: the target has no layer of a kind that is read, or one
-            whose keys and values have another shape than the assistant's queries.
+        UnsupportedModelError: the target has no layer of a kind that is read, or its
+            keys and values do not fit the assistant's queries.
     """
 
     def __init__(self, model: nn.Module, assistant: Assistant) -> None:
@@ -38,13 +39,13 @@ class SharedKv:
         kinds = dict.fromkeys(layer.layer_type for layer in assistant.layers)
         self.places = {kind: _last(caches, kind, model) for kind in kinds}
         self._window = assistant.settings.layers.sliding_window
-        model(mx.zeros((1, 1), mx.int32), cache=caches)  # for shapes; not evaluated
+        model(mx.zeros((1, 1), mx.int32), cache=caches)  # only for shapes
         for layer in assistant.layers:
             cache = caches[self.places[layer.layer_type]]
             _check_shapes(layer.self_attn, cache, self.places[layer.layer_type])
 
     def check(self, caches: Sequence[Any]) -> None:
-        """Refuse caches that cannot be read. Touches nothing.
+        """Refuse caches that cannot be read, without changing any.
 
         Raises:
             UnsupportedCacheError: one is of a kind that cannot be read.
@@ -53,12 +54,12 @@ class SharedKv:
             check_readable(caches[place], place)
 
     def read(self, caches: Any, left_out: int) -> "tuple[Read, int]":
-        """Return what each kind of layer sees, and how many positions there are.
+        """Return keys and values for each kind of layer, and the number of positions.
 
-        It has to be gone before the target writes again.
+        The caller must drop them before the target writes again.
 
         Args:
-            caches: the target's, by layer.
+            caches: the target's caches, by layer.
             left_out: how many of the last positions are not read.
         """
         offsets = {caches[place].offset for place in self.places.values()}
@@ -73,15 +74,15 @@ class SharedKv:
     def read_together(
         self, caches: Any, places: list[int], stops: list[int], seen: list[int]
     ) -> Read:
-        """Return what each kind of layer sees of texts of a batch.
+        """Return keys and values for each kind of layer, for texts of a batch.
 
-        It has to be gone before the target writes again.
+        The caller must drop them before the target writes again.
 
         Args:
-            caches: the target's, by layer, of a batch.
-            places: where the texts stand in it.
-            stops: how many positions of each are read.
-            seen: how many of each the target has been fed.
+            caches: the target's caches of a batch, by layer.
+            places: the rows of the texts in the batch.
+            stops: how many positions of each text are read.
+            seen: how many positions of each text the target has been fed.
         """
         result = {}
         for kind, layer in self.places.items():
@@ -105,14 +106,14 @@ class SharedKv:
                 each = mx.array([firsts, starts, stops])[..., None, None, None]
                 positions = each[0] + columns
                 mask = (positions >= each[1]) & (positions < each[2])
-                # A text of which nothing is held sees any: nobody reads its draft.
+                # A text without rows sees all columns; its draft is not used.
                 mask = mask | ~mask.any(axis=-1, keepdims=True)
             result[kind] = Shown(keys, values, mask)
         return result
 
 
 def _of_texts(part: Any, places: list[int], cache: Any) -> mx.array:
-    """Return the rows of some texts of keys or values, dequantized."""
+    """Return the keys or values of some texts, dequantized."""
     if isinstance(part, tuple):
         form: Any = {"group_size": cache.group_size, "bits": cache.bits}
         codes, scales, biases = (_of_texts(one, places, cache) for one in part)
