@@ -1,7 +1,7 @@
-"""Operations for NVIDIA GPUs: kernels for few rows, and shapes that cuDNN knows.
+"""Operations for NVIDIA GPUs: kernels for few rows, and padding to few shapes.
 
-Known to `models.lanes.install_hooks` and to nothing else: without this folder all texts
-stay the same, and rounds take longer.
+Only `models.lanes.install_hooks` imports this package. Without it texts are the same,
+and rounds take longer.
 """
 
 from mlx_speculation.models.cuda.registration import OPS

@@ -1,28 +1,28 @@
 """Attention of a few rows to many keys on CUDA, in half precision.
 
-mlx 0.32 has a kernel for single rows without a mask, and asks cuDNN for the rest, which
-plans for some 40 ms whenever it meets a new number of rows or keys. Here a kernel is
-compiled once for a head dimension.
+mlx 0.32 has a kernel for single rows without a mask, and calls cuDNN for the rest,
+which takes about 40 ms to plan for each new number of rows or keys. The kernel here is
+compiled once for each head dimension, for any number of keys.
 
-Rows are (head, position) pairs of one key head. A block takes sixteen of them and a
-part of the keys. Its warps take turns with sixteen keys at a time, and each keeps
-running maxima and sums (online softmax; Milakov and Gimelshein 2018, "Online normalizer
-calculation for softmax"). Where there are too few blocks, keys are split among several,
-and a second kernel puts their parts together (Dao et al. 2023, "Flash-Decoding").
+Rows are (head, position) pairs of one key head. A block has sixteen rows and a part of
+the keys. Its warps take sixteen keys at a time in turn, and each warp keeps running
+maxima and sums (online softmax; Milakov and Gimelshein 2018, "Online normalizer
+calculation for softmax"). If there are too few blocks, keys are split among several,
+and a second kernel joins their results (Dao et al. 2023, "Flash-Decoding").
 
-Both products are of matrix fragments (`mma.m16n8k16`, sums in float32), and every read
-is of 16 bytes that lie together:
+Both products use matrix fragments (`mma.m16n8k16`, sums in float32), and every read is
+of 16 adjacent bytes:
 
-    scores     rows are those of the tile, columns are keys. A thread needs no certain
-               places of the head, as long as query and key agree
-    results    rows are those of the tile, columns are places of the head: column g of
-               fragment i is place 8 g + i, so that a thread reads eight places of a
-               key. Its scores are the left operand as they stand
+    scores     rows are those of the tile, columns are keys. The order of the head's
+               dimensions is free, as long as it is the same for queries and keys
+    results    rows are those of the tile, columns are dimensions of the head. Column g
+               of fragment i is dimension 8 g + i, so a thread reads eight adjacent
+               dimensions of a value. Its scores are the left operand without a shuffle
 
-What is not a number in a key or value that a row sees stays one in its result, as the
-check of the logits needs it, and no other row has it; a row that sees nothing gets
-zeros. Where not every row sees sixteen keys, values that are not finite are left out
-of the product, and the sums of the rows that see them become NaN.
+A NaN in a key or value that a row sees makes the row's result NaN, as the check of the
+logits needs it, and does not affect other rows. A row that sees no key gets zeros. If
+some row of a tile does not see all of sixteen keys, values that are not finite are left
+out of the product, and the rows that see them become NaN.
 """
 
 import functools
@@ -44,8 +44,8 @@ from mlx_speculation.models.cuda.matmul import HALVES, TYPES_WITHOUT_HEADERS
 
 MOST_ROWS = 32
 DIMENSIONS = (64, 128, 256)
-KEYS = 256  # a block has at least so many of a split
-BLOCKS = 528  # four for each processor of a large GPU
+KEYS = 256  # the least number of keys of a block, if keys are split
+BLOCKS = 528  # four for each multiprocessor of a large GPU
 
 
 def _names(dtype: mx.Dtype, *others: Any) -> str:
@@ -110,14 +110,14 @@ def attention(
 
     Args:
         queries: [batch, heads, rows, dim], bfloat16 or float16; dim in `DIMENSIONS`.
-        keys: [batch, key heads, columns, dim], of that dtype; dim lies together, and
-            rows are whole heads apart: they are read 16 bytes at once.
-        values: likewise.
-        scale: of the scores.
+        keys: [batch, key heads, columns, dim], of that dtype. The last axis has to be
+            contiguous, with strides of whole heads before it, for reads of 16 bytes.
+        values: like `keys`.
+        scale: the factor of the scores.
         mask: "causal": the last row sees all columns; bool, which broadcasts to
             [batch, 1, rows, columns]: a row sees where it is true; None: all see all.
-        contiguous: keys and values are whole buffers, so the kernel that is kept on
-            disk serves. It copies them first if they are not.
+        contiguous: whether keys and values are whole buffers, so that the kernel that
+            is kept on disk serves. It copies inputs that are not contiguous.
 
     Returns:
         Like `queries`.
@@ -160,7 +160,7 @@ def attention(
 
 
 def _joined(outputs: list[mx.array], parts: int, queries: mx.array) -> mx.array:
-    """Return the sums of all columns from those of their parts."""
+    """Return the results for all columns from those for their parts."""
     batch, heads, rows, dim = queries.shape
     (whole,) = _together(queries.dtype, dim)(
         inputs=outputs,
@@ -174,7 +174,7 @@ def _joined(outputs: list[mx.array], parts: int, queries: mx.array) -> mx.array:
 
 
 def shows_whole_buffer(keys: mx.array, cache: Any) -> bool:
-    """Return whether keys are all of the rows that a cache has room for."""
+    """Return whether `keys` is a cache's whole buffer."""
     buffer = getattr(cache, "keys", None)
     return isinstance(buffer, mx.array) and buffer.shape == keys.shape
 
@@ -182,12 +182,12 @@ def shows_whole_buffer(keys: mx.array, cache: Any) -> bool:
 def serves(
     queries: mx.array, keys: Any, values: Any, cache: Any, mask: Any, sinks: Any
 ) -> bool:
-    """Return whether the kernel does what mlx-lm's function does here, and better."""
+    """Return whether the kernel can replace mlx-lm's function here, and is faster."""
     if sinks is not None or hasattr(cache, "bits"):
         return False
     batch, _, rows, dim = queries.shape
     bools = isinstance(mask, mx.array)
-    alone = batch == rows == 1 and not bools  # which mlx has a kernel for
+    alone = batch == rows == 1 and not bools  # mlx has a kernel for this
     if alone or rows > MOST_ROWS or dim not in DIMENSIONS:
         return False
     if bools and (mask.dtype != mx.bool_ or (mask.ndim > 2 and mask.shape[-3] != 1)):

@@ -4,7 +4,7 @@ import mlx.core as mx
 
 from mlx_speculation.models.cuda.matmul import HALF_TYPES, TYPES
 
-ROWS = 16  # of one block
+ROWS = 16  # (head, position) pairs of one block
 WARPS = 4
 
 _ATTEND = """
@@ -20,14 +20,14 @@ _ATTEND = """
   __shared__ __align__(16) T sq[16][D];
   __shared__ float so[16][D + 1];
   __shared__ float sm[WARPS][16], sl[WARPS][16];
-  // Rows that are not there are computed from the last one, and not written.
+  // Rows past the end are computed from the last row, and not written.
   for (int x = threadIdx.x; x < 16 * D; x += WARPS * 32) {
     const int r = min(tile * 16 + x / D, R - 1);
     sq[x / D][x % D] = q[b * q_strides[0] + (h * G + r / L) * q_strides[1]
         + (r % L) * q_strides[2] + (x % D) * q_strides[3]];
   }
   const float log2_scale = scale[0] * 1.4426950408889634f;
-  long long seen[2];  // the last key of a row, or where its mask begins
+  long long seen[2];  // the last key that a row sees, or the start of its mask
   #pragma unroll
   for (int i = 0; i < 2; i++) {
     const int p = min(tile * 16 + g + 8 * i, R - 1) % L;
@@ -147,7 +147,7 @@ _ATTEND = """
     for (int w = 1; w < WARPS; w++) top = fmaxf(top, sm[w][g + 8 * i]);
     less[i] = exp2f(m[i] - top);
   }
-  for (int w = 0; w < WARPS; w++) {  // one after the other: always the same sum
+  for (int w = 0; w < WARPS; w++) {  // in a fixed order, so sums are reproducible
     if (warp == w) {
       #pragma unroll
       for (int x = 0; x < HALVES * 32; x++) {
@@ -191,7 +191,7 @@ TOGETHER = """
   out[row * D + d] = static_cast<T>(sum == 0.0f ? 0.0f : out_d / sum);
 """
 
-# What a row notes before it meets the keys, and whether it sees one of them.
+# For each kind of mask: the value of `seen`, and the condition that a row sees a key.
 _MASKS = {
     "none": ("0", "true"),
     "causal": ("N - L + p", "key <= seen[i]"),
@@ -201,8 +201,7 @@ _MASKS = {
     ),
 }
 
-
-# Shapes and strides of contiguous inputs, under the names that mlx gives them.
+# Shapes and strides of contiguous inputs, by the names that mlx gives them.
 CONTIGUOUS = """
   const int q_shape[4] = {batch, q_heads, q_rows, D};
   const int k_shape[4] = {batch, k_heads, k_rows, D};
@@ -216,7 +215,7 @@ SCALARS = "int batch, int q_heads, int q_rows, int k_heads, int k_rows, int mask
 
 
 def constants(dtype: mx.Dtype, dim: int) -> str:
-    """Return the constants of the kernels of a dtype and a head dimension."""
+    """Return the constants of the kernels for a dtype and a head dimension."""
     return (
         f"{HALF_TYPES}using T = {TYPES[dtype]};\n"
         f"constexpr int D = {dim}, WARPS = {WARPS};\n"
@@ -225,7 +224,12 @@ def constants(dtype: mx.Dtype, dim: int) -> str:
 
 
 def source_of(mask: str, parts: bool) -> str:
-    """Return the body of the kernel for a kind of mask, with keys split or not."""
+    """Return the body of the kernel.
+
+    Args:
+        mask: the kind of mask, a key of `_MASKS`.
+        parts: whether several blocks share the keys.
+    """
     seen, sees = _MASKS[mask]
     source = _ATTEND.replace("SEEN", seen).replace("SEES", sees)
     return source.replace("WRITE", _PART if parts else _WHOLE)

@@ -11,9 +11,9 @@ from mlx_speculation.warn import notice
 
 @functools.cache
 def kernels_compile() -> bool:
-    """Return whether mlx can compile kernels here; it is said once where it cannot.
+    """Return whether mlx can compile kernels here; if not, notify the user once.
 
-    mlx asks NVIDIA's compiler at run time, which needs header files that not every
+    mlx calls NVIDIA's compiler at run time, which needs header files that not every
     installation has. The first call takes some seconds.
     """
     try:

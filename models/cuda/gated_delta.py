@@ -1,14 +1,14 @@
 """A few steps of the gated delta rule on CUDA, in one kernel.
 
-mlx-lm has a kernel for Metal alone, and elsewhere a loop over the tokens, of some ten
-operations each: a verify of 5 rows is 50 operations in every such layer, which the host
-hands over one by one. With S the state [Dv, Dk] of a head, before a token
+mlx-lm has a kernel for Metal only, and elsewhere loops over the tokens with about ten
+operations each. A verify of 5 rows then has 50 operations in every such layer, which
+the host submits one by one. With S the state [Dv, Dk] of a head, each token computes
 
     S' = g S      u = b (v - S' k)      S = S' + u k^T      y = S q
 
-Rows of S do not meet, so a warp has one row for all tokens, in registers, and the lanes
-share Dk. A token that the mask leaves out is answered, and the state stays as it was.
-Sums are of float32; they differ from the loop's by rounding.
+The rows of S are independent, so a warp keeps one row in registers for all tokens, and
+its lanes share Dk. A token that the mask leaves out gets a y, and does not change S.
+Sums are float32, and differ from the loop's by rounding.
 """
 
 import functools
@@ -17,8 +17,8 @@ from typing import Any
 
 import mlx.core as mx
 
-WARPS = 8  # of a block, a row of the state each
-WIDEST = 512  # of Dk, of which a lane holds a 32nd
+WARPS = 8  # of a block; each has a row of the state
+WIDEST = 512  # the largest Dk; a lane holds a 32nd of it
 
 _SOURCE = r"""
   const int lane = threadIdx.x % 32;
@@ -89,7 +89,7 @@ def _run(
     state: mx.array,
     mask: mx.array | None,
 ) -> list[mx.array]:
-    """Return y [batch, rows, heads, Dv] and the state behind the rows, float32."""
+    """Return y [batch, rows, heads, Dv] and the state after the rows, float32."""
     (batch, rows, _, dim), (heads, width) = q.shape, v.shape[2:]
     together = [mx.contiguous(array) for array in (g, beta, state)]
     if mask is not None:
@@ -106,16 +106,16 @@ def _run(
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """A block that was run."""
+    """Result of a block, from which states after fewer rows can be computed."""
 
-    y: mx.array  # what the scan returns for each row, [batch, rows, heads, Dv]
-    last: mx.array  # the state behind all rows, [batch, heads, Dv, Dk]
+    y: mx.array  # the output for each row, [batch, rows, heads, Dv]
+    last: mx.array  # the state after all rows, [batch, heads, Dv, Dk]
     inputs: tuple[mx.array, ...]  # q, k, v, g and beta of the rows
-    start: mx.array  # the state before them
+    start: mx.array  # the state before the rows
     mask: mx.array | None  # bool [batch, rows], or None
 
     def after(self, keep: int) -> mx.array:
-        """Return the state after the first `keep` rows, from 1, like `start`."""
+        """Return the state after the first `keep` rows, at least 1, like `start`."""
         if keep == self.y.shape[1]:
             return self.last
         mask = None if self.mask is None else self.mask[:, :keep]
@@ -125,7 +125,7 @@ class Steps:
 
 
 def serves(q: mx.array, v: mx.array) -> bool:
-    """Return whether the kernel is made for these dimensions."""
+    """Return whether the kernel supports these dimensions."""
     dim, heads, shared = q.shape[-1], v.shape[2], q.shape[2]
     return dim % 32 == 0 and dim <= WIDEST and heads % shared == 0
 
@@ -133,17 +133,17 @@ def serves(q: mx.array, v: mx.array) -> bool:
 def run_steps(
     q: mx.array,  # [batch, rows, key heads, Dk], scaled
     k: mx.array,  # the same shape, normalized
-    # [batch, rows, heads, Dv]; key head h serves the heads from h * ratio on, where
-    # ratio is heads / key heads
+    # [batch, rows, heads, Dv]; with ratio = heads / key heads, key head h serves the
+    # `ratio` heads from h * ratio on
     v: mx.array,
-    # Decays in [0, 1], [batch, rows, heads], or for each channel with Dk behind
+    # Decays in [0, 1], [batch, rows, heads], or [batch, rows, heads, Dk]
     g: mx.array,
     beta: mx.array,  # [batch, rows, heads]
-    # Before the block, [batch, heads, Dv, Dk]; None: zeros, float32
+    # The state before the block, [batch, heads, Dv, Dk]; None: zeros, float32
     state: mx.array | None = None,
     mask: mx.array | None = None,  # bool [batch, rows]
 ) -> Steps:
-    """Run a block of gated delta steps on CUDA, where the kernel `serves`."""
+    """Run a block of gated delta steps on CUDA, if the kernel `serves`."""
     if state is None:
         batch, heads, width = q.shape[0], *v.shape[2:]
         state = mx.zeros((batch, heads, width, q.shape[-1]), mx.float32)

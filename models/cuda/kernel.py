@@ -1,10 +1,9 @@
-"""CUDA kernels that are compiled once on a machine, by NVRTC.
+"""CUDA kernels that NVRTC compiles once on a machine.
 
-mlx 0.32 compiles what `mx.fast.cuda_kernel` is given anew in every process, with the
-headers of its own kernels: 1.7 s a kernel on an H100. Here a source without headers is
-compiled (0.2 s), kept in the cache folder, and launched by
-`mx.fast.precompiled_cuda_kernel`. That passes scalars but no strides, so it serves
-kernels whose inputs are contiguous.
+mlx 0.32 compiles kernels of `mx.fast.cuda_kernel` anew in every process, with its own
+headers: 1.7 s a kernel on an H100. A `Kernel` here is compiled without headers (0.2 s)
+and kept in the cache folder. `mx.fast.precompiled_cuda_kernel` launches it, which
+passes scalars but no strides, so its inputs have to be contiguous.
 """
 
 import ctypes
@@ -19,19 +18,19 @@ import mlx.core as mx
 
 from mlx_speculation.environment import cache_folder
 
-_DIGEST = 32  # bytes of the sha256 that a kept binary begins with
+_DIGEST = 32  # bytes of the sha256 at the start of a kept binary
 
 
 class Kernel:
     """A kernel for contiguous inputs.
 
     Args:
-        name: of the function in the source, which is `extern "C"`. Its parameters are
-            the inputs, the outputs, then the scalars.
-        source: CUDA C++ that includes nothing.
+        name: the name of the function in the source, which is `extern "C"`. Its
+            parameters are the inputs, the outputs, then the scalars.
+        source: CUDA C++ without includes.
 
     Raises:
-        RuntimeError: NVRTC is not there, or refuses the source.
+        RuntimeError: NVRTC is missing, or refuses the source.
     """
 
     def __init__(self, name: str, source: str) -> None:
@@ -46,7 +45,7 @@ class Kernel:
         output_shapes: Sequence[tuple[int, ...]],
         output_dtype: mx.Dtype,
     ) -> list[mx.array]:
-        """Return the outputs, lazy; inputs that are not contiguous are copied."""
+        """Return the lazy outputs; inputs that are not contiguous are copied."""
         width, height, depth = blocks
         outputs: list[mx.array] = mx.fast.precompiled_cuda_kernel(
             name=self._name,
@@ -63,10 +62,10 @@ class Kernel:
 
 
 def binary_of(source: str) -> bytes:
-    """Return the machine code of a source for this GPU, compiled or kept.
+    """Return the machine code of a source for this GPU, from the cache folder if kept.
 
     Raises:
-        RuntimeError: NVRTC is not there, or refuses the source.
+        RuntimeError: NVRTC is missing, or refuses the source.
     """
     architecture = str(mx.device_info()["architecture"])
     file = kept_file(source, architecture)
@@ -79,7 +78,7 @@ def binary_of(source: str) -> bytes:
 
 
 def kept_file(source: str, architecture: str) -> Path | None:
-    """Return the file that keeps the machine code; None: there is no cache folder."""
+    """Return the file for the machine code; None: there is no cache folder."""
     folder = cache_folder()
     if folder is None:
         return None
@@ -98,7 +97,7 @@ def read_kept(file: Path) -> bytes | None:
 
 
 def keep(file: Path, binary: bytes) -> None:
-    """Write a file as a whole; without effect where that fails."""
+    """Write a file atomically; a failure has no effect and raises nothing."""
     temporary = file.with_name(f".{file.name}.{os.urandom(8).hex()}.tmp")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -113,7 +112,7 @@ def compiled(source: str, architecture: str) -> bytes:
     """Compile a source for an architecture such as "sm_90".
 
     Raises:
-        RuntimeError: NVRTC is not there, or refuses the source.
+        RuntimeError: NVRTC is missing, or refuses the source.
     """
     library = nvrtc()
     program = ctypes.c_void_p()
@@ -140,7 +139,7 @@ def nvrtc() -> ctypes.CDLL:
     """Return the NVRTC that mlx has loaded.
 
     Raises:
-        RuntimeError: there is none.
+        RuntimeError: mlx has loaded none.
     """
     maps = Path("/proc/self/maps").read_text(errors="replace")
     files = {line.split()[-1] for line in maps.splitlines() if "libnvrtc.so" in line}

@@ -1,15 +1,14 @@
-"""Linear layers that meet a few rows at once on CUDA, in a round.
+"""Hooks by which linear layers use the kernels of `matmul` for few rows, in a round.
 
-A verify is a forward over two and more rows, and a batch's plain step one over as
-many rows as it has. In it the linear layers of a model are asked by the kernels of
-`matmul`, whatever model it is: a layer's instance gets a class that does so, as
-mixers do (`models.instance_hooks`). Prompts, single rows, other dtypes and other ways
-to quantize keep mlx's products, and so does every other device.
+A verify has at least two rows, and a batch's plain step one row for each text. In these
+forwards the linear layers of any model use the kernels: each layer's instance gets a
+class that does so (`models.instance_hooks`). Prompts, single rows, other dtypes, other
+quantizations and other devices keep mlx's products.
 
-Layers of one module whose names say that they are fed the same, such as queries, keys
-and values, are multiplied together when the first of them is called; the others find
-their result. One that was fed something else computes it by itself, and one that was
-not asked for its result is left out from then on.
+Layers of one module whose names show that they have the same input, such as queries,
+keys and values, are multiplied together when the first of them is called. The others
+then take their results. A layer with another input computes its own product. If a
+result is not taken, the layers of its group are no longer multiplied together.
 
 Results differ from mlx's by rounding, as cuBLASLt's differ from those of single rows.
 """
@@ -37,9 +36,8 @@ from mlx_speculation.models.round_context import (
     forward_of_round,
 )
 
-# Children of one module of mlx-lm that are mostly fed the same. Of other modules it is
-# not known whether they change in place (x += y) what they have fed to one of them,
-# which would not be seen here.
+# Children of a module of mlx-lm that mostly have the same input. Other modules might
+# change the input in place (x += y) between two of them, which could not be noticed.
 _TOGETHER = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
@@ -52,28 +50,28 @@ WeightOf = Callable[[Any, mx.array], Weight | None]
 
 
 def half_weight(layer: Any, x: mx.array) -> Weight | None:
-    """Return what the kernel is to multiply; None: mlx's own product serves better.
+    """Return the weight for the kernel; None: mlx's own product serves better.
 
     Args:
         layer: a linear layer or an embedding.
         x: [..., k]
     """
-    weight = layer["weight"]  # as an attribute it takes mlx's modules longer
+    weight = layer["weight"]  # faster than layer.weight
     width = x.shape[-1]
     if not 1 < x.size // width <= MOST_ROWS or width % 32:
         return None
     if weight.shape[-1] != width:
-        return None  # mlx says so
+        return None  # mlx raises the error
     if x.dtype != weight.dtype or x.dtype not in HALVES:
         return None
     return Weight((weight,), 0)
 
 
 def quantized_weight(layer: Any, x: mx.array) -> Weight | None:
-    """Return `half_weight` of a quantized layer."""
+    """Return the weight for the kernel like `half_weight`, for a quantized layer."""
     width, group, weight = x.shape[-1], layer.group_size, layer["weight"]
     if not 1 < x.size // width <= MOST_ROWS or weight.shape[-1] * 8 != width:
-        return None  # that it has other bits is found out here too
+        return None  # this also excludes other bits
     if layer.bits != 4 or layer.mode != "affine" or group not in (32, 64, 128):
         return None
     scales = layer["scales"]
@@ -83,11 +81,11 @@ def quantized_weight(layer: Any, x: mx.array) -> Weight | None:
 
 
 class _Way(NamedTuple):
-    """Method and weight by which a layer is multiplied."""
+    """The method of a kind of layer that multiplies, and the weight."""
 
-    method: str  # which multiplies
-    weight_of: WeightOf  # what it multiplies by
-    summed: bool = False  # whether products of all ranks of its group are added up
+    method: str  # the name of the method
+    weight_of: WeightOf  # returns the weight for the kernel
+    summed: bool = False  # whether the products of all ranks of its group are added
 
 
 _LAYERS: dict[type[nn.Module], _Way] = {
@@ -95,7 +93,7 @@ _LAYERS: dict[type[nn.Module], _Way] = {
     nn.QuantizedLinear: _Way("__call__", quantized_weight),
     nn.Embedding: _Way("as_linear", half_weight),
     nn.QuantizedEmbedding: _Way("as_linear", quantized_weight),
-    # A rank's part of a layer.
+    # Parts of layers that are sharded over ranks.
     distributed.AllToShardedLinear: _Way("__call__", half_weight),
     distributed.QuantizedAllToShardedLinear: _Way("__call__", quantized_weight),
     distributed.ShardedToAllLinear: _Way("__call__", half_weight, summed=True),
@@ -106,7 +104,7 @@ _LAYERS: dict[type[nn.Module], _Way] = {
 
 
 class _Together:
-    """Layers that are multiplied with the one that is called first."""
+    """The layers that are multiplied together with the first layer of a group."""
 
     def __init__(self, others: Sequence[nn.Module]) -> None:
         self._others = list(others)
@@ -119,7 +117,7 @@ class _Together:
         return self._classes[kind]
 
     def leave_out(self) -> None:
-        """Stop multiplying the other layers: a result was not used."""
+        """Stop multiplying the other layers, since a result was not used."""
         self._others = []
 
     def product(self, weight: Weight, x: mx.array, weight_of: WeightOf) -> mx.array:
@@ -139,7 +137,7 @@ _ALONE = _Together(())
 
 
 def _asking_of(kind: type[nn.Module], together: _Together) -> type[nn.Module]:
-    """Return a class whose method asks for the kernel first, in a round."""
+    """Return a class whose method uses the kernel in a round if it can."""
     method, weight_of, summed = _LAYERS[unhooked(kind)]
     usual = getattr(kind, method)
 
@@ -171,7 +169,7 @@ def _asking(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _groups(model: nn.Module) -> Iterator[list[nn.Module]]:
-    """Yield layers of one kind that are mostly fed the same."""
+    """Yield groups of layers of one kind that mostly have the same input."""
     for _, module in model.named_modules():
         if not plain_class(module).__module__.startswith("mlx_lm.models."):
             continue
@@ -183,7 +181,7 @@ def _groups(model: nn.Module) -> Iterator[list[nn.Module]]:
 
 
 def few_row_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
-    """Yield each layer of a model that can be asked by the kernels, with its hook."""
+    """Yield each layer of a model that can use the kernels, with its hook."""
     if not (cuda_serves() and kernels_compile()):
         return
     firsts = {id(first): _Together(more) for first, *more in _groups(model)}

@@ -1,26 +1,26 @@
 """Products of a few rows with a large weight on CUDA, in half precision.
 
-mlx 0.32 has a kernel for one row, and asks cuBLASLt for two and more, whose calls take
-the host 20 to 40 microseconds each: a forward over 5 rows then waits for the host. And
-4-bit weights of 2 to 7 rows are read once for each row. These kernels read weights
-once and are handed over as fast as mlx's own.
+mlx 0.32 has a kernel for one row, and calls cuBLASLt for more. Each of these calls
+takes the host 20 to 40 microseconds, so a forward over 5 rows waits for the host. With
+4-bit weights, mlx reads them once for each row of 2 to 7. The kernels here read weights
+once and are submitted as fast as mlx's own.
 
-Sixteen outputs are the rows of a matrix fragment and eight rows of x its columns
-(`mma.m16n8k16`, sums in float32). A thread needs no certain places of k, as long as
-weight and x agree: so it reads 16 bytes of k that lie together, and calls them two
-fragments. The warps of a block share k, and add up in shared memory. What a row gets
+In `mma.m16n8k16` (sums in float32), sixteen outputs are the rows of a matrix fragment,
+and eight rows of x its columns. The order of k is free, as long as it is the same for
+weight and x, so a thread reads 16 adjacent bytes of k and uses them as two fragments.
+The warps of a block share k, and add their sums in shared memory. The result of a row
 does not depend on the other rows.
 
-Layers that are fed the same x can be multiplied by one kernel, whose blocks are divided
-among their weights: that is one operation to build and to hand over instead of three,
-and weights with few outputs leave no processor of the device idle.
+One kernel can multiply several layers with the same x; its blocks are divided among
+their weights. This is one operation to build and submit instead of three, and weights
+with few outputs leave no multiprocessor idle.
 
 Weights of 4 bits become half floats by their bits: 0x4300 | q is 128 + q in bfloat16,
-0x6400 | q is 1024 + q in float16. With sums over one group of k,
+0x6400 | q is 1024 + q in float16. With sums over one group of k, and z = 128 or 1024,
 
     y = s sum(q x) + b sum(x) = s sum((z + q) x) + (b - z s) sum(x)
 
-where a fragment of ones makes sum(x) in the place where it is needed.
+A fragment of ones makes sum(x) in the thread that needs it.
 """
 
 import functools
@@ -70,7 +70,7 @@ def _half_type(**values: str) -> str:
     return text + "\n"
 
 
-# What kernels know of the two types, as `Half<T>`.
+# Operations and constants of the two types, as `Half<T>`.
 HALF_TYPES = (
     "\ntemplate <typename H> struct Half;\n"
     + _half_type(
@@ -91,7 +91,7 @@ HALF_TYPES = (
     )
 )
 
-# What cuda_bf16.h and cuda_fp16.h have of the two types that is used here.
+# Replaces the parts of cuda_bf16.h and cuda_fp16.h that the kernels need.
 _TYPE = """
 struct TYPE {
   unsigned short bits;
@@ -111,8 +111,7 @@ TYPES_WITHOUT_HEADERS = _TYPE.replace("TYPE", "__nv_bfloat16").replace(
     'float value; asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits)); return value;',
 )
 
-# Which weight a block multiplies, and its outputs from which on: each weight has as
-# many blocks as it needs.
+# Chooses the weight that a block multiplies, and its first output.
 _CHOOSE = """
   if (block >= 0 && block < (outputsI + 15) / 16) {
     w = wI; out = outI; N = outputsI; first = block * 16;
@@ -136,7 +135,7 @@ _BEGIN = """
   #pragma unroll
   for (int r = 0; r < TILES; r++)
     acc[r][0] = acc[r][1] = acc[r][2] = acc[r][3] = 0.0f;
-  // Outputs and rows that are not there are computed from the last one, not written.
+  // Outputs and rows past the end are computed from the last one, not written.
   const long long na = min(first + g, N - 1), nb = min(first + g + 8, N - 1);
 """
 
@@ -217,7 +216,7 @@ _FOUR_BITS = f"""
       #pragma unroll
       for (int i = 0; i < WORDS; i++) {{
         const uint4 y = __ldg(xs[r] + c * (CHUNK / 8) + i);
-        // The values of k stand in pairs (j, j + 4) of eight, as the weights do.
+        // The values of k are in pairs (j, j + 4) of eight, like the weights.
         const unsigned y0 = __byte_perm(y.x, y.z, 0x5410);
         const unsigned y1 = __byte_perm(y.x, y.z, 0x7632);
         const unsigned y2 = __byte_perm(y.y, y.w, 0x5410);
@@ -239,13 +238,13 @@ _FOUR_BITS = f"""
 
 
 class Weight(NamedTuple):
-    """Weight of a product, transposed.
+    """A weight of a product, transposed.
 
     Attributes:
-        arrays: [n, k] of the dtype of x; or as `mx.quantize` packs 4 bits, uint32
-            [n, k / 8], and scales and biases of the dtype of x, [n, k / group].
-        group: of the scales: 32, 64 or 128, k in whole groups. 0: there are none, and
-            k is in whole 32s.
+        arrays: [n, k] of the dtype of x; or the three of `mx.quantize` with 4 bits:
+            uint32 [n, k / 8], scales and biases of the dtype of x, [n, k / group].
+        group: the group size of the scales, 32, 64 or 128, which divides k; 0: the
+            weight is not quantized, and 32 divides k.
     """
 
     arrays: tuple[mx.array, ...]
@@ -278,11 +277,11 @@ def _kernel(dtype: mx.Dtype, tiles: int, group: int, count: int) -> Kernel:
 
 
 def products(x: mx.array, weights: Sequence[Weight]) -> list[mx.array]:
-    """Return x @ weight.T of each weight, for a few rows, on CUDA.
+    """Return x @ weight.T for each weight, for a few rows, on CUDA.
 
     Args:
         x: [..., k], bfloat16 or float16; at most `MOST_ROWS` rows.
-        weights: all with the same `group`.
+        weights: the weights, all with the same `group`.
     """
     *lead, width = x.shape
     rows = x.size // width

@@ -1,23 +1,23 @@
-"""Attention shown in few sizes, where each new one is dear.
+"""Attention padded to a few sizes, since cuDNN is slow at each new size.
 
-On CUDA, in half precision, cuDNN plans attention for some 40 ms for each pair of row
-count and key count that it has not met (`caches/types/padded_kv.py`), and every prompt
-that a draft model reads has a length of its own. So have the texts that it catches up
-with after a pause. Shown in sizes they meet few pairs:
+On CUDA, in half precision, cuDNN takes about 40 ms to plan attention for each new pair
+of row count and key count (`caches/types/padded_kv.py`). A draft model meets many
+pairs: prompts, and texts that it catches up with after a pause, have any length. With
+padding it meets few:
 
-    rows     1 2 3 4 6 8 12 16 24 32 48 ... 1,536 2,048      as `row_size` counts
-    keys     512 1,024 1,536 ... 4,096 4,608 ...             in whole steps; or rows
-                                                             behind whole steps
+    rows     1 2 3 4 6 8 12 16 24 32 48 ... 1,536 2,048      see `row_size`
+    keys     512 1,024 1,536 ... 4,096 4,608 ...             whole steps, or whole
+                                                             steps and then the rows
 
-Rows and keys are filled up with zeros. From the start of a text, as many keys as rows
-are added at the end of both, so that the mask stays causal and no row sees an added key
-but those that nobody reads:
+The padding is zeros. If whole steps of keys come before the rows (at the start of a
+text, none), equally many rows and keys are added. The mask then stays causal, and only
+added rows see added keys. Else a bool mask hides the added keys, which took 3 to 7
+times as long on an H200:
 
-    rows of 300, 300 keys, causal      shown 384 and 384, causal
-    40 more, 340 keys, causal          shown 48 and 512, bool
+    300 rows, 300 keys, causal         padded to 384 and 384, causal
+    40 more, 340 keys, causal          padded to 48 and 512, bool
 
-Elsewhere a bool mask hides them, which took 3 to 7 times as long on an H200.
-It serves guesses and rounds, whose logits may differ from mlx's by rounding.
+Only drafts and rounds use this: their logits may differ from mlx's by rounding.
 """
 
 from typing import Any
@@ -32,15 +32,15 @@ from mlx_speculation.models.shape_buckets import row_size
 def attention(
     queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any
 ) -> mx.array:
-    """Do what `mx.fast.scaled_dot_product_attention` does, in a round.
+    """Compute `mx.fast.scaled_dot_product_attention` on padded inputs.
 
     Args:
         queries: [batch, heads, rows, dim].
         keys: [batch, key heads, n, dim].
         values: [batch, key heads, n, value dim].
-        scale: of the products.
-        mask: None; "causal"; bool [rows, n], or with axes for batch and heads before
-            these.
+        scale: the factor of the scores.
+        mask: None; "causal"; or bool [rows, n], perhaps with axes for batch and heads
+            before these.
 
     Returns:
         [batch, heads, rows, value dim].
@@ -62,10 +62,10 @@ def attention(
 
 
 def _filled(mask: Any, rows: int, count: int, more_rows: int, more_keys: int) -> Any:
-    """Return bool [..., rows, keys]: as the mask says, and nothing behind its keys.
+    """Return the padded mask, bool [..., rows, keys], which hides the added keys.
 
-    The rows that were added see the first key, so that they are numbers. All layers of
-    a forward have the same mask, which is filled up once.
+    Added rows see the first key, so that their results are numbers. All layers of a
+    forward have the same mask, which is padded once.
     """
     done = forward_of_round().masks
     key = (id(mask), rows, count)
@@ -81,7 +81,7 @@ def _filled(mask: Any, rows: int, count: int, more_rows: int, more_keys: int) ->
         first = mx.arange(count + more_keys) == 0
         added = (*seen.shape[:-2], more_rows, count + more_keys)
         both = [seen, mx.broadcast_to(first, added)]
-        # The mask itself is kept with it, so that no other gets its id.
+        # The mask is kept too, so that no other object gets its id.
         done[key] = (mask, mx.concatenate(both, axis=-2))
     return done[key][1]
 
@@ -89,7 +89,7 @@ def _filled(mask: Any, rows: int, count: int, more_rows: int, more_keys: int) ->
 def serves(
     queries: mx.array, keys: Any, values: Any, cache: Any, mask: Any, sinks: Any
 ) -> bool:
-    """Return whether cuDNN plans here, for each new number of rows and keys."""
+    """Return whether cuDNN computes this attention, with a plan for each new size."""
     if sinks is not None or hasattr(cache, "bits"):
         return False
     bools = isinstance(mask, mx.array)

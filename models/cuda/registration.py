@@ -1,4 +1,4 @@
-"""Operations of `models/cuda`, as one `DeviceOps`."""
+"""The operations of `models/cuda` as one `DeviceOps`."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -35,8 +35,8 @@ def attend(
 ) -> mx.array:
     """Compute attention on CUDA, like mlx-lm's `scaled_dot_product_attention`.
 
-    A few rows are computed by a kernel. More rows are padded, so that cuDNN needs no
-    new plan. mlx-lm's own function computes the rest: sinks, quantized keys, other
+    A kernel computes a few rows. More rows are padded, so that cuDNN plans only for a
+    few sizes. mlx-lm's own function computes the rest: sinks, quantized keys, other
     dtypes, a single row of one sequence.
     """
     if attention.serves(queries, keys, values, cache, mask, sinks):
@@ -51,7 +51,7 @@ def attend(
 
 
 def gated_delta_kernel(q: mx.array, v: mx.array) -> RunBlock | None:
-    """Return the kernel for these shapes in a round on CUDA; None: there is none."""
+    """Return the kernel for these shapes in a round on CUDA; None: no kernel serves."""
     served = device_of_round() == "cuda" and kernels_compile()
     return gated_delta.run_steps if served and gated_delta.serves(q, v) else None
 

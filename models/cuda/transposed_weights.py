@@ -1,15 +1,15 @@
-"""On CUDA, the weights of linear layers are transposed once for all steps of a stream.
+"""Transposed weights of linear layers on CUDA, made once for all steps of a stream.
 
-mlx's layer multiplies by `weight.T`, and so every call adds an operation to the graph
-that computes nothing: a view of the same numbers in another order. A GPU that serves
-a small model waits for its host, and a model of 22 layers has 154 of these views in
-each step. Here a layer is given one that was made before. The product is the same
-operation on the same numbers, so that its results are the same to the last bit.
+mlx's layer multiplies by `weight.T`, which adds an operation to the graph in every
+call, though it only makes a view. With a small model the GPU waits for its host, and a
+model of 22 layers has 154 of these views in each step. So a hooked layer uses a view
+that was made before. The product is the same operation on the same numbers, and its
+results are the same bit for bit.
 
-Views are made when a stream begins, and are there while one runs; a layer takes its
-own as long as its weight is the array that it is of, and otherwise multiplies as mlx's
-does. An array that is changed in place (`weight += 1`) stays the same object: whoever
-calls the model meanwhile does not see the change, and the next stream does.
+Views are made when a stream begins, and exist while a stream runs. A layer uses its
+view only while its weight is the array of that view; otherwise it multiplies as mlx's
+layer does. An array that is changed in place (`weight += 1`) stays the same object, so
+running streams do not see the change, and the next stream does.
 """
 
 import functools
@@ -25,31 +25,31 @@ from mlx_speculation.models.round_context import cuda_serves
 from mlx_speculation.models.source_digests import is_known
 
 _HELD = OURS + "held"
-_RANK = -2  # inside of all others, which call it where they have nothing better
+_RANK = -2  # the innermost hook, which the others call if they do not serve
 
 _NOTHING: tuple[mx.array | None, mx.array | None] = (None, None)
 
 
 class _Held:
-    """A layer's weight and the view of it, for the streams that run."""
+    """A layer's weight and its transposed view, for the streams that run."""
 
     __slots__ = ("pair", "streams")
 
     def __init__(self) -> None:
-        self.pair = _NOTHING  # changed as a whole, as other threads may read it
+        self.pair = _NOTHING  # replaced as a whole, since other threads may read it
         self.streams: set[object] = set()
 
 
 @functools.cache
 def _transposed(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a class that multiplies by the view, where there is one.
+    """Return a class that multiplies by the view if there is one.
 
-    Where somebody has put another method in mlx's class, that one is called.
+    If somebody has replaced the method of mlx's class, the class calls the new one.
     """
     original: Any = kind.__call__
 
     def call(self: Any, x: mx.array) -> mx.array:
-        # Every step calls it for every layer, so that each look-up in it counts.
+        # Every step calls this for every layer, so it has few look-ups.
         if kind.__call__ is not original:
             replaced: mx.array = kind.__call__(self, x)
             return replaced
@@ -74,8 +74,8 @@ def _layers(model: nn.Module) -> Iterator[nn.Module]:
 def transposed_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
     """Yield each linear layer of a model, with its hook.
 
-    None on other devices, where it gains next to nothing, nor where mlx's layer is not
-    the one that was read.
+    There are none on other devices, where views save almost nothing, or if the source
+    of mlx's layer is not the known one.
     """
     if cuda_serves() and is_known(nn.Linear):
         for layer in _layers(model):
@@ -84,9 +84,9 @@ def transposed_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
 
 @contextmanager
 def transposed_weights(model: nn.Module) -> Iterator[None]:
-    """Let the hooked layers of a model have their views, inside the block.
+    """Give the hooked layers of a model their views inside the block.
 
-    Weights that are not evaluated yet are.
+    This evaluates the weights.
     """
     kept: list[_Held] = []
     stream = object()
@@ -103,7 +103,7 @@ def transposed_weights(model: nn.Module) -> Iterator[None]:
 
 
 def _take(model: nn.Module, stream: object, kept: list[_Held]) -> None:
-    """Make the views for a stream; add to `kept` where they are."""
+    """Make the views for a stream, and add their holders to `kept`."""
     layers = [
         layer
         for layer in _layers(model)
@@ -114,7 +114,7 @@ def _take(model: nn.Module, stream: object, kept: list[_Held]) -> None:
     with lock:
         for layer, pair in zip(layers, pairs, strict=True):
             if _HELD not in vars(layer):
-                object.__setattr__(layer, _HELD, _Held())  # no parameter
+                object.__setattr__(layer, _HELD, _Held())  # not as a parameter
             kept.append(vars(layer)[_HELD])
             kept[-1].streams.add(stream)
             kept[-1].pair = pair
