@@ -1,16 +1,16 @@
-"""Targets that read images: models of mlx-vlm, decoded as text models are.
+"""Targets that read images: models of mlx-vlm, decoded like text models.
 
-    load             a folder of mlx-vlm in, a `VisionTarget` and its tokenizer out
-    families         which of mlx-vlm's families are decoded, and why others are not
+    load             makes a `VisionTarget` and its tokenizer from a model's folder
+    families         the supported families of mlx-vlm, and why others are refused
     native_caches    mlx-lm's caches in place of mlx-vlm's, class by class
     recurrent_slots  mlx-vlm's interface of recurrent caches, over mlx-lm's
-    vision_target    mlx-vlm's language model, with the face of an mlx-lm model
-    image_prompt     token ids and what stands for images among them
+    vision_target    mlx-vlm's language model, with the interface of an mlx-lm model
+    image_prompt     the token ids of a prompt, and the tensors of its images
+    engine_ids       the token ids as the engine reads them
     image_forward    the forwards of one request: its embeddings, and its positions
-    open_image       bytes, files and data URLs in, pictures out, within limits
+    open_image       reads pictures from bytes, files and data URLs, within limits
 
-mlx-vlm is imported by `load` alone, when it is called. How tokens are drafted, chosen
-or accepted is not known here, and neither is where a request came from.
+Only `load` imports mlx-vlm, when it is called.
 """
 
 from mlx_speculation.models.vision.image_forward import ImageForward

@@ -1,12 +1,13 @@
 """The ids of a prompt as the engine reads them: one for each slot of an image.
 
-Most families have such ids already. What others have is said by `Family.slots`:
+Most families have such ids already. The exceptions, by `Family.slots`:
 
-    spread   one id for an image of however many slots, or another number than that
-    beyond   ids that the head has no row for, which cannot be drafted
-    bounds   any ids; beside them the processor says where the slots are
+    spread   the number of ids of an image is not its number of slots
+    beyond   ids of slots have no row in the output layer, so they cannot be drafted
+    bounds   slots have any ids, and the processor returns their bounds
 
-A slot is -1 then, which no token is, and the model keeps the ids that were given.
+For these the engine reads -1, which is no token id, in each slot. The model still reads
+the original ids, `ImagePrompt.given`.
 """
 
 from dataclasses import replace
@@ -18,13 +19,13 @@ from mlx_speculation.models.vision.image_prompt import SLOT, ImagePrompt
 
 
 def spread(prompt: ImagePrompt, placeholder: int, rows: int) -> ImagePrompt:
-    """Give an image as many ids as it has rows.
+    """Return a prompt with as many ids for an image as it has rows of embeddings.
 
     Args:
-        prompt: has a run of placeholders for one image, or one for each of several
-            whose rows `pixel_attention_mask` says.
-        placeholder: the id, which may be below 0.
-        rows: of the prompt's embeddings.
+        prompt: has placeholders for one image; or one placeholder for each image or
+            part, whose rows `pixel_attention_mask` gives.
+        placeholder: the id of a placeholder, which may be negative.
+        rows: the number of rows of the prompt's embeddings.
     """
     ids: Any = prompt.input_ids[0].tolist()
     masks: Any = prompt.inputs.get("pixel_attention_mask")
@@ -40,13 +41,13 @@ def spread(prompt: ImagePrompt, placeholder: int, rows: int) -> ImagePrompt:
 
 
 def beyond(prompt: ImagePrompt, vocabulary: int) -> ImagePrompt:
-    """Replace ids from `vocabulary` on: the head's rows."""
+    """Return a prompt with -1 for ids that the output layer has no row for."""
     ids: Any = prompt.input_ids[0].tolist()
     return _known(prompt, [t if t < vocabulary else SLOT for t in ids])
 
 
 def bounds(prompt: ImagePrompt) -> ImagePrompt:
-    """Replace what lies in the bounds [start, stop) of `image_bound`."""
+    """Return a prompt with -1 for ids in the bounds [start, stop) of `image_bound`."""
     ids: Any = prompt.input_ids[0].tolist()
     pairs: Any = mx.array(prompt.inputs["image_bound"][0]).reshape(-1, 2).tolist()
     for start, stop in pairs:

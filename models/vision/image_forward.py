@@ -5,8 +5,8 @@
     [images_end, ...)  the rest of the prompt and the generated text are fed as token
                        ids, at positions that the images have shifted
 
-An `ImageForward` is called like the target. The offset of the caches says which of the
-two parts comes next. It writes nothing to the model that another request would read.
+An `ImageForward` is called like the target. The offset of the caches tells which of the
+two parts comes next. The call leaves no state of the request on the model.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from mlx_speculation.models.vision.vision_target import VisionTarget
 
 # Fields of mlx-vlm's features with an axis of the prompt's length, and that axis.
 _ALONG = {"position_ids": -1, "visual_pos_masks": 1, "per_layer_inputs": 1}
-# Fields that the language models served here do not read in a prefill.
+# Fields that the supported language models do not read in a prefill.
 _UNREAD = {"inputs_embeds", "attention_mask_4d", "attention_mask", "rope_deltas"}
 _PER_SLOT = "deepstack_visual_embeds"
 

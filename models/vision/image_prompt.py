@@ -1,4 +1,4 @@
-"""A prompt with images: token ids, among them those that stand for an image's parts."""
+"""A prompt with images: token ids, some of which stand for slots of images."""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,14 +11,14 @@ import numpy as np
 
 from mlx_speculation.errors import InvalidRequestError
 
-# A key of a slot of an image, in a prefix cache: no token id is as large.
+# The least key of an image's slot in a prefix cache; token ids are smaller.
 _LEAST_KEY = 1 << 62
-# Stands for a slot where a model's own number is below 0: no token id.
+# Stands for a slot if it has no token id, or a negative one.
 SLOT = -1
-# What a processor returns beside the tensors of images.
+# Outputs of a processor that are no tensors of images.
 _OF_TEXT = ("input_ids", "attention_mask", "token_type_ids")
-# A tensor of all images; or one of each, where they have shapes of their own (Gemma 4),
-# and lists of such for each prompt (MiniCPM).
+# A tensor of all images; a list with one for each image, if their shapes differ
+# (Gemma 4); or a list of such lists, one for each prompt (MiniCPM).
 ImageTensor = mx.array | list[Any]
 
 
@@ -31,15 +31,15 @@ class ImagePrompt:
 
     Args:
         input_ids: token ids [1, n], with one placeholder for each slot of an image.
-        inputs: the tensors of the images, `pixel_values` and what the family has
-            beside it, as `get_input_embeddings` of the model takes them: arrays, or a
-            list of one for each image where their shapes differ.
+        inputs: the tensors of the images, by the names of arguments of the model's
+            `get_input_embeddings`: `pixel_values` and others. Each is an array, or a
+            list with one array for each image if their shapes differ.
 
     Attributes:
-        given: the ids as the model takes them, where they are others, see `engine_ids`.
+        given: the ids that the model reads, see `engine_ids`; None: `input_ids`.
 
     Raises:
-        InvalidRequestError: the ids are not those of one prompt.
+        InvalidRequestError: the ids do not have shape [1, n], or `inputs` has text.
     """
 
     input_ids: mx.array
@@ -63,10 +63,10 @@ class ImagePrompt:
 
     @classmethod
     def of(cls, inputs: Mapping[str, Any]) -> "ImagePrompt":
-        """Take what a processor returns, `input_ids` included.
+        """Return a prompt made of a processor's output, which includes `input_ids`.
 
         Raises:
-            InvalidRequestError: it holds audio or video, or no ids of one prompt.
+            InvalidRequestError: it has audio or video, or ids of another shape.
         """
         given = {n: v for n, v in inputs.items() if v is not None}
         other = {n for n in given if "audio" in n or "video" in n or "feature" in n}
@@ -81,12 +81,12 @@ class ImagePrompt:
 
     @property
     def tokens(self) -> list[int]:
-        """The token ids, and -1 where a model has a number below 0 for a slot."""
+        """The token ids, with -1 for negative ids of slots."""
         result: Any = self.input_ids[0].tolist()
         return [max(token, SLOT) for token in result]
 
     def slots(self, placeholder: int) -> list[tuple[int, int]]:
-        """Return where placeholders stand: [start, stop) of each run of them."""
+        """Return the places of placeholders: [start, stop) for each run of them."""
         runs, start, kinds = [], 0, (placeholder, SLOT)
         for is_slot, run in groupby(self.tokens, lambda token: token in kinds):
             stop = start + len(list(run))
@@ -98,9 +98,9 @@ class ImagePrompt:
     def prefix_keys(self, placeholder: int) -> list[int]:
         """Return the keys of the tokens for a prefix cache.
 
-        That is a token's id, and for a slot of an image a number that follows from all
-        tensors of images and the slot's place: two prompts share slots where all their
-        images are the same. With other images they share the text before the first.
+        The key of a token is its id. The key of an image's slot is a hash of all
+        tensors of images and of the slot's place. So two prompts share slots only if
+        all their images are equal; otherwise they share the text before the first one.
         """
         digest = self._digest()
         return [
@@ -121,7 +121,7 @@ class ImagePrompt:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """Yield the arrays of a tensor that may be a list of one for each image."""
+    """Yield the arrays of an `ImageTensor`."""
     if isinstance(value, list):
         for each in value:
             yield from _parts(each)
@@ -130,7 +130,7 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def _size(value: Any) -> int:
-    """Return how many numbers something is: a processor says so that there are none."""
+    """Return the number of elements: 0 if a processor returns an empty tensor."""
     size = getattr(value, "size", 1)
     return size if isinstance(size, int) else 1
 
@@ -147,7 +147,7 @@ def _hash(digest: bytes, place: int) -> bytes:
 def slots_of(
     slots: Sequence[tuple[int, int]], start: int, stop: int
 ) -> tuple[int, int]:
-    """Return how many slots lie before `start`, and how many before `stop`."""
+    """Return the number of slots before `start`, and the number before `stop`."""
 
     def before(end: int) -> int:
         return sum(max(0, min(end, last) - first) for first, last in slots)

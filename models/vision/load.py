@@ -56,7 +56,7 @@ def load_vision(
 
     Args:
         path_or_repo: a folder in mlx-vlm's layout, or the name of a repository.
-        trust_remote_code: let code in the folder run, of the model or its processor.
+        trust_remote_code: whether code of the model or its processor may run.
 
     Returns:
         The target, with its processor, and mlx-lm's tokenizer wrapper. On a Linux CPU
@@ -65,8 +65,8 @@ def load_vision(
     Raises:
         MissingLibraryError: mlx-vlm is not installed.
         ModelFolderError: the folder is not a model, or mlx-vlm could not read it.
-        UnsupportedModelError: its family is not decoded here.
-        UnsupportedCacheError: it has caches of an unknown kind.
+        UnsupportedModelError: the family is not supported.
+        UnsupportedCacheError: the model has caches of an unknown kind.
     """
     check_model_folder(path_or_repo)
     _check_library(path_or_repo)
@@ -90,7 +90,7 @@ def load_vision(
         inner = getattr(processor, "tokenizer", processor)
         ends = inner.stopping_criteria.eos_token_ids
         template = getattr(processor, "chat_template", None)
-        if isinstance(template, str):  # which may lie in a file of its own
+        if isinstance(template, str):  # it may be in a file of its own
             more["chat_template"] = template
         tokenizer = load_tokenizer(folder, more, eos_token_ids=ends)
     except Exception as error:
@@ -105,7 +105,7 @@ def load_vision(
 
 
 def _check_library(path_or_repo: str | Path) -> None:
-    """Refuse without mlx-vlm, with another reason for a model that reads text only."""
+    """Raise an error if mlx-vlm is missing, another one if the model is text-only."""
     if find_spec("mlx_vlm") is not None:
         return
     here = Path(path_or_repo).expanduser()
@@ -122,9 +122,9 @@ def _check_library(path_or_repo: str | Path) -> None:
 
 
 def _check_files(folder: Path) -> None:
-    """Refuse files of which mlx-vlm would read others than the model's.
+    """Refuse a folder of which mlx-vlm would read wrong or too few files.
 
-    It follows an index, passing over what is gone, and takes all files without one.
+    mlx-vlm ignores missing files of an index, and without an index reads all files.
     """
     check_index(folder, lambda name: without_wrappers(name).startswith("mtp."))
     if not (folder / INDEX).is_file():
@@ -133,7 +133,7 @@ def _check_files(folder: Path) -> None:
 
 
 def tokenizer_of(processor: Any) -> TokenizerWrapper:
-    """Return mlx-lm's wrapper of a processor's tokenizer, with mlx-vlm's ends."""
+    """Return mlx-lm's wrapper of a processor's tokenizer, with mlx-vlm's end tokens."""
     inner = getattr(processor, "tokenizer", processor)
     ends = getattr(inner, "stopping_criteria", None)
     ids = None if ends is None else ends.eos_token_ids
@@ -141,11 +141,11 @@ def tokenizer_of(processor: Any) -> TokenizerWrapper:
 
 
 class Processor:
-    """Makes prompts with images of text or messages and pictures.
+    """Makes prompts with images from text or messages and pictures.
 
     Args:
-        processor: as `mlx_vlm.load` returns it.
-        config: of the model.
+        processor: the processor that `mlx_vlm.load` returns.
+        config: the model's config.
     """
 
     def __init__(self, processor: Any, config: Any) -> None:
@@ -157,15 +157,15 @@ class Processor:
         """Return a prompt with images.
 
         Args:
-            prompt: text in which the family's own marker stands for each image, or
-                messages: images belong to their image parts, those beyond them to the
-                last message of the user.
+            prompt: text with the family's own marker for each image, or messages.
+                Images belong to the image parts of messages, and images beyond these to
+                the user's last message.
             images: see `open_image`.
-            template: keywords for the template of messages.
+            template: keywords for the chat template.
 
         Raises:
-            InvalidRequestError: an image cannot be read, the prompt is of ids, or the
-                template or the processor refuses them.
+            InvalidRequestError: an image cannot be read, the prompt is neither text nor
+                messages, or the template or the processor refuses it.
         """
         from mlx_vlm.prompt_utils import apply_chat_template
         from mlx_vlm.utils import prepare_inputs, should_add_special_tokens
@@ -198,7 +198,7 @@ class Processor:
             return ImagePrompt.of({n: _array(v) for n, v in inputs.items()})
         except SpeculationError:
             raise
-        except Exception as error:  # templates and processors raise what they like
+        except Exception as error:  # templates and processors raise errors of any kind
             raise InvalidRequestError(
                 f"The processor refused a prompt with {len(images)} images: "
                 f"{type(error).__name__}: {shortened(error)}. A text has one marker "
@@ -209,18 +209,19 @@ class Processor:
 def usable(processor: Any, config: Any) -> Any:
     """Return a processor that works with transformers 5.24.
 
-    That of llava in mlx-vlm 0.7.10 passes `padding`, which is for its tokenizer, to its
-    image processor too, and that refuses it. Goes when mlx-vlm no longer does.
+    In mlx-vlm 0.7.10 the processor of llava passes `padding`, which is meant for its
+    tokenizer, to its image processor too, which refuses it. Remove this function when
+    mlx-vlm no longer does so.
     """
     if getattr(config, "model_type", None) != "llava":
         return processor
-    result = copy.copy(processor)  # the caller's stays as it is
+    result = copy.copy(processor)  # so that the caller's does not change
     result.image_processor = _WithoutPadding(processor.image_processor)
     return result
 
 
 class _WithoutPadding:
-    """An image processor that is not asked to pad text."""
+    """An image processor without the keyword `padding`."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -234,10 +235,9 @@ class _WithoutPadding:
 
 
 def _array(value: Any) -> Any:
-    """Return what a processor made as an array of mlx.
+    """Return a processor's output as an array of mlx; None: it is text or None.
 
-    Where images have shapes of their own it has made a list, and it stays one. A text
-    that it returns beside them is left out.
+    A list of arrays, which stands for images of different shapes, stays a list.
     """
     if value is None or isinstance(value, mx.array):
         return value
@@ -258,10 +258,10 @@ def _holds_arrays(value: Any) -> bool:
 
 
 class _Templates:
-    """A processor whose chat template gets the keywords that it reads.
+    """A processor that passes its chat template only the keywords that this reads.
 
-    mlx-vlm passes `enable_thinking` always, and transformers takes what a template does
-    not read for a keyword of tokenizing, which is not done here, and warns of it.
+    mlx-vlm always passes `enable_thinking`. transformers takes a keyword that the
+    template does not read for one of the tokenizer, and warns of it.
     """
 
     def __init__(self, processor: Any) -> None:
@@ -271,7 +271,7 @@ class _Templates:
         return getattr(self._processor, name)
 
     def apply_chat_template(self, messages: Any, **keywords: Any) -> Any:
-        """Render messages as the processor does."""
+        """Render messages with the processor's chat template."""
         text = keywords.get("chat_template") or self._processor.chat_template
         if isinstance(text, str):
             keywords = {

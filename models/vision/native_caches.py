@@ -1,8 +1,8 @@
 """mlx-lm's caches in place of mlx-vlm's, class by class.
 
-mlx-vlm has taken over mlx-lm's cache classes, and its models run on mlx-lm's with the
-same results, which the transaction here can roll back. A class is replaced where its
-source is the one that was compared; a list keeps its length and order.
+mlx-vlm has copies of mlx-lm's cache classes. Its models give the same results on
+mlx-lm's own, which this library can roll back. A class is replaced only if its source
+is the one that was compared with mlx-lm's. The list keeps its length and order.
 """
 
 from typing import Any
@@ -20,8 +20,8 @@ def native_caches(language_model: Any) -> list[Any]:
     """Return new caches of mlx-lm for a language model of mlx-vlm.
 
     Raises:
-        UnsupportedCacheError: one of its own is of a class that is not known, or whose
-            source has changed.
+        UnsupportedCacheError: a cache of the model is of an unknown class, or of one
+            whose source has changed.
     """
     make = getattr(language_model, "make_cache", None)
     theirs = _plain(language_model) if make is None else make()
@@ -29,14 +29,14 @@ def native_caches(language_model: Any) -> list[Any]:
 
 
 def _plain(language_model: Any) -> list[Any]:
-    """Return what mlx-vlm takes where a model makes no caches itself."""
+    """Return mlx-vlm's default caches, for a model that makes none itself."""
     return [KVCache() for _ in language_model.layers]
 
 
 def _native(place: int, cache: Any) -> Any:
-    """Return mlx-lm's cache for one of mlx-vlm's, which is new and empty."""
+    """Return a new cache of mlx-lm in place of an empty one of mlx-vlm."""
     kind: type = type(cache)
-    if kind in (KVCache, RotatingKVCache):  # of a model that uses mlx-lm's
+    if kind in (KVCache, RotatingKVCache):  # the model uses mlx-lm's itself
         return cache
     known = kind.__module__ == HOME and kind.__name__ in CACHES
     if not known:

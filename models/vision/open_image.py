@@ -1,7 +1,7 @@
-"""Pictures from paths, bytes and data URLs: one clear error for what is none.
+"""Pictures from paths, bytes and data URLs, with a clear error for anything else.
 
-Nothing is fetched. What an image may be is limited before it is decoded: a small file
-can claim to be of billions of pixels.
+Nothing is fetched. Limits are checked before an image is decoded, since a small file
+can claim billions of pixels.
 """
 
 import base64
@@ -14,7 +14,7 @@ from typing import Any
 
 from mlx_speculation.errors import InvalidRequestError
 
-# Formats that cannot run anything or refer to another file.
+# Formats that cannot contain code or refer to other files.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _SHOWN = 60  # characters of a source in a message
 
@@ -23,23 +23,23 @@ _SHOWN = 60  # characters of a source in a message
 class ImageLimits:
     """Limits of an image."""
 
-    file_bytes: int = 32 << 20  # as it is stored
-    pixels: int = 40_000_000  # decoded: 3 bytes each
+    file_bytes: int = 32 << 20  # the size of the file
+    pixels: int = 40_000_000  # of 3 bytes each when decoded
 
 
 USUAL_LIMITS = ImageLimits()
 
 
 def open_image(source: Any, limits: ImageLimits = USUAL_LIMITS) -> Any:
-    """Return a picture of Pillow in RGB, turned as its camera was held.
+    """Return a picture of Pillow in RGB, rotated by its EXIF orientation.
 
     Args:
         source: a path, bytes, a data URL, or a picture of Pillow.
-        limits: what it may be at most.
+        limits: the largest sizes that are read.
 
     Raises:
-        InvalidRequestError: it is no image, of another format, cut off, too large, of
-            several frames, or a URL that would have to be fetched.
+        InvalidRequestError: the source is no image, of another format, truncated, too
+            large, of several frames, or a URL that would have to be fetched.
     """
     from PIL import Image, ImageOps
 
@@ -51,14 +51,14 @@ def open_image(source: Any, limits: ImageLimits = USUAL_LIMITS) -> Any:
     _check_bytes(len(data), name, limits)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of metadata, and of what is checked below
+            warnings.simplefilter("ignore")  # about metadata, and sizes checked below
             picture = Image.open(io.BytesIO(data), formats=FORMATS)
             _check_pixels(picture, name, limits)
             picture.load()
             return ImageOps.exif_transpose(picture).convert("RGB")
     except InvalidRequestError:
         raise
-    except Exception as error:  # decoders raise of many kinds
+    except Exception as error:  # decoders raise errors of many kinds
         raise InvalidRequestError(
             f"The image {name} cannot be read: {_cut(str(error) or repr(error))}. Pass "
             f"a whole file of one of {', '.join(FORMATS)}."
@@ -69,7 +69,7 @@ def data_of_url(url: str, limits: ImageLimits = USUAL_LIMITS) -> bytes:
     """Return the bytes of a data URL such as `data:image/png;base64,iVBOR...`.
 
     Raises:
-        InvalidRequestError: it is malformed, not base64, not of an image or too large.
+        InvalidRequestError: it is malformed, not base64, no image or too large.
     """
     head, comma, body = url.partition(",")
     kind, *more = head.removeprefix("data:").lower().split(";")
@@ -88,7 +88,7 @@ def data_of_url(url: str, limits: ImageLimits = USUAL_LIMITS) -> bytes:
 
 
 def _bytes_of(source: Any, name: str, limits: ImageLimits) -> bytes:
-    """Return what is to be decoded."""
+    """Return the bytes of the image file, not decoded."""
     if isinstance(source, bytes | bytearray):
         return bytes(source)
     if isinstance(source, str) and source.startswith("data:"):
@@ -104,7 +104,7 @@ def _bytes_of(source: Any, name: str, limits: ImageLimits) -> bytes:
         )
     path = Path(source).expanduser()
     try:
-        if not path.is_file():  # no device, no pipe
+        if not path.is_file():  # such as a device or a pipe
             raise FileNotFoundError("there is no such file")
         _check_bytes(path.stat().st_size, name, limits)
         with path.open("rb") as file:
@@ -142,7 +142,7 @@ def _check_pixels(picture: Any, name: str, limits: ImageLimits) -> None:
 
 
 def _named(source: Any) -> str:
-    """Return how a message names an image."""
+    """Return the name of an image in messages."""
     if isinstance(source, str) and not source.startswith("data:"):
         return repr(_cut(source))
     if isinstance(source, Path):

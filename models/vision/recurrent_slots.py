@@ -1,14 +1,15 @@
 """mlx-vlm's interface of recurrent caches, over mlx-lm's `ArraysCache`.
 
-mlx-vlm's layers hand a cache the operation that makes a state, where mlx-lm's assign
-the state. What is asked for here writes to mlx-lm's class, whose transaction and
-snapshots are known; states after fewer rows are noted where a round may keep a part:
+mlx-lm's layers assign states to a cache, and mlx-vlm's pass it the operation that makes
+a state. `RecurrentSlots` runs the operation and writes to mlx-lm's class, which this
+library can roll back. In a round it also records the states after fewer rows, so that
+the round can keep a part of its rows:
 
     update_window     a short convolution: the state after n rows is a view of its input
     update_recurrent  a scan: the operation returns the state after each row
 
-A layer that assigns its states leaves no notes; a part of its rows is then kept by
-running the model again.
+Of a layer that assigns its states nothing is recorded. To keep a part of its rows, the
+model runs again.
 """
 
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from mlx_lm.models.cache import ArraysCache
 
 from mlx_speculation.caches import RecordingArraysCache
 
-# What stands for the operation that fills a slot: compared by identity.
+# Stand for the operations that fill the slots; compared by identity.
 _OPERATIONS = tuple(object() for _ in range(8))
 
 
@@ -30,25 +31,26 @@ class SlotCall:
     """One operation on one slot, see `RecordedCall`."""
 
     mixer: object
-    width: int  # rows
+    width: int  # the number of rows
     slot: int
-    state_after: Callable[[int], mx.array]  # of a number of rows below `width`
+    state_after: Callable[[int], mx.array]  # takes a number of rows below `width`
 
     def replay(self, cache: Any, keep: int) -> None:
-        """Give a cache the state after the first `keep` rows."""
+        """Write the state after the first `keep` rows to a cache."""
         cache[self.slot] = self.state_after(keep)
 
 
 class RecurrentSlots:
     """The states of one layer, as mlx-vlm's layers read and write them.
 
-    It is made for one forward, so that what a model notes on it is of that forward.
+    It is made anew for each forward, so that attributes set by a model do not outlive
+    the forward.
 
     Args:
-        cache: mlx-lm's cache, or what a transaction presents in its place.
+        cache: mlx-lm's cache, or the cache that a `Speculation` puts in its place.
     """
 
-    is_speculating = False  # the transaction is ours
+    is_speculating = False  # this library rolls back, not mlx-vlm
     history_capacity = 0
     metadata_revision = 0
 
@@ -69,12 +71,12 @@ class RecurrentSlots:
 
     @property
     def lengths(self) -> Any:
-        """Rows left of each sequence of a batch; None: one sequence."""
+        """Rows left for each sequence of a batch; None: one sequence."""
         return self._cache.lengths
 
     @property
     def left_padding(self) -> Any:
-        """Padding of each sequence of a batch; None: there is none."""
+        """Padding of each sequence of a batch; None: no padding."""
         return self._cache.left_padding
 
     @property
@@ -87,7 +89,7 @@ class RecurrentSlots:
         self._cache.advance(rows)
 
     def make_mask(self, rows: int) -> Any:
-        """Return a mask of `rows` rows; None: all are seen."""
+        """Return a mask for `rows` rows; None: all rows are seen."""
         return self._cache.make_mask(rows)
 
     def update_recurrent(
@@ -99,10 +101,11 @@ class RecurrentSlots:
         """Run a state transition over `length` rows.
 
         Args:
-            slot: of the state.
-            length: rows.
-            update: takes the state, and after how many rows states are to be returned;
-                returns output, last state and those states [batch, n, ...].
+            slot: the slot of the state.
+            length: the number of rows.
+            update: takes the state and n, the number of first rows after each of which
+                it has to return the state; None: none of these. Returns the output, the
+                last state and, if asked, these states [batch, n, ...].
         """
         steps = length - 1 if self._notes and length > 1 else None
         output, state, *rest = update(self._cache[slot], steps)
@@ -143,7 +146,7 @@ class RecurrentSlots:
 
 
 def with_slots(caches: list[Any]) -> list[Any]:
-    """Return the caches as mlx-vlm's layers read them."""
+    """Return the caches with mlx-vlm's interface."""
     return [
         RecurrentSlots(cache) if isinstance(cache, ArraysCache) else cache
         for cache in caches

@@ -1,8 +1,8 @@
-"""A model of mlx-vlm as a target: its language model, with the face of an mlx-lm model.
+"""A model of mlx-vlm as a target, with the interface of an mlx-lm model.
 
-Text positions are passed in every call where a family has positions of several axes
-(M-RoPE): mlx-vlm would otherwise keep them on the model, where the next request finds
-those of the last one. Nothing of a request is kept here.
+For families with positions of several axes (M-RoPE), every call passes positions.
+Otherwise mlx-vlm would keep them on the model, and the next request would read those of
+the last one. A `VisionTarget` keeps no state of a request.
 """
 
 import importlib
@@ -24,7 +24,7 @@ from mlx_speculation.models.vision.recurrent_slots import with_slots
 
 @runtime_checkable
 class MakesPrompts(Protocol):
-    """Makes prompts of what a user passes."""
+    """Makes prompts from a user's text and images."""
 
     def prompt(
         self, prompt: Any, images: Sequence[Any], template: Mapping[str, Any]
@@ -32,7 +32,7 @@ class MakesPrompts(Protocol):
         """Return a prompt with images; `template` has keywords for messages.
 
         Raises:
-            InvalidRequestError: an image or the prompt is of no use.
+            InvalidRequestError: an image or the prompt cannot be read.
         """
         ...
 
@@ -42,16 +42,17 @@ class VisionTarget(nn.Module):
 
     Args:
         vlm: a model of mlx-vlm, as `mlx_vlm.load` returns it.
-        processor: makes prompts of text and images; None: they are passed made.
+        processor: makes prompts from text and images; None: requests have to pass an
+            `ImagePrompt`.
 
     Attributes:
-        vlm: as passed.
-        processor: likewise.
-        family: what is known of its family.
+        vlm: the model of mlx-vlm.
+        processor: the processor.
+        family: the model's family.
 
     Raises:
-        UnsupportedModelError: its family is not decoded here, and why.
-        UnsupportedCacheError: it has caches of an unknown kind.
+        UnsupportedModelError: the family is not supported.
+        UnsupportedCacheError: the model has caches of an unknown kind.
     """
 
     def __init__(self, vlm: nn.Module, processor: MakesPrompts | None = None) -> None:
@@ -61,13 +62,13 @@ class VisionTarget(nn.Module):
         self.processor = processor
         self.args = getattr(vlm.config, "text_config", None) or vlm.config
         seen = getattr(self.args, "use_bidirectional_attention", None)
-        # Whether tokens of an image see later ones of it
+        # Whether tokens of an image see later tokens of it
         self.one_pass = bool(self.family.one_pass and seen)
         self.make_cache()  # refuses unknown kinds now
 
     @property
     def language_model(self) -> Any:
-        """The module that decodes."""
+        """The language model, which decodes."""
         return self.vlm.language_model
 
     @property
@@ -78,9 +79,10 @@ class VisionTarget(nn.Module):
 
     @property
     def as_mlx_lm(self) -> tuple[str, Any] | None:
-        """The module of mlx-lm that has its layers, and their arguments; None: none.
+        """The module of mlx-lm with the same layers, and their arguments.
 
-        An MTP head is made of these layers. It counts places, not positions.
+        An MTP head is made of these layers; its positions are not shifted by images.
+        None: no MTP head is known.
         """
         if self.family.text is None:
             return None
@@ -119,8 +121,8 @@ class VisionTarget(nn.Module):
             template: keywords for the chat template.
 
         Raises:
-            InvalidRequestError: there is no processor, or an image or the prompt is of
-                no use.
+            InvalidRequestError: there is no processor, or an image or the prompt cannot
+                be read.
         """
         if self.processor is None:
             raise InvalidRequestError(
@@ -130,19 +132,19 @@ class VisionTarget(nn.Module):
         return self.with_slots(self.processor.prompt(prompt, images, template))
 
     def with_slots(self, prompt: ImagePrompt) -> ImagePrompt:
-        """Return a prompt with an id for each slot of its images, see `engine_ids`."""
+        """Return a prompt with one id for each slot of images, see `engine_ids`."""
         kind = self.family.slots
         if not prompt.inputs or prompt.given is not None:
             return prompt
         if kind == "spread":
-            rows = self.embedded(prompt)["inputs_embeds"].shape[1]  # is not computed
+            rows = self.embedded(prompt)["inputs_embeds"].shape[1]  # not evaluated
             return engine_ids.spread(prompt, self.placeholder, rows)
         if kind == "beyond":
             return engine_ids.beyond(prompt, self.args.vocab_size)
         return engine_ids.bounds(prompt) if kind == "bounds" else prompt
 
     def embedded(self, prompt: ImagePrompt) -> dict[str, Any]:
-        """Return mlx-vlm's embeddings of a whole prompt, and what is beside them."""
+        """Return the fields of mlx-vlm's input features for a whole prompt."""
         ids = prompt.input_ids if prompt.given is None else prompt.given
         result: dict[str, Any] = vars(
             self.vlm.get_input_embeddings(
@@ -157,7 +159,7 @@ class VisionTarget(nn.Module):
         """Return positions of three axes for a family whose features have none.
 
         Returns:
-            Positions [3, 1, n], and what text behind the prompt is shifted by [1, 1].
+            Positions [3, 1, n], and the shift of positions after the prompt [1, 1].
         """
         result, shift = self.language_model.get_rope_index(
             prompt.input_ids,
@@ -167,11 +169,11 @@ class VisionTarget(nn.Module):
         return mx.moveaxis(result, -1, 0) if self.family.axes_last else result, shift
 
     def make_cache(self) -> list[Any]:
-        """Return new empty caches, of mlx-lm's classes."""
+        """Return new empty caches of mlx-lm's classes."""
         return native_caches(self.language_model)
 
     def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
-        """Decode text: token ids [1, n] in, logits [1, n, vocab] out."""
+        """Return logits [1, n, vocab] for token ids [1, n] of text."""
         return self.forward(inputs, cache, position(cache) or 0 if cache else 0)
 
     def forward(
@@ -181,9 +183,9 @@ class VisionTarget(nn.Module):
 
         Args:
             inputs: token ids [1, n].
-            cache: a list of caches; None: there is none.
+            cache: a list of caches; None: no caches.
             start: the position of the first token.
-            more: what the family takes beside them.
+            more: other arguments of the language model.
 
         Returns:
             Logits [1, n, vocab].
