@@ -224,12 +224,7 @@ def constants(dtype: mx.Dtype, dim: int) -> str:
 
 
 def source_of(mask: str, parts: bool) -> str:
-    """Return the body of the kernel.
-
-    Args:
-        mask: the kind of mask, a key of `_MASKS`.
-        parts: whether several blocks share the keys.
-    """
+    """Return the body of the kernel for a kind of mask, for whole or split keys."""
     seen, sees = _MASKS[mask]
     source = _ATTEND.replace("SEEN", seen).replace("SEES", sees)
     return source.replace("WRITE", _PART if parts else _WHOLE)

@@ -119,12 +119,7 @@ def read_blocks(folder: Path, name: str) -> Weights:
 
 
 def renamed(weights: Weights, begins: Mapping[str, str]) -> Weights:
-    """Return tensors with prefixes of names replaced.
-
-    Args:
-        weights: the tensors.
-        begins: prefixes in files, and the usual ones.
-    """
+    """Return the tensors, with prefixes of their names replaced as `begins` says."""
     result: Weights = {}
     for key, value in weights.items():
         for theirs, ours in begins.items():

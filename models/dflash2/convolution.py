@@ -31,11 +31,7 @@ class BlockConvolution(nn.Module):
         self._taps, self._group = taps, group
 
     def sides(self, rows: mx.array) -> tuple[Side, Side]:
-        """Return the convolutions before and after the part.
-
-        Args:
-            rows: the input of the part, [batch, block, dim], which makes `delta`.
-        """
+        """Return both convolutions for rows [batch, block, dim], which make `delta`."""
         shape = (*rows.shape[:2], 2, self._taps, -1)
         delta = self.kernel_projection(rows).reshape(shape)
         delta = mx.repeat(delta, self._group, axis=-1)

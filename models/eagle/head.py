@@ -116,11 +116,7 @@ class EagleHead(JoinedHead):
         return result if settings.logit_scale == 1 else result * settings.logit_scale
 
     def ends(self, x: mx.array) -> tuple[mx.array, mx.array]:
-        """Return the recycled states and the normed ones, both [batch, positions, dim].
-
-        Args:
-            x: the states before the norm.
-        """
+        """Return the recycled and the normed states for x [batch, positions, dim]."""
         normed = self.norm(x)
         return normed if self._settings.norm_output else x, normed
 
