@@ -1,4 +1,4 @@
-"""What all kinds of draft heads share: files, probes, speculation.json.
+"""Parts that all kinds of draft heads share: files, probes, speculation.json.
 
 This package reads and checks files, and probes on a short text the convention that a
 drafter was trained with.

@@ -246,7 +246,7 @@ def probed(
     score: Callable[[Layers], Score],
     readings: LayerReadings,
     trunk: int,
-    advice: str,  # what a refusal ends with
+    advice: str,  # the end of the error's message
 ) -> dict[Layers, Score]:
     """Return the scores of candidates, the best first.
 

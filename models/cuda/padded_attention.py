@@ -9,10 +9,10 @@ padding it meets few:
     keys     512 1,024 1,536 ... 4,096 4,608 ...             whole steps, or whole
                                                              steps and then the rows
 
-The padding is zeros. If whole steps of keys come before the rows (at the start of a
-text, none), equally many rows and keys are added. The mask then stays causal, and only
-added rows see added keys. Else a bool mask hides the added keys, which took 3 to 7
-times as long on an H200:
+The padding is zeros. With a causal mask, and no keys or whole steps of keys before the
+rows, as many keys as rows are added: the mask stays causal, and only added rows see
+added keys. Otherwise a bool mask hides the added keys, which took 3 to 7 times as long
+on an H200:
 
     300 rows, 300 keys, causal         padded to 384 and 384, causal
     40 more, 340 keys, causal          padded to 48 and 512, bool

@@ -77,7 +77,7 @@ class EagleSettings:
     norm_before_residual: bool  # whether the residual is the state after its norm
     norm_before_fc: bool  # whether config.json says that a norm comes before `fc`
     norm_output: bool  # whether the state after the norm is recycled
-    windows: tuple[int | None, ...] = (None,)  # the window of each layer; None: none
+    windows: tuple[int | None, ...] = (None,)  # of each layer; None: no window
     rotations: tuple[Rotation, ...] = (Rotation(),)  # of each layer
     logit_scale: float = 1.0
     tied: bool = False  # whether its embedding is its output layer too

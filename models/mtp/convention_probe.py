@@ -221,7 +221,7 @@ def _climbed(
 def _unmixed(
     trials: Trials[MtpConvention],  # on the target's own text
     best: MtpConvention,  # the best so far
-    forms: list[MtpConvention],  # others from which norms may differ in a group
+    forms: list[MtpConvention],  # other conventions in which a group may change
     on_passage: HeadProbe,
 ) -> MtpConvention:
     """Change one group of norms at a time, in at most one pass for each group."""

@@ -137,7 +137,7 @@ def build_mtp_head(
 
 
 def decided(convention: MtpConvention | None, result: FoundHead) -> MtpConvention:
-    """Return the convention (None: the family's) with the form of norms filled in.
+    """Return a convention, by default the family's, with the form of norms filled in.
 
     Raises:
         ModelFolderError: the form of norms is unknown, or the family does not have it.
