@@ -103,7 +103,7 @@ class HeadCache(HeadRows):
         """Write positions of committed text and keep them; on an error keep none.
 
         Args:
-            hidden: the target's states at positions [end, stop), [1, stop - end, dim].
+            hidden: the input states at positions [end, stop), [1, stop - end, dim].
             stop: the end of the positions, exclusive.
             text: the known tokens.
         """
@@ -121,7 +121,7 @@ class HeadCache(HeadRows):
         """Open a round: write positions of committed text, and draft after them.
 
         Args:
-            hidden: the target's states at positions [end, stop), at least one.
+            hidden: the input states at positions [end, stop), at least one.
             stop: the end of these positions, exclusive: that of the newest token.
             text: the known tokens.
             choose: gets logits [1, vocab] for the next draft and returns it, [1].

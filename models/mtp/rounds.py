@@ -78,7 +78,7 @@ class HeadRows:
 class HeadRound:
     """Writes to caches of a head, which can be undone until the next writes.
 
-    Arguments of its methods: `hidden` has the target's states from each text's next
+    Arguments of its methods: `hidden` has the input states from each text's next
     position on, [texts, n, dim]; `texts` has the known tokens; `stops` has the end,
     exclusive, of the positions to write for each text.
 

@@ -148,7 +148,7 @@ def _images(prompt: ImagePrompt) -> int:
 
 
 def _last_moved(fields: dict[str, Any], shift: int) -> int:
-    """Return the last token whose position is not that of text; -1: there is none.
+    """Return the last place where positions are not place + shift; -1: no such place.
 
     In MiniCPM the token after an image has a position of its own.
     """
