@@ -1,22 +1,22 @@
-"""The server `mlx-speculation serve`: HTTP, three APIs, and one engine behind them.
+"""The server `mlx-speculation serve`: HTTP and its APIs, answered by one engine.
 
-    server          starts and stops it
-    listener        the socket, and uvicorn in a thread of its own
-    http_protocol   one connection: deadlines
-    middleware      refusals by the head of a request: framing, access, size
-    routes          one for each path
-    apis/           the form of each API: bodies in, events out
-    request/        what a request asks for, in one form for all APIs
-    prompts/        chat templates, and what each of them cannot say
-    answering       from a request to its answer: the one way of all APIs
+    server          starts and stops HTTP and the engine
+    listener        the listening socket, with uvicorn in its own thread
+    http_protocol   one connection, with deadlines
+    middleware      refuses requests by their headers: framing, access, size
+    routes          one route for each path
+    apis/           formats of each API: bodies of requests, events of answers
+    request/        requests in one form for all APIs
+    prompts/        chat templates, and messages fitted to what each supports
+    answering       answers a request of any API
     answer_parts    text, reasoning and tool calls of an answer
-    job             a text on its way between its connection and the engine
+    job             passes one text between its connection and the engine
     engine_thread   takes jobs, and runs rounds
-    generators      the loaded models, with each draft and mode that requests ask for
-    batch_runner    jobs as requests of a `BatchGenerator`
+    generators      one generator for each draft and mode that requests ask for
+    batch_runner    runs jobs as rows of a `BatchGenerator`
     schemas/        JSON schemas, compiled in processes with limits
 
-It knows HTTP and threads, and the engine knows neither. Using `Server` imports mlx.
+HTTP and threads are known here only, and not in the engine. `Server` imports mlx.
 """
 
 from typing import TYPE_CHECKING
@@ -31,7 +31,7 @@ __all__ = ["Defaults", "Limits", "Server", "Settings"]
 
 
 def __getattr__(name: str) -> object:
-    """Load the server when it is used: the command line chooses the BLAS before.
+    """Import `Server` at its first use, after the command line has chosen a BLAS.
 
     Raises:
         MissingLibraryError: a library of the extra "serve" is not installed.

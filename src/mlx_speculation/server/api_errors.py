@@ -15,7 +15,7 @@ from mlx_speculation.errors import (
 )
 
 INVALID, OVERLOADED = "invalid_request_error", "overloaded_error"
-MESSAGES = "/v1/messages"  # the paths of the Messages API begin so
+MESSAGES = "/v1/messages"  # prefix of the Messages API's paths
 _TYPES = {
     408: "timeout_error",
     401: "authentication_error",
@@ -30,18 +30,18 @@ RETRY_SECONDS = 1
 
 
 class ApiError(Exception):
-    """An answer that says what is wrong."""
+    """An answer that is an error."""
 
     def __init__(
         self,
-        status: int,  # of HTTP
+        status: int,  # HTTP status
         message: str,  # for people
         *,
-        # A word for programs; by default what the status stands for
+        # OpenAI's type of the error; by default that of the status
         type: str | None = None,
-        param: str | None = None,  # the field of the request that is meant
-        code: str | None = None,  # a closer word for programs
-        # Whether the same request may go well later; None: unsaid
+        param: str | None = None,  # the request field at fault
+        code: str | None = None,  # a more specific type, for programs
+        # Whether the client should send the request again; None: not stated
         retry: bool | None = None,
     ) -> None:
         super().__init__(message)
@@ -52,7 +52,7 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The object that is sent."""
+        """The JSON object, in OpenAI's form."""
         return {
             "error": {
                 "message": self.message,
@@ -82,7 +82,7 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers for retries; the openai package reads both."""
+        """Headers about retries; the openai package reads both kinds."""
         if self.retry is None:
             return {}
         if self.retry:
@@ -91,17 +91,17 @@ class ApiError(Exception):
 
 
 def invalid(message: str, param: str | None = None, **more: Any) -> ApiError:
-    """Return the error of a request that is wrong."""
+    """Return the error for an invalid request."""
     return ApiError(400, message, param=param, **more)
 
 
 def unavailable(message: str, *, retry: bool | None = True) -> ApiError:
-    """Return the error of a server that cannot answer now."""
+    """Return the error for a request that cannot be answered now."""
     return ApiError(503, message, code="unavailable", retry=retry)
 
 
 def late(seconds: float, *, began: bool) -> ApiError:
-    """Return the error of a request whose time is over."""
+    """Return the error for a late request; `began`: its prompt was partly read."""
     if began:
         return ApiError(
             504,
@@ -118,10 +118,10 @@ def late(seconds: float, *, began: bool) -> ApiError:
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """Return what a client learns of an exception.
+    """Return the error that a client gets for an exception.
 
-    Of what is not the request's fault it learns the kind alone: messages of other
-    libraries may hold paths of this machine.
+    If the request is not at fault, the client gets the type of the exception only:
+    messages of other libraries may hold paths of this machine.
     """
     if isinstance(error, ApiError):
         return error

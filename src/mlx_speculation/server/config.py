@@ -1,6 +1,6 @@
-"""Settings of a server, without HTTP and models.
+"""Settings of a server, independent of HTTP and models.
 
-Limits and defaults are options of the command line too: each field says its own.
+Each field of `Limits` and `Defaults` also defines an option of the command line.
 """
 
 from dataclasses import dataclass, field, fields
@@ -17,7 +17,7 @@ def _limit(default: float, help: str, name: str, least: float) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The most that a client may ask for."""
+    """Limits of what clients may ask for."""
 
     panel: ClassVar[str] = "Limits"
 
@@ -28,7 +28,7 @@ class Limits:
         "prompt-tokens",
         0,
     )
-    # 0: what the model's config says, if it does.
+    # 0: the length in the model's config, if it has one.
     model_len: int = _limit(
         0,
         "Maximum length of prompt and text; 0: what the model is made for.",
@@ -45,7 +45,7 @@ class Limits:
     queue: int = _limit(64, "Maximum number of waiting requests.", "queue", 0)
     # From the arrival of a request to the end of its answer.
     seconds: float = _limit(3600.0, "Maximum time for a request.", "seconds", 1e-3)
-    # Also for each piece of an answer to be taken.
+    # Also the time in which a client has to read each piece of an answer.
     read_seconds: float = _limit(
         30.0, "Maximum time to receive a request.", "read-seconds", 1e-3
     )
@@ -80,7 +80,7 @@ class Limits:
     )
 
     def __post_init__(self) -> None:
-        """Refuse limits that let nothing through."""
+        """Refuse limits that are too small or not finite."""
         for each in fields(self):
             least, value = each.metadata["option"]["min"], getattr(self, each.name)
             if not least <= value < float("inf"):
@@ -112,32 +112,32 @@ class Defaults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Everything but the models."""
+    """All settings but the models."""
 
-    # Of the model; the first is the one that is shown, and requests may use all of them
+    # Names of the model: requests may use any of them, and answers show the first
     names: tuple[str, ...]
-    draft: str | None = None  # the name of what drafts; None: nothing does
-    api_key: str | None = None  # what clients have to show; None: nothing
-    # Of web pages that may use the server; "*": all
+    draft: str | None = None  # name of the draft; None: no drafting
+    api_key: str | None = None  # which clients have to send; None: no key is needed
+    # Origins of web pages that may use the server; "*": all
     allowed_origins: tuple[str, ...] = ()
-    max_rows: int = 32  # requests that are decoded together
-    # Tokens of prompts that are read at once, and between two rounds; None: 2048, and
-    # 256 on a CPU
+    max_rows: int = 32  # most requests that are decoded together
+    # Most tokens of a prompt's chunk, of which one is read between two rounds; None:
+    # 2048, or 256 on a CPU
     prefill_step: int | None = None
     # Keywords for every chat template
     chat_template_args: dict[str, Any] = field(default_factory=dict)
     defaults: Defaults = Defaults()
     limits: Limits = Limits()
-    # Files under it may be named as images; None: none may
+    # Requests may name image files under this folder; None: no files
     image_folder: Path | None = None
-    fetch_images: bool = False  # whether URLs of http and https may be named
-    fetch_private: bool = False  # also where they lead to addresses that are not public
-    reads_images: bool = True  # what the loaded model does; set for each request
-    # A request whose caches are limited so runs alone
+    fetch_images: bool = False  # whether requests may name images by URL
+    fetch_private: bool = False  # also at addresses that are not public
+    reads_images: bool = True  # whether the model does; set by `Answering`
+    # Limits of the key-value caches; a request with such limits runs alone
     kv: KvLimits = field(default_factory=KvLimits)
 
     def __post_init__(self) -> None:
-        """Refuse a key that is none, and defaults above the limits."""
+        """Refuse an empty key, and a default length above its limit."""
         if self.api_key is not None and not self.api_key.strip():
             raise InvalidRequestError(
                 "The API key is empty. Leave out --api-key and "

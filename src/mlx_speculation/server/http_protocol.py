@@ -1,7 +1,8 @@
-"""HTTP connections: uvicorn's protocol on h11, with deadlines and a number of them.
+"""HTTP connections: uvicorn's protocol on h11, with deadlines and a maximum number.
 
-uvicorn waits for ever for the head and the body of a request, and for a client to read
-its answer. Here both have `Limits.read_seconds`. Paths and JSON are not known here.
+uvicorn waits for ever for the head and body of a request, and for a client to read its
+answer. Here a request has `Limits.read_seconds` to arrive, and a client as long to read
+each piece of its answer. Paths and JSON are not known here.
 """
 
 import asyncio
@@ -15,8 +16,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from mlx_speculation.server.api_errors import ApiError, invalid
 from mlx_speculation.server.config import Limits
 
-# For a refused client to read its answer: a socket that is closed with unread bytes is
-# reset, and the answer is lost.
+# For a refused client to read its answer: closing a socket with unread bytes resets it,
+# and the answer is lost.
 DRAIN_SECONDS = 2.0
 
 
@@ -32,13 +33,13 @@ class BoundedProtocol(H11Protocol):
     ) -> None:
         super().__init__(**of_uvicorn)
         self._limits, self._refused = limits, refused
-        self._deadline: asyncio.TimerHandle | None = None  # of the request
-        self._stalled: asyncio.TimerHandle | None = None  # of what the client reads
+        self._deadline: asyncio.TimerHandle | None = None  # for the request to arrive
+        self._stalled: asyncio.TimerHandle | None = None  # for the client to read
         self._refusing = False  # further bytes are dropped
 
     def connection_made(self, transport: Any) -> None:
-        """Begin, unless there are too many connections."""
-        transport.set_write_buffer_limits(high=0)  # each piece has its deadline
+        """Begin, or refuse if there are too many connections."""
+        transport.set_write_buffer_limits(high=0)  # each piece has its own deadline
         if len(self.connections) < self._limits.connections:
             super().connection_made(transport)
             self._arm()
@@ -55,14 +56,14 @@ class BoundedProtocol(H11Protocol):
         )
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End all that waits for this client."""
+        """Cancel the deadlines of this client."""
         for timer in (self._deadline, self._stalled):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes of a request."""
+        """Receive bytes; the first ones of a request start its deadline."""
         if self._refusing:
             return
         if self._deadline is None and not self._answering:
@@ -70,7 +71,7 @@ class BoundedProtocol(H11Protocol):
         super().data_received(data)
 
     def eof_received(self) -> None:
-        """Close; tell a client why that has announced more than it has sent."""
+        """Close, with an error for a client that has not sent its whole request."""
         if self._refusing:
             return
         cut_head = not self._answering and bool(self.conn.trailing_data[0])
@@ -80,26 +81,26 @@ class BoundedProtocol(H11Protocol):
             self._refuse(invalid(f"{part} of the request ends before it is whole."))
 
     def handle_events(self) -> None:
-        """Take what has come; a request that is whole has no deadline."""
+        """Process received bytes; cancel the deadline of a complete request."""
         super().handle_events()
         if self._answering and not self.cycle.more_body and self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP; uvicorn calls this where it has caught why."""
+        """Refuse malformed HTTP; uvicorn calls this in its handler of the error."""
         hint = getattr(sys.exc_info()[1], "error_status_hint", 400)
         self._refuse(ApiError(431 if hint == 431 else 400, msg))
 
     def pause_writing(self) -> None:
-        """Wait for the client to read, but not for ever."""
+        """Start the deadline for the client to read."""
         super().pause_writing()
         if self._stalled is None:
             seconds = self._limits.read_seconds
             self._stalled = self.loop.call_later(seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """Go on."""
+        """Cancel the deadline for the client to read."""
         super().resume_writing()
         if self._stalled is not None:
             self._stalled.cancel()
@@ -124,7 +125,7 @@ class BoundedProtocol(H11Protocol):
         self._refuse(ApiError(408, text, retry=False))
 
     def _refuse(self, error: ApiError) -> None:
-        """Send an error in place of an answer, and close once it can be read."""
+        """Send an error, and close after `DRAIN_SECONDS`."""
         self._refusing = True
         self._refused(error.status)
         if self.cycle is not None:

@@ -64,7 +64,7 @@ class Listener:
         return len(self._server.server_state.connections)
 
     def start(self) -> None:
-        """Accept connections; return once uvicorn does."""
+        """Accept connections; return once uvicorn has started."""
         self._thread.start()
         while not self._server.started and self._thread.is_alive():
             time.sleep(POLL_SECONDS)
@@ -72,7 +72,7 @@ class Listener:
     def close(self, seconds: float) -> None:
         """Accept no more connections, and close the open ones.
 
-        Clients have so many seconds to read what they were answered.
+        Clients have so many seconds to read their answers.
         """
         self._server.should_exit = True
         if self._thread.ident is not None:

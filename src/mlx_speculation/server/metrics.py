@@ -1,4 +1,4 @@
-"""Prometheus metrics. Those that vLLM has too have vLLM's names.
+"""Prometheus metrics. Those that vLLM also has are named as in vLLM.
 
 The extra "serve" installs prometheus-client, which is imported when a server is made.
 """
@@ -19,8 +19,8 @@ _SECONDS = (
 )
 
 
-# Three tables, by the kind of metric. Each entry: the metric's name, its help text and
-# its labels, by the name that this module uses.
+# Three tables, one for each kind of metric: for this module's short name of a metric,
+# its full name, help text and labels.
 _LEVELS = {
     "running": ("vllm:num_requests_running", "Rows that are decoded."),
     "waiting": ("vllm:num_requests_waiting", "Requests without a row."),
@@ -112,17 +112,17 @@ class Metrics:
         return made
 
     def level(self, **levels: int) -> None:
-        """Set gauges: numbers of requests and bytes."""
+        """Set gauges, by their short names."""
         for name, value in levels.items():
             self._levels[name].set(value)
 
     def watch(self, prefixes: "PrefixCache") -> None:
-        """Read gauges from a prefix cache whenever the page is made."""
+        """Let gauges read a prefix cache whenever a page is made."""
         self._levels["points"].set_function(lambda: prefixes.restore_points)
         self._levels["evictions"].set_function(lambda: prefixes.evictions)
 
     def began(self, seconds: float) -> None:
-        """Count a first token."""
+        """Record the time to a first token."""
         self._times["first"].observe(seconds)
 
     def ended(self, result: "Result", prompt: int, seconds: float) -> None:

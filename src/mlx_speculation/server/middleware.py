@@ -1,10 +1,10 @@
-"""Access and framing: refusals before the body of a request is read.
+"""Framing, access and size: requests that are refused before their body is read.
 
-    framing   two lengths, a length and a coding, too many headers, no length
+    framing   Content-Length beside Transfer-Encoding, too many headers, HTTP versions
     access    the API key of clients, and the allowed origins of web pages
-    size      the length that a body announces
+    size      Content-Length, missing or too large
 
-An ASGI middleware, which knows headers and paths, and no JSON.
+An ASGI middleware, which reads headers and paths, and parses no body.
 """
 
 import asyncio
@@ -23,13 +23,13 @@ from mlx_speculation.server.http_protocol import DRAIN_SECONDS
 
 DRAIN_BYTES = 64 << 20
 MOST_HEADERS, LARGEST_HEAD = 100, 1 << 15
-# What anybody may see: that there is a server, and how it is used.
+# Paths that need no API key: they say that a server runs, and how to use it.
 OPEN = ("/", "/health", "/api/hello", "/docs", "/openapi.json")
 JSON = (b"content-type", b"application/json")
 
 
 class Gate:
-    """Refuses requests by their head."""
+    """Refuses requests by their headers."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Gate:
             check_permission(headers, scope["path"], self._settings)
             if scope["method"] == "POST":
                 self._check_size(headers)
-                # A body is JSON, whatever its type is called.
+                # A body is read as JSON, whatever its Content-Type.
                 kept = [each for each in scope["headers"] if each[0] != JSON[0]]
                 scope = {**scope, "headers": [*kept, JSON]}
         except ApiError as error:
@@ -81,11 +81,11 @@ class Gate:
 
 
 def check_framing(scope: Scope) -> None:
-    """Refuse a request that somebody else may see other bounds of.
+    """Refuse a request whose end a proxy may see elsewhere than this server.
 
-    A proxy that goes by another header than this server takes a part of one client's
-    body for the next client's request. h11 has refused what is no header, and lengths
-    that are no numbers or differ; it goes by the coding where there is a length too.
+    A part of one client's body would then be taken for the next client's request. h11
+    has already refused malformed headers, and lengths that are no numbers or differ.
+    But h11 accepts a length beside Transfer-Encoding, and ignores the length.
     """
     names = [name for name, _ in scope["headers"]]
     if b"transfer-encoding" in names and b"content-length" in names:
@@ -105,7 +105,7 @@ def check_framing(scope: Scope) -> None:
 
 
 def check_permission(headers: Headers, path: str, settings: Settings) -> None:
-    """Refuse a page of another origin, and a client that does not show the key."""
+    """Refuse web pages of other origins, and clients that do not send the key."""
     origin, allowed = headers.get("origin"), settings.allowed_origins
     if origin is not None and "*" not in allowed and origin not in allowed:
         raise ApiError(
@@ -118,7 +118,7 @@ def check_permission(headers: Headers, path: str, settings: Settings) -> None:
         return
     kind, _, shown = headers.get("authorization", "").partition(" ")
     keys = [headers.get("x-api-key", ""), shown if kind.lower() == "bearer" else ""]
-    # Headers are read as Latin-1. Both are compared, so that the time says nothing.
+    # Headers are Latin-1. Both keys are compared, so that the time reveals nothing.
     wanted = settings.api_key.strip().encode()
     given = [key.strip().encode("latin-1", "replace") for key in keys]
     if not sum(hmac.compare_digest(key, wanted) for key in given):
@@ -131,7 +131,7 @@ def check_permission(headers: Headers, path: str, settings: Settings) -> None:
 
 
 async def refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer with an error, and close once the client has sent what it wanted to."""
+    """Answer with an error, and close once the client has sent its body."""
     headers, body = error.closing(scope["path"])
     raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
     start = {"type": "http.response.start", "status": error.status, "headers": raw}

@@ -1,4 +1,4 @@
-"""Routes: one for each path, with the models of bodies that OpenAPI shows."""
+"""Routes of all paths, with the body models that OpenAPI shows."""
 
 import asyncio
 import logging
@@ -46,7 +46,7 @@ WELCOME = {
     "api": "OpenAI's Chat Completions, Responses and completions; Anthropic's Messages",
     "paths": [CHATS[0], *POSTED[2:], MODELS, *OTHERS],
 }
-# A body of so many bytes is parsed in a thread: others do not wait for it.
+# Bodies of this many bytes or more are parsed in a thread: other requests do not wait.
 LARGE_BODY = 1 << 16
 
 
@@ -62,10 +62,10 @@ class JsonRequest(Request):
 
 
 class JsonRoute(APIRoute):
-    """A route whose bodies are parsed so; FastAPI's own has no limits."""
+    """A route that parses bodies with limits, which FastAPI's own has not."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return the handler, given a `JsonRequest`."""
+        """Return FastAPI's handler, called with a `JsonRequest`."""
         handle = super().get_route_handler()
 
         async def handle_json(http: Request) -> Response:
@@ -75,7 +75,7 @@ class JsonRoute(APIRoute):
 
 
 class Api:
-    """State of the routes."""
+    """The routes and their state."""
 
     answering: Answering  # set once the models are loaded
 
@@ -84,12 +84,12 @@ class Api:
         self._created = int(time.time())
 
     def begin(self, worker: Worker) -> None:
-        """Answer with an engine whose models are loaded."""
+        """Set the engine, whose models are loaded."""
         self._worker = worker
         self.answering = Answering(worker, self._settings, self._metrics)
 
     def app(self) -> ASGIApp:
-        """Return the app, behind its checks."""
+        """Return the app within its middleware."""
         app = FastAPI(
             title="mlx-speculation",
             version=__version__,
@@ -120,7 +120,7 @@ class Api:
         answer = self._answer
 
         async def chat(body: ChatBody, http: Request) -> Response:
-            """Answer a chat, by the tokenizer's template."""
+            """Answer a chat, rendered by the tokenizer's template."""
             return await answer(http, ChatFace, body)
 
         async def text(body: CompletionBody, http: Request) -> Response:
@@ -169,12 +169,12 @@ class Api:
 
         @app.get(MODELS)
         async def models() -> dict[str, Any]:
-            """List what is served, for OpenAI's and Anthropic's clients."""
+            """List the model, for OpenAI's and Anthropic's clients."""
             model = self._model()
             ends = {"first_id": model["id"], "last_id": model["id"], "has_more": False}
             return {"object": "list", "data": [model], **ends}
 
-        # Names of repositories hold a slash.
+        # A name may hold a slash, as those of repositories do.
         @app.get(f"{MODELS}/{{name:path}}")
         async def model(name: str) -> dict[str, Any]:
             """Describe one model."""
@@ -203,7 +203,7 @@ class Api:
         return await self.answering.answer(http, lambda settings: face(body, settings))
 
     async def _failed(self, http: Request, error: Any) -> Response:
-        """Return an error in the form of the API that was asked."""
+        """Return an error in the form of the API that the path belongs to."""
         answer = _as_error(http, error)
         self._metrics.refused(answer.status)
         path = http.url.path
@@ -221,7 +221,7 @@ def _as_error(http: Request, error: Any) -> ApiError:
     if isinstance(error, RequestValidationError):
         return as_invalid(error.errors(), error.body)
     if isinstance(error, HTTPException):
-        if isinstance(cause, ApiError):  # of the body, which FastAPI reads
+        if isinstance(cause, ApiError):  # raised while FastAPI read the body
             return cause
         if error.status_code in (404, 405):
             return _no_such_path(http, (error.headers or {}).get("Allow"))
@@ -230,7 +230,7 @@ def _as_error(http: Request, error: Any) -> ApiError:
 
 
 def _no_such_path(http: Request, allowed: str | None) -> ApiError:
-    """Return the error of a path that is not there, or takes another method."""
+    """Return the error for a path that does not exist, or takes another method."""
     method, path = http.method, http.url.path[:200]
     if allowed is None:
         return ApiError(

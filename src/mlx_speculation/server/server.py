@@ -1,4 +1,4 @@
-"""A server: HTTP in front, the engine behind, and how both begin and end."""
+"""The server: starts and stops HTTP and the engine."""
 
 import logging
 import time
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mlx_speculation import PrefixCache
 
 LOG = logging.getLogger("mlx_speculation.server")
-# For a round, or a chunk of a prompt, that has begun; then for clients to read.
+# For the round or chunk of a prompt that runs to end; then for clients to read.
 ENGINE_SECONDS, PARTING_SECONDS = 5.0, 2.0
 
 
@@ -30,7 +30,7 @@ class Server:
         MissingLibraryError: prometheus-client is not installed.
     """
 
-    worker: Worker  # the engine, once it was started
+    worker: Worker  # the engine, set by `start`
 
     def __init__(
         self,
@@ -38,10 +38,10 @@ class Server:
         # Loads the models; called in the thread that will run them, with `prefixes`
         make_generator: MakeGenerator,
         *,
-        # Kept between requests; None: every prompt is read anew
+        # The prefix cache; None: every prompt is read as a whole
         prefixes: "PrefixCache | None" = None,
         host: str = "127.0.0.1",  # the address to listen at
-        port: int = 0,  # 0 takes a free one
+        port: int = 0,  # 0: any free port
     ) -> None:
         self.metrics = Metrics(settings.names[0])
         self._ended = self._engine_ended = False
@@ -69,7 +69,7 @@ class Server:
         """Load the models, and take requests.
 
         Raises:
-            Exception: whatever the loading has raised.
+            Exception: any error of loading the models.
         """
         self.worker = self._make()
         try:
@@ -82,14 +82,14 @@ class Server:
         self._listener.start()
 
     def stop(self, grace: float = 0.0) -> bool:
-        """Take no more requests, and end. The second call does nothing.
+        """Refuse new requests, and end. A second call does nothing.
 
         Args:
-            grace: seconds for what runs; what has not ended by then is cut off, and
-                its clients get an error that says so.
+            grace: seconds for running requests to end. Those that have not ended by
+                then are cut off, and their clients get an error.
 
         Returns:
-            Whether the engine has ended. One that hangs is left behind, and this
+            Whether the engine has ended. If it hangs, its thread goes on, and this
             process cannot end by itself.
         """
         if self._ended:

@@ -1,8 +1,9 @@
 """A constraint on the answer of a model that thinks first.
 
-During the thinking any token but the end of the text is allowed. A mark, some fixed
-tokens, ends the thinking, and then the inner constraint begins. After a budget of
-thinking tokens, only the mark is allowed, so that the answer has room.
+During the thinking any token but the end of the text is allowed. The thinking ends with
+a mark, a fixed sequence of tokens, after which the inner constraint begins. Once the
+budget of thinking tokens is spent, only the mark is allowed: tokens remain for the
+answer.
 """
 
 from collections.abc import Sequence
@@ -15,15 +16,15 @@ from mlx_speculation.samplers.constraints.base import Constraint, ConstraintStat
 
 
 class AfterThinking:
-    """Free thinking, then an inner constraint; see `Constraint`."""
+    """Unconstrained thinking, then an inner constraint; see `Constraint`."""
 
     def __init__(
         self,
         mark: Sequence[int],  # the tokens that end thinking
         ids: int,  # the number of token ids
         *,
-        inner: Constraint | None = None,  # of the answer; None: any text
-        budget: int | None = None,  # tokens of thinking; None: any number
+        inner: Constraint | None = None,  # of the answer; None: any text is allowed
+        budget: int | None = None,  # most tokens of thinking; None: no limit
     ) -> None:
         self.mark, self.inner, self.budget = tuple(mark), inner, budget
         self.anything = np.ones(ids, dtype=np.bool_)
@@ -42,7 +43,7 @@ class ThinkingState:
         whole: AfterThinking,
         count: int,  # tokens of thinking so far
         matched: int,  # how many tokens of the mark the text ends with
-        answer: ConstraintState | None,  # of the inner constraint; None: still thinking
+        answer: ConstraintState | None,  # None: still thinking, or no inner constraint
     ) -> None:
         self._whole, self._count = whole, count
         self._matched, self._answer = matched, answer
@@ -81,7 +82,7 @@ class ThinkingState:
             self._answer = whole.inner.begin()
 
     def fork(self) -> "ThinkingState":
-        """Return a state at the same place of the text."""
+        """Return an independent state at the same position of the text."""
         answer = None if self._answer is None else self._answer.fork()
         return ThinkingState(self._whole, self._count, self._matched, answer)
 
@@ -96,11 +97,11 @@ class ThinkingState:
 
 
 def _matched(mark: Sequence[int], count: int, token: int) -> int:
-    """Return how many tokens of a mark the text ends with, after one more token.
+    """Return how many of a mark's first tokens end the text, with `token` added.
 
     Args:
         mark: the tokens of the mark.
-        count: how many of them the text ended with before.
+        count: how many of them ended the text before `token`.
         token: the next token of the text.
     """
     seen = (*mark[:count], token)

@@ -2,7 +2,7 @@
 
 A child lives from the compilation of its schema to the end of the text. There are at
 most `Limits.schemas` children, of which at most `COMPILING` compile at the same time.
-Further requests wait. So the memory of all children together has a bound.
+Further requests wait. This bounds the memory of all children together.
 """
 
 import json
@@ -30,16 +30,17 @@ from mlx_speculation.server.schemas.template import (
 
 LOG = logging.getLogger("mlx_speculation.server")
 COMPILING = 2
-# Each mask adds so much to the time that all masks of a text may take.
+# Seconds that each mask adds to the time that all masks of a text may take.
 STEP_SECONDS = 0.02
-# A child ends itself at its limit. It is ended so much later if it did not.
+# A child ends itself at its time limit. If it does not, the server ends it so many
+# seconds later.
 OVERDUE_SECONDS = 1.0
-OUT_OF_MEMORY = 3 << 8  # exit status 3 of template_process, in the form of waitpid
+OUT_OF_MEMORY = 3 << 8  # exit status 3 of template_process, as waitpid encodes it
 UNUSABLE, NOT_ENFORCED = b"u", b"w"
 # Prefix of a grammar; the same as in template_process, which cannot be imported
 LARK = "lark:"
 FIELD, CODE = "response_format", "schema_limit"
-TOOLS = "tools"  # the parameters of tools are schemas too
+TOOLS = "tools"  # the field that errors of a tool call's grammar name
 CLOSING = "The server is shutting down."
 LOST = "The process that compiles schemas has ended. Try again."
 
@@ -63,7 +64,7 @@ class SchemaCompilers:
         Args:
             schema: a JSON schema, or `LARK` and a grammar in llguidance's syntax.
             tokenizer: the tokenizer of the text.
-            check: called repeatedly during the wait; raises to end it.
+            check: called repeatedly during the wait; it raises to end the wait.
 
         Raises:
             ApiError: the schema cannot be used, a limit was hit, or the child or its
@@ -126,7 +127,7 @@ class SchemaCompilers:
     def _fork(
         self, tokenizer: Any, waiting: Callable[[], None]
     ) -> tuple[Template, ChildProcess]:
-        """Return a new child. Start the template if it does not run."""
+        """Return a new child of the template, which is started if it does not run."""
         with self._lock:
             waiting()
             if self._template is not None and not self._template.alive:
@@ -154,7 +155,7 @@ class SchemaCompilers:
 
         Args:
             status: the exit status of the child; None: unknown.
-            masks: whether the schema was compiled already.
+            masks: whether the child was computing masks of its compiled schema.
         """
         limits = self._limits
         if self._closed:
@@ -197,7 +198,7 @@ def _refused(schema: str, answer: bytes) -> ApiError:
 
 
 def _take(places: threading.Semaphore, waiting: Callable[[], None]) -> None:
-    """Acquire a semaphore; call `waiting` again and again until then."""
+    """Acquire a semaphore; call `waiting` repeatedly until then."""
     waiting()
     while not places.acquire(timeout=POLL_SECONDS):
         waiting()
@@ -206,7 +207,7 @@ def _take(places: threading.Semaphore, waiting: Callable[[], None]) -> None:
 def _answer(
     child: ChildProcess, schema: str, seconds: float, waiting: Callable[[], None]
 ) -> bytes | None:
-    """Return a child's answer to a schema; None: it has ended, or does not answer."""
+    """Return a child's answer to a schema; None: it has ended or is late."""
     try:
         child.channel.send_bytes(schema.encode())
         return received(child.channel, seconds + OVERDUE_SECONDS, waiting)

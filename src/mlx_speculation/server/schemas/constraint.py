@@ -1,8 +1,8 @@
 """A schema as a `Constraint` whose masks a child process computes.
 
-The process stands after the tokens of one state at a time: for another state it goes
-back to the last token that both have. A token and its mask are one message each way,
-which costs about 0.1 ms on a Linux CPU.
+The child has one matcher, which has consumed the tokens of one state. For the mask of
+another state it rolls back to the common prefix of both, then consumes the rest. A mask
+takes one message each way, about 0.1 ms on a Linux CPU.
 """
 
 import json
@@ -28,19 +28,19 @@ class SchemaConstraint:
 
     def __init__(
         self,
-        channel: Connection,  # to the process that has compiled it
-        first: bytes,  # its answer: the mask of the first token
+        channel: Connection,  # to the child that has compiled the schema
+        first: bytes,  # the child's answer: the mask of the first token
         end: int,  # the number of token ids
         *,
-        # How long to wait for a step; more than the child's own limit
+        # Time to wait for a mask; longer than the child's own limit
         seconds: float,
-        # Ends the child; called once, with whether the child was still needed. Returns
-        # an error message if it was
+        # Ends the child; called once. The argument says whether the child was still
+        # needed; then an error message is returned
         leave: Callable[[bool], str],
     ) -> None:
         self._channel, self._end, self._seconds = channel, end, seconds
         self._leave = leave
-        self._path: tuple[int, ...] = ()  # the tokens after which the process stands
+        self._path: tuple[int, ...] = ()  # tokens that the matcher has consumed
         self._error: str | None = None
         self._lock = threading.Lock()
         self._first = self._mask(first)
@@ -57,7 +57,7 @@ class SchemaConstraint:
                 self._leave(False)
 
     def after(self, path: tuple[int, ...]) -> tuple[NDArray[np.bool_], bool]:
-        """Return which ids may follow tokens, bool [ids], and whether none has to.
+        """Return which ids may follow `path`, bool [ids], and whether it may end there.
 
         Raises:
             ConstraintError: a limit was hit, or the child has ended.
@@ -87,7 +87,7 @@ class SchemaConstraint:
             self._path = ()
             raise failed_here(answer[1:].decode())
         bits = np.frombuffer(answer, dtype=np.uint8, offset=2)
-        # [ids], without the token that stands for the end of a text
+        # [ids], without the id that llguidance has for the end of a text
         mask = np.unpackbits(bits, count=self._end, bitorder="little").view(np.bool_)
         return mask, bool(answer[1])
 
@@ -98,7 +98,7 @@ class SchemaState:
     def __init__(
         self,
         schema: SchemaConstraint,
-        path: tuple[int, ...],  # the tokens before it
+        path: tuple[int, ...],  # the tokens of the text so far
         mask: NDArray[np.bool_],  # which ids may come next, bool [ids]
         may_end: bool,
     ) -> None:
@@ -110,7 +110,7 @@ class SchemaState:
         return self._mask
 
     def advance(self, token: int) -> None:
-        """Go on by one token; see `ConstraintState`."""
+        """Append a token to the text; see `ConstraintState`."""
         mask = self._mask
         if not (0 <= token < len(mask) and mask[token]):
             raise ConstraintError(
@@ -122,5 +122,5 @@ class SchemaState:
         self._path = path
 
     def fork(self) -> "SchemaState":
-        """Return a state at the same place."""
+        """Return an independent state at the same position of the text."""
         return SchemaState(self._schema, self._path, self._mask, self.may_end)

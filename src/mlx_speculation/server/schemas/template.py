@@ -1,4 +1,4 @@
-"""Starts the template process, which forks a child for each schema, and ends both."""
+"""Start and end of the template process, which forks a child for each schema."""
 
 import json
 import os
@@ -57,7 +57,7 @@ class Template:
         check: Callable[[], None],
     ) -> None:
         self._lock = threading.Lock()
-        self.end_token = vocabulary.end  # that of a text, the largest id
+        self.end_token = vocabulary.end  # the largest id: the end of a text
         self._control, other = Pipe()
         with other:
             # The template needs no library that is preloaded here, such as a BLAS.
@@ -83,7 +83,7 @@ class Template:
         return self._process.poll() is None
 
     def fork(self) -> ChildProcess:
-        """Return a new child, which may have ended already.
+        """Return a new child, which may already have ended.
 
         Raises:
             TemplateLostError: the template does not answer, or has ended.
@@ -117,7 +117,7 @@ class Template:
             self._control.close()
 
     def _ask(self, command: bytes, descriptor: int | None = None) -> int:
-        """Send a command, and return the number that answers it."""
+        """Send a command, and return the number that the template answers."""
         with self._lock:
             try:
                 self._control.send_bytes(command)
@@ -151,7 +151,7 @@ class Template:
 def received(
     channel: Connection, seconds: float, check: Callable[[], None]
 ) -> bytes | None:
-    """Return the next message; None: no message within so many seconds."""
+    """Return the next message; None: none came within `seconds`."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if channel.poll(POLL_SECONDS):

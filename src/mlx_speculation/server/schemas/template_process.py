@@ -2,16 +2,18 @@
 
     python -P template_process.py DESCRIPTOR
 
-The descriptor is a connection to the server. First come JSON and the tokenizer;
-"ready" or what is wrong goes back. After that each message is a command:
+DESCRIPTOR is that of a connection to the server, which sends settings as JSON, then the
+tokenizer. The template answers "ready" or an error text. After that each message is a
+command:
 
-    fork    fork a child; a socket to it follows, and its process id goes back, whatever
-            becomes of the child
-    pid     end that child; the status that waitpid gives goes back
+    fork    fork a child. The descriptor of the child's connection follows; the template
+            answers with the child's process id, even if the child has ended
+    pid     end the child of that process id; the template answers with its wait status
 
-A child receives its schema and answers with the first mask. Then it answers each step,
-a token, with the next mask. The kernel keeps its limits where it can: SIGALRM ends a
-child that computes for too long, even if llguidance holds the interpreter's lock.
+A child receives its schema and answers with the first mask. Then it answers each step
+with a mask. A step is a JSON list: how many tokens to roll back, then the tokens to
+append. SIGALRM ends a child that computes for too long, even if llguidance holds the
+interpreter's lock.
 """
 
 import json
@@ -50,7 +52,7 @@ class Child:
     ) -> None:
         self._channel, self._tokens, self._limits = channel, tokens, limits
         self._spare = limits["mask_seconds"]
-        # Of the schema: before the first token, and after those of the last step.
+        # Matchers of the schema: before the first token, and after the last step.
         self._first: Any = None
         self._matcher: Any = None
 
@@ -82,7 +84,7 @@ class Child:
         return _mask(matcher)
 
     def _timed_step(self, message: bytes) -> bytes:
-        """Do a step. It may take `step_seconds` and the rest of `mask_seconds`."""
+        """Do a step within `step_seconds` and the rest of `mask_seconds`."""
         limit = self._limits["step_seconds"]
         signal.setitimer(signal.ITIMER_REAL, limit + self._spare)
         started = time.monotonic()
@@ -93,20 +95,20 @@ class Child:
         return answer
 
     def _step(self, message: bytes) -> bytes:
-        """Go back by some tokens, then on by others."""
+        """Roll back and append tokens; return the mask after them, or an error."""
         back, *tokens = json.loads(message)
         matcher = self._matcher
         if (back and not matcher.rollback(back)) or not matcher.consume_tokens(tokens):
             answer = _failed(matcher)
         else:
             answer = _mask(matcher)
-        if matcher.is_error():  # which it stays
+        if matcher.is_error():  # it cannot be used any more
             self._matcher = self._first.deep_copy()
         return answer
 
 
 def _mask(matcher: Any) -> bytes:
-    """Return the answer for a place: whether the text may end, and a bit per token."""
+    """Return an answer: whether the text may end, and a bit for each token id."""
     bits = matcher.compute_bitmask()
     if matcher.is_error():
         return _failed(matcher)
@@ -128,7 +130,7 @@ def _limit_memory(most: int) -> None:
         os._exit(OUT_OF_MEMORY)
 
     threading.Thread(target=watch, daemon=True).start()
-    if sys.platform == "linux":  # for growth between two looks; macOS has no such limit
+    if sys.platform == "linux":  # for growth between checks; macOS has no such limit
         pages = int(Path("/proc/self/statm").read_text("ascii").split()[0])
         # Address space exceeds memory: threads and allocators reserve some.
         space = pages * resource.getpagesize() + 2 * most + (256 << 20)
@@ -175,7 +177,7 @@ def _serve(control: Connection, tokens: Any, limits: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Read the tokenizer, then execute commands until the server closes the socket."""
+    """Read the tokenizer, then execute commands until the connection is closed."""
     os.nice(NICE)
     control = Connection(int(sys.argv[1]))
     settings, tokenizer = json.loads(control.recv_bytes()), control.recv_bytes()
@@ -188,7 +190,7 @@ def main() -> None:
     del tokenizer
     with suppress(EOFError, ConnectionError):
         _serve(control, tokens, settings["limits"])
-    os.killpg(0, signal.SIGKILL)  # children at work too, and this process
+    os.killpg(0, signal.SIGKILL)  # ends all children and this process
 
 
 if __name__ == "__main__":

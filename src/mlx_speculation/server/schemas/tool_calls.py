@@ -14,7 +14,7 @@ from typing import Any
 from mlx_speculation.server.api_errors import invalid
 from mlx_speculation.server.schemas.compilers import LARK
 
-# The whitespace that the templates write, which the model was trained on.
+# Whitespace as in the templates: the model was trained on it.
 SPACING = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -48,7 +48,7 @@ def call_grammar(
         head = f'{{"name": {json.dumps(each["name"])}, "arguments": '
         arguments = {"type": "object", **(each.get("parameters") or {})}
         schema = json.dumps({**arguments, "x-guidance": SPACING})
-        # A rule for each tool, as references in a schema are to that schema.
+        # One rule for each tool: references in a schema are to that schema.
         rules += [f'call_{i}: {json.dumps(head)} arguments_{i} "}}"']
         rules += [f"arguments_{i}: %json {schema}"]
     return LARK + "\n".join(rules)
