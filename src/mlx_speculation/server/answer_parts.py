@@ -2,9 +2,9 @@
 
     parser = AnswerParser(marks, read=partial(read_calls, parser=tokenizer.tool_parser))
     parser.feed(text)       # the parts that a piece of the text adds, in order
-    parser.end()            # what was held back, since a mark might have begun
+    parser.end()            # the parts of text that was held back as a possible mark
 
-Text between the marks of a tool call that is none is content, marks included.
+Text between the marks of a tool call is content, marks included, if it is no call.
 """
 
 import json
@@ -48,33 +48,33 @@ Part = Text | Reasoning | ToolCall
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Marks of a tokenizer's answers."""
+    """Texts that mark thinking and tool calls in the answers of a tokenizer."""
 
-    machine: Any  # mlx-lm's `TextStateMachine`, which divides a text and drops them
-    texts: tuple[str, ...]  # all of them
+    machine: Any  # mlx-lm's `TextStateMachine`: divides a text, and drops marks
+    texts: tuple[str, ...]  # all marks
 
     def first(self, text: str) -> str:
-        """Return the mark with which a text begins; of several, the machine's."""
+        """Return the shortest mark that a text begins with, as the machine does."""
         return min((each for each in self.texts if text.startswith(each)), key=len)
 
 
 class AnswerParser:
-    """Divides one answer into its parts, as its text comes."""
+    """Divides one answer into its parts, as its text arrives."""
 
     def __init__(
         self,
         marks: Marks | None,  # None: all text is content
         state: str = NORMAL,  # in which the answer begins
         *,
-        # Returns the calls of a text between marks; None: it is none
+        # Returns the calls of a text between marks; None: it is no call
         read: Callable[[str], list[ToolCall] | None],
         most_calls: int | None = None,  # further ones are dropped; None: all are kept
     ) -> None:
         self._marks, self._name = marks, state
         self._state = None if marks is None else marks.machine.make_state(state)
         self._read, self._most = read, most_calls
-        self._left = ""  # of the text, not divided yet
-        self._tool = self._opened = ""  # of a call: its text, and that with its mark
+        self._left = ""  # the text that is not divided yet
+        self._tool = self._opened = ""  # a call's text, and its first mark
         self._calls = 0
 
     @property
@@ -83,7 +83,7 @@ class AnswerParser:
         return self._name == REASONING
 
     def feed(self, text: str) -> list[Part]:
-        """Return what a piece of the text adds."""
+        """Return the parts that a piece of the text adds."""
         if self._marks is None:
             return [Text(text)] if text else []
         self._left += text
@@ -91,7 +91,7 @@ class AnswerParser:
         return self._parts(segments)
 
     def end(self) -> list[Part]:
-        """Return what the end of the text adds."""
+        """Return the parts that the end of the text adds."""
         if self._marks is None:
             return []
         self._state, text, state = self._marks.machine.flush(self._state)
@@ -125,7 +125,7 @@ class AnswerParser:
         self._name = name
 
     def _close(self, mark: str, parts: list[Part]) -> None:
-        """Add the call that ends here, or its text."""
+        """Add the calls that end here, or their text if it cannot be read."""
         calls = self._read(self._tool)
         if calls is None:
             parts.append(Text(self._opened + self._tool + mark))
@@ -138,7 +138,7 @@ class AnswerParser:
 
 
 def joined(parts: Iterable[Part]) -> list[Part]:
-    """Return parts in which neighbours of one kind are one."""
+    """Return parts with adjacent pieces of text, and of reasoning, joined."""
     whole: list[Part] = []
     for part in parts:
         last = whole[-1] if whole else None
@@ -154,7 +154,7 @@ def read_calls(
     parser: Callable[[str, Any], Any] | None,  # of mlx-lm's tokenizer
     tools: Sequence[dict[str, Any]] | None = None,  # those of the request
 ) -> list[ToolCall] | None:
-    """Return the tool calls of a text between marks; None: it cannot be read so."""
+    """Return the tool calls of a text between marks; None: it is no call."""
     if parser is None:
         return None
     offered = {tool["function"]["name"] for tool in tools or ()}
@@ -162,10 +162,10 @@ def read_calls(
         parsed = parser(text, tools)
         several = parsed if isinstance(parsed, list) else [parsed]
         calls = [_call(one) for one in several]
-    except Exception as error:  # a model writes anything, and parsers raise what comes
+    except Exception as error:  # models write anything, and parsers may raise any error
         LOG.warning("a tool call cannot be read: %s", type(error).__name__)
         return None
-    # Some parsers make up a name for what they cannot read, or take what comes first.
+    # Some parsers invent a name for what they cannot read, or take whatever is first.
     named = [
         call.name in offered or (call.name in text and _NAME.fullmatch(call.name))
         for call in calls
@@ -174,7 +174,7 @@ def read_calls(
 
 
 def _call(parsed: Any) -> ToolCall:
-    """Return a call in one form; raises `ValueError` where it is none."""
+    """Return a parser's result as a `ToolCall`; raises `ValueError` if it is none."""
     name = parsed.get("name") if isinstance(parsed, dict) else None
     if not isinstance(name, str) or not name:
         raise ValueError("it has no name")

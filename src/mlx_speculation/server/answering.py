@@ -1,8 +1,8 @@
-"""Answers: a face's request goes to the engine, and its events come back as the face's.
+"""Answers: texts of a request go to the engine; a `Face` of an API formats the results.
 
-prepare   a text's prompt, its parser and its constraint, in a thread of its own
-submit    to the engine, which says whether it takes it
-answer    as a whole, or as a stream; a client that leaves cancels all of it
+prepare   the prompt, parser and constraint of each text, in a thread of its own
+submit    each text to the engine, which accepts or refuses it
+answer    as a whole, or as a stream; a client that leaves cancels all texts
 """
 
 import asyncio
@@ -43,9 +43,9 @@ from mlx_speculation.server.schemas import AfterThinking, call_grammar
 LOG = logging.getLogger("mlx_speculation.server")
 T = TypeVar("T")
 POLL_SECONDS = 0.1
-# Of silence, after which a stream says that it goes on.
+# Of silence, after which a stream sends a keep-alive.
 KEEP_ALIVE_SECONDS = 5.0
-# Of a text that has to fit a schema, the share that thinking may have at most.
+# Largest share of thinking in the max_tokens of a text that has to fit a schema.
 THINKING_SHARE = 0.5
 
 
@@ -58,7 +58,7 @@ class Answering:
         self._settings = replace(settings, reads_images=self._models.reads_images)
 
     async def answer(self, http: Request, make: Callable[[Settings], Face]) -> Response:
-        """Return the answer to a request whose body was read, as its face has it."""
+        """Return the answer to a request whose body was read; `make` makes its face."""
         with ExitStack() as stack:
             exchange = _Exchange(http, stack, self._worker.check_alive)
             try:
@@ -84,7 +84,7 @@ class Answering:
         return Response(body, media_type="application/json")
 
     async def count(self, http: Request, make: Callable[[Settings], Any]) -> int:
-        """Return how many tokens the prompt of a chat has; the engine is not asked."""
+        """Return the number of tokens of a chat's prompt, without the engine."""
         with ExitStack() as stack:
             exchange = _Exchange(http, stack, self._worker.check_alive)
 
@@ -99,7 +99,7 @@ class Answering:
     async def _submitted(
         self, request: GenerationRequest, exchange: "_Exchange"
     ) -> Job:
-        """Submit one text to the engine; `exchange` ends it."""
+        """Prepare and submit one text; the end of `exchange` cancels it."""
         job = Job(request, self._settings.limits.seconds)
         self._worker.take()
         exchange.stack.callback(job.cancel)
@@ -114,7 +114,7 @@ class Answering:
         return job
 
     def _prepare(self, job: Job, stack: ExitStack) -> None:
-        """Render the prompt of a text, and compile what the text has to fit."""
+        """Set the prompt, parser and constraint of a text."""
         request, models = job.request, self._models
         template, chat = models.template, request.chat
         state, marks, known = NORMAL, None, tuple[dict[str, Any], ...]()
@@ -138,7 +138,7 @@ class Answering:
         job.constraint = self._constraint(job, state, stack)
 
     def _constraint(self, job: Job, state: str, stack: ExitStack) -> Any:
-        """Return what the text has to fit, from the end of thinking on."""
+        """Return the constraint of a text, with thinking before it; None: none."""
         request, worker = job.request, self._worker
         tokenizer, template = self._models.tokenizer, self._models.template
         wanted: Any = request.schema
@@ -157,7 +157,7 @@ class Answering:
 
             inner = worker.schemas.compile(wanted, tokenizer, check)
             stack.callback(inner.close)
-            if job.cancelled:  # the stack may have been closed before it had this
+            if job.cancelled:  # the stack may have been closed before this callback
                 inner.close()
         if state != REASONING:
             return inner
@@ -193,7 +193,7 @@ class Answering:
     async def _stream(
         self, face: Face, jobs: Sequence[Job], exchange: "_Exchange"
     ) -> AsyncIterator[bytes]:
-        """Yield the events of a stream, and of an error or of silence in it."""
+        """Yield the events of a stream, with keep-alives and an error if it fails."""
         sent = time.monotonic()
         try:
             async for made in self._sent(face, jobs, exchange):
@@ -213,7 +213,7 @@ class Answering:
     async def _sent(
         self, face: Face, jobs: Sequence[Job], exchange: "_Exchange"
     ) -> AsyncIterator[Iterable[bytes]]:
-        """Yield the face's events, also none: texts one after the other."""
+        """Yield the face's events of text after text; nothing while there are none."""
         endings = []
         yield face.open(jobs[0].prompt_tokens)
         for choice, job in enumerate(jobs):
@@ -232,7 +232,7 @@ class Answering:
     async def _events(
         self, job: Job, face: Face, choice: int, exchange: "_Exchange"
     ) -> AsyncIterator[Ending | Read | tuple[list[Part], tuple[Token, ...]] | None]:
-        """Yield what a text grows by, how far its prompt is read, and its end."""
+        """Yield prefill progress, parts and end of a text; None: nothing new."""
         parser, reasoning, called = job.parser, 0, False
         while True:
             event = await job.next(POLL_SECONDS, exchange.check)
@@ -251,7 +251,7 @@ class Answering:
             if event.result is None:
                 continue
             most, result = job.request.options.get("max_tokens"), event.result
-            # A prompt of several texts is read once, or its caches are copied.
+            # The prompt of several texts counts once: its caches are shared or copied.
             again = choice % face.request.count > 0
             yield Ending(
                 result=result,
@@ -264,7 +264,7 @@ class Answering:
             return
 
     def _stop_text(self, job: Job, tokens: list[int]) -> str | None:
-        """Return which of the stop texts has ended a text."""
+        """Return the stop text that has ended a text; None: none has."""
         stops, tokenizer = job.request.options.get("stop"), self._models.tokenizer
         if not stops or not tokens or tokens[-1] in tokenizer.eos_token_ids:
             return None
@@ -274,7 +274,7 @@ class Answering:
 
 
 def _without_images(chat: Chat) -> Chat:
-    """Return a chat as a text model has it, to see in what its answer begins."""
+    """Return a chat without its images, as `ChatTemplate.rendered` takes it."""
     if not chat.images:
         return chat
     messages = []
@@ -287,26 +287,26 @@ def _without_images(chat: Chat) -> Chat:
 
 
 class _Exchange:
-    """One request of a client: what ends with it, and whether the client is there."""
+    """One request of a client: watches for a disconnection, holds what to close."""
 
     def __init__(
         self,
         http: Request,  # whose body was read
-        stack: ExitStack,  # ends all that was made for it
-        alive: Callable[[], None],  # raises where the engine does not answer
+        stack: ExitStack,  # ends the texts and constraints that were made for it
+        alive: Callable[[], None],  # raises if the engine does not answer
     ) -> None:
         self.stack, self._alive, self._left = stack, alive, False
         watch = asyncio.create_task(self._watch(http.receive))
         stack.callback(watch.cancel)
 
     def check(self) -> None:
-        """Raise where waiting is of no use."""
+        """Raise if the client has left, or the engine does not answer."""
         if self._left:
             raise ClientLeftError
         self._alive()
 
     async def in_thread(self, act: Callable[[], T]) -> T:
-        """Do something that may take its time, in a thread that nobody waits for.
+        """Return the result of a slow call, made in a thread that nothing else joins.
 
         Raises:
             ClientLeftError: the client has left.
@@ -314,7 +314,7 @@ class _Exchange:
         outcome: Future[T] = Future()
         outcome.set_running_or_notify_cancel()
         done = asyncio.wrap_future(outcome)
-        # asyncio would log an exception where nobody waits any more.
+        # Reads the exception: asyncio would log one that nobody has read.
         done.add_done_callback(lambda it: it.cancelled() or it.exception())
         thread = threading.Thread(target=_run, args=(act, outcome), daemon=True)
         thread.start()
@@ -338,7 +338,7 @@ def _run(act: Callable[[], T], outcome: "Future[T]") -> None:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events; whatever ends them, the stack is closed."""
+    """Server-sent events; the stack is closed however they end."""
 
     def __init__(self, events: AsyncIterator[bytes], stack: ExitStack) -> None:
         super().__init__(
@@ -349,7 +349,7 @@ class EventStream(StreamingResponse):
         self._events, self._stack = events, stack
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events; the exchange watches whether the client is there."""
+        """Send the events. `_Exchange` watches the client, instead of Starlette."""
         with self._stack:
             async with aclosing(self._events):  # type: ignore[type-var]
                 await self.stream_response(send)

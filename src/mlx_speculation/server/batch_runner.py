@@ -1,4 +1,4 @@
-"""The requests that one generator serves: rows in, pieces of text out."""
+"""Requests that one generator serves: jobs become rows, and get pieces of text."""
 
 import logging
 import sys
@@ -27,7 +27,7 @@ LOG = logging.getLogger("mlx_speculation.server")
 
 
 class Rows:
-    """A batch, and who waits for each of its rows."""
+    """A batch, and the job of each of its rows."""
 
     def __init__(
         self,
@@ -42,13 +42,13 @@ class Rows:
         self.positions = position_table(generator.model) or sys.maxsize
         self.longest = min(length, self.positions)  # tokens of prompt and text together
         draft = generator.draft
-        # Whether a lookup is among what drafts; no other draft looks in a prediction.
+        # Whether a lookup is among the drafters; no other drafter uses a prediction.
         self.predicts = draft is not None and any(each.free for each in draft.members())
         self._kv = settings.kv.limits()
-        limited(generator.model, sys.maxsize, **self._kv)  # refuses before a request
+        limited(generator.model, sys.maxsize, **self._kv)  # raises before a request
         self._batch = BatchGenerator(generator, max_rows=settings.max_rows)
         self._jobs: dict[int, Job] = {}
-        self._texts: dict[int, TokenTexts] = {}  # where probabilities are wanted
+        self._texts: dict[int, TokenTexts] = {}  # of rows with log-probabilities
 
     def __len__(self) -> int:
         """The number of requests."""
@@ -56,11 +56,11 @@ class Rows:
 
     @property
     def running(self) -> int:
-        """The rows that have begun."""
+        """The number of rows that have begun."""
         return len(self._batch.running)
 
     def insert(self, job: Job, prompt: Prompt, length: int) -> None:
-        """Give a request a row, whose prompt has so many tokens."""
+        """Insert a request, whose prompt has `length` tokens."""
         uid = self._batch.insert(prompt, **self._options(job, length))
         self._jobs[uid] = job
         if "logprobs" in job.request.options:
@@ -71,9 +71,9 @@ class Rows:
             self._metrics.alone(job.alone)
 
     def round(self) -> None:
-        """Remove cancelled requests, and run a round of the rest.
+        """Remove cancelled and late requests, and run a round of the rest.
 
-        If that fails as a whole, all requests get the error, and the batch begins anew.
+        If that raises, all requests get the error, and a new batch is made.
         """
         try:
             for uid, job in tuple(self._jobs.items()):
@@ -105,7 +105,7 @@ class Rows:
             self._hand_out(uid, responses)
 
     def _options(self, job: Job, length: int) -> StreamKeywords:
-        """Return the options of a stream whose prompt has so many tokens."""
+        """Return the options of a stream whose prompt has `length` tokens."""
         tokenizer, sampling = self.generator.tokenizer, job.request.sampling
         if sampling.xtc_probability:
             line = tokenizer.encode("\n", add_special_tokens=False)
@@ -132,7 +132,7 @@ class Rows:
         }
 
     def _hand_out(self, uid: int, responses: "list[BatchResponse]") -> None:
-        """Give a request what one round has brought."""
+        """Pass a request its responses of one round."""
         job, last = self._jobs[uid], responses[-1]
         if job.began is None:
             job.began = time.monotonic()
@@ -148,7 +148,7 @@ class Rows:
             job.put(Piece(pieces, tokens, result))
 
     def _let_go(self, uid: int) -> "Result":
-        """Forget a row, and count it."""
+        """Remove a row, count it in the metrics, and return its result."""
         result = self._batch.remove(uid)
         job = self._jobs.pop(uid)
         self._texts.pop(uid, None)
@@ -177,7 +177,7 @@ class TokenTexts:
         self._length = 0  # characters so far
 
     def token(self, chunk: "Chunk") -> Token:
-        """Take the next token."""
+        """Return the next token of the row, with its text and alternatives."""
         assert chunk.logprob is not None
         ids, values = zip(
             (chunk.token, chunk.logprob.value), *chunk.logprob.top, strict=True
@@ -193,7 +193,7 @@ class TokenTexts:
 
 
 def _line(job: Job, result: "Result") -> str:
-    """Return what one text has cost, for the log."""
+    """Return the line of the log about one text: tokens, drafts and times."""
     stats, now = result.stats, time.monotonic()
     began = job.began or now
     queued = (job.reading or began) - job.arrived
@@ -214,7 +214,7 @@ def _line(job: Job, result: "Result") -> str:
 
 
 def logged_api_error(error: Exception) -> ApiError:
-    """Return what a client learns of an exception; the log has the rest, once."""
+    """Return the error that a client gets; log an exception of the server itself."""
     answer = as_api_error(error)
     if answer.status >= 500 and answer is not error:
         LOG.error("a request failed", exc_info=error)

@@ -1,7 +1,7 @@
 """The engine's thread: loads the models, takes requests, and runs rounds of them.
 
-Everything of mlx happens here, loading included: arrays that one thread has not
-computed yet cannot be computed by another.
+All of mlx runs in this thread, loading included: an array that is not computed yet
+cannot be computed by another thread than the one that made it.
 """
 
 import atexit
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("mlx_speculation.server")
 IDLE_SECONDS, POLL_SECONDS = 0.1, 0.01
-EXIT_SECONDS = 5.0  # until the thread of a program that ends has gone
+EXIT_SECONDS = 5.0  # for the thread to end when the program exits
 
 MakeGenerator = Callable[["PrefixCache | None"], SpeculativeGenerator]
 
@@ -64,7 +64,7 @@ class Worker:
         self._closed: str | None = None
         self._abandoned = False  # the thread hangs, and no call waits for it
         self.schemas = SchemaCompilers(settings.limits)
-        self.loaded: Future[Generators] = Future()  # or what loading has raised
+        self.loaded: Future[Generators] = Future()  # or the error of loading them
         self._stop = self._failed = False
         self._starter = threading.current_thread()
         atexit.register(self.end, EXIT_SECONDS)
@@ -85,7 +85,8 @@ class Worker:
     def stopping(self) -> bool:
         """True if the thread has to end.
 
-        Also at the end of the program that has started it: Python waits for it there.
+        Also once the main thread and the starting thread have ended: the exit of
+        Python waits for this thread.
         """
         users = threading.main_thread(), self._starter
         return self._stop or not any(each.is_alive() for each in users)
@@ -100,10 +101,10 @@ class Worker:
         self._closed = why
 
     def take(self) -> None:
-        """Count a request that is prepared, and has to be submitted or `done`.
+        """Count a new request, which the caller has to `submit`, or to end by `done`.
 
         Raises:
-            ApiError: there are too many, or the engine is not there.
+            ApiError: there are too many requests, or the engine does not run.
         """
         most = self._settings.max_rows + self._settings.limits.queue
         with self._lock:
@@ -125,12 +126,12 @@ class Worker:
         self._arrived.put(job)
 
     def done(self) -> None:
-        """Count a request no more: it is answered, or was taken and not submitted."""
+        """Count a request no more: it has ended, or is not submitted after `take`."""
         with self._lock:
-            self.taken = max(0, self.taken - 1)  # a leaving engine counts none
+            self.taken = max(0, self.taken - 1)  # `_leave` sets it to 0
 
     def check_alive(self) -> None:
-        """Raise where nobody would answer any more."""
+        """Raise if the engine cannot answer any more."""
         if not self.alive or self._abandoned:
             why = self._closed or "The engine has failed."
             raise unavailable(why, retry=None)
@@ -138,9 +139,9 @@ class Worker:
     def end(self, seconds: float) -> bool:
         """Ask the thread to end, and return whether it has.
 
-        After Python's end of a thread mlx frees what it keeps for it, and asks for the
-        interpreter's lock: a process that ends meanwhile aborts. So on Linux the end is
-        that of the system's thread.
+        After Python's part of a thread has ended, mlx frees its data of the thread, for
+        which it takes the interpreter's lock: a process that exits meanwhile aborts. So
+        on Linux this waits for the end of the system's thread.
         """
         self.schemas.close()  # the thread may wait for a mask
         self._stop = True
@@ -180,9 +181,9 @@ class Worker:
             self._leave()
 
     def _admit(self) -> None:
-        """Give a row to the next request; wait for one if there is nothing else to do.
+        """Insert the next request; wait for one if no request runs.
 
-        One for each round: those that run do not wait for many of them.
+        At most one before each round, so that running requests do not wait for many.
         """
         wait = 0.0 if self._generators else IDLE_SECONDS
         while True:
@@ -201,7 +202,7 @@ class Worker:
             self.done()
 
     def _leave(self) -> None:
-        """End all requests, and let go of what this thread has made."""
+        """End all requests, and free the arrays of this thread."""
         self._closed = self._closed or "The engine has failed."
         end = unavailable(self._closed)
         while not self._arrived.empty():

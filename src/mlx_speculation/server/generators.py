@@ -1,6 +1,7 @@
 """The generators of one target: one for each draft and mode that requests ask for.
 
-All of it happens in the engine's thread but `encode`, `check_length` and the template.
+All calls are made in the engine's thread, except `encode`, `check_length` and those of
+the template.
 """
 
 import gc
@@ -55,22 +56,22 @@ class Generators:
 
     @property
     def running(self) -> int:
-        """The rows that have begun."""
+        """The number of rows that have begun."""
         return sum(rows.running for rows in self._rows.values())
 
     def encode(self, prompt: str | list[int]) -> list[int]:
         """Return the token ids of a prompt that is no chat."""
-        if isinstance(self._generator, ApiError):  # the end
+        if isinstance(self._generator, ApiError):  # set by `end`
             raise self._generator
         return self._generator.encode(prompt)
 
     def check_length(self, tokens: int, field: str) -> None:
-        """Raise where a prompt does not fit.
+        """Raise if a prompt is too long.
 
-        The words are those by which clients see that they have to shorten a history.
+        Clients recognize the words of this error, and then shorten the history.
         """
         longest = self._limits.prompt_tokens or sys.maxsize
-        most = min(longest, self.longest - 1)  # and a token of the answer
+        most = min(longest, self.longest - 1)  # room for a token of the answer
         if tokens <= most:
             return
         option = "max-prompt-tokens" if most == longest else "max-model-len"
@@ -93,7 +94,7 @@ class Generators:
         chat = request.chat
         if chat is None or not chat.images:
             ids = job.prompt
-            if not isinstance(request.prompt, list):  # a text, and no ids
+            if not isinstance(request.prompt, list):  # of text, not of token ids
                 ids = rows.generator.replayed(ids)
             rows.insert(job, ids, len(ids))
         else:
@@ -101,7 +102,7 @@ class Generators:
             messages, args = self.template.with_images(chat)
             try:
                 prompt = model.image_prompt(messages, chat.images, args)
-            except Exception as error:  # a template raises what it likes
+            except Exception as error:  # a template may raise any error
                 raise refused(error) from error
             self.check_length(len(prompt.tokens), "messages")
             rows.insert(job, prompt, len(prompt.tokens))
@@ -112,7 +113,7 @@ class Generators:
             rows.round()
 
     def end(self, why: ApiError) -> None:
-        """End all rows, and let go of what this thread has made."""
+        """End all rows, and free the arrays of this thread."""
         for rows in self._rows.values():
             rows.end(why)
         self._rows.clear()
@@ -120,10 +121,10 @@ class Generators:
         gc.collect()
 
     def _serving(self, draft: str | None, exact: bool) -> Rows:
-        """Return the rows of a draft, in exact mode or not, made at the first use."""
+        """Return the rows of a draft, in exact mode or not, made at their first use."""
         generator = self._rows[None, False].generator
         if generator.exact is not None:
-            exact = False  # all of them are
+            exact = False  # every generator is in exact mode
         if (draft, exact) not in self._rows:
             made = _beside(generator, draft, exact, self._prefixes)
             self._rows[draft, exact] = self._rows_of(made)
@@ -136,10 +137,10 @@ def _beside(
     exact: bool,
     prefixes: "PrefixCache | None",
 ) -> SpeculativeGenerator:
-    """Return a generator of the same target, with a draft or in a mode of its own.
+    """Return a generator of the same target, with another draft or mode.
 
-    It shares the prefix cache, unless that holds the caches of a draft model too, or
-    what forwards of another shape have computed.
+    It shares the prefix cache, unless the cache also holds caches of a draft model, or
+    this is exact mode: forwards of another shape have computed what the cache holds.
 
     Raises:
         ApiError: the target cannot be decoded in exact mode.

@@ -1,9 +1,9 @@
-"""One text on its way between its connection and the engine's thread.
+"""Jobs: each passes one text between its connection and the engine's thread.
 
 connection                     engine
 submit(job)          ->        queues it
-job.next()           <-        `Started`, or what is wrong with it
-job.next()           <-        `Read` and `Piece`, the last one with the result
+job.next()           <-        `Started`, or an error
+job.next()           <-        `Read`, then `Piece`; the last piece has the result
 job.cancel()         ->        removes the request before the next round
 """
 
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
     from mlx_speculation.server.answer_parts import AnswerParser
 
 LOG = logging.getLogger("mlx_speculation.server")
-# The engine ends what is late between two rounds; after this long nobody waits for it.
+# The engine ends late requests between two rounds; connections wait so much longer.
 OVERDUE_SECONDS = 10.0
 
 
 class ClientLeftError(Exception):
-    """Raised where a client has closed its connection before its answer was whole."""
+    """The client has closed its connection before its answer was complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """A token id, and how probable it was."""
+    """A token that could come next, and its probability."""
 
-    id: int  # the token
-    text: str  # of it, after the tokens before it
+    id: int  # of the token
+    text: str  # of the token, after the tokens before it
     value: float  # the natural logarithm of its probability
 
 
@@ -46,7 +46,7 @@ class Token:
 
     alternative: Alternative  # the token that was chosen
     top: tuple[Alternative, ...]  # the most probable ones
-    start: int  # the characters of the text before it
+    start: int  # number of characters of the text before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,28 +67,28 @@ class Piece:
 
     texts: tuple[str, ...]  # of each token, each may be empty
     tokens: tuple[Token, ...] = ()  # all of them, if their probabilities were asked for
-    result: "Result | None" = None  # the text as a whole, in the last piece
+    result: "Result | None" = None  # of the whole text, in the last piece
 
 
 Event = Started | Read | Piece
 
 
 class Job:
-    """One text, to be answered within so many seconds."""
+    """One text, which has to be complete within so many seconds."""
 
     parser: "AnswerParser"  # divides the answer, once the prompt is known
 
     def __init__(self, request: GenerationRequest, seconds: float) -> None:
         self.request = request
-        self.prompt: list[int] = []  # of a text; images are read by the engine
+        self.prompt: list[int] = []  # token ids; the engine reads prompts with images
         self.constraint: Constraint | None = None
         self.arrived = time.monotonic()
         self.deadline = self.arrived + seconds
-        self.began: float | None = None  # the first token
-        self.reading: float | None = None  # the first of the prompt was read
+        self.began: float | None = None  # time of the first token
+        self.reading: float | None = None  # time when the prefill began to report
         self.prompt_tokens = self._read = 0
-        self.alone: str | None = None  # why it does not run together with others
-        self.cancelled = False  # whether nobody waits for the answer
+        self.alone: str | None = None  # why its row is decoded alone; None: it is not
+        self.cancelled = False  # True: nobody waits for the answer
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Event | Exception] = asyncio.Queue()
 
@@ -103,31 +103,31 @@ class Job:
         return time.monotonic() > self.deadline
 
     def cancel(self) -> None:
-        """Mark it for removal before the next round."""
+        """Mark the job for removal before the next round."""
         self.cancelled = True
 
     def count_prefill(self, tokens: int) -> None:
-        """Note that so many more tokens of the prompt were read."""
+        """Report that so many more tokens of the prompt were read."""
         self.reading = self.reading or time.monotonic()
         self._read += tokens
         self.put(Read(self._read))
 
     def put(self, event: Event | Exception) -> None:
-        """Hand over an event, or an error that ends the request, from any thread."""
+        """Pass on an event, or an error that ends the request, from any thread."""
         with suppress(RuntimeError):  # the loop has ended, and nobody waits
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
     async def next(self, seconds: float, check: Any) -> Event | None:
-        """Return the next event; None: there is none for so many seconds.
+        """Return the next event; None: none came within `seconds`.
 
         Raises:
             ApiError: the request has ended, or the engine does not answer.
-            Exception: raised by `check`, where waiting is of no use.
+            Exception: `check` has raised it: waiting is of no use.
         """
         try:
             check()
         except ApiError:
-            if self._events.empty():  # else its last event is read
+            if self._events.empty():  # else the events that are left come first
                 raise
         if time.monotonic() > self.deadline + OVERDUE_SECONDS:
             LOG.error("the engine does not answer")

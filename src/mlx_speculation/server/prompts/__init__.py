@@ -1,8 +1,8 @@
-"""From a chat to token ids: chat templates, and what each of them cannot say.
+"""From a chat to token ids: chat templates, and messages fitted to each of them.
 
-    traits          probes of a template: which roles, tools and arguments it knows
+    traits          probes of a template: roles, tools and arguments that it supports
     fitted          messages fitted to these traits
-    rendering       token ids, in what the answer begins, and the marks within it
+    rendering       token ids, the state in which the answer begins, and its marks
 
-HTTP and the APIs are not known here, nor what a request asks for beside its chat.
+HTTP, the APIs and all of a request but its chat are not known here.
 """

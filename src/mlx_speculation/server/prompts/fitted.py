@@ -1,9 +1,9 @@
-"""Messages fitted to a chat template: what it does not know is said in words.
+"""Messages fitted to a chat template: what the template does not support is replaced.
 
-no system      in front of the first user turn
-no tools       described in the system message, calls and results as texts, in the
-               form that models of the Hermes kind were trained on
-no neighbours  joined, so that user and model take turns
+system      its text is put in front of the first user turn
+tools       the system message describes them, and calls and results are texts, in the
+            form that models of the Hermes kind were trained on
+neighbours  messages of one role in a row are joined, so that user and model take turns
 """
 
 import hashlib
@@ -37,7 +37,7 @@ SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 def fitted(
     messages: Sequence[Message], tools: Sequence[dict[str, Any]], traits: Traits
 ) -> list[Message]:
-    """Return messages that a template of such traits renders whole."""
+    """Return messages of which a template with these traits renders everything."""
     form = _formed if traits.calls else _in_words
     messages = [form(message, traits) for message in messages]
     if tools and not traits.tools:
@@ -61,7 +61,7 @@ def _with_tools(
 
 
 def _in_words(message: Message, traits: Traits) -> Message:
-    """Return a message whose calls, or the result that it is, are texts."""
+    """Return a message in which tool calls, or a tool's result, are text."""
     if message["role"] == "tool":
         return {"role": "user", "content": RESULT.format(message["content"])}
     if not message.get("tool_calls"):
@@ -109,7 +109,7 @@ def _without_system(messages: Sequence[Message]) -> list[Message]:
 
 
 def _taking_turns(messages: Sequence[Message]) -> list[Message]:
-    """Return messages of which no two neighbours are the user's, or the model's."""
+    """Return messages without adjacent turns of the user, or of the model."""
     turns: list[Message] = []
     for message in messages:
         before = turns[-1] if turns else {"role": "system"}
@@ -119,7 +119,7 @@ def _taking_turns(messages: Sequence[Message]) -> list[Message]:
         elif role == "assistant" and before["role"] == "system":
             turns += [{"role": "user", "content": ""}, message]
         elif role == "user" and before["role"] == "tool":
-            # Behind a result only the model speaks.
+            # After a result only the model may speak.
             said = "".join(p.get("text", "") for p in parts_of(message["content"]))
             turns[-1] = joined(before, {"content": said}, "\n\n")
         else:

@@ -1,6 +1,6 @@
-"""Token ids of a chat, in what its answer begins, and the marks within the answer.
+"""Token ids of a chat, the state in which its answer begins, and the answer's marks.
 
-This module is imported by name only, since it imports all of mlx-lm's server.
+The package does not import this module, which imports all of mlx-lm's server.
 """
 
 import threading
@@ -21,13 +21,13 @@ from mlx_speculation.server.request import Chat
 
 
 class ChatTemplate:
-    """The chat template of one tokenizer, from any thread."""
+    """The chat template of one tokenizer; any thread may use it."""
 
     def __init__(self, tokenizer: TokenizerWrapper, args: dict[str, Any]) -> None:
         self._tokenizer, self._args = tokenizer, args
         self._lock = threading.Lock()
         self._has_template = bool(tokenizer.has_chat_template)
-        # Where a template has no tools, they are described to the model.
+        # If a template does not support tools, the system message describes them.
         calls = tokenizer if tokenizer.has_tool_calling else _Described(tokenizer)
         self.tool_parser = calls.tool_parser  # reads calls in answers
         self.call_marks = calls.tool_call_start, calls.tool_call_end
@@ -63,12 +63,12 @@ class ChatTemplate:
                 tokens = self._tokenizer.apply_chat_template(
                     messages, add_generation_prompt=True, tools=tools, **args
                 )
-        except Exception as error:  # a template raises what it likes
+        except Exception as error:  # a template may raise any error
             raise refused(error) from error
         return [int(token) for token in tokens]
 
     def with_images(self, chat: Chat) -> tuple[list[Message], dict[str, Any]]:
-        """Return the messages of a chat with images, and what its template takes."""
+        """Return the messages of a chat with images, and arguments of its template."""
         args = {**self._args, **chat.template_args}
         if chat.tools and self.traits.tools:
             args["tools"] = list(chat.tools)
@@ -97,7 +97,7 @@ class ChatTemplate:
 
 
 class _Described:
-    """A tokenizer whose template has no tools, with marks of calls all the same."""
+    """A tokenizer whose template has no tools, with the marks of JSON calls."""
 
     has_tool_calling = True
     tool_call_start = json_tools.tool_call_start
@@ -112,7 +112,7 @@ class _Described:
 
 
 def refused(error: Exception) -> ApiError:
-    """Return what a client learns of a template that has raised."""
+    """Return the error that a client gets if a template has raised."""
     if isinstance(error, InvalidRequestError):
         return invalid(str(error), "messages")
     return invalid(

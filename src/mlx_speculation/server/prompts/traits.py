@@ -40,7 +40,7 @@ class Traits:
 
 
 def probed(render: Render, *, has_tool_calls: bool) -> Traits:
-    """Return the traits of a template, and of calls that can be read in answers."""
+    """Return a template's traits; `has_tool_calls`: calls can be read in answers."""
 
     def shown(messages: list[Message], tools: Any = None) -> str:
         try:
