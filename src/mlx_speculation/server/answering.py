@@ -251,7 +251,7 @@ class Answering:
             if event.result is None:
                 continue
             most, result = job.request.options.get("max_tokens"), event.result
-            # The prompt of several texts counts once: its caches are shared or copied.
+            # Several texts count their prompt once, since only the first one reads it.
             again = choice % face.request.count > 0
             yield Ending(
                 result=result,
@@ -287,7 +287,7 @@ def _without_images(chat: Chat) -> Chat:
 
 
 class _Exchange:
-    """One request of a client: watches for a disconnection, holds what to close."""
+    """One request of a client: watches for a disconnection, and holds the stack."""
 
     def __init__(
         self,

@@ -7,6 +7,6 @@
     messages      the Messages API: bodies, blocks, pings
     responses     the Responses API: items in and out, sequence numbers
 
-A wrong body raises an `ApiError` that names the field. This room does not know sockets,
-threads or models.
+An invalid body raises an `ApiError` that names the field. Sockets, threads and models
+are not known here.
 """

@@ -1,4 +1,4 @@
-"""A face: one API's form of a request and of the events of its answer."""
+"""Faces: each formats requests, answers and events of one API."""
 
 import json
 from collections import deque
@@ -25,17 +25,17 @@ class Ending:
     """The end of one text, and its cost."""
 
     result: "Result"
-    prompt_tokens: int  # 0 where the prompt of several texts was counted already
+    prompt_tokens: int  # 0 if an earlier text has counted the prompt
     reasoning_tokens: int = 0
-    called: bool = False  # whether it has called a tool
-    # The stop text that has ended it; None: none has.
+    called: bool = False  # whether the text calls a tool
+    # The stop text that has ended the text; None: none has.
     stop_text: str | None = None
     # Whether the context had no room for as many tokens as were asked for.
     out_of_room: bool = False
 
     @property
     def cut(self) -> bool:
-        """True if a limit has cut it."""
+        """True if a limit of length has ended the text."""
         return self.result.finish_reason == "length"
 
     @property
@@ -45,7 +45,7 @@ class Ending:
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens of the prompt that were not read again."""
+        """Number of prompt tokens that the prefix cache held."""
         return min(self.result.stats.reused, self.prompt_tokens)
 
 
@@ -59,7 +59,7 @@ class WholeText:
 
 
 def speculative(endings: Sequence[Ending], draft: str | None) -> dict[str, Any]:
-    """Return the statistics of the drafts of texts; "auto" names their sources."""
+    """Return drafting statistics of texts; a draft "auto" is shown as its sources."""
     every = [each.result.stats for each in endings]
     reached = zip_longest(*(each.reached for each in every), fillvalue=0)
     stats = Statistics(
@@ -86,9 +86,9 @@ def speculative(endings: Sequence[Ending], draft: str | None) -> dict[str, Any]:
 
 
 class Face:
-    """The form of one API; made of a body, for one answer.
+    """The format of one API, for the answer to one body.
 
-    The methods but `whole` return events of a stream, as bytes.
+    All methods but `whole` return events of a stream, as bytes.
     """
 
     def __init__(self, request: GenerationRequest, settings: Settings) -> None:
@@ -100,13 +100,13 @@ class Face:
         return ()
 
     def reading(self, tokens: int, of: int) -> Iterable[bytes]:
-        """Report the progress of the prefill; by default the keep-alives do."""
+        """Report the progress of the prefill; by default send nothing."""
         return ()
 
     def parts(
         self, choice: int, parts: Sequence[Part], tokens: Sequence[Token]
     ) -> Iterable[bytes]:
-        """Send what a text has grown by."""
+        """Send new parts of a text."""
         raise NotImplementedError
 
     def end_text(self, choice: int, ending: Ending) -> Iterable[bytes]:
@@ -126,29 +126,29 @@ class Face:
         raise NotImplementedError
 
     def whole(self, texts: Sequence[WholeText]) -> dict[str, Any]:
-        """Return an answer that is no stream."""
+        """Return the whole answer of a request without a stream."""
         raise NotImplementedError
 
 
 class BlockFace(Face):
-    """Answers of blocks, of which one is open at a time.
+    """Answers as lists of blocks, of which one is open at a time.
 
-    Text of nothing but white space between blocks is no block, and text behind another
-    block has no line feeds in front. `end_text` sets `_answer`.
+    White space alone makes no text block, and a text block after another block begins
+    without line feeds. `end_text` sets `_answer`.
     """
 
     def __init__(self, request: GenerationRequest, settings: Settings) -> None:
         super().__init__(request, settings)
-        self._answer: Block = {}  # as a whole, once it has ended
-        self._blocks: list[Block] = []  # that are complete
+        self._answer: Block = {}  # the whole answer, once it has ended
+        self._blocks: list[Block] = []  # the complete ones
         self._open: type[Text] | type[Reasoning] | None = None
         self._text = ""  # of the open block
-        self._spaces = ""  # that a text block may begin with
+        self._spaces = ""  # white space before a text block
 
     def parts(
         self, choice: int, parts: Sequence[Part], tokens: Sequence[Token]
     ) -> Iterable[bytes]:
-        """Send what the text has grown by."""
+        """Send new parts of the text."""
         for part in parts:
             if isinstance(part, ToolCall):
                 yield from self._closed()
@@ -169,7 +169,7 @@ class BlockFace(Face):
             yield self._delta(text)
 
     def whole(self, texts: Sequence[WholeText]) -> dict[str, Any]:
-        """Return an answer that is no stream: that of its events."""
+        """Return the whole answer, as the events of a stream would build it."""
         (text,) = texts
         deque(self.parts(0, joined(text.parts), ()), maxlen=0)
         deque(self.end_text(0, text.ending), maxlen=0)

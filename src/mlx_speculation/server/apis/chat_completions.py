@@ -1,7 +1,7 @@
 """Chat Completions: bodies with the fields that agents add, chunks and messages.
 
-Fields of messages that are not known are passed over: agents replay what they got, and
-add their own. Fields of the body that are not known are refused: see `StrictModel`.
+Unknown fields of messages are ignored: agents send answers back, with fields of their
+own. Unknown fields of the body are refused: see `StrictModel`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,8 +33,8 @@ from mlx_speculation.server.request.tools import Choice, ToolBody, Toolbox
 from mlx_speculation.server.request.transcript import Arguments
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
-# Keywords of a chat template that are not the template's: a client's own template could
-# run for ever.
+# Keywords of `apply_chat_template` that are not the template's, and not for requests: a
+# client's own template could run for ever.
 RESERVED = frozenset(
     (
         *("add_generation_prompt", "chat_template", "continue_final_message"),
@@ -46,7 +46,7 @@ RESERVED = frozenset(
 
 
 class Prediction(RequestModel):
-    """A text that the answer may be like."""
+    """A text that the answer may resemble."""
 
     type: Literal["content"]
     content: Content
@@ -81,7 +81,7 @@ class ToolCallBody(RequestModel):
 
 
 class ChatMessage(RequestModel):
-    """One message; agents replay what they got, and add fields of their own."""
+    """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content = Field([])
@@ -92,7 +92,7 @@ class ChatMessage(RequestModel):
     reasoning: Loose = ""
 
     def replayed(self) -> Iterator[Block]:
-        """Yield reasoning and calls as blocks."""
+        """Yield the reasoning and calls of an earlier answer as blocks."""
         thought = self.reasoning_content or self.reasoning
         yield ThinkingBlock(type="thinking", thinking=thought)
         for i, each in enumerate(self.tool_calls):
@@ -119,7 +119,7 @@ class ChatBody(OpenAIBody):
 
 
 def chat_request(body: ChatBody, settings: Settings) -> GenerationRequest:
-    """Check a chat."""
+    """Check a chat, and return its request."""
     for name in body.chat_template_kwargs:
         if name in RESERVED:
             raise invalid(
@@ -177,7 +177,7 @@ class ChatFace(OpenAIFace):
         yield self._chunk(0, {"role": "assistant", "content": ""})
 
     def end_text(self, choice: int, ending: Ending) -> Iterable[bytes]:
-        """Send why a text has ended, and begin the next one."""
+        """Send the reason for the end of a text, and begin the next one."""
         self._calls = 0
         yield self._chunk(choice, {}, self._reason(ending))
         if choice + 1 < self.request.count:
@@ -228,9 +228,9 @@ def _call(call: ToolCall) -> dict[str, Any]:
 
 
 def _entry(one: Alternative) -> dict[str, Any]:
-    """Return one token, with its id as mlx-lm's server has it.
+    """Return one token, with its id as in mlx-lm's server.
 
-    Bytes of half a character are not known from its text.
+    The bytes of a part of a character are unknown: its text does not hold them.
     """
     known = BROKEN not in one.text
     return {

@@ -1,4 +1,4 @@
-"""Legacy completions: a text, or a list of token ids, is continued."""
+"""Legacy completions, which continue texts or lists of token ids."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -14,8 +14,8 @@ from mlx_speculation.server.config import Settings
 from mlx_speculation.server.job import Alternative, Token
 from mlx_speculation.server.request import GenerationRequest
 
-# Where neither the request nor --max-tokens says how long a text may be: it has no end
-# of turn at which a model stops by itself.
+# Length if neither the request nor --max-tokens gives one: a text has no end of turn at
+# which the model would stop.
 LENGTH = 512
 
 
@@ -26,7 +26,7 @@ class CompletionBody(OpenAIBody):
 
 
 def completion_request(body: CompletionBody, settings: Settings) -> GenerationRequest:
-    """Check a request to continue texts."""
+    """Check a request to continue texts, and return it in the common form."""
     prompts: Any = body.prompt
     if not isinstance(prompts, list) or not prompts or isinstance(prompts[0], int):
         prompts = [prompts]
@@ -45,7 +45,7 @@ class CompletionFace(OpenAIFace):
         super().__init__(body, completion_request(body, settings), settings)
 
     def end_text(self, choice: int, ending: Ending) -> Iterable[bytes]:
-        """Send why a text has ended."""
+        """Send the reason for the end of a text."""
         yield self._chunk(choice, "", self._reason(ending))
 
     def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
@@ -67,7 +67,7 @@ class CompletionFace(OpenAIFace):
 
 
 def _by_text(top: Sequence[Alternative]) -> dict[str, float]:
-    """Return the most probable token of each text, the most probable first."""
+    """Return the log-probability of each text: that of its most probable token."""
     values: dict[str, float] = {}
     for one in top:
         values.setdefault(one.text, one.value)

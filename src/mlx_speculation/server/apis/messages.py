@@ -1,11 +1,11 @@
 """The Messages API: bodies as coding agents send them, blocks and events.
 
-cache_control    is passed over, wherever it stands: it moves from turn to turn
-billing line     a system block of the client's own accounts, with values that change
-                 from request to request: it is left out
-deferred tools   stand outside of the tools that the model is shown, and are
-                 described where a `tool_reference` names them: what was read of the
-                 turns before stays as it was
+cache_control    is ignored everywhere: it moves from turn to turn
+billing line     a system block for the client's billing, with values that change with
+                 every request: it is left out
+deferred tools   are not in the list of tools for the model, but described where a
+                 `tool_reference` names them, so that the tokens of earlier turns stay
+                 the same
 """
 
 import json
@@ -39,7 +39,7 @@ from mlx_speculation.server.request.options import (
 )
 from mlx_speculation.server.request.tools import Choice, ToolBody, Toolbox
 
-SIGNATURE = "mlx-speculation"  # clients drop thinking that has none
+SIGNATURE = "mlx-speculation"  # clients drop thinking without a signature
 
 
 class Message(RequestModel):
@@ -72,7 +72,7 @@ class MessagesBody(CountBody):
 
 
 def messages_request(body: CountBody, settings: Settings) -> GenerationRequest:
-    """Check a request."""
+    """Check a request, and return it in the common form."""
     toolbox, choice, config = Toolbox(body.tools), body.tool_choice, body.output_config
     tools = toolbox.chosen(choice)
     conversation = Conversation(settings, "\n", toolbox.deferred)
@@ -105,7 +105,7 @@ class MessagesFace(BlockFace):
         }
 
     def open(self, prompt_tokens: int) -> Iterable[bytes]:
-        """Begin a message; what of the prompt is cached is known in the end."""
+        """Begin a message; its end gives the number of cached prompt tokens."""
         ending = {"stop_reason": None, "stop_sequence": None}
         usage = {"usage": _usage(prompt_tokens)}
         message = {**self._message, "content": [], **ending, **usage}
@@ -113,7 +113,7 @@ class MessagesFace(BlockFace):
         yield _event("ping")
 
     def keep_alive(self) -> Iterable[bytes]:
-        """Send a ping, and in an open block a piece of nothing."""
+        """Send a ping, and an empty piece of an open block."""
         yield _event("ping")
         if self._open is not None:
             yield self._delta("")
@@ -189,7 +189,7 @@ def _usage(prompt: int, cached: int = 0, output: int = 0) -> dict[str, Any]:
 
 
 def _stopped(ending: Ending) -> dict[str, Any]:
-    """Return why a message has ended."""
+    """Return the reason for the end of a message, and its stop text."""
     reason = "end_turn"
     if ending.cut:
         room = "model_context_window_exceeded"

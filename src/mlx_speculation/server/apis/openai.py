@@ -24,8 +24,8 @@ from mlx_speculation.server.request.options import (
 )
 
 FINGERPRINT = f"mlx-speculation-{__version__}"
-Alternatives = Annotated[int, Field(ge=-1, le=20)]  # -1 is mlx-lm's way of saying none
-NOT_OFFERED = {  # fields of OpenAI's and mlx-lm's, and what to do instead
+Alternatives = Annotated[int, Field(ge=-1, le=20)]  # -1: none, as in mlx-lm
+NOT_OFFERED = {  # fields of OpenAI's and mlx-lm's servers, and what to do instead
     "adapters": "Start the server with --adapter-path.",
     "suffix": "Leave it out: a text is continued at its end alone.",
     "functions": "Name them in tools.",
@@ -53,7 +53,7 @@ class StreamOptions(StrictModel):
 
 
 class ResponseFormat(StrictModel, TextFormat):
-    """The form of a text, with its schema in an object that names it."""
+    """The format of a text; a schema is in an object with its name."""
 
     where: ClassVar[str] = "response_format."
     advice: ClassVar[str] = "A schema is given as response_format.json_schema.schema."
@@ -119,7 +119,7 @@ def openai_request(
 
 
 def _alternatives(body: OpenAIBody) -> int | None:
-    """Return the number of alternatives that are wanted; None: nothing."""
+    """Return the number of alternatives of each token; None: no logprobs."""
     wanted, top = body.logprobs, max(body.top_logprobs or 0, 0)
     if wanted is not None and not isinstance(wanted, bool):
         return wanted
@@ -152,19 +152,19 @@ class OpenAIFace(Face):
         yield f": keepalive {tokens}/{of}\n\n".encode()
 
     def keep_alive(self) -> Iterable[bytes]:
-        """Send a comment: clients take any object for a chunk."""
+        """Send a comment, since clients would take an object for a chunk."""
         yield b": keepalive\n\n"
 
     def parts(
         self, choice: int, parts: Sequence[Part], tokens: Sequence[Token]
     ) -> Iterable[bytes]:
-        """Send what a text has grown by."""
+        """Send new parts of a text."""
         self._unsent += tokens
         for piece in self._pieces(parts):
             yield self._chunk(choice, piece)
 
     def close(self, endings: Sequence[Ending]) -> Iterable[bytes]:
-        """Send what all texts have cost, and the end."""
+        """Send the usage of all texts if asked for, and end the stream."""
         if self._counts:
             packet = self._packet(self.kinds[1], [])
             yield event({**packet, "usage": self._usage(endings)})
@@ -185,15 +185,15 @@ class OpenAIFace(Face):
         return {**packet, "usage": self._usage([text.ending for text in texts])}
 
     def _whole(self, parts: Sequence[Part]) -> Any:
-        """Return a text of an answer that is no stream."""
+        """Return the parts of a text in the form of a whole answer."""
         raise NotImplementedError
 
     def _pieces(self, parts: Sequence[Part]) -> Iterable[Any]:
-        """Return parts as the chunks have them."""
+        """Return parts in the form of chunks."""
         raise NotImplementedError
 
     def _reason(self, ending: Ending) -> str:
-        """Return why a text has ended."""
+        """Return the reason for the end of a text."""
         return str(ending.result.finish_reason)
 
     def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
@@ -209,7 +209,7 @@ class OpenAIFace(Face):
 
     def _packet(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         packet = {**self._head, "object": kind, "choices": choices}
-        # Where usage was asked for, all chunks but the last have none.
+        # If usage was asked for, it is null in all chunks but the last.
         return {**packet, "usage": None} if self._counts and choices else packet
 
     def _usage(self, endings: Sequence[Ending]) -> dict[str, Any]:
@@ -218,7 +218,7 @@ class OpenAIFace(Face):
         cached = sum(each.cached_tokens for each in endings)
         every = [each.result.stats for each in endings]
         drafts: list[Any] = every
-        # Without a prediction drafts count as predicted.
+        # Without a prediction, all drafts count as predicted.
         if "prediction" in self.request.options:
             drafts = [each.sources.get("prediction", SourceCounts()) for each in every]
         accepted = sum(each.accepted for each in drafts)

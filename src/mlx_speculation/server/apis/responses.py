@@ -1,11 +1,11 @@
-"""The Responses API: items in and out, and the events of their streams.
+"""The Responses API: items of requests and answers, and the events of streams.
 
-    namespace   its tools are flattened for the chat template; calls get both names back
-    custom      a tool that takes a text is a function with the argument "input"
-    other kinds are run by OpenAI's servers, and passed over
+    namespace   its tools get flat names for the chat template; calls get both names
+    custom      a tool that takes a text becomes a function with the argument "input"
+    other kinds are ignored: OpenAI's servers would run them
 
-No response is stored: fields that name an earlier one are refused. Each item has one id
-in all its events, which are numbered from 0 on.
+No response is stored: fields that name an earlier one are refused. All events of an
+item have its id, and the events of a stream are numbered from 0 on.
 """
 
 import json
@@ -46,7 +46,7 @@ from mlx_speculation.server.request.options import (
 from mlx_speculation.server.request.tools import Choice, Kind, ToolBody, Toolbox, flat
 from mlx_speculation.server.request.transcript import Arguments
 
-STATEFUL = {  # fields that name what was stored before
+STATEFUL = {  # fields that refer to stored objects, with the codes of errors
     "previous_response_id": "previous_response_not_found",
     "conversation": "unsupported_parameter",
     "prompt": "unsupported_parameter",
@@ -59,7 +59,7 @@ ECHOED: Object = {  # fields that the response repeats, with their defaults
     "tools": [],
     "max_output_tokens": None,
 }
-# Of an item: its type, the beginning of its id, the type of its part.
+# By kind of block: the type of its item, the prefix of the item's id, the part's type.
 NAMES: dict[type | None, tuple[str, str, str]] = {
     Text: ("message", "msg", "output_text"),
     Reasoning: ("reasoning", "rs", "reasoning_text"),
@@ -107,7 +107,7 @@ class OutputItem(RequestModel):
 
 
 class ReasoningItem(RequestModel):
-    """Reasoning that is replayed."""
+    """Reasoning of an earlier response."""
 
     type: Literal["reasoning"]
     content: Content = Field([])
@@ -152,11 +152,11 @@ class ResponsesBody(TextOptions):
     reasoning: Switch = Switch()
     max_output_tokens: Count | None = None
     metadata: Object = Field({})
-    echo: Object = Field({})  # fields that the response shows as they came
+    echo: Object = Field({})  # fields that the response repeats
 
     @classmethod
     def check_names(cls, values: Object) -> None:
-        """Refuse fields that need a store."""
+        """Set `echo`; refuse fields that need stored responses."""
         values["echo"] = {name: values.get(name, to) for name, to in ECHOED.items()}
         for name, code in STATEFUL.items():
             if name in values:
@@ -171,7 +171,7 @@ class ResponsesBody(TextOptions):
 
 
 def responses_request(body: ResponsesBody, settings: Settings) -> GenerationRequest:
-    """Check a request."""
+    """Check a request, and return it in the common form."""
     tools = Toolbox(body.tools).chosen(body.tool_choice)
     effort = body.reasoning.effort
     args, _ = thinking(on=effort != "none" if effort else None, effort=effort)
@@ -195,7 +195,7 @@ def _conversation(body: ResponsesBody, settings: Settings) -> Conversation:
                 conversation.system(item.content, where)
             case MessageItem(role="user"):
                 conversation.user(item.content, where)
-                thoughts = []  # of an answer that was cut
+                thoughts = []  # drops those of an answer that was cut
             case OutputItem():
                 conversation.result(item.call_id, item.output, f"input[{i}].output")
             case ReasoningItem():
@@ -238,7 +238,7 @@ class ResponsesFace(BlockFace):
         yield self._event(status, response=self._answer)
 
     def failed(self, error: ApiError) -> Iterable[bytes]:
-        """End with an error, in the words that clients go by."""
+        """End with an error, by the code that clients expect."""
         code = error.code if error.status < 500 else "server_error"
         response = self._response("failed")
         response["error"] = {"code": code or error.type, "message": error.message}
@@ -349,7 +349,7 @@ class ResponsesFace(BlockFace):
 def _head(
     body: ResponsesBody, sampling: Sampling, settings: Settings
 ) -> dict[str, Any]:
-    """Return what a response says in all its states."""
+    """Return the fields that a response has in all its states."""
     form = body.text.format.model_dump(by_alias=True, exclude_none=True)
     if form["type"] == "json_schema":
         form["name"] = "schema"

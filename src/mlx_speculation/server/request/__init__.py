@@ -1,15 +1,15 @@
 """Requests in one form for all APIs.
 
-    request         `GenerationRequest`: a chat or prompts, and how the text is wanted
+    request         `GenerationRequest`: a chat or prompts, and the options of texts
     models          bodies as JSON within limits and as pydantic models; their errors
-    options         sampling, ends, schema and draft, as pydantic fields
+    options         sampling, stop texts, schema and draft, as pydantic fields
     content         the blocks of messages in all APIs, as pydantic models
     transcript      messages of a chat in one form, put in order
     tools           tools and which of them have to be called
-    images          data URLs and files to pictures, within limits
-    fetch_image     the bytes behind a URL, where fetching is switched on
+    images          pictures of data URLs, files and fetched URLs, within limits
+    fetch_image     the bytes behind a URL, if fetching is switched on
 
-Connections, threads, models and chat templates are not known here, and no API's events.
+Connections, threads, models, chat templates and events of APIs are not known here.
 """
 
 from mlx_speculation.server.request.images import opened

@@ -1,7 +1,7 @@
 """Contents of messages as pydantic models: the parts and blocks of all APIs.
 
 A text counts as a list with one text block. Blocks that belong to a provider's own
-servers are emptied, so that the places of the others stay.
+servers become empty texts, so that other blocks keep their index.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ def _blocks(given: Any) -> Any:
 
 def _block(given: Mapping[str, Any]) -> Mapping[str, Any]:
     kind = str(given.get("type"))
-    if kind == "compaction":  # a summary of the turns before; null: it has failed
+    if kind == "compaction":  # a summary of earlier turns; null: none was made
         return {"type": "text", "text": given.get("content") or ""}
     dropped = kind in DROPPED or kind.endswith("_tool_result")
     return EMPTY if dropped else given
@@ -57,7 +57,7 @@ class ImageBlock(RequestModel):
 
     @classmethod
     def check_names(cls, values: Object) -> None:
-        """Set the URL from the place where the API has it."""
+        """Set `url` from the field in which the API has it."""
         given = values.get("image_url", values.get("source"))
         if isinstance(given, Mapping) and given.get("type") == "base64":
             kind = given.get("media_type")
@@ -83,7 +83,7 @@ class DocumentBlock(RequestModel):
 
     @classmethod
     def check_names(cls, values: Object) -> None:
-        """Set the content from the source."""
+        """Set `content` from `source`."""
         source = values.get("source")
         source = source if isinstance(source, Mapping) else {}
         field = {"text": "data", "content": "content"}.get(str(source.get("type")))
@@ -102,7 +102,7 @@ class SearchBlock(RequestModel):
 
 
 class ThinkingBlock(RequestModel):
-    """Reasoning that is replayed."""
+    """Reasoning of an earlier turn."""
 
     type: Literal["thinking"]
     thinking: str = ""

@@ -1,17 +1,16 @@
 """Fetching of images that a client names by URL, if the server allows it.
 
-Whoever may ask a server may make it ask others, so what is asked for is limited:
+A client could make the server ask other machines, so requests are limited:
 
-    where    http and https, no user in the URL, no redirect; every address that the
+    address  http and https, no user in the URL, no redirect; every address that the
              host resolves to is a public one, unless private ones are allowed
-    what     the bytes of one answer with status 200, without compression
-    how much bytes, while they are read, and seconds from the first look-up to the last
-             byte
+    answer   one with status 200, without compression
+    size     bytes, counted while they are read
+    time     seconds from the look-up of the host to the last byte
 
-The name is resolved once, and the socket is opened to an address that was checked, so a
-name that resolves to another one a moment later changes nothing. Proxies of the
-environment are not used. Whether the bytes are an image is found out where they are
-decoded, not by what the answer says of them.
+The host is resolved once, and the socket is opened to an address that was checked: a
+host that resolves to another address a moment later changes nothing. Proxies of the
+environment are not used. Decoding shows if the bytes are an image, not Content-Type.
 """
 
 import ipaddress
@@ -39,15 +38,15 @@ class FetchLimits:
 
     bytes: int
     seconds: float
-    private: bool = False  # whether addresses that are not public may be asked
+    private: bool = False  # whether other than public addresses are allowed
 
 
 def fetch_image(url: str, limits: FetchLimits) -> bytes:
     """Return the bytes behind a URL.
 
     Raises:
-        InvalidRequestError: the URL is none that is fetched, it leads to an address
-            that is not public, or the answer is not 200, too large or too late.
+        InvalidRequestError: the URL may not be fetched, its host has an address that is
+            not public, or the answer is not 200, too large or too late.
     """
     parts = _checked_url(url)
     deadline = time.monotonic() + limits.seconds
@@ -56,7 +55,7 @@ def fetch_image(url: str, limits: FetchLimits) -> bytes:
         addresses = _addresses(parts.hostname or "", port, private=limits.private)
         with _socket_to(addresses, port, parts, deadline) as opened:
             result = _answer(opened, parts, limits)
-        if time.monotonic() >= deadline:  # cut, which is an end like another
+        if time.monotonic() >= deadline:  # cut, which looks like the end of the answer
             raise TimeoutError
         return result
     except (OSError, HTTPException, ValueError) as error:
@@ -71,9 +70,9 @@ def fetch_image(url: str, limits: FetchLimits) -> bytes:
 
 
 def is_public(address: Address) -> bool:
-    """Return whether an address is of the public Internet.
+    """Return whether an address belongs to the public Internet.
 
-    Addresses of IPv6 that stand for one of IPv4 are what that one is.
+    An IPv6 address that embeds an IPv4 address is public if the latter is.
     """
     if isinstance(address, ipaddress.IPv6Address):
         inner = address.ipv4_mapped or address.sixtofour
@@ -87,11 +86,11 @@ def is_public(address: Address) -> bool:
 
 
 def _checked_url(url: str) -> SplitResult:
-    """Return the parts of a URL that may be fetched."""
+    """Return the parts of a URL; raise if it may not be fetched."""
     try:
         parts = urlsplit(url)
         named = bool(parts.hostname) and parts.port != 0
-    except ValueError as error:  # a port that is none, a bracket that is left open
+    except ValueError as error:  # an invalid port, or an open bracket
         raise InvalidRequestError(f"The image's URL is malformed: {error}.") from error
     if parts.scheme not in _PORTS or not named or "@" in parts.netloc:
         raise InvalidRequestError(
@@ -102,7 +101,7 @@ def _checked_url(url: str) -> SplitResult:
 
 
 def _addresses(host: str, port: int, *, private: bool) -> list[Address]:
-    """Return the addresses of a host, of which each may be asked."""
+    """Return the addresses of a host; raise if one is not allowed."""
     try:
         name = host.encode("idna").decode()
         result = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
@@ -125,8 +124,8 @@ def _socket_to(
 ) -> Iterator[socket.socket]:
     """Open a connection to the first of some addresses that answers.
 
-    At the deadline it is cut, whatever it waits for: a server that sends a byte now and
-    then never runs into the timeout of one read.
+    At the deadline the connection is cut: the timeout of one read would not end a
+    server that sends a byte now and then.
     """
     with ExitStack() as stack:
         opened = stack.enter_context(_connected(addresses, port, deadline))
@@ -156,7 +155,7 @@ def _connected(addresses: list[Address], port: int, deadline: float) -> socket.s
 
 
 def _context() -> ssl.SSLContext:
-    """Return what checks certificates, by the authorities of certifi or the system."""
+    """Return a TLS context with the authorities of certifi, or of the system."""
     try:
         import certifi
     except ImportError:
@@ -166,24 +165,24 @@ def _context() -> ssl.SSLContext:
 
 def _cut(opened: socket.socket) -> None:
     try:
-        socket.socket.shutdown(opened, socket.SHUT_RDWR)  # under TLS too
-    except OSError:  # it has ended
+        socket.socket.shutdown(opened, socket.SHUT_RDWR)  # below TLS
+    except OSError:  # the connection has ended
         return
 
 
 def _answer(opened: socket.socket, parts: SplitResult, limits: FetchLimits) -> bytes:
-    """Ask, and return the body of the answer."""
+    """Send the request, and return the body of the answer."""
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     headers = {"Accept": "image/*", "Accept-Encoding": "identity"}
     with closing(HTTPConnection(parts.netloc)) as connection:
-        connection.sock = opened  # so that it opens none by itself
+        connection.sock = opened  # so that it does not connect by itself
         connection.request("GET", path, headers={**headers, "Connection": "close"})
         with connection.getresponse() as answer:
             return _body(answer, limits)
 
 
 def _body(answer: HTTPResponse, limits: FetchLimits) -> bytes:
-    """Return the body of an answer that is one."""
+    """Return the body of an answer, whose status and size are checked."""
     if answer.status != 200:
         also = ", and redirects are not followed" if answer.status // 100 == 3 else ""
         raise InvalidRequestError(
@@ -203,7 +202,7 @@ def _body(answer: HTTPResponse, limits: FetchLimits) -> bytes:
         result += chunk
         if len(result) > limits.bytes:
             raise _too_large(len(result), limits)
-    if answer.length:  # what is left of what was promised
+    if answer.length:  # of Content-Length, and not received
         raise HTTPException(f"{answer.length} bytes are missing")
     return bytes(result)
 

@@ -1,7 +1,7 @@
-"""The images of a chat: data URLs, files under the allowed folder, and fetched ones.
+"""The images of a chat: data URLs, files under the allowed folder, and fetched URLs.
 
-Nothing is fetched unless fetching is switched on. What is too large, of no known format
-or outside of the folder is refused with the place of its part.
+Nothing is fetched unless fetching is switched on. The error of an image that is too
+large, of no known format or outside of the folder names its part of the request.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ def image_part(
     url: str,
     where: str,
     settings: Settings,
-    count: int,  # of the images before it
+    count: int,  # number of images before it
 ) -> dict[str, Any]:
     """Return an image as a part of a content; its bytes are not decoded yet."""
     if not settings.reads_images:
@@ -55,7 +55,7 @@ def _bytes_of(url: str, where: str, settings: Settings) -> bytes:
 
 
 def opened(images: Sequence[bytes], settings: Settings) -> tuple[Any, ...]:
-    """Return pictures of the bytes of images."""
+    """Decode the bytes of images, and return pictures."""
     result = []
     for number, data in enumerate(images, 1):
         try:
@@ -68,7 +68,7 @@ def opened(images: Sequence[bytes], settings: Settings) -> tuple[Any, ...]:
 
 
 def limits_of(settings: Settings) -> ImageLimits:
-    """Return what an image may be at most."""
+    """Return the limits of the size of an image."""
     limits = settings.limits
     return ImageLimits(limits.image_bytes, limits.image_pixels)
 
@@ -93,7 +93,7 @@ def _read(url: str, where: str, settings: Settings) -> bytes:
         )
     try:
         root = folder.resolve()
-        path = (root / unquote(parts.path)).resolve()  # links are followed first
+        path = (root / unquote(parts.path)).resolve()  # follows links
         inside = path.is_relative_to(root)
         if inside and path.is_file():  # no device, no pipe
             with path.open("rb") as file:

@@ -15,7 +15,7 @@ from mlx_speculation.server.api_errors import ApiError, invalid
 
 DEEPEST = 64
 Object = dict[str, Any]
-# Text of a field that does not matter enough to refuse anything else.
+# Text of a field of little weight: a value of another type counts as empty.
 Loose = Annotated[str, BeforeValidator(lambda it: it if isinstance(it, str) else "")]
 
 
@@ -23,8 +23,8 @@ def parsed(raw: bytes) -> Object:
     """Return the object that a body holds.
 
     Raises:
-        ApiError: it is no UTF-8, no JSON or no object, too deep, or holds text that no
-            tokenizer takes or a number that is none.
+        ApiError: it is no UTF-8, no JSON or no object, is nested too deeply, or holds
+            half of a surrogate pair or a number that is not finite.
     """
     try:
         body = parse_json(raw, finite=True, deepest=DEEPEST)
@@ -42,7 +42,7 @@ def parsed(raw: bytes) -> Object:
 
 
 class RequestModel(BaseModel):
-    """An object of a request; names that it has no field for are passed over."""
+    """An object of a request; unknown names are ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore", hide_input_in_errors=True)
 
@@ -57,20 +57,20 @@ class RequestModel(BaseModel):
 
     @classmethod
     def check_names(cls, values: Object) -> None:
-        """Raise where a name is not taken."""
+        """Check or change fields before they are validated; here all are allowed."""
 
 
 class StrictModel(RequestModel):
-    """An object whose unknown names are refused: each might have changed the text."""
+    """An object whose unknown names are refused: one may have changed the text."""
 
-    where: ClassVar[str] = ""  # its name in a message, with a dot at the end
+    where: ClassVar[str] = ""  # prefix of names in errors, with a dot
     advice: ClassVar[str] = "Leave it out."
-    not_offered: ClassVar[dict[str, str]] = {}  # what to do instead
-    no_effect: ClassVar[frozenset[str]] = frozenset()  # passed over
+    not_offered: ClassVar[dict[str, str]] = {}  # advice for names that are refused
+    no_effect: ClassVar[frozenset[str]] = frozenset()  # ignored names
 
     @classmethod
     def check_names(cls, values: Object) -> None:
-        """Refuse unknown names, and say what may have been meant."""
+        """Refuse unknown names, and suggest a similar one."""
         for name in values.keys() - cls.model_fields.keys() - cls.no_effect:
             shown = cls.where + name[:100]
             if name in cls.not_offered:

@@ -1,4 +1,4 @@
-"""Options of a text in all APIs: sampling, ends, a schema, drafts, and thinking."""
+"""Options of a text in all APIs: sampling, stop texts, schema, drafts, and thinking."""
 
 import json
 from collections.abc import Sequence
@@ -21,11 +21,11 @@ from mlx_speculation.server.request.request import Chat, GenerationRequest
 from mlx_speculation.server.request.tools import Tools
 
 SEEDS = 2**64
-# Each token is compared with every beginning of a stop.
+# Each token is compared with every beginning of a stop text.
 MOST_STOPS, LONGEST_STOP = 16, 500
-# The time that a grammar takes grows with the square of this, and all wait for it.
+# The time of a grammar grows with the square of this, and all requests wait for it.
 LARGEST_SCHEMA = 1 << 15
-# Logits are divided by it, and have to stay finite.
+# Logits are divided by a repetition penalty, and have to stay finite.
 SMALLEST_DIVISOR = 0.01
 
 
@@ -70,21 +70,21 @@ Schema = Annotated[Object, AfterValidator(_small)]
 
 
 class Speculative(StrictModel):
-    """Drafts of one request; none of its fields changes the text."""
+    """Options of drafting for one request; none changes the text."""
 
     where: ClassVar[str] = "speculative."
 
-    draft: str | None = None  # what the server was started with, or "lookup"
+    draft: str | None = None  # that of the server, or "lookup"
     max_draft: Natural | None = None
     off: bool = False  # plain decoding
-    exact: bool = False  # the same bits, whatever drafts
+    exact: bool = False  # exact mode: the same bits with any draft
 
 
 class TextOptions(RequestModel):
     """Options that the requests of all APIs may have."""
 
-    lengths: ClassVar[Sequence[str]] = ()  # fields of the length; the first one counts
-    any_model: ClassVar[bool] = False  # clients name models and lengths of their own
+    lengths: ClassVar[Sequence[str]] = ()  # fields of the length; first one wins
+    any_model: ClassVar[bool] = False  # True: any name is taken, and a length is cut
 
     model: str | None = None
     stream: bool = False
@@ -114,7 +114,7 @@ class SamplingOptions(TextOptions):
 
 
 class TextFormat(RequestModel):
-    """The form that a text has to have."""
+    """The format that a text has to have."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: Schema | None = Field(default=None, alias="schema")
@@ -127,21 +127,21 @@ class TextFormat(RequestModel):
 
     @property
     def wanted(self) -> Object | None:
-        """The JSON schema that a text has to fit."""
+        """The JSON schema that a text has to fit; None: any text is allowed."""
         if self.type == "json_object":
             return {"type": "object"}
         return self.json_schema if self.type == "json_schema" else None
 
 
 class FormatConfig(RequestModel):
-    """Form of the text, and effort."""
+    """Format of the text, and effort of reasoning."""
 
     format: TextFormat = TextFormat()
     effort: str | None = None
 
 
 class Switch(RequestModel):
-    """Thinking, as the interfaces switch it."""
+    """Fields by which APIs switch thinking on and off."""
 
     type: str | None = None
     enabled: bool | None = None
@@ -154,16 +154,16 @@ def generation(
     body: TextOptions,
     settings: Settings,
     *,
-    default_length: int = 0,  # of a body without one; 0: what there is room for
+    default_length: int = 0,  # of a body without one; 0: up to the limits
     chat: Chat | None = None,
     tools: Tools | None = None,
     form: TextFormat | None = None,
     parallel: bool = True,
-    logprobs: int | None = None,  # the number of alternatives
+    logprobs: int | None = None,  # the number of alternatives; None: no logprobs
     prediction: str | None = None,
     **more: Any,  # further fields of the request
 ) -> GenerationRequest:
-    """Return a request: the options of its text that all APIs have, and its fields."""
+    """Return a request with the options that all APIs have, and further fields."""
     _check_model(body, settings)
     schema = None if form is None else form.wanted
     calls = None if tools is None else tools.needed
@@ -201,14 +201,14 @@ def _sampling(body: TextOptions, settings: Settings) -> Sampling:
     names = {one.name for one in fields(Sampling)}
     given = body.model_dump(include=names, exclude_none=True)
     if "seed" in given:
-        given["seed"] %= SEEDS  # negative ones count from the top
+        given["seed"] %= SEEDS  # negative seeds wrap around
     defaults = asdict(settings.defaults)
     del defaults["max_tokens"]
     return Sampling(**{**defaults, **given})
 
 
 def _check_model(body: TextOptions, settings: Settings) -> None:
-    """Raise where a model is asked for that is not served."""
+    """Raise if the body names a model that is not served."""
     name = body.model
     if not body.any_model and name not in (None, "default_model", *settings.names):
         raise ApiError(
@@ -221,7 +221,7 @@ def _check_model(body: TextOptions, settings: Settings) -> None:
 
 
 def _length(body: TextOptions, settings: Settings) -> int | None:
-    """Return the number of tokens that is asked for."""
+    """Return the length that the body asks for; None: it gives none."""
     given = {name: getattr(body, name) for name in body.lengths}
     most = settings.limits.max_tokens
     if not body.any_model:
@@ -232,7 +232,7 @@ def _length(body: TextOptions, settings: Settings) -> int | None:
 
 
 def _at_most(value: int | None, most: int, field: str, option: str) -> None:
-    """Raise where a number is above a limit of the server; 0: no limit."""
+    """Raise if a number is above a limit of the server; 0: no limit."""
     if value is not None and most and value > most:
         raise invalid(
             f"{field} is {short(value)}, and {most} may be. Ask for less, or start the "
@@ -244,7 +244,7 @@ def _at_most(value: int | None, most: int, field: str, option: str) -> None:
 def _drafts(
     body: TextOptions, settings: Settings
 ) -> tuple[StreamKeywords, str | None, bool]:
-    """Return options of the drafts, the draft's name, and whether it is exact mode."""
+    """Return options of the drafts, the draft's name, and whether exact mode is on."""
     most = settings.limits.draft_tokens or -1
     length = getattr(body, "num_draft_tokens", None)
     _at_most(length, most, "num_draft_tokens", "max-draft")
@@ -277,9 +277,9 @@ def thinking(
     effort: str | None = None,
     budget: int | None = None,
 ) -> tuple[Object, int | None]:
-    """Return keywords for the chat template, and the budget, of all switches there are.
+    """Return keywords for the chat template, and the budget; None: no budget.
 
-    Of keywords a template takes those that it knows.
+    A template ignores keywords that it does not know.
     """
     for switch in filter(None, switches):
         effort = switch.effort or effort

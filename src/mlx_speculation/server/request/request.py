@@ -11,39 +11,39 @@ from mlx_speculation.samplers import Sampling, derived_seed
 class Chat:
     """Messages of a chat, before they are fitted to a chat template.
 
-    Messages have the roles system (the first alone), user, assistant and tool. A
-    content is a text, or with images a list of text and image parts. Calls of tools
-    have their arguments as objects.
+    Roles are system (of the first message only), user, assistant and tool. A content is
+    a text, or with images a list of text and image parts. Arguments of tool calls are
+    objects.
     """
 
     messages: tuple[dict[str, Any], ...]
     tools: tuple[dict[str, Any], ...] = ()  # shown to the model, in OpenAI's form
-    # Beside those: tools that a message describes.
+    # Further tools, which are described in a message.
     deferred: tuple[dict[str, Any], ...] = ()
     template_args: dict[str, Any] = field(default_factory=dict)
-    # In the order of the image parts: files, and once they are opened, pictures.
+    # In the order of the image parts: bytes of files, and after `opened` pictures.
     images: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One request, every field of it checked."""
+    """One request with checked fields."""
 
-    chat: Chat | None = None  # None: texts are continued
+    chat: Chat | None = None  # None: `prompts` are continued
     prompts: tuple[str | list[int], ...] = ()  # of a completion, texts or token ids
     count: int = 1  # texts for each prompt
     stream: bool = False  # whether the answer comes in pieces
     sampling: Sampling
-    # Other options of the stream, as far as the request gives them. Without max_tokens
-    # the text has the room that the context has.
+    # Other options of the stream that the request gives. Without max_tokens only the
+    # context limits the text.
     options: StreamKeywords = field(default_factory=StreamKeywords)
     schema: dict[str, Any] | None = None  # that the text has to fit; None: any text
-    # The functions of which one has to be called; None: the model is free.
+    # The functions of which one has to be called; None: no call is needed.
     calls: tuple[dict[str, Any], ...] | None = None
     most_calls: int | None = None  # tool calls of an answer; None: any number
     thinking_budget: int | None = None  # tokens of thinking; None: any number
-    draft: str | None = None  # the name of what drafts; None: the server's own
-    exact: bool = False  # whether no draft may change a bit
+    draft: str | None = None  # name of the draft; None: that of the server
+    exact: bool = False  # exact mode: no draft may change a bit
 
     @property
     def prompt(self) -> str | list[int] | None:
@@ -60,7 +60,7 @@ class GenerationRequest:
     def texts(self) -> list["GenerationRequest"]:
         """Return a request for each text, in the order of the answer's choices.
 
-        With a seed the first text is that of the seed alone.
+        The first text has the request's seed; those of later texts derive from it.
         """
         prompts = [self.prompts[i : i + 1] for i in range(max(1, len(self.prompts)))]
         seed, requests = self.sampling.seed, []

@@ -1,9 +1,10 @@
 """Tools of a request in the forms of all APIs, and those that have to be called.
 
-    namespace   its tools are flattened for the chat template; calls get both names back
-    custom      a tool that takes a text is a function with the argument "input"
-    deferred    not shown in the head, but described where a message refers to it
-    other kinds are run by the provider's servers: they are passed over
+    namespace   its tools get flat names for the chat template; calls get both names
+    custom      a tool that takes a text becomes a function with the argument "input"
+    deferred    not in the list for the chat template, but described in the message that
+                refers to it
+    other kinds are ignored: the provider's servers would run them
 
 Flat and nested forms are read alike: {"type": "function", "name": ...} and
 {"type": "function", "function": {"name": ...}}.
@@ -63,11 +64,11 @@ class Choice(NestedModel):
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A tool under its own name."""
+    """A tool by its own name, not the flat one."""
 
     name: str
     namespace: str | None = None
-    custom: bool = False  # it takes a text
+    custom: bool = False  # whether it takes a text
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class Tools:
     """Tools that the model may call, and those of which it has to call one."""
 
     shown: tuple[Tool, ...] = ()
-    # The functions of which one has to be called; None: the model is free.
+    # The functions of which one has to be called; None: no call is needed.
     needed: tuple[dict[str, Any], ...] | None = None
 
 
@@ -89,7 +90,7 @@ class Toolbox:
 
     def __init__(self, given: Sequence[ToolBody]) -> None:
         self._shown: list[Tool] = []
-        self.deferred: list[Tool] = []  # not shown in the head
+        self.deferred: list[Tool] = []  # not in the list
         self.kinds: dict[str, Kind] = {}  # by the flat names
         self._passed_over: list[str] = []
         for i, tool in enumerate(given):
@@ -100,10 +101,10 @@ class Toolbox:
                 self._add(tool, f"tools[{i}]", None)
 
     def chosen(self, choice: str | Choice | None) -> Tools:
-        """Return the tools that the model is shown, and those that it has to call.
+        """Return the tools for the model, and those of which it has to call one.
 
         Raises:
-            ApiError: the choice is none, or of a tool that is not there.
+            ApiError: the choice is invalid, or names an unknown tool.
         """
         if not isinstance(choice, Choice):
             choice = Choice.model_validate({"type": choice or "auto"})
@@ -129,7 +130,7 @@ class Toolbox:
     def _named(
         self, choice: Choice, functions: Collection[str], *, forced: bool = False
     ) -> str:
-        """Return the flat name of a tool that is there; empty: it is passed over."""
+        """Return the flat name of a known tool; empty: one of an ignored kind."""
         name = flat(choice.name, choice.namespace)
         runs = choice.type in ("function", "custom", "tool")
         if runs and name in functions:

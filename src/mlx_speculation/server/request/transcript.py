@@ -1,10 +1,10 @@
 """Messages of a chat in one form and one order, for all APIs.
 
-    system    the run of system and developer messages that leads is one message;
-              each later one is a reminder in the user turn beside it, so that what was
-              read of the turns before stays as it was
-    results   of tools stand in the order of their calls, however they came
-    images    of a result stand in a user turn behind the results
+    system    the system and developer messages at the beginning become one message;
+              each later one becomes a reminder in the user turn beside it, so that the
+              tokens of the turns before it stay the same
+    results   of tools are put in the order of their calls
+    images    of results are put in a user turn after the results
 
 Chat templates differ in more than this: see `prompts`.
 """
@@ -42,13 +42,13 @@ Content = str | list[Part]
 Message = dict[str, Any]
 
 REMINDER = "<system-reminder>\n{}\n</system-reminder>"
-# Of a client's own accounts, with values that change from request to request.
+# A client's line for its billing, with values that change with every request.
 BILLING = re.compile(r"\Ax-anthropic-[\w-]+:[^\n]*\n*")
 IMAGE_NOTE = "[An image, which this model cannot see.]"
 
 
 def _arguments(given: Any) -> Any:
-    """Return the arguments of a call in the history; none are an empty object."""
+    """Return the arguments of an earlier call as an object, empty if there are none."""
     if not isinstance(given, str):
         return given
     try:
@@ -68,7 +68,7 @@ class Conversation:
     def __init__(
         self,
         settings: Settings,
-        between: str = "",  # two texts of one content
+        between: str = "",  # separates texts of one content
         deferred: Sequence[Tool] = (),  # tools that a block may refer to
     ) -> None:
         self._settings, self._between, self._images = settings, between, 0
@@ -77,7 +77,7 @@ class Conversation:
         self._called: set[str] = set()  # ids of all calls
 
     def system(self, blocks: Sequence[Block], where: str) -> None:
-        """Add instructions, wherever they stand, without a client's billing line."""
+        """Add a system message, first or later, without a client's billing line."""
         parts = self._parts(blocks, where)
         texts = [BILLING.sub("", part.get("text", "")) for part in parts]
         between = "\n\n" if self._between else ""
@@ -110,7 +110,7 @@ class Conversation:
         blocks: Sequence[Block],
         where: str,
         *,
-        joined: bool = False,  # to the message before, if that is the model's too
+        joined: bool = False,  # with the message before, if that is the model's too
     ) -> None:
         """Add a turn of the model: texts, thinking and calls."""
         other = (ThinkingBlock, UseBlock)
@@ -146,7 +146,7 @@ class Conversation:
     def _parts(
         self, blocks: Sequence[Block | None], where: str, *, result: bool = False
     ) -> list[Part]:
-        """Return blocks as texts and images; None: a block that is taken already."""
+        """Return blocks as text and image parts; blocks that are None are left out."""
         parts = []
         for i, block in enumerate(blocks):
             if isinstance(block, ImageBlock) and (
@@ -229,7 +229,7 @@ class Conversation:
 
 
 def _call(block: UseBlock) -> dict[str, Any]:
-    """Return a call in the form that chat templates know."""
+    """Return a call in the form that chat templates take."""
     function = {"name": block.name, "arguments": block.input}
     return {"id": block.id, "type": "function", "function": function}
 
@@ -249,10 +249,10 @@ def _without_images(results: Sequence[Message]) -> Iterator[Message]:
 
 
 def _with_reminders(messages: Iterator[Message]) -> list[Message]:
-    """Return messages with one system message, and others within user turns."""
+    """Return messages with one system message, and later ones within user turns."""
     leading: list[str] = []
     turns: list[Message] = []
-    reminds = False  # whether the last turn holds reminders alone
+    reminds = False  # whether the last turn holds reminders only
     for message in messages:
         reminder = message["role"] == "system"
         if reminder:
