@@ -1,9 +1,9 @@
 """The BLAS that mlx multiplies float32 matrices with on a Linux CPU.
 
-`choose` puts one in front of mlx, `automatic` does so for programs that do not ask, and
-`threads` says how many threads it gets. `loaded` and `kernels` ask what is there;
-`openblas_wheel` knows where a newer OpenBLAS than the system's comes from. Nothing here
-imports mlx: the linker binds symbols when mlx is loaded, so the choice comes first.
+`choose` loads one before mlx, `automatic` does this for programs that do not ask, and
+`threads` sets its number of threads. `loaded` describes the BLAS in use, `kernels` its
+kernels for this CPU, and `openblas_wheel` finds a newer OpenBLAS than the system's. No
+module imports mlx: the linker binds symbols when mlx is loaded, after the choice.
 """
 
 from mlx_speculation.blas.choose import (

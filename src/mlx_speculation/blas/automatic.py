@@ -25,7 +25,7 @@ def choose_blas() -> None:
 
     Raises:
         BlasError: the variable is "openblas", and OpenBLAS cannot be used.
-        InvalidRequestError: the variable has another value than the three.
+        InvalidRequestError: the variable has none of the three values.
     """
     if _left():
         return
@@ -60,7 +60,7 @@ def wanted_blas() -> BlasName:
 
 
 def _left() -> bool:
-    """Return whether to choose no BLAS: it is chosen already, or does not matter."""
+    """Return whether the BLAS is chosen already, must stay, or is not used (CUDA)."""
     return (
         chosen_blas() is not None
         or wanted_blas() == "stock"

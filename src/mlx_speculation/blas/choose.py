@@ -1,21 +1,21 @@
 """Chooses the BLAS that mlx multiplies float32 matrices with on a Linux CPU.
 
-The Linux wheel of mlx links the reference BLAS. Its cost grows linearly with the
-number of rows, so that verifying k + 1 tokens costs k + 1 steps and speculation
-cannot win. OpenBLAS exports the same symbols; loaded into the global scope first,
-it answers mlx's calls, and eight rows cost little more than one. That of a wheel is
-taken if there is one (`openblas_wheel`), else the system's.
+The Linux wheel of mlx links the reference BLAS. Its cost grows linearly with the number
+of rows, so that verifying k + 1 tokens costs k + 1 steps and speculation cannot win.
+OpenBLAS exports the same symbols. If it is loaded into the global scope before mlx, mlx
+calls it, and eight rows cost little more than one. `openblas_wheel` has the one of a
+wheel, which is preferred to the system's.
 
-The price: verified rows then differ from single-row decoding by rounding (about
-1e-5 in the logits). With the reference BLAS they are equal bit for bit.
+With OpenBLAS, verified rows differ from single-row decoding by rounding (about 1e-5 in
+the logits). With the reference BLAS they are equal bit for bit.
 
-OpenBLAS reads its settings from the environment while it is loaded: how many threads
-(`threads`), which kernels (`kernels`). They are put there for that time only, so that
-programs which this process starts get none of them.
+OpenBLAS reads its settings from the environment while it is loaded: the number of
+threads (`threads`) and the kernels (`kernels`). These variables are set for that time
+only, so that programs which this process starts do not inherit them.
 
-The dynamic linker binds symbols when mlx is loaded. So this module imports no mlx,
-and `use_blas` refuses once `mlx.core` is imported. Only float32 is concerned, and
-only the CPU. On macOS mlx uses Accelerate, and there is nothing to choose.
+The dynamic linker binds symbols when mlx is loaded. So this module imports no mlx, and
+`use_blas` raises once `mlx.core` is imported. The choice matters only for float32 on
+the CPU. On macOS mlx uses Accelerate, and there is no choice.
 """
 
 import ctypes
@@ -45,11 +45,11 @@ _LIBRARY = "libopenblas.so.0"  # the system's
 
 @dataclass(frozen=True, slots=True)
 class BlasChoice:
-    """The BLAS in use and the reason for it, for printing.
+    """The BLAS in use, with a line about it for printing.
 
     Attributes:
         name: The BLAS that mlx will use: "openblas", "stock" or "accelerate"; "other"
-            if one that this package does not know was loaded before.
+            if a BLAS that this package does not know was loaded before.
         detail: One line for people, e.g. "OpenBLAS 0.3.21 (SkylakeX, pthread, 2
             threads)".
     """
@@ -59,11 +59,11 @@ class BlasChoice:
 
 
 class _Process:
-    """Decision of this process.
+    """State of this process.
 
     Attributes:
-        choice: what `use_blas` last returned.
-        threads: of the OpenBLAS that was loaded here.
+        choice: result of the last `use_blas`; None: it was not called.
+        threads: of the OpenBLAS that this module has loaded; None: it has loaded none.
     """
 
     choice: BlasChoice | None = None
@@ -73,20 +73,19 @@ class _Process:
 def use_blas(name: BlasName = "auto") -> BlasChoice:
     """Put the named BLAS in front of mlx; call it before the first mlx import.
 
-    A program that does not call it gets "auto" with its first import of mlx, if it has
-    imported this package by then. Asking again for what is in use already is allowed at
-    any time.
+    For a program that does not call it, the first import of mlx after that of this
+    package chooses "auto". Naming the BLAS that is already in use is always allowed.
 
     Args:
         name: "openblas" or "stock" (the BLAS of the wheel); "auto" takes OpenBLAS
-            where it is installed, else the stock one, and leaves another BLAS that was
-            put in front before.
+            if it is installed, else the stock one, and keeps another BLAS that was
+            loaded before.
 
     Returns:
-        The BLAS in use and one line that says which it is and why.
+        The BLAS in use and a line about it.
 
     Raises:
-        BlasError: It is not installed, or mlx is imported already.
+        BlasError: It is not installed, or mlx or another BLAS is loaded already.
         InvalidRequestError: The name is not one of the three.
     """
     if name not in get_args(BlasName):
@@ -103,15 +102,15 @@ def use_blas(name: BlasName = "auto") -> BlasChoice:
 
 
 def chosen_blas() -> BlasChoice | None:
-    """Return what `use_blas` last returned in this process; None: it was not called."""
+    """Return the result of the last `use_blas` here; None: it was not called."""
     return _Process.choice
 
 
 def blas_in_use() -> str:
-    """Return what mlx multiplies float32 with on this CPU, in a few words.
+    """Return the name of the BLAS that mlx uses for float32 on this CPU.
 
-    A BLAS that was loaded globally behind the back of this module, after mlx was
-    imported, would be named too, although mlx may not use it.
+    A BLAS that something else has loaded globally after the import of mlx is named too,
+    although mlx may not use it.
     """
     if sys.platform == "darwin":
         return "Accelerate"
@@ -123,21 +122,21 @@ def blas_in_use() -> str:
 
 
 def thread_settings() -> str | None:
-    """Return how many threads OpenBLAS was given, and why, in one line.
+    """Return the number of threads of OpenBLAS, and the reason for it, in one line.
 
-    None: this package has not loaded it.
+    None: this package has not loaded OpenBLAS.
     """
     return None if _Process.threads is None else str(_Process.threads.plan)
 
 
 def text_threads(*, exact: bool) -> AbstractContextManager[None]:
-    """Return a context for the time of a text; see `TextThreads.text`."""
+    """Return the context in which a text is generated; see `TextThreads.text`."""
     threads = _Process.threads
     return nullcontext() if threads is None else threads.text(exact=exact)
 
 
 def _openblas() -> str | None:
-    """Describe the OpenBLAS in front, with all numbers of threads that it may have."""
+    """Describe the OpenBLAS in use, with the numbers of threads that it may have."""
     plan = None if _Process.threads is None else _Process.threads.plan
     return describe_openblas(None if plan is None else plan.numbers)
 
@@ -145,8 +144,8 @@ def _openblas() -> str | None:
 def better_kernels() -> str | None:
     """Return OpenBLAS's name of kernels that are better than those in use.
 
-    None: those in use are the best that the processor can run, or not OpenBLAS's.
-    `use_blas` takes the best ones itself, unless `OPENBLAS_CORETYPE` names others.
+    None: the processor can run no better kernels, or OpenBLAS is not in use. `use_blas`
+    chooses the best kernels, unless `OPENBLAS_CORETYPE` names others.
     """
     if sys.platform == "darwin" or describe_openblas() is None:
         return None
@@ -209,20 +208,20 @@ def _use_openblas(*, required: bool) -> BlasChoice:
 
 
 def _load(library: str) -> None:
-    """Load an OpenBLAS for all who come after, with its threads and best kernels."""
+    """Load an OpenBLAS into the global scope, with its threads and best kernels."""
     plan = plan_here()
     with _environment(plan.environment()):
         kernels = kernels_to_name(library)
         with _environment({} if kernels is None else {CORE_TYPE: kernels}):
             ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
-    # One that is built for OpenMP has read another variable.
+    # An OpenBLAS that is built for OpenMP has read another variable.
     set_count = ctypes.CDLL(None).openblas_set_num_threads
     _Process.threads = TextThreads(plan, set_count, OtherPrograms().idle_cores)
 
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables of the environment, and put back what was there."""
+    """Set variables of the environment, and restore them at the end."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

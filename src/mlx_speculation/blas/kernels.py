@@ -1,9 +1,9 @@
 """The kernels of OpenBLAS that a processor can run.
 
-An OpenBLAS that is older than the processor does not know it, and may take kernels of
-long ago: 0.3.21 of Debian 12 runs SSE3 on an Intel server of 2023, and decoding took
-1.4 times as long. So the kernels are named to it, by what the processor says it can,
-unless `OPENBLAS_CORETYPE` does so already.
+An OpenBLAS that is older than the processor does not know it, and may choose very old
+kernels: 0.3.21 of Debian 12 runs SSE3 on an Intel server of 2023, and decoding took 1.4
+times as long. So this package names the kernels in `OPENBLAS_CORETYPE`, by the flags of
+the processor, unless the user has set that variable.
 """
 
 import _ctypes
@@ -12,8 +12,8 @@ import os
 from pathlib import Path
 
 CORE_TYPE = "OPENBLAS_CORETYPE"
-# From the best on: OpenBLAS's name of kernels, what /proc/cpuinfo says of a processor
-# that can run them, and the names of those that are as good.
+# Best first: OpenBLAS's name of kernels, the flags in /proc/cpuinfo that they need, and
+# the names of all kernels that are as good.
 _KERNELS = [
     (
         "SkylakeX",
@@ -25,16 +25,17 @@ _KERNELS = [
 
 
 def kernels_to_name(library: str) -> str | None:
-    """Return kernels for `OPENBLAS_CORETYPE` that are better than those it would take.
+    """Return kernels for `OPENBLAS_CORETYPE` that a library would not choose itself.
 
-    The library is opened to be asked and closed again. Legal while none is in use.
+    The library is opened to read its choice, then closed, which is safe as long as no
+    OpenBLAS is in use.
 
     Returns:
-        OpenBLAS's name of them; None: it takes the best that the processor can run, or
-        the caller's environment names some.
+        OpenBLAS's name of better kernels; None: the library's choice is the best that
+        the processor can run, or the environment names kernels.
 
     Raises:
-        OSError: it cannot be opened.
+        OSError: the library cannot be opened.
     """
     if os.environ.get(CORE_TYPE):
         return None
@@ -46,7 +47,7 @@ def kernels_to_name(library: str) -> str | None:
 
 
 def better_than(core: str, flags: set[str]) -> str | None:
-    """Return the best kernels for a processor, if they are better than `core`."""
+    """Return the best kernels for a processor; None: `core` is as good."""
     for best, needed, as_good in _KERNELS:
         if core in as_good:
             return None
@@ -56,7 +57,7 @@ def better_than(core: str, flags: set[str]) -> str | None:
 
 
 def processor_flags() -> set[str]:
-    """Return what Linux says that the processor can; nothing where it does not say."""
+    """Return the processor's flags by Linux; empty if Linux does not give them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

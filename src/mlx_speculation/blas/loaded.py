@@ -1,7 +1,7 @@
 """The BLAS in the global symbol scope of this process.
 
-A library that is loaded later, mlx too, takes its calls from there first. What mlx's
-own libraries bring is not in it.
+A library that is loaded later, such as mlx, finds its symbols there first. The BLAS of
+mlx's own libraries is not in that scope.
 """
 
 import ctypes
@@ -24,17 +24,17 @@ class _Place(ctypes.Structure):
 
 
 def library_in_front() -> str | None:
-    """Return the file whose products a library that is loaded now would call."""
+    """Return the file of the BLAS in the global scope; None: there is none."""
     return _file_of(_PRODUCT)
 
 
 def describe_openblas(threads: str | None = None) -> str | None:
-    """Describe the OpenBLAS in front; None: none is, or another BLAS comes before it.
+    """Describe the OpenBLAS in use; None: there is none, or another BLAS is before it.
 
     For example "OpenBLAS 0.3.21 (SkylakeX, pthread, 2 threads)".
 
     Args:
-        threads: their number in words; None: the number now.
+        threads: the number of threads in words; None: the present number.
     """
     file = _file_of(_OPENBLAS)
     if file is None or file != library_in_front():
@@ -52,7 +52,7 @@ def describe_openblas(threads: str | None = None) -> str | None:
 
 
 def _file_of(symbol: str) -> str | None:
-    """Return the file that a symbol of the global scope comes from."""
+    """Return the file of a symbol in the global scope; None: there is none."""
     everything = ctypes.CDLL(None)
     try:
         address = ctypes.cast(getattr(everything, symbol), ctypes.c_void_p)

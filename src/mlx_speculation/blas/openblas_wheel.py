@@ -25,7 +25,7 @@ from mlx_speculation.errors import BlasError
 WHEEL = "scipy-openblas32"
 _PACKAGE = "scipy_openblas32"
 _PREFIX = "scipy_"
-# A symbol in the string table of the library, which stands between two zero bytes.
+# A symbol in the library's string table, between two zero bytes.
 _NAME = re.compile(rb"(?<=\0)" + _PREFIX.encode() + rb"(\w+)(?=\0)")
 
 
@@ -36,7 +36,7 @@ def wheel_version() -> str | None:
 
 @contextmanager
 def renamed_copy(version: str) -> Iterator[Path]:
-    """Yield a renamed copy of the wheel's OpenBLAS. A loaded copy stays usable later.
+    """Yield a renamed copy of the wheel's OpenBLAS. Once loaded it stays usable.
 
     Raises:
         BlasError: the library or patchelf is missing, or patchelf fails.

@@ -1,21 +1,20 @@
-"""The threads of OpenBLAS: how many a text gets, and when its idle ones sleep.
+"""The threads of OpenBLAS: their number for a text, and the time until they sleep.
 
-The threads of a product wait for each other by `sched_yield`. That is short only as
-long as each of them has a core: a thread that waits for one that has lost its core
-goes on for a slice of the scheduler's time, some milliseconds, in each of the hundreds
-of products of a forward. With as many threads as cores, a second such process takes
-nine tenths of the speed of both (docs/log/linux_cpu.md). So a text gets all cores only
-where other programs leave them idle when it starts; else half of them, with which two
-processes have room, or one thread where less than that is idle.
+The threads of a product wait for each other in a loop of `sched_yield`. The wait is
+short only if each thread has a core. If one has lost its core, the others wait for a
+slice of the scheduler's time, some milliseconds, in each of the hundreds of products of
+a forward. With as many threads as cores, a second such process costs both nine tenths
+of their speed (docs/log/linux_cpu.md). So a text gets all cores only if other programs
+leave them idle when it starts. Else it gets half of the cores, so that two processes
+have room, or one thread if fewer are idle.
 
-The number never changes inside a text, since a product's last bits depend on it. Texts
-in exact mode get the same number at any load.
+The number never changes inside a text, since the last bits of a product depend on it.
+Texts in exact mode get the same number at any load.
 
-An idle thread turns in a circle too, for some 100 ms. On two cores it takes the second
-one from mlx's own threads, which build the graph and compute it, and plain steps and
-rounds took 5 to 30 % longer. So there it has to sleep at once, unless
-`OPENBLAS_THREAD_TIMEOUT` is set. From four cores on that makes rounds slower, since all
-of them are woken for each product.
+An idle thread also spins, for some 100 ms. On two cores it takes a core from mlx's own
+threads, which build and compute the graph: plain steps and rounds took 5 to 30 %
+longer. So on two cores threads sleep at once, unless `OPENBLAS_THREAD_TIMEOUT` is set.
+From four cores on this would slow down rounds, as each product has to wake all threads.
 """
 
 import os
@@ -29,7 +28,7 @@ from pathlib import Path
 from mlx_speculation.environment import usable_cores
 
 NUM_THREADS, TIMEOUT = "OPENBLAS_NUM_THREADS", "OPENBLAS_THREAD_TIMEOUT"
-# Where OpenBLAS looks for a number, in its order.
+# Variables in which OpenBLAS looks for a number of threads, in its order.
 NAMES = (
     NUM_THREADS,
     "OPENBLAS_DEFAULT_NUM_THREADS",
@@ -37,27 +36,27 @@ NAMES = (
     "OMP_NUM_THREADS",
 )
 _TWO_CORES = 2
-# After how many ticks of the processor's clock a thread without work sleeps, as a
-# power of two. From 8 to 14 no difference was seen.
+# An idle thread sleeps after 2 to this power clock ticks of the processor. From 8 to 14
+# no difference was seen.
 _SLEEP_SOON = 10
-# Seconds over which the load of other programs is taken: at least five ticks of
-# Linux's clock, and no longer ago than a user remembers.
+# Shortest and longest time, in seconds, over which the load of other programs is
+# measured. The shortest is five ticks of Linux's clock.
 _SHORTEST, _LONGEST = 0.05, 2.0
-_IDLE = 0.4  # of a core that other programs use; below, it is idle
+_IDLE = 0.4  # a core counts as idle if other programs use less of it
 _STAT = Path("/proc/stat")
 
 
 @dataclass(frozen=True, slots=True)
 class ThreadPlan:
-    """The numbers of threads between which texts choose.
+    """The numbers of threads that a text may get.
 
     Attributes:
-        count: where other programs run too, and in exact mode; None: the user's
-            environment names the number.
-        most: where all cores are idle.
-        why: one line for people.
-        sleep_after: 2 to this power are the clock ticks after which an idle thread
-            sleeps; None: OpenBLAS's own, or the user's.
+        count: if other programs run too, and in exact mode; None: the user's
+            environment gives the number.
+        most: if all cores are idle; None as for `count`.
+        why: the reason for the numbers, one line for people.
+        sleep_after: an idle thread sleeps after 2 to this power clock ticks; None:
+            after OpenBLAS's own time, or the user's.
     """
 
     count: int | None
@@ -71,7 +70,7 @@ class ThreadPlan:
         return {name: str(value) for name, value in given.items() if value is not None}
 
     def threads(self, idle: float | None) -> int:
-        """Return the number for a text where so many cores are idle; None: unknown."""
+        """Return the number for a text; `idle`: number of idle cores, None: unknown."""
         assert self.count is not None
         assert self.most is not None
         if idle is None:
@@ -82,7 +81,7 @@ class ThreadPlan:
 
     @property
     def numbers(self) -> str | None:
-        """The numbers in words; None: only OpenBLAS knows the user's."""
+        """Both numbers in words; None: they are equal, or the user has set one."""
         if self.count is None or self.count == self.most:
             return None
         return f"{self.count} to {self.most} threads"
@@ -98,8 +97,8 @@ def plan_threads(cores: int, environment: Mapping[str, str]) -> ThreadPlan:
     """Return the plan of a process.
 
     Args:
-        cores: that it may use.
-        environment: its variables.
+        cores: number of cores that the process may use.
+        environment: variables of the process.
     """
     soon = None if TIMEOUT in environment or cores != _TWO_CORES else _SLEEP_SOON
     for name in NAMES:
@@ -115,12 +114,12 @@ def plan_threads(cores: int, environment: Mapping[str, str]) -> ThreadPlan:
 
 
 class TextThreads:
-    """The number of threads that OpenBLAS has now, set where a text starts.
+    """The present number of threads of OpenBLAS, set when a text starts.
 
     Args:
         plan: the numbers to choose from.
         set_count: sets the number, `openblas_set_num_threads`.
-        idle_cores: returns the cores that other programs leave idle.
+        idle_cores: returns the number of cores that other programs leave idle.
     """
 
     def __init__(
@@ -131,7 +130,7 @@ class TextThreads:
     ) -> None:
         self.plan = plan
         self._set_count, self._idle_cores = set_count, idle_cores
-        self._texts = {True: 0, False: 0}  # that run now: exact ones, and others
+        self._texts = {True: 0, False: 0}  # running texts, by exact mode
         self._lock = threading.Lock()
         self._now = 0
         if plan.count is not None:
@@ -141,7 +140,7 @@ class TextThreads:
     def text(self, *, exact: bool) -> Iterator[None]:
         """Choose the number for a text, and keep it until the text ends.
 
-        A text that runs already keeps its number, unless the one that starts is exact.
+        While texts run the number stays, unless a text in exact mode starts.
         """
         if self.plan.count is None:
             yield
@@ -171,10 +170,10 @@ class OtherPrograms:
         self._before = self._sample()
 
     def idle_cores(self) -> float | None:
-        """Return how many cores they left idle of late; None: Linux does not say.
+        """Return the number of cores that were idle of late; None: Linux gives no data.
 
-        The time since the last call counts, or 50 ms from now where that is too short
-        or too long ago.
+        The time since the last call counts, or 50 ms from now if that call was too
+        recent or too long ago.
         """
         now = self._sample()
         if self._before is None or now is None:
@@ -188,7 +187,7 @@ class OtherPrograms:
         return max(0.0, (os.cpu_count() or 1) - others)
 
     def _sample(self) -> tuple[float, float, float] | None:
-        """Return seconds: the clock's, busy ones of all cores, and this process's."""
+        """Return seconds: of the clock, busy on all cores, and used by this process."""
         try:
             # For example "cpu 4351 305 269 19006 1001 0 17 16 0 0", in ticks:
             # user, nice, system, idle, waiting for a disk, then interrupts, stolen.
@@ -208,6 +207,6 @@ def plan_here() -> ThreadPlan:
 
 
 def _number(text: str | None) -> int:
-    """Return the number of threads that OpenBLAS takes a variable's value for."""
+    """Return the number of threads that OpenBLAS reads in a value; 0: none."""
     number = (text or "").strip().partition(",")[0]  # "4,2" of OpenMP is 4
     return int(number) if number.isdigit() else 0

@@ -1,9 +1,9 @@
 """The demonstration models of the repository, and the bundled prompts.
 
-Three small targets, one per kind of cache, one draft model that shares their tokenizer,
-an assistant of the sliding target, and an EAGLE-3 head of the dense one. This module
-knows where they are; it loads none of them. A package that was installed from a wheel
-has the prompts alone.
+There are three small targets, one for each kind of cache, a draft model that shares
+their tokenizer, an assistant of the sliding target, and an EAGLE-3 head of the dense
+one. This module returns their folders, and loads no model. A package that was installed
+from a wheel has the prompts only.
 """
 
 import json
@@ -24,8 +24,8 @@ _MODELS = (*DEMO_TARGETS, "draft", "assistant", "eagle")
 class DemoPrompt:
     """One bundled prompt."""
 
-    group: str  # The kind of text, such as "code"
-    source: str  # Where the text was taken from; empty: it was written for this
+    group: str  # the kind of text, such as "code"
+    source: str  # origin of the text; empty: it was written for the demo
     text: str
 
 
@@ -37,15 +37,14 @@ class Story:
     turns: Sequence[str]  # messages of the user
     about: str = ""  # the story in a few words
     system: str | None = None
-    prediction: str | None = None  # of what the answer may repeat
+    prediction: str | None = None  # text that the answer may repeat
 
 
 def demo_models() -> dict[str, Path]:
     """Return the folders of the demonstration models, by name.
 
-    They are "dense", "sliding" and "hybrid", the targets; "draft", a model that drafts
-    for all three; "assistant", which drafts for the sliding one; and "eagle", for the
-    dense one.
+    The targets are "dense", "sliding" and "hybrid". "draft" is a draft model for all
+    three, "assistant" drafts for "sliding", and "eagle" for "dense".
 
     Raises:
         DemoModelsMissingError: A folder is not in this installation.

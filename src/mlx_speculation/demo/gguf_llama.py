@@ -1,7 +1,7 @@
 """A Llama in a GGUF file, converted to a folder that mlx-lm loads.
 
-mlx reads the file; what differs are names, the order of rows that rotary embeddings
-want, and the tokenizer, which is part of the file's metadata.
+mlx reads the file. This module changes names of weights, the order of rows for rotary
+embeddings, and the tokenizer, which is part of the file's metadata.
 """
 
 import json
@@ -28,15 +28,15 @@ _PARTS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_CONTROL = 3  # the type of tokens such as those that end a turn
+_CONTROL = 3  # type of control tokens, such as the end of a turn
 
 
 def convert_gguf(file: Path, folder: Path) -> None:
     """Write config.json, bfloat16 weights and the tokenizer of a GGUF file.
 
     Args:
-        file: of architecture "llama", with a byte-level BPE tokenizer.
-        folder: exists.
+        file: a model of architecture "llama", with a byte-level BPE tokenizer.
+        folder: an existing folder, which the files are written to.
 
     Raises:
         ModelFolderError: the file cannot be read, or is of another kind.
@@ -77,7 +77,7 @@ def _config(said: dict[str, Any], *, tied: bool) -> dict[str, Any]:
         "num_key_value_heads": number("attention.head_count_kv"),
         "head_dim": number("embedding_length") // heads,
         "max_position_embeddings": number("context_length"),
-        # A float32 there: 1e-5 would be 9.99999974e-06.
+        # A float32 in the file: 1e-5 would become 9.99999974e-06.
         "rms_norm_eps": float(f"{number('attention.layer_norm_rms_epsilon'):.6g}"),
         "rope_theta": number("rope.freq_base"),
         "vocab_size": len(said["tokenizer.ggml.tokens"]),
@@ -91,7 +91,7 @@ def _config(said: dict[str, Any], *, tied: bool) -> dict[str, Any]:
 def _weights(
     tensors: dict[str, mx.array], config: dict[str, Any]
 ) -> dict[str, mx.array]:
-    """Return the weights by mlx-lm's names, bfloat16."""
+    """Return the weights, bfloat16, under mlx-lm's names."""
     heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
     result = {}
     for name, value in tensors.items():
@@ -109,7 +109,7 @@ def _weights(
 
 
 def _dense(value: mx.array, tensors: dict[str, mx.array], path: str) -> mx.array:
-    """Return a weight as float32; packed ones are in groups of 32."""
+    """Return a weight as float32; quantized weights have groups of 32."""
     scales = tensors.get(f"{path}.scales")
     if scales is None:
         return value.astype(mx.float32)
@@ -119,7 +119,7 @@ def _dense(value: mx.array, tensors: dict[str, mx.array], path: str) -> mx.array
 
 
 def _halved(weight: mx.array, heads: int) -> mx.array:
-    """Return rows so that a rotary pair is half a head apart, and not side by side."""
+    """Return rows in mlx-lm's order: rotary pairs half a head apart, not adjacent."""
     rows, dim = weight.shape
     pairs = weight.reshape(heads, rows // heads // 2, 2, dim)
     return pairs.swapaxes(1, 2).reshape(rows, dim)

