@@ -3,8 +3,8 @@
 The Linux wheel of mlx links the reference BLAS. Its cost grows linearly with the number
 of rows, so that verifying k + 1 tokens costs k + 1 steps and speculation cannot win.
 OpenBLAS exports the same symbols. If it is loaded into the global scope before mlx, mlx
-calls it, and eight rows cost little more than one. `openblas_wheel` has the one of a
-wheel, which is preferred to the system's.
+calls it, and eight rows cost little more than one. That of a wheel
+(`openblas_wheel`) is preferred to the system's.
 
 With OpenBLAS, verified rows differ from single-row decoding by rounding (about 1e-5 in
 the logits). With the reference BLAS they are equal bit for bit.
@@ -14,8 +14,8 @@ threads (`threads`) and the kernels (`kernels`). These variables are set for tha
 only, so that programs which this process starts do not inherit them.
 
 The dynamic linker binds symbols when mlx is loaded. So this module imports no mlx, and
-`use_blas` raises once `mlx.core` is imported. The choice matters only for float32 on
-the CPU. On macOS mlx uses Accelerate, and there is no choice.
+`use_blas` loads nothing once `mlx.core` is imported. The choice matters for float32 on
+the CPU only. On macOS mlx uses Accelerate, and there is no choice.
 """
 
 import ctypes

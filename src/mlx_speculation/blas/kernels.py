@@ -27,8 +27,7 @@ _KERNELS = [
 def kernels_to_name(library: str) -> str | None:
     """Return kernels for `OPENBLAS_CORETYPE` that a library would not choose itself.
 
-    The library is opened to read its choice, then closed, which is safe as long as no
-    OpenBLAS is in use.
+    The library is opened and closed again, which is safe while no OpenBLAS is in use.
 
     Returns:
         OpenBLAS's name of better kernels; None: the library's choice is the best that
@@ -47,7 +46,7 @@ def kernels_to_name(library: str) -> str | None:
 
 
 def better_than(core: str, flags: set[str]) -> str | None:
-    """Return the best kernels for a processor; None: `core` is as good."""
+    """Return the best kernels for a processor; None: none are better than `core`."""
     for best, needed, as_good in _KERNELS:
         if core in as_good:
             return None

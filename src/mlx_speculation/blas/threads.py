@@ -51,9 +51,9 @@ class ThreadPlan:
     """The numbers of threads that a text may get.
 
     Attributes:
-        count: if other programs run too, and in exact mode; None: the user's
+        count: number if other programs run too, and in exact mode; None: the user's
             environment gives the number.
-        most: if all cores are idle; None as for `count`.
+        most: number if all cores are idle; None as for `count`.
         why: the reason for the numbers, one line for people.
         sleep_after: an idle thread sleeps after 2 to this power clock ticks; None:
             after OpenBLAS's own time, or the user's.
@@ -130,7 +130,7 @@ class TextThreads:
     ) -> None:
         self.plan = plan
         self._set_count, self._idle_cores = set_count, idle_cores
-        self._texts = {True: 0, False: 0}  # running texts, by exact mode
+        self._texts = {True: 0, False: 0}  # running texts, in exact mode or not
         self._lock = threading.Lock()
         self._now = 0
         if plan.count is not None:
@@ -170,7 +170,7 @@ class OtherPrograms:
         self._before = self._sample()
 
     def idle_cores(self) -> float | None:
-        """Return the number of cores that were idle of late; None: Linux gives no data.
+        """Return the cores that other programs left idle of late; None: not known.
 
         The time since the last call counts, or 50 ms from now if that call was too
         recent or too long ago.

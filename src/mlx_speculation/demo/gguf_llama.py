@@ -1,7 +1,7 @@
 """A Llama in a GGUF file, converted to a folder that mlx-lm loads.
 
-mlx reads the file. This module changes names of weights, the order of rows for rotary
-embeddings, and the tokenizer, which is part of the file's metadata.
+mlx reads the file. This module renames its weights, reorders rows for rotary
+embeddings, and makes a tokenizer from the metadata.
 """
 
 import json

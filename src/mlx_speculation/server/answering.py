@@ -43,7 +43,7 @@ from mlx_speculation.server.schemas import AfterThinking, call_grammar
 LOG = logging.getLogger("mlx_speculation.server")
 T = TypeVar("T")
 POLL_SECONDS = 0.1
-# Of silence, after which a stream sends a keep-alive.
+# Seconds of silence after which a stream sends a keep-alive.
 KEEP_ALIVE_SECONDS = 5.0
 # Largest share of thinking in the max_tokens of a text that has to fit a schema.
 THINKING_SHARE = 0.5
@@ -213,7 +213,7 @@ class Answering:
     async def _sent(
         self, face: Face, jobs: Sequence[Job], exchange: "_Exchange"
     ) -> AsyncIterator[Iterable[bytes]]:
-        """Yield the face's events of text after text; nothing while there are none."""
+        """Yield the face's events of text after text, or () while there are none."""
         endings = []
         yield face.open(jobs[0].prompt_tokens)
         for choice, job in enumerate(jobs):
@@ -306,7 +306,7 @@ class _Exchange:
         self._alive()
 
     async def in_thread(self, act: Callable[[], T]) -> T:
-        """Return the result of a slow call, made in a thread that nothing else joins.
+        """Return the result of a slow call, made in a thread of its own.
 
         Raises:
             ClientLeftError: the client has left.

@@ -117,11 +117,11 @@ class Settings:
     # Names of the model: requests may use any of them, and answers show the first
     names: tuple[str, ...]
     draft: str | None = None  # name of the draft; None: no drafting
-    api_key: str | None = None  # which clients have to send; None: no key is needed
+    api_key: str | None = None  # that clients have to send; None: no key is needed
     # Origins of web pages that may use the server; "*": all
     allowed_origins: tuple[str, ...] = ()
-    max_rows: int = 32  # most requests that are decoded together
-    # Most tokens of a prompt's chunk, of which one is read between two rounds; None:
+    max_rows: int = 32  # most requests decoded together
+    # Most tokens of a chunk of a prompt; one chunk is read between two rounds. None:
     # 2048, or 256 on a CPU
     prefill_step: int | None = None
     # Keywords for every chat template

@@ -64,7 +64,7 @@ class Worker:
         self._closed: str | None = None
         self._abandoned = False  # the thread hangs, and no call waits for it
         self.schemas = SchemaCompilers(settings.limits)
-        self.loaded: Future[Generators] = Future()  # or the error of loading them
+        self.loaded: Future[Generators] = Future()  # or the error of loading
         self._stop = self._failed = False
         self._starter = threading.current_thread()
         atexit.register(self.end, EXIT_SECONDS)
@@ -85,8 +85,7 @@ class Worker:
     def stopping(self) -> bool:
         """True if the thread has to end.
 
-        Also once the main thread and the starting thread have ended: the exit of
-        Python waits for this thread.
+        Also if the program exits, since Python then waits for this thread.
         """
         users = threading.main_thread(), self._starter
         return self._stop or not any(each.is_alive() for each in users)
@@ -139,8 +138,8 @@ class Worker:
     def end(self, seconds: float) -> bool:
         """Ask the thread to end, and return whether it has.
 
-        After Python's part of a thread has ended, mlx frees its data of the thread, for
-        which it takes the interpreter's lock: a process that exits meanwhile aborts. So
+        When a Python thread has ended, mlx still frees its data of that thread, and
+        takes the interpreter's lock for this. A process that exits meanwhile aborts, so
         on Linux this waits for the end of the system's thread.
         """
         self.schemas.close()  # the thread may wait for a mask

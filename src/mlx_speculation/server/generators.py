@@ -1,7 +1,6 @@
 """The generators of one target: one for each draft and mode that requests ask for.
 
-All calls are made in the engine's thread, except `encode`, `check_length` and those of
-the template.
+Any thread may use `encode`, `check_length` and the template; the rest is the engine's.
 """
 
 import gc
@@ -94,7 +93,7 @@ class Generators:
         chat = request.chat
         if chat is None or not chat.images:
             ids = job.prompt
-            if not isinstance(request.prompt, list):  # of text, not of token ids
+            if not isinstance(request.prompt, list):  # the prompt is text
                 ids = rows.generator.replayed(ids)
             rows.insert(job, ids, len(ids))
         else:

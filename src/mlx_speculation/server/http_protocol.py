@@ -16,8 +16,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from mlx_speculation.server.api_errors import ApiError, invalid
 from mlx_speculation.server.config import Limits
 
-# For a refused client to read its answer: closing a socket with unread bytes resets it,
-# and the answer is lost.
+# Seconds for a refused client to read its answer: closing a socket with unread bytes
+# resets it, and the answer is lost.
 DRAIN_SECONDS = 2.0
 
 

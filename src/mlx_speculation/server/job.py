@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mlx_speculation.server.answer_parts import AnswerParser
 
 LOG = logging.getLogger("mlx_speculation.server")
-# The engine ends late requests between two rounds; connections wait so much longer.
+# The engine ends late requests between rounds; a connection waits this much longer.
 OVERDUE_SECONDS = 10.0
 
 
@@ -74,7 +74,7 @@ Event = Started | Read | Piece
 
 
 class Job:
-    """One text, which has to be complete within so many seconds."""
+    """One text, which has to be complete within `seconds`."""
 
     parser: "AnswerParser"  # divides the answer, once the prompt is known
 
@@ -85,7 +85,7 @@ class Job:
         self.arrived = time.monotonic()
         self.deadline = self.arrived + seconds
         self.began: float | None = None  # time of the first token
-        self.reading: float | None = None  # time when the prefill began to report
+        self.reading: float | None = None  # time when the first prompt tokens were read
         self.prompt_tokens = self._read = 0
         self.alone: str | None = None  # why its row is decoded alone; None: it is not
         self.cancelled = False  # True: nobody waits for the answer
@@ -107,7 +107,7 @@ class Job:
         self.cancelled = True
 
     def count_prefill(self, tokens: int) -> None:
-        """Report that so many more tokens of the prompt were read."""
+        """Report that `tokens` more tokens of the prompt were read."""
         self.reading = self.reading or time.monotonic()
         self._read += tokens
         self.put(Read(self._read))

@@ -72,7 +72,7 @@ class Listener:
     def close(self, seconds: float) -> None:
         """Accept no more connections, and close the open ones.
 
-        Clients have so many seconds to read their answers.
+        Clients have `seconds` to read their answers.
         """
         self._server.should_exit = True
         if self._thread.ident is not None:

@@ -81,11 +81,12 @@ class Gate:
 
 
 def check_framing(scope: Scope) -> None:
-    """Refuse a request whose end a proxy may see elsewhere than this server.
+    """Refuse ambiguous framing, a large head, and HTTP versions but 1.0 and 1.1.
 
-    A part of one client's body would then be taken for the next client's request. h11
-    has already refused malformed headers, and lengths that are no numbers or differ.
-    But h11 accepts a length beside Transfer-Encoding, and ignores the length.
+    If a proxy sees the end of a request elsewhere than this server, a part of one
+    client's body is taken for the next client's request. h11 has already refused
+    malformed headers, and lengths that are no numbers or differ. But h11 accepts a
+    length beside Transfer-Encoding, and ignores the length.
     """
     names = [name for name, _ in scope["headers"]]
     if b"transfer-encoding" in names and b"content-length" in names:
@@ -105,7 +106,7 @@ def check_framing(scope: Scope) -> None:
 
 
 def check_permission(headers: Headers, path: str, settings: Settings) -> None:
-    """Refuse web pages of other origins, and clients that do not send the key."""
+    """Refuse web pages of origins that may not, and clients without the key."""
     origin, allowed = headers.get("origin"), settings.allowed_origins
     if origin is not None and "*" not in allowed and origin not in allowed:
         raise ApiError(

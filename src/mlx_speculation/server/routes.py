@@ -62,7 +62,7 @@ class JsonRequest(Request):
 
 
 class JsonRoute(APIRoute):
-    """A route that parses bodies with limits, which FastAPI's own has not."""
+    """A route that parses bodies with limits; FastAPI's own route has none."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return FastAPI's handler, called with a `JsonRequest`."""

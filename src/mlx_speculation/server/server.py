@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mlx_speculation import PrefixCache
 
 LOG = logging.getLogger("mlx_speculation.server")
-# For the round or chunk of a prompt that runs to end; then for clients to read.
+# Time for the current round or prompt chunk to end; then for clients to read.
 ENGINE_SECONDS, PARTING_SECONDS = 5.0, 2.0
 
 

@@ -33,8 +33,8 @@ from mlx_speculation.server.request.tools import Choice, ToolBody, Toolbox
 from mlx_speculation.server.request.transcript import Arguments
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
-# Keywords of `apply_chat_template` that are not the template's, and not for requests: a
-# client's own template could run for ever.
+# Keywords of `apply_chat_template` that a request may not set. For example, a client's
+# own template could run for ever.
 RESERVED = frozenset(
     (
         *("add_generation_prompt", "chat_template", "continue_final_message"),
@@ -230,7 +230,7 @@ def _call(call: ToolCall) -> dict[str, Any]:
 def _entry(one: Alternative) -> dict[str, Any]:
     """Return one token, with its id as in mlx-lm's server.
 
-    The bytes of a part of a character are unknown: its text does not hold them.
+    If its text is a part of a character, its bytes are unknown.
     """
     known = BROKEN not in one.text
     return {

@@ -1,6 +1,6 @@
 """The Responses API: items of requests and answers, and the events of streams.
 
-    namespace   its tools get flat names for the chat template; calls get both names
+    namespace   its tools have flat names in the chat template; answers have both names
     custom      a tool that takes a text becomes a function with the argument "input"
     other kinds are ignored: OpenAI's servers would run them
 

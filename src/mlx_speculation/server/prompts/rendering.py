@@ -1,6 +1,6 @@
 """Token ids of a chat, the state in which its answer begins, and the answer's marks.
 
-The package does not import this module, which imports all of mlx-lm's server.
+`prompts` does not import this module, which imports all of mlx-lm's server.
 """
 
 import threading

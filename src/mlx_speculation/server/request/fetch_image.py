@@ -2,15 +2,15 @@
 
 A client could make the server ask other machines, so requests are limited:
 
-    address  http and https, no user in the URL, no redirect; every address that the
-             host resolves to is a public one, unless private ones are allowed
-    answer   one with status 200, without compression
+    URL      http or https, without a user; every address that the host resolves to is
+             a public one, unless private ones are allowed; no redirect is followed
+    answer   status 200, without compression
     size     bytes, counted while they are read
     time     seconds from the look-up of the host to the last byte
 
 The host is resolved once, and the socket is opened to an address that was checked: a
 host that resolves to another address a moment later changes nothing. Proxies of the
-environment are not used. Decoding shows if the bytes are an image, not Content-Type.
+environment are not used. Decoding, not Content-Type, shows if the bytes are an image.
 """
 
 import ipaddress
@@ -182,7 +182,7 @@ def _answer(opened: socket.socket, parts: SplitResult, limits: FetchLimits) -> b
 
 
 def _body(answer: HTTPResponse, limits: FetchLimits) -> bytes:
-    """Return the body of an answer, whose status and size are checked."""
+    """Check the status and size of an answer, and return its body."""
     if answer.status != 200:
         also = ", and redirects are not followed" if answer.status // 100 == 3 else ""
         raise InvalidRequestError(
@@ -202,7 +202,7 @@ def _body(answer: HTTPResponse, limits: FetchLimits) -> bytes:
         result += chunk
         if len(result) > limits.bytes:
             raise _too_large(len(result), limits)
-    if answer.length:  # of Content-Length, and not received
+    if answer.length:  # bytes of Content-Length that have not come
         raise HTTPException(f"{answer.length} bytes are missing")
     return bytes(result)
 

@@ -61,7 +61,7 @@ class RequestModel(BaseModel):
 
 
 class StrictModel(RequestModel):
-    """An object whose unknown names are refused: one may have changed the text."""
+    """An object whose unknown names are refused, as one might change the text."""
 
     where: ClassVar[str] = ""  # prefix of names in errors, with a dot
     advice: ClassVar[str] = "Leave it out."

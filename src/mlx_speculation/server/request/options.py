@@ -83,7 +83,7 @@ class Speculative(StrictModel):
 class TextOptions(RequestModel):
     """Options that the requests of all APIs may have."""
 
-    lengths: ClassVar[Sequence[str]] = ()  # fields of the length; first one wins
+    lengths: ClassVar[Sequence[str]] = ()  # length fields; the first given one counts
     any_model: ClassVar[bool] = False  # True: any name is taken, and a length is cut
 
     model: str | None = None

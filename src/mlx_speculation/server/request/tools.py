@@ -1,9 +1,8 @@
 """Tools of a request in the forms of all APIs, and those that have to be called.
 
-    namespace   its tools get flat names for the chat template; calls get both names
+    namespace   its tools have flat names in the chat template; answers have both names
     custom      a tool that takes a text becomes a function with the argument "input"
-    deferred    not in the list for the chat template, but described in the message that
-                refers to it
+    deferred    not in the template's list, but described in a message that refers to it
     other kinds are ignored: the provider's servers would run them
 
 Flat and nested forms are read alike: {"type": "function", "name": ...} and
@@ -64,7 +63,7 @@ class Choice(NestedModel):
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A tool by its own name, not the flat one."""
+    """A tool's own name and namespace, as a call of an answer gets them."""
 
     name: str
     namespace: str | None = None

@@ -1,9 +1,8 @@
 """A constraint on the answer of a model that thinks first.
 
-During the thinking any token but the end of the text is allowed. The thinking ends with
-a mark, a fixed sequence of tokens, after which the inner constraint begins. Once the
-budget of thinking tokens is spent, only the mark is allowed: tokens remain for the
-answer.
+During the thinking any token but the end of the text is allowed. A mark, which is a
+fixed sequence of tokens, ends the thinking and begins the inner constraint. Once the
+budget of thinking tokens is spent, only the mark is allowed: the answer has room.
 """
 
 from collections.abc import Sequence
@@ -42,7 +41,7 @@ class ThinkingState:
         self,
         whole: AfterThinking,
         count: int,  # tokens of thinking so far
-        matched: int,  # how many tokens of the mark the text ends with
+        matched: int,  # how many first tokens of the mark end the text
         answer: ConstraintState | None,  # None: still thinking, or no inner constraint
     ) -> None:
         self._whole, self._count = whole, count

@@ -32,8 +32,7 @@ LOG = logging.getLogger("mlx_speculation.server")
 COMPILING = 2
 # Seconds that each mask adds to the time that all masks of a text may take.
 STEP_SECONDS = 0.02
-# A child ends itself at its time limit. If it does not, the server ends it so many
-# seconds later.
+# A child ends itself at its time limit. If not, the server ends it this much later.
 OVERDUE_SECONDS = 1.0
 OUT_OF_MEMORY = 3 << 8  # exit status 3 of template_process, as waitpid encodes it
 UNUSABLE, NOT_ENFORCED = b"u", b"w"

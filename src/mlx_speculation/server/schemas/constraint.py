@@ -34,8 +34,8 @@ class SchemaConstraint:
         *,
         # Time to wait for a mask; longer than the child's own limit
         seconds: float,
-        # Ends the child; called once. The argument says whether the child was still
-        # needed; then an error message is returned
+        # Ends the child; called once. True: the child was still needed, and the result
+        # is an error message
         leave: Callable[[bool], str],
     ) -> None:
         self._channel, self._end, self._seconds = channel, end, seconds
@@ -57,7 +57,7 @@ class SchemaConstraint:
                 self._leave(False)
 
     def after(self, path: tuple[int, ...]) -> tuple[NDArray[np.bool_], bool]:
-        """Return which ids may follow `path`, bool [ids], and whether it may end there.
+        """Return which ids may follow `path`, bool [ids], and if the text may end.
 
         Raises:
             ConstraintError: a limit was hit, or the child has ended.
