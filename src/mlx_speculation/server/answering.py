@@ -138,7 +138,7 @@ class Answering:
         job.constraint = self._constraint(job, state, stack)
 
     def _constraint(self, job: Job, state: str, stack: ExitStack) -> Any:
-        """Return the constraint of a text, with thinking before it; None: none."""
+        """Return the constraint of a text and its thinking; None: no constraint."""
         request, worker = job.request, self._worker
         tokenizer, template = self._models.tokenizer, self._models.template
         wanted: Any = request.schema

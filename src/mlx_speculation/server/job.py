@@ -122,7 +122,7 @@ class Job:
 
         Raises:
             ApiError: the request has ended, or the engine does not answer.
-            Exception: `check` has raised it: waiting is of no use.
+            Exception: any error that `check` raises, as waiting is of no use.
         """
         try:
             check()

@@ -106,7 +106,7 @@ def check_framing(scope: Scope) -> None:
 
 
 def check_permission(headers: Headers, path: str, settings: Settings) -> None:
-    """Refuse web pages of origins that may not, and clients without the key."""
+    """Refuse web pages of origins not allowed, and clients without the key."""
     origin, allowed = headers.get("origin"), settings.allowed_origins
     if origin is not None and "*" not in allowed and origin not in allowed:
         raise ApiError(

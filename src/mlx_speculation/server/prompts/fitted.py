@@ -37,7 +37,7 @@ SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 def fitted(
     messages: Sequence[Message], tools: Sequence[dict[str, Any]], traits: Traits
 ) -> list[Message]:
-    """Return messages of which a template with these traits renders everything."""
+    """Return messages that a template with these traits renders completely."""
     form = _formed if traits.calls else _in_words
     messages = [form(message, traits) for message in messages]
     if tools and not traits.tools:

@@ -32,7 +32,7 @@ LOG = logging.getLogger("mlx_speculation.server")
 COMPILING = 2
 # Seconds that each mask adds to the time that all masks of a text may take.
 STEP_SECONDS = 0.02
-# A child ends itself at its time limit. If not, the server ends it this much later.
+# Seconds after its time limit at which the server ends a child that has not ended.
 OVERDUE_SECONDS = 1.0
 OUT_OF_MEMORY = 3 << 8  # exit status 3 of template_process, as waitpid encodes it
 UNUSABLE, NOT_ENFORCED = b"u", b"w"
