@@ -1,4 +1,4 @@
-"""Speculative decoding for mlx-lm models: faster text, and the same text.
+"""Speculative decoding for mlx-lm models: the same text in less time.
 
 ```python
 from mlx_speculation import SpeculativeGenerator
@@ -8,9 +8,9 @@ for chunk in generator.stream("Once upon a time", max_tokens=100):
     print(chunk.text, end="")
 ```
 
-Importing this package does not import mlx. Names are loaded at first use, because
-on a Linux CPU the BLAS has to be chosen before mlx is loaded; see `blas`. That is done
-when mlx is first imported after this package, by whomever; see `before_mlx`.
+Importing this package does not import mlx: each public name is loaded at its first use.
+On a Linux CPU the package chooses the BLAS (see `blas`) just before mlx is imported for
+the first time, by this package or by any other code (see `before_mlx`).
 """
 
 from mlx_speculation.before_mlx import watch
@@ -39,7 +39,7 @@ from mlx_speculation.errors import (
     UnsupportedModelError,
 )
 
-TYPE_CHECKING = False  # as typing's, which takes longer to load than all the rest
+TYPE_CHECKING = False  # `typing` would take longer to import than the rest of this file
 if TYPE_CHECKING:
     from mlx_speculation.caches import PrefixCache, Speculation
     from mlx_speculation.demo import demo_models
@@ -140,7 +140,7 @@ __all__ = [
     "vision_stream_generate",
 ]
 
-# Where each lazy name lives. A new one goes here, into __all__ and, for type
+# The module of each lazily loaded name. Add a new name here, to __all__ and, for type
 # checkers, under TYPE_CHECKING above.
 _HOMES = {
     "AssistantDraft": "mlx_speculation.engine",
@@ -183,7 +183,7 @@ watch()
 
 
 def __getattr__(name: str) -> object:
-    # Not above: before the command line looks after Ctrl-C, little is to be loaded.
+    # Imported late: the command line handles Ctrl-C only after this module is loaded.
     from importlib import import_module
 
     value: object
@@ -199,7 +199,7 @@ def __getattr__(name: str) -> object:
             raise MissingLibraryError(said) from error
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value  # The next access does not come here.
+    globals()[name] = value  # later accesses do not call __getattr__
     return value
 
 

@@ -1,4 +1,4 @@
-"""`python -m mlx_speculation` is the command line."""
+"""The command line, started by `python -m mlx_speculation`."""
 
 from mlx_speculation.cli import main
 

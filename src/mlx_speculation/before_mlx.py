@@ -1,12 +1,12 @@
-"""Looks after the BLAS when a program first imports mlx, or uses this package late.
+"""An import hook that chooses the BLAS just before mlx is loaded, or warns if it was.
 
-It imports nothing itself: whoever imports this package comes by here, also the command
-line, which has to be quick. `mlx_speculation.blas` decides what to do.
+Every import of the package loads this module, also that of the command line, which has
+to start fast. So this module imports only `sys`. `mlx_speculation.blas` does the work.
 """
 
 import sys
 
-TYPE_CHECKING = False  # as typing's, which takes longer to load than this
+TYPE_CHECKING = False  # `typing` would take longer to import than this module
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from importlib.machinery import ModuleSpec
@@ -19,7 +19,7 @@ _USES_MLX = tuple(
 
 
 class _FirstUse:
-    """A finder of modules that finds none, and sees which are about to be loaded."""
+    """A module finder that finds nothing; it watches which modules are imported."""
 
     done = False
 
@@ -29,10 +29,10 @@ class _FirstUse:
         path: "Sequence[str] | None" = None,
         target: "ModuleType | None" = None,
     ) -> "ModuleSpec | None":
-        """Choose the BLAS if this is mlx; say so once if mlx was there before us.
+        """Choose the BLAS if this is mlx; warn once if mlx was loaded before.
 
-        It stays where it is afterwards: who takes a finder out of the list that is
-        being gone through lets its neighbour be skipped.
+        The finder stays in `sys.meta_path` afterwards: Python iterates over that list
+        now, and would skip the next finder if this one were removed.
         """
         early = fullname == _MLX
         late = fullname in _USES_MLX and _MLX in sys.modules
@@ -41,15 +41,15 @@ class _FirstUse:
         from mlx_speculation.blas import automatic
 
         if early:
-            automatic.choose_blas()  # refused, it is asked again
+            automatic.choose_blas()  # if it raises, the next import of mlx tries again
             self.done = True
         else:
-            self.done = True  # said once, also where a warning is an error
+            self.done = True  # first: the warning may be raised as an error
             automatic.say_that_mlx_came_first()
         return None
 
 
 def watch() -> None:
-    """Look after the BLAS from now on; on Linux only, elsewhere there is no choice."""
+    """Install the import hook on Linux; other systems have no choice of BLAS."""
     if sys.platform == "linux":
         sys.meta_path.insert(0, _FirstUse())

@@ -1,4 +1,4 @@
-"""This machine: cores, versions, and the folder for what may be lost."""
+"""This machine: cores, memory, versions, and the cache folder."""
 
 import os
 import platform
@@ -13,7 +13,7 @@ PACKAGES = ("mlx", "mlx-lm", "transformers", "mlx-speculation")
 
 
 def machine() -> dict[str, Any]:
-    """Describe the machine; mlx is imported."""
+    """Describe the machine. The call imports mlx."""
     import mlx.core as mx
 
     return {
@@ -26,7 +26,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that decide figures."""
+    """Return the versions of Python and of the packages that affect measurements."""
     return {
         "python": platform.python_version(),
         **{package: installed(package) or "unknown" for package in PACKAGES},
@@ -34,7 +34,7 @@ def versions() -> dict[str, str]:
 
 
 def free_memory() -> int | None:
-    """Return the bytes that arrays can still take; None: unknown. mlx is imported."""
+    """Return the free bytes for arrays; None: unknown. The call imports mlx."""
     import mlx.core as mx
 
     if mx.default_device() == mx.gpu:
@@ -45,14 +45,14 @@ def free_memory() -> int | None:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         fields = dict(line.split(":", 1) for line in lines)
-        # mlx keeps what was freed, which the system counts as used.
+        # mlx keeps freed memory in its cache, which the system counts as used.
         return int(fields["MemAvailable"].split()[0]) * 1024 + mx.get_cache_memory()
     except (OSError, ValueError, KeyError):
         return None
 
 
 def missing_backend(error: ImportError) -> str | None:
-    """Return what to do about an mlx that cannot be imported; None: it is not mlx."""
+    """Return an error text if the failed import is mlx's; None: it is not mlx's."""
     if (error.name or "").partition(".")[0] != "mlx" and "libmlx" not in str(error):
         return None
     extra = "" if sys.platform == "darwin" else "[cpu]"
@@ -64,7 +64,7 @@ def missing_backend(error: ImportError) -> str | None:
 
 
 def installed(package: str) -> str | None:
-    """Return the version of a package; None: it is not installed."""
+    """Return the version of a package; None: the package is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -72,17 +72,17 @@ def installed(package: str) -> str | None:
 
 
 def cores() -> int | None:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use; None: unknown."""
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count()
 
 
 def usable_cores() -> int:
-    """Return how many cores' worth of time this process gets, at least 1.
+    """Return the number of whole cores whose time this process gets, at least 1.
 
-    Of the cores that it may use, a container's or a service's quota of time can leave
-    fewer: of 1.5 the whole one is returned.
+    The CPU quota of a container or service can be lower than the number of cores that
+    the process may use. A quota of 1.5 cores counts as 1.
     """
     quota = cpu_quota()
     allowed = cores() or 1
@@ -90,14 +90,15 @@ def usable_cores() -> int:
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """Return how many cores' worth of time the control groups of this process allow.
+    """Return the CPU quota of this process, in cores.
 
     Returns:
-        The smallest quota of the group and those above it; None: there is none.
+        The smallest quota of its control group and the parents; None: no quota is set.
     """
     result = []
     for files, path in _cpu_groups(root):
-        # Within a container the path may be the machine's; its own group is the root.
+        # In a container the path may be that of the host. The container's own group is
+        # then the root, which is the last of the parents.
         for group in (path, *path.parents):
             quota = _quota(root / files / group.relative_to("/"))
             if quota is not None:
@@ -106,7 +107,7 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 
 
 def _cpu_groups(root: Path) -> Iterator[tuple[str, Path]]:
-    """Yield folders under which groups have quotas, with the group of this process."""
+    """Yield each folder of control groups, with the group of this process in it."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -123,7 +124,7 @@ def _cpu_groups(root: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _quota(group: Path) -> float | None:
-    """Return the quota of one group, in cores."""
+    """Return the quota of one group, in cores; None: no quota is set."""
     try:
         if (two := group / "cpu.max").is_file():
             quota, period = two.read_text().split()
@@ -131,7 +132,7 @@ def _quota(group: Path) -> float | None:
             quota = (group / "cpu.cfs_quota_us").read_text()
             period = (group / "cpu.cfs_period_us").read_text()
         return float(quota) / float(period) if float(quota) > 0 else None
-    except (OSError, ValueError):  # not there, or "max"
+    except (OSError, ValueError):  # no such file, or "max"
         return None
 
 
@@ -151,17 +152,16 @@ def cpu_model() -> str:
 
 
 def cache_folder() -> Path | None:
-    """Return where this package keeps what may be lost at any time.
+    """Return the folder of files that this package can make again.
 
-    That is the folder which MLX_SPECULATION_CACHE names, else mlx-speculation under
-    XDG_CACHE_HOME or ~/.cache, by the XDG base directory rules. None: nobody knows
-    where the user's home is.
+    The folder is MLX_SPECULATION_CACHE, else mlx-speculation under XDG_CACHE_HOME or
+    ~/.cache (XDG base directory rules). None: the home folder is unknown.
     """
     named = os.environ.get("MLX_SPECULATION_CACHE")
     if named:
         return Path(named)
     home = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not home.is_absolute():  # such a path is to be ignored, as the rules say
+    if not home.is_absolute():  # XDG rules: ignore a relative path
         try:
             home = Path.home() / ".cache"
         except RuntimeError:

@@ -21,73 +21,70 @@ SpeculationError(Exception)
 
 Each class also derives from the built-in exception in brackets, so `except
 ValueError` works for callers that do not know this package. A message says what
-is wrong, names the two values that do not fit, and what to do.
+is wrong, names the two values that do not match, and says what to do.
 
 `DrafterFaultWarning`, `ContextLengthNotice`, `DraftNotice`, `SamplerNotice`,
-`BlasNotice` and `CostFileWarning` are warnings: the generation goes on.
+`BlasNotice` and `CostFileWarning` are warnings: the generation continues.
 """
 
 
 class SpeculationError(Exception):
-    """The base of all exceptions that this package raises on purpose."""
+    """The base of all exceptions of this package."""
 
 
 class InvalidRequestError(SpeculationError, ValueError):
     """Raised when an argument of the caller is out of range or contradicts another.
 
-    It is raised before any cache is touched.
+    It is raised before any cache is changed.
     """
 
 
 class TokenizerMismatchError(InvalidRequestError):
-    """Raised when target and draft model do not share their token ids.
-
-    The same id would stand for different texts, so the pair is refused.
-    """
+    """Raised when a token id stands for different texts in target and draft model."""
 
 
 class RankMismatchError(InvalidRequestError):
-    """Raised when ranks of one group run other programs, options or versions.
+    """Raised when the ranks of a group differ in their program, options or versions.
 
-    It is raised on every rank at once, between forwards; the ranks can go on together.
+    It is raised on every rank, between two forwards. The group stays usable.
     """
 
 
 class UnsupportedCacheError(SpeculationError, TypeError):
     """Raised when a cache is of a kind that cannot be committed and rolled back.
 
-    It is raised before any cache is touched.
+    It is raised before any cache is changed.
     """
 
 
 class UnsupportedModelError(SpeculationError, TypeError):
-    """Raised when a model lacks a part, such as hidden states, that a drafter needs.
+    """Raised when a drafter needs a part, such as hidden states, that a model lacks.
 
-    It is raised before anything is drafted; decoding without that drafter works.
+    It is raised before the first draft. Decoding without that drafter works.
     """
 
 
 class SpeculationClosedError(SpeculationError, RuntimeError):
-    """Raised when a round is used after it was committed, rolled back or left."""
+    """Raised when a round is used after its commit, roll back or `with` block."""
 
 
 class ModelFolderError(SpeculationError, ValueError):
-    """Raised when a model folder lacks a file or holds one that cannot be used."""
+    """Raised when a file of a model folder is missing or cannot be used."""
 
 
 class ConventionError(ModelFolderError):
-    """Raised when a draft head agrees with its target under no known convention.
+    """Raised when no known convention makes a draft head agree with its target.
 
-    The message names the score of each convention.
+    The message gives the score of each convention.
     """
 
 
 class CacheFileError(SpeculationError, ValueError):
     """Raised when a file of caches cannot be written or loaded.
 
-    A file that is loaded is missing, cut, corrupted, foreign, of another version, or
-    does not fit the live caches. The live caches stay as they were. A file that was to
-    be replaced stays as it was.
+    Loading fails if the file is missing, truncated, corrupted, of another format or
+    version, or does not match the live caches. The live caches are not changed then. A
+    failed write leaves an earlier file of the same name as it was.
     """
 
 
@@ -99,54 +96,54 @@ class NonFiniteLogitsError(SpeculationError, ArithmeticError):
 
 
 class ConstraintError(SpeculationError, ValueError):
-    """Raised when a constraint allows no token, or not the one that it is given."""
+    """Raised when a constraint allows no token, or is given one that it forbids."""
 
 
 class MissingLibraryError(SpeculationError, ImportError):
-    """Raised when an optional library is needed that is not installed."""
+    """Raised when a library that is needed is not installed or cannot be imported."""
 
 
 class DemoModelsMissingError(SpeculationError, FileNotFoundError):
-    """Raised when the demonstration models or prompts are not in this installation."""
+    """Raised when this installation lacks the demonstration models or prompts."""
 
 
 class RankLostError(SpeculationError, ConnectionError):
     """Raised when a rank has died, has failed or has left a stream by an error.
 
-    The message names the rank and the reason, and says whether the program has to be
-    started again.
+    The message names the rank and the reason, and says whether the program must be
+    restarted.
     """
 
 
 class BlasError(SpeculationError, RuntimeError):
-    """Raised when the BLAS that was asked for cannot be put in front of mlx."""
+    """Raised when mlx cannot use the requested BLAS in this process."""
 
 
 class ContextLengthNotice(UserWarning):
-    """Warns once that a prompt is longer than the model was made for.
+    """Warns once that a prompt is longer than the context that the model supports.
 
-    Or that a text ended because the model has no more positions.
+    Or that a text ended because the model has no further positions.
     """
 
 
 class DraftNotice(UserWarning):
-    """Warns once that another draft than the requested one is used, and why."""
+    """Warns once about the draft, such as that another one is used, and why."""
 
 
 class SamplerNotice(UserWarning):
-    """Warns once that a sampler draws by itself, so a seed may not fix the text."""
+    """Warns once that a sampler draws by itself, so the seed may not fix the text."""
 
 
 class BlasNotice(UserWarning):
-    """Warns once in a process that mlx was loaded too early to get a faster BLAS."""
+    """Warns once per process that mlx was loaded too early to use a faster BLAS."""
 
 
 class CostFileWarning(UserWarning):
-    """Warns that a file of measured costs cannot be used; they are measured again."""
+    """Warns that a file of measured costs cannot be used; measuring is repeated."""
 
 
 class DrafterFaultWarning(RuntimeWarning):
-    """Warns once in a stream that its drafter has failed.
+    """Warns once per stream that its drafter has failed and is disabled.
 
-    The drafter is disabled. The text does not change.
+    The text does not change.
     """

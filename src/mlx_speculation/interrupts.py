@@ -1,23 +1,23 @@
-"""Signals that wait until a step is done.
+"""Signal handlers that are deferred until a step is complete.
 
-Python runs the handler of a signal between any two bytecodes of the main thread, so
-Ctrl-C can raise after a round was committed and before its tokens were counted. Inside
-`DeferredSignals` handlers that are written in Python wait:
+Python runs the handler of a signal between any two bytecodes of the main thread. So
+Ctrl-C can raise after a round was committed and before its tokens were counted.
+`DeferredSignals` defers all handlers that are written in Python:
 
     with DeferredSignals(checkpoints=True):
         while read_a_chunk():
-            checkpoint()        # a signal that has come meanwhile is handled here,
-        run_a_round()           # but not in here,
-                                # and one that came later when the block is left
+            checkpoint()        # handles the signals that have arrived so far
+        run_a_round()           # handles none
+    # the end of the block handles the signals that have arrived since
 
-A handler that raises then raises from `checkpoint` or from the `with` statement. In
-other threads, which no handler runs in, both do nothing.
+An exception of a handler is raised by `checkpoint` or by the `with` statement. In other
+threads both do nothing, since Python runs handlers in the main thread only.
 
-Python drops what is raised in a finalizer. `finalize` is the body of one: what a
-handler raises meanwhile is raised afterwards, in the code that the finalizer had
-interrupted. Only a handler that runs before the first instruction of a finalizer is
-out of reach. Once Python empties its modules it does nothing: `close_at_exit` has
-cleaned up before that.
+Python discards exceptions that a finalizer (`__del__`) raises. A finalizer that calls
+`finalize` keeps those of signal handlers: they are raised afterwards, in the code that
+the finalizer had interrupted. The exception of a handler that runs before the first
+instruction of the finalizer is lost. While Python empties its modules `finalize` does
+nothing; `close_at_exit` has cleaned up before.
 """
 
 import atexit
@@ -30,20 +30,20 @@ from contextlib import ExitStack
 from types import FrameType
 from typing import Any
 
-# SIGPROF is left alone: a profiler wants to know where the program is now.
+# SIGPROF is not deferred: a profiler needs the current position of the program.
 _NAMES = ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGVTALRM")
 _NUMBERS = [int(getattr(signal, name)) for name in _NAMES if hasattr(signal, name)]
-_IMPATIENT = 2.0  # seconds after which the same signal again does not wait any more
+_IMPATIENT = 2.0  # seconds after which a repeated signal is handled at once
 
-# `signal` wraps these two to turn numbers into enums, which takes 20 times as long.
+# `signal` wraps these two to convert numbers to enums, which takes 20 times as long.
 _plain: Any = sys.modules.get("_signal", signal)
 _get, _set = _plain.getsignal, _plain.signal
 
-# All of these are changed by the main thread alone.
-_open: list[bool] = []  # of each block that was entered: whether it has checkpoints
+# Only the main thread changes these four.
+_open: list[bool] = []  # for each entered block, whether it has checkpoints
 _handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
-_waiting: dict[int, float] = {}  # signals, and when they came
-_raised: list[int] = []  # the id of what a handler has raised last
+_waiting: dict[int, float] = {}  # deferred signals, each with its time of arrival
+_raised: list[int] = []  # the id of the exception that a handler raised last
 
 _left_open: dict[int, tuple[ExitStack, threading.Thread]] = {}
 
@@ -51,14 +51,14 @@ _AFTER_FINALIZERS = 1e-3  # seconds
 
 
 class DeferredSignals:
-    """A block in which Python's signal handlers wait; blocks may be nested.
+    """A block that defers Python's signal handlers; blocks may be nested.
 
-    A signal that comes again after two seconds is handled at once: whatever runs then
-    hangs, or its user believes so. Entering and leaving takes 2 microseconds.
+    A signal that is repeated after two seconds is handled at once: the program may
+    hang. Entering and leaving a block takes 2 microseconds.
 
     Args:
-        checkpoints: whether `checkpoint` handles them earlier, if all blocks around it
-            say so.
+        checkpoints: whether `checkpoint` may handle signals inside the block. All
+            enclosing blocks have to allow this too.
     """
 
     __slots__ = ("_checkpoints", "_main")
@@ -81,7 +81,7 @@ class DeferredSignals:
                 if callable(handler) and handler is not _receive:
                     _handlers[number] = handler
                     _set(number, _receive)
-        except BaseException:  # of a signal that came meanwhile
+        except BaseException:  # raised by the handler of a signal
             _restore()
             raise
 
@@ -101,13 +101,13 @@ class DeferredSignals:
 
 
 def checkpoint() -> None:
-    """Handle the signals that wait, where all is consistent and nothing is lost."""
+    """Handle the deferred signals; call it where the program's state is consistent."""
     if _waiting and all(_open) and _in_main_thread():
         _handle()
 
 
 def raised_by_signal(error: BaseException) -> bool:
-    """Return whether a handler has raised this from the innermost outer block."""
+    """Return whether this error is the last one that a deferred handler raised."""
     return id(error) in _raised
 
 
@@ -115,12 +115,12 @@ def finalize(
     clean_up: Callable[[], object],
     ending: Callable[[], bool] = sys.is_finalizing,  # bound: globals are None then
 ) -> None:
-    """Clean up in a finalizer, and let no signal that comes meanwhile be lost.
+    """Clean up in a finalizer without losing signals that arrive meanwhile.
 
     Args:
-        clean_up: called once, inside `DeferredSignals`. What it raises goes up, and
-            Python reports it.
-        ending: whether modules may be empty; then nothing is done.
+        clean_up: called once, inside `DeferredSignals`. Its exceptions are raised
+            again, and Python reports them.
+        ending: returns whether Python is shutting down; then `finalize` does nothing.
     """
     if ending():
         return
@@ -133,7 +133,7 @@ def finalize(
                 clean_up()
             except Exception as error:
                 fault = error
-    except BaseException as error:  # of a handler
+    except BaseException as error:  # raised by a handler
         _raise_later(error)
         if not started:
             finalize(clean_up)
@@ -142,10 +142,10 @@ def finalize(
 
 
 def close_at_exit(stack: ExitStack) -> None:
-    """Let a stack that is left open be closed before Python empties its modules.
+    """Close a stack at exit, before Python empties its modules, if it is still open.
 
-    Context managers in it are generators, which Python would end too late: they call
-    what is None then. One that a thread may be using still is left alone.
+    Its context managers are generators. Python would end them too late, when the
+    globals that they use are None. The stack of a thread that still runs stays open.
     """
     _left_open[id(stack)] = stack, threading.current_thread()
     stack.callback(_left_open.pop, id(stack), None)
@@ -161,11 +161,12 @@ def _close_left_open() -> None:
 def _raise_later(error: BaseException) -> None:
     """Raise an error in the main thread when no finalizer runs there.
 
-    SIGINT brings it: that also ends what the thread may wait in. One of the user's is
-    as good, and a handler that is set meanwhile gets this one.
+    A temporary handler of SIGINT raises it. A SIGINT sent here also interrupts a
+    blocking call of the main thread; one sent by the user raises the error as well. If
+    other code has replaced the handler meanwhile, that handler receives the signal.
     """
     before = _get(signal.SIGINT)
-    if before is None:  # nobody could restore it
+    if before is None:  # not set from Python, so it could not be restored
         raise error
 
     def handler(number: int, frame: FrameType | None) -> None:
@@ -201,27 +202,27 @@ def _in_main_thread() -> bool:
 
 
 def _restore() -> None:
-    """Let signals be handled as before; what a handler raises meanwhile goes up."""
-    _open.clear()  # first: `_receive` calls the handlers from here on
+    """Restore the handlers; an exception that one raises meanwhile is passed on."""
+    _open.clear()  # first: from here on `_receive` calls the handlers at once
     for number, handler in _handlers.items():
-        if _get(number) is _receive:  # or somebody has set another one
+        if _get(number) is _receive:  # else other code has set a handler since
             _set(number, handler)
 
 
 def _receive(number: int, frame: FrameType | None) -> None:
-    """Note a signal; the handler of all that have one."""
+    """Record a signal; set in place of every handler that is written in Python."""
     came = _waiting.get(number)
     now = time.monotonic()
     if _open and (came is None or now - came < _IMPATIENT):
         _waiting.setdefault(number, now)
         return
-    # Impatient, or the handlers are about to be restored.
+    # The signal was repeated late, or the handlers are being restored.
     _waiting.pop(number, None)
     _handlers[number](number, frame)
 
 
 def _handle() -> None:
-    """Call the handlers of the signals that wait, all of them."""
+    """Call the handlers of all deferred signals, even if one of them raises."""
     try:
         with ExitStack() as stack:
             for number in reversed([*_waiting]):

@@ -1,6 +1,6 @@
-"""JSON that others wrote: read with limits; and files of our own, written whole or not.
+"""JSON: read untrusted texts within limits, and write files atomically.
 
-It knows no file format. Whoever reads one says which file it is, and what to do.
+This module knows no file format: a caller adds the file and a remedy to an error.
 """
 
 import json
@@ -12,32 +12,32 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-# Python's parser calls itself for each level, and its stack is the interpreter's.
+# Levels of nesting. Python's parser recurses once per level on the interpreter's stack.
 DEEPEST = 200
-# The index of a model of 100,000 tensors has some 10 MB.
+# For comparison: the index of a model with 100,000 tensors has about 10 MB.
 LARGEST = 1 << 26  # bytes
 
-# A string that is not closed goes to the end, so that no character is looked at twice.
+# An unclosed string matches up to the end of the text, which keeps the search linear.
 _STRINGS_AND_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*+"?|[\[\]{}]', re.DOTALL)
 _STEPS = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 
 class JsonFlawError(ValueError):
-    """Refusal of JSON: a text to put after "it" or a name, without a full stop."""
+    """Flaw of a JSON text; the message continues a sentence, as in "it is not JSON"."""
 
 
 def parse_json(
-    text: str | bytes,  # as characters, or as UTF-8
+    text: str | bytes,  # bytes are UTF-8
     *,
-    # Refuse an object with a key twice, of which the last one would count
+    # Refuse objects with a repeated key; Python would keep the last value
     unique_keys: bool = False,
-    finite: bool = False,  # refuse NaN and infinity, which Python reads and JSON lacks
-    deepest: int = DEEPEST,  # how many levels of arrays and objects there may be
+    finite: bool = False,  # refuse NaN and infinity: Python accepts them, JSON does not
+    deepest: int = DEEPEST,  # the most levels of nested arrays and objects
 ) -> Any:
-    """Return what a JSON text says.
+    """Return the value of a JSON text.
 
     Raises:
-        JsonFlawError: it is not JSON, or nested too deep, or refused by an option.
+        JsonFlawError: the text is not JSON, is nested too deep, or breaks an option.
     """
     try:
         text = text if isinstance(text, str) else text.decode("utf-8")
@@ -52,23 +52,23 @@ def parse_json(
         )
     except JsonFlawError:
         raise
-    except RecursionError as error:  # of a caller that is nested deep itself
+    except RecursionError as error:  # the caller itself is deep in the stack
         raise JsonFlawError("is nested too deep to be read from here") from error
     except ValueError as error:
         raise JsonFlawError(f"is not JSON ({_short(str(error))})") from error
 
 
 def load_json(file: Path, *, most: int = LARGEST, unique_keys: bool = False) -> Any:
-    """Return what a JSON file says.
+    """Return the value of a JSON file.
 
     Args:
-        file: a regular file, so that reading cannot wait for ever.
-        most: how many bytes it may have.
+        file: a regular file; reading another kind, such as a pipe, could block.
+        most: the maximum size in bytes.
         unique_keys: see `parse_json`.
 
     Raises:
-        JsonFlawError: it is missing, cannot be read or is too large, or `parse_json`
-            refuses what it holds.
+        JsonFlawError: the file is missing, unreadable, not regular or too large, or
+            `parse_json` refuses its text.
     """
     try:
         if not stat.S_ISREG(file.stat().st_mode):
@@ -86,10 +86,10 @@ def load_json(file: Path, *, most: int = LARGEST, unique_keys: bool = False) -> 
 
 
 def write_json(file: Path, value: dict[str, Any]) -> None:
-    """Write a file as a whole, and make its folder.
+    """Write a file atomically, and make its folder.
 
     Raises:
-        OSError: it cannot be written; everything is as it was.
+        OSError: the file cannot be written; an earlier file stays as it was.
     """
     temporary = file.with_name(f".{file.name}.{os.urandom(8).hex()}.tmp")
     try:
@@ -106,7 +106,7 @@ def write_json(file: Path, value: dict[str, Any]) -> None:
 
 
 def deeper_than(levels: int, text: str) -> bool:
-    """Return whether arrays and objects in a JSON text are nested deeper than that."""
+    """Return whether a JSON text nests arrays and objects deeper than `levels`."""
     if text.count("[") + text.count("{") <= levels:
         return False
     depth = 0

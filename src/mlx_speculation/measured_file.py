@@ -1,4 +1,4 @@
-"""Measurements of a machine, kept in files that may be lost, foreign or broken."""
+"""Files of measurements of a machine; a missing or unusable file is no error."""
 
 import hashlib
 import json
@@ -15,16 +15,16 @@ T = TypeVar("T")
 
 
 class MeasuredFile:
-    """A JSON file under the cache folder, for one key.
+    """A JSON file in the cache folder that holds the measurements of one key.
 
     Args:
-        folder: where it lies in the cache folder.
-        version: of the fields that are in it.
-        key: what it is for, as JSON; None keeps nothing.
-        lost: what becomes of it where the file is of no use, as a sentence.
+        folder: the name of the file's folder in the cache folder.
+        version: the version of the format of the fields.
+        key: the measured thing, as JSON; None: nothing is read or written.
+        lost: a sentence for warnings: the consequence of an unusable file.
 
     Attributes:
-        path: the file; None: nothing is kept.
+        path: the file; None: nothing is read or written.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class MeasuredFile:
             self.path = caches / folder / name
 
     def read(self, parse: Callable[[Any], T]) -> T | None:
-        """Return what `parse` makes of the fields; None, and a warning: of no use."""
+        """Return `parse` of the content; None: no file, or an unusable one (warns)."""
         if self.path is None or not self.path.exists():
             return None
         try:
@@ -53,7 +53,7 @@ class MeasuredFile:
             return None
 
     def write(self, fields: dict[str, Any]) -> None:
-        """Write the file, all or nothing; where that fails, warn and keep nothing."""
+        """Write the file atomically; if that fails, warn and write no more."""
         if self.path is None:
             return
         try:

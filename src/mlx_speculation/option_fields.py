@@ -1,6 +1,6 @@
-"""Fields of dataclasses that are options of the command line too.
+"""Fields of dataclasses that are also options of the command line.
 
-The command line reads them; where they stand, nothing has to know it.
+The command line reads them; the dataclasses do not depend on the command line.
 """
 
 from dataclasses import dataclass, field, fields
@@ -10,14 +10,14 @@ from typing import Any, ClassVar
 def option(
     default: Any, help: str, *names: str, panel: str | None = None, **more: Any
 ) -> Any:
-    """Return a field that is an option; also as the default of a parameter.
+    """Return a field that is an option, or the default of a parameter that is one.
 
     Args:
-        default: of the field; `dataclasses.MISSING`: it has to be given.
+        default: the default of the field; `dataclasses.MISSING`: the field is required.
         help: one line for the user.
-        names: with their dashes; none: that of the field.
-        panel: where the help shows it; None: in the panel of the dataclass.
-        more: bounds and the like, as `typer.Option` takes them.
+        names: the option's names with their dashes; none: the name of the field.
+        panel: the panel of the help that shows it; None: that of the dataclass.
+        more: further arguments of `typer.Option`, such as bounds.
     """
     given = {"names": names, "help": help, "panel": panel, **more}
     return field(default=default, metadata={"option": given})
@@ -41,5 +41,5 @@ class KvLimits:
     )
 
     def limits(self) -> dict[str, Any]:
-        """Return these four by name."""
+        """Return the four values by name."""
         return {one.name: getattr(self, one.name) for one in fields(KvLimits)}

@@ -1,11 +1,11 @@
-"""SIGINT and SIGTERM in commands: the first ends one in order, the second at once.
+"""SIGINT and SIGTERM in commands: orderly end at the first, forced end at the second.
 
-    first     KeyboardInterrupt in the main thread, where nothing is half done
-    second    the process is gone within two seconds, whatever runs
+    first     KeyboardInterrupt in the main thread, between two steps
+    second    the process ends within two seconds, whatever it does
 
-Python calls its handlers between two bytecodes of the main thread, which a forward or a
-compiler keeps from running any. So a thread reads the numbers that Python writes to a
-pipe where a signal arrives (`signal.set_wakeup_fd`), and ends the process.
+Python calls handlers between two bytecodes of the main thread, so a long forward or
+compilation delays them. Python also writes the number of each signal to a pipe at once
+(`signal.set_wakeup_fd`). A thread reads that pipe and ends the process.
 """
 
 import os
@@ -17,17 +17,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-ORDERLY_SECONDS = 1.0  # for the end that the first one began, once the second comes
-EXIT_SECONDS = 5.0  # for threads that Python waits for, after the end of a command
-_SHOW_CURSOR = b"\x1b[?25h"  # progress bars hide it
-_RESUMED, _LEFT = 0, 255  # in the pipe, beside the numbers of signals
+ORDERLY_SECONDS = 1.0  # from the second signal to the forced end of the process
+EXIT_SECONDS = 5.0  # time for remaining threads after the end of a command
+_SHOW_CURSOR = b"\x1b[?25h"  # progress bars hide the cursor
+_RESUMED, _LEFT = 0, 255  # written to the pipe, in addition to numbers of signals
 
 
 class Signals:
     """Signals of one command.
 
     Attributes:
-        first: the signal that ends it; None: none has come.
+        first: the signal that ends the command; None: no signal has arrived.
     """
 
     def __init__(self, numbers: list[signal.Signals]) -> None:
@@ -38,7 +38,7 @@ class Signals:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Handle the signals in here."""
+        """Handle the signals inside the block."""
         before = {each: signal.getsignal(each) for each in self._numbers}
         watch = threading.Thread(target=self._watch, name="signals", daemon=True)
         watch.start()
@@ -55,7 +55,7 @@ class Signals:
             os.close(self._write)
 
     def resume(self) -> None:
-        """Go on after the first signal; the next one is a first one again."""
+        """Continue after the first signal; the next signal counts as a first one."""
         self.first = None
         os.write(self._write, bytes([_RESUMED]))
 
@@ -81,9 +81,9 @@ _current: Signals | None = None
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Let SIGINT and SIGTERM end what runs in here, unless they are ignored.
+    """Let SIGINT and SIGTERM end the code of the block, unless they are ignored.
 
-    Elsewhere than in the main thread nothing is changed.
+    Outside the main thread this does nothing.
     """
     global _current
     both = (signal.SIGINT, signal.SIGTERM)
@@ -97,10 +97,10 @@ def interruptible() -> Iterator[None]:
 
 
 def resume() -> None:
-    """Go on after Ctrl-C.
+    """Continue after Ctrl-C.
 
     Raises:
-        KeyboardInterrupt: it was SIGTERM, which ends the command.
+        KeyboardInterrupt: the signal was SIGTERM, which ends the command.
     """
     if _current is None or _current.first is None:
         return
@@ -116,7 +116,7 @@ def status() -> int:
 
 
 def end_within(seconds: float, status: int) -> None:
-    """End the process after some seconds, unless it has ended by then."""
+    """End the process after some seconds, unless it ends earlier by itself."""
 
     def end() -> None:
         time.sleep(seconds)

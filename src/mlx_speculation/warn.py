@@ -6,5 +6,5 @@ from mlx_speculation.errors import DraftNotice
 
 
 def notice(message: str) -> None:
-    """Warn once, with the line of the caller of this package."""
+    """Issue a `DraftNotice` that names the line of the caller's caller."""
     warnings.warn(message, DraftNotice, stacklevel=3)
