@@ -2,11 +2,11 @@
 
     prompts       a file of prompts, each as messages
     own_prompts   prompts that the target writes itself
-    answers       what the target writes in batches, as token ids
+    answers       answers that the target writes in batches, as token ids
     dialogues     the file of token ids, which a later run extends
     collect       fills that file
-    row_batches   rows of one shape, in an order that a seed decides
+    row_batches   rows of one shape, in an order determined by a seed
     draft_ids     the token ids that a draft needs most
 
-Drafters and optimizers are not known here.
+These modules do not depend on drafters and optimizers.
 """

@@ -1,4 +1,4 @@
-"""Answers of a target to prompts: many at once, as token ids."""
+"""Answers of a target to a batch of prompts, as token ids."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,22 +7,22 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator
 
-Report = Callable[[int, int], None]  # how much is done, of how much
-LEAST = 16  # tokens of a cut answer: less than a draft cannot be evaluated
+Report = Callable[[int, int], None]  # called with the number done and the total
+LEAST = 16  # tokens of a cut answer; a shorter one could not evaluate a draft
 
 
 def write_answers(
     model: nn.Module,  # the target
     prompts: Sequence[Sequence[int]],  # token ids, at least one in each
     *,
-    most: int,  # tokens of an answer
+    most: int,  # the most tokens of an answer
     temperature: float,  # 0: greedy
-    ends: Sequence[int],  # ids that end an answer; the one that did is its last token
-    seed: int,  # decides the draws
-    # Drops tokens less likely than this share of the likeliest one's
+    ends: Sequence[int],  # ids that end an answer, and are kept as its last token
+    seed: int,  # of the random numbers
+    # Drops tokens whose probability is below this share of the greatest probability
     min_p: float = 0.0,
-    report: Report | None = None,  # called with how many answers have ended
-    # Asked after each token from `LEAST` on: answers that have not ended are cut
+    report: Report | None = None,  # called with the number of answers that have ended
+    # Called after each token from `LEAST` on; True cuts the answers at this length
     stop: Callable[[], bool] = lambda: False,
 ) -> list[list[int]]:
     """Return the target's continuation of each prompt."""
@@ -52,7 +52,7 @@ def write_answers(
 
 
 def _sampler(temperature: float, min_p: float, seed: int) -> Callable[..., mx.array]:
-    """Return a sampler of its own random numbers."""
+    """Return a sampler with random numbers of its own."""
     key = mx.random.key(seed)
 
     def sample(logprobs: mx.array) -> mx.array:

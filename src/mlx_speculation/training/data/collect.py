@@ -1,8 +1,8 @@
-"""Has the target write dialogues until there are enough.
+"""Collection of dialogues that the target writes, until there are enough.
 
-They come in batches, each of one temperature: first those to evaluate on, half of them
-greedy, then those to learn from. What a batch holds follows from its number, so that a
-run that was interrupted goes on with the same texts.
+Each batch has one temperature. Held-out dialogues come first, half of them greedy, then
+those to learn from. The number of a batch determines its seed and prompts, so a resumed
+run continues with the same texts.
 """
 
 import random
@@ -21,7 +21,7 @@ from mlx_speculation.training.data.prompts import Messages
 from mlx_speculation.training.options import TrainOptions
 
 TEMPERATURES = (0.0, 0.8)
-_FRUITLESS = 3  # batches without any prompt that end it
+_FRUITLESS = 3  # consecutive batches without a usable prompt, after which it fails
 
 
 class Collector:
@@ -32,7 +32,7 @@ class Collector:
         model: nn.Module,  # the target
         tokenizer: Any,  # its tokenizer
         options: TrainOptions,  # of the training
-        # Those of a file; none: the target writes them itself
+        # Prompts of a file; empty: the target writes all prompts itself
         prompts: Sequence[Messages],
     ) -> None:
         self._model, self._tokenizer, self._options = model, tokenizer, options
@@ -43,17 +43,17 @@ class Collector:
 
     def fill(
         self,
-        dialogues: Dialogues,  # to add to
-        report: Report,  # called with how many there are
-        # Asked before each batch of those to learn from, once there are some
+        dialogues: Dialogues,  # the file to fill
+        report: Report,  # called with the number of dialogues, and the number wanted
+        # Called before each batch to learn from but the first; True ends the collection
         stop: Callable[[], bool] = lambda: False,
-        # Asked while they are written: then answers are cut
+        # Called while answers are written; True cuts them
         cut: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Add batches until there are as many dialogues as the options say.
+        """Add batches until the number of dialogues in the options is reached.
 
         Raises:
-            InvalidRequestError: the target writes no prompts.
+            InvalidRequestError: the target writes no usable prompts.
         """
         wanted = self._options.dialogues + self._options.held_out
         self._cut = cut
@@ -74,7 +74,7 @@ class Collector:
                 )
 
     def _next(self, dialogues: Dialogues) -> tuple[bool, int]:
-        """Return whether the next batch is to evaluate on, and how many it has."""
+        """Return whether the next batch is held out, and its number of dialogues."""
         most = self._options.batch
         if self._options.own_share == 0:
             most = min(most, len(self._prompts) - dialogues.used)
@@ -90,7 +90,7 @@ class Collector:
     def _batch(
         self, dialogues: Dialogues, held_out: bool, count: int, report: Report
     ) -> tuple[list[Dialogue], int]:
-        """Return a batch of dialogues, and how many prompts of the file it took."""
+        """Return a batch of dialogues, and the number of prompts of the file used."""
         number = dialogues.batches
         temperature = TEMPERATURES[number % 2]
         if held_out:
@@ -144,7 +144,7 @@ class Collector:
                         break
             live = [
                 h for h in histories if h and h[-1]["role"] == "user"
-            ]  # others have ended
+            ]  # the rest have ended
             prompts = [self._encoded(history) for history in live]
             answers = self._answers(prompts, temperature, seed + 2 + turn)
             for history, prompt, answer in zip(live, prompts, answers, strict=True):

@@ -2,13 +2,13 @@
 
     tokens        uint32 [n], of all dialogues, one after the other
     counts        uint8 [n], whether a token is one to learn
-    ends          int64 [dialogues], where each one ends in them
-    held          uint8 [dialogues], whether it is to evaluate on
+    ends          int64 [dialogues], the end of each dialogue in `tokens`
+    held          uint8 [dialogues], whether the dialogue is held out for evaluation
     own           uint8 [dialogues], whether the target wrote the prompt too
     temperature   float32 [dialogues], of the answer
 
-Its metadata name the target, how many batches were written, and how many prompts of a
-file were used. It is written as a whole or not at all.
+The metadata are the target, the number of batches written, and the number of prompts of
+a file that were used. The file is replaced atomically.
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,10 +31,10 @@ class Dialogue:
     """A prompt and its answer."""
 
     tokens: NDArray[np.uint32]  # uint32 [n]
-    # bool [n], whether a token is one to learn: those of answers, and of prompts that
-    # the target wrote
+    # bool [n], whether a token is one to learn: tokens of answers, and of prompts to
+    # learn from that the target wrote
     counts: NDArray[np.bool_]
-    evaluates: bool  # whether it is to evaluate on
+    evaluates: bool  # whether the dialogue is held out for evaluation
     own_prompt: bool  # whether the target wrote the prompt too
     temperature: float  # of the answer
 
@@ -43,24 +43,24 @@ class Dialogue:
 class Dialogues:
     """The dialogues in a file."""
 
-    file: Path  # where they are kept
-    target: str  # names the target that wrote them
-    dialogues: list[Dialogue] = field(default_factory=list)  # the dialogues
-    batches: int = 0  # how many batches were written
-    used: int = 0  # how many prompts of a file were used
-    others: list[Dialogue] = field(default_factory=list)  # of further files
+    file: Path
+    target: str  # the fingerprint of the target that wrote them
+    dialogues: list[Dialogue] = field(default_factory=list)  # those of `file`
+    batches: int = 0  # number of batches written
+    used: int = 0  # number of prompts of a file of prompts that were used
+    others: list[Dialogue] = field(default_factory=list)  # those of further files
 
     @classmethod
     def open(cls, file: Path, target: str, more: Sequence[Path] = ()) -> "Dialogues":
-        """Return what a file holds; nothing where there is none.
+        """Return the dialogues of a file; none if the file does not exist.
 
         Args:
-            file: the one to extend.
-            target: names the target that wrote it.
-            more: further files, which are only read and have to exist.
+            file: the file to extend.
+            target: the fingerprint of the target.
+            more: further files, which must exist and are only read.
 
         Raises:
-            InvalidRequestError: it is no such file, or another target's.
+            InvalidRequestError: a file has another format, or is of another target.
         """
         dialogues = cls._read(file, target) if file.exists() else cls(file, target)
         for each in more:
@@ -69,7 +69,7 @@ class Dialogues:
 
     @classmethod
     def _read(cls, file: Path, target: str) -> "Dialogues":
-        """Return what one file holds."""
+        """Return the dialogues of one file."""
         try:
             with safe_open(file, "np") as opened:
                 said = opened.metadata() or {}
@@ -94,25 +94,25 @@ class Dialogues:
 
     @property
     def all(self) -> list[Dialogue]:
-        """Those of all files."""
+        """All dialogues of all files."""
         return [*self.dialogues, *self.others]
 
     @property
     def training(self) -> list[Dialogue]:
-        """Those to learn from."""
+        """Dialogues to learn from."""
         return [each for each in self.all if not each.evaluates]
 
     @property
     def held_out(self) -> list[Dialogue]:
-        """Those to evaluate on."""
+        """Dialogues to evaluate on."""
         return [each for each in self.all if each.evaluates]
 
     def add(self, more: Iterable[Dialogue], used: int) -> None:
         """Add a batch, and write the file anew.
 
         Args:
-            more: the dialogues.
-            used: how many prompts of a file they took.
+            more: the dialogues of the batch.
+            used: the number of prompts of a file that the batch used.
         """
         self.dialogues.extend(more)
         self.batches += 1
@@ -156,7 +156,7 @@ def _parted(tensors: dict[str, Any]) -> list[Dialogue]:
                 tensors["counts"][begin:end].astype(np.bool_),
                 bool(tensors["held"][number]),
                 bool(tensors["own"][number]),
-                # As it was said: 0.8 is another number in float32
+                # Rounded, since 0.8 differs in float32
                 round(float(tensors["temperature"][number]), 6),
             )
         )

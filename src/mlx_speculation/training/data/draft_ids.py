@@ -1,4 +1,4 @@
-"""The token ids that a draft is to know: those that the target writes most."""
+"""The token ids of a draft: those that the target writes most often."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,25 +14,25 @@ _MOST_SPECIAL = 256
 def choose_ids(
     dialogues: Sequence[Dialogue], size: int, width: int, always: Sequence[int]
 ) -> NDArray[np.int64]:
-    """Return the ids that are used most among tokens to learn, in order.
+    """Return the most frequent ids among tokens to learn, in ascending order.
 
     Args:
-        dialogues: to count in.
-        size: how many ids.
-        width: how many ids there are.
-        always: ids that are taken whatever their count.
+        dialogues: the dialogues in which ids are counted.
+        size: the number of ids to return.
+        width: the number of ids of the target.
+        always: ids that are preferred, whatever their count.
     """
     counts = np.zeros(width, np.int64)
     for each in dialogues:
         counts += np.bincount(each.tokens[each.counts], minlength=width)
     counts[[token for token in always if token < width]] += counts.sum() + 1
-    # Ids that are never used fill up what is left, the lowest first.
+    # Unused ids fill the remaining places, the lowest first.
     order = np.lexsort((np.arange(width), -counts))
     return np.sort(order[: min(size, width)]).astype(np.int64)
 
 
 def needed_ids(tokenizer: Any) -> list[int]:
-    """Return ids without which texts cannot end, or be laid out."""
+    """Return ids that every draft needs: ends, white space, digits, special tokens."""
     result = [int(end) for end in tokenizer.eos_token_ids if end is not None]
     for text in ("\n", "\n\n", " ", *"0123456789"):
         result += tokenizer.encode(text, add_special_tokens=False)[:1]

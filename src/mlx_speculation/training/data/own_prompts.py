@@ -1,7 +1,7 @@
 """Prompts that a target writes itself (Magpie, arXiv 2406.08464).
 
-A chat model is fed its template up to where a user's text stands, perhaps with a few
-words to begin with, and goes on as a user of the kind that it was trained on.
+A chat model reads its template up to the start of the user's text, sometimes with first
+words of a request, and continues with text like that of users in its training data.
 """
 
 import random
@@ -16,8 +16,8 @@ from mlx_speculation.training.data.answers import end_ids, write_answers
 
 _MARK = "\u241fuser\u241f"
 _SHORTEST = 4  # tokens of a user's text
-_WORD_BY_WORD = 0.02  # what is less likely by this factor makes no text
-# How users begin. A draft is as good on a kind of request as it has seen of it.
+_WORD_BY_WORD = 0.02  # `min_p`: less likely tokens would make nonsense
+# First words of requests, of many kinds: a draft learns only kinds that it has seen.
 SEEDS = (
     "",
     "",
@@ -80,15 +80,15 @@ SEEDS = (
 class Frame:
     """Tokens around a user's text."""
 
-    before: tuple[int, ...]  # token ids; none where there is no chat template
-    after: tuple[int, ...]  # token ids up to where the answer begins
+    before: tuple[int, ...]  # token ids; without a template those that begin a text
+    after: tuple[int, ...]  # token ids up to the start of the answer
 
 
 def frame_of(tokenizer: Any) -> Frame:
-    """Return what a chat template puts around a user's text.
+    """Return the tokens that a chat template puts around a user's text.
 
     Raises:
-        InvalidRequestError: the text does not stand in it as it is.
+        InvalidRequestError: the template does not repeat the text unchanged.
     """
     if not getattr(tokenizer, "has_chat_template", False):
         begin = tokenizer.encode("")
@@ -111,17 +111,17 @@ def write_prompts(
 ) -> list[list[int]]:
     """Return prompts that end where an answer begins, as token ids.
 
-    Those that came out very short, or twice, are left out, so there may be fewer.
+    Very short and repeated prompts are left out, so there may be fewer than `count`.
 
     Args:
         model: the target.
         tokenizer: its tokenizer.
-        count: how many to write.
-        most: tokens of a user's text, without the words that it begins with.
-        seed: decides the draws.
+        count: the number of prompts to write.
+        most: the most tokens of a user's text after its given first words.
+        seed: the seed of first words and sampling.
 
     Raises:
-        InvalidRequestError: there is nothing to begin with.
+        InvalidRequestError: the tokenizer has no token that could begin a prompt.
     """
     frame, draw = frame_of(tokenizer), random.Random(seed)
     beginnings = [
@@ -153,5 +153,5 @@ def write_prompts(
 
 
 def _without(tokens: Sequence[int], ends: Sequence[int]) -> Sequence[int]:
-    """Return tokens without the one that ended them."""
+    """Return tokens without a last token that is in `ends`."""
     return tokens[:-1] if tokens and tokens[-1] in ends else tokens

@@ -1,6 +1,6 @@
 """Prompts in a file of JSON Lines, each as the messages of a chat.
 
-{"messages": [{"role": "user", "content": "..."}, ...]}   answers in it are dropped
+{"messages": [{"role": "user", "content": "..."}, ...]}   without their answers
 {"turns": ["...", "..."]}                                 user messages in order
 {"prompt": "..."} or {"text": "..."} or "..."             one user message
 """
@@ -12,14 +12,14 @@ from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.json_files import JsonFlawError, parse_json
 
 Messages = list[dict[str, str]]
-_LONGEST = 1 << 20  # characters of a line
+_LONGEST = 1 << 20  # the most characters of a line
 
 
 def read_prompts(file: Path) -> list[Messages]:
     """Return the prompts of a file: system and user messages, in order.
 
     Raises:
-        InvalidRequestError: it cannot be read, or holds something else, or nothing.
+        InvalidRequestError: the file cannot be read, has a bad line, or is empty.
     """
     try:
         lines = file.read_text("utf-8").splitlines()
@@ -62,7 +62,7 @@ def _messages(line: str, where: str) -> Messages:
 
 
 def _message(turn: Any) -> dict[str, str] | None:
-    """Return a message; None of what is none."""
+    """Return a turn as a message; None: it is not a message."""
     if isinstance(turn, str):
         return {"role": "user", "content": turn} if turn.strip() else None
     if not isinstance(turn, dict):

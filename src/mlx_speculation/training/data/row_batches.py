@@ -1,8 +1,8 @@
-"""Rows of one shape, cut from dialogues in an order that a seed decides.
+"""Rows of one shape, cut from dialogues in an order determined by a seed.
 
-The dialogues of a pass are shuffled and joined, and rows are cut from that, so all
-tokens of a row count. A row shares its last tokens with the next one: they are what its
-last slots draft, and each slot is one row's.
+Each pass shuffles the dialogues, joins them to one text and cuts it into rows, so rows
+have no padding. The last tokens of a row, which its last slots draft, are also the first
+tokens of the next row. No slot belongs to two rows.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ class RowBatch(NamedTuple):
 
     tokens: NDArray[np.uint32]  # uint32 [rows, tokens]
     counts: NDArray[np.bool_]  # bool [rows, tokens], whether a token is one to learn
-    # int32 [rows, n], the slots that are drafted from; None: all
+    # int32 [rows, n], the slots to draft from; None: all
     slots: NDArray[np.int32] | None = None
 
 
@@ -30,10 +30,10 @@ class RowBatches:
         self,
         dialogues: Sequence[Dialogue],  # to learn from
         rows: int,  # of a batch
-        slots: int,  # by which rows are apart
-        more: int,  # tokens of a row behind its slots
-        seed: int,  # decides the order
-        # How many slots of a row are drafted from, others in each pass; None: all
+        slots: int,  # of a row; also the distance between the starts of two rows
+        more: int,  # tokens of a row after its slots
+        seed: int,  # of the order
+        # Number of random slots of a row to draft from, new in each batch; None: all
         anchors: int | None = None,
         first: int = 0,  # slot i drafts token i + first
     ) -> None:
@@ -41,7 +41,7 @@ class RowBatches:
         self._more, self._seed = more, seed
         self._anchors, self._first = anchors, first
         total = sum(len(each.tokens) for each in dialogues)
-        # Of few dialogues rows are cut that overlap.
+        # At least one batch; if the text is too short for it, its rows overlap.
         self._count = max(rows, (total - more) // slots)
         self._joined: tuple[int, RowBatch] | None = None
 
@@ -51,7 +51,7 @@ class RowBatches:
         return self._count // self._rows
 
     def batch(self, number: int) -> RowBatch:
-        """Return a batch, from 0 on."""
+        """Return the batch of a number, from 0 on."""
         epoch, place = divmod(number, self.per_pass)
         stream = self._stream(epoch)
         length = self._slots + self._more
@@ -65,7 +65,7 @@ class RowBatches:
     def _chosen(
         self, number: int, counts: NDArray[np.bool_]
     ) -> NDArray[np.int32] | None:
-        """Return slots at random, those first whose first draft is one to learn."""
+        """Return random slots; slots whose first draft is one to learn come first."""
         if self._anchors is None:
             return None
         draw = np.random.default_rng([self._seed, number, 2]).random(
@@ -76,7 +76,7 @@ class RowBatches:
         return np.sort(order, axis=1).astype(np.int32)
 
     def _stream(self, epoch: int) -> RowBatch:
-        """Return all tokens of a pass."""
+        """Return the joined text of a pass."""
         if self._joined is None or self._joined[0] != epoch:
             order = np.random.default_rng([self._seed, epoch]).permutation(
                 len(self._dialogues)
@@ -84,7 +84,7 @@ class RowBatches:
             result = [self._dialogues[number] for number in order]
             tokens = np.concatenate([each.tokens for each in result])
             counts = np.concatenate([each.counts for each in result])
-            # What a pass leaves over at its end is another text in each pass.
+            # A pass leaves a rest at its end; the shift makes it differ between passes.
             shift = int(np.random.default_rng([self._seed, epoch, 1]).integers(1 << 30))
             shift %= len(tokens)
             joined = RowBatch(np.roll(tokens, -shift), np.roll(counts, -shift))
