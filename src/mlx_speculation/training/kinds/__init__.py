@@ -1,11 +1,10 @@
 """Kinds of drafters that can be trained, each as a `Trainee`.
 
     eagle_head      a new EAGLE-3 head
-    block_drafter   a new drafter of blocks, DFlash or DSpark
-    mtp_head        the MTP head that a target has
+    block_drafter   a new block drafter, DFlash or DSpark
+    mtp_head        the MTP head of a target
     small_model     a small model of the target's family
 
-`new_head` has what the first two begin with.
-
-How they are trained is not known here.
+`new_head` makes the initial weights of the first two. These modules do not depend on
+the training loop.
 """

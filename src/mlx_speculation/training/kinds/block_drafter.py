@@ -1,11 +1,12 @@
-"""A new drafter of blocks for a target, DFlash's or DSpark's, and its files.
+"""A new block drafter for a target, DFlash or DSpark, and its files.
 
-Both are written as z-lab's DFlash and SpecForge's DSpark are: sizes at the top, and
-what blocks need in `dflash_config`. A DFlash block drafts for its masks alone, one of
-DSpark for its anchor too, and adds to each draft what the token before says.
+The files have the format of z-lab's DFlash and SpecForge's DSpark: config.json has the
+sizes at its top level and the settings of blocks in `dflash_config`. DFlash drafts one
+token per mask of a block. DSpark drafts one for the anchor too, and adds logits to each
+draft that depend on the token before (its Markov head).
 
-A drafter of some ids has an output layer of its own, which is trained; one of all ids
-uses the target's. The embedding is the target's.
+A drafter of some ids has its own output layer, which is trained. A drafter of all ids
+uses the target's output layer. Both use the target's embedding.
 """
 
 from collections.abc import Sequence
@@ -34,28 +35,28 @@ from mlx_speculation.training.unroll import Made, Read
 
 BlockKind = Literal["dflash", "dspark"]
 _ARCHITECTURES = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel"}
-_READ = 5  # layers of the target that are read, where it has so many
+_READ = 5  # layers of the target that a drafter reads by default
 _AT_ONCE = 128  # blocks of a row in a forward without gradients
 
 
 class BlockTrainee:
-    """A drafter of blocks that is trained.
+    """A block drafter in training.
 
     Args:
         kind: "dflash" or "dspark".
         model: the target.
-        config: what the target's config.json holds.
-        ids: the ids to draft from, in order; None: all, by the target's output.
-        mask: the id that stands for tokens to be drafted.
-        block: rows of a block, the anchor included.
-        count: its decoder layers.
-        rank: of the embedding of the token before; of DFlash 0.
-        layers: of the target, whose outputs it reads; None: the usual five.
-        seed: of the weights that begin at random.
+        config: the content of the target's config.json.
+        ids: the token ids to draft, in order; None: all, with the target's output.
+        mask: the id of mask tokens.
+        block: tokens of a block, the anchor included.
+        count: the number of decoder layers.
+        rank: the rank of DSpark's Markov head; DFlash ignores it.
+        layers: the layers of the target to read; None: the usual five.
+        seed: the seed of the random initial weights.
 
     Raises:
-        UnsupportedModelError: the target does not show its layers, entry or norm.
-        InvalidRequestError: it has no such layer.
+        UnsupportedModelError: the layers, entry or norm of the target were not found.
+        InvalidRequestError: the target has no such layer.
     """
 
     first = 2
@@ -112,7 +113,7 @@ class BlockTrainee:
         begin_near(self.module)
         self.dflash = DFlash(self.module, self.taps, taken)
         self.most: int | None = self.module.depth
-        # As DFlash weighs positions: exp(-d / gamma), gamma half a block
+        # DFlash weighs depth d with exp(-d / gamma), where gamma is half a block.
         self.fading = exp(-2 / block)
 
     def _made(self, width: int) -> DFlashHead:
@@ -124,13 +125,13 @@ class BlockTrainee:
         return DSparkHead(settings, width, ends, self._width, columns)
 
     def read(self, states: States) -> list[mx.array]:
-        """Return the outputs of the layers."""
+        """Return the outputs of the layers that the drafter reads."""
         return self.dflash.outputs(states)
 
     def run(self, text: Recorded, read: Read[Made]) -> list[Made]:
         """Draft from slots; see `Trainee.run`.
 
-        What the token before adds is that of the recorded one.
+        The Markov head reads recorded tokens and not drafts.
         """
         head, tokens, depths = self.module, text.tokens, text.depths
         n, checkpoint = tokens.shape[1] - depths - 1, text.checkpoint
@@ -168,7 +169,7 @@ class BlockTrainee:
         depths: int,
         checkpoint: bool,
     ) -> mx.array:
-        """Return states after the norm, [rows, blocks, depths, dim]."""
+        """Return states of drafts after the norm, [rows, blocks, depths, dim]."""
         anchors = mx.take_along_axis(tokens, slots + 1, axis=1)
         caches = [BlocksCache(slots, checkpoint=checkpoint) for _ in self.module.layers]
         flat = self.dflash.rows(context, anchors.reshape(-1, 1), caches, depths)
@@ -178,8 +179,8 @@ class BlockTrainee:
         """Return logits [rows, blocks, ids] of states [rows, blocks, dim].
 
         Args:
-            states: of a draft of each block.
-            before: the recorded token before it, [rows, blocks].
+            states: the state of one draft of each block.
+            before: the recorded token before that draft, [rows, blocks].
         """
         logits: mx.array = self.module.logits(states, self.taps)
         markov = self.module.get("markov_head")
@@ -198,16 +199,16 @@ class BlockTrainee:
         write_draft(folder, tensors, config, "mlx" if bits else "pt")
 
     def source(self, folder: Path) -> Any:
-        """Return the folder: a generator loads it."""
+        """Return the value of `draft=` for a generator: the folder."""
         return str(folder)
 
 
 def begin_near(head: DFlashHead) -> None:
-    """Let a new drafter read the last layer that it gets, and the nearest positions.
+    """Let a new drafter begin with the last layer read and with the nearest positions.
 
-    With matrices that are small, attention begins as a mean over all of the context,
-    and takes long to find the position before the anchor. Where queries are made as
-    keys are, like rows attend to one another, and the nearest of them most.
+    With small random matrices attention would begin as a mean over the whole context,
+    and training would take long to find the position before the anchor. Here queries
+    use the matrix of the keys, so similar rows attend to each other, near ones most.
     """
     wide = head.fc.weight
     dim = wide.shape[0]
@@ -225,18 +226,18 @@ def begin_near(head: DFlashHead) -> None:
 
 
 def usual_layers(count: int) -> list[int]:
-    """Return the layers that DFlash reads: five from the second to a late one."""
+    """Return the layers that DFlash reads: five, from the second to a late one."""
     if count < _READ + 3:
         return list(range(count))
     return [round(1 + i * (count - 4) / (_READ - 1)) for i in range(_READ)]
 
 
 def mask_id(tokenizer: Any, width: int) -> int:
-    """Return an id that no text has: one after the tokenizer's, or a special one.
+    """Return the id of the mask: one that the tokenizer does not use, or a special one.
 
     Args:
-        tokenizer: the target's.
-        width: how many rows the target's embedding has, by its logits.
+        tokenizer: the target's tokenizer.
+        width: the number of the target's logits.
     """
     unused = 1 + max(tokenizer.get_vocab().values())
     if unused < width:
@@ -247,7 +248,7 @@ def mask_id(tokenizer: Any, width: int) -> int:
 
 
 def looked_up(table: mx.array, ids: mx.array) -> mx.array:
-    """Return rows of a table, whose gradients are added up in float32.
+    """Return rows of a table, with gradients that are summed in float32.
 
     In 16 bits the sum over a frequent id would stop growing.
 

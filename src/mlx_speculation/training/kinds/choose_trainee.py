@@ -1,4 +1,4 @@
-"""Makes what is trained, as the options say."""
+"""Choice of a trainee and its learning rate from the options."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,15 +31,15 @@ def make_trainee(
     learned: Sequence[Dialogue],
     ids: Sequence[int],
 ) -> Trainee:
-    """Return what is trained, as it begins.
+    """Return the drafter to train, with its initial weights.
 
     Args:
-        options: of the training.
+        options: the options of the training.
         model: the target.
-        tokenizer: its tokenizer.
-        folder: its folder.
+        tokenizer: the target's tokenizer.
+        folder: the target's folder.
         learned: the dialogues, from which the ids of a new head are chosen.
-        ids: those of a head whose training is resumed; none: it is new.
+        ids: the ids of a head whose training is resumed; empty: choose them.
     """
     if options.kind == "mtp":
         return MtpTrainee(model, tokenizer, folder)
@@ -83,16 +83,16 @@ def _block_trainee(
 def check_trainee(
     options: TrainOptions, model: nn.Module, tokenizer: Any, folder: Path
 ) -> None:
-    """Refuse what cannot be trained, before the target writes anything.
+    """Refuse options and targets for which no trainee can be made.
 
     Raises:
         InvalidRequestError: the target has no such layer.
         ModelFolderError: the draft cannot be made, or the target has no MTP head.
         TokenizerMismatchError: the draft has other token ids.
-        UnsupportedModelError: the target does not show what the draft reads, or the
+        UnsupportedModelError: the target lacks a part that the draft reads, or the
             draft is quantized.
     """
-    if options.kind == "mtp":  # making it takes a probe
+    if options.kind == "mtp":  # not made here: making it runs a probe
         find_parts(model).require("layers", "norm", "embedding")
         find_mtp_head(folder, model)
     else:
@@ -102,8 +102,8 @@ def check_trainee(
 def learning_rate(options: TrainOptions, dim: int) -> float:
     """Return the highest learning rate.
 
-    That of a new head falls with the hidden size: 1.5e-3 was measured at 576, and 1e-4
-    to 2e-4 are in use at 4,096.
+    The rate of a new head falls with the hidden size `dim`: 1.5e-3 was measured at 576,
+    and 1e-4 to 2e-4 are usual at 4,096.
     """
     if options.rate is not None:
         return options.rate

@@ -1,7 +1,7 @@
-"""The MTP head of a target, trained on: most were trained for one draft alone.
+"""Further training of a target's MTP head: most were trained for a single draft.
 
-It is written as a head in a folder of its own, in the form in which it runs, so norms
-are stored as they are applied, and experts together.
+The head is written to its own folder in the form in which mlx runs it: norms as the
+factors that are applied, and the experts of a layer in one array.
 """
 
 from dataclasses import replace
@@ -23,22 +23,22 @@ from mlx_speculation.training.kinds.packing import packed, write_draft
 from mlx_speculation.training.kinds.trainee import FADING, Recorded
 from mlx_speculation.training.unroll import Made, Read, unroll
 
-# Copies of the target's ends, and what decides which expert runs, are left alone.
+# Not trained: copies of the target's embedding and output, experts, and their routers.
 _FROZEN = ("output", "embedding", "switch_mlp", "gate")
 
 
 class MtpTrainee:
-    """An MTP head that is trained on.
+    """An existing MTP head in training.
 
     Args:
         model: the target.
-        tokenizer: its tokenizer, with which the head's convention is found.
-        folder: the target's.
-        convention: what the head was trained with; None: it is found by a probe.
+        tokenizer: its tokenizer, for the probe.
+        folder: the target's folder.
+        convention: the convention of the head's inputs; None: a probe finds it.
 
     Raises:
-        UnsupportedModelError: the target is of no family whose heads are known, or its
-            head cannot be unrolled.
+        UnsupportedModelError: the family of the target is unknown, or its head cannot
+            be unrolled.
         ModelFolderError: the folder has no head.
     """
 
@@ -78,7 +78,7 @@ class MtpTrainee:
         self._mtp = Mtp(head, self.taps)
 
     def read(self, states: States) -> list[mx.array]:
-        """Return the target's state before its final norm, or after it."""
+        """Return the target's states before or after its last norm, by convention."""
         return [self._states(states)]
 
     def run(self, text: Recorded, read: Read[Made]) -> list[Made]:
@@ -107,14 +107,14 @@ class MtpTrainee:
         write_draft(folder, named, config)
 
     def source(self, folder: Path) -> Any:
-        """Return the folder: a generator loads it."""
+        """Return the value of `draft=` for a generator: the folder."""
         return str(folder)
 
 
 def unpack(head: nn.Module) -> None:
-    """Make the weights of a head float32, quantized linear layers too.
+    """Make the weights of a head float32, and unpack its quantized linear layers.
 
-    Quantized experts stay as they are, and so do their routers: they are not trained.
+    Quantized experts stay packed; they are not trained.
     """
     for path, part in head.named_modules():
         for name, layer in part.children().items():

@@ -1,4 +1,4 @@
-"""New heads: the target's sizes and output, and random matrices."""
+"""Sizes and initial weights of new heads, taken from the target or random."""
 
 from typing import Any
 
@@ -8,11 +8,11 @@ from mlx.utils import tree_map
 from mlx_speculation.models import HiddenStates
 from mlx_speculation.models.checkpoints.rotation import read_rotation
 
-SPREAD = 0.02  # of matrices that begin at random
+SPREAD = 0.02  # standard deviation of random matrices
 
 
 def layer_sizes(config: dict[str, Any], dim: int) -> dict[str, Any]:
-    """Return the sizes of a head's layers for config.json: those of the target's."""
+    """Return a head's config.json entries for layers of the target's sizes."""
 
     def number(key: str, default: int) -> int:
         value = config.get(key)
@@ -36,13 +36,13 @@ def layer_sizes(config: dict[str, Any], dim: int) -> dict[str, Any]:
 
 
 def begin_head(head: Any, taps: HiddenStates, ids: mx.array | None, seed: int) -> None:
-    """Take the target's way from states to logits, and random matrices.
+    """Copy the target's last norm and output rows into a head; draw other matrices.
 
     Args:
-        head: a module with a last norm, and an output layer if it has ids.
-        taps: on the target.
-        ids: the target's ids of its output layer.
-        seed: of the matrices.
+        head: a module with a last norm, and with an output layer if `ids` is given.
+        taps: hidden states of the target, which give access to its parts.
+        ids: the target's id of each row of the output layer; None: it has none.
+        seed: the seed of the random matrices.
     """
     key = mx.random.key(seed)
 
@@ -65,7 +65,7 @@ def begin_head(head: Any, taps: HiddenStates, ids: mx.array | None, seed: int) -
 
 
 def output_rows(taps: HiddenStates, ids: mx.array) -> mx.array | None:
-    """Return the target's output matrix for ids in float32, if it shows one."""
+    """Return the target's output rows of ids in float32; None: no matrix was found."""
     layer: Any = taps.parts.output
     if layer is None or "weight" not in layer:
         return None
@@ -84,7 +84,7 @@ def output_rows(taps: HiddenStates, ids: mx.array) -> mx.array | None:
 
 
 def applied_weight(norm: Any, weight: mx.array) -> mx.array:
-    """Return what a norm multiplies by: some store it less one."""
+    """Return the factors of a norm; some norms store them reduced by one."""
     probe = mx.ones((1, 1, weight.shape[0]), mx.float32)
     scaled: mx.array = norm(probe.astype(weight.dtype))[0, 0]
     return scaled.astype(mx.float32)

@@ -1,4 +1,4 @@
-"""Trained weights as they are stored: 16-bit numbers, or packed in 4 or 8 bits."""
+"""Storage of trained weights, as 16-bit numbers or quantized to 4 or 8 bits."""
 
 import json
 from pathlib import Path
@@ -16,11 +16,11 @@ Tensors = dict[str, mx.array]
 
 
 def packed(module: nn.Module, bits: int | None) -> tuple[Tensors, dict[str, Any]]:
-    """Return a module's weights as they are stored, and what config.json says of it.
+    """Return a module's weights in their stored form, and entries for config.json.
 
     Args:
-        module: holds them; what is quantized in it stays as it is.
-        bits: of matrices; None: all are bfloat16.
+        module: the trained module; its quantized layers stay as they are.
+        bits: bits of the matrices of linear and similar layers; None: bfloat16.
     """
     layers = {path for path, part in module.named_modules() if _can_be_packed(part)}
     flat: Any = tree_flatten(module.parameters())
@@ -39,17 +39,17 @@ def packed(module: nn.Module, bits: int | None) -> tuple[Tensors, dict[str, Any]
             stored[name] = value.astype(mx.bfloat16)
         else:
             stored[name] = value
-    # mlx-lm reads one size of groups; a matrix of another says its own.
+    # config.json has the greatest group size; heads infer that of each matrix.
     said = {"group_size": max(used), "bits": bits} if used else {}
     return stored, {"quantization": said} if said else {}
 
 
 def id_tensors(ids: NDArray[np.int64], width: int) -> Tensors:
-    """Return d2t and t2d, which say the target's ids of a head's logits.
+    """Return d2t and t2d, which map columns of a head's logits to ids of the target.
 
     Args:
-        ids: in order.
-        width: how many ids the target has.
+        ids: the ids of the columns, in ascending order.
+        width: the number of ids of the target.
     """
     known = np.zeros(width, np.bool_)
     known[ids] = True
@@ -59,13 +59,13 @@ def id_tensors(ids: NDArray[np.int64], width: int) -> Tensors:
 def write_draft(
     folder: Path, tensors: Tensors, config: dict[str, Any], made_by: str = "mlx"
 ) -> None:
-    """Write config.json and model.safetensors, which is there as a whole or not at all.
+    """Write model.safetensors, atomically, and config.json.
 
     Args:
-        folder: exists.
-        tensors: by name.
-        config: what config.json holds.
-        made_by: whose form the tensors are in, "mlx" or "pt".
+        folder: an existing folder.
+        tensors: the tensors by name.
+        config: the content of config.json.
+        made_by: the value of "format" in the file's metadata, "mlx" or "pt" (PyTorch).
     """
     partial = folder / "model.partial.safetensors"
     mx.save_safetensors(str(partial), tensors, {"format": made_by})

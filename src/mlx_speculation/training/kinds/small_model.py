@@ -1,4 +1,4 @@
-"""A small model of the target's family, taught to write what the target writes."""
+"""A small model of the target's family, trained on the target's distributions."""
 
 import shutil
 from pathlib import Path
@@ -34,11 +34,11 @@ class SmallModelTrainee:
         model: the target.
         tokenizer: its tokenizer.
         target: the target's folder, whose tokenizer the draft gets.
-        draft: the draft's folder; without weights it begins with random ones.
-        seed: of these.
+        draft: the draft's folder; if it has no weights they are drawn at random.
+        seed: the seed of random weights.
 
     Raises:
-        ModelFolderError: the draft cannot be made.
+        ModelFolderError: mlx-lm cannot make a model of the draft's config.json.
         TokenizerMismatchError: the draft has other token ids.
         UnsupportedModelError: the draft is quantized.
     """
@@ -76,13 +76,13 @@ class SmallModelTrainee:
         self.ids = None if same else mx.arange(self._width, dtype=mx.uint32)
 
     def read(self, states: States) -> list[mx.array]:
-        """Return nothing: it reads tokens alone."""
+        """Return an empty list: a small model reads tokens only."""
         return []
 
     def run(self, text: Recorded, read: Read[Made]) -> list[Made]:
-        """Draft from all slots: the tokens before are the recorded ones at any depth.
+        """Draft from all slots; at each depth the tokens before are the recorded ones.
 
-        `text.checkpoint` changes nothing.
+        `text.checkpoint` is ignored.
         """
         tokens, depths = text.tokens, text.depths
         n = tokens.shape[1] - depths
@@ -92,7 +92,7 @@ class SmallModelTrainee:
         return [read(depth, logits[:, depth : depth + n]) for depth in range(depths)]
 
     def save(self, folder: Path, bits: int | None) -> None:
-        """Write a model folder, as mlx-lm loads it, with the target's tokenizer."""
+        """Write a model folder for mlx-lm, with the target's tokenizer."""
         tensors, quantization = packed(self.module, bits)
         write_draft(folder, tensors, self._config | quantization)
         for pattern in _TOKENIZER:
@@ -100,12 +100,12 @@ class SmallModelTrainee:
                 shutil.copy(file, folder / file.name)
 
     def source(self, folder: Path) -> Any:
-        """Return the folder: a generator loads it."""
+        """Return the value of `draft=` for a generator: the folder."""
         return str(folder)
 
 
 def _made(config: dict[str, Any], seed: int) -> nn.Module:
-    """Return a model of random weights."""
+    """Return a model with random weights."""
     try:
         kind, arguments = _get_classes(config)
         model: nn.Module = kind(arguments.from_dict(config))

@@ -1,4 +1,4 @@
-"""Trainee: a drafter as the training sees it."""
+"""Trainee, the interface of a drafter for training."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,22 +17,22 @@ FADING = 0.8  # as in EAGLE-3
 class Recorded:
     """Recorded text to draft from."""
 
-    inputs: list[mx.array]  # what `Trainee.read` returned, for at least the slots
+    inputs: list[mx.array]  # the result of `Trainee.read`, for at least all slots
     tokens: mx.array  # ids [rows, slots + depths + first - 1]
-    depths: int  # how many tokens are drafted
-    # To draft from, int32 [rows, n]; None: all. Drafters of blocks alone get some.
+    depths: int  # tokens drafted from each slot
+    # Slots to draft from, int32 [rows, n]; None: all. Only block drafters get some.
     slots: mx.array | None = None
-    checkpoint: bool = False  # gradients compute each depth again
+    checkpoint: bool = False  # whether the backward pass recomputes each depth
 
 
 class Trainee(Protocol):
     """A drafter that is trained.
 
     Attributes:
-        kind: as `TrainOptions` names it.
+        kind: the kind of `TrainOptions`.
         first: slot i at depth 0 drafts token i + `first`.
-        most: the most tokens that it drafts in a row; None: any number.
-        fading: what a depth counts over the one before.
+        most: the most consecutive tokens that it drafts; None: any number.
+        fading: the weight of a depth in the loss, relative to the depth before.
     """
 
     kind: str
@@ -42,51 +42,51 @@ class Trainee(Protocol):
 
     @property
     def module(self) -> nn.Module:
-        """Holds the weights that are trained, and perhaps frozen ones."""
+        """The module with the trained weights; it may also have frozen ones."""
         ...
 
     @property
     def taps(self) -> HiddenStates | None:
-        """On the target, for what the drafter reads; None: it reads nothing."""
+        """Hidden states of the target that the drafter reads; None: it reads none."""
         ...
 
     @property
     def ids(self) -> mx.array | None:
-        """The target's ids of its logits, uint32 [n]; None: all."""
+        """The target's id of each column of the logits, uint32 [n]; None: all ids."""
         ...
 
     def read(self, states: States) -> list[mx.array]:
-        """Return what it reads of a forward, each [rows, positions, dim]."""
+        """Return its inputs from a forward of the target, [rows, positions, dim]."""
         ...
 
     def run(self, text: Recorded, read: Read[Made]) -> list[Made]:
         """Draft from slots of recorded text; see `unroll` and `many_blocks`.
 
         Args:
-            text: the text, with what is read of it.
+            text: the text and the drafter's inputs.
             read: called with each depth and its logits [rows, slots, ids].
         """
         ...
 
     def save(self, folder: Path, bits: int | None) -> None:
-        """Write its files, as those who draft with it load them.
+        """Write the drafter's files, ready to be loaded for drafting.
 
         Args:
-            folder: exists; files of the same names are replaced.
-            bits: of its matrices; None: as 16-bit numbers.
+            folder: an existing folder; files of the same names are replaced.
+            bits: bits of its matrices; None: 16-bit numbers.
         """
         ...
 
     def source(self, folder: Path) -> Any:
-        """Return what a generator takes as its draft, from the files in a folder."""
+        """Return the value of `draft=` for a generator, given the folder of `save`."""
         ...
 
 
 def depths_of(trainee: Trainee, wanted: int) -> int:
-    """Return how many tokens it drafts in a row where so many are wanted."""
+    """Return the number of tokens to draft from a slot, at most `wanted`."""
     return wanted if trainee.most is None else min(wanted, trainee.most)
 
 
 def slots_of(trainee: Trainee, tokens: mx.array, depths: int) -> int:
-    """Return how many slots rows of tokens have."""
+    """Return the number of slots in rows of tokens."""
     return int(tokens.shape[1]) - depths - trainee.first + 1

@@ -1,9 +1,10 @@
-"""Outputs of a training beside the draft: record, card, plot, and pairing.
+"""Outputs of a training in addition to the draft: record, card, plot, and pairing.
 
     record       training.json and README.md
     curves       the plot of loss and acceptance
-    speeds       tokens per second with the draft and without, measured here
-    summary      what the record says, and speculation.json of the target if it pays
+    preflight    a check that the outputs can be written
+    speeds       tokens per second with the draft and without, measured
+    summary      the record's data, and speculation.json of the target if the draft pays
 
-How drafts are trained is not known here.
+These modules do not depend on the training loop.
 """

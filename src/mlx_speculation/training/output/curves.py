@@ -1,4 +1,4 @@
-"""The plot of a training: its loss, and what is accepted on held-out text."""
+"""The plot of a training: its loss, and the accepted length on held-out text."""
 
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -14,12 +14,12 @@ _COLOURS = {"greedy": "#1f77b4", "sampled": "#d62728"}
 def draw_curves(
     file: Path, progress: Progress, lookup: Mapping[str, Acceptance]
 ) -> bool:
-    """Draw the plot; return whether matplotlib, which is optional, is there.
+    """Draw the plot; return whether matplotlib, which is optional, is installed.
 
     Args:
-        file: a picture; its ending decides the format.
-        progress: holds losses and evaluations.
-        lookup: what prompt lookup accepts on the same text.
+        file: the picture; its extension decides the format.
+        progress: the losses and evaluations.
+        lookup: the acceptance of prompt lookup on the same text.
     """
     if find_spec("matplotlib") is None:
         return False

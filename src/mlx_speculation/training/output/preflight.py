@@ -1,4 +1,4 @@
-"""Preflight: the outputs of a training are written once before it begins."""
+"""Preflight: a trial of the outputs of a training before it begins."""
 
 import tempfile
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from mlx_speculation.training.state import Progress
 def try_outputs(folder: Path, say: Callable[[str], None]) -> None:
     """Write a file to the draft's folder, describe the machine, and draw a plot.
 
-    A plot that cannot be drawn is said, and left out at the end too.
+    If the plot cannot be drawn the user is told so, and the training goes on.
 
     Raises:
         InvalidRequestError: the folder cannot be written.
@@ -41,8 +41,8 @@ def drawn(
     lookup: Mapping[str, Acceptance],
     say: Callable[[str], None],
 ) -> None:
-    """Draw the plot; where that fails, say so and go on."""
+    """Draw the plot; report a failure with `say` instead of raising it."""
     try:
         draw_curves(file, progress, lookup)
-    except Exception as error:  # of matplotlib, whatever it is: only a picture
+    except Exception as error:  # any error of matplotlib; the plot is not essential
         say(f"training.png cannot be drawn: {type(error).__name__}: {error}")

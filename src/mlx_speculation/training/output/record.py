@@ -1,4 +1,4 @@
-"""training.json, which repeats a training, and README.md, the card of its draft."""
+"""training.json, the record of a training, and README.md, the card of its draft."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -22,17 +22,17 @@ _NAMES = {
 
 
 def write_record(
-    folder: Path,  # the draft's
+    folder: Path,  # the draft's folder
     *,
-    target: str,  # its name
-    options: Mapping[str, Any],  # of the training, as they have to be given again
-    progress: Progress,  # where it stands
-    data: Mapping[str, Any],  # counts of the texts
-    lookup: Mapping[str, Acceptance],  # what prompt lookup accepts on the same text
-    speeds: Speeds | None,  # measured here; None: they were not
-    ended: str,  # why it has ended
+    target: str,  # the target's name
+    options: Mapping[str, Any],  # those that may not differ in a resumed training
+    progress: Progress,
+    data: Mapping[str, Any],  # files and counts of the texts
+    lookup: Mapping[str, Acceptance],  # acceptance of prompt lookup on the same text
+    speeds: Speeds | None,  # None: they were not measured
+    ended: str,  # the reason of the end, as in `TrainingResult`
 ) -> dict[str, Any]:
-    """Write training.json and README.md, and return what the first holds."""
+    """Write training.json and README.md, and return the content of training.json."""
     record = {
         "target": target,
         "options": dict(options),

@@ -1,4 +1,4 @@
-"""Tokens per second with a draft and without, measured by turns on this machine."""
+"""Tokens per second with a draft and without, measured alternately."""
 
 import time
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from mlx_speculation.engine import SpeculativeGenerator
 from mlx_speculation.training.data.dialogues import Dialogue
 
 TOKENS = 96
-PAYS = 1.05  # times plain decoding: less is within what measurements differ by
+PAYS = 1.05  # times plain decoding; a smaller gain is within the noise of measuring
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,32 +19,32 @@ class Speeds:
     """Measured speeds."""
 
     plain: float  # tokens per second without a draft
-    drafted: float  # with it, at lengths that adapt
-    length: float  # mean tokens of its rounds
-    texts: int  # how many were written by each
-    equal: int  # how many of them are the same
+    drafted: float  # tokens per second with the draft, at adaptive draft lengths
+    length: float  # mean tokens of a round
+    texts: int  # number of texts written with and without draft
+    equal: int  # number of texts that are the same with and without draft
 
     @property
     def pays(self) -> bool:
-        """Return whether the draft is worth its time."""
+        """Return whether the draft speeds decoding up by more than noise."""
         return self.drafted > PAYS * self.plain
 
 
 def measure_speeds(
     model: nn.Module,  # the target
     tokenizer: Any,  # its tokenizer
-    draft: Any,  # what a generator takes
-    dialogues: Sequence[Dialogue],  # the prompts are theirs
+    draft: Any,  # the `draft=` of a generator
+    dialogues: Sequence[Dialogue],  # their prompts are used
     *,
-    texts: int = 8,  # how many prompts
-    until: float | None = None,  # when to end, of `time.monotonic`; None: never
+    texts: int = 8,  # the most prompts to use
+    until: float | None = None,  # a time of `time.monotonic`; None: no limit
 ) -> Speeds | None:
-    """Write answers to held-out prompts greedily, by turns with and without draft.
+    """Write greedy answers to held-out prompts, alternately with and without draft.
 
     Returns:
         The speeds; None: the time was up before the first text.
     """
-    longest = 0.0  # seconds of a text, by both
+    longest = 0.0  # estimated seconds to write a text with and without draft
 
     def over() -> bool:
         return until is not None and time.monotonic() + longest > until
@@ -57,7 +57,7 @@ def measure_speeds(
     prompts = prompts[:: max(1, len(prompts) // texts)][:texts]
     if over():
         return None
-    for arm in arms:  # compiles, and measures lengths for the first time
+    for arm in arms:  # warm-up: compiles kernels, and measures costs of draft lengths
         began = time.monotonic()
         arm.generate(prompts[0], max_tokens=TOKENS // 2)
         longest = max(longest, 4 * (time.monotonic() - began))

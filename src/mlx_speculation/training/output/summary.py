@@ -17,7 +17,7 @@ from mlx_speculation.training.output.speeds import Speeds, measure_speeds
 def described(
     dialogues: Dialogues, learned: Sequence[Dialogue], files: Sequence[Path]
 ) -> dict[str, Any]:
-    """Return what the record says of the data, of further files by name alone."""
+    """Return the record's entries on the data; `files` are further files of data."""
     return {
         "file": dialogues.file.name,
         "more": [file.name for file in files],
@@ -43,21 +43,21 @@ def measured(
     Args:
         model: the target.
         tokenizer: its tokenizer.
-        trainee: what was trained.
+        trainee: the trained drafter.
         dialogues: dialogues whose prompts are answered.
-        folder: the target's.
-        out: the draft's.
-        until: when to end, of `time.monotonic`; None: when all texts are written.
+        folder: the target's folder.
+        out: the draft's folder.
+        until: the latest end, as a time of `time.monotonic`; None: no limit.
 
     Returns:
-        The speeds, None where they are not known, and a line on speculation.json.
+        The speeds, or None if they were not measured, and a line on speculation.json.
     """
     try:
         source = trainee.source(out)
         speeds = measure_speeds(model, tokenizer, source, dialogues, until=until)
-    except ConventionError as error:  # it has learned next to nothing
+    except ConventionError as error:  # the head has learned almost nothing
         return None, f"It drafts no better than by chance. {error}"
-    except SpeculationError as error:  # the record is written all the same
+    except SpeculationError as error:  # not raised: the training itself is complete
         return None, f"Its speed could not be measured. {error}"
     if speeds is None:
         return None, (
@@ -71,14 +71,15 @@ def measured(
 
 
 def pair_with(target: Path, draft: Path, kind: str) -> str:
-    """Name a draft in the target's speculation.json, so that `draft="auto"` takes it.
-
-    A file that is there stays. Returns what was done, in a line.
+    """Name a draft in the target's speculation.json, so that `draft="auto"` uses it.
 
     Args:
         target: the target's folder.
-        draft: the draft's; only one inside of the target's, or beside it, can be named.
-        kind: "eagle", "mtp" or "model".
+        draft: the draft's folder, inside of the target's folder or of its parent.
+        kind: the kind of the draft in speculation.json, such as "eagle" or "model".
+
+    Returns:
+        A line for the user. An existing speculation.json is not changed.
     """
     file, target, draft = target / NAME, target.resolve(), draft.resolve()
     if draft.is_relative_to(target):
