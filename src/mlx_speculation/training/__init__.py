@@ -1,5 +1,5 @@
 """Training drafters for a target: an EAGLE-3 head, its MTP head, or a small model.
 
-What is trained, and on which data. It knows models and the engine; it knows no command
-line and no terminal.
+The package makes the data, trains the drafter and writes its files. It uses the models
+and the engine, and does not depend on the command line or a terminal.
 """

@@ -1,11 +1,11 @@
-"""Acceptance of drafts on recorded text.
+"""Acceptance of drafts on recorded text that the target wrote.
 
-The text is the target's own, so a draft is right where it is the recorded token: of
-greedy text this is what greedy decoding accepts. Of sampled text the probability of
-acceptance is taken, sum_v min(P, q), of the recorded tokens before.
+In greedy text a draft is accepted if it equals the recorded token, as in greedy
+decoding. In sampled text the probability of acceptance counts instead: sum_v min(P, q)
+of target P and draft q, given the recorded tokens before the draft.
 
     position d   the share of slots in which drafts 1 to d are all accepted
-    length       tokens a round brings, the bonus included, of k drafts
+    length       the mean tokens of a round of `ROUND` drafts, the bonus token included
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +29,7 @@ from mlx_speculation.training.kinds.trainee import (
 from mlx_speculation.training.teacher import TargetModel
 
 ROUND = 4  # drafts of a round, for mean lengths
-_ROUNDED = 64  # rows are filled up to a multiple of so many tokens
+_ROUNDED = 64  # rows are padded to a multiple of this many tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,9 @@ class Acceptance:
     """Acceptance of drafts.
 
     Attributes:
-        positions: by depth, how often it and all before it are.
+        positions: by depth, the share of slots that accept this draft and all before.
         length: mean tokens of a round of `ROUND` drafts.
-        rounds: over how many rounds or slots.
+        rounds: the number of rounds or slots that were averaged.
     """
 
     positions: tuple[float, ...]
@@ -56,21 +56,21 @@ def check_acceptance(
     depths: int = ROUND,
     longest: int,
 ) -> dict[str, Acceptance]:
-    """Return what is accepted of greedy text, and of sampled text.
+    """Return the acceptance of a trainee's drafts on greedy and on sampled text.
 
     Args:
         trainee: the drafter.
-        target: what wrote the text.
-        dialogues: those to evaluate on.
-        rows: dialogues at once.
-        depths: how many tokens are drafted.
-        longest: tokens of a dialogue; longer ones are cut.
+        target: the model that wrote the text.
+        dialogues: held-out dialogues.
+        rows: dialogues in a batch.
+        depths: tokens drafted from each slot.
+        longest: tokens after which a dialogue is cut.
 
     Returns:
-        "greedy" and "sampled", those of which there are dialogues.
+        The acceptance under "greedy" and "sampled"; a kind without slots is left out.
 
     Raises:
-        InvalidRequestError: no answer is long enough to be drafted.
+        InvalidRequestError: every answer is too short for `depths` drafts.
     """
     depths = depths_of(trainee, depths)
     result: dict[str, list[NDArray[np.float64]]] = {"greedy": [], "sampled": []}
@@ -94,7 +94,7 @@ def check_acceptance(
 
 
 def lookup_acceptance(dialogues: Sequence[Dialogue]) -> dict[str, Acceptance]:
-    """Return the same of prompt lookup, at rounds that follow each other."""
+    """Return the acceptance of prompt lookup, over consecutive rounds of an answer."""
     result: dict[str, list[list[int]]] = {"greedy": [], "sampled": []}
     for dialogue in dialogues:
         tokens = dialogue.tokens.tolist()
@@ -124,7 +124,7 @@ def _no_choice(logits: mx.array, rows: Any, ids: mx.array | None = None) -> Any:
 
 
 def _groups(dialogues: Sequence[Dialogue], rows: int) -> Iterator[list[Dialogue]]:
-    """Yield dialogues of one temperature and of about one length."""
+    """Yield groups of dialogues with equal temperatures and similar lengths."""
     for temperature in sorted({each.temperature for each in dialogues}):
         group = [each for each in dialogues if each.temperature == temperature]
         group.sort(key=lambda each: len(each.tokens))
@@ -140,7 +140,7 @@ def _shares(
     depths: int,
     longest: int,
 ) -> NDArray[np.float64]:
-    """Return the acceptance of each draft alone, [rows, slots, depths]."""
+    """Return the acceptance of each single draft, [rows, slots, depths]."""
     least = depths + trainee.first  # at least one slot
     length = max(least, *(min(longest, len(each.tokens)) for each in group))
     length += -length % _ROUNDED
@@ -174,7 +174,7 @@ def _shares(
 
 
 def _evaluated(array: mx.array) -> mx.array:
-    """Evaluate at once, so that the logits of one depth alone are held."""
+    """Evaluate at once, so that memory holds the logits of one depth only."""
     mx.eval(array)
     return array
 
@@ -182,9 +182,9 @@ def _evaluated(array: mx.array) -> mx.array:
 def _counting(
     dialogue: Dialogue, shares: NDArray[np.float64], first: int, longest: int
 ) -> NDArray[np.float64]:
-    """Return the slots whose drafts are all of the answer, [slots, depths].
+    """Return the shares of the slots that draft answer tokens only, [slots, depths].
 
-    A round can begin once the answer's first token is known, and drafts the next.
+    The first such slot drafts the second token of the answer.
     """
     depths = shares.shape[-1]
     begin = int(np.argmax(dialogue.counts)) + 1 - first
@@ -193,7 +193,7 @@ def _counting(
 
 
 def _summed(parts: Sequence[NDArray[np.float64]], *, walk: bool) -> Acceptance:
-    """Return what is accepted of [slots, depths], by slots or by rounds in a row."""
+    """Return means of parts [slots, depths]; `walk`: lengths of consecutive rounds."""
     all_right = [np.cumprod(part, axis=-1) for part in parts if len(part)]
     lengths = []
     for part in all_right:

@@ -1,7 +1,7 @@
-"""The loop: steps, evaluations, what is kept, and when it ends.
+"""The training loop: steps, evaluations, and saved states.
 
-It ends when all steps are taken, when evaluations no longer gain, when the time is up,
-or at Ctrl-C; the last two leave a state from which the same steps follow.
+The loop ends when all steps are taken, when evaluations no longer improve, when the
+time is up, or at Ctrl-C. After the last two the training can be resumed.
 """
 
 import time
@@ -21,11 +21,11 @@ from mlx_speculation.training.kinds.trainee import Trainee
 from mlx_speculation.training.state import Progress, save_state
 from mlx_speculation.training.step import TrainingStep
 
-_GAIN = 0.002  # of the mean length: less is no gain
-_SAVED = 45.0  # seconds between states at most
-_LOOKED = 10  # steps between losses that are read, at most
-_CHUNK = 8.0  # seconds of them, at most, where one step takes less
-_PARTS = ("steps", "evaluation")  # what has to fit before the deadline
+_GAIN = 0.002  # the least increase of the mean accepted length that counts
+_SAVED = 45.0  # seconds after which the state is saved again
+_LOOKED = 10  # the most steps of a chunk; losses are read after each chunk
+_CHUNK = 8.0  # the most seconds of a chunk, unless one step takes longer
+_PARTS = ("steps", "evaluation")  # durations that must fit before the deadline
 
 Evaluate = Callable[[], dict[str, Acceptance]]
 Ended = str
@@ -36,11 +36,11 @@ class Reports:
     """Progress callbacks; by default they do nothing.
 
     Attributes:
-        say: called with a line.
-        data: called with how many dialogues there are, of how many.
+        say: called with a line of text.
+        data: called with the number of dialogues so far, and the number wanted.
         step: called with the progress and the newest mean loss.
         evaluated: called with the progress after each evaluation.
-        phase: called with the name of what begins.
+        phase: called with the name of each phase when it begins.
     """
 
     phase: Callable[[str], None] = lambda name: None
@@ -54,28 +54,28 @@ class Reports:
 class TrainingLoop:
     """One training."""
 
-    trainee: Trainee  # what is trained
+    trainee: Trainee  # the drafter
     stepper: TrainingStep  # makes gradients and applies them
-    optimizer: optim.Optimizer  # with its state
-    batches: RowBatches  # of rows
-    progress: Progress  # where it stands
-    options: dict[str, Any]  # what has to be the same when it is resumed
-    folder: Path  # where its state is kept
+    optimizer: optim.Optimizer
+    batches: RowBatches
+    progress: Progress
+    options: dict[str, Any]  # those that may not differ in a resumed training
+    folder: Path  # of the saved state
     evaluate: Evaluate  # measures acceptance on held-out text
-    # Writes the draft's files, after an evaluation that gained
+    # Writes the draft's files; called after each evaluation with a gain
     keep: Callable[[], None]
     reports: Reports
     accumulate: int  # batches of a step
     between: int  # steps between evaluations
-    patience: int  # evaluations without gain that end it; 0: never
-    deadline: float | None = None  # when to stop, of `time.monotonic`; None: never
-    # How long the last steps and the last evaluation took, in seconds
+    patience: int  # consecutive evaluations without gain that end the loop; 0: never
+    deadline: float | None = None  # a time of `time.monotonic`; None: no deadline
+    # Seconds of the last chunk of steps, of one of its steps, and of an evaluation
     took: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys((*_PARTS, "step"), 0.0)
     )
 
     def run(self) -> Ended:
-        """Train; return why it has ended: "steps", "stale", "time" or "interrupt"."""
+        """Train; return why it ended: "steps", "stale", "time" or "interrupt"."""
         progress = self.progress
         if not progress.history:
             self._evaluated()
@@ -106,14 +106,14 @@ class TrainingLoop:
 
     @property
     def _runs_out(self) -> bool:
-        """Return whether there is no time for more steps and an evaluation of them."""
+        """Return whether the time is too short for more steps and an evaluation."""
         if self.deadline is None:
             return False
         needed = sum(self.took[part] for part in _PARTS)
         return time.monotonic() + needed >= self.deadline
 
     def _steps(self) -> None:
-        """Take a few steps, up to the next evaluation at most."""
+        """Take a chunk of steps, at most up to the next evaluation."""
         progress, began = self.progress, time.monotonic()
         first, each = progress.step, self.took["step"]
         looked = max(1, min(_LOOKED, int(_CHUNK / each))) if each else _LOOKED
@@ -126,7 +126,7 @@ class TrainingLoop:
         losses: list[mx.array] = []
         while progress.step < stop:
             losses.append(self._step())
-            # One step is computed while the next is built.
+            # mlx computes this step while Python builds the graph of the next one.
             mx.async_eval(losses[-1], self.trainee.module.state, self.optimizer.state)
             if len(losses) > 1:
                 mx.eval(losses[-2])
@@ -158,7 +158,7 @@ class TrainingLoop:
         return self.stepper.gradients(self.batches.batch(number))
 
     def _evaluated(self) -> None:
-        """Evaluate, keep what is better, and save the state."""
+        """Evaluate, write the draft if it has improved, and save the state."""
         progress, began = self.progress, time.monotonic()
         self.reports.phase(f"evaluation after step {progress.step}")
         result = self.evaluate()
@@ -173,7 +173,7 @@ class TrainingLoop:
             }
         )
         if not progress.step:
-            pass  # what an untrained draft accepts: it is not written
+            pass  # before the first step: an untrained draft is not written
         elif length > progress.best[0] + _GAIN:
             progress.best, progress.stale = (length, progress.step), 0
             self.keep()

@@ -1,18 +1,18 @@
 """Loss of a drafter against its target's distribution.
 
-At each slot the target's distribution over the draft's ids is wanted:
+At each slot the drafter learns the target's distribution:
 
     loss = KL(target || draft) + hard * -log draft(the target's likeliest token)
 
-Both are of the probabilities among the draft's ids. Slots whose likeliest token is none
-of them do not count.
+Both distributions are normalized over the draft's ids. A slot does not count if the
+target's likeliest token is not among these ids.
 """
 
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-# How many slots from 0 on, or which ones, int32 [rows, n]
+# The number n of slots, for slots 0 to n - 1, or the slots themselves, int32 [rows, n]
 Slots = int | mx.array
 
 
@@ -20,19 +20,19 @@ class Teacher(NamedTuple):
     """The target's distribution after each position, [rows, positions, ...]."""
 
     logits: mx.array  # of the draft's ids, [rows, positions, ids]
-    # int32 [rows, positions], the column of the likeliest of all tokens; -1 where it is
-    # none of the draft's ids
+    # int32 [rows, positions], the column of the likeliest of all tokens in `logits`; -1
+    # if that token is not among the draft's ids
     likeliest: mx.array
 
     def of_slots(self, first: int, slots: Slots) -> "Teacher":
-        """Return that of the position i + first for each slot i."""
+        """Return the distributions at position i + first of each slot i."""
         return Teacher(
             at_slots(self.logits, first, slots), at_slots(self.likeliest, first, slots)
         )
 
 
 def at_slots(values: mx.array, first: int, slots: Slots) -> mx.array:
-    """Return what of [rows, positions, ...] is at i + first for each slot i."""
+    """Return values [rows, positions, ...] at position i + first of each slot i."""
     if isinstance(slots, int):
         return values[:, first : first + slots]
     at = (slots + first).reshape(*slots.shape, *[1] * (values.ndim - 2))
@@ -44,14 +44,14 @@ def distance(
 ) -> mx.array:
     """Return the weighted sum of the loss, float32 [].
 
-    Its gradient is made in one pass over the logits: differentiating the formula would
-    hold several arrays of their size in float32.
+    A formula of its own gives the gradient: automatic differentiation would hold
+    several float32 arrays of the size of the logits.
 
     Args:
         logits: of the draft, [rows, slots, ids].
         teacher: of the same slots.
-        weights: float32 [rows, slots]; 0: a slot does not count.
-        hard: the weight of the likeliest token's term.
+        weights: float32 [rows, slots]; slots of weight 0 do not count.
+        hard: the weight of the term of the likeliest token.
     """
     wanted = mx.logsumexp(teacher.logits.astype(mx.float32), axis=-1, keepdims=True)
     columns = teacher.likeliest[..., None]

@@ -1,14 +1,13 @@
 """Training forward of a block drafter: many blocks of a recorded text at once.
 
-The block of slot i is what a round drafts when positions 0 to i are known and token
-i + 1 is the newest one:
+The block of slot i is the block of a round whose newest token is token i + 1:
 
-    context    positions 0 .. i of the row, with the same keys for all its blocks
-    block      token i + 1, the anchor, and masks, at positions i + 1, i + 2, ..
+    context    positions 0 .. i of the row; all blocks share its keys
+    block      token i + 1 (the anchor) and mask tokens, at positions i + 1, i + 2, ..
 
-A block sees its context and itself, and no other block. Training calls the drafter as a
-round does, with another cache: `BlocksCache` says where the blocks stand, and attention
-then computes all of them.
+A block attends to its context and to itself, not to other blocks. Training calls the
+drafter as a round does, but passes a `BlocksCache` with the slots of the blocks.
+Attention then computes all blocks.
 """
 
 from typing import Any
@@ -20,7 +19,7 @@ from mlx_speculation.models.dflash.attention import by_head
 
 
 class BlocksCache:
-    """Cache of a layer that runs many blocks of a row, instead of a `KVCache`.
+    """Argument in place of a `KVCache`: a layer then runs many blocks of a row.
 
     Args:
         slots: the slot of each block, int32 [rows, blocks].
@@ -33,7 +32,7 @@ class BlocksCache:
 
 
 class _BlocksAttention(DFlashAttention):
-    """DFlash's attention; with a `BlocksCache`, of many blocks of a row."""
+    """DFlash's attention; with a `BlocksCache` it computes many blocks of a row."""
 
     def attend(self, x: mx.array, context: mx.array, cache: Any) -> mx.array:
         """Attend from blocks [rows * blocks, block, dim] to context [rows, n, dim]."""
@@ -53,7 +52,7 @@ class _BlocksAttention(DFlashAttention):
 
 
 class _BlocksLayer(DFlashLayer):
-    """DFlash's layer; recomputed in the backward pass if the cache says so."""
+    """DFlash's layer; the backward pass recomputes it if the cache asks for that."""
 
     def run(self, x: mx.array, context: mx.array, cache: Any) -> mx.array:
         if not (isinstance(cache, BlocksCache) and cache.checkpoint):
@@ -90,8 +89,8 @@ def attend_blocks(
 ) -> mx.array:
     """Attend from each block to the context up to its slot, and to the whole block.
 
-    All blocks of a row share the keys of the context. The attention weights have rows *
-    heads * blocks * block * n elements.
+    The attention weights over the context have rows * heads * blocks * block * n
+    elements.
 
     Args:
         queries: [rows * blocks, heads, block, size].

@@ -1,8 +1,8 @@
 """Estimate of the memory that a training takes.
 
-An estimate: the target's weights, four float32 arrays of the trained ones (weight,
-gradient, two moments), and what a batch leaves for its gradients. It has not been
-compared with the peak that mlx reports.
+It counts the target's weights, four float32 numbers per trained weight (the weight, its
+gradient, two moments), and the arrays that the backward pass of a batch needs. It has
+not been compared with the peak that mlx reports.
 """
 
 import os
@@ -20,13 +20,13 @@ from mlx_speculation.models.quantize import weight_bytes
 from mlx_speculation.training.kinds.trainee import Trainee
 from mlx_speculation.training.options import BLOCK_LAYERS, TrainOptions
 
-_SHARE = 0.9  # of the memory, at most
+_SHARE = 0.9  # of the available memory may be used
 _GB = 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class BatchShape:
-    """The sizes that decide what a batch takes."""
+    """The sizes that determine the memory of a batch."""
 
     tokens: int  # of a batch
     slots: int  # of a row
@@ -34,17 +34,17 @@ class BatchShape:
     heads: int  # of the drafter's attention
     ids: int  # of the drafter's logits
     vocab: int  # of the target's
-    depths: int  # how many tokens are drafted
+    depths: int  # tokens drafted from a slot
     item: int  # bytes of a number
-    blocks: int | None = None  # of a row, of a drafter of blocks
-    layers: int = 1  # of a drafter of blocks
+    blocks: int | None = None  # in a row; None: not a block drafter
+    layers: int = 1  # of a block drafter
 
     def bytes(self, checkpoint: bool) -> int:
-        """Return what gradients of a batch hold."""
+        """Return the bytes that the gradients of a batch need."""
         teacher = self.tokens * (self.vocab + self.ids) * self.item
         if self.blocks is not None:
             return teacher + self._of_blocks(self.blocks, checkpoint)
-        # Logits and their gradient, scores and weights of attention, the layer.
+        # Logits and their gradient, scores and weights of attention, the layer's arrays
         depth = self.tokens * (
             2 * self.ids * self.item
             + self.heads * self.slots * (4 + self.item)
@@ -55,9 +55,9 @@ class BatchShape:
         return stored + teacher + depth
 
     def _of_blocks(self, blocks: int, checkpoint: bool) -> int:
-        """Return what gradients of blocks hold: each layer, and each draft's logits."""
+        """Return the bytes that the layers and logits of a block drafter need."""
         drafted = self.tokens // self.slots * blocks
-        # Those of the drafter, their gradient, and the teacher's
+        # Logits of the drafter, their gradient, and logits of the teacher
         logits = drafted * 3 * self.ids * self.item
         rows = drafted * (self.depths + 1)
         layer = rows * self.heads * self.slots * 3 * self.item
@@ -75,7 +75,7 @@ def shape_of(
     depths: int,
     item: int,
 ) -> BatchShape:
-    """Return the shape of a batch."""
+    """Return the sizes of a batch."""
     dim = int(config.get("hidden_size") or 1024)
     return BatchShape(
         tokens=options.rows * options.slots,
@@ -93,10 +93,10 @@ def shape_of(
 
 @contextmanager
 def memory_limit(gb: float | None) -> Iterator[None]:
-    """Let mlx use so much memory inside the block, what it keeps for later included.
+    """Limit mlx's memory inside the block, and its cache of freed memory to a quarter.
 
     Args:
-        gb: 10^9 bytes; None: nothing is changed.
+        gb: the limit in 10^9 bytes; None: mlx's limits are not changed.
     """
     if gb is None:
         yield
@@ -117,14 +117,14 @@ def choose_checkpoint(
     wanted: bool,
     limit: float | None = None,
 ) -> tuple[bool, int]:
-    """Return whether depths are computed again for gradients, and the bytes needed.
+    """Return whether to use gradient checkpointing, and the bytes that training needs.
 
     Args:
         model: the target.
-        trained: what is trained.
-        shape: of a batch.
-        wanted: whether they are even where the memory would be enough without.
-        limit: what may be used at most, in 10^9 bytes; None: what there is.
+        trained: the drafter.
+        shape: the sizes of a batch.
+        wanted: whether to use checkpointing even if the memory is enough without.
+        limit: the most memory to use, in 10^9 bytes; None: all that is available.
 
     Raises:
         InvalidRequestError: the memory is not enough.
@@ -155,7 +155,7 @@ def trained_bytes(module: nn.Module) -> int:
 
 
 def available() -> int | None:
-    """Return how many bytes may be used, of the GPU if there is one; None: unknown."""
+    """Return the bytes of memory of the default device; None: unknown."""
     if mx.default_device() == mx.gpu:
         info = mx.device_info()
         for key in ("max_recommended_working_set_size", "total_memory", "memory_size"):

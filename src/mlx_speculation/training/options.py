@@ -12,7 +12,7 @@ _BLOCKS = ("dflash", "dspark")
 DATA = "Data"
 BLOCK, ANCHORS, BLOCK_LAYERS, RANK = 8, 128, 3, 64
 LENGTH = "Length and evaluation"
-# What may differ when a training is resumed: how long, and what is done afterwards.
+# Options that may differ when a training is resumed.
 _FREE = (
     "minutes",
     "patience",
@@ -165,10 +165,10 @@ class TrainOptions:
     )
 
     def check(self) -> None:
-        """Refuse values that are out of range, before anything is loaded.
+        """Refuse values that are out of range or contradict each other.
 
         Raises:
-            InvalidRequestError: names the option.
+            InvalidRequestError: a value is refused; the message names its option.
         """
         if self.kind not in get_args(Kind):
             raise InvalidRequestError(
@@ -192,7 +192,7 @@ class TrainOptions:
             )
 
     def _check_blocks(self) -> None:
-        """Refuse options of drafters of blocks where they do not apply."""
+        """Refuse options that the kind of drafter does not have."""
         wrong = {
             "depths": self.blocks,
             "block": not self.blocks,
@@ -209,7 +209,7 @@ class TrainOptions:
 
     @property
     def blocks(self) -> bool:
-        """Return whether a drafter of blocks is trained."""
+        """Return whether a block drafter is trained."""
         return self.kind in _BLOCKS
 
     @property
@@ -221,7 +221,7 @@ class TrainOptions:
 
     @property
     def unrolled(self) -> int:
-        """Number of tokens that are drafted in training."""
+        """Number of tokens that training drafts from a slot."""
         if self.blocks:
             rows = self.block or BLOCK
             return rows if self.kind == "dspark" else rows - 1
@@ -230,7 +230,7 @@ class TrainOptions:
 
     @property
     def drafted_slots(self) -> int | None:
-        """Number of slots of a row that are drafted from; None: all."""
+        """Number of slots per row from which training drafts; None: all."""
         return (self.anchors or ANCHORS) if self.blocks else None
 
     @property
@@ -240,7 +240,7 @@ class TrainOptions:
         return usual if self.draft_vocab is None else self.draft_vocab
 
     def fixed(self) -> dict[str, Any]:
-        """Return what has to be the same when the training is resumed."""
+        """Return the options that may not differ when the training is resumed."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         values["draft_vocab"] = self.vocabulary
         return {

@@ -1,4 +1,4 @@
-"""The phases of a training, in order: data, steps, evaluations, and what is written."""
+"""The phases of a training, in order: data, steps and evaluations, written files."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -60,7 +60,7 @@ _EVALUATED_ROWS = 16
 
 @dataclass(slots=True)
 class Setup:
-    """Makes the draft, its training step and its optimizer, as the options say."""
+    """Makes the draft, its training step and its optimizer from the options."""
 
     folder: Path  # the target's
     model: nn.Module
@@ -69,7 +69,7 @@ class Setup:
     say: Callable[[str], None]
 
     def trainee(self, learned: list[Any], ids: list[int]) -> Trainee:
-        """Return what is trained, its weights new."""
+        """Return the drafter, untrained; `learned` and `ids` as in `make_trainee`."""
         return make_trainee(
             self.options,
             self.model,
@@ -80,7 +80,7 @@ class Setup:
         )
 
     def stepper(self, trainee: Trainee) -> tuple[TrainingStep, TargetModel, int]:
-        """Return what takes steps, the teacher, and how many tokens are drafted."""
+        """Return the training step, the teacher, and the number of drafted tokens."""
         depths = depths_of(trainee, self.options.unrolled)
         target = TargetModel(self.model, trainee)
         dtype = mx.float32 if mx.default_device() == mx.cpu else mx.bfloat16
@@ -91,7 +91,7 @@ class Setup:
     def optimizer(
         self, trainee: Trainee, steps: int, state: Path | None = None
     ) -> optim.Optimizer:
-        """Return the optimizer, new or as an earlier run left it, with its weights."""
+        """Return a new optimizer, or load it and the trainee's weights from a state."""
         optimizer = new_optimizer(
             learning_rate(self.options, self._text_config().get("hidden_size") or 1024),
             steps,
@@ -108,7 +108,7 @@ class Setup:
         return text_config(read_config(self.folder))
 
     def _checkpoint(self, trainee: Trainee, depths: int, dtype: mx.Dtype) -> bool:
-        """Return whether depths are computed again; the memory has to be enough."""
+        """Return whether to use gradient checkpointing; refuse too little memory."""
         config, width = self._text_config(), logit_width(self.model)
         shape = shape_of(self.options, trainee, config, width, depths, dtype.size)
         checkpoint, needed = choose_checkpoint(
@@ -125,11 +125,11 @@ class Setup:
 
 @dataclass(slots=True)
 class Run:
-    """One training; its methods are called in order."""
+    """One training; `whole` runs it."""
 
-    name: str  # the target's
+    name: str  # of the target
     setup: Setup
-    out: Path
+    out: Path  # the draft's folder
     reports: Reports
     schedule: Schedule
     lookup: dict[str, Acceptance] = field(default_factory=dict)
@@ -137,11 +137,11 @@ class Run:
 
     @property
     def options(self) -> TrainOptions:
-        """Options of the training, as they fit into its time."""
+        """Options of the training, adapted to its time."""
         return self.setup.options
 
     def whole(self, prompts: list[Any]) -> TrainingResult:
-        """Run all phases, those that an earlier run has not done."""
+        """Run the phases that an earlier run has not completed."""
         fingerprint = target_hash(self.setup.folder)
         fixed = {**self.options.fixed(), "target": fingerprint}
         progress = read_progress(self.out / RUN, fixed)
@@ -202,10 +202,10 @@ class Run:
         return self._finished(trainee, dialogues, learned, progress, fixed, ended)
 
     def _fit(self) -> None:
-        """Make the options smaller where the minutes are too few for them.
+        """Reduce sizes in the options until the training fits into its minutes.
 
         Raises:
-            InvalidRequestError: they are too few for any training.
+            InvalidRequestError: the minutes are too few for any training.
         """
         options = self.options
         if options.minutes is None or options.data_only:
@@ -249,7 +249,7 @@ class Run:
         fixed: dict[str, Any],
         evaluated: list[Any],
     ) -> TrainingLoop:
-        options = self.options  # a few slots may not hold a prompt and its answer
+        options = self.options  # a prompt and its answer can be longer than the slots
         longest = max(options.slots, options.prompt_tokens + options.answer_tokens)
         longest += depths_of(trainee, options.unrolled)
         loop = TrainingLoop(
@@ -310,7 +310,7 @@ class Run:
         return dialogues
 
     def _steps(self, stepper: TrainingStep, batches: RowBatches) -> int:
-        """Return how many steps to take."""
+        """Return the number of steps to take."""
         options = self.options
         if options.steps is not None:
             return options.steps
@@ -352,7 +352,7 @@ class Run:
                 ended=ended,
             )
 
-        written = record(None)  # before what may fail or be interrupted
+        written = record(None)  # now, since measuring may fail or be interrupted
         speeds, pairing = None, ""
         trained = ended in ("steps", "stale", "time") and progress.best[1]
         if trained and not self.options.skip_speed:

@@ -1,12 +1,12 @@
-"""Sizes of a training that fits into its minutes, measured before anything is written.
+"""Plan of a training that fits into its minutes.
 
-A step of the optimizer and a few tokens of dialogues are timed on made-up text. Of the
-minutes a share belongs to each phase; what does not fit is made smaller, and where not
-even the smallest training fits it is refused with the minutes that it needs.
+Optimizer steps and a few tokens of dialogues are timed on made-up text before any file
+is written. Each phase has a share of the minutes, and sizes are reduced until it fits.
+If even the smallest training does not fit, the error names the minutes that it needs.
 
-    dialogues   DATA of the time: two batches to evaluate on, one or more to learn from
-    steps       STEPS, at least LEAST_STEPS of them
-    evaluation  one takes EVALUATION at most
+    dialogues   DATA of the time: the held-out ones and at least a batch to learn from
+    steps       STEPS of the time: LEAST_STEPS, or fewer if the smallest take too long
+    evaluation  EVALUATION of the time for each evaluation
 """
 
 import time
@@ -24,18 +24,18 @@ from mlx_speculation.training.options import TrainOptions
 
 DATA, STEPS, EVALUATION = 0.35, 0.4, 0.06
 LEAST_STEPS = 50
-TRIAL = 0.05  # of the time, at most, for the next larger step that is timed
+TRIAL = 0.05  # the share of the time that the next larger timed step may take
 SIZED = ("batch", "held_out", "answer_tokens", "rows", "slots", "accumulate")
-LEAST_DIALOGUES = 8  # of a batch, and to evaluate on
-_SHORTEST = 32  # tokens of an answer
-_NARROWEST = 64  # slots of a row
-_FORWARD = 0.4  # of a step's time a position takes to evaluate
+LEAST_DIALOGUES = 8  # in a reduced batch, and held out
+_SHORTEST = 32  # tokens of an answer to which it is reduced
+_NARROWEST = 64  # slots of a row to which it is reduced
+_FORWARD = 0.4  # time of a position in an evaluation, relative to a step
 
-# Of the minutes after timing: when no further dialogues are begun, when those that are
-# being written are cut, and when the last evaluation has to be done.
+# Shares of the minutes after timing: no new batch of dialogues begins, answers that are
+# being written are cut, the last evaluation must be complete.
 DATA_SHARE, DATA_END, STEPS_END = 0.4, 0.5, 0.88
-_STEP_SHARE = 0.75  # of the time that is left then, for steps
-_MOST_EVALUATIONS = 5  # of a training that has minutes
+_STEP_SHARE = 0.75  # of the remaining time goes to steps, the rest to evaluations
+_MOST_EVALUATIONS = 5  # of a training with limited minutes
 
 # Returns the seconds of an optimizer step over (rows, slots).
 TimeStep = Callable[[int, int], float]
@@ -45,13 +45,13 @@ TimeStep = Callable[[int, int], float]
 class Rates:
     """Measured times, in seconds."""
 
-    position: float  # of a step, for each slot of its rows
-    token: float  # of one more token of a single dialogue
-    tokens: float  # of one more token of each of `batch` dialogues
+    position: float  # of a step, per slot
+    token: float  # to write one token of a single dialogue
+    tokens: float  # to write one token of each of `batch` dialogues
     batch: int
 
     def batch_token(self, batch: int) -> float:
-        """Return the seconds of one more token of each of so many dialogues."""
+        """Return the seconds to write one token of each of `batch` dialogues."""
         if self.batch == 1:
             return self.tokens * batch
         share = (batch - 1) / (self.batch - 1)
@@ -62,13 +62,13 @@ class Rates:
 class Schedule:
     """The minutes of a training, and the shares of its phases."""
 
-    minutes: float | None  # None: as long as it takes
-    began: float  # of `time.monotonic`
-    rates: Rates | None = None  # what was timed; None: nothing, or it is resumed
-    spent: float = 0.0  # seconds until that was done
+    minutes: float | None  # None: no limit
+    began: float  # a time of `time.monotonic`
+    rates: Rates | None = None  # None: nothing was timed, or the training is resumed
+    spent: float = 0.0  # seconds from `began` to the end of timing
 
     def fit(self, options: TrainOptions, rates: Rates) -> TrainOptions:
-        """Note what was timed, and return options that fit into the time.
+        """Store the rates, and return options that fit into the time.
 
         Raises:
             InvalidRequestError: the minutes are too few for any training.
@@ -78,18 +78,18 @@ class Schedule:
         return sized(options, rates, 60 * self.minutes - self.spent, self.spent)
 
     def deadline(self, share: float = 1.0) -> float | None:
-        """Return when a share of the minutes after timing is over; None: never."""
+        """Return the end of a share of the minutes after timing; None: no limit."""
         if self.minutes is None:
             return None
         return self.began + self.spent + (60 * self.minutes - self.spent) * share
 
     def is_over(self, share: float) -> bool:
-        """Return whether that share is over."""
+        """Return whether a share of the minutes has ended."""
         until = self.deadline(share)
         return until is not None and time.monotonic() > until
 
     def running_out(self, share: float) -> Callable[[], bool]:
-        """Return a test of whether another batch like the last takes too long."""
+        """Return a test, called between batches: another batch would take too long."""
         last = time.monotonic()
 
         def stop() -> bool:
@@ -102,20 +102,20 @@ class Schedule:
         return stop
 
     def steps(self, seconds: float) -> int:
-        """Return how many steps of so many seconds there is time for, at least one."""
+        """Return the number of steps that fit, at least 1; a step takes `seconds`."""
         end = self.deadline(STEPS_END)
         assert end is not None
         return max(1, int(_STEP_SHARE * (end - time.monotonic()) / seconds))
 
     def evaluations(self, options: TrainOptions) -> int:
-        """Return how many evaluations there are to be."""
+        """Return the number of evaluations."""
         wanted = options.evaluations
         return wanted if self.rates is None else min(wanted, _MOST_EVALUATIONS)
 
     def evaluated(
         self, options: TrainOptions, held_out: Sequence[Dialogue]
     ) -> list[Dialogue]:
-        """Return the held-out dialogues that there is time for, of both kinds."""
+        """Return as many held-out dialogues, half of them greedy, as fit the time."""
         chosen = list(held_out[: options.held_out])
         if self.rates is None or self.minutes is None:
             return chosen
@@ -128,12 +128,12 @@ class Schedule:
 def sized(
     options: TrainOptions, rates: Rates, seconds: float, spent: float = 0.0
 ) -> TrainOptions:
-    """Return options of a training that takes at most so many seconds.
+    """Return options of a training that fits into `seconds`.
 
     Args:
-        options: as they were asked for.
-        rates: of this machine.
-        seconds: what is left.
+        options: the requested options.
+        rates: measured on this machine.
+        seconds: the remaining time.
         spent: seconds that loading, compiling and timing have taken.
 
     Raises:
@@ -174,7 +174,7 @@ def sized(
 
 
 def data_seconds(options: TrainOptions, rates: Rates) -> float:
-    """Return what dialogues to evaluate on and one batch to learn from take."""
+    """Return the seconds for the held-out dialogues and one batch to learn from."""
     half = -(-options.held_out // 2)
     batches = [min(options.batch, half)] * (2 * -(-half // options.batch))
     length = options.answer_tokens + options.prompt_tokens * (options.own_share > 0)
@@ -182,12 +182,12 @@ def data_seconds(options: TrainOptions, rates: Rates) -> float:
 
 
 def step_seconds(options: TrainOptions, rates: Rates) -> float:
-    """Return what a step takes."""
+    """Return the seconds of an optimizer step."""
     return options.rows * options.slots * options.accumulate * rates.position
 
 
 def evaluated(options: TrainOptions, rates: Rates, seconds: float) -> int:
-    """Return how many held-out dialogues an evaluation has time for, at least 8."""
+    """Return the number of held-out dialogues that fit an evaluation, at least 8."""
     length = options.answer_tokens + options.prompt_tokens
     each = _FORWARD * rates.position * length
     return min(options.held_out, max(LEAST_DIALOGUES, int(EVALUATION * seconds / each)))
@@ -232,14 +232,14 @@ def _sized_step(
 
 
 def position_seconds(run: TimeStep, rows: int, slots: int, most: float) -> float:
-    """Return the seconds of a step for each slot, by growing steps.
+    """Return the seconds of a step per slot, timed with steps of growing size.
 
     Args:
         run: times a step.
-        rows: of the wanted step.
-        slots: of its rows.
-        most: seconds; no larger step is timed that would take longer, nor any once
-            the timing itself has, since each shape may be compiled.
+        rows: rows of the full step.
+        slots: slots of each row of the full step.
+        most: seconds. Timing ends if the next step would take longer, or if timing has
+            already taken longer: each new shape may be compiled.
     """
     began = time.monotonic()
     shape = (1, min(slots, 2 * _NARROWEST))
@@ -255,13 +255,13 @@ def position_seconds(run: TimeStep, rows: int, slots: int, most: float) -> float
 
 
 def rates_of(model: nn.Module, position: float, batch: int) -> Rates:
-    """Return what a position of a step takes, with what tokens of dialogues do."""
+    """Time tokens of dialogues; return these rates and that of a step's position."""
     one, many = (token_seconds(model, count) for count in (1, batch))
     return Rates(position, one, many, batch)
 
 
 def changed(options: TrainOptions, other: TrainOptions) -> dict[str, int]:
-    """Return the sizes in which other options differ, by name."""
+    """Return the sizes of `other` that differ from those of `options`, by name."""
     return {
         name: getattr(other, name)
         for name in SIZED
@@ -270,10 +270,10 @@ def changed(options: TrainOptions, other: TrainOptions) -> dict[str, int]:
 
 
 def token_seconds(model: nn.Module, batch: int) -> float:
-    """Return the seconds of one more token of each of so many dialogues."""
+    """Return the seconds to write one token of each of `batch` dialogues."""
     prompts = [[number % 7 + 1] * 4 for number in range(batch)]
     taken = []
-    for most in (2, 8):  # the first compiles
+    for most in (2, 8):  # the first call compiles kernels
         began = time.monotonic()
         write_answers(model, prompts, most=most, temperature=0.8, ends=[], seed=0)
         taken.append((time.monotonic() - began) / most)
@@ -283,7 +283,7 @@ def token_seconds(model: nn.Module, batch: int) -> float:
 def made_up_batches(
     width: int, rows: int, slots: int, more: int, anchors: int | None, first: int
 ) -> RowBatches:
-    """Return batches of random text, whose steps take what others of the shape do."""
+    """Return batches of random text, to time the steps of a shape."""
     count = rows * slots + more + 1
     tokens = np.random.default_rng(0).integers(0, width, count).astype(np.uint32)
     text = Dialogue(tokens, np.ones(count, np.bool_), False, True, 0.8)

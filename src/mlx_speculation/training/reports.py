@@ -12,11 +12,11 @@ class TrainingResult:
     """Result of a training.
 
     Attributes:
-        folder: the draft's.
-        ended: "steps", "stale", "time", "interrupt", or "data": no step was wanted.
-        record: what training.json holds; of "data" what is said of them alone.
-        speeds: measured here; None: they were not.
-        pairing: what was done about speculation.json.
+        folder: the draft's folder.
+        ended: "steps", "stale", "time", "interrupt", or "data" (with `data_only`).
+        record: the content of training.json; after "data" only its entry "data".
+        speeds: measured speeds; None: they were not measured.
+        pairing: a line that says how speculation.json was changed, or why it was not.
     """
 
     folder: Path

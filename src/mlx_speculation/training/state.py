@@ -1,9 +1,9 @@
-"""State of a training, in two files that are replaced together or not at all.
+"""State of a training, in two files that always belong together.
 
-    state.safetensors   weights and the optimizer's moments, float32
-    state.json          the step, the plan, what was measured, and the options
+    state-STEP.safetensors   weights and the optimizer's moments, float32
+    state.json               the progress, the options, and the name of the other file
 
-A training that goes on from them takes the same steps as one that was not interrupted.
+A training resumed from them takes the same steps as one that was not interrupted.
 """
 
 import json
@@ -26,19 +26,19 @@ FORMAT = "mlx-speculation training 1"
 class Progress:
     """Progress of a training."""
 
-    steps: int  # how many are planned
-    dialogues: int  # how many are learned from
-    ids: list[int]  # the token ids that the draft has; none: all
-    step: int = 0  # how many were taken
-    # The greatest mean accepted length, and the step of it
+    steps: int  # planned number of steps
+    dialogues: int  # number of dialogues to learn from
+    ids: list[int]  # the token ids of the draft; empty: all
+    step: int = 0  # number of steps taken
+    # The greatest mean accepted length, and the step of its evaluation
     best: tuple[float, int] = (0.0, 0)
-    stale: int = 0  # evaluations since then
-    seconds: float = 0.0  # of the steps
+    stale: int = 0  # evaluations since the best one
+    seconds: float = 0.0  # spent on steps
     # Step and mean loss, in order
     losses: list[tuple[int, float]] = field(default_factory=list)
     history: list[dict[str, Any]] = field(default_factory=list)  # evaluations, in order
-    done: bool = False  # whether it has ended
-    # Options that were made smaller so that the training fits its minutes
+    done: bool = False  # whether the training is complete
+    # Options that were reduced so that the training fits its minutes
     sized: dict[str, Any] = field(default_factory=dict)
 
 
@@ -49,10 +49,10 @@ def save_state(
     module: nn.Module,
     optimizer: optim.Optimizer,
 ) -> None:
-    """Write where a training stands.
+    """Write the state of a training.
 
-    The step is in the name of the file of weights, and state.json, which is replaced in
-    one go, names it: so they always belong together.
+    The name of the file of weights contains the step. state.json names that file and is
+    replaced atomically, so the two always belong together.
     """
     tensors = {
         **_flat("weights.", module.trainable_parameters()),
@@ -78,10 +78,10 @@ def save_state(
 
 
 def read_progress(folder: Path, options: dict[str, Any]) -> Progress | None:
-    """Return where a training stood; None: it has not begun.
+    """Return the progress of a training; None: it has not begun.
 
     Raises:
-        InvalidRequestError: its files cannot be read, or it had other options.
+        InvalidRequestError: state.json cannot be read, or has other options.
     """
     value = _read(folder)
     if value is None:
@@ -104,10 +104,10 @@ def read_progress(folder: Path, options: dict[str, Any]) -> Progress | None:
 
 
 def load_state(folder: Path, module: nn.Module, optimizer: optim.Optimizer) -> None:
-    """Take over weights and the optimizer's state.
+    """Load the weights and the optimizer's state into `module` and `optimizer`.
 
     Raises:
-        InvalidRequestError: the files do not fit.
+        InvalidRequestError: a file cannot be read.
     """
     value = _read(folder)
     assert value is not None
@@ -156,5 +156,5 @@ def _part(begin: str, arrays: dict[str, mx.array]) -> list[tuple[str, mx.array]]
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as it comes back from JSON."""
+    """Return a value as JSON would return it, such as a list for a tuple."""
     return json.loads(json.dumps(value))

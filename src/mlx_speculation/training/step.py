@@ -1,7 +1,7 @@
-"""A step of the optimizer: gradients of batches of rows, added up, and applied.
+"""A step of the optimizer: the gradients of batches, and the update of the weights.
 
-Weights and the optimizer's moments are float32; the drafter runs in the type of the
-target's states on a GPU, and in float32 on a CPU.
+Weights and the optimizer's moments are float32. The forward of the drafter computes in
+bfloat16 on a GPU and in float32 on a CPU.
 """
 
 import math
@@ -17,13 +17,13 @@ from mlx_speculation.training.kinds.trainee import Recorded, Trainee, slots_of
 from mlx_speculation.training.loss import Teacher, at_slots, distance
 from mlx_speculation.training.teacher import TargetModel
 
-HARD = 0.1  # the weight of the likeliest token beside the distribution
-LEAST_RATE = 0.02  # of the highest one, at the end
-LARGEST_NORM = 1.0
+HARD = 0.1  # the weight of the loss's term of the likeliest token
+LEAST_RATE = 0.02  # the last learning rate, relative to the highest one
+LARGEST_NORM = 1.0  # to which gradients are clipped
 
 
 class MatrixDecayAdamW(optim.AdamW):
-    """AdamW in which matrices alone decay: norms and biases do not."""
+    """AdamW with weight decay for matrices, and without for norms and biases."""
 
     def apply_single(
         self, gradient: mx.array, parameter: mx.array, state: dict[str, Any]
@@ -37,7 +37,7 @@ class MatrixDecayAdamW(optim.AdamW):
 def new_optimizer(
     rate: float, steps: int, warmup: int, decay: float
 ) -> MatrixDecayAdamW:
-    """Return an optimizer that warms up, then falls as a cosine does over all steps."""
+    """Return an optimizer with a linear warm-up and a cosine decay of its rate."""
     warmup = min(warmup, steps // 10)
     schedule = optim.cosine_decay(rate, max(1, steps - warmup), LEAST_RATE * rate)
     if warmup:
@@ -52,11 +52,11 @@ class TrainingStep:
     """Steps of one training.
 
     Args:
-        trainee: what is trained.
+        trainee: the drafter.
         target: its teacher.
-        depths: how many tokens are drafted.
-        dtype: in which the drafter runs.
-        checkpoint: whether each depth is computed again for its gradients.
+        depths: tokens drafted from each slot.
+        dtype: the dtype of the drafter's forward.
+        checkpoint: whether the backward pass recomputes each depth.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class TrainingStep:
         self._trainee, self._target = trainee, target
         self._depths, self._dtype, self._checkpoint = depths, dtype, checkpoint
         self._gradients = mx.value_and_grad(self._loss)
-        if mx.default_device() == mx.gpu:  # a CPU's compiler takes a minute
+        if mx.default_device() == mx.gpu:  # compiling for a CPU takes a minute
             self._gradients = mx.compile(self._gradients)
 
     def gradients(self, batch: RowBatch) -> tuple[mx.array, Any]:
@@ -98,14 +98,15 @@ class TrainingStep:
         return loss, gradients
 
     def apply(self, optimizer: optim.Optimizer, gradients: Any) -> None:
-        """Change the weights by gradients."""
+        """Clip the gradients and update the weights."""
         gradients, _ = optim.clip_grad_norm(gradients, LARGEST_NORM)
         optimizer.update(self._trainee.module, gradients)
 
     def seconds(self, batches: RowBatches) -> float:
-        """Return how long a step takes; the weights stay as they are.
+        """Return the seconds of a step without changing the weights.
 
-        The faster of two: the first one compiles, on a GPU for a minute and more.
+        The faster of two steps counts: the first one compiles, on a GPU for a minute or
+        more.
         """
         module = self._trainee.module
         kept = module.trainable_parameters()
@@ -136,7 +137,7 @@ class TrainingStep:
         every = slots_of(trainee, tokens, self._depths) if slots is None else slots
 
         def read(depth: int, result: mx.array) -> mx.array:
-            after = depth + trainee.first - 1  # the position that the drafted one is of
+            after = depth + trainee.first - 1  # slot i: the position before the draft
             rows = teacher.of_slots(after, every)
             weights = at_slots(counts, after + 1, every).astype(mx.float32)
             number = (weights * (rows.likeliest >= 0)).sum()

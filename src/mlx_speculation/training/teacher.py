@@ -1,7 +1,7 @@
-"""The target as the teacher: what its drafter reads, and what it is to learn.
+"""The target as the teacher: the drafter's inputs, and the distributions to learn.
 
-It runs outside of what is differentiated, so that it keeps its fast kernels and leaves
-no graph.
+The target runs outside of the differentiated function, so it keeps its fast kernels and
+mlx stores no graph of its forward.
 """
 
 from typing import NamedTuple
@@ -17,12 +17,12 @@ from mlx_speculation.training.loss import Teacher
 class Lesson(NamedTuple):
     """Output of a forward of the target."""
 
-    inputs: list[mx.array]  # what the drafter reads, each [rows, positions, dim]
+    inputs: list[mx.array]  # the drafter's inputs, each [rows, positions, dim]
     logits: mx.array  # of all ids, [rows, positions, vocab]
 
 
 class TargetModel:
-    """A target that is left as it is."""
+    """A target whose weights do not change."""
 
     def __init__(self, model: nn.Module, trainee: Trainee) -> None:
         self._model, self._trainee = model, trainee
@@ -33,7 +33,7 @@ class TargetModel:
         """Run the target over rows of ids [rows, positions].
 
         Raises:
-            InvalidRequestError: it has a table of fewer positions.
+            InvalidRequestError: the rows are longer than its table of positions.
         """
         check_positions(tokens.shape[1], 0, self._positions)
         model, taps = self._model, self._trainee.taps
@@ -44,7 +44,7 @@ class TargetModel:
         return Lesson(self._trainee.read(states), logits)
 
     def teacher(self, logits: mx.array) -> Teacher:
-        """Return what the drafter is to learn of logits of all ids."""
+        """Return the distributions to learn, from the target's logits of all ids."""
         likeliest = mx.argmax(logits, axis=-1).astype(mx.int32)
         ids = self._trainee.ids
         if ids is None:

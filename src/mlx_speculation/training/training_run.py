@@ -1,6 +1,6 @@
-"""A training from beginning to end: data, steps, and what is left of it.
+"""A training from beginning to end: data, steps, and the files that it writes.
 
-OUT/                    the draft, as engines load it; training.json, README.md
+OUT/                    the draft, ready to be loaded; training.json, README.md
 OUT/run/                dialogues.safetensors, state.json, state-*.safetensors
 """
 
@@ -31,17 +31,17 @@ def train(
 
     Args:
         target: folder or repository of the target.
-        out: the draft's folder; it is made.
-        options: of the training.
-        reports: who is told.
-        trust_remote_code: let code in the target's folder run.
+        out: the draft's folder; made if it does not exist.
+        options: the options of the training.
+        reports: callbacks for progress; None: progress is not reported.
+        trust_remote_code: whether code in the target's folder may run.
 
     Raises:
-        InvalidRequestError: an option is out of range, `out` holds something else,
-            there are no prompts, the memory is not enough, or a resumed training had
-            other options.
+        InvalidRequestError: an option is out of range, `out` holds other files, there
+            are no prompts, the memory is not enough, or a resumed training had other
+            options.
         ModelFolderError: the target cannot be loaded, or has no MTP head to train.
-        UnsupportedModelError: the target does not show what the draft reads.
+        UnsupportedModelError: the target lacks a layer or state that the draft reads.
     """
     began = time.monotonic()
     options.check()
@@ -49,7 +49,7 @@ def train(
     prompts = [] if options.prompts is None else read_prompts(options.prompts)
     check_target(target)
     folder = model_folder(target)
-    # A record may be published: it names folders without where they lie here.
+    # A record may be published, so it does not contain the paths of folders.
     name = folder.resolve().name if Path(target).is_dir() else str(target)
     with memory_limit(options.memory_gb):
         model, tokenizer = load(folder, trust_remote_code=trust_remote_code)
@@ -60,10 +60,10 @@ def train(
 
 
 def check_folder(out: Path) -> None:
-    """Refuse a folder that holds something else than a training.
+    """Refuse a folder that holds other files than those of a training.
 
     Raises:
-        InvalidRequestError: it does.
+        InvalidRequestError: the folder holds other files, or is itself a file.
     """
     if not out.exists():
         return

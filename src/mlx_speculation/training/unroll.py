@@ -1,15 +1,15 @@
-"""A head unrolled as it drafts, on recorded text ("training-time test" of EAGLE-3).
+"""Unrolling of a head on recorded text, as it drafts ("training-time test" of EAGLE-3).
 
-Slot i pairs what the target made of position i with token i + 1. Drafting goes on from
-there: at depth d the head is given its own output at slot i, depth d - 1, and token
-i + 1 + d, at position i + d. It sees what a draft sees:
+At depth 0 slot i reads the target's state of position i, and token i + 1. At depth d it
+reads the head's output of slot i at depth d - 1, and token i + 1 + d, at position
+i + d. It attends to the keys that it would see when it drafts:
 
     keys of slot i      depth 0: 0 1 .. i
                         depth 1: 0 1 .. i, and i at depth 1
                         depth 2: 0 1 .. i, and i at depths 1 and 2
 
-The head is the one that drafts, called as it is when it drafts; what differs is its
-cache, which holds the depths before and says which of their keys a slot sees.
+The head is called as in drafting, but with another cache: an `UnrolledCache` holds the
+keys of the earlier depths, and its mask selects those that a slot sees.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,17 +25,17 @@ Read = Callable[[int, mx.array], Made]
 
 
 class KeysValues(NamedTuple):
-    """Keys and values that a depth has written, each [rows, heads, slots, size]."""
+    """Keys and values of one depth, each [rows, heads, slots, size]."""
 
     keys: mx.array
     values: mx.array
 
 
 class UnrolledCache:
-    """The cache of a layer at one depth, in the place of mlx-lm's `KVCache`.
+    """The cache of a layer at one depth, in place of mlx-lm's `KVCache`.
 
     Args:
-        past: what the layer has written at the depths before.
+        past: the layer's keys and values of the earlier depths.
     """
 
     def __init__(self, past: Sequence[KeysValues]) -> None:
@@ -50,7 +50,7 @@ class UnrolledCache:
     def make_mask(
         self, n: int, return_array: bool = False, window_size: int | None = None
     ) -> Any:
-        """Return which keys of `update_and_fetch` slots see, bool [n, keys]."""
+        """Return the mask for `update_and_fetch`, bool [n, keys], or "causal"."""
         if not self._past and not return_array and window_size is None:
             return "causal"
         slots = mx.arange(n)
@@ -63,7 +63,7 @@ class UnrolledCache:
     def update_and_fetch(
         self, keys: mx.array, values: mx.array
     ) -> tuple[mx.array, mx.array]:
-        """Take this depth's, and return those of all depths, one after the other."""
+        """Store this depth's keys and values; return those of all depths, joined."""
         self.newest = KeysValues(keys, values)
         every = (*self._past, self.newest)
         return (
@@ -72,15 +72,15 @@ class UnrolledCache:
         )
 
     def attend(self, queries: mx.array, newest: KeysValues, scale: float) -> mx.array:
-        """Take this depth's, and return what attention with `make_mask` does.
+        """Store this depth's keys and values; return attention as with `make_mask`.
 
-        Products that are masked are not computed but for those of depth 0: in all a
-        third of the work at six depths.
+        Masked products are computed for the keys of depth 0 only. At six depths this
+        takes a third of the work of attention with the full mask.
 
         Args:
             queries: [rows, heads, slots, size].
-            newest: of this depth.
-            scale: of the products.
+            newest: the keys and values of this depth.
+            scale: the factor of the products.
         """
         self.newest = newest
         if not self._past:
@@ -92,7 +92,7 @@ class UnrolledCache:
 
 
 class _SplitAttention(llama.Attention):
-    """The attention of Llama's layers, which lets an unrolled cache attend."""
+    """Llama's attention; an `UnrolledCache` computes its products."""
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         if not isinstance(cache, UnrolledCache):
@@ -110,7 +110,7 @@ class _SplitAttention(llama.Attention):
 
 
 def attend_split(attention: llama.Attention) -> None:
-    """Let an attention leave out products that are masked when it is unrolled."""
+    """Make an attention skip masked products when it is called with `UnrolledCache`."""
     assert type(attention) is llama.Attention
     attention.__class__ = _SplitAttention
 
@@ -118,7 +118,7 @@ def attend_split(attention: llama.Attention) -> None:
 def _split_attention(
     queries: mx.array, first: KeysValues, later: Sequence[KeysValues], scale: float
 ) -> mx.array:
-    """Attend to depth 0 up to each slot, and to that slot at the other depths."""
+    """Attend from each slot to depth 0 up to it, and to itself at later depths."""
     rows, heads, n, size = queries.shape
     kv_heads = first.keys.shape[1]
     grouped = queries.reshape(rows, kv_heads, heads // kv_heads, n, size)
@@ -151,21 +151,21 @@ def unroll(
     *,
     checkpoint: bool = False,
 ) -> list[Made]:
-    """Run a head over recorded text, as it drafts from every slot.
+    """Run a head over recorded text, as if it drafted from every slot.
 
     Args:
         model: the head on its target.
-        hidden: what slots begin with, [rows, slots, dim].
-        tokens: ids [rows, slots + depths - 1] or more, those one behind the slots':
-            slot i at depth d is given column i + d.
-        depths: how many tokens are drafted; in a chain at most its layers.
+        hidden: the states that slots read at depth 0, [rows, slots, dim].
+        tokens: ids [rows, slots + depths - 1] or more; column 0 is token 1 of the text.
+            Slot i at depth d reads column i + d.
+        depths: tokens to draft; at most the number of layers of a chained head.
         read: called with each depth, from 0, and its logits [rows, slots, vocab];
-            returns what is kept of them, arrays where there are checkpoints.
-        checkpoint: whether gradients compute each depth again, and so hold the inner
-            arrays of one alone.
+            returns the part to keep, which must be arrays with `checkpoint`.
+        checkpoint: whether the backward pass recomputes each depth, and so holds the
+            inner arrays of one depth only.
 
     Returns:
-        What `read` returned.
+        The results of `read`, by depth.
     """
     head: Any = model.head
     n, chained = hidden.shape[1], head.chained
