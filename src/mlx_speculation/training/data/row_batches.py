@@ -1,8 +1,8 @@
 """Rows of one shape, cut from dialogues in an order determined by a seed.
 
 Each pass shuffles the dialogues, joins them to one text and cuts it into rows, so rows
-have no padding. The last tokens of a row, which its last slots draft, are also the first
-tokens of the next row. No slot belongs to two rows.
+have no padding. The last tokens of a row, which its last slots draft, are also the
+first tokens of the next row. No slot belongs to two rows.
 """
 
 from collections.abc import Sequence
