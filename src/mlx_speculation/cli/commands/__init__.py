@@ -1,5 +1,5 @@
 """The commands of `mlx-speculation`, one file for each.
 
-A command reads its options, calls the public interface and shows results. The folder
-above groups options, draws tables and reports errors.
+A command reads its options, calls the public interface and shows results. The modules
+of `cli` itself define shared options, draw tables and report errors.
 """

@@ -1,4 +1,4 @@
-"""`benchmark`: what drafts gain over plain decoding, for models of one's own."""
+"""`benchmark`: measures the speed-up of drafts over plain decoding."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -44,7 +44,7 @@ LEAST_GAIN = 1.02  # below it a draft is not recommended
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasureOptions:
-    """The arms, the prompts and the size of a measurement."""
+    """Options of the arms, the prompts and the size of a measurement."""
 
     compare_length: list[int] | None = option(
         None,
@@ -77,7 +77,7 @@ class MeasureOptions:
     plot: Path | None = option(None, "Save a plot of the results to this file.")
 
     def texts(self) -> list[str]:
-        """Return the prompts that were given."""
+        """Return the prompts of --prompt and --prompts-file."""
         texts = [sound_text("--prompt", text) for text in self.prompt or ()]
         if self.prompts_file is not None:
             texts += read_prompts("--prompts-file", self.prompts_file)
@@ -134,7 +134,7 @@ def benchmark(
         notices=[notice for each in generators for notice in each.notices],
         blas=blas,
     )
-    if run.plot is not None:  # last: a full disk must not cost the figures
+    if run.plot is not None:  # last: writing may fail, and the figures are printed
         _save_plot(run.plot, _panel(drafts.model, names, arms, _plain(arms)), screen)
     if done < passes:
         raise typer.Exit(INTERRUPTED)
@@ -145,7 +145,7 @@ def benchmark(
 def _generators(
     pairs: Sequence[PairOptions], lengths: Sequence[int | None], screen: Screen
 ) -> "list[SpeculativeGenerator]":
-    """Return a generator for each draft, calibrated if lengths are adaptive."""
+    """Return a generator for each draft; calibrate them if a length is adaptive."""
     first = open_pair(pairs[0], screen)
     generators = [first, *(beside(first, pair) for pair in pairs[1:])]
     for generator in generators if None in lengths else ():
@@ -157,7 +157,7 @@ def _generators(
 def _report(
     screen: Screen, arms: Sequence[Arm], names: Sequence[str], title: str, **more: Any
 ) -> None:
-    """Print the table and the advice, and the object with `more` fields."""
+    """Print the table and the advice, or the JSON object with the fields `more`."""
     plain, same = _plain(arms), _same(arms)
     advice = _advice(arms, plain, names)
     screen.table(_table(arms, plain, title))
@@ -176,12 +176,12 @@ def _report(
 
 
 def _same(arms: Sequence[Arm]) -> bool:
-    """Return whether all texts are those of plain decoding."""
+    """Return whether all texts equal plain decoding's, apart from near-ties."""
     return all(arm.same for arm in arms)
 
 
 def _save_plot(plot: Path, panel: "Panel", screen: Screen) -> None:
-    """Save the plot of the results, and say where."""
+    """Save the plot of the results, and print its path."""
     from mlx_speculation.cli.plots import save_plot
 
     with writing("--plot", plot) as file:
@@ -192,7 +192,7 @@ def _save_plot(plot: Path, panel: "Panel", screen: Screen) -> None:
 def _check(
     pairs: Sequence[PairOptions], prompts: Sequence[str] | None, plot: Path | None
 ) -> None:
-    """Refuse what could not be measured or drawn, before anything is loaded."""
+    """Refuse unusable options; called before models are loaded."""
     if not pairs:
         raise InvalidRequestError(
             "There is no draft to measure. Give --draft a folder, 'mtp', 'lookup' or "
@@ -222,7 +222,7 @@ def _lengths(given: int | None, others: Sequence[int]) -> list[int | None]:
 
 
 def _bundled(*, chat: bool) -> list[str]:
-    """Return the bundled messages for a chat model, and texts for another."""
+    """Return the bundled messages for a chat model, or bundled texts to continue."""
     result = chat_prompts() if chat else reversed(one_prompt_per_group())
     return [each.text for each in result]
 
@@ -230,19 +230,19 @@ def _bundled(*, chat: bool) -> list[str]:
 def _encoded(
     tokenizer: Any, template: TemplateOptions, text: str, *, chat: bool
 ) -> list[int]:
-    """Return the ids of a prompt, or of a chat that begins with it."""
+    """Return the ids of a prompt, with `chat` as the first message of a chat."""
     if chat:
         text = template.render(tokenizer, [{"role": "user", "content": text}])
     return encode(tokenizer, text, rendered=chat)
 
 
 def _label(name: str) -> str:
-    """Return how a draft is called in the table: a folder by its last part."""
+    """Return the name of a draft in the table; of a path the last part."""
     return Path(name).name or name
 
 
 def _advice(arms: Sequence[Arm], plain: Arm, names: Sequence[str]) -> str:
-    """Return in a line which draft pays here, and how long it should be."""
+    """Return a line that recommends the fastest draft and length, if one pays."""
     best = max(arms[2:], key=lambda arm: arm.over(plain.speeds).median)
     gain = best.over(plain.speeds).median
     if gain < LEAST_GAIN:
@@ -304,7 +304,7 @@ def _object(arm: Arm, plain: Arm) -> dict[str, Any]:
 
 
 def _counts(totals: "Statistics") -> dict[str, Any]:
-    """Return counts of all passes; times are not among them."""
+    """Return the counts of all passes, without times and speeds."""
     return {
         name: value
         for name, value in as_object(totals).items()
@@ -315,7 +315,7 @@ def _counts(totals: "Statistics") -> dict[str, Any]:
 def _panel(
     model: str, names: Sequence[str], arms: Sequence[Arm], plain: Arm
 ) -> "Panel":
-    """Return the figures as a plot takes them."""
+    """Return the measurements as a panel of a plot."""
     from mlx_speculation.cli.plots import Panel
 
     curves = [
@@ -334,10 +334,10 @@ def _panel(
 
 
 def _curve(name: str, arms: Sequence[Arm]) -> "Curve":
-    """Return what one draft has brought, at all its lengths."""
+    """Return the curve of one draft, over all its lengths."""
     from mlx_speculation.cli.plots import Curve
 
-    # Of the longest drafts; adaptive ones end at many lengths.
+    # Acceptance of the longest drafts; prefer a fixed length, since adaptive ones vary.
     totals = [
         (len(arm.totals.reached), arm.length is not None, arm.totals)
         for arm in arms

@@ -1,4 +1,4 @@
-"""`calibrate`: measures what rounds cost."""
+"""`calibrate`: measures the costs of rounds."""
 
 from collections.abc import Sequence
 from dataclasses import MISSING, asdict
@@ -81,7 +81,7 @@ def _measured(
     batch: Sequence[int],
     screen: Screen,
 ) -> tuple["CostTable", dict[int, "CostTable"]]:
-    """Return the costs of rounds of one request, and of batches by their rows."""
+    """Return the costs of rounds of one request, and those of batches by row count."""
     try:
         with screen.progress("measuring lengths") as report:
             costs = generator.calibrate(contexts=contexts, progress=report)
@@ -102,7 +102,7 @@ def _show(
     batches: dict[int, "CostTable"],
     screen: Screen,
 ) -> None:
-    """Print tables of milliseconds, and how rounds are submitted."""
+    """Print tables of milliseconds, and the number of layers submitted at once."""
     title = "Milliseconds of a round by draft length"
     screen.table(_table(title, costs, generator.round_parts))
     part = generator.lengths.part
@@ -120,7 +120,7 @@ def _as_object(
     costs: "CostTable",
     batches: dict[int, "CostTable"],
 ) -> dict[str, Any]:
-    """Return the same as seconds, for --json."""
+    """Return the measured costs in seconds, for --json."""
     return {
         "seconds_by_context": _by_context(costs),
         "seconds_by_rows": {rows: _by_context(one) for rows, one in batches.items()},

@@ -85,7 +85,7 @@ class _Talk:
     """The turns of a conversation.
 
     Attributes:
-        turns: what was said and counted in each, for JSON.
+        turns: the texts and statistics of each turn, for JSON.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class _Talk:
 
     @property
     def summary(self) -> str:
-        """All turns in a line."""
+        """The statistics of all turns in a line."""
         counted = [turn["statistics"] for turn in self.turns]
         drafted = sum(each["drafted"] for each in counted)
         accepted = sum(each["accepted"] for each in counted)
@@ -117,7 +117,7 @@ class _Talk:
         return f"{len(self.turns)} turns, {tokens} tokens, accepted: {share}"
 
     def run(self) -> bool:
-        """Answer every message; return whether Ctrl-C has ended it."""
+        """Answer every message; return whether Ctrl-C has ended the chat."""
         try:
             for message in _messages(self._screen):
                 if message in ("/quit", "/exit"):
@@ -162,7 +162,7 @@ class _Talk:
 
 
 def _messages(screen: Screen) -> Iterator[str]:
-    """Yield the lines of standard input, asked for where it is a terminal."""
+    """Yield the lines of standard input, with a prompt if it is a terminal."""
     if not sys.stdin.isatty():
         source = getattr(sys.stdin, "buffer", sys.stdin)
         for line in source:
@@ -176,7 +176,7 @@ def _messages(screen: Screen) -> Iterator[str]:
             line = input("> ")
         except EOFError:
             return
-        except KeyboardInterrupt:  # often meant for an answer that has just ended
+        except KeyboardInterrupt:  # often meant to end an answer that has just ended
             if interrupted:
                 raise
             signals.resume()

@@ -1,4 +1,4 @@
-"""`check`: whether a draft leaves the text of a model as it is, on this machine."""
+"""`check`: tests that drafts do not change the text of a model on this machine."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from mlx_speculation.engine.equivalence.rows import Place
     from mlx_speculation.engine.equivalence.verdict import RowVerdict
 
-USUAL_LENGTH = 4  # an adaptive one might be 0, and nothing be compared
+USUAL_LENGTH = 4  # not adaptive: that could be 0, and then no draft would be compared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareOptions:
-    """The text and the places to compare."""
+    """Options of the text and the places to compare."""
 
     prompt: str | None = option(
         None,
@@ -51,7 +51,7 @@ class CompareOptions:
     )
 
     def text(self) -> str:
-        """Return the prompt; a text shorter than a draft is refused."""
+        """Return the prompt; refuse fewer tokens than a draft has."""
         if self.tokens < self.rows:
             raise InvalidRequestError(
                 f"--tokens is {self.tokens} and --rows {self.rows}, and a text has to "
@@ -125,7 +125,7 @@ def check(
 
 
 def _verdict(judged: "RowVerdict", compared: Compared | None, *, same: bool) -> str:
-    """Return the verdict in lines; the last one is the result."""
+    """Return the lines of the verdict; the last line is the result."""
     lines = [f"first: {judged.first}"] if judged.first is not None else []
     lines.append(f"rows: {judged}")
     lines += [] if compared is None else [f"text: {_described(compared)}"]
@@ -134,7 +134,7 @@ def _verdict(judged: "RowVerdict", compared: Compared | None, *, same: bool) -> 
 
 
 def _check_exact(pair: PairOptions, context: int, screen: Screen) -> None:
-    """Try exact mode at all views up to a context, say the verdict, and keep it."""
+    """Check exact mode up to a context, print the verdict, and save it."""
     blas = begin(pair.blas, screen)
     from mlx_speculation.caches import FixedShape
     from mlx_speculation.engine.equivalence.exact_rows import check_exact
@@ -177,7 +177,7 @@ def _rows(
     screen: Screen,
     result: list["Place"],
 ) -> None:
-    """Verify drafts of the model's own text at once and one by one; fills `result`."""
+    """Verify drafts at once and token by token; append the places to `result`."""
     from mlx_speculation.engine.equivalence.rows import greedy_text, verify_both_ways
     from mlx_speculation.models import wired
 
@@ -231,7 +231,7 @@ def _compare(
 
 
 def _described(texts: Compared) -> str:
-    """Return in a line whether the texts are the same."""
+    """Return a line that says whether the texts are the same."""
     if texts.parting is None:
         stats = texts.drafted.stats
         return (

@@ -1,4 +1,4 @@
-"""`doctor`: what is installed here, what is wrong, and what would make it faster."""
+"""`doctor`: reports the installation, its faults and its slow settings."""
 
 import os
 import subprocess
@@ -74,7 +74,7 @@ def doctor(json: Json = False) -> None:
 
 
 def find_facts() -> tuple[Facts, dict[str, Any]]:
-    """Return the facts of this installation, and what mlx says of its device."""
+    """Return the facts of this installation, and mlx's description of its device."""
     error, backend, device = _mlx()
     folder, writable = _cache_folder() if error is None else (None, True)
     blas = blas_in_use()
@@ -122,9 +122,9 @@ def _mlx() -> tuple[str | None, str | None, dict[str, Any]]:
 
 
 def _blas_of_programs() -> tuple[str | None, str | None]:
-    """Return what programs get that import this package first, and mlx first.
+    """Return the BLAS of two programs: one imports this package first, one mlx.
 
-    Two are run to see it. None: the program failed, as mlx does there.
+    Both programs are run. None: the program failed, as mlx does there.
     """
     asking = "; from mlx_speculation.blas import blas_in_use; print(blas_in_use())"
     programs = [
@@ -141,7 +141,7 @@ def _blas_of_programs() -> tuple[str | None, str | None]:
 
 
 def _cache_folder() -> tuple[Path | None, bool]:
-    """Return where findings are kept, and whether that can be written."""
+    """Return the cache folder, and whether it can be written; None: there is none."""
     folder = cache_folder()
     if folder is None:
         return None, False

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from mlx_speculation.engine.prompt import Prompt
 
 ALTERNATIVES = 5
-PLACE = "<query>"  # stands for a message, to find where a template puts it
+PLACE = "<query>"  # a placeholder message, to find its position in a template
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class OutputOptions:
     stats: bool = option(False, "Print all statistics as a table.")
 
     def check(self) -> Any:
-        """Return the schema, if there is one, once all files are seen to be usable."""
+        """Refuse unusable files; return the JSON schema, or None without one."""
         if self.html is not None:
             check_output("--html", self.html)
         if self.json_schema is None:
@@ -68,7 +68,7 @@ class OutputOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptOptions:
-    """The prompt, and the beginning of its answer."""
+    """Options of the prompt, and of the beginning of its answer."""
 
     prompt: str | None = option(
         None,
@@ -139,7 +139,7 @@ def generate(
     else:
         screen.say(lines(result, ended, len(tokens), bar))
     _print_object(screen, pair, generator, result, ended, len(tokens), blas)
-    if output.html is not None:  # last: a full disk must not cost the text
+    if output.html is not None:  # last: writing may fail, and the text is printed
         page = _page(pair, generator, result, chunks, ended, text)
         with writing("--html", output.html) as file:
             file.write_text(page, encoding="utf-8")
@@ -206,10 +206,10 @@ def _prompt_text(
     *,
     follows: bool,
 ) -> tuple[str, bool]:
-    """Return the text to continue, and whether its special tokens are in it.
+    """Return the text to continue, and whether to encode it without special tokens.
 
-    Where it follows what was read before, a template's part before the message is left
-    out, as in mlx-lm: `mlx_lm.cache_prompt` has read it, and the message's beginning.
+    With `follows` (tokens in a prompt cache come before it), the template's part before
+    the message is left out, as in mlx-lm: `mlx_lm.cache_prompt` has already read it.
     """
     if not template.applies(generator.tokenizer):
         return said + prefix, follows
@@ -227,5 +227,5 @@ def _constraint(schema: Any, generator: "SpeculativeGenerator") -> "Constraint |
         return None
     from mlx_speculation import json_schema
 
-    # Small models write whitespace without end where they may.
+    # Without `compact` a small model may write whitespace endlessly.
     return json_schema(schema, generator.tokenizer, compact=True)

@@ -1,4 +1,4 @@
-"""`pair`: which drafts a target's folder offers, and which one `auto` takes."""
+"""`pair`: lists the drafts that a target's folder offers, and the choice of `auto`."""
 
 import warnings
 from dataclasses import dataclass
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """One draft that a folder may offer."""
+    """One possible draft of a target."""
 
-    draft: str  # what to pass as --draft
-    usable: bool  # whether it can be used
-    detail: str  # what it is, or why not
+    draft: str  # the value of --draft, or "speculation.json"
+    usable: bool
+    detail: str  # a description, or the reason why it is not usable
 
 
 def pair(
@@ -105,7 +105,7 @@ _LOOKUP = Offered(
 
 
 def _file(folder: Path) -> Offered:
-    """Say what speculation.json names."""
+    """Return the draft that speculation.json names."""
     from mlx_speculation.engine.drafters.registry import FOLDER_DRAFTS
     from mlx_speculation.models.checkpoints import read_pair
 
@@ -128,7 +128,7 @@ def _file(folder: Path) -> Offered:
 
 
 def _head(folder: Path, target: "nn.Module") -> Offered:
-    """Say where the tensors of an MTP head are; it is not tried."""
+    """Return the MTP head of a folder and its files, without trying it."""
     from mlx_speculation.models.mtp import find_mtp_head
 
     try:
@@ -147,7 +147,7 @@ def _head(folder: Path, target: "nn.Module") -> Offered:
 def _folder(
     draft: str, folder: Path, target: "nn.Module", tokenizer: Any, trusted: bool
 ) -> Offered:
-    """Say whether a folder can draft for the target."""
+    """Return whether the draft of --draft can draft for the target."""
     try:
         result = _resolved(draft, folder, target, tokenizer, trusted)
     except SpeculationError as error:
@@ -160,7 +160,7 @@ def _folder(
 def _resolved(
     draft: str, folder: Path, target: "nn.Module", tokenizer: Any, trusted: bool = False
 ) -> "Resolved":
-    """Resolve a draft."""
+    """Find, load and check a draft for the target."""
     from mlx_speculation.engine.drafters.draft import TargetInfo
     from mlx_speculation.engine.drafters.resolve import find_draft, resolve
     from mlx_speculation.models import TokenIds, logit_width, wrapped
@@ -169,12 +169,12 @@ def _resolved(
     highest = min(TokenIds.of(tokenizer).width, logit_width(target)) - 1
     info = TargetInfo(target, wrapped(tokenizer), folder, highest)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the table says it
+        warnings.simplefilter("ignore")  # the table shows the notices
         return resolve(named, info)
 
 
 def _auto(folder: Path, target: "nn.Module", tokenizer: Any) -> Offered:
-    """Say what --draft auto takes, and why."""
+    """Return the choice of --draft auto, and the reason."""
     from mlx_speculation.engine.drafters.draft import members_of
 
     try:
@@ -198,5 +198,5 @@ def _auto(folder: Path, target: "nn.Module", tokenizer: Any) -> Offered:
 
 
 def _named(draft: Any) -> str:
-    """Return what a chosen draft is, in a word."""
+    """Return the name of a draft's kind."""
     return _KINDS.get(draft.kind, f"a {type(draft).__name__}")

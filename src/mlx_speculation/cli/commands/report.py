@@ -21,8 +21,8 @@ from mlx_speculation.option_fields import option
 
 Measured = dict[str, Any]
 
-# Of what the commands print, the fields that are shared: no path, no variable of the
-# environment, no text.
+# Fields of the commands' JSON that are shared. None of them has a path, an environment
+# variable or a text.
 SHARED: Mapping[str, Sequence[str]] = {
     "doctor": ("cpu", "device", "advice"),
     "check": ("same", "rows"),
@@ -32,8 +32,8 @@ SHARED: Mapping[str, Sequence[str]] = {
 }
 _FOLDERS = re.compile(r"(?<![\w:/.])/(?:[^\s/\"']+/)+")
 _PROGRESS = re.compile(r".+: (\d+)/(\d+)")  # a line of `Screen.progress`
-ROWS = 8  # of exact mode
-LENGTH = 4  # of the arms with a fixed draft length
+ROWS = 8  # tokens in a forward of exact mode
+LENGTH = 4  # the fixed draft length of the benchmark
 
 
 def report(
@@ -98,10 +98,11 @@ def report(
 def _run(
     stages: Mapping[str, Sequence[str]], screen: Screen
 ) -> tuple[dict[str, Measured], str | None]:
-    """Run each command in a process of its own; return what they shared.
+    """Run each command in its own process, up to Ctrl-C.
 
-    One that fails leaves its error, and those after it run. Also returns the one that
-    Ctrl-C has ended, if it has.
+    Returns:
+        The shared fields, or the error, of each command by its name; the name of the
+        command that Ctrl-C has ended, or None.
     """
     measured: dict[str, Measured] = {}
     for number, (name, words) in enumerate(stages.items(), 1):
@@ -134,7 +135,7 @@ def _stage(name: str, words: Sequence[str], progress: Report) -> Measured:
     if name == "benchmark":
         shared["drafts"] = [_shared_name(each) for each in shared["drafts"]]
     for place in (shared.get("rows"), *shared.get("arms", ())):
-        if isinstance(place, dict):  # tokens of texts
+        if isinstance(place, dict):  # these two fields have tokens of texts
             place.pop("first", None)
             place.pop("partings", None)
     result: Measured = json.loads(_without_paths(json.dumps(plain(shared))))
@@ -166,17 +167,17 @@ def _printed(words: Sequence[str], progress: Report) -> tuple[list[str], int, st
 
 
 def _shared_name(model: str) -> str:
-    """Return a repository's name as it is, and of a folder's path the last part."""
+    """Return the last part of a folder's path, or a repository's name unchanged."""
     return Path(model).resolve().name if Path(model).exists() else model
 
 
 def _without_paths(text: str) -> str:
-    """Return a text in which a path is its last part, and so names no user."""
+    """Return a text with only the last part of each path, so that it names no user."""
     return _FOLDERS.sub("", text.replace(str(Path.home()), ""))
 
 
 def markdown(page: Measured) -> str:
-    """Return the report as a page."""
+    """Return the report in Markdown."""
     here = page["machine"]
     lines = [f"# mlx-speculation on {here['device_name'] or here['cpu']}", ""]
     if "stopped" in page:

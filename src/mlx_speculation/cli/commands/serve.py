@@ -1,4 +1,4 @@
-"""`serve`: the server of a model, for clients of three APIs."""
+"""`serve`: runs the server of a model, for clients of three APIs."""
 
 import ipaddress
 import json
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mlx_speculation.server import Server
 
 KEY = "MLX_SPECULATION_API_KEY"
-# Where the config of a model does not say what it is made for.
+# Upper limit of the context in `agent_lines`, for models without one in their config.
 MOST_CONTEXT = 1 << 20
 LOOK_SECONDS = 0.5
 Level = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
@@ -57,11 +57,11 @@ class AccessOptions:
 
     @property
     def key(self) -> str | None:
-        """The API key; an empty variable, which the option passes over, is one too."""
+        """The API key; an empty environment variable counts, unlike in typer."""
         return os.environ.get(KEY) if self.api_key is None else self.api_key
 
     def warn(self) -> None:
-        """Say so where anybody may ask."""
+        """Print a note if other machines can use the server without an API key."""
         if self.key is None and not _is_loopback(self.host):
             note(
                 f"it listens at {self.host}, which other machines may reach, and asks "
@@ -70,13 +70,13 @@ class AccessOptions:
 
     @property
     def origins(self) -> tuple[str, ...]:
-        """The pages that may use it."""
+        """The web origins that may use the server."""
         given = (origin.strip() for origin in self.allowed_origins.split(","))
         return tuple(origin for origin in given if origin)
 
 
 def _template_args(text: str) -> dict[str, Any]:
-    """Return the object for the chat template."""
+    """Return the keyword arguments for the chat template."""
     result = parsed_json("--chat-template-args", text)
     if not isinstance(result, dict):
         raise InvalidRequestError(
@@ -87,7 +87,7 @@ def _template_args(text: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageOptions:
-    """Images that requests may name."""
+    """Options of the images that requests may name."""
 
     panel: ClassVar[str] = Limits.panel
 
@@ -107,7 +107,7 @@ class ImageOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingOptions:
-    """Running the engine and the server."""
+    """Options of the engine and the server."""
 
     panel: ClassVar[str] = "Options"
 
@@ -195,30 +195,30 @@ def serve(
 def _until_stopped(
     server: "Server", settings: "Settings", screen: Screen, grace: float
 ) -> None:
-    """Serve until a signal; the second of them does not wait."""
+    """Serve until a signal, then end within `grace` seconds; a second ends at once."""
     server.start()
     with suppress(KeyboardInterrupt):
         screen.say(f"{settings.names[0]} is served at {server.url}/v1")
         context = min(server.worker.longest, MOST_CONTEXT)
         screen.say("To use an agent with it, run its command in another terminal:")
         for agent, line in agent_lines(server.url, settings.names[0], context).items():
-            typer.echo(f"\n# {agent}\n{line}", err=True)  # as it is, to be copied
-        # A signal that another thread takes does not wake this one.
+            typer.echo(f"\n# {agent}\n{line}", err=True)  # unwrapped, to be copied
+        # Wait with a timeout: a signal that another thread receives wakes no wait here.
         while not threading.Event().wait(LOOK_SECONDS):
             pass
     screen.say("ending")
     if not server.stop(grace):
         logging.shutdown()
-        os._exit(1)  # the interpreter would wait for the engine
+        os._exit(1)  # a normal exit would wait for the engine's thread
 
 
 def agent_lines(url: str, model: str, context: int) -> dict[str, str]:
     """Return the commands that connect coding agents, by the agent's name.
 
     Args:
-        url: of the server, without a path.
-        model: its name.
-        context: tokens of prompt and text together.
+        url: the URL of the server, without a path.
+        model: the name of the model.
+        context: the most tokens of prompt and text together.
     """
     claude = {
         "ANTHROPIC_BASE_URL": url,
@@ -253,12 +253,12 @@ def agent_lines(url: str, model: str, context: int) -> dict[str, str]:
 
 
 def _names(model: str, name: str | None) -> tuple[str, ...]:
-    """Return what requests may call the model; the first is what answers carry."""
+    """Return the model's names in requests; responses use the first one."""
     return tuple(dict.fromkeys((name or _shown(model), model)))
 
 
 def _shown(path_or_repo: str) -> str:
-    """Return a name for clients, who need not know where a folder is."""
+    """Return a name for clients: the last part of a folder's path, or a repository."""
     path = Path(path_or_repo).expanduser()
     return path.resolve().name if path.is_dir() else path_or_repo
 

@@ -18,7 +18,7 @@ from mlx_speculation.environment import versions
 from mlx_speculation.option_fields import option
 from mlx_speculation.training.options import TrainOptions
 
-_QUIET = 15.0  # seconds without a line, at most
+_QUIET = 15.0  # the most seconds without a printed line
 
 if TYPE_CHECKING:
     from mlx_speculation.training.loop import Reports
@@ -64,7 +64,7 @@ def train(
 
 @contextmanager
 def _shown(screen: Screen) -> Iterator["Reports"]:
-    """Show two bars on a terminal; elsewhere a line at least every 15 seconds."""
+    """Show two bars on a terminal; in other outputs a line at least every 15 s."""
     from mlx_speculation.training.loop import Reports
 
     bars = Progress(
@@ -103,12 +103,12 @@ def _shown(screen: Screen) -> Iterator["Reports"]:
 
 
 class _Heartbeat:
-    """Prints the running phase where nothing was printed for 15 seconds.
+    """Prints the current phase if no line was printed for 15 seconds.
 
-    On a terminal the bars show it, and nothing is printed.
+    On a terminal the bars show progress, so it prints nothing.
 
     Attributes:
-        phase: what is running.
+        phase: the current phase.
     """
 
     def __init__(self, screen: Screen) -> None:
@@ -124,7 +124,7 @@ class _Heartbeat:
         self._screen.say(line)
 
     def begin(self, phase: str) -> None:
-        """Note what is running from now on."""
+        """Set the current phase."""
         self.phase = phase
 
     def _run(self) -> None:
@@ -163,7 +163,7 @@ def _line(say: Callable[[str], None]) -> Callable[[Any], None]:
 
 
 def _table(result: "TrainingResult") -> Table:
-    """Return what is accepted on held-out text."""
+    """Return a table of the acceptance on held-out text."""
     record = result.record
     kept = next(
         each for each in record["evaluations"] if each["step"] == record["best"]["step"]
