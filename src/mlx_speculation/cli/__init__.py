@@ -1,16 +1,16 @@
 """The command line `mlx-speculation`: options in, text, tables and JSON out.
 
-Each command has a file in `commands/`. `app` lists them, `options` says what several
-take, `load_pair` loads models, `console` shows results, and `run_app` turns
-errors and Ctrl-C into exit codes. mlx is imported inside the commands only, after the
-BLAS is chosen. This file imports next to nothing: the second in which Python reads the
-others is one in which Ctrl-C may come too.
+Each command has a file in `commands/`. `app` lists the commands, `options` has options
+that several commands share, `load_pair` loads models, `console` shows results, and
+`run_app` turns errors and Ctrl-C into exit codes. Commands import mlx only after they
+have chosen the BLAS. This file imports almost nothing, so that it handles Ctrl-C while
+Python still imports the others, which takes a second.
 """
 
 import os
 import signal
 
-TYPE_CHECKING = False  # as typing's, which takes longer to load than this
+TYPE_CHECKING = False  # `typing` would take longer to import than this module
 if TYPE_CHECKING:
     import typer
 
@@ -19,7 +19,7 @@ __all__ = ["main", "run"]
 
 def main() -> None:
     """Run the command line."""
-    # Who has started us may have it ignored, as `nohup` does.
+    # The parent process may have set SIGINT to be ignored; that is kept.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
     from mlx_speculation.cli.app import app
@@ -35,6 +35,6 @@ def run(app: "typer.Typer") -> None:
 
 
 def _leave(*_: object) -> None:
-    """End before a command runs, or after it: no half-made import is left to fail."""
+    """End the process at once on Ctrl-C, before a command runs or after it."""
     os.write(2, b"interrupted\n")
     os._exit(130)

@@ -1,8 +1,8 @@
-"""The application of all commands, each in a file of its own.
+"""The typer application of all commands.
 
-A command says `pair: PairOptions`, a dataclass with one option a field, and shares
-these options with other commands; typer takes flat functions only, which are made here.
-A field or a parameter is an `option`, or is annotated as typer wants it.
+A command may have a parameter such as `pair: PairOptions`, whose fields are options
+that several commands share. typer needs a parameter for each option; this module makes
+such functions. A field or parameter is an `option`, or has an annotation of typer.
 """
 
 import inspect
@@ -44,7 +44,7 @@ def _common(
         ),
     ] = False,
 ) -> None:
-    """Take what stands before a command."""
+    """Accept the options before the name of a command."""
 
 
 app = typer.Typer(
@@ -69,13 +69,13 @@ COMMANDS = (
 
 
 def _help(command: Callable[..., None]) -> str:
-    """Return a docstring with a line for each paragraph, for a terminal to wrap."""
+    """Return a docstring with each paragraph on one line, for a terminal to wrap."""
     paragraphs = (command.__doc__ or "").split("\n\n")
     return "\n\n".join(" ".join(each.split()) for each in paragraphs)
 
 
 def flattened(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command for typer, whose groups' fields are options."""
+    """Return a function for typer that has an option for each field of a group."""
     given = inspect.signature(command, eval_str=True).parameters.values()
     groups: dict[str, Any] = {}
     flat: list[Parameter] = []
@@ -111,7 +111,7 @@ def _parameter(
     *,
     name: str | None = None,
 ) -> Parameter:
-    """Return a field as a parameter; one of a group has its option's name."""
+    """Return a field as a parameter, named by `name` or else by its option."""
     option = {**field.metadata.get("option", {})}
     if option:
         del option["names"]
@@ -129,14 +129,14 @@ def _parameter(
 
 
 def _names(default_name: str, field: "Field[Any]") -> tuple[str, ...]:
-    """Return the names of an option; by default that of its field or parameter."""
+    """Return the names of an option; the default is from its field or parameter."""
     return field.metadata.get("option", {}).get("names") or (
         f"--{default_name.replace('_', '-')}",
     )
 
 
 def _flat_name(default_name: str, field: "Field[Any]") -> str:
-    """Return a name that no field of another group has: that of the option."""
+    """Return the option's first name as an identifier, unique among all groups."""
     return _names(default_name, field)[0].removeprefix("--").replace("-", "_")
 
 

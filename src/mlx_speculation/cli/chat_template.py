@@ -1,4 +1,4 @@
-"""From messages to the token ids of a prompt, by the tokenizer's chat template."""
+"""Conversion of messages to the token ids of a prompt, with the chat template."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,12 +34,12 @@ class TemplateOptions:
     )
 
     def check(self) -> None:
-        """Refuse what no template could take."""
+        """Refuse a system message or a config that is malformed."""
         self._system()
         self._config()
 
     def applies(self, tokenizer: Any) -> bool:
-        """Return whether messages go through the tokenizer's template."""
+        """Return whether the tokenizer's template renders messages."""
         there = bool(tokenizer.has_chat_template) and not self.ignore_chat_template
         needed = {
             "--system-prompt": self.system_prompt,
@@ -59,7 +59,7 @@ class TemplateOptions:
         messages: Sequence[Message],
         prefill: str | None = None,
     ) -> str:
-        """Return the text of a conversation up to the answer."""
+        """Return the text of a conversation up to the answer, or its `prefill`."""
         said: list[Any] = [*self._system(), *messages]
         if prefill is not None:
             said.append({"role": "assistant", "content": prefill})
@@ -71,7 +71,7 @@ class TemplateOptions:
                 continue_final_message=prefill is not None,
                 **self._config(),
             )
-        except Exception as error:  # a template raises what it likes
+        except Exception as error:  # a template may raise any exception
             raise InvalidRequestError(
                 f"The chat template refused {len(said)} messages: "
                 f"{type(error).__name__}: {error}. See --ignore-chat-template."
@@ -81,7 +81,7 @@ class TemplateOptions:
     def with_images(
         self, generator: "SpeculativeGenerator", said: str, images: Sequence[Path]
     ) -> "ImagePrompt":
-        """Return a message with images as a prompt, or a raw text with its markers."""
+        """Return a prompt with images; a raw text has to contain their markers."""
         model: Any = generator.model
         if not self.applies(generator.tokenizer):
             messages: Any = said
@@ -91,7 +91,7 @@ class TemplateOptions:
         return made
 
     def _system(self) -> list[Message]:
-        """Return the message of the system, if there is one."""
+        """Return the system message in a list; an empty list if there is none."""
         if self.system_prompt is None:
             return []
         text = sound_text("--system-prompt", self.system_prompt)
@@ -110,7 +110,7 @@ class TemplateOptions:
 
 
 def encode(tokenizer: Any, text: str, *, rendered: bool) -> list[int]:
-    """Return a text's ids as mlx-lm does; a template rendered its special tokens."""
+    """Return a text's ids as mlx-lm does; `rendered`: it has its special tokens."""
     begins = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
     ids = tokenizer.encode(text, add_special_tokens=not (rendered or begins))
     return [int(token) for token in ids]

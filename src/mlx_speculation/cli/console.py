@@ -1,7 +1,7 @@
 """Console of commands: tables, notes and progress on stderr, one JSON object on stdout.
 
-Progress is a bar on a terminal, which is gone when it has ended; elsewhere a line from
-time to time.
+Progress is a bar on a terminal, which disappears at the end. In other outputs it is a
+line every 15 seconds.
 """
 
 import json
@@ -22,16 +22,16 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 WIDEST = 500  # columns of a table
-QUIET_SECONDS = 15.0  # without a line of progress, where there is no terminal
+QUIET_SECONDS = 15.0  # between lines of progress where stderr is not a terminal
 Report = Callable[[int, int], None]
 
 
 class Screen:
-    """Screen of a command.
+    """Output of a command.
 
     Args:
-        json: print one JSON object on standard output, and no text or table there.
-        quiet: print no line and no table on standard error, errors and notes apart.
+        json: whether standard output gets one JSON object instead of text and tables.
+        quiet: whether standard error gets only errors and notes.
     """
 
     def __init__(self, *, json: bool = False, quiet: bool = False) -> None:
@@ -41,13 +41,13 @@ class Screen:
         self._in_line = False
 
     def say(self, line: str) -> None:
-        """Print a dim line on standard error, unless it is quiet."""
+        """Print a dim line on standard error, unless `quiet` is set."""
         if self.quiet:
             return
         self.notes.print(line, style="dim", highlight=False, markup=False)
 
     def text(self, text: str) -> None:
-        """Print a piece of text on standard output at once, unless JSON is printed."""
+        """Print a piece of text on standard output, unless `json` is set."""
         if not self.json:
             typer.echo(text, nl=False)
             if text:
@@ -55,9 +55,9 @@ class Screen:
 
     @contextmanager
     def text_line(self) -> Iterator[None]:
-        """End a line of text that comes in pieces, and show warnings after it.
+        """End a text that is printed in pieces with a newline; then show warnings.
 
-        On a terminal, or in a file of both outputs, they would stand in the text.
+        Shown earlier, warnings would appear in the middle of the text.
         """
         if self.json:
             yield
@@ -73,9 +73,9 @@ class Screen:
             self.text("\n")
 
     def table(self, table: Table, *, result: bool = True) -> None:
-        """Print a table, of a result on standard output; none beside JSON.
+        """Print a table, on standard output if it is a result; none if `json` is set.
 
-        It is as wide as its words and figures, also where the terminal is narrower.
+        The table keeps its least width, even if the terminal is narrower.
         """
         if self.json or (self.quiet and not result):
             return
@@ -86,19 +86,19 @@ class Screen:
         console.print(table, crop=False)
 
     def object(self, **fields: Any) -> None:
-        """Print the JSON object, if it was asked for."""
+        """Print the JSON object if `json` is set."""
         if self.json:
             typer.echo(json.dumps(plain(fields), allow_nan=False))
 
     @contextmanager
     def busy(self, what: str) -> Iterator[None]:
-        """Show that something of unknown length is going on."""
+        """Show that a task of unknown length is running."""
         with self.progress(what):
             yield
 
     @contextmanager
     def progress(self, what: str) -> Iterator[Report]:
-        """Show progress; yields what is called with how much is done, of how much."""
+        """Show progress; yield a function that takes the number done and the total."""
         bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -126,7 +126,7 @@ class Screen:
 
 @contextmanager
 def deferred_warnings() -> Iterator[None]:
-    """Show the warnings that come in here at its end."""
+    """Show the warnings that are issued inside the block at its end."""
     show, deferred = warnings.showwarning, []
 
     def defer(*values: Any, **options: Any) -> None:
@@ -142,7 +142,7 @@ def deferred_warnings() -> Iterator[None]:
 
 
 def least_width(table: Table, console: Console) -> int:
-    """Let a table fold its long words, and return how wide it has to be then."""
+    """Let a table wrap long words, and return its least width then."""
     for column in table.columns:
         column.overflow = "fold"
         if column.no_wrap:
@@ -152,7 +152,7 @@ def least_width(table: Table, console: Console) -> int:
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON has it: no paths, no tuples, no infinite numbers."""
+    """Return a value in types of JSON: paths become strings, infinite numbers None."""
     if is_dataclass(value) and not isinstance(value, type):
         return plain(asdict(value))
     if isinstance(value, Mapping):
@@ -167,10 +167,10 @@ def plain(value: Any) -> Any:
 
 
 def number(value: float) -> str:
-    """Return two decimals."""
+    """Return a number with two decimals."""
     return f"{value:.2f}"
 
 
 def percent(value: float) -> str:
-    """Return a share as whole percents."""
+    """Return a share as a whole percentage."""
     return f"{value:.0%}"

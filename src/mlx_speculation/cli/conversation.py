@@ -1,9 +1,9 @@
-"""A conversation as token ids, such that what the caches hold stays its beginning.
+"""A conversation as token ids that begin with the tokens in the caches.
 
-An answer's tokens are kept as they were generated: the same text, encoded again, may
-split into others, and the caches would not fit it. Where a template rewrites what was
-said before, such as by leaving out what was thought, everything is encoded again, and
-the caches serve as far as the ids agree. Without replay everything always is.
+With replay, the tokens of an answer are kept as they were generated: its text could
+encode to other tokens, for which the caches have no rows. If a template changes earlier
+messages, such as by dropping reasoning, the whole conversation is encoded again and the
+caches are reused as far as the ids agree. Without replay every message does that.
 """
 
 from collections.abc import Sequence
@@ -24,16 +24,16 @@ class Conversation:
         self.clear()
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Start a new conversation."""
         self._messages: list[Message] = []
         self._ids: list[int] = []
         self._text = ""  # of the ids
 
     def ask(self, message: str) -> list[int]:
-        """Add a message; return the ids of everything up to its answer.
+        """Add a message; return the ids of the conversation up to its answer.
 
         Raises:
-            InvalidRequestError: the template refuses it, and it is not added.
+            InvalidRequestError: the template refuses the message, which is not added.
         """
         said: Message = {"role": "user", "content": message}
         text = self._render([*self._messages, said])
@@ -47,7 +47,7 @@ class Conversation:
         return list(self._ids)
 
     def answer(self, text: str, tokens: Sequence[int]) -> None:
-        """Add the answer to the last message: text, and tokens with the stop."""
+        """Add the answer to the last message; `tokens` include a stop token."""
         self._messages.append({"role": "assistant", "content": text})
         self._ids += tokens
         self._text += self._tokenizer.decode(list(tokens))

@@ -1,6 +1,6 @@
 """Advice of `doctor`: faults and slow settings of an installation, and remedies.
 
-This module works on `Facts` alone. `commands.doctor` collects them from the machine.
+This module uses only `Facts`, which `commands.doctor` collects from the machine.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -171,7 +171,7 @@ def _threads(facts: Facts) -> Iterator[Advice]:
     named = [name for name, value in values.items() if value.isdigit() and int(value)]
     if not named or not facts.openblas or facts.cores is None:
         return
-    name = named[0]  # OpenBLAS takes the first
+    name = named[0]  # OpenBLAS uses the first one that is set
     count = int(values[name])
     result = f"{name} is {count}, and this process may use {facts.cores} cores"
     if count > facts.cores:

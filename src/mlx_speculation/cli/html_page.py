@@ -1,6 +1,6 @@
-"""One HTML page of a generation: each token in the colour of who wrote it.
+"""One HTML page of a generation: the colour of each token shows its origin.
 
-The page needs nothing but itself. What a model wrote is escaped wherever it stands.
+The page is self-contained. All text of the model is escaped.
 """
 
 import json
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mlx_speculation.engine import Chunk, Origin, Result
 
 _TEMPLATE = Path(__file__).with_name("page.html")
-_SHADES = 8  # of accepted tokens, by place; the last one is for all later places
+_SHADES = 8  # of accepted tokens by place; the last shade is for all later places
 _CLASSES = {"accepted": "a", "correction": "c", "bonus": "b", "step": "s"}
 _WORDS = {
     "correction": "correction: the target's own, after a rejected draft",
@@ -35,7 +35,7 @@ def page_of(
     finish_reason: str,
     prompt: str,
 ) -> str:
-    """Return the page as HTML; hovering shows the log-probabilities of the chunks."""
+    """Return the page as HTML; hovering over a token shows its log-probabilities."""
     drafted = "plain decoding" if draft is None else f"drafted by {draft}"
     title = f"{model}, {drafted}"
     return Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(
@@ -72,7 +72,7 @@ def _numbers(result: "Result") -> str:
 
 
 def _legend(result: "Result") -> str:
-    """Return a row for each kind of writer that has written, with its share."""
+    """Return a row with the share of each origin that occurs in the text."""
     counts = Counter(result.origins)
     places = sorted(o.place for o in counts if o.place is not None)
     keys = [o for place in places for o in counts if o.place == place]
@@ -91,7 +91,7 @@ def _legend(result: "Result") -> str:
 
 
 def _spans(chunks: Sequence["Chunk"]) -> str:
-    """Return the text, a span for each token; only marks are added, as <i>."""
+    """Return the text with a span for each token; marks are added as <i>."""
     spans = []
     ends = [True, *(one.origin.place is None for one, _ in pairwise(chunks))]
     for index, (chunk, first) in enumerate(zip(chunks, ends, strict=False)):
@@ -105,7 +105,7 @@ def _spans(chunks: Sequence["Chunk"]) -> str:
 
 
 def _details(chunk: "Chunk", tokenizer: Any) -> dict[str, Any]:
-    """Return what hovering over a token shows."""
+    """Return the details that hovering over a token shows."""
     logprob = chunk.logprob
     top = () if logprob is None else logprob.top
     return {
@@ -116,13 +116,13 @@ def _details(chunk: "Chunk", tokenizer: Any) -> dict[str, Any]:
         "top": [
             [token, _shown(tokenizer, token), round(value, 6)]
             for token, value in top
-            if value > -1e30  # forbidden ones have minus infinity, or almost
+            if value > -1e30  # forbidden tokens have minus infinity, or almost
         ],
     }
 
 
 def _shown(tokenizer: Any, token: int) -> str:
-    """Return a token with quotes, and escapes for what cannot be seen."""
+    """Return a token in quotes, with escapes for invisible characters."""
     return json.dumps(tokenizer.decode([token]), ensure_ascii=False)
 
 
@@ -153,7 +153,7 @@ def _footnote(chunks: Sequence["Chunk"]) -> str:
 
 
 def _safe_json(values: Iterable[Any]) -> str:
-    """Return JSON that may stand in a script element: no < or & is in it."""
+    """Return JSON for a script element, with <, > and & escaped."""
     text = json.dumps(list(values), allow_nan=False)
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")

@@ -1,7 +1,7 @@
-"""Files of commands beside models: prompts, schemas, pages.
+"""Files of commands other than models: prompts, schemas, pages.
 
-What cannot be used is an `InvalidRequestError` that names the option, and a disk that
-is full a `SpeculationError`.
+An unusable file raises an `InvalidRequestError` that names the option. A write that
+fails, for instance on a full disk, raises a `SpeculationError`.
 """
 
 import os
@@ -16,7 +16,7 @@ from mlx_speculation.json_files import JsonFlawError, parse_json
 
 
 def read_prompt(prompt: str | None) -> str:
-    """Return a prompt, from standard input where it is None or "-"."""
+    """Return a prompt; None or "-": read it from standard input."""
     if prompt is None and sys.stdin.isatty():
         raise InvalidRequestError(
             "There is no prompt. Give --prompt, or a text on standard input."
@@ -32,9 +32,9 @@ def read_prompt(prompt: str | None) -> str:
 
 
 def sound_text(name: str, text: str) -> str:
-    """Return a text of the command line, which may hold bytes that are no UTF-8.
+    """Return a text of the command line as valid UTF-8, or refuse it.
 
-    Where the locale is not of UTF-8, Python leaves all that is not ASCII as bytes.
+    In a locale without UTF-8, Python passes non-ASCII bytes on as surrogates.
     """
     try:
         return text.encode("utf-8", "surrogateescape").decode("utf-8")
@@ -53,7 +53,7 @@ def _standard_input() -> str:
 
 
 def decoded(name: str, content: bytes) -> str:
-    """Return bytes as text."""
+    """Return UTF-8 bytes as text."""
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -64,17 +64,17 @@ def decoded(name: str, content: bytes) -> str:
 
 
 def read_json_file(option: str, path: Path) -> Any:
-    """Return what a JSON file holds."""
+    """Return the value of a JSON file."""
     check_input(option, path)
     content = path.read_bytes()
     return parsed_json(f"{option} {str(path)!r}", decoded(f"{str(path)!r}", content))
 
 
 def read_prompts(option: str, path: Path) -> list[str]:
-    """Return the prompts of a file of JSON lines, as Spec-Bench's are.
+    """Return the prompts of a file of JSON lines, such as those of Spec-Bench.
 
-    A line is a text, or an object with the text under "prompt" or with "turns", of
-    which the first is taken.
+    A line is a text, or an object with a text under "prompt" or with a list "turns", of
+    which the first is used.
     """
     check_input(option, path)
     lines = decoded(f"{option} {str(path)!r}", path.read_bytes()).splitlines()
@@ -99,7 +99,7 @@ def read_prompts(option: str, path: Path) -> list[str]:
 
 
 def check_input(option: str, path: Path) -> None:
-    """Refuse a file that cannot be read, before anything is loaded for it."""
+    """Refuse a file that cannot be read; called before models are loaded."""
     try:
         with path.open("rb") as file:
             file.read(1)
@@ -111,10 +111,10 @@ def check_input(option: str, path: Path) -> None:
 
 
 def checked_images(paths: Sequence[Path], prefix: str) -> list[Path]:
-    """Return the images of a prompt, which are files.
+    """Return the files of a prompt's images.
 
     Raises:
-        InvalidRequestError: one is missing, or the answer is to begin with a text.
+        InvalidRequestError: a file cannot be read, or the answer has a given beginning.
     """
     for path in paths:
         check_input("--image", path)
@@ -127,7 +127,7 @@ def checked_images(paths: Sequence[Path], prefix: str) -> list[Path]:
 
 
 def parsed_json(name: str, text: str) -> Any:
-    """Return what a JSON text says."""
+    """Return the value of a JSON text."""
     try:
         return parse_json(text)
     except JsonFlawError as error:
@@ -137,7 +137,7 @@ def parsed_json(name: str, text: str) -> Any:
 
 
 def check_output(option: str, path: Path) -> None:
-    """Refuse a file that could not be written, before anything is generated for it."""
+    """Refuse a file that could not be written; called before the work begins."""
     try:
         result = _unwritable(path)
     except OSError as error:
@@ -150,7 +150,7 @@ def check_output(option: str, path: Path) -> None:
 
 
 def _unwritable(path: Path) -> str | None:
-    """Return why a file cannot be written; None: nothing speaks against it."""
+    """Return why a file cannot be written; None: no reason is known."""
     folder = path.absolute().parent
     if path.is_dir():
         return "which is a folder"
@@ -163,13 +163,13 @@ def _unwritable(path: Path) -> str | None:
 
 @contextmanager
 def writing(option: str, path: Path) -> Iterator[Path]:
-    """Yield a file that replaces `path` at the end; nothing half written stays there.
+    """Yield a file to write: a temporary one that replaces `path`, or `path` itself.
 
     Raises:
-        SpeculationError: it cannot be written.
+        SpeculationError: the file cannot be written.
     """
     whole = part = path.resolve()
-    replaced = whole.is_file() or not whole.exists()  # and is no /dev/stdout
+    replaced = whole.is_file() or not whole.exists()  # a device is written directly
     if replaced and os.access(whole.parent, os.W_OK):
         part = whole.with_name(f".{os.urandom(8).hex()}{path.suffix}")
     try:

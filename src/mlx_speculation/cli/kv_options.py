@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvOptions(KvLimits):
-    """Options of reading and keeping a prompt."""
+    """Options of the prefill and of the caches."""
 
     prefill_step_size: int | None = option(
         None, "Prompt tokens per prefill chunk. Default: 2048, and 256 on a CPU.", min=1
@@ -29,7 +29,7 @@ class KvOptions(KvLimits):
     )
 
     def check(self) -> None:
-        """Refuse a file that nobody could use, before anything is loaded."""
+        """Refuse an unusable --prompt-cache-file; called before models are loaded."""
         file = self.prompt_cache_file
         if file is None:
             return
@@ -43,11 +43,11 @@ class KvOptions(KvLimits):
     def before(
         self, model: str, generator: "SpeculativeGenerator"
     ) -> "LoadedCaches | None":
-        """Return what was read before the prompt; None: nothing.
+        """Return the caches of --prompt-cache-file; None: the option is not given.
 
         Raises:
-            CacheFileError: the file is damaged, or does not fit the target.
-            InvalidRequestError: it was made for another target.
+            CacheFileError: the file is damaged, or does not match the target.
+            InvalidRequestError: the file was made for another target.
         """
         if self.prompt_cache_file is None:
             return None

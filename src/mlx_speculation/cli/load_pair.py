@@ -1,4 +1,4 @@
-"""Choosing the BLAS and loading what a command runs on."""
+"""Choice of the BLAS, and loading of the target and draft of a command."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -42,7 +42,7 @@ class CacheOptions:
     no_replay: bool = option(False, NO_REPLAY)
 
     def made(self) -> "PrefixCache | None":
-        """Return the prefix cache; None: it is off."""
+        """Return the prefix cache; None: the cache is off."""
         from mlx_speculation import PrefixCache
 
         size = self.cache_gigabytes
@@ -70,7 +70,7 @@ DERIVED = (
 
 
 def begin(blas: BlasName, screen: Screen) -> BlasChoice:
-    """Choose the BLAS, before mlx is imported, and say which it is."""
+    """Choose and print the BLAS; called before mlx is imported."""
     chosen = use_blas(blas)
     screen.say(f"BLAS: {chosen.detail}")
     return chosen
@@ -88,8 +88,8 @@ def open_pair(
 
     Args:
         pair: the options.
-        screen: says that it takes a while.
-        prefix_cache: of the generator.
+        screen: shows that loading is in progress.
+        prefix_cache: the prefix cache of the generator; None: none.
         replay: see `GeneratorOptions`.
         vision: see `SpeculativeGenerator.from_pretrained`.
     """
@@ -129,8 +129,8 @@ def beside(
 
     options = pair.for_loading()
     loading = {name: options.pop(name) for name in (*LOADING, ADAPTER, TRUST)}
-    del loading[ADAPTER]  # the target has it
-    if pair.draft == "lookup":  # no model, which the others are about
+    del loading[ADAPTER]  # the target is loaded already
+    if pair.draft == "lookup":  # the dropped options are for draft models
         loading["quantize_draft"] = None
         options = {"draft_length": pair.draft_length}
     options["draft"] = find_draft(pair.draft, target=pair.model, **loading)
@@ -138,7 +138,7 @@ def beside(
 
 
 def as_object(statistics: "Statistics") -> dict[str, Any]:
-    """Return statistics with what follows from them, for JSON."""
+    """Return statistics and values derived from them, for JSON."""
     values = {
         field.name: getattr(statistics, field.name) for field in fields(statistics)
     }

@@ -1,9 +1,9 @@
-"""Measuring a pair: plain and speculative decoding by turns, on the same prompts.
+"""Measurement of drafts: plain and speculative decoding alternate on the same prompts.
 
-In every pass each arm runs the same prompt, one after the other, and the next pass
-begins with the next arm, so that a slow moment of the machine meets all arms alike. A
-speed-up is the median over the passes of the ratio to plain decoding in the same pass.
-Every text is compared with that of our plain decoding.
+In each pass all arms run the same prompt. The next pass starts with the next arm, so
+that a slow phase of the machine affects all arms alike. A speed-up is the median, over
+passes, of the ratio to plain decoding in the same pass. Each text is compared with that
+of this package's plain decoding.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ WARM_UP_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The median of some passes, the smallest and the largest."""
+    """The median of the values of some passes, and the least and greatest value."""
 
     median: float
     low: float
@@ -30,34 +30,34 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
-        """Summarise what was measured."""
+        """Return the spread of measured values."""
         return cls(median(values), min(values), max(values))
 
 
 @dataclass(slots=True)
 class Arm:
-    """One way to decode, and what it took."""
+    """One way to decode, and its measurements."""
 
     name: str  # in the table
     length: int | None  # tokens drafted in a round; 0: plain, None: adaptive
-    draft: int = 0  # which of the generators runs it
+    draft: int = 0  # the index of the generator that runs it
     speeds: list[float] = field(default_factory=list)  # tokens per second of each pass
-    totals: "Statistics | None" = None  # its counts over all passes; None for mlx-lm's
-    # Where its texts part from plain decoding's.
+    totals: "Statistics | None" = None  # counts over all passes; None for mlx-lm's arm
+    # The first differences of its texts from plain decoding's.
     partings: "list[Parting]" = field(default_factory=list)
 
     @property
     def same(self) -> bool:
-        """Return whether all texts are plain decoding's, up to ties of rounding."""
+        """Return whether all texts equal plain decoding's, apart from near-ties."""
         return all(parting.near_tie for parting in self.partings)
 
     def over(self, plain: Sequence[float]) -> Spread:
-        """Return the ratio of its speeds to others, pass by pass."""
+        """Return the ratios of its speeds to those of plain decoding, by pass."""
         pairs = zip(self.speeds, plain, strict=False)
         return Spread.of([ours / other for ours, other in pairs])
 
     def add(self, speed: float, result: "Result | None") -> None:
-        """Take what one pass has brought; mlx-lm's has no result of ours."""
+        """Add the speed and the counts of a pass; mlx-lm's arm has no `result`."""
         self.speeds.append(speed)
         if result is None:
             return
@@ -78,18 +78,18 @@ class Arm:
 class Compared:
     """One prompt, continued with and without a draft."""
 
-    plain: "Result"  # by single rows
-    drafted: "Result"  # with drafts
-    parting: "Parting | None"  # where the texts part, if they do
+    plain: "Result"
+    drafted: "Result"
+    parting: "Parting | None"  # the first difference of the texts; None: they are equal
 
     @property
     def same(self) -> bool:
-        """Return whether the texts are equal, or part where rounding decides."""
+        """Return whether the texts are equal or differ first at a near-tie."""
         return self.parting is None or self.parting.near_tie
 
 
 def arms_of(drafts: Sequence[str], lengths: Sequence[int | None]) -> list[Arm]:
-    """Return the arms: both plain ones first, then every draft at every length."""
+    """Return the arms: the two plain ones, then each draft at each length."""
     drafted = [
         Arm(f"{name} {'auto' if length is None else f'k={length}'}", length, draft)
         for draft, name in enumerate(drafts)
@@ -108,11 +108,11 @@ def measure(
     passes: int,
     report: Callable[[int, int], None],
 ) -> int:
-    """Run all passes, and fill the arms; return how many were done before Ctrl-C.
+    """Run passes, up to Ctrl-C, and fill the arms; return the number completed.
 
-    The generators have one target, and each a draft of its own. All arms generate as
-    many tokens as a prompt's plain text has, `tokens` at most, and go on past its end.
-    `report` is called with the number of runs that are done, and that of all.
+    The generators share the target and differ in their drafts. For each prompt all arms
+    generate as many tokens as its plain text has, at most `tokens`, and ignore stop
+    tokens. `report` is called with the number of runs done, and the total.
     """
     done, sizes = 0, dict[int, int]()
     try:
@@ -136,7 +136,7 @@ def measure(
                 )
                 for name, result in results.items()
             }
-            for arm in arms:  # of whole passes only
+            for arm in arms:  # only after a complete pass
                 arm.add(*runs[arm.name])
                 if (parting := partings[arm.name]) is not None:
                     arm.partings.append(parting)
@@ -152,7 +152,7 @@ def _size(
     prompt: list[int],
     most: int,
 ) -> int:
-    """Return how many tokens a prompt's text has, at least two."""
+    """Return the number of tokens of a prompt's plain text, at least two."""
     result = generator.generate(
         prompt, max_tokens=most, draft_length=0, sampling=sampling
     )
@@ -166,8 +166,8 @@ def _run(
     prompt: list[int],
     tokens: int,
 ) -> "tuple[float, Result | None]":
-    """Return an arm's tokens per second, without prefill, and what it generated."""
-    if arm.name == MLX_LM:  # whose chance is not ours
+    """Return an arm's tokens per second, without prefill, and its result."""
+    if arm.name == MLX_LM:  # greedy, and its text is not compared
         from mlx_speculation.models import mlx_lm_speed
 
         return mlx_lm_speed(generator.model, prompt, tokens), None
@@ -185,7 +185,7 @@ def _parting(
     plain: "Result | None",
     ours: "Result | None",
 ) -> "Parting | None":
-    """Return where a text of ours parts from plain decoding's."""
+    """Return the first difference of a text from plain decoding's; None: none."""
     if plain is None or ours is None or ours.tokens == plain.tokens:
         return None
     return parting_of(generator, sampling, prompt, plain, ours)
@@ -198,7 +198,7 @@ def parting_of(
     plain: "Result",
     other: "Result",
 ) -> "Parting | None":
-    """Return where two texts of a generator part, and how near a tie is there."""
+    """Return the first difference of two texts; None: they are equal."""
     from mlx_speculation.engine.equivalence.texts import find_parting
     from mlx_speculation.models import TokenIds, logit_width
     from mlx_speculation.samplers import Chooser

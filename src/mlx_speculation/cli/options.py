@@ -71,7 +71,7 @@ TrustRemoteCode = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetOptions:
-    """A target, how it drafts, and what they run on."""
+    """Options of a target, its draft length and its BLAS."""
 
     model: Model
     draft_length: DraftLength = None
@@ -102,7 +102,7 @@ class TargetOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairOptions(TargetOptions):
-    """A target with its draft, and what they run on."""
+    """Options of a target with one draft."""
 
     draft: str | None = option(
         "auto",
@@ -140,7 +140,7 @@ class PairOptions(TargetOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftsOptions(TargetOptions):
-    """A target with several drafts, and what they run on."""
+    """Options of a target with several drafts."""
 
     draft: list[str] | None = option(
         None,
@@ -152,7 +152,7 @@ class DraftsOptions(TargetOptions):
     )
 
     def pairs(self) -> list[PairOptions]:
-        """Return the target with each of its drafts."""
+        """Return the options of the target with each of its drafts."""
         shared = {one.name: getattr(self, one.name) for one in fields(TargetOptions)}
         names = dict.fromkeys(self.draft or ())
         return [PairOptions(**shared, draft=name) for name in names]
@@ -191,14 +191,14 @@ class SamplingOptions:
     seed: int | None = option(None, "Seed of the random numbers.")
 
     def check(self) -> None:
-        """Refuse values that are out of range, before anything is loaded."""
+        """Refuse values that are out of range; called before models are loaded."""
         self._options()
 
     def sampling(self, tokenizer: Any) -> "Sampling":
-        """Return them as the library's options.
+        """Return the values as a `Sampling`.
 
         Args:
-            tokenizer: names the ids that XTC never drops: a line's and the text's end.
+            tokenizer: the target's; XTC never drops its newline and end tokens.
         """
         if not self.xtc_probability:
             return self._options()
@@ -214,7 +214,7 @@ class SamplingOptions:
         return Sampling(**given, **more)
 
     def _biases(self) -> dict[int, Any] | None:
-        """Return what is added to which id's logit."""
+        """Return the number to add to the logit, by token id; None: none are added."""
         if self.logit_bias is None:
             return None
         biases = parsed_json("--logit-bias", self.logit_bias)
@@ -244,7 +244,7 @@ class EndOptions:
     )
 
     def check(self) -> None:
-        """Refuse texts that cannot be met, before anything is loaded."""
+        """Refuse stop strings that are not UTF-8; called before models are loaded."""
         for text in self.stop or ():
             sound_text("--stop", text)
 
@@ -260,7 +260,7 @@ class EndOptions:
         """Return the ids that end a text.
 
         Raises:
-            InvalidRequestError: an extra one is no token of the tokenizer.
+            InvalidRequestError: an --extra-eos-token is no token of the tokenizer.
         """
         vocabulary = tokenizer.get_vocab() if self.extra_eos_token else {}
         ends = {int(token) for token in tokenizer.eos_token_ids if token is not None}

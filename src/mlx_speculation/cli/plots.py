@@ -1,12 +1,10 @@
 """Plots of a comparison: tokens per second by draft length, acceptance by position.
 
-Knows neither models nor mlx: figures in, a picture out. matplotlib is the extra "plot",
-and is imported when a picture is drawn.
-
-A panel has the figures of one benchmark. A curve is one drafter:
+This module does not import mlx. matplotlib, of the extra "plot", is imported when a
+picture is drawn or checked. A panel shows one benchmark; each drafter is a curve:
 
     measured    tokens per second at fixed draft lengths, with their spread
-    adaptive    the same at the adaptive draft length, at the right
+    adaptive    tokens per second at the adaptive draft length, drawn at the right
     accepted    the share of drafts in which position i was accepted
 """
 
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
 # Distinct in print and for most colour-blind readers (Okabe and Ito).
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _MARKS = ("o", "s", "^", "D", "v", "P")
-# How plain decoding and other programs are drawn: as levels.
+# Styles of the horizontal lines of plain decoding and of other programs.
 _PLAIN = {"color": "0.1", "linewidth": 1.2}
 _OTHERS = ((0, (1, 1.5)), (0, (6, 1.5, 1, 1.5)), (0, (10, 3)), (0, (4, 1, 1, 1, 1, 1)))
 
@@ -46,17 +44,17 @@ class Curve:
 class Panel:
     """The figures of a benchmark."""
 
-    title: str  # above it
+    title: str  # above the panel
     plain: Spread  # tokens per second of plain decoding
     curves: Sequence[Curve]  # one for each drafter
     others: Mapping[str, Spread]  # tokens per second of other programs, by name
 
 
 def check_plot(path: str | Path) -> None:
-    """Refuse a picture that could not be written, before anything is measured for it.
+    """Refuse a picture that could not be drawn; called before the measurement.
 
     Raises:
-        InvalidRequestError: the ending of `path` is none of a picture.
+        InvalidRequestError: the extension of `path` is not one of a picture.
         MissingLibraryError: matplotlib is not installed.
     """
     endings = _figure_class()().canvas.get_supported_filetypes()
@@ -68,7 +66,7 @@ def check_plot(path: str | Path) -> None:
 
 
 def save_plot(panel: Panel, path: str | Path) -> None:
-    """Draw a panel; the ending of `path` decides the format."""
+    """Draw a panel; the extension of `path` decides the format."""
     check_plot(path)
     draw(panel).savefig(path, dpi=130)
 
@@ -88,7 +86,7 @@ def draw(panel: Panel) -> "Figure":
 
 
 def _figure_class() -> Any:
-    """Return matplotlib's figure: without pyplot, no window and no global state."""
+    """Return matplotlib's `Figure`; unlike pyplot it has no window or global state."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
@@ -100,7 +98,7 @@ def _figure_class() -> Any:
 
 
 def _styles(panel: Panel) -> dict[str, dict[str, Any]]:
-    """Return the colours, marks and lines of each name."""
+    """Return the colour, marker and line style of each name."""
     styles: dict[str, dict[str, Any]] = {
         curve.name: {"color": _COLOURS[index % 6], "marker": _MARKS[index % 6]}
         for index, curve in enumerate(panel.curves)
@@ -113,12 +111,12 @@ def _styles(panel: Panel) -> dict[str, dict[str, Any]]:
 
 
 def _draw_speeds(axes: "Axes", panel: Panel, styles: Mapping[str, Any]) -> None:
-    """Draw measured points with bars, and levels of the others."""
+    """Draw speeds as points with bars, and plain decoding and others as lines."""
     longest = max([n for curve in panel.curves for n in curve.measured] + [1])
     for name, level in {"plain": panel.plain, **panel.others}.items():
         axes.axhline(level.median, **styles[name])
         axes.axhspan(level.low, level.high, color="0.5", alpha=0.12, linewidth=0)
-    shift = 0.09  # so that bars of several drafters stand beside each other
+    shift = 0.09  # keeps the bars of several drafters apart
     for index, curve in enumerate(panel.curves):
         style = styles[curve.name]
         offset = shift * (index - (len(panel.curves) - 1) / 2)
@@ -177,7 +175,7 @@ def _draw_acceptance(axes: "Axes", panel: Panel, styles: Mapping[str, Any]) -> N
 
 
 def _legend(styles: Mapping[str, Any]) -> list[Any]:
-    """Return the lines of the legend: drafters, levels, and the bars."""
+    """Return the legend's entries: drafters, horizontal lines, and the bars."""
     from matplotlib.lines import Line2D
 
     shown = [Line2D([], [], label=name, **style) for name, style in styles.items()]

@@ -1,16 +1,16 @@
-"""Running commands, so that what goes wrong ends them as a user expects.
+"""Running of commands: errors and signals become messages and exit statuses.
 
-    what                                 standard error            status
+    cause                                standard error            status
     an error of this package             one line, "error: ..."    1
     mlx or a package of it is missing    one line, what to do      1
     wrong usage, an option that is out   typer's box, or one line  2
-    of range or does not fit another
-    Ctrl-C, SIGTERM                      what was done so far      130, 143
-    a second of them                     nothing more              130, 143
-    a reader that left, as in `| head`   nothing                   141
+    of range or contradicts another
+    Ctrl-C, SIGTERM                      the results so far        130, 143
+    a second one of these signals        nothing more              130, 143
+    a closed pipe, as in `| head`        nothing                   141
 
-Warnings of this package are lines too. Anything else is a fault of ours, and keeps its
-traceback.
+Some warnings of this package are printed as one line, "note: ...". Any other exception
+is a bug and keeps its traceback.
 """
 
 import os
@@ -41,7 +41,7 @@ _NOTES = (ContextLengthNotice, CostFileWarning, DrafterFaultWarning, DraftNotice
 def run(app: typer.Typer) -> None:
     """Run an application; errors of this package become one line and status 1."""
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # what cannot be shown must not end a text
+        if hasattr(stream, "reconfigure"):  # print unencodable characters as escapes
             stream.reconfigure(errors="backslashreplace")
     with _ending(SystemExit):
         try:
@@ -53,7 +53,7 @@ def run(app: typer.Typer) -> None:
 
 
 def guarded(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command that ends in a line and a status where a user is at fault."""
+    """Return a command that turns errors and signals into a line and a status."""
 
     @wraps(command)
     def safe(**values: Any) -> None:
@@ -70,7 +70,7 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
 
 @contextmanager
 def _ending(leave: Callable[[int], Exception | SystemExit]) -> Iterator[None]:
-    """Turn what ends a command into a line and a status."""
+    """Turn an exception that ends a command into a line and a status."""
     with warnings.catch_warnings():
         theirs = warnings.showwarning
 
@@ -115,12 +115,12 @@ def fail(message: str) -> None:
 
 
 def note(message: str) -> None:
-    """Print what a user should know, as one line."""
+    """Print a note to the user as one line."""
     typer.secho(f"note: {message}", err=True, fg=typer.colors.YELLOW)
 
 
 def _drop_output() -> None:
-    """Let nothing more be written to a reader that has left, also not at the end."""
+    """Redirect output to the null device, so that no later flush fails again."""
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError):  # no real file, as in a test

@@ -1,4 +1,4 @@
-"""Showing a stream as it runs, and what it counted."""
+"""Display of a running stream, and of its statistics."""
 
 import time
 from collections.abc import Iterator
@@ -16,25 +16,25 @@ if TYPE_CHECKING:
 
 
 class PromptBar:
-    """Progress bar of reading a prompt.
+    """Progress bar of the prefill.
 
     Args:
-        total: its tokens, without the last, which the first round reads.
+        total: the number of prompt tokens without the last; the first round reads that.
     """
 
     def __init__(self, total: int) -> None:
         self._total, self._done = total, 0
-        self.seconds = 0.0  # until the first token was there
+        self.seconds = 0.0  # until the first token
         self._report: Report | None = None
 
     def advance(self, tokens: int) -> None:
-        """Count tokens that were read."""
+        """Add a number of prompt tokens that were read."""
         self._done += tokens
         if self._report is not None:
             self._report(min(self._done, self._total), self._total)
 
     def show(self, report: Report) -> None:
-        """Show on a bar what is read from now on."""
+        """Show further progress with `report`."""
         self._report = report
 
 
@@ -46,9 +46,9 @@ def show(
     *,
     colour: bool = False,
 ) -> bool:
-    """Print a stream's text as a line; return whether Ctrl-C has ended it.
+    """Print a stream's text; return whether Ctrl-C has ended the stream.
 
-    `chunks` gets every chunk; with `colour` accepted tokens are green.
+    All chunks are appended to `chunks`. With `colour` accepted tokens are green.
     """
     with screen.text_line(), stream:
         try:
@@ -64,7 +64,7 @@ def show(
 
 
 def _with_bar(stream: "Stream", screen: Screen, bar: PromptBar) -> Iterator["Chunk"]:
-    """Yield a stream's chunks; a bar is shown until the first one."""
+    """Yield a stream's chunks; show a progress bar until the first one."""
     started = time.perf_counter()
     with screen.progress("reading the prompt") as report:
         bar.show(report)
@@ -76,9 +76,9 @@ def _with_bar(stream: "Stream", screen: Screen, bar: PromptBar) -> Iterator["Chu
 
 
 def lines(result: "Result", ended: str, prompt_tokens: int, bar: PromptBar) -> str:
-    """Return what a generation counted, in one to three lines."""
+    """Return the statistics of a generation, in one to three lines."""
     stats = result.stats
-    read = prompt_tokens - 1 - stats.reused  # the first round reads the last
+    read = prompt_tokens - 1 - stats.reused  # the first round reads the last token
     seconds = stats.prefill_seconds
     rate = f", {read / seconds:.0f}/s" if read > 0 and seconds else ""
     reused = f", {stats.reused} not read again" if stats.reused else ""
@@ -98,7 +98,7 @@ def lines(result: "Result", ended: str, prompt_tokens: int, bar: PromptBar) -> s
 
 
 def summary(result: "Result", ended: str) -> Table:
-    """Return what a generation counted, as a table."""
+    """Return the statistics of a generation as a table."""
     stats = result.stats
     table = Table("statistic", "value", title="Statistics")
     table.add_row("tokens", str(len(result.tokens)))
