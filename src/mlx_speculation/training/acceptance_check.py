@@ -193,7 +193,10 @@ def _counting(
 
 
 def _summed(parts: Sequence[NDArray[np.float64]], *, walk: bool) -> Acceptance:
-    """Return means of parts [slots, depths]; `walk`: lengths of consecutive rounds."""
+    """Return the acceptance of parts [slots, depths].
+
+    With `walk` the lengths are those of consecutive rounds, else those of all slots.
+    """
     all_right = [np.cumprod(part, axis=-1) for part in parts if len(part)]
     lengths = []
     for part in all_right:

@@ -44,8 +44,8 @@ def distance(
 ) -> mx.array:
     """Return the weighted sum of the loss, float32 [].
 
-    A formula of its own gives the gradient: automatic differentiation would hold
-    several float32 arrays of the size of the logits.
+    The gradient is computed with an explicit formula: automatic differentiation would
+    hold several float32 arrays of the size of the logits.
 
     Args:
         logits: of the draft, [rows, slots, ids].

@@ -19,12 +19,11 @@ from mlx_speculation.models.dflash.attention import by_head
 
 
 class BlocksCache:
-    """Argument in place of a `KVCache`: a layer then runs many blocks of a row.
+    """Cache argument of a layer, in place of a `KVCache`, to run many blocks of a row.
 
     Args:
         slots: the slot of each block, int32 [rows, blocks].
-        checkpoint: whether the backward pass recomputes each layer (gradient
-            checkpointing).
+        checkpoint: whether the backward pass recomputes each layer.
     """
 
     def __init__(self, slots: mx.array, *, checkpoint: bool = False) -> None:
@@ -89,8 +88,7 @@ def attend_blocks(
 ) -> mx.array:
     """Attend from each block to the context up to its slot, and to the whole block.
 
-    The attention weights over the context have rows * heads * blocks * block * n
-    elements.
+    Attention weights over the context have rows * heads * blocks * block * n numbers.
 
     Args:
         queries: [rows * blocks, heads, block, size].

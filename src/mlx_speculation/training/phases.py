@@ -91,7 +91,7 @@ class Setup:
     def optimizer(
         self, trainee: Trainee, steps: int, state: Path | None = None
     ) -> optim.Optimizer:
-        """Return a new optimizer, or load it and the trainee's weights from a state."""
+        """Return an optimizer; with `state` load it and the trainee's weights."""
         optimizer = new_optimizer(
             learning_rate(self.options, self._text_config().get("hidden_size") or 1024),
             steps,

@@ -89,7 +89,7 @@ class Schedule:
         return until is not None and time.monotonic() > until
 
     def running_out(self, share: float) -> Callable[[], bool]:
-        """Return a test, called between batches: another batch would take too long."""
+        """Return a test to call between batches: another one would take too long."""
         last = time.monotonic()
 
         def stop() -> bool:
@@ -255,7 +255,7 @@ def position_seconds(run: TimeStep, rows: int, slots: int, most: float) -> float
 
 
 def rates_of(model: nn.Module, position: float, batch: int) -> Rates:
-    """Time tokens of dialogues; return these rates and that of a step's position."""
+    """Return the rates: that of a position as given, those of tokens timed here."""
     one, many = (token_seconds(model, count) for count in (1, batch))
     return Rates(position, one, many, batch)
 

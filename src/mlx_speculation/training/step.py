@@ -17,7 +17,7 @@ from mlx_speculation.training.kinds.trainee import Recorded, Trainee, slots_of
 from mlx_speculation.training.loss import Teacher, at_slots, distance
 from mlx_speculation.training.teacher import TargetModel
 
-HARD = 0.1  # the weight of the loss's term of the likeliest token
+HARD = 0.1  # the weight in the loss of the likeliest token's term
 LEAST_RATE = 0.02  # the last learning rate, relative to the highest one
 LARGEST_NORM = 1.0  # to which gradients are clipped
 
@@ -137,7 +137,7 @@ class TrainingStep:
         every = slots_of(trainee, tokens, self._depths) if slots is None else slots
 
         def read(depth: int, result: mx.array) -> mx.array:
-            after = depth + trainee.first - 1  # slot i: the position before the draft
+            after = depth + trainee.first - 1  # position i + after precedes the draft
             rows = teacher.of_slots(after, every)
             weights = at_slots(counts, after + 1, every).astype(mx.float32)
             number = (weights * (rows.likeliest >= 0)).sum()

@@ -8,7 +8,7 @@ import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator
 
 Report = Callable[[int, int], None]  # called with the number done and the total
-LEAST = 16  # tokens of a cut answer; a shorter one could not evaluate a draft
+LEAST = 16  # the fewest tokens of a cut answer; fewer could not evaluate a draft
 
 
 def write_answers(

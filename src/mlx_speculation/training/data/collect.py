@@ -1,8 +1,8 @@
 """Collection of dialogues that the target writes, until there are enough.
 
 Each batch has one temperature. Held-out dialogues come first, half of them greedy, then
-those to learn from. The number of a batch determines its seed and prompts, so a resumed
-run continues with the same texts.
+those to learn from. The counts in the file of dialogues determine the next batch, so a
+resumed run continues with the same texts.
 """
 
 import random

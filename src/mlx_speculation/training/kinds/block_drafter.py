@@ -204,7 +204,7 @@ class BlockTrainee:
 
 
 def begin_near(head: DFlashHead) -> None:
-    """Let a new drafter begin with the last layer read and with the nearest positions.
+    """Set initial weights that attend to near positions and read the last tapped layer.
 
     With small random matrices attention would begin as a mean over the whole context,
     and training would take long to find the position before the anchor. Here queries

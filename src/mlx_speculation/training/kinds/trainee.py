@@ -56,7 +56,7 @@ class Trainee(Protocol):
         ...
 
     def read(self, states: States) -> list[mx.array]:
-        """Return its inputs from a forward of the target, [rows, positions, dim]."""
+        """Return the drafter's inputs from a forward, each [rows, positions, dim]."""
         ...
 
     def run(self, text: Recorded, read: Read[Made]) -> list[Made]:
