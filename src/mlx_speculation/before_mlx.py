@@ -1,4 +1,4 @@
-"""An import hook that chooses the BLAS just before mlx is loaded, or warns if it was.
+"""Import hook that chooses the BLAS before mlx is loaded, or warns if it is too late.
 
 Every import of the package loads this module, also that of the command line, which has
 to start fast. So this module imports only `sys`. `mlx_speculation.blas` does the work.

@@ -52,7 +52,7 @@ def free_memory() -> int | None:
 
 
 def missing_backend(error: ImportError) -> str | None:
-    """Return an error text if the failed import is mlx's; None: it is not mlx's."""
+    """Return an error text if the import of mlx failed; None: another import failed."""
     if (error.name or "").partition(".")[0] != "mlx" and "libmlx" not in str(error):
         return None
     extra = "" if sys.platform == "darwin" else "[cpu]"

@@ -110,8 +110,7 @@ class DemoModelsMissingError(SpeculationError, FileNotFoundError):
 class RankLostError(SpeculationError, ConnectionError):
     """Raised when a rank has died, has failed or has left a stream by an error.
 
-    The message names the rank and the reason, and says whether the program must be
-    restarted.
+    The message names the rank and the reason, and says whether a restart is needed.
     """
 
 

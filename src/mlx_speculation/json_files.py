@@ -37,7 +37,7 @@ def parse_json(
     """Return the value of a JSON text.
 
     Raises:
-        JsonFlawError: the text is not JSON, is nested too deep, or breaks an option.
+        JsonFlawError: the text is not JSON, is nested too deep, or violates an option.
     """
     try:
         text = text if isinstance(text, str) else text.decode("utf-8")

@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def run(app: "typer.Typer") -> None:
-    """Run an application; errors of this package become one line and status 1."""
+    """Run an application; errors of this package become one line and status 1 or 2."""
     from mlx_speculation.cli.run_app import run as run_application
 
     run_application(app)

@@ -59,7 +59,7 @@ class TemplateOptions:
         messages: Sequence[Message],
         prefill: str | None = None,
     ) -> str:
-        """Return the text of a conversation up to the answer, or its `prefill`."""
+        """Return the text of a conversation up to the answer, with its `prefill`."""
         said: list[Any] = [*self._system(), *messages]
         if prefill is not None:
             said.append({"role": "assistant", "content": prefill})
@@ -110,7 +110,7 @@ class TemplateOptions:
 
 
 def encode(tokenizer: Any, text: str, *, rendered: bool) -> list[int]:
-    """Return a text's ids as mlx-lm does; `rendered`: it has its special tokens."""
+    """Return a text's ids as mlx-lm does; a `rendered` text has its special tokens."""
     begins = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
     ids = tokenizer.encode(text, add_special_tokens=not (rendered or begins))
     return [int(token) for token in ids]

@@ -126,7 +126,7 @@ class Screen:
 
 @contextmanager
 def deferred_warnings() -> Iterator[None]:
-    """Show the warnings that are issued inside the block at its end."""
+    """Defer warnings that are issued inside the block to its end."""
     show, deferred = warnings.showwarning, []
 
     def defer(*values: Any, **options: Any) -> None:

@@ -39,7 +39,7 @@ _NOTES = (ContextLengthNotice, CostFileWarning, DrafterFaultWarning, DraftNotice
 
 
 def run(app: typer.Typer) -> None:
-    """Run an application; errors of this package become one line and status 1."""
+    """Run an application; errors of this package become one line and status 1 or 2."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # print unencodable characters as escapes
             stream.reconfigure(errors="backslashreplace")

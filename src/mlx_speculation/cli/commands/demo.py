@@ -309,7 +309,7 @@ def _table(comparisons: Sequence[_Comparison]) -> Table:
 
 
 def _sameness(row: _Comparison) -> str:
-    """Return "yes", or the position of a difference; a near-tie only if all are."""
+    """Return "yes", or the index of a difference, preferably not of a near-tie."""
     partings = [turn.parting for turn in row.turns if turn.parting is not None]
     if not partings:
         return "yes"
