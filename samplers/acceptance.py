@@ -23,9 +23,9 @@ class Choice:
 
     Attributes:
         tokens: uint32 [rows].
-        probs: float32 [rows, ids], exactly what the token was drawn from: the target
-            accepts or rejects by it; None where chance took no part, or where it is the
-            target's own noise (keyed choice).
+        probs: float32 [rows, ids], the exact distribution of each draw, by which the
+            target accepts or rejects; None if the tokens were chosen without noise, or
+            with the target's own noise (keyed choice).
     """
 
     tokens: mx.array
@@ -38,11 +38,11 @@ class Verified:
 
     Attributes:
         tokens: uint32 [k + 1]. The first `accepted + 1` are the accepted tokens and
-            the correction or bonus; the others mean nothing.
-        accepted: int32 []; None where nothing was drafted.
-        normalizers: [k + 1], not finite where no token can be chosen; `peaks` in their
-            place where no log-probabilities are asked for.
-        log_probs: of `tokens`, and of the most probable ones; None if not asked for.
+            the correction or bonus; later ones mean nothing.
+        accepted: the number of accepted tokens, int32 []; None if nothing was drafted.
+        normalizers: [k + 1], not finite in rows where no token can be chosen; the
+            rows' `peaks` if no log-probabilities are asked for.
+        log_probs: of `tokens` and of the most probable ids; None if not asked for.
     """
 
     tokens: mx.array
@@ -60,7 +60,7 @@ class Verified:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """All there is to evaluate."""
+        """All arrays to evaluate."""
         report = self.log_probs
         every = [self.tokens, self.normalizers]
         if self.accepted is not None:
@@ -72,17 +72,17 @@ class Verified:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogProbs:
-    """Log-probabilities as mlx-lm has them: processed, before filters and chance."""
+    """Log-probabilities as in mlx-lm: after processors, before filters and noise."""
 
     tokens: mx.array  # float32 [rows], of the chosen tokens
     top_ids: mx.array  # uint32 [rows, n], the most probable ids, most probable first
-    top: mx.array  # float32 [rows, n], theirs
+    top: mx.array  # float32 [rows, n], of `top_ids`
     # float32 [rows, ids], of all ids; None if not asked for
     rows: mx.array | None = None
 
     @property
     def first(self) -> "LogProbs":
-        """Those of the first row alone."""
+        """The log-probabilities of the first row alone."""
         rows = None if self.rows is None else self.rows[:1]
         return LogProbs(self.tokens[:1], self.top_ids[:1], self.top[:1], rows)
 
@@ -90,9 +90,9 @@ class LogProbs:
 class Group(NamedTuple):
     """Requests that were decided together."""
 
-    members: tuple[int, ...]  # which of those that asked
-    # Their rows one after the other, as many of each; `accepted` is int32 [members], or
-    # [] of one, or None where nothing was drafted
+    members: tuple[int, ...]  # their indexes among the round's requests
+    # The rows of one member after those of another, equally many for each. `accepted`
+    # is int32 [members], or [] for one member, or None if nothing was drafted
     verified: Verified
 
 
@@ -100,10 +100,10 @@ class Decided(NamedTuple):
     """Decisions of a round."""
 
     groups: tuple[Group, ...]
-    failed: dict[int, Exception]  # what was raised for others, by their processors
+    failed: dict[int, Exception]  # by request, the error of one of its processors
 
     def at(self, places: Sequence[int]) -> "Decided":
-        """Return it for requests that stand at these places among others."""
+        """Return these decisions with request i renumbered as `places[i]`."""
         groups = []
         for members, verified in self.groups:
             groups.append(Group(tuple([places[i] for i in members]), verified))
@@ -112,17 +112,14 @@ class Decided(NamedTuple):
 
     @property
     def arrays(self) -> list[mx.array]:
-        """All there is to evaluate."""
+        """All arrays to evaluate."""
         result: list[mx.array] = []
         for _, verified in self.groups:
             result += verified.arrays
         return result
 
     def first_tokens(self) -> mx.array:
-        """Return the first chosen token of each request, uint32 [requests].
-
-        Those that failed get token 0.
-        """
+        """Return each request's first token, uint32 [requests]; 0 if it failed."""
         tokens, order = [], [*self.failed]
         if self.failed:
             tokens.append(mx.zeros((len(order),), mx.uint32))
@@ -133,7 +130,7 @@ class Decided(NamedTuple):
 
 
 def in_order(tokens: list[mx.array], order: list[int]) -> mx.array:
-    """Put tokens together that stand at these places."""
+    """Join tokens and sort them by request; `order` has the request of each token."""
     joined = mx.concatenate(tokens) if len(tokens) > 1 else tokens[0]
     if order == list(range(len(order))):
         return joined
@@ -143,15 +140,17 @@ def in_order(tokens: list[mx.array], order: list[int]) -> mx.array:
 def count_accepted(
     drafted: mx.array, choices: mx.array, counts: mx.array | None = None
 ) -> mx.array:
-    """Count the drafted tokens that equal the target's own choices.
+    """Count the drafted tokens before the first that is not the target's own choice.
 
-    Both chose with the same noise (keyed choice), or without any (greedy). What is
-    emitted is always `choices[: accepted + 1]`, so the draft cannot change the text.
+    Draft and target choose with the same noise (keyed choice), or without any (greedy).
+    The emitted tokens are always `choices[: accepted + 1]`, so the draft cannot change
+    the text.
 
     Args:
         drafted: uint32 [..., k].
-        choices: uint32 [..., k + 1], the target's choice after each row.
-        counts: integers [...], how many were drafted, where some are padding.
+        choices: uint32 [..., k + 1], the target's choice in each row.
+        counts: integers [...], how many tokens were drafted; the rest of k is padding.
+            None: all of them.
 
     Returns:
         int32 [...], from 0 to k.
@@ -164,25 +163,25 @@ def count_accepted(
 
 
 def normalizers(logits: mx.array) -> mx.array:
-    """Return what turns logits into log-probabilities, when subtracted.
+    """Return the logsumexp of each row: logits minus it are log-probabilities.
 
-    It also shows whether a token can be chosen: it is not finite where a row holds
-    a NaN or plus infinity, or nothing but minus infinity. The largest value alone
-    would not: it is known to carry a NaN along on some devices only. [rows, vocab] to
-    [rows], of the logits' dtype.
+    It also shows whether a token can be chosen: it is not finite if the row holds a NaN
+    or plus infinity, or only minus infinity. The largest logit would not do: only on
+    some devices it is NaN if the row holds one. [rows, vocab] to [rows], of the logits'
+    dtype.
     """
     return mx.logsumexp(logits, axis=-1)
 
 
 def peaks(logits: mx.array) -> mx.array:
-    """Return the largest logits: finite in the rows in which `normalizers` are.
+    """Return the largest logit of each row: finite just if the normalizer is.
 
-    They also show whether a token can be chosen, for a fifth of the time on a CPU,
-    where each exponential counts. [rows, vocab] to [rows]; NaN where a row holds one.
+    Peaks show as well whether a token can be chosen, in a fifth of the time on a CPU,
+    where exponentials are slow. [rows, vocab] to [rows]; NaN if the row holds a NaN.
     """
     largest = logits.max(axis=-1)
     if mx.default_device() == mx.cpu or mx.cuda.is_available():
-        return largest  # which carries a NaN along: the tests try it
+        return largest  # NaN if the row holds one, as tests check
     nan = mx.array(mx.nan, logits.dtype)
     return mx.where(mx.isnan(logits).any(axis=-1), nan, largest)
 
@@ -195,10 +194,10 @@ def reported(
     *,
     whole: bool,
 ) -> LogProbs:
-    """Return the log-probabilities of chosen tokens, and of the most probable.
+    """Return the log-probabilities of chosen tokens and of the `top` most probable ids.
 
-    Of equally probable ones the chosen token comes first, or alone where there is no
-    room for all of them.
+    Among equally probable ids the chosen token comes first. It also takes the place of
+    one of them if not all fit into `top`.
     """
     log_probs = (processed - normals[:, None]).astype(mx.float32)
     chosen = mx.take_along_axis(log_probs, tokens[:, None], axis=-1)[:, 0]
@@ -223,7 +222,7 @@ def _chosen_first(
     left_out = (ids != tokens).all(axis=-1, keepdims=True) & (values == chosen)
     places = mx.arange(ids.shape[-1])
     ids = mx.where(left_out & (places == len(places) - 1), tokens, ids)
-    # Between the places of others, so that no two are the same.
+    # An odd key, between the even keys of the other ids, so that keys differ.
     first = 2 * (values > chosen).sum(axis=-1, keepdims=True) - 1
     order = mx.argsort(mx.where(ids == tokens, first, 2 * places), axis=-1)
     return mx.take_along_axis(ids, order, axis=-1)

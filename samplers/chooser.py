@@ -1,8 +1,8 @@
 """From logits to tokens: the same rows, positions and seed give the same tokens.
 
-Greedy is the zero-temperature case of the same code. A chooser holds what belongs to
-one request. Nothing in it is changed by a token but the state of the user's
-processors, and `processors` says how that is put back.
+Greedy choice is the case of temperature 0. A chooser belongs to one request. A token
+changes only the state of the user's processors; `processors` describes how that state
+is restored.
 """
 
 from collections.abc import Sequence
@@ -28,8 +28,8 @@ from mlx_speculation.samplers.user_sampler import called_on_rows
 class Chooser:
     """Chooses tokens for one request, for the target and for any drafter alike.
 
-    In its methods `logits` are [rows, vocab], `processed` is what `processed` returned
-    for these rows, and `rows` says what precedes each row.
+    In its methods `logits` are [rows, vocab], `processed` is the result of the method
+    `processed` for these rows, and `rows` has the tokens before each row.
     """
 
     def __init__(
@@ -37,8 +37,8 @@ class Chooser:
         sampling: Sampling,  # the request's options, with a seed
         width: int,  # the number of token ids, and of values in every draw of noise
         *,
-        # Ids from here on are never chosen, because the target has no row for them;
-        # `width` when omitted. Logits may be wider or narrower
+        # Ids from `limit` on are never chosen, because the target has no row for them;
+        # None: `width`. Logits may be wider or narrower
         limit: int | None = None,
         # Ids below `limit` that do not exist, int32 [n], or None
         missing: mx.array | None = None,
@@ -59,9 +59,9 @@ class Chooser:
         self._xtc = stream_key(sampling.seed, XTC)
 
     def for_drafts(self) -> "Chooser":
-        """Return what chooses for drafts: with their temperature, and the same noise.
+        """Return a chooser for drafts, with the draft temperature and the same noise.
 
-        The noise is shared as an object, so that its blocks are drawn once.
+        Both choosers share the noise object, so that its blocks are drawn once.
         """
         if self.sampling.for_drafts is self.sampling:
             return self
@@ -71,18 +71,18 @@ class Chooser:
         return other
 
     def in_fixed_shape(self, rows: int) -> "Chooser":
-        """Return one whose filters and log-probabilities see `rows` rows at a time.
+        """Return a chooser that pads filters and log-probabilities to `rows` rows.
 
-        Processors and noise are shared as objects.
+        It shares the processor and noise objects with this one.
         """
         other = copy(self)
         other._rows = rows
         return other
 
     def filled_up(self, rows: mx.array) -> mx.array:
-        """Return an array [n, ...] with as many rows as `in_fixed_shape` says.
+        """Pad an array [n, ...] to the number of rows of `in_fixed_shape`.
 
-        What is added repeats the last row, and is to be cut off again.
+        The padding repeats the last row; the caller cuts it off again.
         """
         missing = 0 if self._rows is None else self._rows - len(rows)
         if missing <= 0:
@@ -91,7 +91,7 @@ class Chooser:
         return mx.concatenate([rows, more])
 
     def choose(self, logits: mx.array, rows: Rows) -> mx.array:
-        """Choose one token per row, uint32 [rows]. Legal where `processors.parallel`.
+        """Choose one token per row, uint32 [rows]. Needs `processors.parallel`.
 
         Columns at and past `limit` are ignored.
         """
@@ -100,8 +100,8 @@ class Chooser:
     def pick(self, processed: mx.array, rows: Rows) -> mx.array:
         """Return the ids with the largest scores, uint32 [rows].
 
-        Where top-k leaves few of many ids, noise is drawn for those only, to the same
-        effect.
+        If top-k leaves few of many ids, noise is drawn for those ids only, with the
+        same result.
         """
         if self.sampling.sampler is not None:
             return called_on_rows(self.sampling.sampler, processed)
@@ -118,7 +118,7 @@ class Chooser:
         return mx.take_along_axis(ids, best[..., None], axis=-1)[..., 0]
 
     def scores(self, processed: mx.array, rows: Rows) -> mx.array:
-        """Return what the choice maximizes, [rows, ids]; float32 unless greedy."""
+        """Return scores [rows, ids], which `pick` maximizes; float32 unless greedy."""
         if self.greedy:
             return processed
         log_probs = self.log_probs(processed, rows)
@@ -130,8 +130,8 @@ class Chooser:
     def log_probs(self, processed: mx.array, rows: Rows) -> mx.array:
         """Return the filtered, tempered log-probabilities, float32, unnormalized.
 
-        XTC's coins depend on the position alone, so they are part of the distribution
-        there: the same for draft and target, and for every round that comes to it.
+        XTC's coins depend on the seed and the position alone. So draft, target and
+        every later round have the same coins, and the same distribution, at a position.
         """
         thrown = self.coins(rows.positions)
         if self._rows is None or not self.sampling.filters:
@@ -141,27 +141,23 @@ class Chooser:
         return result[: len(processed)]
 
     def coins(self, positions: Sequence[int]) -> mx.array | None:
-        """Return XTC's coins of these positions, float32 [rows]; None where it is off.
-
-        They depend on seed and position alone.
-        """
+        """Return XTC's coins of these positions, float32 [rows]; None: XTC is off."""
         if self.sampling.xtc_probability == 0:
             return None
         return coins(position_keys(self._xtc, mx.array(list(positions))))
 
     def noise(self, positions: Sequence[int]) -> mx.array:
-        """Return what is added to the scores there, float32 [rows, width]."""
+        """Return the noise of these positions, float32 [rows, width]."""
         return self._noise.rows(positions)
 
     def processed(
         self, logits: mx.array, rows: Rows, *, for_draft: bool = False
     ) -> mx.array:
-        """Return logits as the request has them, after its processors.
+        """Return the logits after the request's processors, with -inf for barred ids.
 
-        They are [rows, ids], `limit` of them, or fewer where the logits have fewer; ids
-        that may not come are -inf. Legal where `processors.parallel`, or for a draft,
-        which leaves the state of processors as it was and passes over those that cannot
-        be called for it; see `Processors.for_draft`.
+        The result is [rows, ids], with `limit` ids, or fewer if the logits have fewer.
+        Needs `processors.parallel`, except for a draft, which skips serial processors
+        and leaves the state of all as it was; see `Processors.for_draft`.
         """
         if self.processors.active:
             processors = self.processors
@@ -171,7 +167,7 @@ class Chooser:
         return self.usable(logits, rows)
 
     def usable(self, logits: mx.array, rows: Rows) -> mx.array:
-        """Return processed logits with -inf for ids that may not come."""
+        """Return processed logits with -inf for ids that may not be chosen."""
         if logits.shape[-1] > self.limit:
             logits = logits[:, : self.limit]
         for mask in (self._exists, rows.allowed):
@@ -189,7 +185,7 @@ def tempered(
     Args:
         processed: logits [rows, ids] after processors.
         sampling: the options of all rows.
-        thrown: float32 [rows], XTC's coins; None where it is off.
+        thrown: float32 [rows], XTC's coins; None if XTC is off.
     """
     logits = processed.astype(mx.float32)
     if sampling.filters:

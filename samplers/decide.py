@@ -7,7 +7,7 @@ options, keyed noise and no processors. Each row is chosen by itself, so the res
 the same to the last bit as for a single request. All other requests are decided one
 after the other, in the same evaluation.
 
-This module evaluates and reads nothing.
+This module evaluates no array and reads none.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ class Ask:
     drafted: mx.array | None = None  # uint32 [k], the drafted tokens; None for k = 0
     # float32 [k, ids], the distributions they were drawn from; None: not drawn
     draft_probs: mx.array | None = None
-    # Report log-probabilities and so many of the most probable ids; None: no report
+    # Report log-probabilities, with this many of the most probable ids; None: no report
     top: int | None = None
 
 
@@ -51,7 +51,7 @@ def decide(
 
     Args:
         requests: the inputs of each request.
-        logits: [requests, n, vocab] of the target; the rows of a request come first.
+        logits: [requests, n, vocab] of the target; padding follows a request's rows.
         drafted: uint32 [requests, n - 1], padded with any tokens; None for n = 1.
     """
     groups: list[Group] = []
@@ -77,10 +77,10 @@ class Proposed(NamedTuple):
     """The next drafted token of every request."""
 
     tokens: mx.array  # uint32 [requests], 0 for a request that failed
-    # By request, the distribution it was drawn from, float32 [1, ids]. A request is not
-    # in it if its token was not drawn.
+    # By request, the distribution that its token was drawn from, float32 [1, ids], for
+    # tokens that were drawn
     probs: dict[int, mx.array]
-    # By request, the error, such as of one of its processors.
+    # By request, its error, for example from one of its processors
     failed: dict[int, Exception]
 
 
@@ -93,8 +93,8 @@ def propose_all(
     """Choose the next drafted token of every request.
 
     Args:
-        requests: the inputs of each request for one row; all are of one target. The
-            rows of requests that share a call may lack the tokens ahead.
+        requests: the inputs of each request for one row; all have one target. `rows` of
+            requests that are decided together may lack the tokens ahead.
         positions: the position of the token that each request chooses.
         logits: [requests, vocab] of a draft, or [requests, n] with `ids`.
         ids: uint32 [n], the token ids of the columns, for a draft with a reduced
@@ -132,11 +132,11 @@ def propose_all(
     return Proposed(in_order(tokens, order), probs, failed)
 
 
-_ANY = Rows((0,))  # requests that share a call do not look at the tokens before a row
+_ANY = Rows((0,))  # deciding together does not read the tokens before a row
 
 
 def _grouped(requests: Sequence[Ask]) -> dict[Any, list[int]]:
-    """Return the requests by the options they share; None: decided one by one."""
+    """Return the requests by their shared options; key None: decided one by one."""
     groups: dict[Any, list[int]] = {}
     for index, one in enumerate(requests):
         shared = one.verifier.shared
@@ -180,7 +180,7 @@ def _together(
 
 
 def _masks(requests: Sequence[Ask], width: int) -> mx.array | None:
-    """Return what rows may choose, bool [requests * width, ids]; None: all may all."""
+    """Return the ids allowed in each row, bool [requests * width, ids]; None: all."""
     some = next((a.rows.allowed for a in requests if a.rows.allowed is not None), None)
     if some is None:
         return None
@@ -201,9 +201,9 @@ def _picked(
     """Return the ids with the largest scores, uint32 [rows].
 
     Args:
-        choosers: of requests whose options are the same but for the seed.
-        processed: [rows, ids], the rows of each request one after the other.
-        starts: position of the first row of each, where chance takes part.
+        choosers: one for each request; their options differ in the seed only.
+        processed: [rows, ids], the rows of one request after those of another.
+        starts: the position of each request's first row; not used if greedy.
     """
     sampling, width = choosers[0].sampling, len(processed) // len(choosers)
     if choosers[0].greedy:

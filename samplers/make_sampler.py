@@ -1,4 +1,4 @@
-"""`make_sampler` with mlx-lm's signature, of samplers that keep the text of a seed."""
+"""`make_sampler` with mlx-lm's signature, for samplers whose text a seed decides."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ from mlx_speculation.samplers.sampling import Sampling
 
 @dataclass(frozen=True, slots=True)
 class SeededSampler:
-    """A sampler that `mlx_speculation.stream_generate` knows the options of.
+    """A sampler whose options `mlx_speculation.stream_generate` reads.
 
-    There it is not called: tokens are chosen by its options, with noise that follows
-    from a seed, and drafts share it. Anywhere else, as in mlx-lm, it can be called
-    and draws from mlx's global generator.
+    `stream_generate` does not call it. It chooses tokens by the options, with noise
+    that follows from a seed and that drafts share. mlx-lm can call the sampler; it
+    then draws from mlx's global generator.
     """
 
     sampling: Sampling  # its options
@@ -45,8 +45,8 @@ def make_sampler(
 ) -> SeededSampler:
     """Make a sampler, as `mlx_lm.sample_utils.make_sampler` does.
 
-    With it `stream_generate` keeps the promise of a seed: the text is the same
-    whatever the draft. `Sampling` says what the options mean.
+    With this sampler and a seed, `stream_generate` gives the same text for every
+    draft. `Sampling` describes the options.
 
     Raises:
         InvalidRequestError: a value is out of its range.

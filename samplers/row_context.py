@@ -1,8 +1,8 @@
-"""Tokens before each row of some logits, and the position of the next one.
+"""Tokens before each row of logits, and the position of the token that it chooses.
 
-A row of logits chooses the token after a prefix of one sequence. Position decides the
-noise, the prefix decides what processors do with the row. Some tokens of the prefix
-are on the device only: drafts, and a choice that nobody has read yet.
+A row of logits chooses the token after a prefix of one sequence. Its position decides
+the noise, and the prefix decides how processors change the row. Some tokens of the
+prefix are on the device only: drafted tokens, and a chosen token not yet read.
 
     known   t_0 .. t_n      committed, on the host
     ahead   d_1 d_2 d_3     on the device, not read
@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 class KnownTokens:
     """The known tokens of one sequence as an array, each converted once.
 
-    Converting 100,000 Python integers takes milliseconds, and their prefixes are asked
-    for with every token. This copy grows with the text: tokens of a list that were
-    known once are taken to stay what they were. Another list starts it anew.
+    Converting 100,000 Python integers takes milliseconds, and every new token needs the
+    array. So this copy grows with its list, whose earlier tokens must not change.
+    Another list object starts a new copy.
     """
 
     def __init__(self) -> None:
@@ -49,9 +49,9 @@ class KnownTokens:
 class Windows:
     """The last tokens before each row."""
 
-    # uint32 [count, size], the latest last; any id where `valid` is false.
+    # uint32 [count, size], the latest token last; any id where `valid` is false
     tokens: mx.array
-    valid: mx.array  # bool [count, size], false where the row's prefix does not reach
+    valid: mx.array  # bool [count, size], false before the start of the row's prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +60,10 @@ class Rows:
 
     Attributes:
         known: the token ids that the host knows.
-        ahead: uint32 [m], the tokens after them, not read; None where there are none.
-        count: how many rows, from 1 to all prefixes that are not empty, and with
-            `start` above 0 the empty one too.
-        start: how many tokens precede the known ones that nobody named.
+        ahead: uint32 [m], the tokens after the known ones, not read; None: no tokens.
+        count: the number of rows, at least 1 and at most the number of prefixes; the
+            empty prefix counts only if `start` is above 0.
+        start: how many tokens precede the known ones; their ids are unknown.
         allowed: bool [count, ids], which ids each row may choose; None: all.
     """
 
@@ -126,7 +126,7 @@ class Rows:
     def prefixes(self, known: KnownTokens | None = None) -> list[mx.array]:
         """Return the tokens before each row, int32 [n], not read from the device.
 
-        Signed, as mlx-lm passes them to processors.
+        int32 is the type that mlx-lm passes to processors.
 
         Args:
             known: makes long texts cheap, see `KnownTokens`.
@@ -135,7 +135,7 @@ class Rows:
         return [whole[:length] for length in self.lengths]
 
     def _since(self, begin: int, tokens: KnownTokens | None) -> mx.array:
-        """Return all tokens from `begin` on, int32; one 0 where there are none."""
+        """Return all tokens from `begin` on, int32; a single 0 if there are none."""
         known: Any
         if tokens is not None:
             known = tokens.since(self.known, begin)

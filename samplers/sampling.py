@@ -25,14 +25,14 @@ class Sampling:
     """Sampling options: mlx-lm's, with its defaults and in its order.
 
     1. Processors, on logits: `logit_bias`, the repetition, presence and frequency
-       penalties, then `logits_processors` as they stand.
+       penalties, then `logits_processors` in their order.
     2. Filters, on the log-probabilities before any temperature: `top_p`, `min_p`, XTC,
-       `top_k`. Among equals at top-k's edge the lowest ids stay.
+       `top_k`. Of equally probable tokens top-k keeps those with the lowest ids.
     3. `temperature`.
 
-    At temperature 0 the processors apply and the filters do not, as in mlx-lm. 0 and
-    None mean off. Lists and mappings are kept as tuples, so that options do not change
-    and can be compared.
+    At temperature 0 processors apply and filters do not, as in mlx-lm. 0 and None turn
+    an option off. Lists and mappings are stored as tuples, so that options cannot
+    change and can be compared.
 
     Attributes:
         temperature: 0 chooses the most probable token.
@@ -41,31 +41,29 @@ class Sampling:
         min_tokens_to_keep: how many tokens min_p leaves at least.
         top_k: keep this many of the most probable tokens.
         xtc_probability: how often XTC drops the most probable tokens.
-        xtc_threshold: XTC drops all but the last of the tokens that are more probable
-            than this, from 0 to 0.5.
-        xtc_special_tokens: ids that XTC never drops, usually a line's and the text's
-            end.
+        xtc_threshold: from 0 to 0.5. Of the tokens more probable than this, XTC keeps
+            the least probable one only.
+        xtc_special_tokens: ids that XTC never drops, usually line ends and end-of-text.
         repetition_penalty: divides positive logits of earlier tokens and multiplies
             negative ones.
-        repetition_context_size: how many tokens back it looks; 0 is the whole text,
-            here and below, as in mlx-lm.
+        repetition_context_size: how many of the last tokens the penalty sees; here and
+            below 0 means the whole text, as in mlx-lm.
         presence_penalty: subtracted from the logits of earlier tokens.
-        presence_context_size: how many tokens back it looks.
+        presence_context_size: how many of the last tokens the penalty sees.
         frequency_penalty: subtracted from a token's logit once per occurrence.
-        frequency_context_size: how many tokens back it looks.
+        frequency_context_size: how many of the last tokens the penalty sees.
         logit_bias: added to the logits of token ids: a mapping of ids to values.
         logits_processors: callables with mlx-lm's signature, see `LogitsProcessor`.
             `logits.processor_kinds` says which of them keep speculation fast.
-        draft_temperature: the temperature of proposals; None takes `temperature`. It
-            changes how many are accepted, never the text or its distribution.
-        seed: decides the text at a temperature above 0; None draws one, which the
+        draft_temperature: the temperature of drafts; None: `temperature`. It changes
+            how many drafted tokens are accepted, never the distribution of the text.
+        seed: decides the text at a temperature above 0; None draws a seed, which the
             result reports.
-        sampler: draws tokens itself, from the log-probabilities [1, vocab] of a row
-            after processors, as mlx-lm's samplers do. It is called for each row of a
-            verify, so one with a state of its own is called for rejected rows too.
-            The distribution of the text is the sampler's, and drafts do not share its
-            chance: the text of a seed changes with them. Temperature and filters are
-            then off.
+        sampler: draws tokens itself, from a row's log-probabilities [1, vocab] after
+            processors, as mlx-lm's samplers do. A verify calls it for every row, also
+            for rejected ones, which changes a sampler that has a state. The text has
+            the sampler's distribution. Drafts do not share its random numbers, so they
+            change the text of a seed. Temperature and filters must be off.
 
     Raises:
         InvalidRequestError: a value is out of its range.
@@ -117,7 +115,7 @@ class Sampling:
             self._check_sampler()
 
     def _check_sampler(self) -> None:
-        """Refuse what is no sampler, and options that only we could apply."""
+        """Refuse a sampler that cannot be called, and options that it would ignore."""
         if not callable(self.sampler):
             raise InvalidRequestError(
                 f"sampler is a {type(self.sampler).__name__}, and a callable (log-"
@@ -130,7 +128,7 @@ class Sampling:
             )
 
     def _freeze(self) -> None:
-        """Turn collections into tuples, so that options can be compared and kept."""
+        """Turn collections into tuples, so that options can be compared and stored."""
         special = _items("xtc_special_tokens", self.xtc_special_tokens)
         object.__setattr__(self, "xtc_special_tokens", special)
         object.__setattr__(self, "logit_bias", _pairs(self.logit_bias))
@@ -162,10 +160,10 @@ class Sampling:
 
     @property
     def for_drafts(self) -> "Sampling":
-        """The options of proposals.
+        """The options of drafts.
 
-        For a sampler's rows they are greedy: of tokens that share no chance with the
-        target's draw, the draft's most probable one is accepted most often.
+        With a sampler, drafts are greedy: they do not share its random numbers, so the
+        draft's most probable token is accepted most often.
         """
         if self.sampler is not None:
             return replace(self, sampler=None)
@@ -183,16 +181,16 @@ class Sampling:
 def derived_seed(seed: int, index: int) -> int:
     """Return the seed of one of several samples of a prompt.
 
-    Sample 0 has the request's own, so asking for more samples leaves the first as it
-    was. The others have 64 bits of a BLAKE2b hash of seed and index: two of a million
-    samples share one with odds of 3e-8.
+    Sample 0 has the request's seed, so asking for more samples does not change the
+    first. Later samples have 64 bits of a BLAKE2b hash of seed and index: among a
+    million samples, two share a seed with a probability of 3e-8.
 
     Args:
-        seed: the request's, from 0 to 2**64 - 1.
-        index: of the sample, from 0 to 2**64 - 1.
+        seed: the seed of the request, from 0 to 2**64 - 1.
+        index: the index of the sample, from 0 to 2**64 - 1.
 
     Raises:
-        InvalidRequestError: one of them is out of its range.
+        InvalidRequestError: seed or index is out of its range.
     """
     check_seed(seed)
     check_seed(index, "index")
@@ -203,7 +201,7 @@ def derived_seed(seed: int, index: int) -> int:
 
 
 def check_seed(seed: int, name: str = "seed") -> None:
-    """Refuse what is not a whole number of 64 bits."""
+    """Refuse values that are not whole numbers of 64 bits."""
     _check_count(name, seed, 0)
     if seed >= SEED_LIMIT:
         raise InvalidRequestError(

@@ -1,12 +1,12 @@
 """Verification of a drafted tree: the path of the target's own choices.
 
-From the root the path goes on to the child whose token is the target's choice, and ends
-where there is none. The choice of a node has the noise of its place in the text, so
-siblings are judged with the same, and what is emitted are the target's own choices: the
-text is that of plain decoding, whatever the tree is (keyed choice, or greedy).
+From each node the path goes to the child whose token is the target's choice, and ends
+if no child has it. A node's choice uses the noise of its position in the text, so
+siblings share their noise. All emitted tokens are the target's own choices, so every
+tree gives the text of plain decoding (keyed choice, or greedy).
 
     root t, choice a;  children a and b;  a's choice c, its children d and c
-    path t a c, accepted 2, and the choice of c's row comes as the bonus
+    path t a c: 2 tokens are accepted, and the choice of c's row is the bonus
 """
 
 from collections.abc import Sequence
@@ -33,12 +33,12 @@ FEW = 1024  # token ids that are sorted at once
 class VerifiedTree(NamedTuple):
     """Decision on a tree, lazy."""
 
-    verified: Verified  # of the levels of a tree, as of a chain with so many tokens
-    path: mx.array  # int32 [levels], the accepted nodes, then anything
+    verified: Verified  # as for a chain that has one token for each level of the tree
+    path: mx.array  # int32 [levels], the accepted nodes; later values mean nothing
 
 
 class _NoiseOfNodes:
-    """The noise of consecutive positions, for rows that stand at any of them."""
+    """The noise of consecutive positions, for rows at any of these positions."""
 
     def __init__(self, noise: GumbelNoise, depths: mx.array) -> None:
         self._noise, self._depths = noise, depths
@@ -55,8 +55,8 @@ class _NoiseOfNodes:
 def serves_trees(verifier: Verifier) -> bool:
     """Return whether a request's choices follow from row and position alone.
 
-    Those of processors and samplers of the user's do not, and the rules of rejection
-    and block verification judge chains. XTC is left out for its coins.
+    They do not with the user's processors or sampler. Rejection and block verification
+    judge chains only. XTC is excluded because of its coins for each row.
     """
     alone = verifier.shared is None
     return not alone and verifier.chooser.sampling.xtc_probability == 0
@@ -64,23 +64,23 @@ def serves_trees(verifier: Verifier) -> bool:
 
 def verify_tree(
     verifier: Verifier,
-    logits: mx.array,  # [1 + nodes, vocab], the root's first
-    rows: Rows,  # the root's and those of a chain of `levels` tokens behind it
+    logits: mx.array,  # [1 + nodes, vocab], the root's row first
+    rows: Rows,  # of the root and of a chain of `levels` tokens after it
     tokens: mx.array,  # uint32 [nodes]
     parents: mx.array,  # int32 [nodes], -1: the root
-    seen: mx.array,  # bool [1 + nodes, 1 + nodes], the ancestors of each, and itself
-    levels: int,  # no node is accepted that is deeper
+    seen: mx.array,  # bool [1 + nodes, 1 + nodes], each node's ancestors and itself
+    levels: int,  # deeper nodes are not accepted
     *,
     top: int | None = None,  # see `Verifier.verify`
 ) -> VerifiedTree:
-    """Choose from every row, and find the path of these choices. For `serves_trees`."""
+    """Choose from every row, and find the path of the choices. Needs `serves_trees`."""
     depths = seen.astype(mx.int32).sum(axis=1) - 1  # 0: the root
     places = mx.minimum(depths, levels)
     chooser: Any = copy(verifier.chooser)
     chooser._noise = _NoiseOfNodes(chooser._noise, places)
     processed = chooser.processed(logits, rows)
     choices = chooser.pick(processed, rows)
-    # Of equal siblings the first is taken.
+    # Of siblings with the same token only the first can be accepted.
     equal = (tokens[:, None] == tokens) & (parents[:, None] == parents)
     others = (equal & mx.tri(len(tokens), k=-1, dtype=mx.bool_)).any(axis=1)
     agree = (tokens == choices[parents + 1]) & ~others
@@ -108,19 +108,19 @@ def _taken(report: LogProbs, rows: mx.array) -> LogProbs:
 def best_children(
     verifier: Verifier,
     logits: mx.array,  # [rows, vocab] of the drafter, or [rows, n] with `ids`
-    rows: Rows,  # one, of the token that all rows propose
+    rows: Rows,  # one row: all rows of logits propose for the same position
     count: int,
     ids: mx.array | None = None,  # see `Verifier.propose`
 ) -> tuple[mx.array, mx.array]:
     """Return the most likely choices of the target after each row.
 
-    With a temperature these are the best with the noise of their position, which is
-    the target's own.
+    At a temperature above 0 the scores include the noise of the position, which the
+    target uses too.
 
     Returns:
-        Token ids, uint32 [rows, count], the best first, which is the one that `propose`
-        would choose; and how likely they are, float32 [rows, count], logarithms. With
-        many ids the others are the best of different parts of the vocabulary.
+        Token ids, uint32 [rows, count], the best first, which is the choice of
+        `propose`; and the logarithms of their probabilities, float32 [rows, count].
+        With more than `FEW` ids, each comes from another part of the vocabulary.
     """
     chooser: Chooser = verifier.draft_chooser
     scores = logits

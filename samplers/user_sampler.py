@@ -1,11 +1,10 @@
 """Calls of samplers that draw by themselves: mlx-lm's, and the user's own.
 
-Such a sampler takes log-probabilities [1, vocab] and returns a token id [1]. For a
-verify it is called row by row, because a sampler may draw once for all rows that it is
-given, as mlx-lm's XTC does, and then they would not be independent. Where each row's
-token y_i is drawn from p_i alone, and a drafted token is accepted where it equals y_i,
-what is emitted is always the target's own draw: its distribution is the
-sampler's.
+Such a sampler takes log-probabilities [1, vocab] and returns a token id [1]. A verify
+calls it row by row: given several rows, it may draw once for all of them, as mlx-lm's
+XTC does, and the rows would not be independent. Each row's token y_i is drawn from p_i
+alone, and a drafted token is accepted if it equals y_i. So all emitted tokens are the
+target's own draws, and they have the sampler's distribution.
 """
 
 from typing import Any
@@ -17,14 +16,14 @@ from mlx_speculation.samplers.sampling import Sampler
 
 
 def called_on_rows(sampler: Sampler, processed: mx.array) -> mx.array:
-    """Return a token of each row, uint32 [rows]; ids below 0 come out huge.
+    """Return a token for each row, uint32 [rows]; a negative id becomes a huge one.
 
     Args:
         sampler: draws by itself, from a state of its own or mlx's global one.
         processed: logits [rows, vocab].
 
     Raises:
-        InvalidRequestError: it returned something else than one token id.
+        InvalidRequestError: the sampler did not return one token id.
     """
     log_probs = processed - mx.logsumexp(processed, axis=-1, keepdims=True)
     drawn = [_one(sampler(log_probs[i : i + 1])) for i in range(len(processed))]
@@ -47,15 +46,15 @@ def _one(token: Any) -> mx.array:
 def within(
     tokens: mx.array, normals: mx.array, width: int
 ) -> tuple[mx.array, mx.array]:
-    """Return tokens that exist, and normalizers that are NaN where one did not.
+    """Replace ids that do not exist, and set the normalizers of their rows to NaN.
 
-    An id without a row in the embedding would be read from outside of it, and the host
-    knows the ids only with the round's one read.
+    The embedding would read such an id's row out of bounds before the host sees the
+    ids, which it reads once at the end of the round.
 
     Args:
-        tokens: uint32 [rows], of a sampler.
-        normals: [rows].
-        width: how many ids there are.
+        tokens: uint32 [rows], from a sampler.
+        normals: [rows], the normalizers.
+        width: the number of ids that exist.
     """
     exist = tokens < width
     nan = mx.array(mx.nan, normals.dtype)

@@ -1,17 +1,17 @@
-"""One request's decisions: what a drafter proposes, and what the target makes of it.
+"""One request's decisions: the drafted tokens, and how many the target accepts.
 
-Three rules, all lossless:
+Three acceptance rules, all lossless:
 
     keyed       draft and target choose with the same noise, and a drafted token is
-                accepted where it is the target's own choice: one text for a seed,
-                whatever the draft
-    rejection   a drafted token is accepted with min(1, p / q): the same
+                accepted if it is the target's own choice: a seed has one text for
+                every draft
+    rejection   a drafted token is accepted with probability min(1, p / q): the same
                 distribution, more tokens accepted, another text for every draft and
                 draft length
-    block       likewise, and the drafted tokens are judged together
+    block       as rejection, but the drafted tokens are judged together
 
-Greedy requests choose without noise under each of them. What a round decides is
-computed on the device: nothing here is evaluated or read.
+Greedy requests choose without noise under every rule. All decisions are computed on
+the device: this module evaluates and reads nothing.
 """
 
 from collections.abc import Iterator
@@ -61,26 +61,26 @@ class Verifier:
         chooser: Chooser,  # chooses by the request's options, with its noise
         acceptance: Acceptance = "keyed",
         *,
-        # Let reports hold the log-probabilities of all ids too
+        # Include the log-probabilities of all ids in reports
         whole_rows: bool = False,
         rows: int | None = None,  # of a decision, padding included; None: any number
     ) -> None:
-        # For the target
+        # Chooses for the target
         self.chooser = chooser if rows is None else chooser.in_fixed_shape(rows)
         self.draft_chooser = chooser.for_drafts()
         self._rule = None if chooser.sampling.greedy else RULES[acceptance]
         self.whole_rows = whole_rows
-        # What requests have in common whose rows one call decides. None: it is decided
-        # by itself, as its rule or its sampler draws, or processors look at its tokens
+        # Requests with equal `shared` are decided in one call. None: this request is
+        # decided alone, since its rule or sampler draws, or processors read its tokens
         self.shared = self._in_common()
         self._streams: dict[int, mx.array] = {}
 
     @property
     def tolerates_invalid_logits(self) -> bool:
-        """Return whether a proposal from unusable logits, such as NaN, does no harm.
+        """Return whether drafting from invalid logits, such as NaN, does no harm.
 
-        It is then a token like any other. Where `draft_probs` are kept they would be
-        NaN too, and a logits processor of the user's would see it.
+        The drafted token is then a valid id. But a rule that keeps `draft_probs` would
+        get NaN in them, and the user's logits processors would see the logits.
         """
         return self._rule is None and not self.chooser.processors.active
 
@@ -98,8 +98,8 @@ class Verifier:
     ) -> mx.array:
         """Return the probabilities of each choice, float32 [rows, width].
 
-        They are the same under every rule; for a draft those of a proposal, with its
-        temperature. Logits are [rows, vocab]. Legal where `processors.parallel`.
+        They are the same under every rule. With `for_draft` they have the draft
+        temperature. Logits are [rows, vocab]. Needs `processors.parallel`.
         """
         chooser = self.draft_chooser if for_draft else self.chooser
         processed = chooser.processed(logits, rows, for_draft=for_draft)
@@ -112,9 +112,9 @@ class Verifier:
 
         Args:
             logits: [rows, vocab] of the drafter, or [rows, n] with `ids`.
-            rows: what precedes each row; drafted tokens are `ahead`.
-            ids: uint32 [n], different token ids, where the drafter has logits for some
-                only. Those that the target lacks are left out.
+            rows: the tokens before each row; drafted tokens are `ahead`.
+            ids: uint32 [n], distinct: the token ids of the columns, for a drafter with
+                a reduced vocabulary. Ids that the target lacks are left out.
         """
         chooser = self.draft_chooser
         if ids is not None:
@@ -130,15 +130,15 @@ class Verifier:
     def verify(
         self,
         logits: mx.array,  # [k + 1, vocab] of the target
-        rows: Rows,  # what precedes each row; the drafted tokens are `ahead`
+        rows: Rows,  # the tokens before each row; the drafted tokens are `ahead`
         drafted: mx.array | None = None,  # uint32 [k], or None for k = 0
-        # float32 [k, ids], what they were drawn from; None where chance took no part
+        # float32 [k, ids], the distributions they were drawn from; None: not drawn
         draft_probs: mx.array | None = None,
         *,
-        # Report log-probabilities, and this many of the most probable ids
+        # Report log-probabilities, with this many of the most probable ids
         top: int | None = None,
     ) -> Verified:
-        """Decide which of k drafted tokens are accepted, and what follows them."""
+        """Decide which of k drafted tokens are accepted, and choose the next token."""
         processed = self.chooser.processed(logits, rows)
         return self._decide(processed, rows, drafted, draft_probs, None, top)
 
@@ -151,15 +151,14 @@ class Verifier:
         *,
         top: int | None = None,
     ) -> Iterator[Verified]:
-        """Decide row after row, for processors that may not see one row too many.
+        """Decide row after row, for serial processors, which see emitted tokens only.
 
-        Ask for a row when the drafted token before it was accepted, and does not end
-        the text; see `Processors.serial`. The host reads each decision before the
-        next. Takes what `verify` takes; not for block verification, which has to see
-        all rows.
+        The caller reads each decision before it takes the next, and stops at a rejected
+        token or an end of the text; see `Processors.serial`. The arguments are those of
+        `verify`. Block verification is not possible, since it needs all rows.
 
         Yields:
-            The outcome on each row and its drafted token alone: one token.
+            The decision on one row and its drafted token: one chosen token.
         """
         k = 0 if drafted is None else len(drafted)
         start = rows.positions[0]
@@ -168,7 +167,7 @@ class Verifier:
             if drafted is None or index == k:
                 yield self._decide(processed, rows.some(index), None, None, start, top)
                 continue
-            # Two rows and their draft, of which only the first row counts.
+            # The rule needs a row after the drafted token; its decision is not used.
             twice = mx.concatenate([processed, processed])
             one = slice(index, index + 1)
             probs = None if draft_probs is None else draft_probs[one]
@@ -184,9 +183,9 @@ class Verifier:
         start: int | None,
         top: int | None,
     ) -> Verified:
-        """Decide on k drafted tokens, given k + 1 rows, in the round from `start`.
+        """Decide on k drafted tokens, given k + 1 rows.
 
-        None: the round begins with these rows.
+        `start` is the round's first position; None: that of the first row.
         """
         if self._rule is None:
             tokens = self.chooser.pick(processed, rows)
@@ -247,9 +246,9 @@ class Verifier:
 
 
 def spread(logits: mx.array, ids: mx.array, width: int) -> mx.array:
-    """Return logits [rows, n] of ids [n] or [rows, n] as those of all, else -inf.
+    """Spread logits [rows, n] of ids [n] or [rows, n] to [rows, width], else -inf.
 
-    Ids from `width` on are left out: a write to their places would go astray.
+    Ids from `width` on are left out, since writing them would be out of bounds.
     """
     everywhere = mx.full((len(logits), width + 1), -mx.inf, logits.dtype)
     places = mx.minimum(ids, width)

@@ -1,10 +1,10 @@
 """Constraints: which token ids may come next in a text.
 
-A grammar, a JSON schema or a list of allowed tokens is a `Constraint`. A state of it
-stands at a place in one text. A round forks the state for every draft position, and
-drops the forks of rejected tokens, so a state never has to go back (see `progress`).
-This module is the interface for authors of constraints. It knows token ids and numpy
-arrays, and no text.
+A grammar, a JSON schema or a list of allowed tokens is a `Constraint`. Its state
+belongs to one place in one text. A round forks the state for every draft position, and
+drops the forks of rejected tokens, so a state is never rolled back (see `progress`).
+This module is the interface for authors of constraints. It works on token ids and numpy
+arrays, not on text.
 """
 
 from collections.abc import Collection, Mapping
@@ -23,8 +23,8 @@ class ConstraintState(Protocol):
     def allowed(self) -> NDArray[np.bool_]:
         """Return which token ids may come next, bool [ids].
 
-        Ids past the end of the array are not allowed. Values for end-of-text ids are
-        ignored: `may_end` decides on those. Does not change the state.
+        Ids past the end of the array are not allowed. The values of end-of-text ids are
+        ignored, since `may_end` decides on them. Does not change the state.
 
         Raises:
             ConstraintError: the mask cannot be computed, for example because a limit
@@ -70,8 +70,8 @@ class TokenAutomaton:
         TokenAutomaton({0: {5: 1}, 1: {5: 2}, 2: {6: 2, 7: 2}}, accepting={2})
 
     Args:
-        transitions: the next state by state and token id. A state that is missing has
-            no next state.
+        transitions: the next state by state and token id. A missing state has no next
+            state.
         accepting: the states in which the text may end.
         start: the state before the first token.
 

@@ -42,20 +42,20 @@ COMPACT = {"whitespace_flexible": False}
 class Vocabulary:
     """The vocabulary of a tokenizer in llguidance's form."""
 
-    tokens: "LLTokenizer"  # all tokens, and one more that stands for the end of a text
-    end: int  # the id of that one more token, which is the largest id
+    tokens: "LLTokenizer"  # all tokens, and an added one for the end of a text
+    end: int  # the id of the added token, which is the largest id
 
 
 @dataclass(frozen=True, slots=True)
 class PortableVocabulary:
     """A `Vocabulary` as text, for another process."""
 
-    text: str  # a `tokenizer.json` with the token that stands for the end of a text
+    text: str  # a `tokenizer.json` with the added token for the end of a text
     end: int  # as in `Vocabulary`
 
 
-# Vocabularies by tokenizer: to read one takes up to a second. A tokenizer is read again
-# after tokens were added to it.
+# Vocabularies by tokenizer, since reading one takes up to a second. A tokenizer is read
+# again if tokens were added to it.
 _READ: WeakKeyDictionary[PreTrainedTokenizerFast, Vocabulary] = WeakKeyDictionary()
 
 
@@ -110,9 +110,9 @@ class GrammarState:
             ConstraintError: the grammar is too complex for a limit of llguidance.
         """
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        if self._matcher.is_error():  # the mask then allows the end alone
+        if self._matcher.is_error():  # the mask then allows only the end
             raise failed_here(self._matcher.get_error())
-        # [ids], without the token that stands for the end
+        # [ids], without the added token for the end
         return np.unpackbits(bits, count=self._end, bitorder="little").view(np.bool_)
 
     @property
@@ -270,7 +270,8 @@ def portable_vocabulary(tokenizer: Any) -> PortableVocabulary:
     backend.no_padding()
     backend.no_truncation()
     ids = set(backend.get_vocab(with_added_tokens=True).values())
-    # A new token for the end: the tokenizer may have none, and requests differ in it.
+    # A new token for the end: the tokenizer may have none, and end-of-text ids differ
+    # between requests.
     backend.add_special_tokens([AddedToken(END, special=True, normalized=False)])
     end = backend.token_to_id(END)
     assert end is not None
@@ -288,7 +289,7 @@ def unusable(reason: str, grammar: str, kind: str = "grammar") -> InvalidRequest
     Args:
         reason: llguidance's message.
         grammar: the grammar as the caller wrote it.
-        kind: the word for it, such as "JSON schema".
+        kind: the word for the grammar, such as "JSON schema".
     """
     return InvalidRequestError(
         f"The {kind} cannot be used: {_plain(reason)}. It is: {_shortened(grammar)}"
@@ -296,7 +297,7 @@ def unusable(reason: str, grammar: str, kind: str = "grammar") -> InvalidRequest
 
 
 def not_enforced(warnings: str, kind: str = "grammar") -> InvalidRequestError:
-    """Return the error for a grammar of which llguidance would ignore a part."""
+    """Return the error for a grammar that llguidance would enforce in part only."""
     return InvalidRequestError(
         f"A part of the {kind} would not be enforced: {warnings}. Leave it out, and "
         "check it afterwards."

@@ -1,8 +1,8 @@
 """Masks of the token ids that a constraint allows in rows of logits.
 
 A mask depends on the tokens before its row. Drafted tokens are on the device, so the
-host has to read them. It does so while the device computes the logits of the row, and
-such reads are counted.
+host has to read them. It reads them while the device computes the row's logits. These
+reads are counted.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class Masks:
 
         Args:
             rows: the tokens before each row.
-            ahead: those of them that follow the committed text, read by the host.
+            ahead: the tokens that follow the committed text, read by the host.
         """
         self._reads += bool(ahead)
         return replace(rows, allowed=self.text.masks(ahead, rows.count))
@@ -41,9 +41,9 @@ class Masks:
     ) -> Rows:
         """Return the rows of a drafter with their masks.
 
-        A drafter may have logits for some ids only. If it has none for an allowed id,
-        all its ids are allowed in that row: then the proposed token has a probability,
-        and the target rejects it.
+        A drafter may have logits for some ids only. If all allowed ids of a row are
+        missing, the row allows all ids: its probabilities stay valid, and the target
+        rejects the drafted token.
 
         Args:
             logits: [rows, vocab], or [rows, n] with `ids`. They are submitted before

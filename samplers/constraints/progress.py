@@ -1,16 +1,16 @@
 """One generation under a constraint: masks for rows of logits, and commits.
 
-Places are reached by paths, token ids that follow the committed text. A path has one
-place, computed once in a round whoever asks: the draft, the verify rows, the commit. A
-tree of drafts has a path for each of its nodes.
+A path is a list of token ids that follow the committed text, and leads to a place in
+the text. The place of a path is computed once in a round, for the draft, the verify
+rows and the commit. A tree of drafts has a path for each node.
 
     committed text ends in place s, drafted d_1 d_2 d_3, d_3 not allowed after d_2
     row 0   allowed in s                     row 2   allowed after d_1 d_2
     row 1   allowed after d_1                row 3   any id: d_3 is never accepted
 
-A text is over in one of two ways. End-of-text ids are allowed exactly where the text
-may end. Where it may end and nothing else is allowed, it is complete: it ends there
-with its last token, and no end-of-text id is asked for.
+A text ends in one of two ways. At places where it may end, end-of-text ids are allowed,
+and one may be chosen. If it may end and no token may follow, the text is complete: it
+ends with its last token, and no end-of-text id is chosen.
 """
 
 from collections.abc import Collection, Sequence
@@ -28,17 +28,17 @@ from mlx_speculation.samplers.constraints.base import Constraint, ConstraintStat
 class Place:
     """A place in the text."""
 
-    state: ConstraintState  # stands there; it is forked, never advanced
+    state: ConstraintState  # the state at this place; it is forked, never advanced
     # The ids that may come next, bool [ids], end-of-text ids included.
     mask: NDArray[np.bool_]
     may_end: bool = False  # whether the text may end here
-    goes_on: bool = False  # whether anything but the end may come next
-    # Why the constraint does not know; nothing is allowed then.
+    goes_on: bool = False  # whether an id that is no end-of-text id may come next
+    # The error of the constraint at this place; no id is allowed then.
     failure: ConstraintError | None = None
 
     @property
     def forced(self) -> int | None:
-        """The only id that may come next and goes on; None where there is a choice."""
+        """The only id that may come next; None: several, none, or end-of-text only."""
         if not self.goes_on or np.count_nonzero(self.mask) != 1:
             return None
         return int(self.mask.argmax())
@@ -46,10 +46,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Followed:
-    """Progress of a round's emitted tokens under the constraint."""
+    """The part of a round's emitted tokens that the constraint lets stay."""
 
-    keep: int  # how many of them stay
-    complete: bool  # whether the text ends with the last one that stays
+    keep: int  # how many tokens stay
+    complete: bool  # whether the text is complete after the last of them
 
 
 class Constrained:
@@ -57,10 +57,10 @@ class Constrained:
 
     def __init__(
         self,
-        constraint: Constraint,  # what the text has to follow
+        constraint: Constraint,
         *,
         usable: NDArray[np.bool_],  # the ids that can be chosen at all, bool [ids]
-        ends: Collection[int],  # end-of-text ids. They are no part of the text
+        ends: Collection[int],  # end-of-text ids, which the constraint never sees
     ) -> None:
         self._usable = usable
         self._ends = frozenset(ends)
@@ -81,10 +81,10 @@ class Constrained:
         return self._committed.may_end and not self._committed.goes_on
 
     def check(self) -> None:
-        """Refuse to go on from a committed text that can neither go on nor end.
+        """Refuse a committed text that can neither go on nor end.
 
         Raises:
-            ConstraintError: it can do neither, or the constraint has failed there.
+            ConstraintError: the text is stuck, or the constraint failed at its end.
         """
         if self._committed.failure is not None:
             raise self._committed.failure
@@ -99,7 +99,7 @@ class Constrained:
     def place(self, path: Sequence[int]) -> Place | None:
         """Return the place after these tokens.
 
-        None where one of them is not allowed, or ends the text.
+        None: one of them is not allowed, or is an end-of-text id.
         """
         key = tuple(path)
         if key not in self._places:
@@ -107,11 +107,11 @@ class Constrained:
         return self._places[key]
 
     def forced(self, ahead: Sequence[int], limit: int) -> list[int]:
-        """Return the tokens, at most `limit`, that have to follow these.
+        """Return the tokens, at most `limit`, that have to follow `ahead`.
 
-        Each is the only one that its mask allows. The masks of llguidance allow one way
-        to write a text that is fixed, the tokens of its `compute_ff_tokens`. They are
-        kept as places, which a round over these tokens asks for anyway.
+        Each is the only token that its mask allows. For a fixed piece of text, masks of
+        llguidance allow one tokenization only, that of its `compute_ff_tokens`. The
+        places are kept: a round over these tokens needs them anyway.
         """
         path = list(ahead)
         while len(path) < len(ahead) + limit:
@@ -125,13 +125,13 @@ class Constrained:
     def masks(self, ahead: Sequence[int], count: int) -> mx.array:
         """Return the masks of rows that follow the last `count` prefixes of `ahead`.
 
-        A row allows every id where nothing can be emitted from it: after tokens that
-        the constraint does not allow, which are not accepted; and where nothing may
-        come next, since `follow` has cut before it.
+        A row from which no token can be emitted allows every id. It follows a token
+        that the constraint does not allow, which is never accepted, or stands where no
+        token may come next, where `follow` cuts.
 
         Args:
             ahead: token ids after the committed text, drafted or chosen.
-            count: how many rows, from 1 to `len(ahead) + 1`.
+            count: the number of rows, from 1 to `len(ahead) + 1`.
 
         Returns:
             bool [count, ids].
@@ -145,9 +145,10 @@ class Constrained:
         return mx.array(masks)
 
     def follow(self, emitted: Sequence[int]) -> Followed:
-        """Return how many of a round's tokens stay, given what may follow each.
+        """Return how many of a round's tokens stay.
 
-        They end after the first that nothing may follow. The text stays as it was.
+        They are cut after the first token that no token may follow. The committed text
+        does not change.
 
         Raises:
             ConstraintError: a token is not allowed.
@@ -161,10 +162,10 @@ class Constrained:
         return Followed(len(emitted), complete=False)
 
     def commit(self, emitted: Sequence[int]) -> None:
-        """Let the text go on by these tokens; an end-of-text id may be the last.
+        """Append tokens to the committed text; the last may be an end-of-text id.
 
         Raises:
-            ConstraintError: a token is not allowed; the text stays as it was.
+            ConstraintError: a token is not allowed; the text does not change.
         """
         ended = bool(emitted) and emitted[-1] in self._ends
         text = emitted[:-1] if ended else emitted
@@ -191,11 +192,11 @@ class Constrained:
         try:
             state.advance(token)
             return self._look(state)
-        except ConstraintError as error:  # counts when it is committed, as if stuck
+        except ConstraintError as error:  # `check` raises it once this is committed
             return Place(state, np.zeros_like(self._usable), failure=error)
 
     def _look(self, state: ConstraintState) -> Place:
-        """Return a state's place; of the ids that it allows, those that are usable."""
+        """Return the place of a state; its mask has usable ids only."""
         mask = np.zeros_like(self._usable)
         allowed = _checked(state.allowed())[: len(mask)]
         mask[: len(allowed)] = allowed
@@ -208,7 +209,7 @@ class Constrained:
 
 
 def _checked(allowed: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Refuse ids or packed bits in place of one truth value for each id."""
+    """Refuse a mask that is not bool [ids], such as a list of ids or packed bits."""
     if allowed.dtype != np.bool_ or allowed.ndim != 1:
         raise ConstraintError(
             f"allowed() returned {allowed.dtype}{list(allowed.shape)}, and bool [ids] "

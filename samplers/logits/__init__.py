@@ -1,5 +1,5 @@
 """Changes of logits before a token is chosen: processors, penalties, filters.
 
-Each of them takes many rows at once, with the tokens that precede each row, and gives
-every row what mlx-lm would give it alone. Nothing here chooses a token or knows a rule.
+Each takes many rows at once, with the tokens before each row, and returns for every row
+the result of mlx-lm on that row alone. This package chooses no token and knows no rule.
 """

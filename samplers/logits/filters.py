@@ -1,12 +1,13 @@
 """Filters on logits before any temperature, in mlx-lm's order, with its definitions.
 
 mlx-lm filters log-probabilities. They differ from logits by one number per row, which
-no filter feels but by rounding: log-probabilities give mlx-lm's result to the last bit
-(`top_p` says where it differs), and logits save a pass over the vocabulary.
+changes a filter's result by rounding only. Given log-probabilities, these filters have
+mlx-lm's result to the last bit (but see `top_p`). Logits save a pass over the
+vocabulary.
 
-Each row is filtered by itself: together or alone, beside padding or not, it comes out
-the same to the last bit. Hence the ties broken by id, where mlx-lm leaves them to a
-partition, and the probabilities added up as whole numbers in `top_p`.
+A row has the same result to the last bit whether it is filtered alone, with other rows
+or with padding. So ties are broken by id, where mlx-lm leaves them to a partition, and
+`top_p` adds up probabilities as whole numbers.
 """
 
 import math
@@ -26,10 +27,10 @@ def apply_filters(
     Args:
         logits: float32 [..., vocab], before any temperature.
         sampling: the request's options.
-        coins: float32 [...] from [0, 1), XTC's for each row; None where XTC is off.
+        coins: float32 [...] from [0, 1), XTC's coin of each row; None: XTC is off.
 
     Returns:
-        float32 [..., vocab], -inf where a token was dropped.
+        float32 [..., vocab], -inf for dropped tokens.
     """
     if 0 < sampling.top_p < 1:
         logits = top_p(logits, sampling.top_p)
@@ -46,26 +47,26 @@ def apply_filters(
 
 
 def top_p(logits: mx.array, share: float) -> mx.array:
-    """Keep the most probable tokens that come first to this share of probability.
+    """Keep the most probable tokens, up to this share of probability.
 
-    A token stays when those more probable than it have less than the share together;
-    tokens of equal probability in float32 stay or go together. (Holtzman et al., "The
-    Curious Case of Neural Text Degeneration", 2020.)
+    A token stays if all tokens more probable than it have less than the share together;
+    tokens of equal float32 probability are all kept or all dropped. (Holtzman et al.,
+    "The Curious Case of Neural Text Degeneration", 2020.)
 
-    The sums are of whole numbers, see `top_p`. mlx-lm adds up float32 in the sorted
-    order, so a token may differ whose sum is within float32's rounding of the share.
+    Sums are whole numbers, see the module `top_p`. mlx-lm adds up float32 in sorted
+    order, so results may differ for a token whose sum is within rounding of the share.
     """
     probs = mx.softmax(logits, axis=-1)
     return mx.where(probs < nucleus_edge(probs, share), -mx.inf, logits)
 
 
 def min_p(logits: mx.array, share: float, keep: int = 1) -> mx.array:
-    """Drop tokens less probable than this share of the most probable one's.
+    """Drop tokens less probable than `share` times the most probable one.
 
     Args:
         logits: float32 [..., vocab].
-        share: above 0, to 1.
-        keep: how many of the most probable tokens stay at least.
+        share: above 0, at most 1.
+        keep: keep at least this many of the most probable tokens.
     """
     kept = logits >= logits.max(axis=-1, keepdims=True) + math.log(share)
     if keep > 1:
@@ -76,16 +77,16 @@ def min_p(logits: mx.array, share: float, keep: int = 1) -> mx.array:
 def xtc(
     logits: mx.array, applied: mx.array, threshold: float, special: Sequence[int]
 ) -> mx.array:
-    """Drop all but the last of the tokens that are more probable than the threshold.
+    """Of the tokens more probable than the threshold, keep the least probable only.
 
-    "Exclude top choices", in mlx-lm's definition: probable among what earlier filters
-    have left. mlx-lm tosses one coin for all rows; here each row has its own.
+    "Exclude top choices" as mlx-lm defines it: probabilities are among the tokens that
+    earlier filters have left. mlx-lm has one coin for all rows; here each row has one.
 
     Args:
         logits: float32 [..., vocab].
-        applied: bool [...], whether the coin fell so for the row.
+        applied: bool [...], whether the row's coin applies XTC.
         threshold: from 0 to 0.5.
-        special: ids that stay; those past the vocabulary are passed over.
+        special: ids that stay; ids past the vocabulary are ignored.
     """
     probs = mx.softmax(logits, axis=-1)
     choices = mx.where(probs > threshold, probs, mx.inf)
@@ -99,16 +100,16 @@ def xtc(
 def top_k(logits: mx.array, k: int) -> mx.array:
     """Keep the k most probable tokens of each row, the lowest ids among equals.
 
-    mlx-lm leaves the choice among equals to a partition, which may differ with the
-    number of rows; a stable order may not. A partition finds the edge in a fifth to a
-    tenth of the time of a sort.
+    mlx-lm leaves the choice among equals to a partition, whose result may depend on the
+    number of rows. Here a partition only finds the edge, in a fifth to a tenth of the
+    time of a sort.
 
     Args:
         logits: float32 [..., vocab].
-        k: from 1 on; all are kept where the row has no more.
+        k: at least 1; a row with at most k tokens keeps all.
 
     Returns:
-        float32 [..., vocab], -inf where a token was dropped.
+        float32 [..., vocab], -inf for dropped tokens.
     """
     return mx.where(_largest(logits, k), logits, -mx.inf)
 
@@ -118,7 +119,7 @@ def _largest(values: mx.array, k: int) -> mx.array:
     width = values.shape[-1]
     if k >= width:
         return mx.ones(values.shape, dtype=mx.bool_)
-    # A partition puts the one value that is asked for in its place.
+    # A partition puts the value of this index where a sort would put it.
     edge = mx.partition(values, width - k, axis=-1)[..., width - k, None]
     above = values > edge
     equal = values == edge

@@ -1,8 +1,8 @@
 """Logit bias and the penalties for repeated tokens, for many rows at once.
 
-The same values as mlx-lm's processors compute row by row, to the last bit and in the
+The results equal those of mlx-lm's processors (row by row) to the last bit, in the
 logits' own dtype; see `mlx_lm.sample_utils.make_logits_processors`. Windows of earlier
-tokens are made on the device, since drafts before a row are not read.
+tokens are made on the device, since the host does not read drafted tokens.
 """
 
 import mlx.core as mx
@@ -15,7 +15,7 @@ class Penalties:
     """The request's logit bias and penalties, in mlx-lm's order.
 
     Attributes:
-        active: whether there is anything to do.
+        active: whether a bias or penalty is set.
     """
 
     def __init__(self, sampling: Sampling) -> None:
@@ -27,10 +27,9 @@ class Penalties:
     def apply(
         self, logits: mx.array, rows: Rows, known: KnownTokens | None = None
     ) -> mx.array:
-        """Return the logits [rows, vocab] with bias and penalties, of their dtype.
+        """Return the logits [rows, vocab] with bias and penalties, in their dtype.
 
-        Ids from `vocab` on are passed over. `known` makes windows over a whole text
-        cheap.
+        Ids from `vocab` on are ignored. `known` makes windows over a whole text cheap.
         """
         options = self._sampling
         if options.biases:
@@ -59,10 +58,9 @@ class Penalties:
 
 
 def repetition(logits: mx.array, windows: Windows, penalty: float) -> mx.array:
-    """Multiply negative logits of earlier tokens, and divide the others.
+    """Multiply negative logits of earlier tokens, and divide their other logits.
 
-    Paper: Keskar et al., "CTRL" (2019), equation of section 4.1; with the sign, as in
-    mlx-lm.
+    Keskar et al., "CTRL" (2019), section 4.1, but sign-dependent as in mlx-lm.
     """
     tokens, result = _own(windows, logits.shape[-1])
     chosen = mx.take_along_axis(logits, tokens, axis=-1)
@@ -80,9 +78,9 @@ def presence(logits: mx.array, windows: Windows, penalty: float) -> mx.array:
 
 
 def frequency(logits: mx.array, windows: Windows, penalty: float) -> mx.array:
-    """Subtract the penalty from a token's logit once per occurrence, in turn.
+    """Subtract the penalty from a token's logit once per occurrence.
 
-    One subtraction for each, since n times the penalty rounds otherwise.
+    Subtracting n times the penalty at once would round differently.
     """
     width = logits.shape[-1]
     tokens, valid = windows.tokens, windows.valid & (windows.tokens < width)
@@ -96,10 +94,10 @@ def frequency(logits: mx.array, windows: Windows, penalty: float) -> mx.array:
 
 
 def _own(windows: Windows, width: int) -> tuple[mx.array, mx.array]:
-    """Return ids below `width`, and whether a row has any such in its window.
+    """Return the window's ids below `width`, and whether a row has any.
 
-    What is not in the window is replaced by one of the tokens that are, so that every
-    write to an id writes the same value.
+    Invalid entries repeat a valid token of the row, so that all writes to an id write
+    the same value.
     """
     valid = windows.valid & (windows.tokens < width)
     some = mx.argmax(valid, axis=-1, keepdims=True)

@@ -1,17 +1,17 @@
-"""Logits processors over rows of a verify, as plain decoding would call them.
+"""Logits processors over the rows of a verify, with the results of plain decoding.
 
 A processor of mlx-lm is a callable (tokens [n], logits [1, vocab]) -> logits. Plain
-decoding calls it once per token; a verify has a row for every draft, most of which are
-thrown away. What may be called when depends on what a processor can promise:
+decoding calls it once per token. A verify has a row for every drafted token, and many
+of them are rejected. The kind of a processor decides when it may be called:
 
     pure        the result depends on the arguments alone: mlx-lm's own processors, and
                 those wrapped by `pure`. Called for all rows, nothing is read.
-    forkable    says how to copy and restore its state, see `ForkableProcessor`. Called
-                for all rows in order, and put back to where the emitted tokens end.
-    serial      every other callable. Called for a row when the choice before it is
-                known to be emitted: the calls of plain decoding and no others.
+    forkable    can copy and restore its state, see `ForkableProcessor`. Called for all
+                rows in order; then the state after the emitted tokens is restored.
+    serial      every other callable. Called for a row once the choice before it is
+                known to be emitted, so exactly as often as in plain decoding.
 
-Drafters see pure and forkable ones, on a copy of the state; serial ones never.
+Drafts call pure and forkable processors, the latter on a copy of the state.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,15 +40,15 @@ class _Called:
 class Processors:
     """The processors of one request: bias and penalties, then the user's in order.
 
-    Around a round:
+    Calls of a round:
 
         before = processors.fork()
         logits = processors.apply(logits, rows)       # or next() of serial() for a row
-        processors.keep(emitted)                      # how many rows' tokens stay
-        processors.restore(before)                    # instead: the round has failed
+        processors.keep(emitted)                      # the number of emitted tokens
+        processors.restore(before)                    # instead, if the round has failed
 
-    Plain steps, whose one row stays, need no `keep`. With `parallel` False, steps go
-    through `serial` as well, and only when the token before them has been read.
+    A plain step has one row, which stays, so it needs no `keep`. If `parallel` is
+    False, steps use `serial` too, after the host has read the token before them.
 
     Args:
         sampling: the request's options.
@@ -58,8 +58,8 @@ class Processors:
     Attributes:
         active: whether logits are changed at all.
         parallel: whether all rows can be processed at once.
-        has_state: whether a round that fails, or whose drafts are rejected, leaves a
-            trace.
+        has_state: whether a failed round or a rejected draft changes the state of a
+            processor.
 
     Raises:
         InvalidRequestError: the logit bias or XTC's special tokens name an id that
@@ -77,16 +77,17 @@ class Processors:
         self.parallel = not any(is_serial(processor) for processor in self._users)
         self.has_state = bool(self._forkable) or not self.parallel
         self._known = KnownTokens()
-        self._after: dict[int, States] = {}  # a position's row, and the one before
-        self._drafted: dict[int, States] = {}  # a position's draft in this round
+        self._after: dict[int, States] = {}  # by position, after its row
+        self._drafted: dict[int, States] = {}  # by position, after its drafted token
         self._last = range(0)  # the positions of the last rows
-        self._called: dict[tuple[int, ...], _Called] = {}  # by tokens after the known
-        self._called_after = 0  # known tokens
+        # By the tokens between the first `_called_after` known ones and the row
+        self._called: dict[tuple[int, ...], _Called] = {}
+        self._called_after = 0
 
     def apply(self, logits: mx.array, rows: Rows) -> mx.array:
-        """Process all rows, [rows, vocab], which stay. Legal where `parallel`.
+        """Process all rows [rows, vocab], without writing to them. Needs `parallel`.
 
-        The state is then that after the last row; `keep` or `restore` follow.
+        Leaves the state after the last row; then call `keep` or `restore`.
         """
         assert self.parallel, "serial processors go row by row"
         self._begin(rows)
@@ -95,15 +96,15 @@ class Processors:
     def for_draft(self, logits: mx.array, rows: Rows) -> mx.array:
         """Process a draft's logits with all but the serial processors.
 
-        The state is as before. Within a round, a row finds the state that the rows
-        drafted before it have left.
+        The state does not change. Within a round, a row starts from the state after the
+        row drafted before it.
         """
         users = [user for user in self._users if not is_serial(user)]
         if not self._forkable:
             return self._apply(logits, rows, users, {})
         live, first = self.fork(), rows.positions[0]
         drafted = self._drafted
-        if first <= rows.round_start:  # a step in flight may stand there already
+        if first <= rows.round_start:  # `live` may be after a step in flight
             drafted = self._drafted = {}
             self.restore(self._after.get(first - 1, live))
         else:
@@ -114,14 +115,14 @@ class Processors:
             self.restore(live)
 
     def serial(self, logits: mx.array, rows: Rows) -> Iterator[mx.array]:
-        """Process row after row, each when it is asked for.
+        """Process row after row: a row's processors are called when it is asked for.
 
-        Ask for a row when the choice before it is known to be emitted and does not end
-        the text. Rows whose round failed after their calls are not called again when
-        the round is run again: what the calls gave has been kept.
+        Ask for a row once the choice before it is known to be emitted and does not end
+        the text. If the round fails and runs again, the results of its calls are used
+        again and the processors are not called.
 
-        The drafts are read, once. Logits [rows, vocab] stay; [1, vocab] is yielded for
-        each row. What precedes a row is at least all known tokens.
+        Reads the drafted tokens once. Does not write to the logits [rows, vocab], and
+        yields [1, vocab] for each row. All known tokens must precede each row.
         """
         drafted: Any = [] if rows.ahead is None else rows.ahead.tolist()
         self._forget_committed(rows.known)
@@ -142,17 +143,17 @@ class Processors:
         return tuple([processor.copy_state() for processor in self._forkable])
 
     def restore(self, states: States) -> None:
-        """Go back to the states of `fork`."""
+        """Restore the states from `fork`."""
         for processor, state in zip(self._forkable, states, strict=True):
             processor.restore_state(state)
 
     def keep(self, count: int) -> None:
-        """Go back to the state after the first `count` of the last rows, from 1."""
+        """Restore the state after `count` of the last rows, at least 1."""
         if self._forkable:
             self.restore(self._after[self._last[count - 1]])
 
     def _forget_committed(self, known: Sequence[int]) -> None:
-        """Keep what was called for tokens after the known ones."""
+        """Keep only the results of calls whose tokens start with the new known ones."""
         new = tuple(known[self._called_after :])
         self._called_after = len(known)
         self._called = {
@@ -162,7 +163,7 @@ class Processors:
         }
 
     def _begin(self, rows: Rows) -> None:
-        """Remember which rows come, and the state before them."""
+        """Remember the positions of the rows, and the state before them."""
         self._last, self._drafted = rows.positions, {}
         if self._forkable:
             self._after = {self._last[0] - 1: self.fork()}
@@ -179,7 +180,7 @@ class Processors:
             return logits
         processed = []
         for index, prefix in enumerate(rows.prefixes(self._known)):
-            # A slice of its own: processors write in place.
+            # A slice for each call, since processors write in place.
             processed.append(self._call(users, prefix, logits[index : index + 1]))
             if self._forkable:
                 after[rows.positions[index]] = self.fork()
@@ -204,7 +205,7 @@ class Processors:
 
 
 def _fitted(logits: mx.array, width: int) -> mx.array:
-    """Return the logits at the target's width; ids that they lack get -inf."""
+    """Return the logits at the target's width; missing ids get -inf."""
     lacking = width - logits.shape[-1]
     if lacking <= 0:
         return logits[:, :width] if lacking else logits

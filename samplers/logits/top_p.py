@@ -1,23 +1,23 @@
 """The edge of top-p, from the weights of the most probable tokens.
 
-Probabilities are added up as whole numbers of 2**-31. Such sums do not depend on the
-order of the addends, so not on the number of rows, the device, or how the edge is
-looked for; of 150,000 float32 numbers they do. A sum of n tokens is off by less than
-n * 2**-32, a float32 sum by up to n * 2**-24.
+Probabilities are added up as whole numbers of 2**-31. Unlike a float32 sum, such a sum
+does not depend on the order of its addends, and so not on the number of rows, the
+device or the search for the edge. A sum of n tokens is off by less than n * 2**-32, a
+float32 sum by up to n * 2**-24.
 
-The edge is found without a sort of the vocabulary. A partition splits the tokens into
-a more and a less probable half, the sum over the first says which half holds the
-edge, and that half is split again:
+The edge is found without sorting the vocabulary. A partition splits the tokens into a
+more and a less probable half. The sum of the more probable half says which half holds
+the edge, and that half is split again:
 
     4096 tokens      the upper 2048 have 0.97 of the probability, 0.9 is asked for
     2048 upper ones  the upper 1024 have 0.88, so the edge is in the lower 1024
     1024 lower ones  are sorted and added up one by one
 
-All shapes are known beforehand, so nothing is read by the host. The work is that of
-two partitions and one pass of small operations for each halving. On a GPU mlx sorts to
-partition, so there all tokens are sorted once instead; the edge is the same.
+All shapes are known beforehand, so the host reads nothing. The work is that of two
+partitions of the vocabulary, and a few small operations for each halving. On a GPU mlx
+partitions by sorting, so all tokens are sorted once instead; the edge is the same.
 
-Top-p with its exponentials, shortest of many runs on a Linux CPU, in ms:
+Top-p including softmax, shortest of many runs on a Linux CPU, in ms:
 
     tokens x rows          4096 x 1   4096 x 5   151,936 x 1   151,936 x 5
     halving                    0.22       0.78           4.6            23
@@ -35,10 +35,10 @@ SORTED_AT_ONCE = 1024  # below, halving costs more than it saves
 
 
 def nucleus_edge(probs: mx.array, share: float, at_once: int | None = None) -> mx.array:
-    """Return the smallest probability that stays within this share.
+    """Return the smallest probability that top-p keeps.
 
-    Token x stays when the tokens before it, in descending order, have less than the
-    share of the row's sum. The first one stays always.
+    In descending order, a token is kept if the tokens before it have less than the
+    share of the row's sum. So the first token is always kept.
 
     Args:
         probs: float32 [..., vocab], each row with a sum of 1 up to rounding.
@@ -53,7 +53,7 @@ def nucleus_edge(probs: mx.array, share: float, at_once: int | None = None) -> m
         on_gpu = mx.default_device().type == mx.DeviceType.gpu
         at_once = probs.shape[-1] if on_gpu else SORTED_AT_ONCE
     limit = _share_of(_units(probs).sum(axis=-1, keepdims=True), share)
-    before = mx.zeros_like(limit)  # units of all tokens above those looked at
+    before = mx.zeros_like(limit)  # units of all tokens above those left in `probs`
     probs = _padded(probs, at_once)
     while probs.shape[-1] > at_once:
         half = probs.shape[-1] // 2
@@ -76,8 +76,8 @@ def _units(probs: mx.array) -> mx.array:
 def _share_of(total: mx.array, share: float) -> mx.array:
     """Return share * total rounded up, in whole numbers: uint32.
 
-    At least 1, for rows of NaN too: they are refused elsewhere, but not read out of
-    bounds here.
+    At least 1, so that a row of NaN, which is refused elsewhere, does not lead to a
+    read out of bounds here.
     """
     wide = total.astype(mx.uint64) * math.ceil(share * 2**32) + (2**32 - 1)
     return mx.maximum(wide >> 32, 1).astype(mx.uint32)

@@ -9,11 +9,11 @@ keyed function of a counter (Salmon et al., "Parallel Random Numbers: As Easy as
     h, where n is odd                (h, 0)              first
     n - h + i, with i below h        (i, i + n - h)      second
 
-So any of them can be computed alone. That takes some 150 small operations, which is
-more than a full draw of 16,384 numbers takes on a CPU, and more than one of any length
-on a GPU. `mx.random` has no as cheap a way: 50 ids in each of 8 rows of 49,152 take 1.0
-ms of a CPU here and 4.5 with a key for each row; with a key for each id they would take
-0.2, and rows in which every id is drawn 12.
+So each number can be computed alone. That has some 150 small operations. They take
+longer than a full draw of 16,384 numbers on a CPU, and longer than any full draw on a
+GPU. `mx.random` is slower for few ids: 50 ids in each of 8 rows of 49,152 take 1.0 ms
+here on a CPU, and 4.5 ms with a key for each row, which draws whole rows. With a key
+for each id they would take 0.2 ms, but whole rows would then take 12 ms.
 """
 
 import mlx.core as mx
@@ -29,8 +29,8 @@ def gumbel_at(keys: mx.array, ids: mx.array, width: int) -> mx.array:
 
     Args:
         keys: uint32 [rows, 2].
-        ids: integer [rows, k], which values, from 0 to `width` - 1.
-        width: of the full draw.
+        ids: integer [rows, k], the indexes of the values, from 0 to `width` - 1.
+        width: the length of the full draw.
     """
     words = random_words(keys, ids.astype(mx.uint32), width).astype(mx.float32)
     uniform = mx.minimum(words / float(2**32 - 1), LARGEST)
@@ -38,7 +38,7 @@ def gumbel_at(keys: mx.array, ids: mx.array, width: int) -> mx.array:
 
 
 def random_words(keys: mx.array, ids: mx.array, width: int) -> mx.array:
-    """Return the words of a full draw of `width` words at some places.
+    """Return the words at some indexes of a full draw of `width` words.
 
     uint32 [rows, 2] and [rows, k] to [rows, k].
     """
@@ -46,7 +46,7 @@ def random_words(keys: mx.array, ids: mx.array, width: int) -> mx.array:
     firsts = width - pairs  # ids from here on are second words
     is_first = ids < firsts
     left = mx.where(is_first, ids, ids - firsts)
-    right = mx.where(left == pairs, 0, left + firsts)  # the last of an odd width
+    right = mx.where(left == pairs, 0, left + firsts)  # 0: word h of an odd width
     first, second = threefry(keys, left, right)
     return mx.where(is_first, first, second)
 

@@ -4,16 +4,16 @@ Axes: `[..., k, vocab]`, with any batch axes in front. A rule gets k + 1 distrib
 of the target (`target_probs`, after each verify row), k of the draft (`draft_probs`),
 the drafted tokens, and uniform coins from [0, 1). All functions are lazy, read nothing
 on the host, and keep the dtype of the probabilities: float32 in a round, float64 in
-the proofs.
+tests that enumerate all outcomes.
 
-`draft_probs` must be exactly what the tokens were drawn from, after the draft's own
-temperature and filters. None says that they were chosen without chance.
+`draft_probs` must be exactly the distributions that the tokens were drawn from, after
+the draft's own temperature and filters. None: the tokens were chosen without noise.
 
-Rows of a batch may have drafts of unequal length. Where a draft has ended, its row of
-`draft_probs` is all zeros; without `draft_probs` the drafted id is -1. That token is
-never accepted, and the target's own distribution follows the accepted tokens before it.
-The decision to end a draft may use the tokens before, and the distribution of the next
-one, but never the next token itself.
+Rows of a batch may have drafts of unequal length. After the end of a draft, rows of
+`draft_probs` are all zeros; without `draft_probs` the drafted id is -1. Such padding is
+never accepted; if all tokens before it are, the next token has the target's own
+distribution. The decision to end a draft may depend on the tokens before and on the
+distribution of the next token, but not on the next token itself.
 """
 
 from collections.abc import Callable
@@ -29,20 +29,19 @@ class RuleOutcome:
     """Decision of a rule."""
 
     accepted: mx.array  # how many drafted tokens are accepted, int32 [...]
-    # The distribution of the token after them, [..., vocab]: of the correction, or of
-    # the bonus.
+    # The distribution of the correction or bonus, [..., vocab]
     next_probs: mx.array
-    acceptance: mx.array  # what each coin was compared with, [..., k]
+    acceptance: mx.array  # the value that each coin was compared with, [..., k]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Odds:
-    """Odds of accepting k drafted tokens, and the mass taken off the target's rows."""
+    """Probabilities of accepting k drafted tokens, and factors for the residual."""
 
     part: mx.array  # [..., k]; a coin passes below `quotient(part, whole)`
     whole: mx.array  # [..., k]
-    # [..., k + 1], what each row of the target is multiplied with before the draft's is
-    # subtracted.
+    # [..., k + 1], the factor of each target row in the residual, before the draft's
+    # row is subtracted
     shares: mx.array
 
 
@@ -50,20 +49,20 @@ class Odds:
 class Rule:
     """An acceptance rule: the accepted tokens, from probabilities and coins."""
 
-    # From target, draft (see `draft_distributions`) and drafted
+    # (target_probs, draft from `draft_distributions`, drafted) -> odds
     odds: Callable[[mx.array, mx.array, mx.array], Odds]
-    # How many are accepted, integer [...], by which coins have passed, bool [..., k]
+    # (which coins have passed, bool [..., k]) -> accepted tokens, integer [...]
     count: Callable[[mx.array], mx.array]
 
     def verify(
         self,
         target_probs: mx.array,  # [..., k + 1, vocab]
-        # [..., k, vocab], or None for tokens chosen without chance
+        # [..., k, vocab], or None for tokens chosen without noise
         draft_probs: mx.array | None,
         drafted: mx.array,  # integer [..., k]
-        coins: mx.array,  # [..., k], uniform in [0, 1), independent of the drafted
+        coins: mx.array,  # [..., k], uniform in [0, 1), independent of `drafted`
     ) -> RuleOutcome:
-        """Decide how many drafted tokens are accepted, and what follows them.
+        """Decide how many tokens are accepted, and the distribution of the next one.
 
         Raises:
             InvalidRequestError: the shapes do not fit.
@@ -79,9 +78,9 @@ class Rule:
 def draft_distributions(
     target_probs: mx.array, draft_probs: mx.array | None, drafted: mx.array
 ) -> mx.array:
-    """Return the draft's distributions, one-hot for tokens chosen without chance.
+    """Return the draft's distributions, one-hot for tokens chosen without noise.
 
-    Shapes are those of `Rule.verify`; those that do not fit are refused.
+    Shapes are those of `Rule.verify`; shapes that do not fit are refused.
     """
     batch, k = drafted.shape[:-1], drafted.shape[-1]
     vocab = target_probs.shape[-1]
@@ -94,7 +93,7 @@ def draft_distributions(
 
 
 def token_probs(probs: mx.array, tokens: mx.array) -> mx.array:
-    """Return the probability of one token per row; 0 for an id that no row has.
+    """Return the probability of one token per row; 0 for an id out of range.
 
     [..., k, vocab] and integer [..., k] to [..., k].
     """
@@ -112,9 +111,9 @@ def quotient(part: mx.array, whole: mx.array) -> mx.array:
 def passes(coins: mx.array, part: mx.array, whole: mx.array) -> mx.array:
     """Compare coins with `quotient(part, whole)`, without the division.
 
-    A coin of 0 passes nothing that has no probability, and every coin passes where the
-    quotient is 1: a product with a number below 1 rounds to below `whole`. A NaN, and
-    a `whole` of 0, pass nothing.
+    If `part` is 0, not even a coin of 0 passes. If the quotient is 1, every coin
+    passes: it is below 1, so `coins * whole` rounds to less than `whole`. No coin
+    passes if a value is NaN, or if `whole` is 0.
     """
     return (coins * whole < part) & (whole > 0)
 
@@ -124,13 +123,13 @@ def row(probs: mx.array, index: mx.array) -> mx.array:
     n, vocab = probs.shape[-2:]
     flat = probs.reshape(-1, vocab)
     first = mx.arange(0, flat.shape[0], n).reshape(index.shape)
-    return mx.take(flat, first + index, axis=0)  # copies rows; along an axis, values
+    return mx.take(flat, first + index, axis=0)  # copies rows as a whole
 
 
 def residual(target_row: mx.array, draft_row: mx.array, share: mx.array) -> mx.array:
     """Return the normalized positive part of `share * target_row - draft_row`.
 
-    Where nothing is left, which only rounding can bring about, it is the target's row.
+    If nothing is positive, which only rounding can cause, return the target's row.
     [..., vocab] twice and [...] to [..., vocab].
     """
     left = mx.maximum(share[..., None] * target_row - draft_row, 0)
@@ -146,11 +145,11 @@ def probs_after(
     Args:
         target_probs: [..., k + 1, vocab].
         draft: [..., k, vocab], from `draft_distributions`.
-        shares: [..., k + 1], what each row of the target is multiplied with.
+        shares: [..., k + 1], the factor of each target row in the residual.
         accepted: integer [...], from 0 to k.
 
     Returns:
-        [..., vocab]: row k of the target after k, else the residual.
+        [..., vocab]: the target's row k if all k are accepted, else the residual.
     """
     target_row = row(target_probs, accepted)
     k = draft.shape[-2]
@@ -165,16 +164,16 @@ def probs_after(
 def draw(probs: mx.array, noise: mx.array) -> mx.array:
     """Draw one token per row: the largest of log-probability plus Gumbel noise.
 
-    It is what keyed choice does with its noise. A token without probability is never
-    drawn. Rows need not be normalized. [..., vocab] twice to uint32 [...]; the noise is
-    drawn for this end alone.
+    Keyed choice draws in the same way. A token of probability 0 is never drawn. Rows
+    need not be normalized. [..., vocab] twice to uint32 [...]. The noise must not be
+    used for anything else.
     """
     scores = mx.log(probs) + noise
     return mx.argmax(mx.where(probs > 0, scores, -mx.inf), axis=-1)
 
 
 def check_shape(name: str, array: mx.array, shape: tuple[int, ...]) -> None:
-    """Refuse an array whose shape does not fit the others'."""
+    """Refuse an array that does not have this shape."""
     if array.shape != shape:
         raise InvalidRequestError(
             f"{name} has the shape {array.shape}, and {shape} is needed: k drafted "

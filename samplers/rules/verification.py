@@ -8,14 +8,14 @@ p - q. Leviathan et al., "Fast Inference from Transformers via Speculative Decod
 
 Block verification throws a coin for every prefix of the draft, and accepts the longest
 prefix whose coin passes. On average it accepts at least as many tokens as token-wise
-rejection. It gives the same result, at a higher cost, if k is 1, if the draft was not
-drawn by chance, and at temperature 0. Sun et al., "Block Verification Accelerates
+rejection. It gives the same result, at a higher cost, if k is 1, if the draft was
+chosen without noise, and at temperature 0. Sun et al., "Block Verification Accelerates
 Speculative Decoding", ICLR 2025, algorithm 2.
 
 The draws of block verification must be keyed by round as well as by position
 (`samplers.noise.round_keys`): the number of accepted tokens depends on the coins and
-the drafted tokens of every position, also of those that are then rejected. So coins
-have to be independent of all earlier rounds.
+drafted tokens of every position, rejected ones included. So coins have to be
+independent of all earlier rounds.
 """
 
 import mlx.core as mx
@@ -24,10 +24,10 @@ from mlx_speculation.samplers.rules.probs import Odds, Rule, token_probs
 
 
 def _token_odds(target_probs: mx.array, draft: mx.array, drafted: mx.array) -> Odds:
-    """Return the odds that each drafted token is accepted if all before it were.
+    """Return the odds of each drafted token, given that all before it are accepted.
 
-    A token of probability 0 in the draft is never accepted: it was not drawn from this
-    distribution.
+    A token whose probability in the draft is 0 is never accepted: it was not drawn from
+    this distribution.
     """
     part = token_probs(target_probs[..., :-1, :], drafted)
     shares = mx.ones(target_probs.shape[:-1], dtype=target_probs.dtype)
@@ -41,8 +41,7 @@ def _before_a_failure(passed: mx.array) -> mx.array:
 def _block_odds(target_probs: mx.array, draft: mx.array, drafted: mx.array) -> Odds:
     """Return h_i of the paper, S_i / (S_i + 1 - p_i) for i from 1 to k, and all p_i.
 
-    The odds of the last prefix are p_k. If p_i is 1, so is the quotient, even if S_i is
-    0.
+    The odds of the last prefix are p_k. If p_i is 1, h_i is 1 too, even if S_i is 0.
     """
     reach = _reach(target_probs, draft, drafted)
     k = draft.shape[-2]
