@@ -1,7 +1,8 @@
 """Models: an mlx-lm model with its caches as one lane, hooks, loading, draft heads.
 
-It knows mlx-lm's models and tokenizers. It does not know how tokens are chosen. Here is
-what all drafters use; what one kind of drafter needs, its own room exports.
+It knows mlx-lm's models and tokenizers. It does not know how tokens are chosen. This
+module exports the names that all drafters use; subpackages export those of one kind of
+drafter.
 """
 
 from mlx_speculation.models.checkpoints.convention import MtpConvention

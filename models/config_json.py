@@ -24,8 +24,8 @@ def read_json(
     file: Path,  # the file
     *,
     most: int = LARGEST,  # how many bytes it may have
-    # Whether to refuse an object with a key twice. False for files that mlx-lm reads
-    # too: it takes the last one
+    # Whether to refuse duplicate keys. False for files that mlx-lm reads too: it takes
+    # the last value
     unique_keys: bool = False,
     # The advice in errors
     advice: str = "Download it again, or correct it.",
@@ -55,7 +55,7 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
     return part if isinstance(part, dict) else config
 
 
-# Nested objects of a draft's config.json; other drafts have their keys at the top.
+# Keys of nested objects in a draft's config.json; some drafts have no nested objects.
 PARTS = ("transformer_layer_config", "text_config", "dflash_config", "eagle_config")
 
 
@@ -71,7 +71,7 @@ def parts_of(
 
 
 def nested(config: dict[str, Any], *keys: str) -> Any:
-    """Return the value at a path of keys; None where there is none."""
+    """Return the value at a path of keys; None: there is no such key."""
     value: Any = config
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None

@@ -1,9 +1,9 @@
-"""Operations of a room for one kind of machine, which replace mlx's and mlx-lm's.
+"""Operations for one kind of machine, which replace those of mlx and mlx-lm.
 
-`models/cpu` and `models/cuda` each make one `DeviceOps`. `models.lanes.install_hooks`
-registers them, and `models.ops` uses the registered ones. No other module knows the
-rooms. mlx's own operations run where no room serves, so a text is the same without the
-rooms.
+The packages `models/cpu` and `models/cuda`, called rooms, each make one `DeviceOps`.
+`models.lanes.install_hooks` registers them, and `models.ops` uses the registered ones.
+No other module knows the rooms. If no room serves a machine, mlx's own operations run,
+and the text is the same.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,13 +21,14 @@ from mlx_speculation.models.round_context import Device
 class RoundOp(NamedTuple):
     """A replacement for the value of a global name in a layer's code."""
 
-    theirs: Any  # the value that the name has to have, else it is not replaced
+    theirs: Any  # the expected value of the name; another value is not replaced
     # The value in a round. A function checks its arguments, and calls `theirs` if it
     # does not serve them
     ours: Any
-    # If the value is a module: the names that code has to use of it; empty: any code
+    # If the value is a module: code is changed only if it uses one of these names of
+    # the module; empty: any code
     parts: frozenset[str] = frozenset()
-    # Names of the path to `parts` in the module, if they are not at its top
+    # Names on the path from the module to `parts`, if they are not at its top
     within: frozenset[str] = frozenset()
 
 
@@ -53,7 +54,7 @@ class CompiledForward(Protocol):
     """The compiled forward of one draft model."""
 
     def serves(self, caches: Sequence[Any], count: int) -> bool:
-        """Return whether `forward` can feed so many tokens to these caches."""
+        """Return whether `forward` can feed `count` tokens to these caches."""
         ...
 
     def forward(self, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
@@ -74,11 +75,11 @@ class DeviceOps:
         serves: returns whether the round ops serve this machine now; compiles the
             kernels that they need.
         round_ops: the round ops, by the global name in a layer's code.
-        activations: names of round ops that hooks of other kinds may use in copied code
-            too. These check by themselves whether they serve.
-        hooks: yields the room's own hooks on a model; none if they do not serve.
-        attention_dims: head dimensions for which the room has attention of a few rows
-            that needs no plan for each number of keys.
+        activations: names of round ops that other kinds of hooks may use in copied code
+            too. These ops check by themselves whether they serve.
+        hooks: yields the room's own hooks on a model, if they serve.
+        attention_dims: head dimensions for which the room has attention over a few rows
+            without a plan for each number of keys.
         gated_delta: called with a q and a v. Returns a function that runs a block of
             gated delta steps of these shapes, with the arguments (q, k, v, g, beta,
             state, mask); None: the room has none.

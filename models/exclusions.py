@@ -1,23 +1,21 @@
-"""Models that cannot be fed in some way, and why.
+"""Models that cannot be fed in some way, and why; `exclusions.toml` has the tables.
 
-Together: a batch has its rows end at one column, so shorter ones have padding on their
+Batches: all rows of a batch end at one column, so shorter ones have padding on their
 left, and after a verify rows keep different numbers of tokens. mlx-lm's batch caches
-hide padding by their masks and give every row its own positions, and most models work
-with them as they are. Which ones was found by decoding every architecture of mlx-lm
-0.32.2 both ways (tests/engine/batch/test_batch_census.py). A model that is in no table
-of `exclusions.toml` has not been tried, and its rows run alone.
+mask the padding and give every row its own positions, and most models work with them.
+Every architecture of mlx-lm 0.32.2 was decoded in batches and alone
+(tests/engine/batch/test_batch_census.py). A model that is in no table has not been
+tried, and its requests run alone.
 
-Several rows at once: a draft is checked in one forward over several rows, each of which
-stands for a row that is fed alone. That needs a causal model, and mlx-lm has one that
-is not: it is decoded without drafts. It was found by feeding every architecture both
-ways (tests/engine/test_census.py).
+Drafts: a verify is one forward over several rows, which must equal rows that are fed
+one by one. That needs a causal model. Every architecture of mlx-lm was fed both ways
+(tests/engine/test_census.py); the one that is not causal is decoded without drafts.
 
-From the middle: a prefix cache resumes a prompt there, so its rows come in other
-forwards than in a request from the start. That needs a model whose rows are the same
-wherever a prompt is cut, which one of mlx-lm's is not.
+Prefix caches: a resumed prompt is cut into other forwards than a prompt from the start.
+So rows must not depend on where a prompt is cut; those of one model of mlx-lm do.
 
-In steps: keys are shown in whole steps of rows (`caches/types/padded_kv.py`) to models
-that were tried with them.
+Steps of keys: models that were tried with it see their keys in whole steps of rows
+(`caches/types/padded_kv.py`).
 """
 
 import tomllib
@@ -81,8 +79,8 @@ def check_causal(model: nn.Module, passed: str = "draft") -> None:
 
     Args:
         model: the model.
-        passed: the argument that needs a causal one. A "prefix_cache" does: a row
-            must not depend on what was fed with it.
+        passed: the argument that needs a causal model, for the error: "draft", or
+            "prefix_cache", as a row must not depend on the tokens fed with it.
 
     Raises:
         InvalidRequestError: the model is one of `NOT_CAUSAL`.

@@ -1,10 +1,10 @@
 """Hooks on single modules: each hooked module gets a class of its own.
 
 A hook derives a class from a class. The class of a hooked module is its plain class
-with the hooks of all owners applied in the order of their ranks, the lowest rank first,
-whatever the order in which owners come and leave. A module has one hook of each rank:
-the first requested one, until the last of its owners has left. Parameter paths and
-`isinstance` stay the same.
+with the hooks of all owners applied in the order of their ranks, the lowest rank first;
+the order in which owners come and leave does not matter. A module has one hook of each
+rank: the first requested one, until the last of its owners has left. Parameter paths
+and `isinstance` stay the same.
 
 A copy of a hooked module, by `copy` or by `pickle`, is a copy of the plain module: it
 has the plain class and none of our attributes, as no owner would remove them from it.
@@ -70,7 +70,7 @@ class RoundHooks:
             self.on = False  # after an interrupt the next round puts all on again
             for module, within, outside in self.modules.values():
                 before, after = (outside, within) if on else (within, outside)
-                if type(module) is before:  # not a class that others derived from it
+                if type(module) is before:  # no class that other code derived from it
                     object.__setattr__(module, "__class__", after)
             self.on = on
 
@@ -81,7 +81,7 @@ round_hooks = RoundHooks()
 def plain_class(module: nn.Module) -> type[nn.Module]:
     """Return the class of a module without our hooks.
 
-    A class that others derived from a hooked class is returned as it is.
+    A class that other code derived from a hooked class is returned as it is.
     """
     return unhooked(type(module))
 
@@ -122,7 +122,7 @@ def _reduced(module: nn.Module, protocol: Any) -> Any:
     kind = type(module)  # read once: a round of another thread may change it
     bases = (each for each in kind.__mro__ if "_hooked_from" in vars(each))
     hooked = next(bases, kind)
-    if hooked is not kind:  # a class that others derived from a hooked one
+    if hooked is not kind:  # a class that other code derived from a hooked one
         return unhooked(hooked).__reduce_ex__(module, protocol)
     twin = _plain_twin(module)
     registered = copyreg.dispatch_table.get(type(twin))
@@ -142,7 +142,7 @@ def _reduced(module: nn.Module, protocol: Any) -> Any:
 
 
 def _plain_twin(module: nn.Module) -> nn.Module:
-    """Return a plain module with the same parts and attributes, without ours."""
+    """Return a plain module with the same parts, and with attributes except ours."""
     twin = dict.__new__(plain_class(module))
     dict.update(twin, module)
     state = object.__getstate__(module)

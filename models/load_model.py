@@ -44,7 +44,7 @@ from mlx_speculation.models.safetensors_layout import check_index, named_files_o
 from mlx_speculation.models.sharding import Group, Parallel, check_parallel, spread
 from mlx_speculation.models.vision.load import load_vision
 
-# What a config.json is of, in the order in which it counts.
+# Kinds of drafters, and functions that recognize their config.json; the first counts.
 _DRAFTERS: dict[str, Callable[[dict[str, Any]], bool]] = {
     "an MTP head": is_split_head,
     "a DSpark drafter": is_dspark,
@@ -66,31 +66,31 @@ def load(
     parallel: Parallel = "tensor",
     vision: bool | None = False,
 ) -> tuple[nn.Module, Any]:
-    """Load a model with mlx-lm, plus what this device needs.
+    """Load a model with mlx-lm, in the form that this device needs.
 
-    Tensors of an MTP head beside the model's own are left out, also where mlx-lm would
-    not load the model because of them. All others have to be the model's.
+    Tensors of an MTP head in the model's files are left out, as some make mlx-lm fail.
+    All other tensors have to belong to the model.
 
     Args:
         path_or_repo: a folder in mlx-lm's layout, or the name of a repository.
-        adapter_path: a folder of adapter weights that mlx_lm.lora made for it.
+        adapter_path: a folder of adapter weights that mlx_lm.lora made for the model.
         trust_remote_code: let code in the folder run, of the model or its tokenizer.
-        group: spread the model over its ranks; every rank calls this, and keeps its
-            part of the weights.
-        parallel: how: "tensor" or "pipeline".
-        vision: load it with mlx-vlm, as a target that reads images; None: where the
+        group: spread the model over the ranks of this group. Every rank calls `load`,
+            and keeps its part of the weights.
+        parallel: the way to spread it: "tensor" or "pipeline".
+        vision: load it with mlx-vlm, as a target that reads images; None: do so if the
             folder has a vision part, and mlx-lm does not know the architecture.
 
     Returns:
         The model and mlx-lm's tokenizer wrapper. On a Linux CPU the weights are
-        float32, dequantized where they were quantized; elsewhere as on disk.
+        float32, dequantized if necessary; elsewhere they are as on disk.
 
     Raises:
-        ModelFolderError: the folder is not a model, or mlx-lm could not read it, or
-            the adapter.
-        UnsupportedModelError: the model cannot be spread so over the ranks.
-        InvalidRequestError: an adapter was named for a model that is spread, or either
-            of them for a vision model.
+        ModelFolderError: the folder is not a model, or mlx-lm could not read it or the
+            adapter.
+        UnsupportedModelError: the model cannot be spread over the ranks in this way.
+        InvalidRequestError: an adapter was passed with several ranks, or either of them
+            for a vision model.
     """
     check_parallel(parallel)
     spreads = group is not None and group.size() > 1
@@ -103,7 +103,7 @@ def load(
     if adapter_path is not None:
         _check_adapter(Path(adapter_path).expanduser())
     folder = model_folder(path_or_repo)
-    if not Path(path_or_repo).expanduser().is_dir():  # it was fetched
+    if not Path(path_or_repo).expanduser().is_dir():  # the repository was fetched
         check_target(folder)
     _check_config(folder, trust_remote_code)
     model, tokenizer = _loaded(folder, path_or_repo, trust_remote_code, lazy=spreads)
@@ -134,7 +134,7 @@ def _check_combination(reads_images: bool, adapted: bool, spreads: bool) -> None
 def _loaded(
     folder: Path, name: str | Path, trust_remote_code: bool, *, lazy: bool
 ) -> tuple[nn.Module, Any]:
-    """Return the model and the tokenizer in a folder; errors call it by its name."""
+    """Return the model and tokenizer in a folder; errors call the folder `name`."""
     more = {"trust_remote_code": trust_remote_code}
     try:
         model, config = _load_trunk(folder, trust_remote_code, lazy=lazy)
@@ -151,10 +151,10 @@ def _loaded(
 
 
 def check_target(path_or_repo: str | Path) -> None:
-    """Refuse the folder of a drafter where that of a target is needed.
+    """Refuse the folder of a drafter, since that of a target is needed.
 
     Raises:
-        ModelFolderError: names the kind of drafter.
+        ModelFolderError: it is a drafter; the error names its kind.
     """
     folder = Path(path_or_repo).expanduser()
     if not is_there(folder / "config.json"):
@@ -171,7 +171,7 @@ def check_target(path_or_repo: str | Path) -> None:
 
 
 def _needs_vision(path_or_repo: str | Path) -> bool:
-    """Return whether a folder has a vision part and is of no architecture of mlx-lm."""
+    """Return whether a model has a vision part and mlx-lm lacks its architecture."""
     config = read_config(model_folder(path_or_repo))
     kind = config.get("model_type")
     if "vision_config" not in config or not isinstance(kind, str):
@@ -181,7 +181,7 @@ def _needs_vision(path_or_repo: str | Path) -> bool:
 
 
 def _check_config(folder: Path, trust_remote_code: bool) -> None:
-    """Refuse a config.json that names no architecture, or code that is not trusted."""
+    """Refuse a config.json that names no architecture, or names untrusted code."""
     config = read_config(folder)
     file, where = config.get("model_file"), str(folder / "config.json")
     if file is not None and not trust_remote_code:
@@ -198,7 +198,7 @@ def _check_config(folder: Path, trust_remote_code: bool) -> None:
 
 
 def _check_ends(ends: Collection[Any], path_or_repo: str | Path) -> None:
-    """Refuse ends of text that are no token ids."""
+    """Refuse end-of-text ids that are not whole numbers."""
     wrong = [end for end in ends if end is not None and type(end) is not int]
     if wrong:
         raise ModelFolderError(
@@ -235,7 +235,7 @@ def _adapted(model: nn.Module, folder: Path) -> nn.Module:
 def _load_trunk(
     folder: Path, trust_remote_code: bool, *, lazy: bool = False
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Load a model whose class, for as long as that takes, drops what is a head's."""
+    """Load a model; meanwhile its class drops the tensors of an MTP head."""
     beside = sidecar_names(folder)
 
     def classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
@@ -267,7 +267,7 @@ def _load_trunk(
 def wired(model: nn.Module) -> Iterator[None]:
     """Keep the model's weights wired on devices that page memory, as mlx-lm does.
 
-    Elsewhere, such as on a CPU, it does nothing.
+    On other devices, such as a CPU, this does nothing.
     """
     with wired_limit(model):
         yield
@@ -276,7 +276,7 @@ def wired(model: nn.Module) -> Iterator[None]:
 def mlx_lm_speed(model: nn.Module, prompt: Sequence[int], tokens: int) -> float:
     """Decode greedily with mlx-lm's own loop; return tokens per second after prefill.
 
-    It is what any speed of ours is compared with.
+    Speeds of this package are compared with this one.
     """
     started = 0.0
     steps = generate_step(mx.array(list(prompt)), model, max_tokens=tokens)

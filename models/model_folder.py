@@ -21,7 +21,7 @@ def is_there(path: Path) -> bool:
     """Return whether there is a file or folder of that name.
 
     Raises:
-        ModelFolderError: nobody can tell: the name is too long, or may not be read.
+        ModelFolderError: the name is too long, or access is denied.
     """
     try:
         return path.exists()
@@ -33,14 +33,14 @@ def is_there(path: Path) -> bool:
 
 
 def check_model_folder(path_or_repo: str | Path, *words: str) -> None:
-    """Refuse what is neither a model folder nor the name of a repository.
+    """Refuse a value that is neither a model folder nor the name of a repository.
 
     Args:
         path_or_repo: the path or the name.
-        words: what else might have been meant.
+        words: other valid values, one of which the error suggests if it is similar.
 
     Raises:
-        ModelFolderError: names what was found and what a model folder holds.
+        ModelFolderError: says what was found and what a model folder holds.
     """
     path = Path(path_or_repo).expanduser()
     if not is_there(path):
@@ -64,7 +64,7 @@ def check_model_folder(path_or_repo: str | Path, *words: str) -> None:
     missing = [name for name in NEEDED if not (path / name).is_file()]
     if not any(path.glob(SHARDS)):
         if (path / INDEX).is_file():
-            weight_files(path)  # says which are gone
+            weight_files(path)  # raises an error that names the missing files
         else:
             missing.append(SHARDS)
     if missing and any(path.glob("*.gguf")):
@@ -83,7 +83,8 @@ def model_folder(path_or_repo: str | Path) -> Path:
     """Return the folder of a model, after fetching it if a repository is named.
 
     Raises:
-        ModelFolderError: it is neither a model folder nor the name of a repository.
+        ModelFolderError: the value is neither a model folder nor a repository, or the
+            repository could not be fetched.
     """
     check_model_folder(path_or_repo)
     folder = Path(path_or_repo).expanduser()
@@ -91,7 +92,7 @@ def model_folder(path_or_repo: str | Path) -> Path:
         return folder
     try:
         return Path(_download(str(path_or_repo)))
-    except Exception as error:  # the hub raises of many kinds
+    except Exception as error:  # the hub raises errors of many kinds
         raise ModelFolderError(
             f"The repository {str(path_or_repo)!r} could not be fetched "
             f"({_why(error)}). Check its name and the network, or pass the path of a "
@@ -100,7 +101,7 @@ def model_folder(path_or_repo: str | Path) -> Path:
 
 
 def _why(error: Exception) -> str:
-    """Return the kind of an error; of what is not the hub's or the network's, all."""
+    """Return an error's kind, with its text if it is not the hub's or the network's."""
     kind = type(error).__name__
     if type(error).__module__.partition(".")[0] in ("huggingface_hub", "httpx"):
         return kind
@@ -108,7 +109,7 @@ def _why(error: Exception) -> str:
 
 
 def _local_copy(repository: str) -> str:
-    """Return the folder of the demo's copy of a repository, if there is one."""
+    """Return a hint at the demo's copy of a repository; "" if there is none."""
     caches = cache_folder()
     name = repository.partition("/")[2].lower()
     if caches is None or not (caches / name / "config.json").is_file():
@@ -117,7 +118,7 @@ def _local_copy(repository: str) -> str:
 
 
 def _meant(path: Path, words: Sequence[str]) -> str:
-    """Return a question after a word or a folder whose name is nearly the same."""
+    """Return "Did you mean ...?" with a word or folder of a similar name, or ""."""
     parent = path.parent
     beside = parent.iterdir() if parent.is_dir() else ()
     meant = {each.name: str(each) for each in beside if each.is_dir()}
@@ -128,7 +129,7 @@ def _meant(path: Path, words: Sequence[str]) -> str:
 
 
 def shortened(error: Exception) -> str:
-    """Return what an error says, on one line."""
+    """Return the text of an error on one line."""
     return _cut(" ".join(str(error).split()) or repr(error)).rstrip(".")
 
 

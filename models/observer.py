@@ -1,8 +1,8 @@
 """Observers of the calls that a model makes to its modules.
 
 An observed module gets a class of its own (see `instance_hooks`). Its methods work as
-before, and pass their arguments and results to the observers of the current thread, if
-there are any. An observer may also replace a call by a result.
+before, and pass their arguments and results to the observers of the current thread. An
+observer may also replace a call by a result.
 """
 
 import functools

@@ -1,9 +1,8 @@
-"""Weights in fewer bits, or in float32, after they were loaded.
+"""Conversion of loaded weights to fewer bits or to float32.
 
-A drafter costs what reading its weights costs, and what its choices are decides speed
-alone, never the text. So it may be held in fewer bits than its checkpoint has. On a
-Linux CPU that saves bytes and no time: products with quantized weights do not go
-through BLAS there.
+A drafter's time is that of reading its weights, and its choices change the speed, never
+the text. So its weights may have fewer bits than in the checkpoint. On a Linux CPU that
+saves memory but no time: products with quantized weights do not use BLAS there.
 """
 
 from typing import Any
@@ -16,15 +15,15 @@ from mlx_lm.utils import dequantize_model
 from mlx_speculation.errors import InvalidRequestError
 
 BITS = (2, 3, 4, 5, 6, 8)
-# Tried in this order: more numbers to a scale are fewer bytes, and less precise.
+# Tried in this order. A larger group takes fewer bytes and is less precise.
 GROUP_SIZES = (64, 32, 128)
 
 
 def check_bits(bits: Any) -> None:
-    """Refuse a number of bits that mlx has no quantization of.
+    """Refuse a number of bits to which mlx cannot quantize.
 
     Raises:
-        InvalidRequestError: names the number, and those there are.
+        InvalidRequestError: names the number, and the possible ones.
     """
     if bits not in BITS or isinstance(bits, bool):
         raise InvalidRequestError(
@@ -34,17 +33,18 @@ def check_bits(bits: Any) -> None:
 
 
 def quantize_weights(module: nn.Module, bits: int) -> int:
-    """Quantize linear layers and embeddings in place, as far as they are not yet.
+    """Quantize the linear layers and embeddings that are not quantized yet, in place.
 
-    Rows that none of `GROUP_SIZES` divides stay as they are. The model's own
-    `quant_predicate` (mlx-lm) is followed: it keeps routers in more bits, or whole.
+    Layers whose row length no size in `GROUP_SIZES` divides stay as they are. The
+    model's `quant_predicate` (mlx-lm) applies: it keeps routers in more bits, or
+    unquantized.
 
     Args:
         module: a model or a head.
         bits: one of `BITS`.
 
     Returns:
-        How many layers were quantized.
+        The number of quantized layers.
 
     Raises:
         InvalidRequestError: there is nothing to quantize.
@@ -81,7 +81,7 @@ def weight_bytes(module: nn.Module) -> int:
 
 
 def _group_size(layer: Any) -> int | None:
-    """Return the group size that fits a layer's rows, if it can be quantized."""
+    """Return the group size that fits a layer; None: it cannot be quantized."""
     return next((size for size in GROUP_SIZES if _fits(layer, size)), None)
 
 
@@ -90,7 +90,7 @@ def _fits(layer: Any, size: int) -> bool:
 
 
 def runs_on_linux_cpu() -> bool:
-    """Return whether arrays live on the CPU and no GPU backend could take them."""
+    """Return whether arrays are on the CPU, on a machine without Metal."""
     on_cpu: bool = mx.default_device().type == mx.DeviceType.cpu
     return on_cpu and not mx.metal.is_available()
 
@@ -98,9 +98,9 @@ def runs_on_linux_cpu() -> bool:
 def to_float32(model: nn.Module, *, lazy: bool = False) -> nn.Module:
     """Dequantize and widen the weights to float32; with `lazy`, evaluate nothing.
 
-    On a Linux CPU only float32 products go through BLAS; the cost of a quantized or
-    half-precision product grows with every row, so that verifying k drafts would cost
-    k steps. The price is memory: 4 bytes a weight.
+    On a Linux CPU only float32 products use BLAS. Other products take time in
+    proportion to their rows, so verifying k drafted tokens would cost k steps. Float32
+    takes 4 bytes a weight.
     """
     model.set_dtype(mx.float32)  # scales first, so that products do not round
     model = dequantize_model(model)

@@ -1,7 +1,7 @@
-"""Context of a forward in this thread: a round's or another, and its operations.
+"""Context of this thread's forward: whether it is a round's, and its operations.
 
-A round's forward is over a few rows, and is not the one that reads a prompt: some
-layers have a better way for it, and some of these ways are for one device.
+A round's forward has few rows, unlike one that reads a prompt. Some layers have a
+faster implementation for few rows, in part for one device only.
 """
 
 import functools
@@ -20,24 +20,25 @@ Device = Literal["cuda", "x86"]
 _in_round: ContextVar[bool] = ContextVar("in_round", default=False)
 _device: ContextVar[Device | None] = ContextVar("device", default=None)
 _forward: ContextVar["Forward"] = ContextVar("forward")
-# Layers of a part of the forward that is built, and how many were built. By counts and
-# not by time, so that all ranks of a sharded model submit alike.
+# [layers per part, layers built] of the forward being built. Parts are counted and not
+# timed, so that all ranks of a sharded model submit the same parts.
 _parts: ContextVar[list[int] | None] = ContextVar("parts", default=None)
 _exact_rows: ContextVar[int] = ContextVar("exact_rows", default=0)
 
-# Positions of a plain step that is submitted in parts on a CPU, of all rows; a chunk of
-# a prompt computes longer than it is built, and its layers would hold more at once.
+# On a CPU a plain step of at most this many positions, of all rows, is submitted in
+# parts. A longer chunk of a prompt takes longer to compute than to build, and its parts
+# would hold more memory at once.
 MOST_POSITIONS = 64
 
 
 class Forward:
-    """State that layers of one forward leave for each other.
+    """State that layers of one forward share.
 
     Attributes:
-        kept: by the id of a layer that is likely to be called, what it will be fed, its
-            product with that, and what to call if it was not asked for.
-        masks: by what was asked for, a mask and the one that was made of it.
-        tokens: how many it is fed, of all rows together.
+        kept: by the id of a layer: its expected input, its product with that input, and
+            a function to call if no layer takes the product.
+        masks: by key, a mask and the padded mask that was made from it.
+        tokens: the number of tokens of the forward, of all rows together.
     """
 
     __slots__ = ("kept", "masks", "tokens")
@@ -48,7 +49,7 @@ class Forward:
         self.masks: dict[tuple[int, ...], tuple[Any, mx.array]] = {}
 
     def take(self, layer: int, x: mx.array) -> mx.array | None:
-        """Return the product of a layer with this very array, if it is kept."""
+        """Take the kept product of a layer with this array object; None: none is."""
         kept = self.kept.get(layer)
         if kept is None or kept[0] is not x:
             return None
@@ -58,20 +59,20 @@ class Forward:
 
 in_round = _in_round.get
 forward_of_round = _forward.get
-parts_of_forward = _parts.get  # None: it is submitted as a whole
-device_of_round = _device.get  # found once for all layers of a forward
-# How many rows of a forward in exact mode are no padding; 0: it is not one.
+parts_of_forward = _parts.get  # None: the forward is submitted as a whole
+device_of_round = _device.get  # determined once for all layers of a forward
+# The number of rows that are no padding; 0: this is no forward of exact mode.
 rows_in_exact_mode = _exact_rows.get
 
 
 def on_cpu() -> bool:
-    """Return whether what is computed here and now is computed by a processor."""
+    """Return whether this thread's default device is the CPU."""
     result: bool = mx.default_device().type == mx.DeviceType.cpu
     return result
 
 
 def cuda_serves() -> bool:
-    """Return whether what is computed here and now is computed with CUDA."""
+    """Return whether this thread's default device is a GPU with CUDA."""
     on_gpu = mx.default_device().type == mx.DeviceType.gpu
     return on_gpu and mx.cuda.is_available()
 
@@ -82,13 +83,16 @@ def _openblas() -> bool:
 
 
 def rows_differ(dtype: mx.Dtype) -> bool:
-    """Return whether rows of a product differ here from single rows by rounding."""
+    """Return whether rows of a product differ by rounding from those computed alone."""
     cpu: bool = mx.default_device().type == mx.DeviceType.cpu
     return cpu and dtype == mx.float32 and _openblas()
 
 
 def x86_serves() -> bool:
-    """Return whether rows differ on a processor for which mlx has no vector code."""
+    """Return whether this is an x86 CPU where float32 `rows_differ`.
+
+    mlx has no vector code for some of its operations there.
+    """
     return platform.machine() in ("x86_64", "AMD64") and rows_differ(mx.float32)
 
 
@@ -99,13 +103,13 @@ def _device_here() -> Device | None:
 
 
 class rows_of_a_round:  # noqa: N801 - used like the function that it stands for
-    """Let layers take their ways for a few rows, in this thread, inside the block.
+    """Inside the block, layers of this thread use implementations for few rows.
 
-    No generator makes it, since every step of a draft goes through it.
+    A class, since a `contextmanager` function is slower, and each draft step enters it.
 
     Args:
-        tokens: how many the forward is fed; some ways are for few.
-        part: layers of it that are submitted at once; 0: all of them.
+        tokens: the number of tokens of the forward; some implementations are for few.
+        part: the number of layers that are submitted at once; 0: all of them.
     """
 
     __slots__ = ("_before", "_device", "_forward", "_part", "_parts", "_token")
@@ -137,12 +141,12 @@ class rows_of_a_round:  # noqa: N801 - used like the function that it stands for
 
 
 class plain_step:  # noqa: N801 - used like the function that it stands for
-    """Build a plain step, or a part of a prompt, in this thread, inside the block.
+    """Inside the block, this thread builds a plain step or a part of a prompt.
 
-    No generator makes it, since every plain step goes through it.
+    A class for the same reason as `rows_of_a_round`.
 
     Args:
-        positions: how many are fed, of all rows together.
+        positions: the number of positions that are fed, of all rows together.
     """
 
     __slots__ = ("_positions", "_token")
@@ -151,11 +155,11 @@ class plain_step:  # noqa: N801 - used like the function that it stands for
         self._positions = positions
 
     def __enter__(self) -> None:
-        if round_hooks.on:  # the lock is for the first plain step behind a round
+        if round_hooks.on:  # so only the first plain step after a round takes the lock
             with lock:
                 if not round_hooks.forwards:
                     round_hooks.turn(on=False)
-        # On a GPU a batch's step keeps what its rows are submitted by.
+        # On a GPU a batch's step keeps the parts of the enclosing `rows_of_a_round`.
         parts = _parts.get()
         if on_cpu():
             parts = [1, 0] if 0 < self._positions <= MOST_POSITIONS else None
@@ -166,13 +170,13 @@ class plain_step:  # noqa: N801 - used like the function that it stands for
 
 
 class fixed_shape_forward:  # noqa: N801 - like `rows_of_a_round`
-    """Build a forward of exact mode, in this thread, inside the block.
+    """Inside the block, this thread builds a forward of exact mode.
 
-    Plain steps, rounds and prompts are built alike: by mlx's own operations, without
-    what serves one device, with one formula for any number of rows that count.
+    Plain steps, rounds and prompts all use mlx's own operations, not those for one
+    device, and the same formulas for any number of rows that are no padding.
 
     Args:
-        rows: how many of the rows are no padding, from 1.
+        rows: the number of rows that are no padding, at least 1.
     """
 
     __slots__ = ("_plain", "_round", "_rows", "_token")

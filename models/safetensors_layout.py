@@ -117,7 +117,7 @@ def check_index(
     """Refuse an index that names a tensor which its file does not hold.
 
     A file that holds none of the tensors that the index names for it is not checked:
-    the index is then left from before a conversion.
+    such an index is older than a conversion of the files.
 
     Args:
         folder: the folder of the model.
@@ -146,7 +146,7 @@ def check_index(
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Return the file name of each tensor, as an index says."""
+    """Return the file name of each tensor in an index."""
     named: Any = read_json(index).get("weight_map")
     right = isinstance(named, dict) and len(named) > 0
     if not right or not all(isinstance(file, str) for file in named.values()):

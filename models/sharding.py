@@ -9,8 +9,7 @@
                 each rank gets the last states and computes all logits
 
 All ranks have to run the same forwards in the same order: if one rank submits a forward
-and another does not, both block. This module knows mlx arrays, and neither tokens nor
-streams.
+and another does not, both block. This module does not know tokens or streams.
 """
 
 import json
@@ -28,7 +27,7 @@ from mlx_speculation.errors import InvalidRequestError, UnsupportedModelError
 Parallel = Literal["tensor", "pipeline"]
 Group = mx.distributed.Group
 
-# When ranks meet, each sends a line of JSON of at most so many bytes.
+# The most bytes of the line of JSON that each rank sends in `gathered`.
 SAID_BYTES = 1024
 _TENSOR_LAYERS = (
     layers.AllToShardedLinear,
@@ -36,9 +35,9 @@ _TENSOR_LAYERS = (
     layers.QuantizedAllToShardedLinear,
     layers.QuantizedShardedToAllLinear,
 )
-# Caches of which a prefix can be kept without running parts of the model again.
+# Caches that can keep a prefix without running parts of the model again.
 _ROWS = (KVCache, RotatingKVCache)
-# Models whose logits are the product of the output layer, and nothing else.
+# Models whose logits are the unchanged product of the output layer.
 _BARE_OUTPUT = ("mlx_lm.models.qwen3_5", "mlx_lm.models.qwen3_5_moe")
 _SPLIT_OUTPUT = (layers.AllToShardedLinear, layers.QuantizedAllToShardedLinear)
 
@@ -46,9 +45,8 @@ _SPLIT_OUTPUT = (layers.AllToShardedLinear, layers.QuantizedAllToShardedLinear)
 def broadcast(array: mx.array, group: Group) -> mx.array:
     """Return rank 0's array on every rank, not evaluated.
 
-    Every rank passes an array of integers of the same shape and dtype, of which only
-    rank 0's values count. It is a sum over the ranks, in which all other summands are
-    0.
+    Every rank passes an array of integers of the same shape and dtype; only rank 0's
+    values count. The result is a sum over the ranks, to which other ranks add zeros.
     """
     mine = array if group.rank() == 0 else mx.depends(mx.zeros_like(array), array)
     return mx.distributed.all_sum(mine, group=group)
@@ -72,7 +70,7 @@ def gathered(said: dict[str, Any], group: Group) -> list[dict[str, Any]]:
 
 
 def check_parallel(parallel: Any) -> None:
-    """Refuse a value that is no way to spread a model."""
+    """Refuse a value that is not one of `Parallel`."""
     if parallel not in get_args(Parallel):
         raise InvalidRequestError(
             f"parallel is {parallel!r}, and one of {', '.join(get_args(Parallel))} is "
@@ -167,7 +165,7 @@ def _split_output(model: nn.Module) -> nn.Module | None:
 
 
 def keeps_rows_alone(model: nn.Module) -> bool:
-    """Return whether all caches of this rank hold keys and values, and none states."""
+    """Return whether all caches of this rank hold keys and values, and no states."""
     caches = leaves(make_prompt_cache(model))
     return all(isinstance(leaf, _ROWS) for _, leaf in caches)
 

@@ -1,10 +1,10 @@
-"""Every part of mlx-lm that is relied on beyond its API, and checks of its sources.
+"""The parts of mlx-lm that are relied on beyond its API, and checks of their sources.
 
-`mlx_lm_touches.toml`, beside this file, is the list for caches/, models/ and samplers/,
-with the digest of each source. Replaying trusts a mixer only while that is the same. A
-source with another digest, or none at all (a bundle without .py files), counts as
-unknown, and so does a class with a method that was put there by somebody else. What
-is unknown is not replayed; the model runs again instead, which is always right.
+`mlx_lm_touches.toml`, beside this file, lists them for caches/, models/ and samplers/,
+with the digest of each source. A mixer is replayed only if its digest is the listed
+one. A source with another digest, or without one (a bundle without .py files), counts
+as unknown, and so does a class with a method from elsewhere. An unknown mixer is not
+replayed: the model runs again instead, which is always right.
 """
 
 import ast
@@ -20,19 +20,19 @@ from types import FunctionType
 
 @dataclass(frozen=True, slots=True)
 class Touch:
-    """One object of mlx-lm."""
+    """One object of mlx-lm that is relied on."""
 
-    module: str  # where it is defined
-    name: str  # its name there, with dots inside classes
-    used_by: str  # the file here that relies on it
-    reason: str  # what has to stay true
+    module: str  # the module that defines it
+    name: str  # its name in the module, with dots inside classes
+    used_by: str  # the file of this package that relies on it
+    reason: str  # the property that has to stay true
     sha256: str  # the digest of its source text, without decorators
 
 
 def _read() -> tuple[str, tuple[Touch, ...]]:
-    """Return the version of mlx-lm that was read, and what is relied on."""
+    """Return the version of mlx-lm that the list is for, and the list."""
     text = Path(__file__).with_name("mlx_lm_touches.toml").read_text(encoding="utf-8")
-    table = tomllib.loads(text)  # refuses a name that stands in it twice
+    table = tomllib.loads(text)  # refuses duplicate names
     version = table.pop("mlx_lm_version")
     return version, tuple(
         Touch(module, name, **fields)
@@ -46,7 +46,7 @@ DIGESTS = {(touch.module, touch.name): touch.sha256 for touch in TOUCHES}
 
 
 def is_known(value: object) -> bool:
-    """Return whether a class or function is listed, unchanged and of one piece."""
+    """Return whether a class or function is listed, and its source is unchanged."""
     if not isinstance(value, type | FunctionType):
         return False
     module, name = value.__module__, value.__qualname__
@@ -71,8 +71,8 @@ def _of_one_piece(value: type | FunctionType) -> bool:
 def source_digest(module: str, name: str) -> str | None:
     """Return the SHA-256 of a source text, which takes some milliseconds.
 
-    The text, as a syntax tree is another one in each version of Python. None where the
-    module is not imported, has no source here, or lacks the name.
+    The text is hashed, since its syntax tree depends on the version of Python. None:
+    the module is not imported, has no source here, or lacks the name.
     """
     try:
         text = inspect.getsource(sys.modules[module])

@@ -1,15 +1,15 @@
 """Forwards that are submitted in parts, while the rest of their graph is built.
 
-A GPU that gets a round's forward as a whole waits for all of its graph, since a round
-cannot be built before the last one was read. Submitted after every few layers, the
-first ones run meanwhile; each submission has a price of its own, so the number of
-layers is measured by `calibrate` (`SpeculativeGenerator.calibrate`).
+A round cannot be built before the last one was read. So a GPU that gets a round's
+forward as a whole idles while all of its graph is built. If the forward is submitted
+after every few layers, the first ones run meanwhile. Each submission costs time, so
+`SpeculativeGenerator.calibrate` measures the number of layers.
 
-On a CPU mlx computes on a thread of its own, and `mx.async_eval` takes operations only
-until some hundred wait: then it waits itself. A plain step is therefore submitted layer
-by layer there; rounds gain nothing where two cores compute (docs/log/rounds.md).
+On a CPU mlx computes on a thread of its own, and `mx.async_eval` blocks once some
+hundred operations wait. A plain step is therefore submitted layer by layer there.
+Rounds gained nothing from it with two cores (docs/log/rounds.md).
 
-The operations, their order and their results are the same for any number.
+Operations, their order and their results are the same for any number of layers.
 """
 
 import functools
@@ -23,16 +23,16 @@ from mlx_speculation.models.instance_hooks import Hook, derived
 from mlx_speculation.models.observer import first_array
 from mlx_speculation.models.round_context import cuda_serves, on_cpu, parts_of_forward
 
-_RANK = 2  # outside of all others: what they return is what is submitted
+_RANK = 2  # outside of all other hooks, since the result of the outermost is submitted
 PART_SIZES = (0, 2, 4, 8, 16)  # layers of a round's forward at once; 0: all of them
 
 
 def usual_part() -> int:
-    """Return after how many layers a round's forward is submitted, unless measured.
+    """Return how many layers a round submits at once if `calibrate` has not run.
 
-    With CUDA all of it at once, as small and quantized models lose what large ones gain
-    (docs/log/cuda_kernels.md). On Metal 8, as others report a gain of 8 ms from every
-    few layers and no number, and a command buffer has its price.
+    With CUDA all of them (0), as small and quantized models lose as much as large ones
+    gain (docs/log/cuda_kernels.md). On Metal 8: other projects report a gain of 8 ms
+    from parts of a few layers, without a number, and each command buffer costs time.
     """
     return 0 if on_cpu() or cuda_serves() else 8
 

@@ -1,4 +1,4 @@
-"""Token ids of a target: which exist, how many fit, and whether a draft shares them."""
+"""Token ids of a target, its context length, and the comparison with a draft's ids."""
 
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass
@@ -19,10 +19,10 @@ from mlx_speculation.errors import TokenizerMismatchError
 class TokenIds:
     """The ids that a tokenizer has.
 
-    Logits are often wider than that: a padded id has a column and no meaning.
+    Logits often have more columns: the column of a padded id has no meaning.
     """
 
-    width: int  # one more than the largest id
+    width: int  # the largest id, plus one
     # Ids below `width` that the tokenizer lacks, int32 [n], or None
     missing: mx.array | None = None
 
@@ -56,7 +56,7 @@ def logit_width(model: nn.Module) -> int:
     return width
 
 
-# What configs call it; those of GPT-2 and its kin have other names than most.
+# Names of the context length in configs; GPT-2 and related models have other names.
 _LENGTHS = (
     "max_position_embeddings",
     "n_positions",
@@ -70,8 +70,8 @@ _LENGTHS = (
 def context_length(model: nn.Module) -> int | None:
     """Return the number of tokens that the model was made for; None: it is not known.
 
-    What mlx-lm's class of arguments has by default holds for a checkpoint that does not
-    say otherwise, but not for a model of recurrent layers alone, which has no end.
+    A checkpoint without such a number has the default of mlx-lm's class of arguments,
+    except if all layers are recurrent, which have no limit.
     """
     args = getattr(model, "args", None)
     inner = getattr(getattr(model, "language_model", None), "args", None)
@@ -95,7 +95,7 @@ def _holds_keys(model: nn.Module) -> bool:
 
 
 def _scaled_length(config: Mapping[str, Any]) -> int:
-    """Return the length that scaled rotations reach, as configs of YaRN say it."""
+    """Return the context length after scaling rotations, as in configs of YaRN."""
     for name in ("rope_scaling", "rope_parameters"):
         scaling = config.get(name)
         if isinstance(scaling, Mapping):
@@ -107,8 +107,8 @@ def _scaled_length(config: Mapping[str, Any]) -> int:
 def check_same_ids(target_tokenizer: Any, draft_tokenizer: Any) -> None:
     """Check that every id that both tokenizers have means the same token in both.
 
-    Ids that only one of them has are harmless: a drafter never proposes an id that
-    the target lacks, and one that the draft lacks is merely never proposed.
+    Ids that only one of them has are harmless: a drafter never proposes an id that the
+    target lacks, nor one that it lacks itself.
 
     Raises:
         TokenizerMismatchError: an id stands for two different tokens, or the two
