@@ -1,8 +1,8 @@
 """A lane: a model, its caches, and the tokens that they hold.
 
-`base` is the contract, `single` a lane of one request, `batch` of many; a round on a
-lane is fed, then committed or rolled back as a whole. How tokens are drafted or
-accepted is not known here.
+`base` has the protocols, `single` a lane of one request, `batch` a lane of many. A
+round on a lane is fed, then committed or rolled back as a whole. Lanes do not know how
+tokens are drafted or accepted.
 """
 
 from mlx_speculation.models.lanes.base import RequestLane, RequestRound

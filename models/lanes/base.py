@@ -1,17 +1,17 @@
-"""The contract of lanes: a model with the caches of its requests, and their rounds.
+"""The protocols of lanes: a model with the caches of its requests, and their rounds.
 
     with lane.begin(1 + width) as lane_round:
         logits = lane_round.forward(tokens)    [requests, n] -> [requests, n, vocab]
-        lane_round.prepare(keep)               of each request; all that can fail
+        lane_round.prepare(keep)               does everything that can fail
         lane_round.commit(keep)
     lane = lane.join(others)                   between rounds
     lane.leave(stay)
     lane.extract(place)
 
 `single` holds one request in the model's own caches; `batch` holds many in batch
-caches. A lane of one becomes a batch when others join, and stays one until it is empty.
-Requests have places, 0 to n - 1, in the order in which they joined. Which request
-stands where, its text and its sampler are not known here.
+caches. A lane of one request becomes a batch when others join; the batch stays one
+until it is empty. Requests have places, 0 to n - 1, in the order in which they joined.
+A lane does not know their texts or samplers.
 """
 
 from collections.abc import Sequence
@@ -26,9 +26,9 @@ from mlx_speculation.models.introspect.taps import States
 
 
 class RequestRound(Protocol):
-    """Forwards over all requests of a lane, of which each keeps a prefix.
+    """Forwards over all requests of a lane; each request then keeps a prefix.
 
-    Use it as a context manager: leaving without a commit rolls back.
+    Use it as a context manager: leaving it without a commit rolls back.
     """
 
     @property
@@ -43,8 +43,8 @@ class RequestRound(Protocol):
     def forward(self, tokens: mx.array) -> mx.array:
         """Feed tokens [requests, n]; return logits [requests, n, vocab].
 
-        Nothing is evaluated. Requests with fewer tokens are padded on the right with
-        any, and keep none of these.
+        Nothing is evaluated. The caller pads requests with fewer tokens on the right
+        with any tokens, and keeps none of the padding.
         """
         ...
 
@@ -52,16 +52,16 @@ class RequestRound(Protocol):
         """Do everything of `commit(keep)` that can fail, and change no cache.
 
         Args:
-            keep: how many of the fed tokens each request keeps, or all of them.
+            keep: the number of fed tokens to keep, for each request or one for all.
         """
         ...
 
     def commit(self, keep: Keep) -> None:
-        """Keep the first tokens of each request; after `prepare` it does not fail."""
+        """Keep the first tokens of each request. Does not fail after `prepare`."""
         ...
 
     def rollback(self) -> None:
-        """Undo every forward, also after a commit while nothing else has written."""
+        """Undo every forward, even after a commit if nothing has been written since."""
         ...
 
     def __enter__(self) -> "RequestRound": ...
@@ -70,17 +70,17 @@ class RequestRound(Protocol):
 
 
 class RequestLane(Protocol):
-    """A model and what its caches hold of requests.
+    """A model, and caches of one or more requests.
 
-    What is defined here is of a lane that holds one request.
+    The methods with code are those of a lane with one request.
 
     Attributes:
         model: an mlx-lm model.
-        caches: of all requests, one per layer; none while a batch holds them.
-        requests: how many there are.
-        holder: the batch that holds its one request; None: it does so itself.
-        part: layers of a round's forward that are submitted at once; 0: all of them.
-            See `models.submit_layers`.
+        caches: one for each layer, of all requests; empty while a batch holds them.
+        requests: the number of requests.
+        holder: the batch that holds the lane's request; None: the lane itself does.
+        part: the number of layers that a round submits at once; 0: all of them. See
+            `models.submit_layers`.
     """
 
     model: nn.Module
@@ -104,20 +104,20 @@ class RequestLane(Protocol):
         return False
 
     def begin(self, count: int, *, whole: bool = False) -> RequestRound:
-        """Open a round of which a prefix of each request, or with `whole` all, is kept.
+        """Open a round.
 
         Args:
-            count: how many tokens of each request it feeds. Where new shapes cost much,
-                a forward over all of them is filled up to a known one.
-            whole: promise that all or nothing is kept.
+            count: how many tokens it feeds for each request. If new shapes cost much, a
+                forward over `count` tokens is padded to a known shape.
+            whole: promise that all tokens are kept, or none.
         """
         ...
 
     def join(self, lanes: "Sequence[RequestLane]") -> "RequestLane":
-        """Let the requests of other lanes stand behind its own; return what holds all.
+        """Add the requests of other lanes; return the lane that holds all.
 
-        The others are left without caches, and so is this one where a batch takes its
-        place: what they held is copied. If it fails, all are as before.
+        Their caches are copied. The other lanes have no caches afterwards, and neither
+        has this one if the result is a new batch. An error leaves all lanes unchanged.
         """
         ...
 
@@ -127,19 +127,19 @@ class RequestLane(Protocol):
             self.caches = []
 
     def places_of(self, lanes: "Sequence[RequestLane]") -> list[int]:
-        """Return where the rows of these requests stand, which it holds."""
+        """Return the places of the rows of these lanes' requests, held by this lane."""
         return [0]
 
     def extract(self, place: int) -> list[Any]:
-        """Return caches of one request alone, to be read before the next round.
+        """Return the caches of one request, valid until the next round.
 
-        Of a batch they are copies; sliding ones are of the kind that the request had.
+        A batch returns copies, with sliding caches of the kind that its lanes had.
         """
         return self.caches
 
 
 def collected(states: States | None) -> States:
-    """Return the states of a round, which there are if its lane had taps."""
+    """Return the states of a round; refuse None, those of a lane without taps."""
     if states is None:
         raise InvalidRequestError(
             "This round collects no hidden states. Before it begins: "

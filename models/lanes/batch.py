@@ -1,30 +1,29 @@
-"""A model and the caches of several sequences, which it is fed together.
+"""A model and the caches of several requests, which it is fed together.
 
-    lane.join([one, two])          the caches of lanes that were fed alone, put together
+    lane.join([one, two])          join the caches of lanes that were fed alone
     with lane.begin(3) as round:   one forward over a rectangle of tokens
         logits = round.forward(tokens)         # [rows, 3] -> [rows, 3, vocab]
         round.commit([3, 1])       row 0 keeps 3 of them, row 1 keeps 1
     lane.leave([1])                only row 1 stays
 
-The caches are mlx-lm's own batch caches: shorter rows have padding on their left, and
-a row of a ring or a recurrent state is as that of its sequence alone. It knows no text,
-no sampler, and not which row is whose.
+The caches are mlx-lm's own batch caches. Shorter rows have padding on their left; a row
+of a ring or a recurrent state is the same as for the request alone. A batch does not
+know texts or samplers.
 
-Where each new number of rows is dear (`models/shape_buckets.py`), rounds of several
-positions show the model one of a few sizes: in the other places stand copies of the
-first row, or rows that have left. They are fed what the first row is fed and keep as
-many positions, and nobody reads their logits.
+If each new number of rows costs much (`models/shape_buckets.py`), rounds of several
+positions show the model one of a few numbers of rows. Spare places then hold copies of
+the first row, or rows that have left. They are fed the tokens of the first row and keep
+as many positions as it does, and nobody reads their logits.
 
     rows a b c d e f g h, a round of 3     shown a b c d e f g h     [8, 3]
     c leaves                               shown a b . d e f g h     [8, 3]
     f and h leave                          shown a b d e g a         [6, 3]
     i joins                                shown a b d e g i         [6, 3]
 
-Such a place is a row like any other, so no kind of cache has to know of it: all layers
-stay in step, and no row is without positions. What a row that has left held is
-overwritten when the size changes, or when it is longer than all others by a step of
-columns: to copy all caches whenever a row leaves took as long as a round. The price is
-the bytes and the computing of the places, less than half as much as of the rows.
+A spare place is a row like any other, so caches need not know of it. A row that has
+left is overwritten when the number of rows shown changes, or when it is longer than all
+live rows by a step of columns: copying all caches whenever a row left took as long as a
+round. Spare places cost memory and computing, less than half as much as the live rows.
 """
 
 from collections.abc import Sequence
@@ -58,13 +57,13 @@ class BatchLane(RequestLane):
     """One model with the caches of many requests.
 
     Args:
-        model: an mlx-lm model that `models.exclusions` lets rows share.
-        sizes: which numbers of rows it is shown.
+        model: an mlx-lm model that `models.exclusions` allows in batches.
+        sizes: the numbers of rows that the model is shown.
 
     Attributes:
-        places: rows of the caches: those of requests, and others that nobody reads.
+        places: the number of rows of the caches, spare ones included.
         stand: the place of each request.
-        members: the lane of each request, whose `seen` and `follower` its rounds keep.
+        members: the lane of each request; rounds update its `seen` and `follower`.
     """
 
     def __init__(self, model: nn.Module, sizes: RowSizes | None = None) -> None:
@@ -78,16 +77,16 @@ class BatchLane(RequestLane):
         self._fresh = False
         self._sizes = sizes or RowSizes()
         self._in_sizes = False
-        self._slack = False  # whether the rows' own sliding caches have slack
+        self._slack = False  # whether the lanes that joined had sliding caches of ours
         self._wide = False  # whether the last round was of several positions
 
     @property
     def size(self) -> int | None:
-        """Number of rows shown by a round of several positions; None: its own."""
+        """Number of rows shown in a round of several positions; None: `requests`."""
         return self._sizes.of(self.requests) if self._in_sizes else None
 
     def join(self, lanes: Sequence[RequestLane]) -> "BatchLane":
-        """Let requests join that were fed alone; return the batch."""
+        """Add the requests of lanes that were fed alone; return this batch."""
         kinds = [type(leaf) for lane in lanes for _, leaf in leaves(lane.caches)]
         joining = merged([lane.caches for lane in lanes], in_steps=self.key_steps)
         if self.requests:
@@ -109,7 +108,7 @@ class BatchLane(RequestLane):
         return self
 
     def leave(self, stay: Sequence[int]) -> None:
-        """Keep these requests, in this order, and let go of the others."""
+        """Keep these requests, in this order, and drop all others."""
         self.requests = len(stay)
         self.stand = [self.stand[index] for index in stay]
         for index, lane in enumerate(self.members):
@@ -123,19 +122,18 @@ class BatchLane(RequestLane):
             self._arrange(self.stand, size or self.requests)
 
     def extract(self, place: int) -> list[Any]:
-        """Return a copy of what one request holds, in caches as its own lane had."""
+        """Return a copy of one request's caches, of the kinds that its lane had."""
         caches = [cache.extract(self.stand[place]) for cache in self.caches]
         return with_slack(caches) if self._slack else caches
 
     def places_of(self, lanes: Sequence[RequestLane]) -> list[int]:
-        """Return where the rows of these requests stand, which it holds."""
+        """Return the places of the rows of these lanes' requests."""
         return [self.stand[self.members.index(lane)] for lane in lanes]
 
     def begin(self, count: int, *, whole: bool = False) -> "BatchRound":
         """Open a round, see `RequestLane`.
 
-        Of one position, the model is shown as many rows as before: no plan is made for
-        them.
+        A round of one position shows as many rows as the last round: it needs no plan.
         """
         self._wide = count > 1
         size = self.size if self._wide else None
@@ -144,16 +142,16 @@ class BatchLane(RequestLane):
         return BatchRound(self, count, whole=whole)
 
     def note_shape(self, count: int) -> None:
-        """Remember that so many positions of each row were fed."""
+        """Remember that `count` positions of each row were fed."""
         if count > 1 and self._in_sizes:
             shape = (self.places, count, *columns_shown(self.caches))
             self._fresh = self._fresh or shape not in self._met
             self._met.add(shape)
 
     def padding(self, count: int) -> int:
-        """Return by how many positions a forward over so many is filled up.
+        """Return the number of padding positions of a forward over `count` positions.
 
-        Where each new number is dear, there are those of one and of a few drafts.
+        If new shapes cost much, the number of drafted positions is a `row_size`.
         """
         drafted = count - 1
         return row_size(drafted) - drafted if self._in_sizes and drafted else 0
@@ -165,33 +163,33 @@ class BatchLane(RequestLane):
 
     @property
     def fed_as(self) -> list[int]:
-        """The row whose tokens each place is fed: its own, or the first."""
+        """By place, the request whose tokens it is fed; a spare place: the first."""
         result = [0] * self.places
         for row, place in enumerate(self.stand):
             result[place] = row
         return result
 
     def live(self, logits: mx.array) -> mx.array:
-        """Return the rows of an array of all places, [places, ...]."""
+        """Return the rows of requests from an array of all places, [places, ...]."""
         if self.stand == list(range(self.requests)):
             return logits if self.requests == self.places else logits[: self.requests]
         return logits[mx.array(self.stand)]
 
     def _arrange(self, live: Sequence[int], places: int) -> None:
-        """Let rows stand first, and copies of the first of them in the others.
+        """Move the live rows to the front, and fill spare places with the first row.
 
         Args:
-            live: where they stand now.
-            places: how many there are to be.
+            live: the present places of the live rows.
+            places: the new number of places.
         """
         order = [*live, *[live[0]] * (places - len(live))]
         if order != list(range(self.places)):
             indices = mx.array(order)
-            mx.eval(indices)  # caches read it, each in its turn
+            mx.eval(indices)  # every cache reads it
             for cache in self.caches:
                 cache.filter(indices)
-            # By itself: as a part of the next forward it makes CUDA graphs that were
-            # not met before, and these take five times as long.
+            # Evaluated apart from the next forward, which would otherwise need new CUDA
+            # graphs, and those take five times as long.
             mx.async_eval(states(self.caches))
         self.places = places
         self.stand = list(range(len(live)))
@@ -202,12 +200,12 @@ class BatchRound:
 
     def __init__(self, lane: BatchLane, count: int, *, whole: bool = False) -> None:
         self._lane, self._count, self._whole = lane, count, whole
-        # Which request each place is fed as; None: each as the one of its number.
+        # By place, the request whose tokens it is fed; None: place i is of request i.
         in_order = lane.stand == list(range(lane.places))
         self._fed_as = None if in_order else lane.fed_as
         self._speculation = Speculation(lane.caches, whole=whole)
         self._members = lane.members
-        self._kept: list[int] = []  # of each request, once committed
+        self._kept: list[int] = []  # tokens kept of each request, once committed
         # One head follows a target, so all followers have the same taps.
         taps = [
             member.follower.taps
@@ -244,14 +242,14 @@ class BatchRound:
         return logits if stand is None else lane.live(logits)
 
     def prepare(self, keep: Keep) -> None:
-        """Do what of `commit(keep)` can fail."""
+        """Do everything of `commit(keep)` that can fail."""
         self._speculation.prepare(self._each(keep))
 
     def commit(self, keep: Keep) -> None:
-        """Keep the first `keep` tokens of all requests, or so many of each."""
+        """Keep the first tokens of each request, or the same number of all."""
         selected: dict[Any, mx.array] = {}
         if self._hidden is not None:
-            for member in self._members:  # may fail, and so before the commit
+            for member in self._members:  # before the commit, since it may fail
                 if (
                     member.follower is not None
                     and member.follower.select not in selected
@@ -268,7 +266,7 @@ class BatchRound:
         self._kept = [*each]
 
     def rollback(self) -> None:
-        """Undo it, also after a commit while nothing else has written."""
+        """Undo it, even after a commit if nothing has been written since."""
         self._speculation.rollback()
         for member, count in zip(self._members, self._kept, strict=False):
             member.seen -= count
@@ -277,7 +275,7 @@ class BatchRound:
         self._kept = []
 
     def _each(self, keep: Keep) -> Keep:
-        """Let the other places keep as many as the first row does."""
+        """Return `keep` by place; spare places keep as many as the first row."""
         if isinstance(keep, int) or self._fed_as is None:
             return keep
         return [keep[row] for row in self._fed_as]

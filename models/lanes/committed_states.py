@@ -1,13 +1,13 @@
-"""The hidden states of what a lane has committed, for drafters that read them.
+"""The hidden states of a lane's committed tokens, for drafters that read them.
 
     committed = CommittedStates(taps, lambda states: states.after_norm)
     lane.follower = committed
     ...                                   # prompts are fed, rounds are committed
     committed.between(3, 7)               # states of the known tokens 3 to 6
 
-Every commit of the lane adds the states of the kept positions, whichever kind of round
-it was, and a commit that is taken back takes them away again. Whoever has read some
-drops them. States are one array for a position: what `select` returns.
+Every commit of the lane adds the states of the kept positions, and a rollback of that
+commit removes them. A drafter that has read states drops them. States are the array
+that `select` returns.
 """
 
 import weakref
@@ -20,20 +20,20 @@ from mlx_speculation.models.introspect.taps import States
 
 Callback = Callable[[], None]
 
-# Twice the longest chunk of a prompt: while a drafter reads, there are never more.
+# Twice the longest chunk of a prompt: a drafter that reads never leaves more unread.
 MOST_UNREAD = 4096
 
 
 class CommittedStates:
-    """States of positions [start, stop); they count the lane's known tokens.
+    """States of positions [start, stop), counted in the lane's known tokens.
 
     Args:
-        taps: what sees the states.
-        select: picks, or joins, states [1, positions, dim].
+        taps: the taps that collect the states.
+        select: selects or joins states [1, positions, dim].
 
     Attributes:
-        taps: the same.
-        select: the same.
+        taps: as passed.
+        select: as passed.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class CommittedStates:
     def add(self, first: int, states: mx.array, keep: int) -> None:
         """Add the first `keep` selected states of a round that began at `first`.
 
-        Where positions were left out, those before the gap are dropped, and so are
-        those that nobody has read for very long.
+        All earlier states are dropped if there is a gap of positions before `first`, or
+        if more than `MOST_UNREAD` are held.
         """
         if first != self.stop or self.stop - self.start > MOST_UNREAD:
             self._parts, self.start = [], first
@@ -59,7 +59,10 @@ class CommittedStates:
             self._parts.append(states[:, :keep])
 
     def last(self, count: int) -> mx.array | None:
-        """Return a copy of the last `count` states, or all; None: they were dropped."""
+        """Return a copy of the last `count` states, or of all if there are fewer.
+
+        None: there are no states, or some of them were dropped.
+        """
         start = max(0, self.stop - count)
         if start == self.stop or start < self.start:
             return None
@@ -69,7 +72,7 @@ class CommittedStates:
         return copied
 
     def seed(self, states: mx.array, stop: int) -> None:
-        """Hold states of the positions before `stop`, in place of all others."""
+        """Replace all states by these, of the positions before `stop`."""
         self.start, self.stop = stop - states.shape[1], stop
         self._parts = [states]
 
@@ -97,19 +100,19 @@ class CommittedStates:
             self._parts, self.start = [self.between(start, self.stop)], start
 
     def after_chunk(self, method: Callback) -> None:
-        """Call a bound method after each chunk of a prompt.
+        """Set a bound method that is called after each chunk of a prompt.
 
-        It should read and drop what it can: the states of a long prompt are large. It
-        is not kept alive.
+        It should read and drop states, since those of a long prompt are large. It is
+        not kept alive.
         """
         self._after_chunk = weakref.WeakMethod(method)  # no cycle around the caches
 
     def call_through(self, caller: Callable[[Callback], None]) -> None:
-        """Let a bound method call the one of `after_chunk`; it is not kept alive."""
+        """Set a bound method that calls that of `after_chunk`; it is not kept alive."""
         self._through = weakref.WeakMethod(caller)
 
     def chunk_done(self) -> None:
-        """Say that a chunk of a prompt was committed."""
+        """Call the method of `after_chunk`, once a chunk of a prompt was committed."""
         method = None if self._after_chunk is None else self._after_chunk()
         through = None if self._through is None else self._through()
         if method is not None and through is not None:

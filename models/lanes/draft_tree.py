@@ -1,19 +1,18 @@
-"""Forwards over a tree of tokens: which rows each row sees, and where it stands.
+"""Forwards over a tree of tokens: the rows that each row sees, and its position.
 
-With the root t, which is fed with it, and nodes 0 to 3:
+Example: the root t, which is fed too, and nodes 0 to 3:
 
     t ─┬─ 0 ─── 1        rows      t  0  1  2  3
        └─ 2 ─── 3        parents   -  t  0  t  2      depths  0  1  2  1  2
 
 Row i has the position offset + depths[i] and sees the committed rows, its ancestors and
-itself. The caches' views make the masks (`caches.types.tree_view`). Positions come by
-way of the layers' rotary embeddings: each of these has a hook, which puts the rows on
-the batch axis, where mlx's function takes an offset for each (TensorFold and mlxcel do
-the same). Without the positions a row of a second branch would be turned as if it
-stood behind the first.
+itself. The caches' views make the masks (`caches.types.tree_view`). Hooks on the
+layers' rotary embeddings apply the positions: they put the rows on the batch axis,
+where mlx's function takes an offset for each (TensorFold and mlxcel do the same).
+Without the hooks, rows of a second branch would get positions after the first branch.
 
-What else a model makes of positions cannot be seen. So `check_tree_model` feeds every
-model a tree and its paths, and refuses one whose rows are not the same.
+A model may use positions in other ways too. So `check_tree_model` feeds every model a
+tree and its paths, and refuses a model whose rows differ.
 """
 
 import functools
@@ -45,25 +44,26 @@ _ROPES = (
     rope_utils.SuScaledRoPE,
     rope_utils.YarnRoPE,
 )
-_RANK = 2  # outside of what serves one device
+_RANK = 2  # outside of the hooks for one device
 
-# Layers whose attention has a scale that grows with the position, past some thousand
-# positions: the probe's few show nothing of it.
+# Models that scale attention by position, from some thousand positions on, which the
+# short probe of `check_tree_model` does not reach.
 _SCALED = frozenset(
     f"mlx_lm.models.{name}" for name in ("llama4", "ministral3", "mistral4")
 )
 
-# Of the probe: a bushy tree, whose last rows are far behind their depths.
+# The probe: the number of known tokens, and a bushy tree. The indexes of its last rows
+# are much larger than their depths.
 _PROMPT, _PARENTS = 9, (-1, -1, -1, 0, 1, 1, 4, 4, 6, 2, 9, 10)
-# By how much rows may differ, in standard deviations of their logits: what two ways of
-# feeding one chain differ by, so many times; this at least, in half precision and in
-# float32; and this at most. A row at a wrong place differs by 3. In bfloat16 on an H100
-# a model of 30 layers differs by 0.24 where its texts are right.
+# The bound on differences of rows, in standard deviations of their logits: `_TIMES` the
+# difference of two ways to feed one chain, but at least `_LEAST_HALF` in half precision
+# and `_LEAST` in float32, and at most `_MOST`. A row at a wrong position differs by 3.
+# In bfloat16 on an H100 a model of 30 layers with right texts differs by 0.24.
 _TIMES, _LEAST_HALF, _LEAST, _MOST = 16, 0.5, 2e-3, 0.5
 
 
 class _Fed:
-    """The tree of one forward, and what its layers share."""
+    """The tree of one forward, and the positions that its layers share."""
 
     __slots__ = ("_places", "rows")
 
@@ -72,7 +72,7 @@ class _Fed:
         self._places: dict[int, mx.array] = {}
 
     def places(self, offset: int) -> mx.array:
-        """Return the positions of the rows, int32 [rows], for the first one's."""
+        """Return the rows' positions, int32 [rows]; the first has position `offset`."""
         if offset not in self._places:
             self._places[offset] = self.rows.depths + offset
         return self._places[offset]
@@ -82,16 +82,16 @@ _tree: ContextVar[_Fed | None] = ContextVar("tree", default=None)
 
 
 def tree_rows(parents: mx.array, levels: int, lead: int = 1) -> TreeRows:
-    """Return what the rows of a tree see, and their depths.
+    """Return the rows that each row of a tree sees, and the depths of the rows.
 
     Args:
-        parents: int32 [nodes], the parent of each node, smaller than itself; -1: the
+        parents: int32 [nodes], the parent of each node, smaller than the node; -1: the
             last of the tokens before the nodes.
-        levels: no node is deeper, counted from 1.
-        lead: how many tokens are fed before the nodes, from 1: a chain.
+        levels: the largest depth of a node, counted from 1.
+        lead: how many tokens are fed before the nodes, as a chain; at least 1.
 
     Returns:
-        Of lead + nodes rows, with depths from the first of them.
+        lead + nodes rows; the first has depth 0.
     """
     chain = mx.arange(-1, lead - 1, dtype=mx.int32)
     above = mx.concatenate([chain, parents.astype(mx.int32) + lead])
@@ -109,7 +109,7 @@ def tree_rows(parents: mx.array, levels: int, lead: int = 1) -> TreeRows:
 
 @functools.cache
 def _by_depth(kind: Any) -> type[nn.Module]:
-    """Return a class of rotary embeddings that turns rows of a tree by their depths."""
+    """Return a class of rotary embeddings that rotates rows of a tree by depth."""
 
     def call(self: nn.Module, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
         fed = _tree.get()
@@ -124,7 +124,7 @@ def _by_depth(kind: Any) -> type[nn.Module]:
 def _turned(
     call: Any, rope: nn.Module, x: mx.array, fed: _Fed, offset: int = 0
 ) -> mx.array:
-    """Turn x [1, heads, rows, dim], each row by its own position."""
+    """Rotate x [1, heads, rows, dim], each row by its own position."""
     rows = fed.rows
     if x.ndim != 4 or x.shape[0] != 1 or x.shape[2] != rows.depths.shape[0]:
         raise UnsupportedModelError(
@@ -144,10 +144,10 @@ def _hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
 
 
 class TreeForward:
-    """A model that is fed a tree where one is set: what a lane runs.
+    """A model as a lane runs it, which is fed a tree inside of `tree_forward`.
 
     Args:
-        model: one that `check_tree_model` has passed; it keeps the hooks.
+        model: a model with hooks that `check_tree_model` has accepted.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -163,7 +163,7 @@ class TreeForward:
 
 
 class tree_forward:  # noqa: N801 - used like a function
-    """Let the forward that is built inside the block be one over a tree."""
+    """Inside the block, this thread builds a forward over a tree."""
 
     __slots__ = ("_rows", "_token")
 
@@ -178,12 +178,12 @@ class tree_forward:  # noqa: N801 - used like a function
 
 
 def keep_path(lane_round: LaneRound, rows: Sequence[int], *, shown: bool) -> None:
-    """Let these of the rows that a round has fed be its first ones; see `move`.
+    """Move these rows of a round to its front; see `Speculation.move`.
 
     Args:
-        lane_round: it has fed a tree, in one forward.
-        rows: which of them, from 0; the others are to be dropped.
-        shown: whether the round has hidden states.
+        lane_round: a round that has fed a tree, in one forward.
+        rows: the indexes of the rows to keep, from 0.
+        shown: whether the round has hidden states, whose rows are then moved too.
     """
     lane_round.speculation.move(rows)
     if shown and [*rows] != [*range(len(rows))]:
@@ -202,18 +202,18 @@ class TreeHooks:
 
 
 def check_tree_model(model: nn.Module, highest: int) -> None:
-    """Refuse a model whose rows of a tree are not those of its paths.
+    """Refuse a model whose logits on a tree differ from those on the tree's paths.
 
-    It is fed 9 tokens and a tree of 12 nodes behind them, and each path of the tree as
-    a chain; what is compared are logits.
+    It is fed 9 tokens and a tree of 12 nodes after them, and each path of the tree as a
+    chain.
 
     Args:
         model: the model, with `TreeHooks` on it.
         highest: the largest token id.
 
     Raises:
-        UnsupportedCacheError: its caches are of a kind that holds no trees.
-        UnsupportedModelError: the rows differ by more than rounding.
+        UnsupportedCacheError: its kind of caches cannot hold trees.
+        UnsupportedModelError: the logits differ by more than rounding.
     """
     check_trees(with_slack(make_prompt_cache(model)))
     _check_unscaled(model)

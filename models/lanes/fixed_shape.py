@@ -1,18 +1,18 @@
-"""Models that were tried in exact mode, and what it refuses.
+"""Models that were tried in exact mode, and the check that refuses all other models.
 
 In exact mode every forward has the same number of rows, and keys are shown in views
 whose size depends on the position alone (`caches/types/fixed_view.py`). A row's bits
 then follow from the tokens before it, if the model asks its caches for masks, applies
-them to all that `update_and_fetch` returns, and computes nothing else that depends on
-how many rows count. Whether it does cannot be seen, so models are tried.
+them to everything that `update_and_fetch` returns, and computes nothing else that
+depends on the number of rows without padding. Only a trial shows that.
 
-Not among them are
+These models are not allowed:
 
     mamba, rwkv7, jamba         a mixer can only run again over the rows that were kept,
                                 which is another shape
     llama4, deepseek_v41        their caches have no view of a fixed size
-    afm7, phi3small             rows depend on what is fed with them
-    minimax_m3_vl               chooses blocks of keys by how many are shown
+    afm7, phi3small             rows depend on other rows of the forward
+    minimax_m3_vl               chooses blocks of keys by the number of keys shown
 """
 
 import mlx.nn as nn
@@ -148,8 +148,8 @@ def check_fixed_shape(model: nn.Module) -> None:
     """Refuse a model that was not tried in exact mode.
 
     Raises:
-        UnsupportedModelError: it was not, or has a mixer whose source is not the one
-            that was read.
+        UnsupportedModelError: the model was not tried, or has a mixer whose source has
+            changed since.
     """
     package, _, name = type(model).__module__.rpartition(".")
     if package != "mlx_lm.models" or name not in TRIED:

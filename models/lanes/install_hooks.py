@@ -1,7 +1,7 @@
-"""All hooks of a model, and the rooms for one kind of machine that serve it.
+"""All hooks of a model, and the list of the rooms (see `models.device_ops`).
 
-This is the one place that names `models/cpu` and `models/cuda`. Without a room in
-`ROOMS` its operations go the stock way: the text is the same, and takes longer.
+No other module names `models/cpu` and `models/cuda`. Without a room in `ROOMS`, mlx's
+own operations run instead: the text is the same, and takes longer.
 """
 
 from collections.abc import Iterator
@@ -19,11 +19,11 @@ from mlx_speculation.models.recurrent.mixers import COMPRESSORS, MIXERS
 from mlx_speculation.models.recurrent.recorder import mixer_hooks
 from mlx_speculation.models.submit_layers import layer_hooks
 
-# The first that serves a round does all of its ops.
+# The first room that serves this machine does all of its round ops.
 ROOMS: tuple[DeviceOps, ...] = (cuda.OPS, cpu.OPS)
 register(ROOMS)
 
-# Layers whose code is made again by hooks of their own, and not for round ops.
+# Layers whose code other hooks copy, so they get no hook for round ops.
 MADE_AGAIN = ATTENTIONS | MIXERS.keys() | COMPRESSORS.keys()
 
 
@@ -41,8 +41,8 @@ def _hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
 class ModelHooks:
     """The hooks on one model, for the life of their owner.
 
-    Several owners may hook one model; the last one that removes them gives its modules
-    their own classes back.
+    Several owners may hook one model. When the last one removes its hooks, the modules
+    get their own classes back.
     """
 
     def __init__(self, model: nn.Module) -> None:

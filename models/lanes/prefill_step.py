@@ -1,6 +1,6 @@
-"""Chunks of prompts: their usual length, and room for them between rounds.
+"""Chunks of prompts: their usual length, and the number of tokens between rounds.
 
-Chunks of a prompt are the places where Ctrl-C and other requests get their turn.
+Ctrl-C and other requests get their turn between two chunks.
 """
 
 import mlx.core as mx
@@ -11,22 +11,22 @@ CPU_PREFILL_STEP = 256
 
 
 def usual_prefill_step() -> int:
-    """Return the number of tokens on this device."""
+    """Return the usual number of tokens of a chunk on this device."""
     on_cpu = mx.default_device() == mx.cpu
     return CPU_PREFILL_STEP if on_cpu else PREFILL_STEP
 
 
 class PrefillBudget:
-    """Room for one chunk of a prompt, which chunks of several short ones may share.
+    """Number of prompt tokens to read between rounds, in one chunk or several short.
 
-    A chunk is read as a whole, or waits: where chunks end may decide the last bits.
+    A chunk is read as a whole, or waits: the ends of chunks may change the last bits.
     """
 
     def __init__(self, tokens: int) -> None:
         self._left = tokens
 
     def fits(self, chunk: int) -> bool:
-        """Take the room for a chunk of so many tokens, if there is as much."""
+        """Return whether a chunk of this many tokens fits, and if so subtract them."""
         if chunk > self._left:
             return False
         self._left -= chunk

@@ -17,7 +17,7 @@ def checked_quantization(
     caches: Sequence[Any] | None,
     reach: int,
 ) -> KVQuantization | None:
-    """Return the quantization of a request's caches; None: they stay as they are.
+    """Return the quantization of a request's caches; None: they are not quantized.
 
     The check builds forwards over new caches, and evaluates none.
 
@@ -25,11 +25,11 @@ def checked_quantization(
         model: the target.
         quantization: the requested quantization.
         caches: the target's caches; None: the model makes them.
-        reach: how many positions prompt and text have at most.
+        reach: the largest number of positions of prompt and text.
 
     Raises:
         InvalidRequestError: a cache holds a window, which mlx-lm cannot quantize; mlx
-            has no such bits or group size; or the model fails with quantized caches.
+            lacks the bits or group size; or the model fails with quantized caches.
     """
     if quantization is None or reach < quantization.start:
         return None

@@ -1,4 +1,4 @@
-"""Forwards that are fed and taken back, so that kernels and plans for them exist.
+"""Forwards that are run and rolled back, so that their kernels and plans exist.
 
 On CUDA, kernels are loaded at their first use, and cuDNN plans attention for each pair
 of row count and key count that it has not met (`caches/types/padded_kv.py`), unless a
@@ -17,7 +17,7 @@ from mlx_speculation.models.shape_buckets import row_size
 
 
 def rehearse(lane: Lane, rows: int, before: int = 0) -> None:
-    """Feed `rows` tokens, with `before` others in front, and take them back."""
+    """Feed `before` tokens and then `rows` tokens, and roll back."""
     with lane.begin() as lane_round:  # leaving it without a commit rolls back
         for count in (before, rows):
             if count:
@@ -33,11 +33,11 @@ def plans_by_keys(caches: Sequence[Any]) -> bool:
 
 
 def shape_of_round(context: int, rows: int, *, by_keys: bool) -> tuple[int, int]:
-    """Return what is compiled or planned for a round: rows, and keys or 0.
+    """Return the shape that a round is compiled or planned for: rows, and keys or 0.
 
     Args:
-        context: tokens that the caches hold before the round.
-        rows: positions that are fed.
+        context: the number of tokens in the caches before the round.
+        rows: the number of positions that are fed.
         by_keys: see `plans_by_keys`.
     """
     return row_size(rows), whole_steps(context + rows) if by_keys else 0

@@ -25,13 +25,14 @@ class RestorePoints:
     """Restore points of one lane.
 
     Args:
-        cache: keeps the points. They are at most `cache.every` tokens apart, and
-            count for its budget.
-        places: further places in the prompt, in tokens from its beginning.
+        cache: keeps the points, which count for its budget and are at most
+            `cache.every` tokens apart.
+        places: further positions in the prompt to save, in tokens from its beginning.
 
     Attributes:
         hidden: returns the last hidden states if a head needs them to resume, else
             None.
+        running: the points of this request, as `cache` counts them.
     """
 
     def __init__(self, cache: PrefixCache, places: Iterable[int] = ()) -> None:
@@ -55,8 +56,7 @@ class RestorePoints:
     def due(self, seen: int, reach: int) -> bool:
         """Return whether a point has to be taken before a round of `reach` tokens.
 
-        That is so if after the round the last point might be more than `every` tokens
-        away.
+        Otherwise the last point might be more than `every` tokens away after the round.
         """
         return seen + reach - self._last > self._every and seen > self._last
 

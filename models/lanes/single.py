@@ -1,7 +1,7 @@
 """The lane of one request: a model, its caches, and how many tokens they hold.
 
-The target and a draft model are both lanes. A lane is fed `tokens[seen:]`, so it
-does not matter how far one lags behind the other. It knows no text and no sampler.
+The target has a lane, and so has a draft model. Each is fed `tokens[seen:]`, so they
+need not hold equally many tokens. A lane does not know texts or samplers.
 """
 
 import sys
@@ -52,7 +52,7 @@ from mlx_speculation.models.round_context import (
 )
 from mlx_speculation.models.shape_buckets import RowSizes
 
-COUNTED_EVERY = 64  # rounds; to look at one takes some ten microseconds a layer
+COUNTED_EVERY = 64  # rounds, as counting takes some ten microseconds a layer
 
 Replaced = list[tuple[int, Any]]
 NO_TAPS = nullcontext()
@@ -64,28 +64,28 @@ class Lane(RequestLane):
 
     Args:
         model: an mlx-lm model.
-        caches: mlx-lm caches of this model; new ones are made when omitted.
-        seen: how many tokens of the sequence they hold.
-        sliding: "slack" puts sliding caches in place of the new rings; "native"
-            leaves them. Passed caches stay as they are.
-        shape: of every forward, in exact mode: a row's bits then follow from the tokens
-            before it alone, whatever is fed with it; see `caches.types.fixed_view`.
-            Ask `check_fixed_shape` for the model first, and hold `ModelHooks` on it.
+        caches: mlx-lm caches of this model; None: new ones.
+        seen: how many tokens of the sequence the caches hold.
+        sliding: "slack" replaces new rings by our sliding caches; "native" keeps the
+            rings. Passed caches stay as they are.
+        shape: the shape of every forward in exact mode, where a row's bits depend on
+            the tokens before it only; see `caches.types.fixed_view`. Requires
+            `check_fixed_shape` and `ModelHooks` for the model. None: not exact.
 
     Attributes:
         prefill_step: how many tokens of a prompt are fed at once.
-        shows: evaluate the hidden states of every chunk of a prompt. Ranks that share
-            a target have to do so where one of them reads the states.
+        shows: evaluate the hidden states of every chunk of a prompt. If one rank reads
+            the states, all ranks that share the target have to set this.
         prefill_progress: called with the length of every chunk of a prompt, once kept.
-        quantization: when the caches are quantized; the list then holds new ones.
-        compiled: computes the forwards of rounds where it serves; of a draft's lane.
-        positions: how many the model has; see `introspect.position_table`. A forward
-            past them is refused.
-        is_draft: whether its tokens only propose. Its prompts are then read by the
-            operations of a round too, see `models.round_context`: faster, and other
-            than mlx's by rounding.
-        run: what is called for a forward: the model, or a request's `ImageForward`.
-        sizes: which numbers of rows a batch shows that others make of it.
+        quantization: says when the caches are quantized, that is replaced by new ones.
+        compiled: a draft's compiled forward, for the rounds that it serves.
+        positions: the number of positions that the model has rows for; see
+            `introspect.position_table`. A forward past them is refused.
+        is_draft: whether this is a drafter's lane. Its prompts use the operations of a
+            round too (`models.round_context`), which are faster than mlx's and differ
+            by rounding.
+        run: the callable for a forward: the model, or a request's `ImageForward`.
+        sizes: the numbers of rows that a batch made from this lane shows.
 
     Raises:
         UnsupportedCacheError: a cache is of an unknown kind, or holds a batch.
@@ -117,9 +117,9 @@ class Lane(RequestLane):
         self.taps: HiddenStates | None = None
         self.follower: CommittedStates | None = None
         self.shows = False
-        self.round_bytes = 0  # the most that an open round was seen to hold
+        self.round_bytes = 0  # the largest measured size of an open round
         self._widest = self._rounds = 0
-        # Asked once: the answer is of the model, and of the device that it runs on.
+        # Computed once: it depends on the model and the device only.
         self.key_steps = takes_key_steps(model) and asks_cudnn(mx.float16)
         self.prefill_step = PREFILL_STEP
         self.prefill_progress: Callable[[int], None] | None = None
@@ -140,10 +140,10 @@ class Lane(RequestLane):
 
     @property
     def room(self) -> int:
-        """Number of tokens that a round may feed, whose rows see one kind of keys.
+        """Number of tokens that the next round may feed.
 
-        It ends where the caches are quantized, in exact mode with the shape, and with
-        the model's table of positions.
+        The limits are the position at which the caches are quantized, as a round's rows
+        see one kind of keys, the model's table of positions, and in exact mode `shape`.
         """
         quantization, end = self.quantization, self._unknown + self.seen
         room = None if quantization is None else quantization.room(self.caches)
@@ -151,10 +151,10 @@ class Lane(RequestLane):
         return room if self.shape is None else min(room, self.shape.room(end))
 
     def begin(self, count: int = 1, *, whole: bool = False) -> "LaneRound":
-        """Open a round, see `RequestLane`; no forward is filled up.
+        """Open a round, see `RequestLane`; forwards are not padded to known shapes.
 
         Raises:
-            InvalidRequestError: the caches do not hold what this lane left in them.
+            InvalidRequestError: something else has written to the caches.
         """
         lane_round = LaneRound(self, whole=whole)
         start = lane_round.start
@@ -166,13 +166,13 @@ class Lane(RequestLane):
         return lane_round
 
     def join(self, lanes: Sequence[RequestLane]) -> BatchLane:
-        """Return a batch of its request and those of others."""
+        """Return a new batch with this request and those of other lanes."""
         return BatchLane(self.model, self.sizes).join([self, *lanes])
 
     def count_bytes(self, speculation: Speculation, width: int, whole: bool) -> None:
-        """Note what an open round holds, if it is the first so wide, or their turn.
+        """Update `round_bytes` if a round is the widest yet, or every `COUNTED_EVERY`.
 
-        A chunk of a prompt, which is kept whole, is no round.
+        Chunks of a prompt are not counted.
         """
         if whole and width > 1:
             return
@@ -182,12 +182,12 @@ class Lane(RequestLane):
             self.round_bytes = max(self.round_bytes, speculation.nbytes)
 
     def resume(self, snapshot: Snapshot) -> None:
-        """Let the caches hold the tokens of a snapshot that begins at the first."""
+        """Restore the caches from a snapshot that begins at the first token."""
         restore(snapshot, self.caches)
         self.seen = snapshot.stop
 
     def skip(self, count: int) -> None:
-        """Leave out the next `count` tokens: the caches will not hold them."""
+        """Skip the next `count` tokens, which the caches will not hold."""
         self.seen += count
         self._unknown -= count
 
@@ -200,20 +200,20 @@ class Lane(RequestLane):
     ) -> bool:
         """Feed committed tokens in chunks of at most `step`, each one kept whole.
 
-        With `points`, chunks also end where a restore point is due, and at the end. In
-        exact mode a chunk has as many tokens as a round has room for.
+        With `points`, chunks also end where a restore point is due. In exact mode a
+        chunk has at most `room` tokens.
         An error leaves the caches at the end of the last finished chunk. Feeding the
-        rest then, or after a chunk that did not fit, makes the same chunks.
+        rest later, also after a chunk that did not fit, makes the same chunks.
 
         Args:
             tokens: the tokens.
-            step: the most that are fed at once; `prefill_step` when omitted.
-            each: called with every chunk and its hidden states, evaluated, once the
-                chunk is kept; the lane needs `taps`. Without it none are computed.
-            fits: asked with the number of tokens of every chunk before it is fed.
+            step: the largest length of a chunk; None: `prefill_step`.
+            each: called with every chunk and its evaluated hidden states, once the
+                chunk is kept; needs `taps`. None: states are not computed for it.
+            fits: called with the length of every chunk before it is fed; False stops.
 
         Returns:
-            Whether all were fed: no chunk did not fit.
+            Whether all tokens were fed.
         """
         check_positions(len(tokens), self._unknown + self.seen, self.positions)
         start, step = 0, step or self.prefill_step
@@ -231,7 +231,7 @@ class Lane(RequestLane):
                 mx.eval(states(lane_round.presented), shown)
                 lane_round.commit(len(chunk))
             if lane_round.replaced:
-                mx.eval(states(self.caches))  # or the old arrays stay until it is
+                mx.eval(states(self.caches))  # else the old arrays stay alive
             start += len(chunk)
             if each is not None:
                 each(chunk, lane_round.hidden)
@@ -239,7 +239,7 @@ class Lane(RequestLane):
                 self.follower.chunk_done()
             if self.points is not None:
                 self.points.take(self)
-            if len(chunk) > 1 and self.shape is None:  # not for every few tokens
+            if len(chunk) > 1 and self.shape is None:  # chunks of exact mode are short
                 mx.clear_cache()
             if self.prefill_progress is not None:
                 self.prefill_progress(len(chunk))
@@ -251,9 +251,9 @@ class LaneRound:
     """A round of one request, see `RequestRound`.
 
     Attributes:
-        start: how many positions the caches held when it began; None: they do not know.
-        speculation: the transaction.
-        replaced: the caches that its commit has quantized, as they were.
+        start: how many positions the caches held at the beginning; None: unknown.
+        speculation: the transaction on the caches.
+        replaced: the index and the old cache of each cache that the commit quantized.
     """
 
     def __init__(self, lane: Lane, *, whole: bool = False) -> None:
@@ -263,11 +263,11 @@ class LaneRound:
         self._taps = lane.taps if lane.follower is None else lane.follower.taps
         self._hidden = None if self._taps is None else self._taps.states()
         self._again: list[Speculation] = []
-        # Bound to no method of this object: a cycle would keep old states alive.
+        # No method of this object, as a reference cycle would keep old states alive.
         rerun = None if whole else partial(_feed_again, lane, self._fed, self._again)
         if lane.shape is not None:  # padding is written too, and never kept
             self._whole = whole = False
-            if lane.quantization is not None:  # none of its rows may see plain keys
+            if lane.quantization is not None:  # all rows have to see quantized keys
                 lane.quantization.replace(lane.caches)
             self.speculation = Speculation(lane.caches, shape=lane.shape)
         else:
@@ -292,14 +292,14 @@ class LaneRound:
     def hidden(self) -> States:
         """The hidden states of all forwards of this round, [1, positions, dim] each.
 
-        Those of committed tokens stay valid when the model runs again for the caches.
+        States of committed tokens stay valid if the model runs again for the caches.
         """
         return collected(self._hidden)
 
     def forward(self, tokens: mx.array) -> mx.array:
         """Feed tokens [n] or [1, n]; return logits [n, vocab] or [1, n, vocab].
 
-        With `taps` or a follower on the lane, their states are added to `hidden`.
+        With `taps` or a follower on the lane, hidden states are added to `hidden`.
         """
         lane, n, batched = self._lane, tokens.shape[-1], tokens.ndim == 2
         tokens = tokens[0] if batched else tokens
@@ -312,7 +312,7 @@ class LaneRound:
         elif lane.compiled and lane.compiled.serves(lane.caches, n):
             logits = lane.compiled.forward(tokens, lane.caches)[None]
         else:
-            whole = self._whole and not lane.is_draft  # a plain step, part of a prompt
+            whole = self._whole and not lane.is_draft  # plain step or part of a prompt
             way: Any = plain_step(n) if whole else rows_of_a_round(n, lane.part)
             taps = NO_TAPS if self._taps is None else self._taps.collect(self._hidden)
             with taps, way:
@@ -320,7 +320,7 @@ class LaneRound:
         return logits if batched else logits.squeeze(0)
 
     def _fixed(self, tokens: mx.array, shape: FixedShape) -> mx.array:
-        """Feed `tokens` [n] with padding, and return logits of these [n, vocab]."""
+        """Feed `tokens` [n] with padding; return their logits [n, vocab]."""
         count, lane = tokens.shape[0], self._lane
         assert len(self._fed) == 1, "a round in exact mode is one forward"
         assert count <= lane.room, f"{count} tokens, and room for {lane.room}"
@@ -334,7 +334,7 @@ class LaneRound:
         return logits[0, :count]
 
     def prepare(self, keep: Keep) -> None:
-        """Do what of `commit(keep)` can fail; see `Speculation.prepare`."""
+        """Do everything of `commit(keep)` that can fail; see `Speculation.prepare`."""
         keep = keep if isinstance(keep, int) else keep[0]
         if self._whole or self.speculation.only_kv:  # nothing is run again
             self.speculation.prepare(keep)
@@ -353,7 +353,7 @@ class LaneRound:
     def commit(self, keep: Keep) -> None:
         """Keep the first `keep` tokens fed; see `Speculation.commit`."""
         keep = keep if isinstance(keep, int) else keep[0]
-        if self._prepared != keep and not self._whole:  # else `Speculation` does
+        if self._prepared != keep and not self._whole:  # else `Speculation` prepares
             self.prepare(keep)
         lane, speculation = self._lane, self.speculation
         lane.count_bytes(speculation, self._width, self._whole)
@@ -369,12 +369,12 @@ class LaneRound:
             self.replaced = lane.quantization.replace(lane.caches)
 
     def rollback(self) -> None:
-        """Undo every forward, also after a commit while nothing else has written."""
+        """Undo every forward, even after a commit if nothing has been written since."""
         for place, cache in self.replaced:
             self._lane.caches[place] = cache
         self.replaced = []
         self.speculation.rollback()
-        for again in self._again:  # where the model ran again, this one has written
+        for again in self._again:  # if the model ran again, this has written too
             again.rollback()
         self._lane.seen -= self._committed
         if self._lane.follower is not None and self._committed:
