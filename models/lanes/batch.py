@@ -77,7 +77,7 @@ class BatchLane(RequestLane):
         self._fresh = False
         self._sizes = sizes or RowSizes()
         self._in_sizes = False
-        self._slack = False  # whether the lanes that joined had sliding caches of ours
+        self._slack = False  # whether the lanes have `SlidingKVCache`s
         self._wide = False  # whether the last round was of several positions
 
     @property

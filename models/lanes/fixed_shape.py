@@ -6,7 +6,7 @@ then follow from the tokens before it, if the model asks its caches for masks, a
 them to everything that `update_and_fetch` returns, and computes nothing else that
 depends on the number of rows without padding. Only a trial shows that.
 
-These models are not allowed:
+Some models of mlx-lm are not in the list:
 
     mamba, rwkv7, jamba         a mixer can only run again over the rows that were kept,
                                 which is another shape

@@ -32,7 +32,7 @@ class RestorePoints:
     Attributes:
         hidden: returns the last hidden states if a head needs them to resume, else
             None.
-        running: the points of this request, as `cache` counts them.
+        running: the points that this lane has taken.
     """
 
     def __init__(self, cache: PrefixCache, places: Iterable[int] = ()) -> None:

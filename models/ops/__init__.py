@@ -1,8 +1,8 @@
-"""Dispatch of a round's operations between mlx's own functions and the rooms' ops.
+"""Dispatch of a round's operations to mlx's own functions or to a room's ops.
 
-It replaces functions that mlx-lm's layers call, during a round and in its thread only.
-It knows shapes and devices. It does not know drafters, caches or tokens, nor the rooms
-by name.
+Rooms are described in `models.device_ops`. Functions that mlx-lm's layers call are
+replaced during a round, in its thread only. This package does not know drafters, caches
+or tokens, nor the rooms by name.
 """
 
 from mlx_speculation.models.ops.dispatch import (

@@ -1,9 +1,8 @@
-"""Dispatch of operations to the listed rooms.
+"""Dispatch of operations to the registered rooms.
 
-    models.lanes.install_hooks     register([cpu.OPS, cuda.OPS]), when it is imported
-    everybody else                 asks the functions below
-
-Where no listed room serves, the caller goes the stock way.
+`models.lanes.install_hooks` calls `register` when it is imported; other modules call
+the functions below. If no registered room serves, callers use the functions of mlx and
+mlx-lm.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,23 +18,26 @@ _rooms: tuple[DeviceOps, ...] = ()
 
 
 def register(rooms: Sequence[DeviceOps]) -> None:
-    """List the rooms that may serve, in place of those that were listed."""
+    """Replace the registered rooms by these."""
     global _rooms
     _rooms = tuple(rooms)
 
 
 def registered() -> tuple[DeviceOps, ...]:
-    """Return the rooms that are listed."""
+    """Return the registered rooms."""
     return _rooms
 
 
 def attention_dims() -> frozenset[int]:
-    """Return the head dimensions whose attention is not planned by numbers of keys."""
+    """Return head dimensions for which attention needs no plan by number of keys."""
     return frozenset().union(*(room.attention_dims for room in _rooms if room.serves()))
 
 
 def gated_delta_kernel(q: mx.array, v: mx.array) -> RunBlock | None:
-    """Return what runs a block of gated delta steps here; see `DeviceOps`."""
+    """Return a room's function for a block of gated delta steps; None: there is none.
+
+    See `DeviceOps.gated_delta`.
+    """
     for room in _rooms:
         run = None if room.gated_delta is None else room.gated_delta(q, v)
         if run is not None:
@@ -47,8 +49,8 @@ def compiled_steps(model: nn.Module) -> CompiledForward:
     """Return the compiled forward of a draft model, compiled and tried.
 
     Raises:
-        UnsupportedModelError: it cannot be compiled here, or says something else than
-            the model.
+        UnsupportedModelError: it cannot be compiled here, or has other logits than the
+            model.
     """
     for room in _rooms:
         if room.compile_draft is not None:
@@ -61,7 +63,7 @@ def compiled_steps(model: nn.Module) -> CompiledForward:
 
 @contextmanager
 def stream_resources(model: nn.Module) -> Iterator[None]:
-    """Let rooms hold what serves the streams of a model, inside the block."""
+    """Inside the block, rooms hold their resources for streams of a model."""
     with ExitStack() as stack:
         for room in _rooms:
             if room.stream_resources is not None:

@@ -1,19 +1,18 @@
-"""Attention over latents for a few rows, as mlx-lm has it for one row.
+"""Attention over latents for a few rows, with mlx-lm's method for one row.
 
 Multi-head latent attention keeps one latent c of each position instead of keys and
-values of every head (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1). mlx-lm 0.32.2
-attends to it in two ways, with the same result up to rounding:
+values of every head (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1). mlx-lm 0.32.2 has
+two methods, with the same result up to rounding:
 
-    one row          (W_k^T q) c, then W_v of the sum: the latents are read as they are
-    several rows     q (W_k c), and W_v c: keys and values of every head are made of all
-                     latents first, in every forward
+    one row          (W_k^T q) c, then W_v of the sum: reads the latents only
+    several rows     q (W_k c), and W_v c: first computes keys and values of every head
+                     from all latents, in every forward
 
-The second pays for a prompt. A verify of 5 rows over a long text pays for all of it
-again. So in a round up to `MOST_ROWS` rows attend in the first way. The method that
-does it is the model's own, made again from its code with an attention function of ours;
-what it has made of the latents for the other way is not used, and therefore never
-computed. A prompt that is read, and a class whose source is not the one that was read,
-keep mlx-lm's way.
+The second method is faster for a prompt. But a verify of 5 rows over a long text would
+compute all keys and values again. So in a round up to `MOST_ROWS` rows use the first
+method. The hook runs a copy of the model's own method with another attention function.
+The keys and values in that copy are not used, and so never computed. Prompts, and
+classes whose source has changed, keep mlx-lm's methods.
 """
 
 import functools
@@ -31,8 +30,8 @@ from mlx_speculation.models.instance_hooks import Hook, derived, made_again, pla
 from mlx_speculation.models.round_context import in_round
 from mlx_speculation.models.source_digests import is_known
 
-# By multiplications the two are equal at rank (nope + value) / (2 rank - nope - value)
-# rows, which is 170 for DeepSeek's 512, 128 and 128.
+# Both methods have equally many multiplications at
+# rank (nope + value) / (2 rank - nope - value) rows: 170 for DeepSeek's 512, 128, 128.
 MOST_ROWS = 64
 _RANK = 0
 
@@ -49,7 +48,7 @@ ATTENTIONS = frozenset(
 
 
 class _Latents:
-    """Stand-in for an attention's cache that keeps the latents it shows."""
+    """Stand-in for an attention's cache that remembers the latents it returned."""
 
     __slots__ = ("attention", "cache", "shown")
 
@@ -60,11 +59,11 @@ class _Latents:
 
     @property
     def offset(self) -> int:
-        """The cache's."""
+        """The cache's offset."""
         return int(self.cache.offset)
 
     def update_and_fetch(self, latents: mx.array, keys: mx.array) -> Any:
-        """Write as the cache does; latents stand in the place of its keys."""
+        """Write to the cache, which has latents in the place of keys."""
         shown, keys = self.cache.update_and_fetch(latents, keys)
         self.shown = shown
         return shown, keys
@@ -78,7 +77,7 @@ def _attend(
     scale: float,
     mask: mx.array | None,
 ) -> mx.array:
-    """Attend to the latents themselves; `keys` and `values` are not used then."""
+    """Attend to latents if `cache` is `_Latents`, and do not use `keys`, `values`."""
     if not isinstance(cache, _Latents):
         made: mx.array = scaled_dot_product_attention(
             queries, keys, values, cache=cache, scale=scale, mask=mask
@@ -99,7 +98,7 @@ def _attend(
 
 @functools.cache
 def _absorbing(kind: Any) -> type[nn.Module]:
-    """Return a class that attends to latents as for single rows, in a round."""
+    """Return a class that uses the method for one row in a round."""
     original: FunctionType = kind.__call__
     theirs = original.__globals__
     name = "scaled_dot_product_attention"
@@ -123,7 +122,7 @@ def _absorbing(kind: Any) -> type[nn.Module]:
 
 
 def absorbing_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
-    """Yield each attention over latents that is known, with its hook."""
+    """Yield each known attention over latents, with its hook."""
     for _, module in model.named_modules():
         kind = plain_class(module)
         if (kind.__module__, kind.__name__) not in ATTENTIONS or not is_known(kind):

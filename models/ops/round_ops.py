@@ -4,7 +4,7 @@ The code of mlx-lm's layers calls attention and activations by global names. A h
 layer runs a copy of its code, in which these names are bound to the round ops of the
 room that serves this machine (`models.device_ops`). A round op checks its arguments,
 and calls the function that it replaces if it does not serve them. The original code
-runs outside of rounds, and if somebody has rebound one of the names.
+runs outside of rounds, and if other code has rebound one of the names.
 """
 
 import functools

@@ -1,14 +1,14 @@
-"""Classes that do what a mixer and its parts do, and note it.
+"""Hook classes of mixers and their parts, which record notes of calls.
 
-A hooked instance gets a class of its own (see `models.instance_hooks`). Nothing of
-mlx-lm is patched: where a mixer calls a scan by its global name, the method is made
-again from the same code with globals of its own, in which that name notes the call.
-Whoever uses the same module elsewhere, or in another thread, sees nothing of it.
+Notes are arguments and results of the calls inside of one call of one mixer. Parts find
+the notes in a context variable, which is separate for each thread. Outside of a
+recorded call there are none, and a hooked part only does its work.
 
-Notes belong to one call of one mixer, and the parts find them in a context variable,
-which every thread has for itself. Outside a recorded call there are none, and a
-hooked part does nothing but its work. When a method or a scan has been replaced by
-somebody else after the hook was made, the replacement is called and nothing is noted.
+A hooked instance gets a class of its own (see `models.instance_hooks`). Nothing in
+mlx-lm is patched: if a mixer calls a scan by its global name, the class has a copy of
+the method with its own globals, in which that name records the call. Other uses of the
+same module do not change. If other code replaces a method or scan after the hook was
+made, the replacement is called and nothing is recorded.
 """
 
 import functools
@@ -38,7 +38,7 @@ _notes: ContextVar[Taken | None] = ContextVar("notes", default=None)
 
 @contextmanager
 def noting(notes: Taken) -> Iterator[None]:
-    """Take notes in this thread, inside the block."""
+    """Inside the block, record calls of this thread in `notes`."""
     token = _notes.set(notes)
     try:
         yield
@@ -59,7 +59,7 @@ def _first_array(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @functools.cache
 def noting_input(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a class for parts whose first array is noted under their id."""
+    """Return a class for parts that records their first array under their id."""
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         _note(id(self), _first_array(args, kwargs))
@@ -70,7 +70,7 @@ def noting_input(kind: type[nn.Module]) -> type[nn.Module]:
 
 @functools.cache
 def noting_output(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a class for parts whose result is noted under their id."""
+    """Return a class for parts that records their result under their id."""
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         result = kind.__call__(self, *args, **kwargs)
@@ -81,12 +81,12 @@ def noting_output(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def watched(kind: type[nn.Module], watch: Watch, scan: Call | None) -> dict[str, Call]:
-    """Return the methods of `kind` that have to be made again to note `watch`.
+    """Return methods for a subclass of `kind` that record the calls of `watch`.
 
     Args:
         kind: the class of a mixer.
-        watch: what is noted.
-        scan: what `scan_of` returned.
+        watch: the calls to record.
+        scan: the result of `scan_of`.
     """
     methods = {name: _noting_method(kind, name) for name in watch.methods}
     if watch.scan is not None and scan is not None:
@@ -95,7 +95,7 @@ def watched(kind: type[nn.Module], watch: Watch, scan: Call | None) -> dict[str,
 
 
 def scan_of(kind: type[nn.Module], watch: Watch) -> Call | None:
-    """Return the scan that `kind` calls now, if it is the one that was read."""
+    """Return the scan that `kind` calls now; None: no scan, or an unknown source."""
     if watch.scan is None:
         return None
     result = vars(sys.modules[kind.__module__]).get(watch.scan.name)

@@ -1,9 +1,9 @@
 """A block of gated delta steps by matrix products, with the state after each prefix.
 
-mlx-lm 0.32.2 runs the recurrence token by token where it has no kernel, so a verify of
-k + 1 tokens pays k + 1 times. With S the state [Dv, Dk] of a head before the block,
-g_t the decays, b_t the betas, and R_ti = g_(i+1) ... g_t for i <= t (R_t from before
-the block, so R_t = g_1 ... g_t):
+mlx-lm 0.32.2 runs the recurrence token by token on devices without a kernel, so a
+verify of k + 1 tokens takes k + 1 times as long. Let S be the state [Dv, Dk] of a head
+before the block, g_t the decays, b_t the betas, R_ti = g_(i+1) ... g_t for i <= t, and
+R_t = g_1 ... g_t:
 
     S_t = g_t S_(t-1) + u_t k_t^T      u_t = b_t (v_t - g_t S_(t-1) k_t)
 
@@ -13,15 +13,14 @@ the block, so R_t = g_1 ... g_t):
 
 This is the chunked form (WY, or UT transform) of Yang et al. 2024, "Parallelizing
 Linear Transformers with the Delta Rule over Sequence Length", with the decay of Yang et
-al. 2025, "Gated Delta Networks", equations 8 to 10. Decays are multiplied and never
-divided by, so that one of 0 does no harm. Each S_n follows from the U of the whole
-block at the price of one product, and is not computed unless somebody asks for it.
+al. 2025, "Gated Delta Networks", equations 8 to 10. Nothing is divided by a decay, so
+decays of 0 do no harm. Each S_n takes one product with the U of the whole block, and is
+computed on request only.
 
-Results differ from the recurrence by rounding. So this serves only where rows of a
-block differ from single rows anyway, which is float32 on a CPU with OpenBLAS in front.
-Where `models.ops` has a kernel, as on CUDA, that runs the steps. With the reference
-BLAS, and on Metal, which has a kernel, mlx-lm's own scan runs; and so it does for
-single rows.
+Results differ from the recurrence by rounding. So products are used only if rows of a
+block differ from single rows anyway, which holds for float32 on a CPU with OpenBLAS. If
+`models.ops` has a kernel, as on CUDA, the kernel runs the steps. mlx-lm's own scan runs
+with the reference BLAS, on Metal, for which it has a kernel, and for single rows.
 """
 
 import functools
@@ -35,8 +34,8 @@ from mlx_speculation.models.device_ops import Block, RunBlock
 from mlx_speculation.models.ops.dispatch import gated_delta_kernel
 from mlx_speculation.models.round_context import rows_differ
 
-# Up to here products over all pairs of rows cost less than steps. Twice what a lookup
-# drafts.
+# Rows of a block: up to here, products over all pairs of rows take less time than
+# steps. This is twice the longest draft of a lookup.
 LONGEST = 32
 
 
@@ -44,7 +43,7 @@ class _Block(NamedTuple):
     """Results of `_run`; heads are [key heads, value heads for each of them]."""
 
     y: mx.array  # [batch, rows, value heads, Dv], float32
-    updates: mx.array  # the u_t that later rows see, [batch, *heads, rows, Dv]
+    updates: mx.array  # u_t, 0 for masked rows, [batch, *heads, rows, Dv]
     decays: mx.array  # R_ti, and 1 where i > t, [batch, *heads, rows, rows]
     total: mx.array  # R_t, [batch, *heads, rows, 1]
     keys: mx.array  # [batch, key heads, 1, rows, Dk]
@@ -52,11 +51,11 @@ class _Block(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A block that was run.
+    """The result of a block.
 
     Attributes:
-        y: what the scan returns for each row, [batch, rows, value heads, Dv].
-        start: the state before it, [batch, value heads, Dv, Dk].
+        y: the scan's result for each row, [batch, rows, value heads, Dv].
+        start: the state before the block, [batch, value heads, Dv, Dk].
     """
 
     y: mx.array
@@ -64,7 +63,7 @@ class Chunk:
     block: _Block
 
     def after(self, keep: int) -> mx.array:
-        """Return the state after the first `keep` rows, from 1, like `start`."""
+        """Return the state after the first `keep` rows, at least 1, like `start`."""
         updates, last = self.block.updates, keep - 1
         weights = self.block.decays[..., last, :keep, None]
         added = (updates[..., :keep, :] * weights).swapaxes(-1, -2)
@@ -84,8 +83,8 @@ def run_chunk(
     beta: mx.array,  # [batch, rows, value heads]
     # Before the block, [batch, value heads, Dv, Dk]; None: zeros, float32
     state: mx.array | None = None,
-    # Bool [batch, rows]; a row without it returns what it would return, and leaves the
-    # state to others as it was
+    # Bool [batch, rows]; a row where this is False has its usual result, but does not
+    # change the state
     mask: mx.array | None = None,
 ) -> Chunk:
     """Run a block of gated delta steps."""
@@ -112,7 +111,7 @@ class _Pairs(NamedTuple):
 
     below: mx.array  # i < t, bool
     diagonal: mx.array  # 1 where i = t, float32
-    # Bool; level n has those between the halves of each 2 ** (n + 1) rows
+    # Bool; level n has the pairs between the halves of each 2 ** (n + 1) rows
     levels: list[mx.array]
 
 
@@ -151,7 +150,7 @@ def _run(
     state: mx.array,
     seen: mx.array | None,
 ) -> _Block:
-    """Run a block; `seen`, bool, is not set for rows that others do not see."""
+    """Run a block; `seen`, bool, is False for rows that do not change the state."""
     rows = k.shape[1]
     pairs = _pairs(rows)
     both = mx.concatenate([k, q], axis=1).swapaxes(1, 2)
@@ -167,7 +166,7 @@ def _run(
     total = decays[..., :1] * chain[..., :1, :]
     before, start = mx.where(pairs.below, decays, 0), total
     if seen is not None:
-        decay = mx.where(seen, 1, g)  # the decay of a row that only itself sees
+        decay = mx.where(seen, 1, g)  # a masked row's decay, for its own result only
         before = mx.where(seen.swapaxes(-1, -2), before * decay, 0)
         start = start * decay
     updates = beta * (v - start * from_state[..., :rows, :])
@@ -197,7 +196,7 @@ def gated_delta_in_chunks(
     allow_neg_eigval: bool = False,
     **_: Any,
 ) -> Block | None:
-    """Do what mlx-lm's `gated_delta_update` does; None: that should do it here."""
+    """Run mlx-lm's `gated_delta_update` as a block; None: mlx-lm's has to run."""
     kernel = gated_delta_kernel(q, v)
     by_channel = a.ndim != b.ndim  # then a has one axis more
     in_chunks = rows_differ(q.dtype) and not by_channel

@@ -1,9 +1,9 @@
 """The recurrent mixers of mlx-lm 0.32.2, and how each is replayed.
 
-Every class that writes to an `ArraysCache` stands here; a test reads the package and
-fails when one does not. Their array arguments have positions on axis 1, and all they
-keep between calls is in the cache. A mixer without a recipe runs again over its
-recorded inputs.
+The table has every class that writes to an `ArraysCache`; a test reads the package and
+fails if one is missing. The array arguments of these classes have positions on axis 1,
+and all their state between calls is in the cache. A mixer without a recipe runs again
+over its recorded inputs.
 """
 
 from collections.abc import Mapping
@@ -26,8 +26,8 @@ class Mixer:
     """Replay of one mixer class.
 
     Attributes:
-        recipe: how its state follows from notes; None: it runs again.
-        relies_on: other objects whose source has to be the known one: (module, name).
+        recipe: computes its state from notes; None: the mixer runs again.
+        relies_on: (module, name) of other objects whose source must be unchanged.
     """
 
     recipe: Recipe | None = None
@@ -42,7 +42,7 @@ def _gated_delta(slot: int) -> Scan:
 
 
 def _gated_delta_after(*convs: str, ends: bool = True) -> ConvsAndScan:
-    """Convolutions in the first slots, the delta state in the last one."""
+    """Return a recipe: convolutions in the first slots, the scan in the last one."""
     slots = {path: slot for slot, path in enumerate(convs)}
     return ConvsAndScan(slots, _gated_delta(len(convs)), ends=ends)
 
@@ -121,7 +121,7 @@ MIXERS: Mapping[tuple[str, str], Mixer] = MappingProxyType(
     {_place(dotted): mixer for dotted, mixer in _TABLE.items()}
 )
 
-# The same for modules that fill a cache of their own kind.
+# The same for modules that write to other kinds of caches.
 COMPRESSORS: Mapping[tuple[str, str], Mixer] = MappingProxyType(
     {("mlx_lm.models.deepseek_v41", "Compressor"): Mixer()}
 )

@@ -1,20 +1,18 @@
-"""Recording what recurrent mixers are fed, so that a prefix can be replayed.
+"""Recording of the inputs of recurrent mixers, so that a prefix can be replayed.
 
-A mixer is hooked by giving the instance a class of its own, which does the same and
-also notes its arguments on the cache it is called with; its convolutions and its
-scan note theirs beside them. Only a cache that a `Speculation` presents takes notes;
-with any other cache the hook passes through. Nothing is kept on the model: two
-generators, or two threads, do not meet. Parameter paths, `isinstance` and logits stay
-the same.
+A hooked mixer gets a class of its own, which also records its arguments on the cache
+that it is called with, together with notes of its convolutions and its scan. Only the
+caches of a `Speculation` record calls. Nothing is stored on the model, so generators
+and threads do not affect each other. Parameter paths, `isinstance` and logits stay the
+same.
 
-`mixers.MIXERS` lists the mixers for which replay was shown to equal plain decoding
-(tests/models). What is used, best first:
+For the mixers in `mixers.MIXERS`, replay was shown to equal plain decoding
+(tests/models). There are three cases:
 
     notes complete       the state follows from the notes; no weights are read
     otherwise            the mixer runs again over its recorded inputs; counted
-    mixer not listed,    it is not hooked, and a partial acceptance runs the model
-    or its source is     again: right, at the price of one forward
-    not the known one
+    mixer not listed,    it is not hooked, and after a partial acceptance the model runs
+    or source changed    again: right, but it takes one forward
 """
 
 import functools
@@ -46,17 +44,17 @@ from mlx_speculation.models.source_digests import is_known
 
 _TAKES_NOTES = (RecordingArraysCache, RecordingLayerCache)
 
-_RANK = 0  # a mixer has no hook inside: a scan is noted from its plain class's code
+_RANK = 0  # the innermost hook of a mixer, as it copies code of the plain class
 
 # The mixers that ran again inside `noting_reruns`, in this thread.
 _ran_again: ContextVar[list[nn.Module] | None] = ContextVar("ran_again", default=None)
 
-_CACHE = object()  # stands for the cache in recorded arguments, which would be a cycle
+_CACHE = object()  # replaces the cache in recorded arguments, to avoid a cycle
 
 
 @contextmanager
 def noting_reruns() -> Iterator[list[nn.Module]]:
-    """Yield a list that names each mixer that runs again inside the block."""
+    """Yield a list, to which each mixer that runs again inside the block is added."""
     ran: list[nn.Module] = []
     token = _ran_again.set(ran)
     try:
@@ -67,7 +65,7 @@ def noting_reruns() -> Iterator[list[nn.Module]]:
 
 @dataclass(frozen=True, slots=True)
 class MixerCall:
-    """One call of a mixer: what it was fed, without the cache, and its notes."""
+    """One call of a mixer: its arguments without the cache, and its notes."""
 
     mixer: nn.Module
     width: int
@@ -83,10 +81,10 @@ class MixerCall:
         return result
 
     def replay(self, cache: Any, keep: int) -> None:
-        """Take `cache` from the state before the call to that after `keep` rows.
+        """Change `cache` from the state before the call to the state after `keep` rows.
 
-        By its notes if they are complete. Otherwise the mixer runs again over the
-        first `keep` positions; its output is not used.
+        The state follows from the notes if they are complete. Otherwise the mixer runs
+        again over the first `keep` positions, and its output is not used.
         """
         if self.recipe is not None and self.recipe.complete(self):
             self.recipe.replay(self, cache, keep)
@@ -116,7 +114,7 @@ def _first(kind: type, values: tuple[Any, ...]) -> Any:
 
 
 def _recording_cache(values: tuple[Any, ...]) -> tuple[Any, Any]:
-    """Return the cache that takes notes, and the argument that it stands in."""
+    """Return the cache that records calls, and the argument that it is, or is in."""
     for value in values:
         if isinstance(value, _TAKES_NOTES):
             return value, value
@@ -129,7 +127,7 @@ def _recording_cache(values: tuple[Any, ...]) -> tuple[Any, Any]:
 def _recorded(
     kind: type[nn.Module], mixer: Mixer, scan: Call | None
 ) -> type[nn.Module]:
-    """Return a subclass of `kind` whose calls are noted on a recording cache."""
+    """Return a subclass of `kind` that records its calls on a recording cache."""
     recipe = mixer.recipe
     methods = {} if recipe is None else watched(kind, recipe.watch, scan)
     mixed = methods.pop("__call__", None)
@@ -153,7 +151,7 @@ def _recorded(
 
 
 def _mixer_of(module: nn.Module) -> Mixer | None:
-    """Return how a module is replayed; None: it is no mixer, or not the known one."""
+    """Return the `Mixer` of a module; None: it is no mixer, or its source changed."""
     kind = plain_class(module)
     place = (kind.__module__, kind.__name__)
     mixer = MIXERS.get(place) or COMPRESSORS.get(place)
@@ -166,7 +164,7 @@ def _mixer_of(module: nn.Module) -> Mixer | None:
 
 
 def replays_from_notes(module: nn.Module) -> bool:
-    """Return whether the state of a mixer follows from notes, with known scans."""
+    """Return whether the state of a mixer follows from notes, and its scan is known."""
     mixer = _mixer_of(module)
     if mixer is None or mixer.recipe is None:
         return False

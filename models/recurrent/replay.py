@@ -1,20 +1,20 @@
 """Replay: the state after a prefix, from notes of a mixer's call.
 
-A mixer that runs again over its inputs reads its projections again, which is most of
-what a decode step reads. But its states follow from less:
+A mixer that runs again over its inputs reads the weights of its projections again,
+which are most of the weights that a decode step reads. But its states follow from less:
 
-    state of                     follows from                       price
+    state of                     follows from                       cost
     a causal convolution         the rows that went into it         a copy of K - 1 rows
     a scan (gated delta, SSD,    the arguments of the scan          one scan
       lightning attention)
-    the same, run in chunks      what the chunk has computed        one product
+    a scan, run as a block       the results of the block           one product
     RG-LRU                       its output, which is every state   a copy of one row
     the last raw key and value   all raw keys and values            a copy of one row
     the last token ids           the ids                            a copy of n ids
 
-Everything here is lazy, and reads no weights but each head's decay and bias. Notes
-that are not complete are not used: then the mixer runs again over its inputs. This
-module does not know how notes are taken; `recorder` does.
+Everything here is lazy, and reads no weights except each head's decay and bias. If
+notes are not complete, they are not used, and the mixer runs again over its inputs.
+`recorder` and `call_notes` record the notes.
 """
 
 import functools
@@ -29,8 +29,8 @@ from mlx_lm.models.cache import ArraysCache
 
 from mlx_speculation.models.device_ops import Block
 
-# What was noted in one call of a mixer, one value for each time it came by: under the
-# id of a part, the name of a method or the name of the scan.
+# The notes of one call of a mixer: one value for each inner call, by the id of a part,
+# the name of a method or the name of the scan.
 Notes = Mapping[Any, list[Any]]
 
 
@@ -44,17 +44,17 @@ class NotedCall(Protocol):
 
     @property
     def width(self) -> int:
-        """Positions that the call processed."""
+        """Number of positions that the call processed."""
         ...
 
     @property
     def inputs(self) -> mx.array:
-        """The first array that the mixer was given."""
+        """The first array among the mixer's arguments."""
         ...
 
     @property
     def notes(self) -> Notes:
-        """Notes of a call."""
+        """The notes of the call."""
         ...
 
 
@@ -62,59 +62,59 @@ class NotedCall(Protocol):
 class Scan:
     """A function that turns inputs with positions and a state into the next state."""
 
-    module: str  # where it is defined
-    name: str  # its name, there and in the module of the mixer
-    slot: int  # where the cache keeps the state
-    # The argument that takes the state; the result's second item is the next
+    module: str  # the module that defines it
+    name: str  # its name, in that module and in the mixer's
+    slot: int  # the cache's slot of the state
+    # The argument of the state; the result's second item is the next state
     state: str
-    rows: Mapping[str, int]  # the arguments with positions, and on which axis
+    rows: Mapping[str, int]  # the arguments with positions, and the axis of these
     called_in: str = "__call__"  # the method of the mixer that calls it
-    # The argument that takes the rows' lengths, if there is one
+    # The argument of the rows' lengths, if there is one
     lengths: str | None = None
-    # Does the same for a block at once, where that serves; it takes what the scan
-    # takes, and returns None where the scan is to run
+    # Runs a block at once, with the arguments of the scan; returns None if the scan has
+    # to run
     in_chunks: Callable[..., Block | None] | None = None
 
     @property
     def axis(self) -> int:
-        """The axis of positions in the first argument that has some, and in the y."""
+        """The axis of positions in the first argument of `rows`, and in the result."""
         return next(iter(self.rows.values()))
 
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """Calls to note: paths of parts, names of methods, a scan."""
+    """Calls to record: paths of parts, names of methods, a scan."""
 
-    inputs: tuple[str, ...] = ()  # parts of the mixer whose first array is noted
-    outputs: tuple[str, ...] = ()  # parts whose result is noted
-    methods: tuple[str, ...] = ()  # methods whose first array is noted
-    scan: Scan | None = None  # the scan whose arguments are noted
+    inputs: tuple[str, ...] = ()  # parts of the mixer whose first array is recorded
+    outputs: tuple[str, ...] = ()  # parts whose result is recorded
+    methods: tuple[str, ...] = ()  # methods whose first array is recorded
+    scan: Scan | None = None  # the scan whose arguments are recorded
 
 
 class Recipe(Protocol):
-    """One way to get the state after a prefix."""
+    """One way to compute the state after a prefix from notes."""
 
     @property
     def watch(self) -> Watch:
-        """Calls to note."""
+        """The calls to record."""
         ...
 
     @property
     def runs_again(self) -> bool:
-        """Return whether the mixer may instead run again, on nothing but this cache."""
+        """Return whether the mixer may run again instead: it writes this cache only."""
         ...
 
     def complete(self, call: NotedCall) -> bool:
-        """Return whether the notes are as expected, in number and size."""
+        """Return whether the notes have the expected number and sizes."""
         ...
 
     def replay(self, call: NotedCall, cache: ArraysCache, keep: int) -> None:
-        """Take `cache` from the state before the call to that after `keep` rows."""
+        """Change `cache` from the state before the call to the state after `keep`."""
         ...
 
 
 def part_of(mixer: nn.Module, path: str) -> Any:
-    """Return the part of a mixer at a dotted path; None when there is none."""
+    """Return the part of a mixer at a dotted path; None: it has no such part."""
     part: Any = mixer
     for name in path.split("."):
         part = getattr(part, name, None)
@@ -122,7 +122,7 @@ def part_of(mixer: nn.Module, path: str) -> Any:
 
 
 def _only(call: NotedCall, key: Any) -> Any:
-    """Return what was noted under `key`, if that was one thing; None otherwise."""
+    """Return the note of `key`; None: there is no note, or more than one."""
     result = call.notes.get(key, ())
     return result[0] if len(result) == 1 else None
 
@@ -136,17 +136,17 @@ def _signature(function: Any) -> inspect.Signature:
 class ScanCall:
     """One call of a scan.
 
-    Arrays are noted by reference. An array of lengths is changed in place by the
-    cache later on, so it is never read from here.
+    Arrays are stored by reference. The cache later changes its array of lengths in
+    place, so a replay does not read that array here.
     """
 
     function: Callable[..., Any]  # the scan
-    args: tuple[Any, ...]  # what it was given
-    kwargs: dict[str, Any]  # what it was given by name
-    chunk: Block | None = None  # what was done in its place, if that was so
+    args: tuple[Any, ...]  # its positional arguments
+    kwargs: dict[str, Any]  # its named arguments
+    chunk: Block | None = None  # the block that ran instead; None: the scan ran
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments that were given, by name."""
+        """Return the passed arguments by name."""
         bound = _signature(self.function).bind(*self.args, **self.kwargs)
         return dict(bound.arguments)
 
@@ -155,17 +155,17 @@ class ScanCall:
 class ConvsAndScan:
     """Causal convolutions, each with a slot, and a scan; or convolutions alone.
 
-    Worked example: K = 4 and a block of 5. A convolution was given 3 + 5 rows, of
-    which the first 3 are its old state. After `keep` = 2 rows its state is rows
-    [2, 5): the last old one and the two that are kept.
+    Example: K = 4 and a block of 5 rows. The convolution's input has 3 + 5 rows, and
+    the first 3 are its old state. After `keep` = 2 rows its state is rows [2, 5): the
+    last old row and the two kept rows.
     """
 
     # Path of each convolution, and its slot
     convs: Mapping[str, int] = field(default_factory=dict)
     scan: Scan | None = None  # the scan, if there is one
-    # The state of a row whose length ends inside the block is taken there
+    # Whether a batch row whose length ends inside the block has its state from there
     ends: bool = True
-    advances: bool = True  # the mixer moves the lengths and paddings of the cache on
+    advances: bool = True  # whether the mixer advances the cache's lengths and padding
     runs_again: bool = True
 
     @property
@@ -174,7 +174,7 @@ class ConvsAndScan:
         return Watch(inputs=tuple(self.convs), scan=self.scan)
 
     def complete(self, call: NotedCall) -> bool:
-        """Each convolution had old rows before the new ones, and the scan the new."""
+        """Check that convolutions got old and new rows, and the scan the new rows."""
         for path in self.convs:
             rows = _only(call, id(part_of(call.mixer, path)))
             if rows is None or rows.ndim != 3 or rows.shape[1] <= call.width:
@@ -232,17 +232,17 @@ def _head(rows: mx.array, keep: int, axis: int) -> mx.array:
 
 @dataclass(frozen=True, slots=True)
 class RgLru:
-    """RG-LRU behind a convolution: its output is the state after each position."""
+    """RG-LRU after a convolution: its output is the state after each position."""
 
     runs_again: bool = True
 
     @property
     def watch(self) -> Watch:
-        """Input of the convolution and results of the recurrence."""
+        """The input of the convolution, and the result of the recurrence."""
         return Watch(inputs=("conv_1d",), outputs=("rg_lru",))
 
     def complete(self, call: NotedCall) -> bool:
-        """Rows of the block for the convolution, and states of the cache's kind."""
+        """Check that both notes have all rows, and that the convolution has a state."""
         rows = _only(call, id(call.mixer.conv_1d))
         result = _only(call, id(call.mixer.rg_lru))
         if rows is None or result is None:
@@ -265,9 +265,9 @@ class RgLru:
 
 @dataclass(frozen=True, slots=True)
 class LastKeyAndValue:
-    """An attention that mixes each raw key and value with the one before it.
+    """An attention that mixes each raw key and value with the previous one.
 
-    The same call also writes keys and values, so it cannot run again by itself.
+    Its call also writes keys and values to another cache, so it cannot run again.
     """
 
     method: str
@@ -275,17 +275,17 @@ class LastKeyAndValue:
 
     @property
     def watch(self) -> Watch:
-        """The method that is given the raw keys, then the raw values."""
+        """The method that is called with the raw keys, then with the raw values."""
         return Watch(methods=(self.method,))
 
     def complete(self, call: NotedCall) -> bool:
-        """Keys and values [batch, heads, positions, dim] of the whole block."""
+        """Check that keys and values [batch, heads, positions, dim] are complete."""
         result = call.notes.get(self.method, ())
         sizes = [rows.shape[2] for rows in result]
         return sizes == [call.width] * 2
 
     def replay(self, call: NotedCall, cache: ArraysCache, keep: int) -> None:
-        """Take row `keep` - 1 of both."""
+        """Take row `keep` - 1 of the keys and of the values."""
         for slot, rows in enumerate(call.notes[self.method]):
             cache[slot] = mx.contiguous(rows[:, :, keep - 1 : keep])
 
@@ -298,15 +298,15 @@ class TokenIds:
 
     @property
     def watch(self) -> Watch:
-        """Nothing: the mixer is given the ids."""
+        """No calls: the ids are the mixer's input."""
         return Watch()
 
     def complete(self, call: NotedCall) -> bool:
-        """The ids are [batch, positions]."""
+        """Check that the ids are [batch, positions]."""
         return call.inputs.ndim == 2
 
     def replay(self, call: NotedCall, cache: ArraysCache, keep: int) -> None:
-        """Append the ids and take the last ones."""
+        """Append the kept ids to the old ones, and take the last n - 1."""
         ids = call.inputs[:, :keep].astype(mx.int64)
         if cache[0] is not None:
             ids = mx.concatenate([cache[0], ids], axis=-1)

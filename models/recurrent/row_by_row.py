@@ -1,10 +1,10 @@
 """A scan that is run one row at a time, with the state after each row.
 
-In exact mode a row's result must not depend on how many rows are fed with it, and
-neither must the state after it. A scan over a block may take another formula than one
-over a single row, and a replay would be a scan over fewer rows. So every row is a call
-of the scan with one row, whose state goes into the next: the state after n rows is what
-the n-th call has returned. Rows of padding are not run, and return zeros.
+In exact mode a row's result, and the state after it, must not depend on the number of
+rows fed with it. But a scan over a block may use another formula than one over a single
+row, and a replay would be a scan over fewer rows. So the scan is called for each row,
+with the state of the call before it. The state after n rows is that of the n-th call.
+Rows of padding are not run, and their results are zeros.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,20 +20,20 @@ from mlx_speculation.models.recurrent.replay import Scan, ScanCall
 class RowByRow:
     """A block of rows that was run row by row; a `Block` of `models.device_ops`."""
 
-    y: mx.array  # what the scan returns for each row, zeros for padding
-    states: Sequence[mx.array]  # after each row that is no padding
+    y: mx.array  # the scan's result for each row, zeros for padding
+    states: Sequence[mx.array]  # the state after each row that is no padding
 
     def after(self, keep: int) -> mx.array:
-        """Return the state after the first `keep` rows; padding changes none."""
+        """Return the state after the first `keep` rows; padding does not change it."""
         return self.states[min(keep, len(self.states)) - 1]
 
 
 def run_by_row(
-    scan: Scan,  # where its rows and its state stand
+    scan: Scan,  # names the arguments with rows and the one with the state
     function: Callable[..., Any],  # the scan
-    args: tuple[Any, ...],  # what it was given
-    kwargs: dict[str, Any],  # what it was given by name
-    rows: int,  # how many of the rows are no padding, from 1
+    args: tuple[Any, ...],  # its positional arguments
+    kwargs: dict[str, Any],  # its named arguments
+    rows: int,  # the number of rows that are no padding, at least 1
 ) -> RowByRow:
     """Run a scan one row at a time."""
     given = ScanCall(function, args, kwargs).arguments()
