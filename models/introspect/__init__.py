@@ -1,7 +1,8 @@
-"""Finding the parts of a model by running it, and observing its calls.
+"""Finding the parts of a model by running it and observing its calls.
 
-Embedding, layers, final norm and output layer of any mlx-lm model, the hidden states
-that a forward shows, and output layers of some ids. It knows no drafter and no cache.
+The parts are embedding, layers, final norm and output layer of any mlx-lm model. This
+package also collects hidden states of forwards, and makes output layers for some ids
+only. It does not know drafters or caches.
 """
 
 from mlx_speculation.models.introspect.find_parts import find_parts

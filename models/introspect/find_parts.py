@@ -27,14 +27,14 @@ class _End:
 
     norm: ModuleCall | None  # the last call of the final norm; None: it has no weights
     trunk: ModuleCall | None  # the outermost call that returned `hidden`, if any
-    hidden: mx.array  # what the head is given
+    hidden: mx.array  # the input of the head
 
 
 def find_parts(model: nn.Module) -> Parts:
     """Find the parts of a model.
 
-    It builds one forward of two tokens, with caches of its own, and evaluates nothing
-    of it; where the final norm has no weights, it evaluates that norm.
+    Builds one forward of two tokens with new caches, and does not evaluate it. If the
+    final norm has no weights, this norm is evaluated.
     """
     traced = trace(model)
     members = list(getattr(model, "layers", None) or [])
@@ -71,7 +71,7 @@ def find_parts(model: nn.Module) -> Parts:
 
 
 def _end(model: nn.Module, traced: Trace, runs: list[ModuleCall]) -> _End:
-    """Return the end of the trunk."""
+    """Return the final norm, the trunk and the input of the head."""
     last = runs[-1].stop if runs else 0
     norms = [call for call in traced.calls if call.start > last and _is_norm(call)]
     if not norms:
@@ -88,7 +88,7 @@ def _end(model: nn.Module, traced: Trace, runs: list[ModuleCall]) -> _End:
 
 
 def _is_norm(call: ModuleCall) -> bool:
-    """Return whether a module does no more than weigh a hidden state's numbers."""
+    """Return whether a module has one weight for each number of a hidden state."""
     inside, result = first_array(call.values), call.result
     if not isinstance(result, mx.array) or inside is None:
         return False
@@ -98,13 +98,13 @@ def _is_norm(call: ModuleCall) -> bool:
 
 
 def _returning(traced: Trace, call: ModuleCall) -> ModuleCall | None:
-    """Return the outermost call, short of the model's, that returns the same array."""
+    """Return the outermost call, except the model's, that returns the same array."""
     around = (outer for outer in traced.calls[1:] if outer.contains(call))
     return next((outer for outer in around if outer.result is call.result), None)
 
 
 def _to_logits(traced: Trace, call: ModuleCall, hidden: mx.array) -> bool:
-    """Return whether a call makes as many numbers as there are logits from `hidden`."""
+    """Return whether a call turns `hidden` into an array of the logits' shape."""
     if not call.reads(hidden) or not isinstance(call.result, mx.array):
         return False
     return call.result.shape == traced.logits.shape
@@ -135,7 +135,7 @@ def _weightless(model: nn.Module, traced: Trace, runs: list[ModuleCall]) -> _End
 def _only_normalises(
     model: nn.Module, layer: nn.Module, trunk: nn.Module, dim: int
 ) -> bool:
-    """Return whether a trunk makes an RMS of one from what its last layer returns."""
+    """Return whether a trunk scales the result of its last layer to an RMS of 1."""
     hidden = 3 * mx.random.normal((1, 4, dim), key=mx.random.key(0))
     hooked = Hooked([(layer, OBSERVED), (trunk, OBSERVED)])
     try:
@@ -145,14 +145,14 @@ def _only_normalises(
     expected = hidden * mx.rsqrt(mx.mean(hidden**2, axis=-1, keepdims=True))
     if result.shape != expected.shape:
         return False
-    # The norm's epsilon is not known, and 16 bit types round to a hundredth.
+    # The norm's epsilon is unknown, and 16 bit types round by up to a hundredth.
     return float(mx.abs(result - expected).max()) < 0.03
 
 
 def _layers(
     traced: Trace, members: Sequence[Any], runs: list[ModuleCall], end: _End | None
 ) -> Sequence[Any]:
-    """Return the decoder layers, if they pass on one hidden state and no more."""
+    """Return the decoder layers, if each passes one hidden state to the next."""
     order = [next(i for i, m in enumerate(members) if m is r.module) for r in runs]
     if not members or order != list(range(len(members))):
         raise _MissingError(
@@ -181,7 +181,7 @@ def _layers(
 
 
 def _entry(runs: list[ModuleCall], end: _End | None) -> nn.Module:
-    """Return the first layer, if it is given a hidden state."""
+    """Return the first layer, if its input is a hidden state."""
     given = first_array(runs[0].values) if runs else None
     if end is None or given is None or given.shape != end.hidden.shape:
         raise _MissingError(
@@ -192,7 +192,7 @@ def _entry(runs: list[ModuleCall], end: _End | None) -> nn.Module:
 
 
 def _embedding(traced: Trace, runs: list[ModuleCall], end: _End | None) -> nn.Module:
-    """Return the module that makes hidden states of token ids."""
+    """Return the module that turns token ids into hidden states."""
     first = runs[0].start if runs else traced.calls[0].stop
     dim = None if end is None else end.hidden.shape[-1]
     calls = [
@@ -217,7 +217,7 @@ def _embedding(traced: Trace, runs: list[ModuleCall], end: _End | None) -> nn.Mo
 
 
 def _output(traced: Trace, end: _End) -> ModuleCall | None:
-    """Return the call that makes the logits of the hidden state."""
+    """Return the call that turns the hidden state into logits; None: not found."""
     calls = [call for call in traced.calls if _to_logits(traced, call, end.hidden)]
     outer = [c for c in calls if not any(other.contains(c) for other in calls)]
     return outer[0] if len(outer) == 1 else None

@@ -1,4 +1,4 @@
-"""The hidden states of a model's forwards, and its two ends, for drafters.
+"""The hidden states of a model's forwards, its embeddings and its head, for drafters.
 
 ```python
 taps = HiddenStates(model, layers=(1, 7, 12), after_norm=True)
@@ -8,19 +8,19 @@ states.after_norm, states.layer(7)        # [batch, positions, dim], not evaluat
 taps.embed(tokens), taps.head(states.after_norm)
 ```
 
-The modules that are looked at get classes of their own for the life of the taps (see
+The observed modules get classes of their own for the life of the taps (see
 `models.instance_hooks` and `observing`); parameter paths, `isinstance` and, bit for
-bit, the logits stay the same. States belong to the block that collects them: two taps
-on one model, or two threads, do not meet.
+bit, the logits stay the same. States belong to the block that collects them, so several
+taps on one model, and several threads, do not affect each other.
 
-    layer(i)      what decoder layer i (from 0) returned: the residual stream after it;
-                  layer(-1) is what the first one was given, the embeddings
-    before_norm   what the final norm was given. Where a model keeps several streams,
-                  this is the mix of them, and there is no `layer(i)`
-    after_norm    what the final norm returned. Some models scale it, or the logits;
-                  `head` does what the model does
+    layer(i)      the output of decoder layer i, from 0: the residual stream after it;
+                  layer(-1) is the input of the first layer, the embeddings
+    before_norm   the input of the final norm. If a model has several residual streams,
+                  this is their mix, and there is no `layer(i)`
+    after_norm    the output of the final norm. Some models scale it, or the logits, and
+                  so does `head`
 
-What a model does not show is refused when the taps are made (see `parts`).
+The constructor refuses states that were not found in the model (see `parts`).
 """
 
 import weakref
@@ -50,19 +50,19 @@ class HiddenStates:
     """Taps on one model, for the life of a drafter.
 
     Raises:
-        UnsupportedModelError: the model does not show what is asked for.
-        InvalidRequestError: it has no such layer.
+        UnsupportedModelError: the wanted states were not found in the model.
+        InvalidRequestError: the model has no such layer.
     """
 
     def __init__(
         self,
-        # An mlx-lm model. Its modules stay the ones they are from here on
+        # An mlx-lm model, whose modules must not be replaced later
         model: nn.Module,
         *,
-        # The decoder layers whose output is collected, from 0; -1: the first's input
+        # The decoder layers whose output is collected, from 0; -1: the input of layer 0
         layers: Sequence[int] = (),
-        before_norm: bool = False,  # whether what the final norm is given is collected
-        after_norm: bool = False,  # whether what it returns is collected
+        before_norm: bool = False,  # whether to collect the input of the final norm
+        after_norm: bool = False,  # whether to collect the output of the final norm
     ) -> None:
         self.parts = parts = find_parts(model)
         parts.require("norm", *(["layers"] if layers else []))
@@ -84,22 +84,22 @@ class HiddenStates:
         self._finalizer.atexit = False
 
     def states(self) -> States:
-        """Return states of no forward yet, for `collect`."""
+        """Return empty states, for `collect`."""
         return States(self._keys)
 
     @contextmanager
     def collect(self, states: States | None = None) -> Iterator[States]:
         """Collect the states of the forwards that this thread runs inside the block.
 
-        Leave the block before anything else may run in the thread: a `yield` of a
-        generator inside it would collect what its caller does.
+        Do not `yield` inside the block in a generator: the forwards of its caller would
+        be collected too.
 
         Args:
-            states: what to add to; new ones when omitted. They stay as they are when
-                the block is left by an error.
+            states: the states to add to; None: new ones. They do not change if an error
+                leaves the block.
 
         Raises:
-            UnsupportedModelError: a module that was to be seen was not called.
+            UnsupportedModelError: an observed module was not called.
         """
         self._check_open()
         result = self.states() if states is None else states
@@ -114,14 +114,14 @@ class HiddenStates:
 
         Args:
             tokens: ids [batch, positions].
-            scaled: as the first layer is given them, with the scale, norm or positions
-                (from 0) that the model adds; otherwise rows of its table.
+            scaled: return the input of the first layer, with the scale, norm or
+                positions (from 0) that the model applies. Otherwise rows of the table.
 
         Returns:
             [batch, positions, dim]
 
         Raises:
-            UnsupportedModelError: they do not follow from the ids alone.
+            UnsupportedModelError: the embeddings do not follow from the ids alone.
         """
         self._check_open()
         self.parts.require("entry" if scaled else "embedding")
@@ -133,16 +133,16 @@ class HiddenStates:
         return rows
 
     def head(self, hidden: mx.array, *, only: Observer | None = None) -> mx.array:
-        """Return the logits that the model makes of hidden states after its norm.
+        """Return the model's logits for hidden states after its final norm.
 
-        Everything is done that the model does: scales, soft caps, masked ids. Four
-        families have their head inside of the module that runs the layers (gpt_neox,
-        lille-130m, gemma3n, phixtral); there a forward is built for each call, and
-        what comes before the norm is thrown away without being evaluated.
+        They include the model's scales, soft caps and masked ids. Four families have
+        their head inside of the module that runs the layers (gpt_neox, lille-130m,
+        gemma3n, phixtral). For these each call builds a forward, of which the part
+        before the norm is not evaluated.
 
         Args:
             hidden: [batch, positions, dim], of any origin.
-            only: a `ReducedOutput` of this model, for the logits of its ids alone.
+            only: a `ReducedOutput` of this model, for the logits of its ids only.
 
         Returns:
             [batch, positions, vocab]

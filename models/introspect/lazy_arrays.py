@@ -1,11 +1,10 @@
-"""Evaluating what a model holds, so that any thread can use it.
+"""Evaluation of all arrays that a model holds, so that any thread can use it.
 
-An array that is not computed yet belongs to a stream of the thread that made it, and
-mlx computes it in no other: "There is no Stream(cpu, 0) in current thread". mlx-lm
-evaluates the parameters that it loads. A model may hold more: tables and constants
-under names with an underscore, which are no parameters, and weights that a forward puts
-in the place of others, as gemma3n's does. Building a forward without computing it
-leaves these behind.
+A lazy array belongs to a stream of the thread that made it, and mlx cannot compute it
+in another thread: "There is no Stream(cpu, 0) in current thread". mlx-lm evaluates the
+parameters that it loads. A model may hold more arrays: tables and constants under names
+with an underscore, which are no parameters, and weights that a forward replaces, as
+gemma3n's does. They stay lazy if a forward is built and not computed.
 """
 
 from collections.abc import Iterator
@@ -21,10 +20,7 @@ _NO_STATE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
 
 
 def evaluate_held(*holders: Any) -> None:
-    """Compute the arrays that models, or heads on them, hold under any name.
-
-    Arrays that are computed already are only visited.
-    """
+    """Compute all arrays that models or heads hold, under any name."""
     mx.eval(list(_arrays(holders)))
 
 
@@ -40,9 +36,9 @@ def evaluating_changes(model: nn.Module) -> Iterator[None]:
 
 
 def _arrays(holders: Any) -> Iterator[mx.array]:
-    """Yield the arrays in dicts, containers and attributes, each object looked at once.
+    """Yield the arrays in dicts, containers and attributes; visit each object once.
 
-    Arrays that only code holds, in a closure say, are not found.
+    Arrays that only a closure holds are not found.
     """
     waiting, seen = [holders], {}
     while waiting:

@@ -1,9 +1,9 @@
 """The table of learned positions that a model may have, such as GPT-2's.
 
-A forward past its last row reads memory that is not the table's: mlx does not check
-indices, and a NaN there reaches other rows by 0 x NaN. So texts end with the table, and
-lanes refuse to feed more. Rows of padding, whose logits nobody reads, may stand behind
-it: with the hook they look up its last row.
+A forward past the table's last row reads other memory, since mlx does not check
+indices; a NaN there reaches other rows by 0 x NaN. So texts end at the end of the
+table, and lanes refuse to feed more. Rows of padding, whose logits nobody reads, may
+have positions past the end: with the hook they look up the last row.
 """
 
 import functools
@@ -36,7 +36,7 @@ class _Table:
         return _rows(self.module) - self.first
 
 
-# By the id of a model. Not an attribute of it, which copies and pickles would take.
+# By the id of a model. An attribute would be copied and pickled with the model.
 _kept: dict[int, tuple[Any, list[_Table]]] = {}
 
 
@@ -46,10 +46,10 @@ def position_table(model: nn.Module) -> int | None:
 
 
 def check_positions(fed: int, seen: int, positions: int | None) -> None:
-    """Refuse to feed tokens behind those that are held, where no rows are left.
+    """Refuse to feed `fed` tokens after `seen` tokens if the table is too short.
 
     Raises:
-        InvalidRequestError: the table ends before them.
+        InvalidRequestError: the table has too few positions.
     """
     if positions is not None and seen + fed > positions:
         raise InvalidRequestError(
@@ -65,13 +65,11 @@ def position_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
 
 
 def _tables(model: nn.Module, *, anew: bool = False) -> list[_Table]:
-    """Return the embeddings that a model looks positions up in.
-
-    They are kept while the model lives.
+    """Return the position tables of a model, which are cached while it lives.
 
     Args:
         model: an mlx-lm model.
-        anew: look again: it may have got another table.
+        anew: ignore the cache, as the model may have another table now.
     """
     kept = _kept.get(id(model))
     if kept is None or anew:
@@ -85,10 +83,10 @@ def _forget(kept: dict[int, Any], key: int, _: Any) -> None:
 
 
 def _look(model: nn.Module) -> list[_Table]:
-    """Build a forward of a token that comes twice, and look at the embeddings.
+    """Find the position tables in a forward of two equal tokens, which is only built.
 
-    Of tokens it looks up a row twice, and of positions two successive rows. A model
-    with one embedding, that of its tokens, is not run.
+    A table of tokens looks up one row twice, and one of positions two successive rows.
+    A model with one embedding, that of its tokens, is not run.
     """
     kinds = (nn.Embedding, nn.QuantizedEmbedding)
     modules = [each for each in model.modules() if isinstance(each, kinds)]
@@ -109,7 +107,7 @@ def _rows(module: nn.Module) -> int:
 
 @functools.cache
 def _bounded(kind: Any) -> type[nn.Module]:
-    """Return a class that looks up its last row for those behind it."""
+    """Return a class that looks up its last row for all positions past the end."""
 
     def call(self: nn.Module, x: mx.array) -> mx.array:
         result: mx.array = kind.__call__(self, mx.minimum(x, _rows(self) - 1))

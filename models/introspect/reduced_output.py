@@ -4,10 +4,10 @@
     with reduced.only():
         logits = model(tokens, cache=caches)        # [batch, positions, len(ids)]
 
-The rows of those ids are copied once, and inside the block the output layer's product
-is made with the copies. The model and its weights stay as they are, and what it does
-to its logits, such as a soft cap, it does to these. An embedding that is the output
-layer too still knows every id.
+The rows of those ids are copied once, and inside the block the output layer multiplies
+with the copies. The model and its weights do not change, and its operations on logits,
+such as a soft cap, apply to these. An embedding that is the output layer too still
+embeds every id.
 """
 
 import weakref
@@ -27,7 +27,7 @@ from mlx_speculation.models.introspect.parts import Parts
 from mlx_speculation.models.introspect.trace import POSITIONS
 from mlx_speculation.models.observer import OBSERVED, Observer, observing
 
-_TOLERANCE = 1e-3  # of the largest logit: rows are the same, products may round
+_TOLERANCE = 1e-3  # of the largest logit, since products with fewer rows may round
 
 
 class ReducedOutput(Observer):
@@ -59,21 +59,21 @@ class ReducedOutput(Observer):
 
     @contextmanager
     def only(self) -> Iterator[None]:
-        """Make the logits of these ids alone, in the forwards inside of the block."""
+        """Inside the block, forwards compute the logits of these ids only."""
         with observing(self):
             yield
 
     def enter(
         self, module: nn.Module, method: str, values: tuple[Any, ...]
     ) -> mx.array | None:
-        """Return the reduced product for that of the output layer."""
+        """Replace the product of the output layer by the reduced one."""
         if module is not self._module or method != self._method:
             return None
         result: mx.array = self.layer(values[0])
         return result
 
     def _check(self, parts: Parts) -> None:
-        """Refuse a model that does to its logits what depends on their number."""
+        """Refuse a model whose logits of these ids are different inside of `only`."""
         tokens = mx.zeros((1, POSITIONS), mx.int32)
         model: Any = parts.model
         whole: mx.array = model(tokens, cache=make_prompt_cache(model))
@@ -91,14 +91,14 @@ class ReducedOutput(Observer):
 
 
 class ReducedEnds:
-    """The two ends of a target, with the logits of some ids only."""
+    """The embeddings and the head of a target, with the logits of some ids only."""
 
     def __init__(self, taps: HiddenStates, ids: Sequence[int]) -> None:
         self._taps, self._output = taps, ReducedOutput(taps.parts, ids)
 
     @property
     def layer(self) -> nn.Module:
-        """The rows of those ids."""
+        """The linear layer with the rows of those ids."""
         return self._output.layer
 
     def embed(self, tokens: mx.array) -> mx.array:
@@ -118,14 +118,14 @@ def _refused(parts: Parts, why: str) -> UnsupportedModelError:
 
 
 def sliced(layer: nn.Module, ids: mx.array) -> nn.Module:
-    """Return a linear layer of some of another one's rows, which are copied.
+    """Return a linear layer with copies of some rows of another layer.
 
     Args:
         layer: a linear layer or an embedding, quantized or not.
         ids: uint32 [n], the rows.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: the layer is of another kind.
     """
     kind = plain_class(layer)
     copied: Any = layer

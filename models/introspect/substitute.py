@@ -1,8 +1,8 @@
-"""Forwards of which a part is left out: something else in place of a module's result.
+"""Forwards in which the result of a module is replaced, or that end at a module.
 
-What a model does after its trunk, to make logits, and before its first layer, is its
-own code: scales, soft caps, masked ids, positions. It runs here as it stands. Only
-its input is another one, or it ends early. No cache is used, none is changed.
+A model applies scales, soft caps, masked ids and positions in its own code, before its
+first layer and after its trunk. Here this code runs unchanged, with another input or up
+to a module. No cache is used.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from mlx_speculation.models.observer import Observer, first_array, observing
 
 
 class _Instead(Observer):
-    """Gives an array for the result of one module; None: ends the forward there."""
+    """Replaces the result of one module by an array; None: ends the forward there."""
 
     def __init__(self, module: nn.Module, array: mx.array | None) -> None:
         self._module = module
@@ -35,18 +35,18 @@ class _Instead(Observer):
 
 
 class _ReachedError(Exception):
-    """Ends a forward at a module, with what that was given."""
+    """Ends a forward at a module; has the module's input."""
 
 
 def logits_of(
     model: nn.Module,  # the model; `module` is observed
-    # The trunk or the final norm. What a forward does before it is built and thrown
-    # away, and never evaluated; before a trunk that is nothing
+    # The trunk or the final norm. Operations before the norm are built, and never
+    # evaluated; a trunk is not called at all
     module: nn.Module,
     result: mx.array,  # [batch, positions, dim]
-    also: Observer | None = None,  # who else observes what is done to it
+    also: Observer | None = None,  # a further observer of the forward
 ) -> mx.array:
-    """Return the logits that a model makes when a module returns `result`."""
+    """Return the logits of a model in which a module returns `result`."""
     instead = _Instead(module, result)
     others = () if also is None else (also,)
     with observing(instead, *others, alone=True):
@@ -56,11 +56,11 @@ def logits_of(
 
 
 def input_of(model: nn.Module, module: nn.Module, tokens: mx.array) -> mx.array:
-    """Return what a module is given first when a model is fed tokens and no cache.
+    """Return the first input of a module when a model is fed tokens without a cache.
 
     Args:
         model: the model; `module` is observed.
-        module: it is not called, nor is what comes after it.
+        module: neither this module nor a later one is called.
         tokens: ids [batch, positions].
     """
     try:
@@ -75,7 +75,7 @@ def input_of(model: nn.Module, module: nn.Module, tokens: mx.array) -> mx.array:
 def tail_of(
     model: nn.Module, layer: nn.Module, trunk: nn.Module, hidden: mx.array
 ) -> mx.array:
-    """Return what a trunk makes of `hidden` as the result of its last layer.
+    """Return the result of a trunk whose last layer returns `hidden`.
 
     Args:
         model: the model; both modules are observed.

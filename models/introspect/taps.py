@@ -1,4 +1,4 @@
-"""Taps: calls that show a hidden state, and the states of a forward."""
+"""Taps on calls whose input or output is a hidden state, and the states read there."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,16 +15,16 @@ BEFORE, AFTER = "before_norm", "after_norm"
 
 
 class Tap(NamedTuple):
-    """Place at which a hidden state is read."""
+    """A place at which a hidden state is read."""
 
-    key: Key  # its name; a number is a layer's, -1 the input of the first
-    module: nn.Module  # whose call shows it
-    entering: bool = False  # whether in what the call is given, not in what it returns
-    calls: int = 1  # how often a forward calls it; the last one counts
+    key: Key  # the state's name; i is the output of layer i, -1 the input of layer 0
+    module: nn.Module  # the module whose input or output the state is
+    entering: bool = False  # whether the state is the module's input, not its output
+    calls: int = 1  # how often a forward calls the module; the last call counts
 
 
 def tap_for(parts: Parts, key: Key) -> Tap:
-    """Return where a hidden state is seen."""
+    """Return the tap for a hidden state."""
     if isinstance(key, int):
         return Tap(key, parts.layers[max(key, 0)], entering=key < 0)
     if parts.norm is not None:
@@ -59,29 +59,29 @@ class States:
         return self._joined(AFTER)
 
     def layer(self, index: int) -> mx.array:
-        """Return what a decoder layer returned, [batch, positions, dim].
+        """Return the output of a decoder layer, [batch, positions, dim].
 
-        -1 is what the first one was given.
+        -1 is the input of the first layer.
         """
         return self._joined(index)
 
     @property
     def arrays(self) -> list[mx.array]:
-        """All of them, to be evaluated."""
+        """All arrays, to be evaluated."""
         return [array for each in self._forwards for array in each.values()]
 
     def add(self, forward: dict[Key, mx.array]) -> None:
-        """Add what one forward showed."""
+        """Add the states of one forward."""
         self._forwards.append(forward)
 
     def cut(self, positions: int, rows: Sequence[int] | None = None) -> None:
-        """Let the last forward have shown its first positions alone, of some rows."""
+        """Keep only the first positions of the last forward, and only some rows."""
         index = slice(None) if rows is None else mx.array([*rows])
         last = self._forwards[-1].items()
         self._forwards[-1] = {key: x[index, :positions] for key, x in last}
 
     def take(self, rows: Sequence[int]) -> None:
-        """Let the only forward have shown these positions, in this order."""
+        """Keep these positions of the only forward, in this order."""
         (only,), index = self._forwards, mx.array([*rows])
         self._forwards = [{key: x[:, index] for key, x in only.items()}]
 
@@ -101,7 +101,7 @@ class States:
 
 
 class Notes(Observer):
-    """States that the taps read during one block."""
+    """The states that taps read inside of one block."""
 
     def __init__(self, taps: Sequence[Tap]) -> None:
         self._taps = taps
@@ -113,18 +113,18 @@ class Notes(Observer):
     def enter(
         self, module: nn.Module, method: str, values: tuple[Any, ...]
     ) -> mx.array | None:
-        """Note what a module is given."""
+        """Read the states in the input of a module."""
         self._note(module, True, values)
         return None
 
     def leave(
         self, module: nn.Module, method: str, values: tuple[Any, ...], result: Any
     ) -> None:
-        """Note what a module returns."""
+        """Read the states in the output of a module."""
         self._note(module, False, result)
 
     def forwards(self) -> list[dict[Key, mx.array]]:
-        """Return what each forward showed.
+        """Return the states of each forward.
 
         Raises:
             UnsupportedModelError: some modules were called more often than others.
@@ -145,5 +145,5 @@ class Notes(Observer):
 
     def _note(self, module: nn.Module, entering: bool, values: Any) -> None:
         for key in self._where.get((id(module), entering), ()):
-            # Another handle: the model may write into its own later.
+            # A new array object, as the model may write to the old one later.
             self._seen[key].append(first_array(values)[...])

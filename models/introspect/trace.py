@@ -1,8 +1,8 @@
-"""One forward of a model, call by call: which array goes from where to where.
+"""The calls of one forward of a model, with their arguments and results.
 
-Arrays are compared as objects. Nothing is evaluated, so a forward of a large model is
-milliseconds of Python and reads no weights, unless the model itself looks at a value or
-puts others in the place of its weights, which are then evaluated.
+Arrays are compared as objects. Nothing is evaluated, so a forward of a large model
+takes milliseconds and reads no weights, with two exceptions: the model itself evaluates
+a value, or it replaces weights by new arrays, which are then evaluated.
 """
 
 from collections.abc import Iterable
@@ -17,23 +17,23 @@ from mlx_speculation.models.instance_hooks import Hooked
 from mlx_speculation.models.introspect.lazy_arrays import evaluating_changes
 from mlx_speculation.models.observer import OBSERVED, Observer, observing
 
-POSITIONS = 2  # two, so that a lost or swapped axis shows
+POSITIONS = 2  # more than one, so that a lost or swapped axis is noticed
 
 
 @dataclass(eq=False, slots=True)
 class ModuleCall:
     """One call of a module's method."""
 
-    module: nn.Module  # whose it is
+    module: nn.Module
     method: str  # "__call__", or "as_linear" of an embedding
     values: tuple[Any, ...]  # the arguments, positional ones first
-    start: int  # when it began, in beginnings and ends of calls
-    caller: "ModuleCall | None"  # the call that it was made in
-    stop: int = 0  # when it ended
-    result: Any = None  # what it returned
+    start: int  # the time of its beginning, in beginnings and ends of calls
+    caller: "ModuleCall | None"  # the innermost observed call around this one
+    stop: int = 0  # the time of its end
+    result: Any = None
 
     def contains(self, other: "ModuleCall") -> bool:
-        """Return whether another call was made in this one, directly or not."""
+        """Return whether another call was made inside of this one, at any depth."""
         return self.start < other.start and other.stop < self.stop
 
     def reads(self, array: Any) -> bool:
@@ -45,15 +45,15 @@ class ModuleCall:
 class Trace(Observer):
     """The calls of one forward, in the order in which they began."""
 
-    ids: mx.array  # what the model was fed, [1, POSITIONS]
-    # The calls; the first one is the model's
+    ids: mx.array  # the model's input, [1, POSITIONS]
+    # The first call is the model's
     calls: list[ModuleCall] = field(default_factory=list)
     _open: list[ModuleCall] = field(default_factory=list)
     _clock: int = 0
 
     @property
     def logits(self) -> mx.array:
-        """Output of the model."""
+        """The output of the model."""
         result: mx.array = self.calls[0].result
         return result
 
@@ -93,7 +93,7 @@ class Trace(Observer):
 
 
 def trace(model: nn.Module) -> Trace:
-    """Feed a model two tokens, with caches of its own, and note all calls."""
+    """Feed a model two tokens with new caches, and note all calls."""
     result = Trace(mx.zeros((1, POSITIONS), mx.int32))
     hooked = Hooked((module, OBSERVED) for _, module in model.named_modules())
     try:
