@@ -1,11 +1,11 @@
 """Attention in float32 on an x86-64 CPU, by products of BLAS.
 
-What mlx's own does there beside its products takes most of the time: a softmax one
-element after the other (see `exponentials`), and a product for each head where query
-heads that share keys can have one together. The division by the sum of a row comes
-last, when a row is as long as a head and not as a text. Many rows, of a prompt that a
-draft model reads, go block by block: what a block computes stays in the caches of the
-processor, and of a causal mask the keys that no row of it sees are left out.
+mlx's own attention spends most of its time on other things there. Its softmax goes
+element by element (see `exponentials`), and it has one product for each head, although
+query heads that share keys can have one product together. Here the division by the sum
+of a row comes last, when a row is as long as a head and not as the text. Prompts of a
+draft model have many rows, which go block by block: the results of a block stay in the
+processor's caches, and with a causal mask a block omits keys that none of its rows see.
 """
 
 from threading import local
@@ -17,14 +17,11 @@ from mlx_speculation.models.cpu.exp import exponentials
 
 # Blocks of 32 to 128 rows take the same time, of 256 up to a fifth more.
 ROWS_AT_ONCE = 64
-_LOWEST = -3.4028234663852886e38  # of float32; mlx puts it where a bool mask is not set
+_LOWEST = -3.4028234663852886e38  # of float32; mlx's score where a bool mask is False
 
 
 class _LastMask(local):
-    """The causal mask that was last made in this thread.
-
-    The layers of a forward ask for the same one.
-    """
+    """The last causal mask of this thread, which all layers of a forward share."""
 
     shape: tuple[int, int] | None = None
     mask: Any = None
@@ -51,8 +48,8 @@ def attention(
         keys: float32 [batch, key heads, n, dim].
         values: float32 [batch, key heads, n, value dim].
         scale: of the products.
-        mask: None; "causal"; bool, or float32 to be added: [rows, n], or with axes for
-            batch and heads before these.
+        mask: None, "causal", or an array of bool, or of float32 to add: [rows, n], or
+            with axes for batch and heads before these.
 
     Returns:
         float32 [batch, heads, rows, value dim].
@@ -102,7 +99,7 @@ def _block(
 
 
 def serves(queries: mx.array, keys: Any, values: Any, cache: Any, sinks: Any) -> bool:
-    """Return whether products of BLAS are right here, and faster."""
+    """Return whether `attention` can compute this, and is faster than mlx's own."""
     if sinks is not None or hasattr(cache, "bits"):
         return False
     fewest = 1 if getattr(cache, "single_rows", False) else 2

@@ -1,21 +1,21 @@
-"""The forwards of a small draft model over one token or two, compiled as a whole.
+"""The forwards of a small draft model over one or two tokens, compiled as a whole.
 
-On a CPU a step of a small model is bound by its operations and not by its products: of
-the demo draft's 336, half are left when mlx compiles the step, and Python builds none
-of them. mlx can do so where nothing in a step depends on the text but arrays: keys and
-values stand in buffers of whole steps of rows, where the step writes at an offset that
-is an array, and a mask hides what lies behind it:
+On a CPU the time of a small model's step depends on the number of operations, not on
+the size of its products. If mlx compiles a step of the demo draft, half of its 336
+operations remain, and Python builds none of them. For that, only arrays in a step may
+depend on the text. So keys and values are in buffers of whole steps of rows, a step
+writes them at an offset that is an array, and a mask hides the rows after the offset:
 
     offset 300, 1 token     mlx-lm: 301 keys, no mask
                             here: 512 keys, bool mask [1, 512]
 
-The caches stay mlx-lm's own: their buffers go in and come back, and their offsets are
-moved. The logits differ from mlx-lm's by rounding, so only drafts are made with them,
-of which the target decides.
+The caches stay mlx-lm's own: a step gets their buffers and returns new ones, and their
+offsets are updated. The logits differ from mlx-lm's by rounding, so only drafts use
+them, which the target checks.
 
-mlx has a compiler of C++ make some twenty libraries of it: 16 seconds on the first use
-on a machine, until its folder for temporary files is emptied, and 20 ms in each process
-after that.
+mlx compiles some twenty libraries with a C++ compiler. That takes 16 seconds on the
+first use on a machine, until its folder for temporary files is emptied, and then 20 ms
+in each process.
 """
 
 import shutil
@@ -30,7 +30,7 @@ from mlx_speculation.caches import whole_steps, with_room
 from mlx_speculation.errors import UnsupportedModelError
 from mlx_speculation.models.round_context import rows_of_a_round
 
-MOST_TOKENS = 2  # in a step: a round feeds what the lane lags behind
+MOST_TOKENS = 2  # of a step; a round feeds the tokens that the draft's lane lacks
 _SAMPLE = (3, 1, 2, 0)
 
 
@@ -38,12 +38,12 @@ class FixedKeys:
     """Stand-in for a `KVCache` in a compiled step.
 
     Args:
-        keys: [1, heads, rows, dim], of which those before the offset are held.
-        values: likewise.
+        keys: [1, heads, rows, dim]; the rows before the offset are in use.
+        values: as keys.
         offset: int32 [].
 
     Attributes:
-        single_rows: attention of one row need not be that of plain decoding.
+        single_rows: whether attention of one row may differ from plain decoding.
     """
 
     single_rows = True
@@ -59,7 +59,7 @@ class FixedKeys:
         return_array: bool = False,
         window_size: int | None = None,
     ) -> mx.array:
-        """Return which of all rows of the buffers are seen, bool [N, rows]."""
+        """Return the rows of the buffers that each token sees, bool [N, rows]."""
         keys = mx.arange(self.keys.shape[2])[None]
         rows = (self.offset + mx.arange(N))[:, None]
         mask = keys <= rows
@@ -81,7 +81,7 @@ class FixedKeys:
 
 
 class CompiledSteps:
-    """The compiled forward of one model, all of whose caches are `KVCache`."""
+    """The compiled forward of one model whose caches are all `KVCache`."""
 
     def __init__(self, model: nn.Module) -> None:
         def step(
@@ -99,7 +99,7 @@ class CompiledSteps:
         self._step = mx.compile(step, inputs=model.state)
 
     def serves(self, caches: Sequence[Any], count: int) -> bool:
-        """Return whether `forward` can feed so many tokens to these caches."""
+        """Return whether `forward` can feed `count` tokens to these caches."""
         if not 0 < count <= MOST_TOKENS:
             return False
         first = caches[0]
@@ -114,18 +114,18 @@ class CompiledSteps:
         """Feed tokens and write their keys and values to the caches.
 
         Args:
-            tokens: [n], not yet evaluated perhaps.
-            caches: those of the model, of which `serves` holds.
+            tokens: [n], evaluated or not.
+            caches: caches of the model for which `serves` is true.
 
         Returns:
-            The logits [n, vocab], not yet evaluated.
+            The logits [n, vocab], not evaluated.
         """
         start = caches[0].offset
         end = start + tokens.shape[0]
         buffers = [
             _in_steps(each, start, end) for c in caches for each in (c.keys, c.values)
         ]
-        ids = tokens.astype(mx.uint32)  # with another type it is compiled again
+        ids = tokens.astype(mx.uint32)  # another dtype would be compiled again
         logits, *written = self._step(ids, mx.array(start), *buffers)
         for place, cache in enumerate(caches):
             cache.keys, cache.values = written[2 * place : 2 * place + 2]
@@ -138,8 +138,8 @@ def _in_steps(old: mx.array, rows: int, room: int) -> mx.array:
 
     Args:
         old: [1, heads, n, dim].
-        rows: how many of its rows count.
-        room: how many are needed.
+        rows: the number of its rows in use.
+        room: the number of rows that are needed.
     """
     room = whole_steps(room)
     return old if old.shape[2] == room else with_room(old, rows, room)
@@ -149,8 +149,8 @@ def compiled_steps(model: nn.Module) -> CompiledSteps:
     """Return the compiled forward of a draft model, compiled and tried.
 
     Raises:
-        UnsupportedModelError: it cannot be compiled here, or says something else than
-            the model.
+        UnsupportedModelError: it cannot be compiled here, or has other logits than the
+            model.
     """
     kinds = {type(cache).__name__ for cache in make_prompt_cache(model)}
     if mx.default_device().type != mx.DeviceType.cpu:

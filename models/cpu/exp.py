@@ -1,16 +1,15 @@
-"""Exponentials in float32 by operations that a processor's vector unit does.
+"""Exponentials in float32, made of operations for which mlx uses vector instructions.
 
 mlx's wheel for Linux on x86-64 computes `exp`, and with it softmax, sigmoid and tanh,
-one element after the other: 25 to 35 ns each, so that the softmax of a verify of 9 rows
-over 300 keys took as long as all products of its layer together. Products, sums and
-conversions it computes four at a time. So, for x <= 0 and y = x / ln 2:
+one element at a time, in 25 to 35 ns each. So the softmax of a verify of 9 rows over
+300 keys took as long as all products of its layer together. mlx computes products, sums
+and conversions four at a time. This module uses only these, for x <= 0, y = x / ln 2:
 
     n = trunc(y - 1/2)    f = y - n, in [-1/2, 1/2]    e^x = 2^f 2^n
 
-2^f is a polynomial of degree 5 with a relative error of 1e-7, and exactly 1 at 0; 2^n
-is n + 127 in the place of the exponent. Below 2^-126 the result is 0, as it is for
--inf, and what is not a number stays so. It takes 4 ns for an element, and differs from
-mlx's by rounding.
+2^f is a polynomial of degree 5 with a relative error of 1e-7, exactly 1 at 0. 2^n is
+made from its bits: n + 127 in the exponent. Results below 2^-126 are 0, also for -inf;
+NaN stays NaN. An element takes 4 ns, and differs from mlx's by rounding.
 """
 
 import functools
@@ -33,10 +32,10 @@ _COEFFICIENTS = (
 
 
 def _powers(x: mx.array) -> tuple[mx.array, mx.array]:
-    """Return 2^f, and the bits of 2^n as int32, of x <= 0.
+    """Return 2^f, and the bits of 2^n as int32, for x <= 0.
 
-    Numbers stand on the right of what they are added to: where mlx compiles without
-    shapes, the other way takes three times as long.
+    Constants are right operands: compiled without shapes, left ones take three times as
+    long.
     """
     y = mx.maximum(x * _PER_LN_2, -float(_BIAS))  # there n + 127 is 0, and so is 2^n
     n = (y - 0.5).astype(mx.int32)
@@ -47,8 +46,8 @@ def _powers(x: mx.array) -> tuple[mx.array, mx.array]:
     return power + 1.0, (n + _BIAS) * _EXPONENT
 
 
-# For functions of arrays of one shape: with several shapes, one of them with an axis of
-# 1, mlx 0.32.4 has crashed.
+# Only for functions whose arrays have one shape: mlx 0.32.4 crashed with several shapes
+# of which one had an axis of 1.
 _compiled = partial(mx.compile, shapeless=True)
 
 
@@ -83,18 +82,18 @@ def _gelu_argument(x: mx.array) -> mx.array:
 
 @functools.cache
 def compile_here() -> None:
-    """Compile the functions of this module before a text needs them.
+    """Compile the functions of this module before a request needs them.
 
-    It takes seconds on the first use on a machine, and milliseconds after that.
+    This takes seconds on the first use on a machine, and milliseconds after that.
     """
     rows = mx.zeros((2, 8))
     mx.eval(exponentials(rows), silu(rows), swiglu(rows, rows), gelu_approx(rows))
 
 
 def exponentials(scores: mx.array) -> mx.array:
-    """Return e^(score - the row's largest), float32 of the same shape.
+    """Return e^(score - largest score of the row), float32 of the same shape.
 
-    By their sum over the last axis they are a softmax.
+    Divided by their sum over the last axis they are a softmax.
 
     Args:
         scores: float32 [..., n].
@@ -117,9 +116,9 @@ def silu(x: mx.array) -> mx.array:
 
 
 def gelu_approx(x: mx.array) -> mx.array:
-    """Return what `mlx.nn.gelu_approx` does, float32 of the same shape.
+    """Return `mlx.nn.gelu_approx` of x, float32 of the same shape.
 
-    x (1 + tanh u) / 2 is x sigmoid(2 u), which loses nothing where tanh u is near -1.
+    x (1 + tanh u) / 2 is x sigmoid(2 u), which stays precise if tanh u is near -1.
     """
     argument = _gelu_argument(x)
     power, bits = _powers_of_size(argument)

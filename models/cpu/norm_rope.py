@@ -1,18 +1,18 @@
-"""Norms and rotary positions in float32, in fewer operations, and the same numbers.
+"""RMS norms and rotary embeddings in float32, with fewer operations and equal results.
 
-On a CPU mlx computes rotary positions by the operations that they are made of, some 17
-for the queries and the keys of every layer. Most of it is the table of the positions,
-which is the same for all layers: here they share one, made by mlx's own function.
+On a CPU mlx computes rotary embeddings by some 17 small operations for the queries and
+for the keys of every layer. Most of these make the table of the positions, which is the
+same for all layers. Here all layers share one table, made by mlx's own function.
 
-An RMS norm is seven operations then and a rotation by shared tables four. Each is
-handed to another thread, which takes 5 to 10 microseconds and more than to compute it
-where rows are few, and together they were half of what a verify of the dense demo model
-computes, 223 of 450 operations. Compiled, a norm is three, since mlx does not fuse what
-sums, and a rotation two.
+An RMS norm then has seven operations, and a rotation by a shared table four. Handing an
+operation to mlx's thread takes 5 to 10 microseconds, longer than computing it for a few
+rows. Norms and rotations were half of the operations in a verify of the dense demo
+model, 223 of 450. Compiled, a norm has three operations, since mlx does not fuse sums,
+and a rotation two.
 
-What is compiled is compiled for shapes, and these are looked through one by one. So it
-serves forwards over a few tokens only, which have few shapes; a prompt that a draft
-model reads may have any.
+Functions are compiled for each shape, and mlx searches the shapes one by one. So only
+forwards over few tokens use the compiled functions, since these have few shapes; a
+prompt of a draft model may have any length.
 """
 
 import functools
@@ -28,7 +28,7 @@ MOST_TOKENS = 64
 
 @functools.cache
 def _scalar(value: float) -> mx.array:
-    """Return float32 []; numbers in what is compiled would be compiled in."""
+    """Return float32 []; a Python number would be a constant of the compiled code."""
     made = mx.array(value)
     mx.eval(made)
     return made
@@ -51,16 +51,16 @@ _turned_compiled = mx.compile(_turned)
 
 
 def serves() -> bool:
-    """Return whether this is a forward over few tokens."""
+    """Return whether the current forward has few tokens."""
     return forward_of_round().tokens <= MOST_TOKENS
 
 
 def rms_norm(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:
-    """Do what `mx.fast.rms_norm` does, bit for bit on an x86-64 CPU.
+    """Compute `mx.fast.rms_norm`, with the same bits on an x86-64 CPU.
 
     Args:
         x: [..., dim].
-        weight: [dim]; mlx's own function serves where it is None, and for other dtypes
+        weight: [dim]. mlx's own function is called if it is None, and for dtypes other
             than float32.
         eps: added to the mean square.
     """
@@ -91,7 +91,7 @@ def turned(
 
 @functools.cache
 def _unit(rows: int, dims: int) -> mx.array:
-    """Return [1, rows, dims] of ones and then zeros: turned, cosines and then sines."""
+    """Return [1, rows, dims], ones and then zeros: rotated, cosines and then sines."""
     half = (1, rows, dims // 2)
     made = mx.concatenate([mx.ones(half), mx.zeros(half)], axis=-1)
     mx.eval(made)
@@ -99,9 +99,9 @@ def _unit(rows: int, dims: int) -> mx.array:
 
 
 class _Tables(local):
-    """The sines and cosines of the positions that were last asked for in this thread.
+    """The sines and cosines of the last positions used in this thread.
 
-    Layers with other frequencies have tables of their own.
+    There is one table for each set of frequencies.
     """
 
     place: tuple[int, int] | None = None
@@ -112,7 +112,7 @@ class _Tables(local):
     ) -> tuple[mx.array, mx.array]:
         """Return the factors of x and of x with its halves swapped, [1, rows, width].
 
-        Values past `dims` stay as they are.
+        The factors leave values past `dims` unchanged.
         """
         if self.place != (rows, offset) or self.tables is None:
             self.place, self.tables = (rows, offset), {}
@@ -125,7 +125,7 @@ class _Tables(local):
             rest = (1, rows, width - dims)
             by_x = mx.concatenate([cosines, cosines, mx.ones(rest)], axis=-1)
             by_swapped = mx.concatenate([-sines, sines, mx.zeros(rest)], axis=-1)
-            # The frequencies are held too, or their id could become another's.
+            # The frequencies are stored too, so that no other array gets their id.
             self.tables[key] = freqs, by_x, by_swapped
         return self.tables[key][1:]
 
@@ -135,15 +135,15 @@ _tables = _Tables()
 
 def rope(
     x: mx.array,  # [..., rows, width]
-    dims: int,  # how many of a row are turned
+    dims: int,  # how many values of a row are rotated
     *,
-    traditional: bool,  # turn neighbours and not halves; mlx does so then
+    traditional: bool,  # rotate neighbours, not halves; mlx's own function does that
     base: float | None,  # of the frequencies, if `freqs` is None
     scale: float,  # of the positions
-    offset: Any,  # of the first row; mlx's own function takes arrays
+    offset: Any,  # the position of the first row; arrays go to mlx's own function
     freqs: mx.array | None = None,  # the reciprocals of the frequencies, [dims / 2]
 ) -> mx.array:
-    """Do what `mx.fast.rope` does."""
+    """Compute `mx.fast.rope`."""
     rows, width = x.shape[-2:]
     ours = rows > 1 and x.dtype == mx.float32 and isinstance(offset, int)
     how: dict[str, Any] = {"traditional": traditional, "base": base, "scale": scale}
@@ -160,7 +160,7 @@ def rope(
 
 @functools.cache
 def compile_here() -> None:
-    """Compile both, lest a text wait for it in its first round."""
+    """Compile norm and rotation, so that a request's first round need not wait."""
     rows = mx.zeros((1, 2, 2, 8))
     tables = mx.zeros((1, 2, 8))
     norm = _normed(rows, rows[..., :1], _scalar(1.0), _scalar(1.0), rows[0, 0, 0])

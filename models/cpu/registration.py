@@ -1,7 +1,7 @@
 """Operations of `models/cpu`, as one `DeviceOps`.
 
-Round ops serve only with OpenBLAS in front, where rows differ from single rows by
-rounding anyway. Drafts are compiled on any CPU.
+Round ops serve only if mlx uses OpenBLAS, where rows differ from single rows by
+rounding anyway. Drafts can be compiled on any CPU.
 """
 
 from collections.abc import Callable
@@ -18,12 +18,12 @@ from mlx_speculation.models.cpu.compiled_draft import compiled_steps
 from mlx_speculation.models.device_ops import DeviceOps, RoundOp
 from mlx_speculation.models.round_context import device_of_round, x86_serves
 
-# mlx's own are as fast for fewer elements.
+# With fewer elements mlx's own functions are as fast.
 _FEWEST = 2048
 
 
 def serves() -> bool:
-    """Return whether round ops serve here, compiled before a text needs them."""
+    """Return whether round ops serve here; if so, compile them now."""
     if not x86_serves():
         return False
     exp.compile_here()
@@ -40,7 +40,7 @@ def attend(
     mask: Any,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Do what `mlx_lm.models.base.scaled_dot_product_attention` does, on x86-64."""
+    """Compute `mlx_lm.models.base.scaled_dot_product_attention` on x86-64."""
     if attention.serves(queries, keys, values, cache, sinks):
         return attention.attention(queries, keys, values, scale, mask)
     result: mx.array = scaled_dot_product_attention(
@@ -52,7 +52,10 @@ def attend(
 def _for_many(
     ours: Callable[..., mx.array], theirs: Callable[..., mx.array]
 ) -> Callable[..., mx.array]:
-    """Return `ours` where it serves: rows of float32, all of one shape and not few."""
+    """Return a function that calls `ours` for many float32 values, else `theirs`.
+
+    It calls `ours` for several rows, in arrays of one shape, in a round on x86-64.
+    """
 
     def call(*arrays: mx.array) -> mx.array:
         first = arrays[0]
@@ -65,7 +68,7 @@ def _for_many(
 
 
 def _with(module: Any, **parts: Any) -> Any:
-    """Return what can be named like a module, and in which some parts are others."""
+    """Return a namespace with the names of a module, some of them replaced."""
     return SimpleNamespace(**{**vars(module), **parts})
 
 
