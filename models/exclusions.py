@@ -12,7 +12,7 @@ one by one. That needs a causal model. Every architecture of mlx-lm was fed both
 (tests/engine/test_census.py); the one that is not causal is decoded without drafts.
 
 Prefix caches: a resumed prompt is cut into other forwards than a prompt from the start.
-So rows must not depend on where a prompt is cut; those of one model of mlx-lm do.
+So rows must not depend on where a prompt is cut, as they do in one model of mlx-lm.
 
 Steps of keys: models that were tried with it see their keys in whole steps of rows
 (`caches/types/padded_kv.py`).

@@ -4,8 +4,8 @@ The words used everywhere in this project:
 
     drafted     proposed by the drafter, k of them in a round
     accepted    drafted, and confirmed by the target; always a prefix
-    correction  the target's own token after a rejected one
-    bonus       the target's own token after k accepted ones
+    correction  the target's own token in place of the first rejected token
+    bonus       the target's own token after k accepted tokens
     emitted     accepted tokens and the correction or bonus, before any cut
     committed   kept for good; caches hold committed tokens only
 """
@@ -166,18 +166,17 @@ def normalizers(logits: mx.array) -> mx.array:
     """Return the logsumexp of each row: logits minus it are log-probabilities.
 
     It also shows whether a token can be chosen: it is not finite if the row holds a NaN
-    or plus infinity, or only minus infinity. The largest logit would not do: only on
-    some devices it is NaN if the row holds one. [rows, vocab] to [rows], of the logits'
-    dtype.
+    or plus infinity, or only minus infinity. The largest logit does not show that: on
+    some devices it ignores a NaN. [rows, vocab] to [rows], of the logits' dtype.
     """
     return mx.logsumexp(logits, axis=-1)
 
 
 def peaks(logits: mx.array) -> mx.array:
-    """Return the largest logit of each row: finite just if the normalizer is.
+    """Return the largest logit of each row: finite exactly if the normalizer is.
 
-    Peaks show as well whether a token can be chosen, in a fifth of the time on a CPU,
-    where exponentials are slow. [rows, vocab] to [rows]; NaN if the row holds a NaN.
+    It also shows whether a token can be chosen, in a fifth of the time on a CPU, where
+    exponentials are slow. [rows, vocab] to [rows]; NaN if the row holds a NaN.
     """
     largest = logits.max(axis=-1)
     if mx.default_device() == mx.cpu or mx.cuda.is_available():
@@ -196,8 +195,8 @@ def reported(
 ) -> LogProbs:
     """Return the log-probabilities of chosen tokens and of the `top` most probable ids.
 
-    Among equally probable ids the chosen token comes first. It also takes the place of
-    one of them if not all fit into `top`.
+    Among equally probable ids the chosen token comes first. If not all of them fit into
+    `top`, it replaces the last one.
     """
     log_probs = (processed - normals[:, None]).astype(mx.float32)
     chosen = mx.take_along_axis(log_probs, tokens[:, None], axis=-1)[:, 0]

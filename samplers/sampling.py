@@ -60,9 +60,9 @@ class Sampling:
         seed: decides the text at a temperature above 0; None draws a seed, which the
             result reports.
         sampler: draws tokens itself, from a row's log-probabilities [1, vocab] after
-            processors, as mlx-lm's samplers do. A verify calls it for every row, also
-            for rejected ones, which changes a sampler that has a state. The text has
-            the sampler's distribution. Drafts do not share its random numbers, so they
+            processors, as mlx-lm's samplers do. A verify calls it for every row, so
+            rejected rows change its state too, if it has one. The text has the
+            sampler's distribution. Drafts do not share its random numbers, so they
             change the text of a seed. Temperature and filters must be off.
 
     Raises:

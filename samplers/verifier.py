@@ -79,8 +79,8 @@ class Verifier:
     def tolerates_invalid_logits(self) -> bool:
         """Return whether drafting from invalid logits, such as NaN, does no harm.
 
-        The drafted token is then a valid id. But a rule that keeps `draft_probs` would
-        get NaN in them, and the user's logits processors would see the logits.
+        The drafted token is a valid id in any case. But a rule other than keyed choice
+        would get NaN in `draft_probs`, and processors would see the invalid logits.
         """
         return self._rule is None and not self.chooser.processors.active
 

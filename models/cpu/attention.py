@@ -41,7 +41,7 @@ _causal = _LastMask()
 def attention(
     queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any
 ) -> mx.array:
-    """Do what `mx.fast.scaled_dot_product_attention` does.
+    """Compute `mx.fast.scaled_dot_product_attention`.
 
     Args:
         queries: float32 [batch, heads, rows, dim].

@@ -9,9 +9,9 @@
     lane.extract(place)
 
 `single` holds one request in the model's own caches; `batch` holds many in batch
-caches. A lane of one request becomes a batch when others join; the batch stays one
-until it is empty. Requests have places, 0 to n - 1, in the order in which they joined.
-A lane does not know their texts or samplers.
+caches. A lane of one request becomes a batch when others join, and stays a batch until
+it is empty. Requests have places, 0 to n - 1, in the order in which they joined. A lane
+does not know their texts or samplers.
 """
 
 from collections.abc import Sequence

@@ -17,7 +17,7 @@ def usual_prefill_step() -> int:
 
 
 class PrefillBudget:
-    """Number of prompt tokens to read between rounds, in one chunk or several short.
+    """Number of prompt tokens to read between rounds, in one chunk or several.
 
     A chunk is read as a whole, or waits: the ends of chunks may change the last bits.
     """

@@ -1,6 +1,7 @@
 """Kinds of logits processors: serial, pure, or with a state that can be restored.
 
-The module `processors` says when each kind is called. This one is for their authors.
+The module `processors` says when each kind is called. Authors of processors use this
+module.
 """
 
 from functools import update_wrapper
