@@ -83,7 +83,7 @@ def _openblas() -> bool:
 
 
 def rows_differ(dtype: mx.Dtype) -> bool:
-    """Return whether rows of a product differ by rounding from those computed alone."""
+    """Return whether rows of a product differ by rounding from rows computed alone."""
     cpu: bool = mx.default_device().type == mx.DeviceType.cpu
     return cpu and dtype == mx.float32 and _openblas()
 

@@ -77,7 +77,7 @@ class Lane(RequestLane):
         shows: evaluate the hidden states of every chunk of a prompt. If one rank reads
             the states, all ranks that share the target have to set this.
         prefill_progress: called with the length of every chunk of a prompt, once kept.
-        quantization: says when the caches are quantized, that is replaced by new ones.
+        quantization: decides when the caches are replaced by quantized ones.
         compiled: a draft's compiled forward, for the rounds that it serves.
         positions: the number of positions that the model has rows for; see
             `introspect.position_table`. A forward past them is refused.

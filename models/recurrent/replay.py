@@ -163,7 +163,7 @@ class ConvsAndScan:
     # Path of each convolution, and its slot
     convs: Mapping[str, int] = field(default_factory=dict)
     scan: Scan | None = None  # the scan, if there is one
-    # Whether a batch row whose length ends inside the block has its state from there
+    # Whether a batch row's state is taken at its length, if that is inside the block
     ends: bool = True
     advances: bool = True  # whether the mixer advances the cache's lengths and padding
     runs_again: bool = True
