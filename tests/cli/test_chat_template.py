@@ -1,4 +1,4 @@
-"""Encoding: a text that a template has made has its special tokens already."""
+"""Encoding: a text made by a template already contains its special tokens."""
 
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper

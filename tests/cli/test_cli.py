@@ -24,7 +24,7 @@ PROMPT = "def add(first, second):\n"
 
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> CliRunner:
-    """Run commands here; the BLAS is settled, because mlx is imported already."""
+    """Run commands in this process, whose BLAS is fixed: mlx is already imported."""
     Commands(monkeypatch)
     return CliRunner(env={"COLUMNS": "120"})
 
@@ -32,7 +32,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> CliRunner:
 def test_generate_prints_the_text_alone_on_standard_output(
     in_process: CliRunner,
 ) -> None:
-    """tests/cli/commands/test_generate.py runs it in a process of its own."""
+    """tests/cli/commands/test_generate.py runs `generate` in a separate process."""
     folder = demo_models()["draft"]
     options = ["--temperature", "0.8", "--top-p", "0.9", "--seed", "7"]
     sizes = ["--max-tokens", "20", "--draft-length", "3", "--blas", "stock"]
@@ -56,7 +56,7 @@ def test_generate_prints_the_text_alone_on_standard_output(
     assert done.stdout == generator.generate(PROMPT, max_tokens=5).text + "\n"
 
 
-@pytest.mark.slow  # test_user_errors.py has it in this process
+@pytest.mark.slow  # test_user_errors.py tests this without a process
 def test_an_error_of_the_package_is_one_line_and_status_one() -> None:
     done = subprocess.run(
         command_line("generate", "missing", "--prompt", "x"),
@@ -79,11 +79,11 @@ def _keep_length(self: Any, draft_length: int | None, text: str) -> None:
 def test_demo_finds_the_same_tokens_for_every_target_and_group(
     groups: int, in_process: CliRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beginnings of its prompts: the stock BLAS is slow. The test of docs runs it."""
+    """Prompts are cut, since the stock BLAS is slow; tests/docs runs the whole demo."""
     prompts = [replace(each, text=each.text[:20]) for each in one_prompt_per_group()]
     monkeypatch.setattr(f"{DEMO}.one_prompt_per_group", lambda: prompts[:groups])
     monkeypatch.setattr(f"{DEMO}._Teller.warm", _keep_length)
-    # With a length, so that it does not calibrate: test_calibrate_prints_... does.
+    # A fixed length needs no calibration, which test_calibrate_prints_... tests.
     done = in_process.invoke(app, ["demo", "--max-tokens", "2", "--draft-length", "1"])
     assert done.exit_code == 0, done.output
     for target in ("dense", "sliding", "hybrid"):
@@ -121,7 +121,7 @@ def test_calibrate_prints_what_rounds_cost(
 
 
 def test_next_to_nothing_is_loaded_before_ctrl_c_is_looked_after() -> None:
-    """Imports of Python's own start aside; nobody can catch Ctrl-C in there."""
+    """Python's own start is not counted: nobody can catch Ctrl-C there."""
     code = """
 import os, signal, sys
 before = set(sys.modules)
@@ -156,7 +156,7 @@ print(*sorted(set(sys.modules) - before))
     ],
 )
 def test_ctrl_c_before_and_after_a_command_is_no_traceback(when: str) -> None:
-    """Python takes a second to read the commands, and a moment to end."""
+    """Python takes a second to import the commands, and a moment to exit."""
     code = f"""
 import atexit, os, signal, sys
 
@@ -181,7 +181,7 @@ main()
 
 
 def test_help_is_wrapped_by_the_terminal_alone() -> None:
-    """Line ends of a docstring end no line of the help."""
+    """The line ends of a docstring do not end lines of the help."""
     shown = CliRunner().invoke(app, ["check", "--help"], terminal_width=80).stdout
     lines = [line.strip() for line in shown.splitlines()]
     assert any(line.startswith("once and token by token.") for line in lines)

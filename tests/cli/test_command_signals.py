@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM in commands: the first in order, the second within two seconds."""
+"""SIGINT and SIGTERM: the first ends a command in order, a second one in 2 seconds."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ COMMANDS: dict[str, Callable[[Path], list[str]]] = {
 
 @contextmanager
 def started(*options: str) -> Iterator["subprocess.Popen[str]"]:
-    """Run a command that is killed in the end; what it reads never ends."""
+    """Run a command whose input never ends; kill it on leaving."""
     with subprocess.Popen(
         command_line(*options, *STOCK),
         stdin=subprocess.PIPE,
@@ -47,7 +47,7 @@ def started(*options: str) -> Iterator["subprocess.Popen[str]"]:
 
 
 def test_a_second_signal_ends_what_no_handler_interrupts() -> None:
-    """The prompt is one chunk, and takes 20 seconds."""
+    """The prompt is one chunk, which takes 20 seconds."""
     with started("generate", DENSE, *LONG) as process:
         assert process.stderr is not None
         for line in process.stderr:
@@ -61,7 +61,7 @@ def test_a_second_signal_ends_what_no_handler_interrupts() -> None:
         assert process.wait(2) == 128 + signal.SIGTERM
 
 
-@pytest.mark.slow  # each is a process with a model, at each of these moments
+@pytest.mark.slow  # slow: each case starts four processes with a model
 @pytest.mark.parametrize("number", BOTH)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_two_signals_at_any_time_end_a_command(
@@ -83,7 +83,7 @@ def test_two_signals_at_any_time_end_a_command(
 
 @pytest.mark.parametrize("number", BOTH)
 def test_the_first_signal_of_a_command_is_its_status(number: signal.Signals) -> None:
-    """Also where the command itself has ended what was interrupted."""
+    """This also holds if the command itself has handled the interruption."""
 
     def goes_up() -> None:
         signal.raise_signal(number)
@@ -119,7 +119,7 @@ def test_only_a_second_signal_without_an_end_between_ends_the_process(
         with pytest.raises(KeyboardInterrupt):
             signals.resume()
         assert ended == []
-        signal.raise_signal(signal.SIGINT)  # which raises nothing more
+        signal.raise_signal(signal.SIGINT)  # the second signal raises nothing
         until(lambda: ended == [128 + signal.SIGINT])
 
     guarded(talk)()

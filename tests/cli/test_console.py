@@ -1,4 +1,4 @@
-"""Progress and objects, as commands show them."""
+"""Progress and objects as commands show them."""
 
 import io
 import json
@@ -19,7 +19,7 @@ from mlx_speculation.engine import Origin, Statistics
 
 
 def shown(*, terminal: bool) -> str:
-    """Return what a bar writes."""
+    """Return the output of a progress bar and a spinner."""
     screen, written = Screen(), io.StringIO()
     screen.notes = Console(file=written, force_terminal=terminal, width=80)
     with screen.progress("reading") as report:
@@ -57,7 +57,7 @@ def test_a_table_keeps_its_figures_on_a_narrow_terminal(width: int) -> None:
         assert figure in shown
     assert "…" not in shown
     if width == 120:
-        assert max(map(len, shown.splitlines())) < 90  # and no wider than it has to be
+        assert max(map(len, shown.splitlines())) < 90  # not wider than needed
 
 
 def test_a_long_word_is_folded_and_not_cut_off() -> None:

@@ -1,4 +1,4 @@
-"""The page of a generation: what it shows, and that nothing in a text breaks it."""
+"""The page of a generation: its contents; texts cannot break it."""
 
 import json
 from collections import Counter
@@ -42,7 +42,7 @@ CHUNKS = st.builds(
 
 
 class Reader(HTMLParser):
-    """Reads a page as a browser would, as far as the tests ask."""
+    """Reads a page as a browser would, as far as the tests need it."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ def test_a_page_shows_the_text_whatever_it_holds(
     assert sum(count for _, count in by_row) == len(chunks)
     assert sum(count for word, count in by_row if word == "draft") == counts["accepted"]
 
-    # Nothing comes from elsewhere, and no text became a tag.
+    # Nothing is loaded from elsewhere, and no text became a tag.
     assert not read.attributes & {"src", "href", "srcset", "onload", "onerror"}
     assert read.tags["script"] == 2
     assert read.tags["title"] == read.tags["body"] == 1
@@ -166,7 +166,7 @@ def test_a_page_of_a_real_generation_marks_rounds_and_counts() -> None:
     for place, reached in enumerate(stats.reached):
         assert reached - counted.get(f"draft, accepted at place {place + 1}", 0) in (
             0,
-            1,  # the last round may be cut by the budget
+            1,  # max_tokens may cut the last round
         )
     for each, chunk in zip(json.loads(read.details), chunks, strict=True):
         assert chunk.logprob is not None

@@ -1,4 +1,4 @@
-"""Plots draw what was given: points, bars and levels."""
+"""Plots draw the given points, bars and levels."""
 
 import subprocess
 import sys
@@ -45,7 +45,7 @@ def test_measured_points_and_levels_stand_where_they_belong() -> None:
     marks, _, (ends,) = fixed
     assert points(marks) == [(1, 130), (4, 220)]
     mark, _, (end,) = adaptive
-    assert points(mark) == [(5, 205)]  # right of the longest
+    assert points(mark) == [(5, 205)]  # right of the longest draft length
     assert [(x, y) for x, y in end.get_segments()[0]] == [(5, 201), (5, 207)]
     assert speeds.get_ylim() == pytest.approx((0, 1.08 * 230))
     assert [[(x, y) for x, y in each] for each in ends.get_segments()] == [
@@ -85,7 +85,7 @@ def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
 
 
 def test_without_matplotlib_the_extra_is_named() -> None:
-    """And nothing but drawing needs it."""
+    """Only drawing needs matplotlib."""
     code = (
         "import sys; sys.modules['matplotlib.figure'] = None\n"
         "from mlx_speculation import errors\nfrom mlx_speculation.cli import plots\n"

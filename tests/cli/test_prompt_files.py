@@ -1,4 +1,4 @@
-"""`generate --prompt-cache-file`: what mlx_lm.cache_prompt has read is read once."""
+"""`generate --prompt-cache-file`: tokens read by mlx_lm.cache_prompt are kept."""
 
 import json
 import sys
@@ -69,7 +69,7 @@ def test_the_text_is_that_of_the_whole_prompt(
 def test_numbers_take_the_dtype_of_the_model(
     commands: Commands, tmp_path: Path
 ) -> None:
-    """mlx-lm leaves the model in float16, and here it is float32 on a Linux CPU."""
+    """mlx-lm saves float16; the same model runs in float32 on a Linux CPU."""
     file = made_by_mlx_lm(tmp_path / "begun.safetensors", DRAFT)
     command = ["generate", DRAFT, *PAIR, "-p", REST, "--prompt-cache-file", file]
     report = commands.object(*command)
@@ -84,7 +84,7 @@ def test_files_of_ours_name_their_tokens(commands: Commands, tmp_path: Path) -> 
     read = generator.generate(BEGIN, max_tokens=0, prompt_cache=caches)
     file = tmp_path / "begun.safetensors"
     save_caches(file, caches, read.cached_tokens)
-    # A penalty of all that is known: of the file's tokens too.
+    # The penalty applies to all known tokens, also to those of the file.
     sampled = ["--temp", "0.9", "--seed", "4", "-m", "14", "--repetition-penalty", "2"]
     report = commands.object(
         "generate", DRAFT, "-p", REST, *sampled, "--prompt-cache-file", file
@@ -134,8 +134,8 @@ def test_what_the_file_holds_counts_for_the_start_of_quantization(
     file = made_by_mlx_lm(tmp_path / "begun.safetensors", DRAFT)
     count = len(SpeculativeGenerator.from_pretrained(DRAFT).encode(BEGIN))
     command = ["generate", DRAFT, "-p", "x", "-m", "5", "--kv-bits", "7"]
-    command += ["--quantized-kv-start", str(count + 6)]  # x and 5 tokens reach it
-    assert commands(*command).exit_code == 0  # without the file they do not
+    command += ["--quantized-kv-start", str(count + 6)]  # reached with the file
+    assert commands(*command).exit_code == 0  # not reached without it
     said = commands.refused(*command, "--prompt-cache-file", file)
     assert "kv_bits is 7 and kv_group_size 64" in said
 

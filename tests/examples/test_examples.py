@@ -11,7 +11,7 @@ from support.import_order import mlx_comes_first
 from support.processes.reader import Reader
 
 ROOT = Path(__file__).parents[2]
-# What each of them prints, so that an example that stops early is found.
+# Output of each example, which an example that stops early does not print.
 SAYS = {
     "batch": r"class Queue:.*\n---\n.*\n112 tokens in \d+ forwards\n",
     "drop_in": r"draft_model=draft: \d+ tokens/s, \d+% accepted\n.*\nclass Queue:",
@@ -22,9 +22,9 @@ SAYS = {
     "simplest": r"[1-9]\d* of \d+ drafted tokens were accepted\n",
     "streaming_chat": r"The caches hold \d{2,} tokens of 2 turns\.\n",
 }
-LONG = ("own_benchmark",)  # ten seconds
+LONG = ("own_benchmark",)  # takes ten seconds
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-# Those of the page on extending are longer; tests/docs/test_extending.py runs them.
+# The page on extending has longer ones, which tests/docs/test_extending.py runs.
 ALL = sorted((ROOT / "examples").rglob("*.py"))
 
 
@@ -55,7 +55,7 @@ def test_an_example_is_short_and_says_what_it_shows(example: Path) -> None:
 
 @pytest.mark.parametrize("example", ALL, ids=lambda path: path.stem)
 def test_an_example_imports_this_package_before_mlx(example: Path) -> None:
-    """The other way around mlx keeps its reference BLAS on a Linux CPU."""
+    """If mlx is imported first, it keeps its reference BLAS on a Linux CPU."""
     assert not mlx_comes_first(example.read_text("utf-8"))
 
 
@@ -65,7 +65,7 @@ def test_the_first_page_lists_the_examples() -> None:
 
 
 def test_examples_use_public_names_alone_but_for_the_drafters_types() -> None:
-    """Names of the front door, of the four folders, and of the demo."""
+    """Public names are those of the package, of the four folders, and of the demo."""
     for example in ALL:
         for node in ast.walk(ast.parse(example.read_text("utf-8"))):
             if isinstance(node, ast.ImportFrom) and node.module == "mlx_speculation":

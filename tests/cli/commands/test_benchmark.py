@@ -1,4 +1,4 @@
-"""`benchmark`: the arms, their texts, the plot, and what is refused."""
+"""`benchmark`: the arms, their texts, the plot, and refused options."""
 
 import json
 from pathlib import Path
@@ -55,7 +55,7 @@ def test_all_arms_are_measured_and_their_texts_compared(
     assert arms["mlx-lm plain"]["statistics"] is None
     counted = arms["draft k=3"]["statistics"]
     assert counted["emitted"] == 12
-    assert counted["accepted"] == counted["drafted"] > 0  # it drafts for itself
+    assert counted["accepted"] == counted["drafted"] > 0  # the target is its own draft
     assert len(counted["accepted_per_position"]) == 3
     assert not [name for name in counted if "second" in name]
     assert plot.read_bytes().startswith(b"\x89PNG")
@@ -116,7 +116,7 @@ def test_several_drafts_run_on_the_messages_of_a_file(
     longer = [*command[:-3], "24", "--passes", "1", "--ignore-chat-template"]
     ended = commands.object(*longer, "--prompts-file", file)
     (arm,) = [arm for arm in ended["arms"] if arm["name"] == "draft k=2"]
-    assert arm["statistics"]["emitted"] == 6  # where the text ends by itself
+    assert arm["statistics"]["emitted"] == 6  # the text ends by itself here
 
 
 @pytest.mark.parametrize(

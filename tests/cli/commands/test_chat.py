@@ -1,4 +1,4 @@
-"""`chat`: turns, kept caches, templates, and how an answer is interrupted."""
+"""`chat`: turns, kept caches, templates, and interrupted answers."""
 
 import json
 import sys
@@ -34,7 +34,7 @@ def _commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
 
 
 def with_template(folder: Path, template: str = TEMPLATE) -> Path:
-    """Copy the draft model, and give it a chat template."""
+    """Copy the draft model, and give the copy a chat template."""
     copy_of("draft", folder)
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config["chat_template"] = template
@@ -63,13 +63,13 @@ def test_a_turn_reads_only_what_is_new(commands: Commands, name: str) -> None:
     for turn, line in zip(report["turns"], lines.splitlines(), strict=True):
         before, rest = len(ids), f"\n{line}\n" if ids else f"{line}\n"
         text += rest
-        # A text without a template goes on, so its end is taken out again, and models
-        # of states are resumed at an earlier point.
+        # A text without a template goes on, so its end token is removed again. A model
+        # with recurrent states then resumes at an earlier point.
         ended = ids[-1:] == [0]
         ids = encode(text) if ended else [*ids, *encode(rest)]
         assert turn["prompt_tokens"] == len(ids)
         assert turn["tokens"] == generator.generate(ids, max_tokens=12).tokens
-        # All but a few: what the drafter or a restore point has not seen.
+        # All but a few: tokens after a restore point, or unseen by the drafter.
         assert bool(before) <= turn["statistics"]["reused"] <= before
         assert ended or before - 5 <= turn["statistics"]["reused"]
         ids += turn["tokens"]
@@ -84,7 +84,7 @@ def test_without_room_every_turn_reads_all(commands: Commands) -> None:
 
 @pytest.mark.parametrize("options", [[], ["--no-replay"]], ids=str)
 def test_replay_can_be_turned_off(commands: Commands, options: list[str]) -> None:
-    """An answer drawn by chance seldom has the ids that its text is encoded to."""
+    """A sampled answer seldom has the ids to which its text is encoded."""
     drawn = ["--temp", "2", "--seed", "26", *options]
     report = talk(commands, "def add(a):\nend\n", DRAFT, *drawn)
     first, second = report["turns"]
@@ -182,7 +182,7 @@ def test_one_ctrl_c_at_the_prompt_of_a_terminal_does_not_end_it(
     turns: int,
     status: int,
 ) -> None:
-    """It may be meant for an answer that has just ended."""
+    """That Ctrl-C may be meant for an answer that has just ended."""
     lines = iter(pressed)
 
     def answer_prompt(prompt: str) -> str:
@@ -264,7 +264,7 @@ _TOKENIZERS: dict[bool, Any] = {}
 
 
 def _tokenizer(strip: bool) -> Any:
-    """Return the draft's tokenizer with a template, which may rewrite what was said."""
+    """Return the draft's tokenizer with a template, which may strip the messages."""
     if strip not in _TOKENIZERS:
         tokenizer = SpeculativeGenerator.from_pretrained(DRAFT).tokenizer
         content = "m.content | trim" if strip else "m.content"

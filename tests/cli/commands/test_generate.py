@@ -1,4 +1,4 @@
-"""`generate`: its text, its JSON object, its page, and how it is interrupted."""
+"""`generate`: its text, its JSON object, its page, and its interruption."""
 
 import json
 import os
@@ -86,7 +86,7 @@ def test_statistics_are_two_lines_a_table_or_nothing(commands: Commands) -> None
 def test_models_are_repositories_as_mlx_lm_names_them(
     commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A repository that was fetched before lies in the hub's cache."""
+    """A repository that has been downloaded is found in the hub's cache."""
     revision = "0123456789" * 4
     repository = tmp_path / "models--nobody--small"
     (repository / "snapshots").mkdir(parents=True)
@@ -295,7 +295,7 @@ def test_ctrl_c_keeps_what_there_is_and_ends_with_130(
 
 
 def endless() -> "subprocess.Popen[str]":
-    """Start a generation that only its reader ends."""
+    """Start a generation that is too long to end by itself; the test stops it."""
     on = ["--logit-bias", '{"0": -1000}', "-p", PROMPT, "-m", "100000"]
     return subprocess.Popen(
         command_line(*PAIR, *on, "--blas", "stock"),
@@ -308,7 +308,7 @@ def endless() -> "subprocess.Popen[str]":
 def test_a_real_ctrl_c_ends_with_a_summary() -> None:
     with endless() as process:
         assert process.stdout is not None
-        shown = process.stdout.read(30)  # it generates now
+        shown = process.stdout.read(30)  # generation has started
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
     plain = SpeculativeGenerator.from_pretrained(DRAFT)
@@ -332,7 +332,7 @@ def test_a_pipe_that_breaks_ends_it_quietly(
     assert (done.exit_code, done.output) == (141, "")
 
 
-@pytest.mark.slow  # as above, in a process and with a real pipe
+@pytest.mark.slow  # slow: as above, but in a process and with a real pipe
 def test_a_reader_that_leaves_ends_it_quietly() -> None:
     with endless() as process:
         assert process.stdout is not None
@@ -367,7 +367,7 @@ def test_an_image_is_asked_about(commands: Commands, tmp_path: Path) -> None:
 def test_a_text_model_is_asked_about_no_image(
     commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody installs mlx-vlm to read that the model is none for it."""
+    """A text model is refused as such, even where mlx-vlm is not installed."""
     monkeypatch.setattr(
         "mlx_speculation.models.vision.load.find_spec", lambda name: None
     )
@@ -399,7 +399,7 @@ ModelDrafter.propose = failing
 
 @pytest.mark.parametrize(
     "terminal",
-    [False, pytest.param(True, marks=pytest.mark.slow)],  # a process
+    [False, pytest.param(True, marks=pytest.mark.slow)],  # slow: starts a process
 )
 def test_a_note_stands_after_the_text_it_comes_in(
     terminal: bool, commands: Commands, monkeypatch: pytest.MonkeyPatch
@@ -418,12 +418,12 @@ def test_a_note_stands_after_the_text_it_comes_in(
 
 
 def on_terminal(command: list[str]) -> str:
-    """Return what a terminal shows of a program's two outputs."""
+    """Return the text that a terminal shows of a program's two outputs."""
     control, end = pty.openpty()
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=end, stderr=end):
         os.close(end)
         shown = b""
-        with suppress(OSError):  # Linux has no other end of it
+        with suppress(OSError):  # Linux raises EIO once the other end is closed
             while more := os.read(control, 1 << 16):
                 shown += more
     os.close(control)

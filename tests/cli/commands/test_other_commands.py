@@ -75,7 +75,7 @@ def test_check_names_the_first_difference_and_its_margin(
     report = commands.object(*CHECK, "--draft", "none", status=1)
     assert report["rows"]["first"]["position"] == 0
     assert report["rows"]["first"]["row"]["margin"] > report["rows"]["tolerance"]
-    # Whoever calls that a tie has to say so.
+    # A user who accepts this difference as a tie has to set the tolerance.
     assert commands(*CHECK, "--draft", "none", "--tolerance", "1e9").exit_code == 0
 
 
@@ -99,7 +99,7 @@ def test_check_fails_where_the_texts_differ(
 def test_ctrl_c_in_a_check_says_how_far_it_came(
     commands: Commands, monkeypatch: pytest.MonkeyPatch, calls: int
 ) -> None:
-    """At the first place, at the third, and while texts are generated."""
+    """Ctrl-C comes at the first place, at the third, and while texts are generated."""
     from mlx_speculation.engine.equivalence import rows as verifying
 
     compare, left = verifying.compare_rows, [calls]
@@ -135,7 +135,7 @@ def test_ctrl_c_in_a_check_says_how_far_it_came(
 def test_check_says_whether_exact_mode_keeps_its_promise(
     commands: Commands, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """And what it costs; where it does not, generators refuse it from then on."""
+    """It also prints the cost. After a failure, generators refuse exact mode."""
     from mlx_speculation.engine.equivalence import exact_rows
 
     monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path))
@@ -257,7 +257,7 @@ def test_doctor_describes_this_installation(
     assert facts["cache_writable"] is True
     assert not (tmp_path / "new").exists()
     assert not [each for each in report["advice"] if each["level"] == "wrong"]
-    # The tests need all extras, so they are here.
+    # The tests need all extras, so none is missing here.
     assert not [each for each in report["advice"] if "not installed" in each["finding"]]
     done = commands("doctor")
     assert done.exit_code == 0
@@ -276,7 +276,7 @@ WELL = {
 
 
 def facts(**changes: Any) -> Facts:
-    """Return an installation that is well, but for the changes."""
+    """Return the facts of a sound installation, with these changes."""
     well: dict[str, Any] = {
         "python": (3, 12, 1),
         "system": "linux",
@@ -428,7 +428,7 @@ def test_doctor_is_content_where_all_is_well() -> None:
         environment={"OMP_NUM_THREADS": "64"},
     )
     assert advice(mac) == []
-    # Without mlx nobody has looked for the folder.
+    # Without mlx the cache folder is not looked for.
     (only,) = advice(facts(mlx_error="none", backend=None, cache_folder=None))
     assert only.level == "wrong"
 
@@ -542,7 +542,7 @@ def test_ctrl_c_in_the_demo_shows_what_is_done(
     monkeypatch.setattr(f"{home}.demo_models", lambda: folders)
     prompts = [DemoPrompt(group, "a test", PROMPT) for group in ("code", "prose")]
     monkeypatch.setattr(f"{home}.one_prompt_per_group", lambda: prompts)
-    next_chunk, left = Stream.__next__, [16 + chunks]  # after the warm-up, 8 each way
+    next_chunk, left = Stream.__next__, [16 + chunks]  # the warm-up takes 16
 
     def interrupted(self: Stream) -> Chunk:
         left[0] -= 1
@@ -571,7 +571,7 @@ def test_a_warning_in_the_demo_stands_after_its_text(
     monkeypatch.setattr(f"{home}.one_prompt_per_group", lambda: prompts)
     options = ["demo", "--max-tokens", "8", "--draft-length", "2"]
     text = commands.object(*options)["comparisons"][0]["texts"][0]
-    next_chunk, left = Stream.__next__, [16 + 3]  # after the warm-up
+    next_chunk, left = Stream.__next__, [16 + 3]  # 16 in the warm-up
 
     def warning(self: Stream) -> Chunk:
         left[0] -= 1

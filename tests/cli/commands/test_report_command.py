@@ -71,7 +71,7 @@ def test_a_command_that_fails_leaves_its_error_without_the_path(tmp_path: Path) 
 def test_the_facts_of_a_machine_are_shared_without_its_variables(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Also where advice names the cache folder, here one that cannot be made."""
+    """Advice hides the path of the cache folder, here one that cannot be created."""
     (tmp_path / "someone").write_text("a file")
     monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path / "someone" / "cache"))
     measured = report._stage("doctor", ["doctor"], _unseen)
@@ -102,7 +102,7 @@ def test_a_report_that_was_stopped_says_so(
     def printed(words: Any, progress: Any) -> Any:
         if words[0] == "doctor":
             return whole(words, progress)
-        raise KeyboardInterrupt  # as Ctrl-C in the second command
+        raise KeyboardInterrupt  # as Ctrl-C during the second command
 
     monkeypatch.setattr(report, "_printed", printed)
     done = commands("report", "model", "--folder", str(tmp_path), "--yes")
@@ -118,7 +118,7 @@ def test_a_report_that_was_stopped_says_so(
 def test_progress_of_a_command_is_shown(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A child has no terminal, and prints a line from time to time."""
+    """A child without a terminal prints a line from time to time."""
     line = "from mlx_speculation.cli import console; console.QUIET_SECONDS = 0.0"
     (tmp_path / "sitecustomize.py").write_text(line)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")

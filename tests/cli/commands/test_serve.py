@@ -32,7 +32,7 @@ def _commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
 
 
 def posted(url: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Send one request with the key."""
+    """Send one request with the API key."""
     headers = {"Authorization": "Bearer sesame"}
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=60) as answer:
@@ -42,7 +42,7 @@ def posted(url: str, body: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def ending(process: "subprocess.Popen[str]") -> Iterator[None]:
-    """Leave no server behind, whatever fails."""
+    """Kill the server at the end, also if the test fails."""
     guard = threading.Timer(120, process.kill)
     guard.start()
     try:
@@ -54,7 +54,7 @@ def ending(process: "subprocess.Popen[str]") -> Iterator[None]:
 
 @contextmanager
 def served(*options: str) -> Iterator[tuple["subprocess.Popen[str]", str]]:
-    """Serve the draft model in a process of its own; yield that and the URL."""
+    """Serve the draft model in another process; yield the process and the URL."""
     command = ["serve", DRAFT, "--port", "0", "--blas", "stock", *options]
     process = subprocess.Popen(
         command_line(*command),
@@ -97,7 +97,7 @@ def test_it_serves_until_a_signal_ends_it() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="signals one thread by its number")
 def test_a_signal_that_another_thread_takes_ends_it_too() -> None:
-    """The system gives it to any thread; now and then the server went on."""
+    """The system may deliver a signal to any thread of the process."""
     with served("--draft", "none") as (process, _):
         threads = Path("/proc", str(process.pid), "task").iterdir()
         last = max(int(each.name) for each in threads)
@@ -107,7 +107,7 @@ def test_a_signal_that_another_thread_takes_ends_it_too() -> None:
 
 @pytest.mark.parametrize("options", [[], ["--no-replay"]], ids=str)
 def test_replay_can_be_turned_off(options: list[str]) -> None:
-    """An answer drawn by chance seldom has the ids that its text is encoded to."""
+    """A sampled answer seldom has the ids to which its text is encoded."""
     prompt = "def add(first, second):"
     drawn = {"max_tokens": 24, "temperature": 2.0, "seed": 32}
     with served("--draft", "none", *options) as (_, url):
@@ -155,10 +155,10 @@ def test_without_its_library_it_says_what_to_install(
 def test_an_empty_key_of_the_environment_is_refused(
     commands: Commands, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
-    """It served without one."""
+    """An empty key would let the server run without one."""
     monkeypatch.setenv("MLX_SPECULATION_API_KEY", key)
     assert "MLX_SPECULATION_API_KEY" in commands.refused("serve", DRAFT, "--port", "0")
-    # An option comes before the environment.
+    # The option overrides the environment.
     options = ["--api-key", "sesame", "--host", "no such host"]
     assert "cannot listen at" in commands.refused("serve", DRAFT, *options)
 
