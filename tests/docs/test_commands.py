@@ -1,8 +1,8 @@
-"""Every command in a shell block of the README and the documentation can be typed.
+"""Every command in a shell block of the README and the documentation is valid.
 
-Ours run here, through the application, on the smallest bundled model; what would serve,
-or download, is parsed by the commands' own parser. Other programs are looked at as far
-as can be done without running them, each kind with its reason.
+Our commands run here on the smallest bundled model; commands that serve or download
+are only parsed. Commands of other programs are checked without running them; each
+check says why.
 """
 
 import re
@@ -22,7 +22,7 @@ from support.processes.reader import Reader, Said
 
 OURS = "mlx-speculation"
 SHOWN = [(name_of(page), words) for page in TEXTS for words in commands(page)]
-# Run as they are shown, but for at most so many tokens and passes.
+# Options added to the shown commands, to limit their tokens and passes.
 CHEAPLY = {
     "generate": ("--max-tokens", "8"),
     "chat": ("--max-tokens", "8"),
@@ -48,13 +48,13 @@ CHEAPLY = {
 
 
 def ours() -> list[tuple[str, ...]]:
-    """Return our commands, each once, without the program's name."""
+    """Return each of our commands once, without the program's name."""
     shown = {tuple(words[1:]) for _, words in SHOWN if words[0] == OURS}
     return sorted(shown)
 
 
 def parsed(words: tuple[str, ...]) -> dict[str, Any]:
-    """Return what the parser of a command makes of its words."""
+    """Return the parameters that the parser of a command makes of these words."""
     group: Any = typer.main.get_command(app)
     command = group.commands[words[0]]
     with command.make_context(words[0], list(words[1:])) as context:
@@ -71,10 +71,10 @@ def test_our_commands_are_parsed(words: tuple[str, ...]) -> None:
     assert parsed(words) is not None
 
 
-# Serving does not end by itself: tests/cli/commands/test_serve.py runs it. A demo takes
-# and a report take minutes, calibrating rounds, and training writes texts first.
+# `serve` does not end by itself: tests/cli/commands/test_serve.py runs it. `demo`,
+# `calibrate` and `report` take minutes, and `train` generates texts first.
 NOT_RUN = ("serve", "demo", "calibrate", "report", "train")
-# Whole comparisons take seconds each: one of them runs here, the others with those.
+# A benchmark takes seconds: the last one runs here, and the other ones in slow tests.
 COMPARED = [each for each in ours() if each[0] == "benchmark"]
 LONGER = [each for each in ours() if each[0] in NOT_RUN[1:] or each in COMPARED[:-1]]
 
@@ -107,7 +107,7 @@ def test_our_longer_commands_run(
 
 
 def run(words: tuple[str, ...], folder: Path, reader: Reader) -> Said:
-    """Run a command in the reader's folder."""
+    """Run a command in the folder of a reader of the pages."""
     more = CHEAPLY.get(words[0], ())
     if words[0] == "train":
         more = (*more, "--out", "trained-" + "-".join(words).replace("/", "."))
@@ -125,21 +125,21 @@ def extras() -> set[str]:
 
 
 def _pip(words: list[str]) -> None:
-    """Installing takes the network and minutes: the extras are those that there are."""
+    """Installing takes the network and minutes: only the extras are checked."""
     assert words[1] == "install", words
     for named in re.findall(r"\[([\w,]+)\]", " ".join(words)):
         assert set(named.split(",")) <= extras(), words
 
 
 def _make(words: list[str]) -> None:
-    """Makes environments: the targets are those of the Makefile."""
+    """The command makes environments: only its targets in the Makefile are checked."""
     text = (ROOT / "Makefile").read_text("utf-8")
     for target in words[1:]:
         assert re.search(rf"^{target}:", text, re.MULTILINE), words
 
 
 def _script(words: list[str]) -> None:
-    """Measures for minutes: the script is there, and has the options."""
+    """The script measures for minutes: only its file and its options are checked."""
     script = ROOT / words[1]
     assert script.is_file(), words
     texts = [script, *(ROOT / "scripts").rglob("*.py")]
@@ -150,18 +150,18 @@ def _script(words: list[str]) -> None:
 
 
 def _launch(words: list[str]) -> None:
-    """Starts ranks: tests/engine/distributed runs programs like the one shown."""
+    """The command starts ranks; tests/engine/distributed runs similar programs."""
     assert words[-1] == "talk.py", words
     assert words[1:3] in (["--backend", "ring"], ["--backend", "nccl"]), words
 
 
 def _curl(words: list[str]) -> None:
-    """Asks a server: tests/server sends such requests over sockets."""
+    """The command needs a server; tests/server sends such requests over sockets."""
     assert words[1].startswith("http://127.0.0.1:8080/v1/"), words
 
 
 def _shell(words: list[str]) -> None:
-    """Changes the shell itself, or fetches what the tests run in."""
+    """The command changes the shell, or fetches the environment of the tests."""
     assert words in (
         ["git", "clone", "https://github.com/mlx-speculation/mlx-speculation"],
         ["cd", "mlx-speculation"],

@@ -1,4 +1,4 @@
-"""CONTRIBUTING says what the slow tests are for."""
+"""CONTRIBUTING says why tests are slow."""
 
 import re
 from fnmatch import fnmatch
@@ -6,7 +6,7 @@ from fnmatch import fnmatch
 from support.pages import ROOT
 
 TESTS = ROOT / "tests"
-# A folder, a file or a pattern; what is added, why it is slow, and minutes.
+# Columns: a folder, file or pattern; what its tests add; why it is slow; minutes.
 LINE = re.compile(r"^\| `([\w/.*]+)` \| .+ \| .+ \|.*\|$", re.MULTILINE)
 
 

@@ -1,4 +1,4 @@
-"""The documentation shows what there is: names, options, keywords, links."""
+"""The documentation has only names, options, keywords and links that exist."""
 
 import ast
 import inspect
@@ -20,7 +20,7 @@ HOME = "https://github.com/mlx-speculation/mlx-speculation"
 
 
 def test_what_is_shown_imports_this_package_before_mlx() -> None:
-    """The other way around mlx keeps its reference BLAS on a Linux CPU."""
+    """If mlx is imported first, it keeps its reference BLAS on a Linux CPU."""
     for page in TEXTS:
         wrong = [block for block in blocks(page, "python") if mlx_comes_first(block)]
         assert not wrong, name_of(page)
@@ -47,11 +47,11 @@ def test_every_page_is_in_the_navigation() -> None:
 
 
 def test_pages_can_be_searched_without_a_server_or_a_network() -> None:
-    """With the plugin, and what it would fetch beside the pages."""
+    """The search needs the plugin, and a local copy of the script that it loads."""
     text = (ROOT / "mkdocs.yml").read_text("utf-8")
     assert re.search(r"^  - offline\b", text, re.MULTILINE)
     (polyfill,) = re.findall(r"polyfills: \[(\S+)\]", text)
-    assert "iframe-worker" in polyfill  # by this the plugin knows it
+    assert "iframe-worker" in polyfill  # the plugin looks for this name
     assert (DOCS / polyfill).is_file()
     assert "https://" not in re.sub(r"#.*", "", text)
 
@@ -73,14 +73,14 @@ def test_pages_can_be_read_in_one_sitting() -> None:
 
 
 def targets(page: Path) -> list[str]:
-    """Return what the links of a page lead to; code holds none."""
+    """Return the targets of the links on a page, except in code."""
     text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text("utf-8"), flags=re.DOTALL)
     inline = re.findall(r"\]\(([^)\s]+)\)", text)
     return inline + re.findall(r"^\[[\w-]+\]: (\S+)$", text, re.MULTILINE)
 
 
 def test_links_of_the_readme_work_anywhere_it_is_shown() -> None:
-    """On PyPI too, where relative links lead nowhere."""
+    """PyPI shows it too, and relative links lead nowhere there."""
     links = targets(README)
     assert links
     assert not [link for link in links if not link.startswith(("https://", "#"))]
@@ -126,7 +126,7 @@ def options() -> dict[str, set[str]]:
 
 
 def test_commands_in_sentences_have_options_that_there_are() -> None:
-    """Those in shell blocks are parsed by tests/docs/test_commands.py."""
+    """tests/docs/test_commands.py parses the commands in shell blocks."""
     known = options()
     for page in TEXTS:
         for line in page.read_text("utf-8").splitlines():
@@ -136,7 +136,7 @@ def test_commands_in_sentences_have_options_that_there_are() -> None:
 
 
 def test_the_page_on_the_command_line_is_current() -> None:
-    """`python -m support.command_line_page docs/command_line.md` writes it."""
+    """`python -m support.command_line_page docs/command_line.md` writes the page."""
     page = (DOCS / "command_line.md").read_text("utf-8")
     assert page == command_line_page.page(), "PYTHONPATH=src:tests, write it again"
 
@@ -155,7 +155,7 @@ def test_pages_of_a_command_of_its_own_have_every_option() -> None:
 
 
 def calls(page: Path) -> Iterator[tuple[str, ast.Call]]:
-    """Yield the calls in the Python blocks of a page, by the name that is called."""
+    """Yield the calls in the Python blocks of a page, each with the called name."""
     for block in blocks(page, "python"):
         for node in ast.walk(ast.parse(block)):
             if isinstance(node, ast.Call):
@@ -163,7 +163,7 @@ def calls(page: Path) -> Iterator[tuple[str, ast.Call]]:
 
 
 def keywords_of(call: Any) -> dict[str, inspect.Parameter]:
-    """Return the parameters of a call, those of an unpacked TypedDict by name."""
+    """Return the parameters of a callable, with the keys of an unpacked TypedDict."""
     taken = dict(inspect.signature(call).parameters)
     typed = getattr(taken.get("options"), "annotation", None)
     for keywords in get_args(typed) if get_origin(typed) is Unpack else ():
@@ -174,7 +174,7 @@ def keywords_of(call: Any) -> dict[str, inspect.Parameter]:
 
 
 def test_calls_that_are_shown_have_keywords_that_there_are() -> None:
-    """Also in blocks that tests/docs/test_snippets.py cannot run."""
+    """Blocks that tests/docs/test_snippets.py cannot run are covered too."""
     generator = mlx_speculation.SpeculativeGenerator
     made: dict[str, Any] = {
         name: getattr(mlx_speculation, name) for name in mlx_speculation.__all__
@@ -182,11 +182,11 @@ def test_calls_that_are_shown_have_keywords_that_there_are() -> None:
     for page in TEXTS:
         for name, call in calls(page):
             if name == "generate" and ast.unparse(call.func) != "generate":
-                name = "stream"  # takes the same
+                name = "stream"  # takes the same keywords
             if name not in made or isinstance(made[name], str):
                 continue
             if _is_warning_or_error(name):
-                continue  # they take a message
+                continue  # warnings and errors take a message
             taken = keywords_of(made[name])
             if any(p.kind is p.VAR_KEYWORD for p in taken.values()):
                 taken = keywords_of(made["stream_generate"])

@@ -2,7 +2,7 @@
 
 Pages, docstrings and comments name a path (`engine/round/verify.py`), a dotted name
 (`mlx_speculation.caches.registry`, `engine.Drafter`) or a file alone (`registry.py`).
-Each of them has to exist, so that a move is followed by what is written about it.
+Each of them has to exist, so that texts are changed when code moves.
 """
 
 import ast
@@ -20,12 +20,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("engine", "models", "caches", "samplers")
 TOPS = (*FOLDERS, "tests", "scripts", "examples", "docs", "src/mlx_speculation")
-# A path, of which the last part may be a pattern; no end of a longer path or address.
+# A path, whose last part may be a pattern; not the end of a longer path or address.
 PATH = re.compile(rf"(?<![\w/.~-])(?:{'|'.join(TOPS)})/[\w./*-]*[\w*/]")
 DOTTED = re.compile(r"(?<![\w/.:-])mlx_speculation(?:\.[A-Za-z_]\w*)+")
 FOLDERS_NAME = re.compile(rf"`((?:{'|'.join(FOLDERS)})(?:\.[A-Za-z_]\w*)+)(?:\(\))?`")
 FILE = re.compile(r"`([\w-]+\.(?:py|toml|sh))`")
-# What others have: files of mlx-lm and of checkpoints, addresses of a server.
+# Names from elsewhere: files of mlx-lm and of checkpoints, addresses of a server.
 OTHERS = {
     "models/NAME",  # GET /v1/models/NAME
     "generate.py",  # of mlx-lm
@@ -46,7 +46,7 @@ def tracked() -> tuple[str, ...]:
 
 
 def prose(name: str) -> str:
-    """Return what a file says to a reader: of Python, its docstrings and comments."""
+    """Return the text of a file; of Python files only the docstrings and comments."""
     text = (ROOT / name).read_text("utf-8")
     if not name.endswith(".py"):
         return text
@@ -74,13 +74,13 @@ def texts() -> list[str]:
 
 @cache
 def files() -> frozenset[str]:
-    """Return the names of all files, without their folders."""
+    """Return the names of all files, without folders."""
     return frozenset(Path(name).name for name in tracked())
 
 
 @cache
 def exists(path: str) -> bool:
-    """Return whether a path, with or without `.py`, names something here."""
+    """Return whether a path, with or without `.py`, exists here."""
     stem = path.rstrip("/")
     if "*" in stem:
         return any(ROOT.glob(stem))
@@ -89,7 +89,7 @@ def exists(path: str) -> bool:
 
 @cache
 def resolves(dotted: str) -> bool:
-    """Return whether a dotted name is a module, or what can be reached from one."""
+    """Return whether a dotted name is a module, or an object in a module."""
     parts = dotted.split(".")
     for length in range(len(parts), 0, -1):
         try:
@@ -106,7 +106,7 @@ def resolves(dotted: str) -> bool:
 
 
 def unknown(text: str) -> Iterator[str]:
-    """Yield the names in a text that name nothing."""
+    """Yield the names in a text that do not exist."""
     for path in set(PATH.findall(text)) - OTHERS:
         if not exists(path):
             yield path
@@ -120,7 +120,7 @@ def unknown(text: str) -> Iterator[str]:
 
 
 def test_what_is_named_is_there() -> None:
-    """Prose is told from code, which takes longer, where a whole text is not right."""
+    """Parsing is slow, so prose is taken only of files with unknown names somewhere."""
     whole = {name: (ROOT / name).read_text("utf-8") for name in texts()}
     doubtful = [name for name, text in whole.items() if any(unknown(text))]
     unknown_names = {name: sorted(unknown(prose(name))) for name in doubtful}
@@ -152,7 +152,7 @@ def test_names_of_what_there_is_are_left_alone() -> None:
 
 
 def test_the_map_lists_the_rooms() -> None:
-    """Under "Files": every room of the product, and nothing that is none."""
+    """Its section "Files" lists all folders with `__init__.py`, and no other ones."""
     page = (ROOT / "docs/architecture.md").read_text("utf-8")
     block = page.split("## Files")[1].split("```")[1]
     named, top = set(), ""

@@ -1,8 +1,8 @@
 """Every Python snippet of the README and the documentation runs.
 
-The snippets of a page run one after the other in one namespace, so each of them
-defines what it uses or stands behind one that does. Paths lead to the smallest bundled
-model. Those of `ELSEWHERE` are parts of programs: tests/docs/test_extending.py.
+The snippets of a page run one after the other in one namespace, so a snippet may use
+names that an earlier one defines. Model paths lead to the smallest bundled model.
+tests/docs/test_extending.py covers `ELSEWHERE`, whose snippets are parts of programs.
 """
 
 from pathlib import Path

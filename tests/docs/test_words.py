@@ -1,4 +1,4 @@
-"""Texts for users have the words of the field, and none that only authors know."""
+"""Texts for users use the words of the field, and no private ones."""
 
 import re
 from pathlib import Path
@@ -28,7 +28,7 @@ INSTEAD = {
 
 
 def private(text: str) -> list[str]:
-    """Return the private words of a text; names of files and code do not count."""
+    """Return the private words of a text, without names of files and code."""
     words = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)", "", text, flags=re.DOTALL)
     words = " ".join(words.split())
     return [
@@ -53,7 +53,7 @@ def helps() -> dict[str, str]:
 
 
 def glossary() -> list[tuple[str, str]]:
-    """Return the words of the glossary, and the place of each in the code."""
+    """Return the rows of the glossary: the words and their place in the code."""
     page = (ROOT / "docs/glossary.md").read_text("utf-8")
     rows = re.findall(r"^\| ([^|]+) \| [^|]+ \| ([^|]*)\|$", page, flags=re.MULTILINE)
     return [(words, place) for words, place in rows if words != "word"]
