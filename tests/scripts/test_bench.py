@@ -73,7 +73,7 @@ def test_a_spread_is_of_the_ratios_of_each_turn() -> None:
 
 
 def run_of(rounds: list[int], tokens: list[int] | None = None, stop: int = -1) -> Run:
-    """Return a run whose tokens come in those rounds."""
+    """Return a run whose rounds emit these numbers of tokens."""
     pairs = zip(tokens or [7] * len(rounds), rounds, strict=True)
 
     def arrivals() -> Any:
@@ -88,7 +88,7 @@ def test_the_first_token_is_not_timed_nor_are_those_of_its_round() -> None:
     assert (run.tokens, run.timed, run.slices) == ([7], 0, [])
     assert run.first_seconds > 0
     run.take()
-    assert [count for count, _ in run.slices] == [15]  # one of 16 was there before
+    assert [count for count, _ in run.slices] == [15]  # 1 of 16 came earlier
     run.take()
     assert [count for count, _ in run.slices] == [15, 6]
     assert run.ended
@@ -111,7 +111,7 @@ def test_arms_decode_the_same_tokens_by_turns(bench: Bench) -> None:
     texts = [run.tokens for run in runs.values()]
     assert texts[0] == texts[1] == texts[2]
     assert [run.statistics.emitted for run in runs.values()] == [40] * 3
-    # The first token of each, then slices of 16, 16 and 7.
+    # The first token of each run, then slices of 16, 16 and 7.
     bounds = [0, 3, 51, 99, 120]
     slices = [taken[one:other] for one, other in pairwise(bounds)]
     firsts = [part[0] for part in slices]
@@ -120,7 +120,7 @@ def test_arms_decode_the_same_tokens_by_turns(bench: Bench) -> None:
 
 
 def noting(taken: list[str], arm: Arm) -> Any:
-    """Return what begins an arm that notes its name for each token."""
+    """Return a function that begins the arm and notes its name for each token."""
 
     def begin(job: Job) -> Run:
         run = arm.begin(job)
@@ -148,8 +148,8 @@ def test_what_mlx_lm_refuses_is_said(bench: Bench) -> None:
 
 def test_rounds_of_mlx_lm_are_counted_from_its_flags() -> None:
     statistics = Statistics()
-    # k = 3, 10 tokens: all accepted and a bonus; one and a correction; none and a
-    # correction; then 3 tokens are left, all of which were drafted.
+    # k = 3, 10 tokens: all accepted and a bonus; one accepted and a correction; only a
+    # correction; then the last 3 tokens, all of which were drafted.
     flags = [True] * 3 + [False, True, False, False] + [True] * 3
     count_rounds(statistics, flags, 3, 10)
     assert (statistics.rounds, statistics.drafted, statistics.accepted) == (4, 12, 7)
@@ -295,7 +295,7 @@ def test_the_bundled_heads_are_known_by_their_folders() -> None:
     folders = {path.parent.name for path in beside.glob("*/config.json")}
     drafts = {name: Bench.of(name).default_drafts for name in targets}
     named = {draft for each in drafts.values() for draft in each}
-    others = {"draft", "smollm2_eagle"}  # of no bundled target
+    others = {"draft", "smollm2_eagle"}  # belong to no bundled target
     assert folders - targets - others == named - {"model", "lookup", "mtp"}
     assert Bench.of(str(folder_of("dense").parent / "other")).default_drafts == [
         "model",
@@ -308,10 +308,10 @@ def test_a_bare_copy_shares_the_arrays_and_has_no_hooks(name: str) -> None:
     model: Any = build(name)
     ids = mx.array([[1, 2, 3]])
     recorders = ModelHooks(model)
-    expected = model(ids).tolist()  # before: gemma3n clips weights of its own in it
+    expected = model(ids).tolist()  # called first: gemma3n clips its weights in a call
     other: Any = bare(model)
     assert other is not model
-    recorders.remove()  # and what is without hooks is no other's business
+    recorders.remove()  # the hooks were on `model`
     pairs = [dict(tree_flatten(each.parameters())) for each in (model, other)]
     assert pairs[0].keys() == pairs[1].keys()
     assert all(pairs[1][path] is array for path, array in pairs[0].items())
@@ -348,7 +348,7 @@ def test_steady_forwards_are_fed_their_own_choices_and_leave_no_rows(
 def test_single_tokens_take_the_ways_of_a_round_where_they_are_drafts(
     folder: Path, drafts: bool
 ) -> None:
-    """As in rounds: a plain step keeps mlx's operations, a draft does not."""
+    """As in a round, a plain step uses mlx's operations, and a draft does not."""
     model, _ = load(folder)
     kind: Any = type(model)
     ways: list[bool] = []

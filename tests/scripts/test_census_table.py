@@ -9,7 +9,7 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
 def test_the_page_of_architectures_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`python scripts/census.py docs/architectures.md` writes it."""
+    """`python scripts/census.py docs/architectures.md` writes the page."""
     monkeypatch.syspath_prepend(str(SCRIPTS))
     page = (SCRIPTS.parent / "docs" / "architectures.md").read_text("utf-8")
     assert page == importlib.import_module("census").page()

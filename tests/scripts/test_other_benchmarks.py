@@ -1,4 +1,4 @@
-"""The benchmarks run on a tiny model, and count what they say that they count."""
+"""The benchmarks run on a tiny model, and their counts are right."""
 
 import json
 import os
@@ -106,7 +106,7 @@ def test_all_arms_run_on_all_ranks(folder: Path, ranks: int) -> None:
         capture_output=True,
         text=True,
         timeout=400,
-        # Threads of OpenBLAS would take the processor from the other rank.
+        # More OpenBLAS threads would take the processor from the other rank.
         env=dict(os.environ, OPENBLAS_NUM_THREADS="1"),
         check=True,
     )
@@ -116,4 +116,4 @@ def test_all_arms_run_on_all_ranks(folder: Path, ranks: int) -> None:
     arms = {row["arm"]: row for row in data["results"]}
     assert [*arms] == ["ours plain", "mlx-lm plain", "lookup k=4", "lookup adaptive"]
     assert all(row["texts"].startswith("equal") for row in arms.values())
-    assert done.stdout.count("ours plain") == 2  # the table and the line of one rank
+    assert done.stdout.count("ours plain") == 2  # in the table, and in one rank's line

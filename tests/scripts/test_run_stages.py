@@ -108,7 +108,7 @@ def test_ctrl_c_ends_the_stages_and_the_rest() -> None:
 
 
 def test_make_ends_with_the_stages() -> None:
-    """All four, with the slowest tests in the last; what make itself would run."""
+    """`make test` runs all four stages, and shows the slowest tests of the last."""
     shown = subprocess.run(
         ["make", "--dry-run", "test"],
         cwd=ROOT,

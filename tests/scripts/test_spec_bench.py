@@ -1,4 +1,4 @@
-"""Speeds by turns, of bundled prompts and of a question file, on a tiny model."""
+"""Speeds of bundled prompts and of a question file, measured by turns."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A head that is taken out of the shards is the same head, and the target the same."""
+"""A head split from the shards is unchanged, and so is the target."""
 
 import json
 import subprocess
