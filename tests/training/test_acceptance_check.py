@@ -1,4 +1,4 @@
-"""Acceptance on recorded text, against rounds of the engine, and its report."""
+"""Acceptance on recorded text compared with rounds of the engine; its report."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ def spoken(model: Any, prompt: list[int], temperature: float) -> Dialogue:
 @pytest.mark.openblas
 @pytest.mark.parametrize("same", [True, False])
 def test_greedy_text_accepts_what_rounds_accept(same: bool, tmp_path: Path) -> None:
-    """A draft model of the same weights has all accepted; of others, nearly nothing."""
+    """A draft model of the same weights has all accepted; another one, hardly any."""
     folder = chat_folder(tmp_path / "target")
     draft = chat_folder(tmp_path / "draft", seed=0 if same else 1)
     model, tokenizer = load(folder)
@@ -76,7 +76,7 @@ def test_sampled_text_accepts_the_overlap_of_probabilities(tmp_path: Path) -> No
         np.array(mx.softmax(each(tokens)[0] / 0.8, axis=-1)) for each in (model, small)
     ]
     overlap = np.minimum(*probs).sum(-1)
-    # The first that can be drafted is the answer's second token.
+    # The first token that can be drafted is the second of the answer.
     begin, end = 3, len(dialogue.tokens) - ROUND
     expected = np.mean(overlap[begin:end])
     assert acceptance["sampled"].positions[0] == pytest.approx(expected, abs=1e-3)

@@ -1,4 +1,4 @@
-"""Block drafters on recorded text against drafting from one slot after the other."""
+"""Block drafters on recorded text compared with drafting from each slot in turn."""
 
 import json
 import time
@@ -48,7 +48,7 @@ KINDS: tuple[BlockKind, ...] = ("dflash", "dspark")
 
 
 def drafter(kind: BlockKind, **options: Any) -> BlockTrainee:
-    """Return one of two layers with matrices that are not small."""
+    """Return a drafter of two layers whose matrices are not small."""
     given: dict[str, Any] = {
         "ids": IDS,
         "mask": 255,
@@ -77,7 +77,7 @@ def drafter(kind: BlockKind, **options: Any) -> BlockTrainee:
 
 
 def text(made: BlockTrainee) -> tuple[mx.array, list[mx.array]]:
-    """Return rows of tokens, and what is read of them."""
+    """Return rows of tokens, and the drafter's inputs from the target for them."""
     assert made.most is not None
     length = SLOTS + made.most + 1
     flat = prompt_of(ROWS * length)
@@ -90,7 +90,7 @@ def drafted(
 ) -> list[mx.array]:
     """Return the logits of each draft as a round makes them, [ids] each.
 
-    Each draft is the recorded token, so that what it adds to the next one is known.
+    The recorded token replaces each draft, so the next position's input is known.
     """
     head, rows = made.module, []
     kind = DSpark if made.kind == "dspark" else type(made.dflash)
@@ -114,7 +114,7 @@ def drafted(
 def rounds(
     made: BlockTrainee, tokens: mx.array, inputs: list[mx.array]
 ) -> NDArray[np.float64]:
-    """Return logits as rounds make them, [rows, slots, depths, ids]."""
+    """Return the logits of drafts in rounds, [rows, slots, depths, ids]."""
     every = [
         [mx.stack(drafted(made, tokens, inputs, row, slot)) for slot in range(SLOTS)]
         for row in range(ROWS)
@@ -150,7 +150,7 @@ def test_each_slot_drafts_as_a_round_does(
         checkpoint=st.booleans(),
     )
     def some(chosen: list[int], checkpoint: bool) -> None:
-        rows = np.array([chosen, chosen[::-1]], np.int32)  # each row has its own
+        rows = np.array([chosen, chosen[::-1]], np.int32)  # each row has its own slots
         got = logits(slots=mx.array(rows), checkpoint=checkpoint)
         expected = wanted[np.arange(ROWS)[:, None], rows]
         assert np.abs(got - expected).max() < 1e-4 * scale
@@ -175,7 +175,7 @@ def lesson(made: BlockTrainee) -> tuple[TrainingStep, RowBatch]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_loss_is_that_of_the_drafts_of_rounds(kind: BlockKind) -> None:
-    """Each draft by the target behind the recorded tokens before it, in float64."""
+    """The target rates each draft after the recorded tokens before it, in float64."""
     made = drafter(kind)
     step, batch = lesson(made)
     loss, _ = step.gradients(batch)
@@ -188,7 +188,7 @@ def test_the_loss_is_that_of_the_drafts_of_rounds(kind: BlockKind) -> None:
         losses = []
         for place, slot in enumerate(CHOSEN.flatten()):
             row = place // CHOSEN.shape[1]
-            token = slot + 2 + depth  # the one that is drafted
+            token = slot + 2 + depth  # the drafted token
             best = int(logits[row, token - 1].argmax())
             if not batch.counts[row, token] or not best % 4:
                 continue
@@ -213,7 +213,7 @@ def log_softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:
     [("dspark", 1), pytest.param("dflash", 3, marks=pytest.mark.slow)],
 )
 def test_gradients_are_the_slopes_of_the_loss(kind: BlockKind, count: int) -> None:
-    """By differences along a direction in each parameter."""
+    """The slopes are differences along a direction in each parameter."""
     made = drafter(kind, count=count)
     module: Any = made.module
     module.update(tree_map(lambda w: w / 3, module.parameters()))

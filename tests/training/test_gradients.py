@@ -1,4 +1,4 @@
-"""Loss and gradients of the unrolled head against torch, drafted slot by slot."""
+"""Loss and gradients of the unrolled head compared with torch, slot by slot."""
 
 from typing import Any
 
@@ -74,7 +74,7 @@ def reference_loss(
     rows: list[list[int]],
     counts: np.ndarray[Any, Any],
 ) -> torch.Tensor:
-    """Return the loss of all rows: means are over the slots of all of them."""
+    """Return the loss of all rows; each mean is over the slots of all rows."""
     embedding = tables()["embedding"]
     parts: list[list[torch.Tensor]] = []
     numbers = []
@@ -110,7 +110,7 @@ def reference_loss(
 
 
 def test_the_gradient_by_logits_is_that_of_the_formula() -> None:
-    """Also in 16 bits, and where nothing counts."""
+    """The formula also holds in 16 bits, and where no token counts."""
     draw = np.random.default_rng(1)
     logits, wanted = draw.normal(size=(2, 2, 3, 11)) * 3
     likeliest = np.array([[0, -1, 10], [4, 5, -1]])

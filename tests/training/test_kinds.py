@@ -1,4 +1,4 @@
-"""Trained drafters, kind by kind: they begin as they should, and load again."""
+"""Trained drafters of each kind: their start, and how they load again."""
 
 import json
 from dataclasses import replace
@@ -38,7 +38,7 @@ HEADS = ["qwen3_next", "mimo", "deepseek_v3", "glm4_moe_lite", "step3p5"]
 
 @pytest.fixture(autouse=True)
 def _undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw no curves, which costs more than these trainings."""
+    """Draw no curves: they take longer than these trainings."""
     home = "mlx_speculation.training.output.preflight.draw_curves"
     monkeypatch.setattr(home, lambda *_: None)
 
@@ -49,7 +49,7 @@ def flat(module: Any) -> dict[str, mx.array]:
 
 
 def nearly(one: mx.array, other: mx.array) -> bool:
-    """Return whether two weights are the same but for 16 bits."""
+    """Return whether two weights are equal up to rounding to 16 bits."""
     scale = max(1.0, float(mx.abs(one).max()))
     return float(mx.abs(one - other).max()) <= 0.005 * scale
 
@@ -134,7 +134,7 @@ def test_a_target_without_a_head_is_refused(tmp_path: Path) -> None:
 
 
 def draft_config(folder: Path) -> Path:
-    """Write config.json of a model of two layers."""
+    """Write the config.json of a model of two layers."""
     folder.mkdir()
     args = {**TINY_MODELS["llama"].args, "vocab_size": VOCAB, "num_hidden_layers": 2}
     text = json.dumps({"model_type": "llama", **args})
@@ -196,7 +196,7 @@ def test_a_quantized_draft_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_no_row_is_longer_than_a_table_of_positions(tmp_path: Path) -> None:
-    """Neither for the target as the teacher, nor for a draft model."""
+    """The table is that of the target as the teacher, or of a draft model."""
     folder = chat_folder(tmp_path / "target")
     model, tokenizer = load(folder)
     small = tmp_path / "small"

@@ -1,4 +1,4 @@
-"""A training is sized for its minutes before anything is written."""
+"""A training is fitted into its minutes before anything is written."""
 
 import time
 from dataclasses import replace
@@ -71,7 +71,7 @@ def test_each_phase_has_its_share_or_the_training_is_refused(
     for name in SIZED:
         assert 1 <= getattr(small, name) <= getattr(options, name)
     assert small.held_out >= min(LEAST_DIALOGUES, held_out)
-    assert sized(small, rates, seconds) == small  # what fits is not changed
+    assert sized(small, rates, seconds) == small  # options that fit stay
     kept = changed(options, small)
     if data_seconds(options, rates) <= DATA * seconds:
         assert not {"batch", "held_out", "answer_tokens"} & kept.keys()
@@ -116,7 +116,7 @@ def test_no_further_shape_is_timed_once_one_was_compiled_for_long(
 
     def run(rows: int, slots: int) -> float:
         timed.append((rows, slots))
-        now[0] += 70  # compiles
+        now[0] += 70  # time to compile
         return 0.03
 
     assert position_seconds(run, 8, 1024, 90.0) == pytest.approx(0.03 / 512)
@@ -135,7 +135,7 @@ def test_what_was_spent_is_named_and_counts() -> None:
 def test_too_few_minutes_are_refused_before_the_target_writes(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The minutes have to be enough for dialogues and steps."""
+    """The minutes have to suffice for dialogues and steps."""
     written: list[int] = []
     monkeypatch.setattr(Run, "_dialogues", lambda *_: written.append(1))
     out = tmp_path / "head"
@@ -150,7 +150,7 @@ def test_too_few_minutes_are_refused_before_the_target_writes(
 def test_a_training_keeps_its_minutes_and_leaves_a_trained_head(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Other processes take time between two readings of the clock, not of this one.
+    # Counts the time of this process only, and not that of other ones.
     monkeypatch.setattr("time.monotonic", time.process_time)
     began = time.monotonic()
     out, said = tmp_path / "head", list[str]()
@@ -169,7 +169,7 @@ def test_a_training_keeps_its_minutes_and_leaves_a_trained_head(
 def test_a_long_timing_does_not_cut_the_dialogues(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU compiling may take half of the minutes."""
+    """Compiling may take half of the minutes on a GPU."""
     monotonic, passed = time.monotonic, [0.0]
     monkeypatch.setattr("time.monotonic", lambda: monotonic() + passed[0])
 
@@ -187,7 +187,7 @@ def test_a_long_timing_does_not_cut_the_dialogues(
 def test_rows_that_hold_no_prompt_do_not_shorten_what_is_evaluated(
     target: Path, tmp_path: Path
 ) -> None:
-    """Answers stay long enough to be drafted from."""
+    """Evaluated answers stay long enough for drafts."""
     options = replace(OPTIONS, slots=8, evaluations=1)
     result = train(target, tmp_path / "head", options)
     assert result.record["best"]["step"] > 0
@@ -244,7 +244,7 @@ def test_a_plot_that_fails_is_said_and_the_record_is_written(
 def test_a_package_without_metadata_has_an_unknown_version(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The record of a training says so, and is written."""
+    """The training's record is written, and says so."""
     monkeypatch.setattr(environment, "PACKAGES", ("mlx", "no-such-package-here"))
     assert environment.versions()["no-such-package-here"] == "unknown"
 

@@ -34,7 +34,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def weights(out: Path) -> dict[str, Any]:
-    """Return the trained weights and the optimizer's state, as they are saved."""
+    """Return the trained weights and the optimizer's state as they are saved."""
     file = json.loads((out / "run" / "state.json").read_text())["weights"]
     loaded: Any = mx.load(str(out / "run" / file))
     return dict(loaded)
@@ -48,20 +48,20 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 @pytest.fixture(autouse=True)
 def _undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw no curves, which costs more than these trainings."""
+    """Draw no curves: they take longer than these trainings."""
     home = "mlx_speculation.training.output.preflight.draw_curves"
     monkeypatch.setattr(home, lambda *_: None)
 
 
 class KilledError(Exception):
-    """Ends a run where it stands, as a kill does: nothing is saved."""
+    """Ends a run at once, as a kill does: nothing is saved."""
 
 
 @pytest.fixture(scope="module")
 def trained(
     target: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, TrainingResult]:
-    """Return a training that was not interrupted, and whose curves are drawn."""
+    """Return the folder and the result of an uninterrupted training with curves."""
     out = tmp_path_factory.mktemp("trained") / "head"
     return out, train(target, out, OPTIONS)
 
@@ -78,7 +78,7 @@ def test_a_head_learns_to_draft(
     assert record["steps"] == {"planned": 12, "taken": 12}
     assert record["target"] == target.name
     assert (out / PLOT).is_file()
-    for name in ("training.json", "README.md"):  # they may be published
+    for name in ("training.json", "README.md"):  # files to publish
         assert str(target.parent) not in (out / name).read_text()
     model, tokenizer = load(target)
     draft = EagleDraft.from_folder(out, model)
@@ -170,7 +170,7 @@ BLOCKS = replace(
 def test_a_drafter_of_blocks_learns_to_draft(
     kind: Any, target: Path, tmp_path: Path
 ) -> None:
-    """All ids are drafted by the target's own output; it is resumed as a head is."""
+    """The target's output layer drafts all ids; a killed run is resumed."""
     out, whole = tmp_path / "drafter", replace(BLOCKS, kind=kind, draft_vocab=None)
     at = whole.steps or 0
 
@@ -252,7 +252,7 @@ def test_a_folder_of_something_else_is_refused(target: Path, tmp_path: Path) -> 
 def test_what_cannot_be_trained_is_refused_before_the_target_writes(
     target: Path, tmp_path: Path
 ) -> None:
-    """The config.json of a draft is read first."""
+    """The config.json of a draft model is read first."""
     draft = tmp_path / "draft"
     draft.mkdir()
     (draft / "config.json").write_text('{"model_type": "llama", "hidden_size": 8}')
@@ -288,7 +288,7 @@ def test_an_interrupt_says_what_is_kept(target: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_training_ends_before_its_time_is_up(target: Path, tmp_path: Path) -> None:
-    """The last evaluation fits into the time too, and the last steps are kept."""
+    """The time includes the last evaluation, and the last steps are kept."""
     began = time.monotonic()
     options = replace(OPTIONS, steps=9_999, minutes=0.25, evaluations=2)
     result = train(target, tmp_path / "head", options)
@@ -343,7 +343,7 @@ def test_dialogues_of_several_runs_are_trained_on(target: Path, tmp_path: Path) 
     counts = [each.record["data"]["dialogues"] for each in said]
     assert min(counts) > 0
     data = result.record["data"]
-    assert data["dialogues"] >= 14  # what was missing was written
+    assert data["dialogues"] >= 14  # missing dialogues were written
     assert data["held_out"] == 8
     assert data["more"] == ["1.safetensors"]
     assert files[1].read_bytes() == before

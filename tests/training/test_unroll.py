@@ -1,4 +1,4 @@
-"""Unrolled heads against drafting step by step from every slot."""
+"""Unrolled heads compared with drafting step by step from every slot."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from support.models import mtp_checkpoints
 from support.models.eagle_checkpoints import write_eagle
 from support.references.reference_target import Known, target
 
-# Some have no list of layers.
+# Some heads have no list of layers.
 pytestmark = pytest.mark.filterwarnings("ignore:.*lists no layers of its target")
 
 SLOTS, DEPTHS = 9, 4
@@ -42,7 +42,7 @@ def eagle_of(folder: Path, dialect: str) -> Any:
 def test_an_eagle_head_is_unrolled_as_it_drafts(
     dialect: str, split: bool, tmp_path: Path
 ) -> None:
-    """Steps of heads are compared with numpy in test_eagle_dialects_reference."""
+    """test_eagle_dialects_reference compares the steps of heads with numpy."""
     eagle, known = eagle_of(tmp_path, dialect), Known.of(8, SLOTS + 1)
     taps = HiddenStates(known.model, layers=eagle.layers)
     states = eagle.states(known.states(taps))
@@ -66,7 +66,7 @@ def test_an_eagle_head_is_unrolled_as_it_drafts(
 
 @pytest.mark.parametrize("name", ["qwen3_next", "mimo", "deepseek_v3", "step3p5"])
 def test_an_mtp_head_is_unrolled_as_it_drafts(name: str) -> None:
-    """Chained layers too: layer k of "step3p5" makes draft k."""
+    """Chained layers are covered too: layer k of "step3p5" makes draft k."""
     _, model, head = mtp_checkpoints.make(name)
     layout = mtp_checkpoints.LAYOUTS[name]
     head._chained = mtp_checkpoints.family(layout).layers == "chained"
