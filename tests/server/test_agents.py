@@ -1,9 +1,9 @@
 """Coding agents as users run them, against a target whose answers are scripted.
 
-Each of them reads a file, edits it, runs a command and ends: five turns of which the
-model's are scripted (`support/processes/scripted_servers.py`). They are installed from
-the package indexes into `build/agents`; where these cannot be reached, the tests are
-skipped and say so. HOME is a folder of the test.
+Each agent reads a file, edits it, runs a command and ends. A script writes the model's
+side of the five turns (`support/processes/scripted_servers.py`). The agents are
+installed from package indexes into `build/agents`; if an index cannot be reached, the
+tests are skipped with that reason. HOME is a folder of the test.
 """
 
 import json
@@ -35,7 +35,7 @@ BEFORE, AFTER = (
 )
 RUN = "python3 -c 'import a; print(a.add(2, 3))'"
 END = "All done: add is right now."
-SETTINGS = {  # by which opencode speaks each of the three APIs
+SETTINGS = {  # packages with which OpenCode speaks each of the three APIs
     "chat": "@ai-sdk/openai-compatible",
     "messages": "@ai-sdk/anthropic",
     "responses": "@ai-sdk/openai",
@@ -43,7 +43,7 @@ SETTINGS = {  # by which opencode speaks each of the three APIs
 
 
 def run(*command: str | Path, seconds: float = 300, **options: Any) -> Any:
-    """Run a command, and return what it said."""
+    """Run a command; return its status and its output."""
     return subprocess.run(
         [*map(str, command)],
         stdin=subprocess.DEVNULL,
@@ -57,7 +57,7 @@ def run(*command: str | Path, seconds: float = 300, **options: Any) -> Any:
 
 @cache
 def npm(package: str, program: str) -> Path:
-    """Return a program of npm's, installed once; skip where it cannot be had."""
+    """Return a program of an npm package; skip the test if it cannot be installed."""
     folder = FOLDER / package.strip("@").replace("/", "-")
     executable = folder / "node_modules" / ".bin" / program
     if not executable.exists():
@@ -74,7 +74,7 @@ def npm(package: str, program: str) -> Path:
 
 @cache
 def aider() -> Path:
-    """Return aider's program, in an environment of its own."""
+    """Return aider's program, installed in a separate environment."""
     executable = FOLDER / "aider" / "bin" / "aider"
     if not executable.exists():
         run(sys.executable, "-m", "venv", FOLDER / "aider")
@@ -94,8 +94,8 @@ class Session:
     """One agent at work.
 
     Attributes:
-        steps: makes what the model says in each turn, of the file and the tools' names.
-        requests: how many tool results each request had, and how many tools.
+        steps: returns the model's text of each turn for a file and the tool names.
+        requests: number of tool results and number of tools of each request.
     """
 
     steps: Callable[[Path, Sequence[str]], list[str]]
@@ -103,13 +103,13 @@ class Session:
     requests: list[tuple[int, int]] = field(default_factory=list)
 
     def script(self, request: GenerationRequest) -> str:
-        """Say what the model says."""
+        """Return the model's text for a request."""
         chat = request.chat
         assert chat is not None
         names = [tool["function"]["name"] for tool in chat.tools]
         results = sum(message["role"] == "tool" for message in chat.messages)
         self.requests.append((results, len(names)))
-        if not names:  # a title
+        if not names:  # a request for a title has no tools
             return '{"title": "Fix add"}' if request.schema else "Fix add"
         steps = self.steps(self.work / "a.py", names)
         return steps[results] if results < len(steps) else END
@@ -182,7 +182,7 @@ def codex(url: str, work: Path, home: Path) -> Any:
 
 
 def opencode(api: str) -> Callable[[str, Path, Path], Any]:
-    """Return what runs OpenCode over one of the APIs."""
+    """Return a function that starts OpenCode with one of the APIs."""
 
     def start(url: str, work: Path, home: Path) -> Any:
         limit = {"context": 65536, "output": 8192}
@@ -201,7 +201,7 @@ def opencode(api: str) -> Callable[[str, Path, Path], Any]:
     return start
 
 
-LINES = {  # what follows the commands that `serve` prints
+LINES = {  # arguments after the command lines that `serve` prints
     "claude": (
         "Claude Code",
         " -p 'Fix add' --dangerously-skip-permissions",

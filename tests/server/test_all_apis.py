@@ -1,4 +1,4 @@
-"""Requests of all APIs beside each other: their texts, cancels, and what is left."""
+"""Simultaneous requests of all APIs: texts, cancellations, and resources in use."""
 
 import gc
 import json
@@ -36,8 +36,8 @@ from support.processes.wait_until import until
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<A>"
 APIS = ("/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/completions")
-LEAVING = 0.15  # of the clients, before their answer is whole
-CONSTRAINED = 0.1  # of the requests, by a schema
+LEAVING = 0.15  # share of clients that leave before their answer is complete
+CONSTRAINED = 0.1  # share of requests that are constrained by a schema
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"enum": ["x", "yy"]}},
@@ -131,7 +131,7 @@ def make(prefixes: PrefixCache | None) -> SpeculativeGenerator:
 
 
 def ask(server: Listening, question: Asked) -> Answer | None:
-    """Send a request; None: its client has left."""
+    """Send a request; return None if its client leaves before the answer."""
     if not question.leaves:
         return post(server, question.body, path=question.path)
     with connect(server) as connection:
@@ -142,7 +142,7 @@ def ask(server: Listening, question: Asked) -> Answer | None:
 
 
 def text_of(answer: Answer, question: Asked) -> str:
-    """Return the text of an answer, however it has come."""
+    """Return the text of an answer, streamed or whole."""
     assert answer.status == 200, answer.body[:300]
     if not question.stream:
         return _whole(answer.json, question.path)
@@ -177,7 +177,7 @@ def _whole(body: Any, path: str) -> str:
 
 
 def check(answer: Answer, question: Asked) -> int:
-    """Assert that a text is that of its prompt; return 1 for a near-tie."""
+    """Assert that a text is plain decoding's; return 1 for a near-tie."""
     known = expected(question.rendered, question.constrained)
     text = text_of(answer, question)
     if question.constrained:
@@ -209,7 +209,7 @@ def run(server: Server, requests: list[Asked], clients: int) -> None:
 
 
 def resident() -> float:
-    """Return the most memory that this process has had, in MiB."""
+    """Return the peak memory of this process, in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 

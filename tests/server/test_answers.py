@@ -75,7 +75,7 @@ def _plain() -> SpeculativeGenerator:
 
 @cache
 def expected(plain: SpeculativeGenerator, tokens: int = 16, **options: Any) -> Result:
-    """Return plain decoding's text of the usual request."""
+    """Return the result of plain decoding for the usual request."""
     sampling = Sampling(temperature=0.8, seed=5)
     return plain.generate(PROMPT, max_tokens=tokens, sampling=sampling, **options)
 
@@ -211,7 +211,7 @@ def test_a_request_chooses_what_drafts_and_its_text_stays(
 def test_a_request_in_exact_mode_has_one_text(
     client: openai.OpenAI, plain: SpeculativeGenerator, more: dict[str, Any]
 ) -> None:
-    """And probabilities that are the same to the bit, with this draft or that."""
+    """Its probabilities, too, are the same to the bit with every draft."""
     exact = SpeculativeGenerator(plain.model, plain.tokenizer, exact=True)
     known = expected(exact, logprobs=2)
     body = {"speculative": {"exact": True, **more}}
@@ -255,7 +255,7 @@ def test_log_probabilities_are_those_of_the_library(
 
 
 def make_words(strips: bool | None) -> Callable[..., SpeculativeGenerator]:
-    """Return what makes a generator of pieces and bytes, or of bytes alone."""
+    """Return a factory of generators: with sentence pieces, or with bytes if None."""
 
     def make(prefixes: PrefixCache | None = None) -> SpeculativeGenerator:
         tokenizer = byte_tokenizer()
@@ -298,7 +298,7 @@ def test_text_and_offsets_begin_with_the_first_space(strips: bool | None) -> Non
             assert said.message.content == decode(
                 [token.model_extra["id"] for token in tokens]
             )
-            # In a stream, with tokens that a stop string holds back.
+            # In a stream, in which a stop string holds tokens back.
             for stop in (" a", "  "):
                 cut = {**request, "stop": stop, "stream": True, "logprobs": 0}
                 shown, offsets = "", []
@@ -378,7 +378,7 @@ def test_a_stream_of_a_chat_reports_every_token_once(client: openai.OpenAI) -> N
     assert "".join(token.token for token in known) == whole.choices[0].message.content
     assert known[0].bytes == list(known[0].token.encode())
     assert [token.top_logprobs[0].logprob for token in known] == pytest.approx(
-        [token.logprob for token in known]  # greedy
+        [token.logprob for token in known]  # greedy: the chosen token is the likeliest
     )
 
 
@@ -429,13 +429,13 @@ def test_metrics_have_the_names_of_vllm(client: openai.OpenAI, server: Server) -
         "vllm:e2e_request_latency_seconds_count": 1,
     }
     assert {name: after[name] - before.get(name, 0) for name in grown} == grown
-    # Levels are noted at the end of the round whose last token was sent before.
+    # Gauges are updated at the end of a round, after its last token has been sent.
     until(lambda: _metrics(server)["vllm:num_requests_running"] == 0)
     assert _metrics(server)["vllm:num_requests_waiting"] == 0
 
 
 def _metrics(server: Server) -> dict[str, float]:
-    """Return each sample, summed over its labels."""
+    """Return the value of each metric, summed over its labels."""
     page = get(server, "/metrics")
     assert page.status == 200
     assert page.headers["content-type"].startswith("text/plain")
@@ -464,7 +464,7 @@ def test_a_stream_tells_how_much_of_its_prompt_was_read(server: Server) -> None:
 
 
 def several(client: openai.OpenAI, **options: Any) -> dict[int, str]:
-    """Return the texts of a request by the index of their choice, streamed or not."""
+    """Return the texts of a request by choice index, streamed or whole."""
     options = {**DRAWN, "max_tokens": 9, **options}
     texts: dict[int, str] = {}
     if not options.get("stream"):
@@ -511,7 +511,7 @@ def test_caches_can_be_smaller_than_the_text(name: str, kv: KvLimits) -> None:
     )
     assert text == result.text
     plain = generator.generate(letters(PROMPT), max_tokens=40, sampling=SEEDED)
-    assert text != plain.text  # else nothing would show that they are smaller
+    assert text != plain.text  # the quantization has an effect
 
 
 def test_caches_that_cannot_be_so_are_refused_at_the_start() -> None:
@@ -597,7 +597,7 @@ def test_an_error_of_one_text_is_that_of_the_request(client: openai.OpenAI) -> N
     for stream in (False, True):
         with pytest.raises((openai.BadRequestError, openai.APIError), match="300"):
             several(client, prompt=too_long, stream=stream)
-    assert several(client)  # and it goes on
+    assert several(client)  # and the server goes on
     with pytest.raises(openai.BadRequestError, match="larger --max-rows"):
         several(client, n=64)
 

@@ -1,4 +1,4 @@
-"""Requests as known clients send them: taken whole and streamed, events in order."""
+"""Requests as known clients send them, whole and streamed, with events in order."""
 
 import json
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ SAID = {
     "two": f"{CALL}\n{OTHER}",
 }
 OBJECT: dict[str, Any] = {"type": "object"}
-# Schemas of MCP servers hold keywords that no grammar knows, and numbers of any size.
+# Schemas of MCP servers hold keywords unknown to grammars, and large numbers.
 RICH = {
     "$schema": "http://json-schema.org/draft-07/schema#",
     "type": "object",
@@ -519,7 +519,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def script(request: GenerationRequest) -> str | None:
-    """Say what the last message asks for; other texts are the model's own."""
+    """Return the text that the last message asks for; None: the model writes it."""
     if request.schema is not None or request.calls is not None:
         return None
     if request.chat is None:
@@ -565,7 +565,7 @@ def events(answer: Answer) -> list[tuple[str | None, Any]]:
 
 
 def check_chat(seen: list[tuple[str | None, Any]], whole: Any) -> None:
-    """Check that chunks begin with a role, and join to the whole message."""
+    """Check that the chunks begin with a role and join to the unstreamed message."""
     *chunks, (_, done) = seen
     assert done == "[DONE]"
     choices = [each["choices"][0] for _, each in chunks if each["choices"]]
@@ -577,7 +577,7 @@ def check_chat(seen: list[tuple[str | None, Any]], whole: Any) -> None:
         for field in joined:
             joined[field] += choice["delta"].get(field, "")
         for piece in choice["delta"].get("tool_calls", ()):
-            if piece["index"] == len(calls):  # the first one has the id and the name
+            if piece["index"] == len(calls):  # only the first has id and name
                 assert piece["id"]
                 assert piece["function"]["name"]
                 calls.append({**piece["function"]})
@@ -603,7 +603,7 @@ def check_text(seen: list[tuple[str | None, Any]], whole: Any) -> None:
 
 
 def check_messages(seen: list[tuple[str | None, Any]], whole: Any) -> None:
-    """Check that one block is open at a time, and that they are those of the whole."""
+    """Check that one block is open at a time, and that the blocks equal the whole's."""
     assert all(name == data["type"] for name, data in seen)
     kept = [data for _, data in seen if data["type"] != "ping"]
     assert kept[0]["type"] == "message_start"
@@ -640,7 +640,7 @@ def check_messages(seen: list[tuple[str | None, Any]], whole: Any) -> None:
 
 
 def check_responses(seen: list[tuple[str | None, Any]], whole: Any) -> None:
-    """Check numbers, ids and places of items, and that the end holds them all."""
+    """Check the numbers, ids and indices of items; the last event holds all items."""
     assert all(name == data["type"] for name, data in seen)
     data = [each for _, each in seen]
     assert [each["sequence_number"] for each in data] == [*range(len(data))]

@@ -1,4 +1,4 @@
-"""The end of a server's process: of its program, and by signals."""
+"""The end of a server's process: with its program, and by signals."""
 
 import signal
 import subprocess
@@ -29,7 +29,7 @@ client.recv(1000)
 
 
 def test_a_program_that_ends_ends_its_server() -> None:
-    """Python waits for threads, and the server's threads do end."""
+    """Python waits for its threads at the end, and the server's threads do end."""
     command = python(PROGRAM.format(tests=str(Path(__file__).parents[1])))
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=60, check=False
@@ -47,7 +47,7 @@ def test_a_program_that_ends_ends_its_server() -> None:
             "SIGTERM",
             id="while a text comes",
         ),
-        # One chunk, which no handler of Python's interrupts; see test_command_signals.
+        # The prompt is one chunk, which no signal handler of Python interrupts.
         pytest.param(
             ["--prefill-step-size", "40000", "--max-model-len", "40000"],
             {"prompt": "def f(x): return x\n" * 2000, "max_tokens": 8},
@@ -60,7 +60,7 @@ def test_a_program_that_ends_ends_its_server() -> None:
 def test_a_second_signal_ends_a_server_at_once(
     options: list[str], body: dict[str, Any], number: str
 ) -> None:
-    """The first signal waits for running requests."""
+    """The first signal only waits for running requests."""
     sent = getattr(signal, number)
     with (
         server_process(*options, model=DRAFT, before="") as server,

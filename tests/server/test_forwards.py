@@ -1,7 +1,7 @@
-"""Forwards that clients share: with JSON schemas as many as without.
+"""Forwards that clients share: JSON schemas add none.
 
-Requests are admitted, one a round, once all of them have arrived: no count depends on
-time.
+Each round admits one request, and only once all requests have arrived. So the counts
+do not depend on time.
 """
 
 import time
@@ -22,11 +22,11 @@ PLAIN = "def add(first, second):\n    return"
 
 
 def body(number: int, *, schema: bool) -> dict[str, Any]:
-    """Return a request; its schema is its own, and longer than its text may be."""
+    """Return a request; its schema is unique and asks for more text than max_tokens."""
     result: dict[str, Any] = {
         "messages": [{"role": "user", "content": f"{PLAIN} {number}"}],
         "max_tokens": TOKENS,
-        "logit_bias": {"0": -100},  # the end of the text
+        "logit_bias": {"0": -100},  # the end-of-text token
         "speculative": {"off": True},
     }
     if schema:
@@ -50,7 +50,7 @@ def make(prefixes: PrefixCache | None) -> SpeculativeGenerator:
 
 
 def forwards(server: Server, bodies: list[dict[str, Any]]) -> int:
-    """Return how many forwards of the target requests take together."""
+    """Return the number of target forwards that these requests take together."""
     (rows,) = server.worker._generators._rows.values()
     stats: BatchStatistics = rows._batch.stats
     before = stats.forwards
@@ -71,7 +71,7 @@ def test_schemas_cost_no_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Worker._admit
 
     def admit(worker: Worker) -> None:
-        """Admit requests once as many as are wanted have arrived."""
+        """Admit requests once `wanted` of them have arrived."""
         if worker._arrived.qsize() < getattr(worker, "wanted", 1):
             time.sleep(0.001)
             return

@@ -1,4 +1,4 @@
-"""Attacks on a bare app: what uvicorn alone would let through, or wait for."""
+"""Attacks on a bare app: requests that uvicorn alone would accept, or wait for."""
 
 import json
 import select
@@ -114,14 +114,14 @@ def test_writers_that_are_slow_or_silent_are_given_up(listener: Listener) -> Non
         )
         cut.sendall(b"POST / HTTP/1.1\r\nContent-Le")
         drips.sendall(packet(b" " * 99, path="/")[:-99])
-        # The second request of a connection has a deadline too.
+        # The second request on a connection has a deadline too.
         second.sendall(packet(b"x", path="/", headers={"Connection": "keep-alive"}))
         received = b""
-        while not received.endswith(b"\r\n\r\n1"):  # its head may come by itself
+        while not received.endswith(b"\r\n\r\n1"):  # the head may arrive on its own
             received += second.recv(1000)
         assert b" 200 " in received
         second.sendall(b"POST / HT")
-        for _ in range(100):  # each comes within the time, all together do not
+        for _ in range(100):  # each byte is in time, the whole body is not
             drips.sendall(b" ")
             if select.select([drips], [], [], 0.05)[0]:
                 break
@@ -182,7 +182,7 @@ def test_a_key_and_an_origin_are_checked_before_the_body() -> None:
     ):
         sent = packet(b"{}", path="/v1", headers=headers)
         if status != 200:
-            sent = sent[:-2]  # the body never comes
+            sent = sent[:-2]  # the body never arrives
         answer = exchange(made, sent)
         assert answer.status == (404 if status == 200 else status)
     made.close(2.0)

@@ -1,4 +1,4 @@
-"""Chats with images over HTTP: their texts, and images that are none."""
+"""Chats with images over HTTP: their texts, and refused images."""
 
 import base64
 import os
@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def allowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with an image, and links that lead out of it and nowhere."""
+    """A folder with an image, and with links that lead out of the folder or nowhere."""
     inside = tmp_path_factory.mktemp("allowed")
     beside = tmp_path_factory.mktemp("beside")
     (inside / "in ner").mkdir()

@@ -1,4 +1,4 @@
-"""Limits of the server: refusals, and what is released."""
+"""Limits of the server: refused requests, and released resources."""
 
 import asyncio
 import gc
@@ -48,7 +48,7 @@ from support.processes.servers import (
 )
 from support.processes.wait_until import until
 
-# So many tokens never come within the time of a test.
+# More tokens than the server generates within the time of a test.
 MANY = 50_000
 LONG: dict[str, Any] = {"model": NAME, "prompt": "LONG", "max_tokens": MANY}
 GOOD_PAGE, ALLOW_ORIGIN = "http://good.example", "access-control-allow-origin"
@@ -72,7 +72,7 @@ def test_a_body_that_is_too_large_is_refused_unread(server: Server) -> None:
 
 
 def test_a_client_that_sends_too_much_gets_to_read_its_answer(server: Server) -> None:
-    """http.client gives up where its connection is reset while it sends."""
+    """The server reads on: http.client gives up if reset while it still sends."""
     request = urllib.request.Request(f"{server.url}/v1/completions", b" " * 30_000_000)
     with pytest.raises(urllib.error.HTTPError) as caught:
         urllib.request.urlopen(request, timeout=20)
@@ -154,7 +154,7 @@ def test_a_request_that_does_not_arrive_is_given_up(server: Server) -> None:
     with connect(server) as silent, connect(server) as cut, connect(server) as drips:
         cut.sendall(b"POST /v1/completions HTTP/1.1\r\nContent-Le")
         drips.sendall(partial)
-        for _ in range(300):  # each comes within the time, all together do not
+        for _ in range(300):  # each byte is in time, the whole body is not
             drips.sendall(b" ")
             if select.select([drips], [], [], 0.05)[0]:
                 break
@@ -180,7 +180,7 @@ def test_a_client_that_leaves_frees_its_row(server: Server) -> None:
 
 
 def cancelled(server: Server) -> float:
-    """Return how many requests were counted as cancelled."""
+    """Return the number of requests counted as cancelled."""
     page = get(server, "/metrics").body.decode()
     name = "mlx_speculation:requests_cancelled_total{"
     (line,) = (each for each in page.splitlines() if each.startswith(name))
@@ -190,7 +190,7 @@ def cancelled(server: Server) -> float:
 def test_a_client_that_leaves_is_counted_wherever_its_request_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It runs, waits for a row, waits for the engine, or for a grammar."""
+    """The four requests run, wait for a row, for the engine, and for a grammar."""
     busy, release = threading.Event(), threading.Event()
     real = Worker._admit
 
@@ -214,15 +214,15 @@ def test_a_client_that_leaves_is_counted_wherever_its_request_is(
                 until(lambda: rows_held(server.worker) == 2)
         for connection in opened:
             connection.close()
-        until(lambda: server.worker.taken == 3)  # the grammar's
-        time.sleep(0.3)  # until the others are seen to have left
+        until(lambda: server.worker.taken == 3)  # without that of the grammar
+        time.sleep(0.3)  # until the server has noticed that the other clients left
         release.set()
         until(lambda: server.worker.taken == 0)
         assert cancelled(server) == 4
 
 
 def _waiting(schema: Any, tokenizer: Any, check: Callable[[], None]) -> Any:
-    """Compile a schema for ever."""
+    """Stand in for a compilation that never ends."""
     while True:
         check()
         time.sleep(0.01)
@@ -231,7 +231,7 @@ def _waiting(schema: Any, tokenizer: Any, check: Callable[[], None]) -> Any:
 def test_what_takes_too_long_is_ended() -> None:
     limits = {"seconds": 0.5, "max_tokens": MANY}
     with serving(limits=limits, max_rows=1) as server, client_of(server) as client:
-        post(server, SHORT)  # what is compiled first takes its time
+        post(server, SHORT)  # warm up: the first request compiles for some time
         waiting: list[int] = []
 
         def wait() -> None:
@@ -244,7 +244,7 @@ def test_what_takes_too_long_is_ended() -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        # One ran for too long, and one may never have had a row.
+        # One request ran too long; the other may never have had a row.
         assert sorted(waiting) in ([503, 504], [504, 504])
         with pytest.raises(openai.APIError, match=r"more than 0\.5 seconds"):
             list(client.completions.create(**LONG, stream=True))
@@ -351,13 +351,13 @@ def test_nothing_is_held_when_requests_have_ended() -> None:
             body = {**SHORT, "max_tokens": 20, "seed": seed, "temperature": 1}
             assert post(server, body).status == 200
         prefixes.clear()
-        gc.collect()  # the nodes of a cleared prefix cache know each other
+        gc.collect()  # the nodes of a cleared prefix cache refer to each other
         until(lambda: mx.get_active_memory() <= memory_before + 4096)
         assert rows_held(server.worker) == 0
 
 
 def test_the_last_event_of_an_engine_that_is_gone_is_read() -> None:
-    """A stopping engine says why and ends: whoever looks at it first missed that."""
+    """The reason of a stopping engine is reported even when its end is seen first."""
 
     def gone() -> None:
         raise ApiError(503, "The engine has failed.")
@@ -418,7 +418,7 @@ def test_a_port_that_is_taken_is_a_clear_error() -> None:
 def test_a_batch_that_fails_as_a_whole_begins_anew(
     server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The log has it once, however many requests it ends."""
+    """The log reports the failure once, however many requests it ends."""
     real = BatchGenerator.next
 
     def fail(batch: BatchGenerator) -> Any:
@@ -470,7 +470,7 @@ def test_an_engine_that_hangs_is_not_waited_for(
 def test_an_engine_has_ended_when_the_thread_of_the_system_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`stop` waits for it, since a process may abort while one of its threads runs."""
+    """`stop` waits for that thread: a process that ends while it runs may abort."""
     paths: list[str] = []
 
     class Task:

@@ -1,4 +1,4 @@
-"""Many clients at once, some of which leave: every text is that of its seed alone."""
+"""Many clients at once, some of which leave: each text depends on its seed alone."""
 
 import random
 import threading
@@ -43,15 +43,15 @@ SPECULATIVE: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request, and what became of it.
+    """One request of a client.
 
     Attributes:
-        prompt: a text.
-        tokens: how many are asked for.
-        sampling: how they are chosen.
-        speculative: what drafts.
-        stream: whether the answer comes in pieces.
-        leave: after how many pieces the client leaves; None: it stays.
+        prompt: the text of the prompt.
+        tokens: max_tokens of the request.
+        sampling: options with which tokens are sampled.
+        speculative: the field of the request that chooses the draft.
+        stream: whether the answer is streamed.
+        leave: number of pieces after which the client leaves; None: it stays.
     """
 
     prompt: str
@@ -63,7 +63,7 @@ class Ask:
 
     @property
     def body(self) -> dict[str, Any]:
-        """The request, which asks for the ids of the tokens too."""
+        """The body of the request, which also asks for token ids."""
         chosen = self.sampling
         return {
             "model": NAME,
@@ -79,7 +79,7 @@ class Ask:
 
 
 def asks(count: int, prompts: list[str], tokens: int, seed: int) -> list[Ask]:
-    """Draw requests, a quarter of which are given up; prompts are met again."""
+    """Draw requests: a quarter of the clients leave early, and prompts repeat."""
     draw = random.Random(seed)
     return [
         Ask(
@@ -101,7 +101,7 @@ def asks(count: int, prompts: list[str], tokens: int, seed: int) -> list[Ask]:
 
 
 def answers(server: Server, wanted: list[Ask]) -> list[tuple[str, list[int]] | None]:
-    """Let clients ask side by side; return texts and ids, None where one has left."""
+    """Send requests from parallel clients; return texts and ids, None if one left."""
     texts: dict[int, tuple[str, list[int]] | None] = {}
     failed: list[BaseException] = []
 
@@ -123,7 +123,7 @@ def answers(server: Server, wanted: list[Ask]) -> list[tuple[str, list[int]] | N
 
 
 def answer(client: openai.OpenAI, ask: Ask) -> tuple[str, list[int]] | None:
-    """Ask once; None: the client has left before the end."""
+    """Send one request; return None if the client left before the end."""
     if not ask.stream:
         whole = client.completions.create(**ask.body).choices[0]
         logprobs: Any = whole.logprobs
@@ -173,7 +173,7 @@ def load_and_check(
     wanted: list[Ask],
     ids: int,
 ) -> None:
-    """Serve requests, compare their texts, and see that nothing is left."""
+    """Serve requests, check their texts, and check that their memory is released."""
     prefixes = PrefixCache(1 << 28, every=16)
     limits = {"max_tokens": 500, "prompt_tokens": 1000, "seconds": 300.0}
     with serving(make, prefixes=prefixes, limits=limits, max_rows=6) as server:

@@ -1,4 +1,4 @@
-"""Long prompts are read in chunks: others go on, and whoever waits may leave."""
+"""Long prompts are read in chunks: other texts go on, and waiting clients may leave."""
 
 import threading
 from collections.abc import Iterator
@@ -25,14 +25,14 @@ from support.processes.wait_until import until
 
 MANY = 50_000
 LIMITS: dict[str, Any] = {"max_tokens": MANY, "prompt_tokens": MANY}
-# One token between two rounds: it is never read within the time of a test.
+# One token is read between two rounds, so a test never sees the end of this prompt.
 ENDLESS: dict[str, Any] = {"model": NAME, "prompt": "AB" * 20_000, "max_tokens": 2}
 SHORT: dict[str, Any] = {"model": NAME, "prompt": "SHORT", "max_tokens": MANY}
 
 
 @pytest.fixture(name="events")
 def _events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Any]]:
-    """Return what requests are told, with the length of their prompts, in order."""
+    """Return a list that records all events of requests, with their prompt lengths."""
     events: list[tuple[int, Any]] = []
     put = Job.put
 

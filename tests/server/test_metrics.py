@@ -1,4 +1,4 @@
-"""Metric lines say of prompts and of the prefix cache what these say of themselves."""
+"""Metrics of prompts and of the prefix cache agree with those objects' own counts."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ SOURCES = ("memory", "disk", "read")
 
 
 def values(metrics: Metrics) -> dict[str, float]:
-    """Return the numbers of a page, by their names with labels but the model's."""
+    """Return the values of a metrics page by name and labels, but not the model's."""
     lines = metrics.page()[0].decode().splitlines()
     pairs = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
     return {
@@ -28,7 +28,7 @@ def by_source(metrics: Metrics) -> list[float]:
 
 
 def generator(prefixes: PrefixCache) -> SpeculativeGenerator:
-    """Return one of a model with recurrent layers."""
+    """Return a generator of a model with recurrent layers."""
     model = build("qwen3_5")
     return SpeculativeGenerator(model, byte_tokenizer(), prefix_cache=prefixes)
 
@@ -48,7 +48,7 @@ def test_tokens_of_prompts_are_counted_by_where_they_come_from(tmp_path: Path) -
     later = PrefixCache(1 << 30, every=16, folder=folder)
     play(metrics, later, [[*PROMPT, 5], PROMPT[:100], [9, 9, 9]])
     counted = by_source(metrics)
-    assert counted[:2] == [size - 1, size - 1 + 96]  # a point that was in a file
+    assert counted[:2] == [size - 1, size - 1 + 96]  # 96: a restore point from a file
     assert sum(counted) == 3 * size + 104
     sums = values(metrics)
     assert sums["vllm:prompt_tokens_total{}"] == sum(counted)

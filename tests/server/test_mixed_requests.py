@@ -1,4 +1,4 @@
-"""Requests of all kinds from several threads: answers, counts, and what is left."""
+"""Requests of all kinds from several threads: answers, counts, and resources in use."""
 
 import json
 import random
@@ -41,14 +41,14 @@ from support.processes.wait_until import until
 
 CLIENTS, ROWS = 8, 6
 TEXTS, CHATS = "/v1/completions", "/v1/chat/completions"
-CALLS = {  # what the model is made to say, and what that is
+CALLS = {  # texts that the model is made to generate, and the calls in them
     '<tool_call>{"name":"add","arguments":{"a":1}}</tool_call>': ("add", '{"a": 1}'),
     '<tool_call>{"name":"now"}</tool_call>': ("now", "{}"),
     "<tool_call>[1]</tool_call>": None,
     "<tool_call>{</tool_call>": None,
 }
 VOCAB = 256 + len(CALLS)
-BARRED = range(256, VOCAB)  # where a text is not to call anything
+BARRED = range(256, VOCAB)  # excluded from texts that must not call a tool
 BEGINNINGS = (
     "ABCDEFGHIJKLMNOPQRSTUVWXYZ" * 3,
     "ABCDEFGHIJZYX" * 6,
@@ -76,11 +76,11 @@ WRONG: tuple[tuple[str, dict[str, Any], int], ...] = (
 
 @dataclass
 class Wanted:
-    """A request, and the answer that it has to get.
+    """A request and its expected answer.
 
     Attributes:
-        known: of each text its tokens, the text and why it ended.
-        leave: after how many bytes of the answer its client leaves.
+        known: prompt, sampling and plain decoding's result of each choice.
+        leave: bytes of the answer after which its client leaves; None: it stays.
     """
 
     path: str
@@ -96,7 +96,7 @@ class Wanted:
 
 
 def tokenizer() -> TokenizerWrapper:
-    """Make one of bytes and of the texts above, with calls in JSON."""
+    """Make a tokenizer of bytes and of the texts above, with tool calls in JSON."""
     fast = byte_tokenizer(tuple(CALLS))._tokenizer
     fast.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}:"
     return TokenizerWrapper(
@@ -109,7 +109,7 @@ def tokenizer() -> TokenizerWrapper:
 
 
 def make(prefixes: PrefixCache | None) -> SpeculativeGenerator:
-    """Make a generator whose draft is often right."""
+    """Make a generator whose draft is often accepted."""
     target = build("llama", vocab=VOCAB)
     draft = nearly(target, build("llama", vocab=VOCAB), 0.03, 1)
     return SpeculativeGenerator(
@@ -118,7 +118,7 @@ def make(prefixes: PrefixCache | None) -> SpeculativeGenerator:
 
 
 class Requests:
-    """Draws requests, and knows their answers by plain decoding."""
+    """Draws requests, and computes their answers by plain decoding."""
 
     def __init__(self, seed: int) -> None:
         self._draw = random.Random(seed)
@@ -137,7 +137,7 @@ class Requests:
         return begin + self._draw.choice(("", "Q", "QR"))
 
     def _ask(self, chat: bool) -> tuple[str, dict[str, Any], str]:
-        """Return a path, a request and the text that the model reads."""
+        """Return the path and the body of a request, and its prompt as text."""
         prompt = self._prompt()
         if not chat:
             return TEXTS, {"prompt": prompt}, prompt
@@ -176,7 +176,7 @@ class Requests:
         return wanted
 
     def _known(self, body: dict[str, Any], prompt: str, index: int = 0) -> Any:
-        """Return plain decoding's result, and how it was chosen."""
+        """Return the prompt, the sampling, and plain decoding's result."""
         constraint = None
         if "response_format" in body:
             constraint = json_schema(SCHEMA, self.plain.tokenizer, compact=True)
@@ -223,7 +223,7 @@ class Requests:
 
 
 def ask(server: Server, wanted: Wanted) -> Answer | None:
-    """Send a request; None: its client has left."""
+    """Send a request; return None if its client left early."""
     if wanted.leave is None:
         return post(server, wanted.body, path=wanted.path)
     with connect(server) as connection:
@@ -235,7 +235,7 @@ def ask(server: Server, wanted: Wanted) -> Answer | None:
 
 
 def choices(answer: Answer, wanted: Wanted) -> list[dict[str, Any]]:
-    """Return each text with its end and its calls, however it has come."""
+    """Return the text, the end and the calls of each choice, streamed or whole."""
     field = "delta" if wanted.body.get("stream") else "message"
     packets = [answer.json] if field == "message" else events(answer)
     texts: dict[int, dict[str, Any]] = {}
@@ -260,14 +260,14 @@ def choices(answer: Answer, wanted: Wanted) -> list[dict[str, Any]]:
 
 
 def events(answer: Answer) -> list[dict[str, Any]]:
-    """Return the packets of a stream that has come to its end."""
+    """Return the packets of a complete stream."""
     lines = [each for each in answer.body.split(b"\n") if each.startswith(b"data: ")]
     assert lines[-1] == b"data: [DONE]"
     return [json.loads(line.removeprefix(b"data: ")) for line in lines[:-1]]
 
 
 def check(answer: Answer, wanted: Wanted, plain: SpeculativeGenerator) -> int:
-    """Assert that it is the right answer; return the number of near-ties."""
+    """Assert that the answer is right; return the number of near-ties."""
     assert answer.status == wanted.status, (wanted, answer.body[:300])
     if wanted.status != 200:
         answer.refused(wanted.status)
@@ -286,7 +286,7 @@ def check(answer: Answer, wanted: Wanted, plain: SpeculativeGenerator) -> int:
         same = (choice["text"], choice["end"]) == (known.text, known.finish_reason)
         if same:
             assert choice["ids"] in ([], known.tokens)
-        else:  # only rounding may tell two texts apart
+        else:  # only rounding may make two texts differ
             ids = choice["ids"] or plain.encode(choice["text"])
             chooser = Chooser(sampling, VOCAB)
             tokens = plain.encode(prompt)
@@ -300,7 +300,7 @@ def check(answer: Answer, wanted: Wanted, plain: SpeculativeGenerator) -> int:
 
 
 def counted(server: Server) -> Callable[..., float]:
-    """Return the sum of a metric now, of all labels or of one."""
+    """Return a function for current metrics, of one label or summed over all."""
     samples = [
         sample
         for family in text_string_to_metric_families(

@@ -1,4 +1,4 @@
-"""A schema costs its own process: the engine, the machine and other clients go on."""
+"""Schemas compile in other processes: the engine, the machine and clients go on."""
 
 import os
 import random
@@ -42,7 +42,7 @@ from support.processes.servers import connect, get, packet, post
 from support.processes.wait_until import until
 from support.sampling.schemas import SCHEMAS, Schema
 
-# Beside a limit: a busy machine, and the processes that come and go.
+# Seconds beyond a limit, for a busy machine and for starts of processes.
 SLACK = 30.0
 LONG = {
     "schema_seconds": 60.0,
@@ -60,7 +60,7 @@ PERSON = {
 
 
 def hostile(patterns: int = 26) -> dict[str, Any]:
-    """Return a schema of 1 KB that takes 2.7 times the time for each pattern."""
+    """Return a schema of 1 KB; each pattern multiplies its compile time by 2.7."""
     each = (f".*{chr(ord('a') + i)}.{{{i}}}.*" for i in range(patterns))
     return {"allOf": [{"type": "string", "pattern": pattern} for pattern in each]}
 
@@ -77,7 +77,7 @@ def make(prefixes: PrefixCache | None) -> SpeculativeGenerator:
 
 
 def serving() -> AbstractContextManager[Server]:
-    """Run a server on which schemas may take long; its process is this one."""
+    """Run a server in this process, with limits under which schemas may take long."""
     return servers.serving(make, draft=None, limits={**LONG, "max_tokens": 8000})
 
 
@@ -96,7 +96,7 @@ def template_of(server: Server) -> Process:
 
 
 def compilers_of(server: Server) -> set[int]:
-    """Return the processes of a server's schemas."""
+    """Return the ids of the processes that hold a server's schemas."""
     if server.worker.schemas._template is None:
         return set()
     return {child.id for child in template_of(server).children}
@@ -105,10 +105,10 @@ def compilers_of(server: Server) -> set[int]:
 def test_other_texts_go_on_while_a_schema_compiles_until_its_client_leaves(
     server: Server,
 ) -> None:
-    """The compilation of 26 patterns has no end.
+    """The compilation of 26 patterns never ends.
 
-    The text starts once the compiler runs: on a busy machine the text might be finished
-    before the compiler has started.
+    The text starts after the compiler: otherwise it might be finished, on a busy
+    machine, before the compiler has started.
     """
     with connect(server) as connection:
         connection.sendall(packet(asking(hostile())))
@@ -174,7 +174,7 @@ def test_ending_waits_for_no_schema_and_for_no_client_that_does_not_read(
 
 
 def test_ending_does_not_wait_for_a_template_that_hangs(tmp_path: Path) -> None:
-    """A chat template may run for ever, and nothing stops it in a thread."""
+    """A chat template may loop forever, and its thread cannot be stopped."""
     folder = tmp_path / "model"
     shutil.copytree(DRAFT, folder)
     loop = "{% for i in range(99999) %}"
@@ -186,7 +186,7 @@ def test_ending_does_not_wait_for_a_template_that_hangs(tmp_path: Path) -> None:
         chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
         path = "/v1/chat/completions"
         requests = [Asked(server, chat, path) for _ in range(2)]
-        # One of them is turned away, once the other was taken.
+        # One of the two requests is turned away once the other has been taken.
         until(lambda: any(one.answer is not None for one in requests))
         started = time.monotonic()
         server.popen.send_signal(signal.SIGTERM)
@@ -196,7 +196,7 @@ def test_ending_does_not_wait_for_a_template_that_hangs(tmp_path: Path) -> None:
 
 
 class Compilers:
-    """Compilers of this process, without a server."""
+    """Compilers in this process, without a server."""
 
     def __init__(self, **limits: Any) -> None:
         self.compilers = SchemaCompilers(Limits(**limits))
@@ -218,7 +218,7 @@ def _compiled() -> Iterator[Compilers]:
 
 
 def walk(constraint: Constraint, seed: int, most: int = 60) -> Iterator[Any]:
-    """Yield each place of a random walk, by way of forks: its mask, and its end."""
+    """Yield the mask and the end flag of each state on a random walk over forks."""
     state, chance = constraint.begin(), random.Random(seed)
     for _ in range(most):
         allowed = state.allowed()
@@ -233,7 +233,7 @@ def walk(constraint: Constraint, seed: int, most: int = 60) -> Iterator[Any]:
 
 
 def refusal_of(schema: Schema, **limits: Any) -> tuple[str, float, float]:
-    """Return why a schema is refused, after what time, and at what memory."""
+    """Return the refusal of a schema, the seconds until then, and the peak in MB."""
     made = Compilers(**limits)
     made(PERSON).close()
     assert made.compilers._template is not None
@@ -303,7 +303,7 @@ def test_a_token_that_is_not_allowed_leaves_the_state(compiled: Compilers) -> No
 
 
 def test_a_step_that_fails_costs_no_other_one(compiled: Compilers) -> None:
-    """A matcher of the library's that has failed stays so."""
+    """A matcher of the library that has failed once keeps failing."""
     schema = compiled(PERSON)
     state, other = schema.begin(), schema.begin()
     for _ in range(3):
@@ -335,10 +335,10 @@ def test_masks_that_take_too_long_end_their_text(
 def test_a_child_that_ends_before_its_schema_is_no_fault_of_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It may end before its process id has arrived; the template goes on."""
+    """A child may end before its process id arrives; the template process goes on."""
 
     def made_without_limits(vocabulary: Any, limits: Any, check: Any) -> Template:
-        return Template(vocabulary, {}, check)  # a child looks for them first
+        return Template(vocabulary, {}, check)  # a child fails without limits
 
     monkeypatch.setattr(compilers, "Template", made_without_limits)
     made = Compilers()
@@ -365,7 +365,7 @@ def test_a_process_that_does_not_answer_is_given_up(
     with pytest.raises(ConstraintError, match="--max-mask-seconds"):
         state.advance(int(np.flatnonzero(state.allowed())[0]))
     assert child not in _grandchildren()
-    made(PERSON).close()  # its place is free again
+    made(PERSON).close()  # the place of the killed compiler is free again
     schema.close()
     made(PERSON).close()
     made.compilers.close()
@@ -388,7 +388,7 @@ def test_a_client_that_leaves_as_its_schema_is_ready_gives_its_place_back() -> N
     stack.callback(lambda: setattr(job, "cancelled", True))
 
     class Leaving:
-        """Compiles a schema, and the client has left when it is there."""
+        """Compiles a schema, during which the client leaves."""
 
         def compile(self, *args: Any) -> SchemaConstraint:
             constraint = compiling.compile(*args)

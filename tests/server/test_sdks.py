@@ -1,4 +1,4 @@
-"""Anthropic's and OpenAI's own clients: streams, tools, thinking, schemas, errors."""
+"""Anthropic's and OpenAI's clients: streams, tools, thinking, schemas, errors."""
 
 import json
 import threading
@@ -38,7 +38,7 @@ SAID = {
 
 
 def script(request: GenerationRequest) -> str | None:
-    """Say what the last message asks for."""
+    """Return the text that the last message asks for; None: the model writes it."""
     assert request.chat is not None
     question = str(request.chat.messages[-1]["content"]).split("\n")[0]
     return (
@@ -130,7 +130,7 @@ def test_messages_whole_and_streamed_are_the_same(
     )
     usage = streamed.usage
     assert usage.output_tokens == whole.usage.output_tokens > 0
-    # The second time all of the prompt but a token was cached.
+    # In the second request, all of the prompt but one token was cached.
     assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == (
         whole.usage.input_tokens + (whole.usage.cache_read_input_tokens or 0)
     )
@@ -335,7 +335,7 @@ def test_a_namespace_is_flattened_for_the_model_and_named_in_its_calls(
     tools: Any = [{"type": "namespace", "name": "agents", "tools": [inner]}]
     said = call("agents__wait", "{}")
     made = gpt.responses.create(model="local", input=said, tools=tools, store=False)
-    # The script says the first line alone of what it is asked.
+    # The script answers with the first line of its input only.
     assert made.output_text.strip() == "<tool_call>"
     items: Any = [
         {"role": "user", "content": "x"},
@@ -452,7 +452,7 @@ def test_a_client_that_leaves_cancels_its_request(
 
 
 def test_tokens_are_counted_while_the_engine_is_busy(server: Server) -> None:
-    """27 of them come within two seconds, and none waits for a text."""
+    """None of the counts waits for the text."""
     with claude_of(server) as client:
         busy = threading.Thread(
             target=lambda: client.messages.create(**message_body("word " * 300))

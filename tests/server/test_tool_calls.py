@@ -1,4 +1,4 @@
-"""Tool calls in a model's text: read where they can be, and content where not."""
+"""Tool calls in a model's text: parsed where possible, otherwise kept as content."""
 
 import importlib
 import json
@@ -27,7 +27,7 @@ from support.processes.servers import NAME, client_of, serving
 
 NOW: tuple[str, dict[str, Any]] = ("now", {})
 ADD: tuple[str, dict[str, Any]] = ("add", {"a": 1, "b": "x"})
-# By the name of mlx-lm's parser: texts between the marks, and what they call.
+# By mlx-lm's parser name: texts between the marks, and the calls in them.
 CALLS: dict[str, list[tuple[str, list[tuple[str, dict[str, Any]]]]]] = {
     "json_tools": [
         ('{"name": "now"}', [NOW]),
@@ -103,12 +103,12 @@ TOOLS: Any = [
 
 
 def parser_of(kind: str) -> Any:
-    """Return a module of mlx-lm's."""
+    """Return a parser module of mlx-lm."""
     return importlib.import_module(f"mlx_lm.tool_parsers.{kind}")
 
 
 def with_calls(wrapped: TokenizerWrapper, kind: str) -> TokenizerWrapper:
-    """Return a tokenizer whose calls are of a kind."""
+    """Return a tokenizer whose tool calls have the format `kind`."""
     module = parser_of(kind)
     return TokenizerWrapper(
         wrapped._tokenizer,
@@ -125,7 +125,7 @@ def marks_of(kind: str) -> Any:
 
 
 def divided(kind: str, pieces: list[str], **options: Any) -> list[Part]:
-    """Return the parts of an answer that comes in these pieces."""
+    """Return the parts of an answer that arrives in these pieces."""
     read = partial(read_calls, parser=parser_of(kind).parse_tool_call, tools=TOOLS)
     parser = AnswerParser(marks_of(kind), read=read, **options)
     parts = [part for piece in pieces for part in parser.feed(piece)]
@@ -133,7 +133,7 @@ def divided(kind: str, pieces: list[str], **options: Any) -> list[Part]:
 
 
 def cuts(text: str) -> Iterator[list[str]]:
-    """Yield a text in one piece, in two of each length, and by characters."""
+    """Yield a text whole, by characters, and cut in two at each place."""
     yield [text]
     if len(text) < 500:
         yield [*text]
@@ -185,7 +185,7 @@ def test_a_call_that_cannot_be_read_costs_no_other_one() -> None:
 
 
 def test_a_name_that_a_parser_makes_up_calls_nothing() -> None:
-    """mlx-lm's calls it "unknown"."""
+    """mlx-lm's parser for GLM makes up the name "unknown"."""
     assert read_calls("", parser_of("glm47").parse_tool_call) is None
     assert read_calls("x", lambda *_: {"name": "unknown", "arguments": {}}) is None
     assert read_calls("x", None) is None
@@ -204,7 +204,7 @@ FIRST = 256
 
 
 def make(prefixes: PrefixCache | None) -> SpeculativeGenerator:
-    """Make a generator whose tokens past the bytes are those texts."""
+    """Make a generator whose tokens after the bytes are the texts of SAID."""
     alphabet = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     extra = tuple("".join(t for t, _ in alphabet.pre_tokenize_str(s)) for s in SAID)
     extra = tuple(f"{text}" for text in dict.fromkeys(extra))
@@ -268,7 +268,7 @@ def test_a_stream_gives_back_what_it_held_back(
     assert shown == [(0, "now", True), (0, None, False)] * made
     assert "".join(call.function.arguments for call in calls) == "{}" * made
     assert choices[-1].finish_reason == ("tool_calls" if made else "stop")
-    assert choices[1].delta.content == "A"  # it did not wait for the rest
+    assert choices[1].delta.content == "A"  # the text did not wait for the rest
 
 
 def test_one_call_at_most_where_none_may_be_parallel(say: Callable[..., Any]) -> None:

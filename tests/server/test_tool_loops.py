@@ -1,4 +1,4 @@
-"""Sessions of an agent through each API: what of their prompts is read again."""
+"""Sessions of an agent through each API: the part of each prompt that is read again."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ PARAMETERS = {"type": "object", "properties": {"path": {"type": "string"}}}
 
 
 def script(request: GenerationRequest) -> str:
-    """Call a tool in every turn, after a thought."""
+    """Return a thought and a tool call for every turn."""
     assert request.chat is not None
     number = len(request.chat.messages)
     arguments = json.dumps({"path": f"src/file_{number}.py", "lines": [1, number]})
@@ -36,7 +36,7 @@ def result(turn: int) -> str:
 
 
 def chats(server: Server, count: int) -> Iterator[tuple[int, int, int]]:
-    """Yield of each turn the prompt's tokens, those cached, and those generated."""
+    """Yield each turn's counts of prompt tokens, cached tokens and generated tokens."""
     tools = [{"type": "function", "function": {"name": "read"}}]
     tools[0]["function"]["parameters"] = PARAMETERS  # type: ignore[index]
     messages: list[Any] = [{"role": "system", "content": HEAD}]
@@ -57,7 +57,7 @@ def chats(server: Server, count: int) -> Iterator[tuple[int, int, int]]:
 def messages(server: Server, count: int) -> Iterator[tuple[int, int, int]]:
     tools = [{"name": "read", "input_schema": PARAMETERS}]
     turns: list[Any] = [{"role": "user", "content": "Read all."}]
-    # The reminder keeps its place, but its form changes from turn to turn.
+    # This reminder keeps its place, but changes its form after the first turn.
     turns.append({"role": "system", "content": [{"type": "text", "text": "Be brief."}]})
     for turn in range(count):
         head = [{"type": "text", "text": f"x-anthropic-billing-header: cch={turn:05};"}]
@@ -103,7 +103,7 @@ def test_a_session_reads_little_again(
     turns = list(api(server, count))
     again, seen = 0, turns[0][0]
     for prompt, cached, generated in turns[1:]:
-        new = prompt - seen  # of it the model has generated some, and holds them
+        new = prompt - seen  # the model has generated and cached a part of these tokens
         again += max(0, prompt - cached - new)
         seen = prompt
         assert generated > 0
@@ -114,7 +114,7 @@ def test_a_session_reads_little_again(
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
 def test_a_request_has_two_hundred_tools(server: Server, choice: str) -> None:
-    """All of them are in the prompt, and its next turn reads none of them again."""
+    """All tools are in the prompt, and the next turn reads none of them again."""
     name = "a description of some length, " * 5
     function = {"description": name, "parameters": PARAMETERS}
     functions = [{"name": f"tool_{i}", **function} for i in range(MANY)]

@@ -35,7 +35,7 @@ USER: Any = [{"role": "user", "content": "HI"}]
 
 
 def chat_tokenizer() -> TokenizerWrapper:
-    """Make a tokenizer of bytes that thinks, calls tools and has a template."""
+    """Make a byte tokenizer with thinking marks, tool calls and a chat template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate([*alphabet, *EXTRA])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -44,7 +44,7 @@ def chat_tokenizer() -> TokenizerWrapper:
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, chat_template=TEMPLATE, eos_token="<end>"
     )
-    fast.add_tokens(["<think>", "</think>"])  # they keep their ids
+    fast.add_tokens(["<think>", "</think>"])  # the ids of the other tokens stay
     return TokenizerWrapper(
         fast,
         BPEStreamingDetokenizer,
@@ -55,7 +55,7 @@ def chat_tokenizer() -> TokenizerWrapper:
 
 
 def make(prefixes: PrefixCache | None) -> SpeculativeGenerator:
-    """Make a generator of that tokenizer."""
+    """Make a generator of the chat tokenizer."""
     model = build("llama", vocab=256 + len(EXTRA))
     return SpeculativeGenerator(
         model, chat_tokenizer(), draft="lookup", draft_length=3, prefix_cache=prefixes
@@ -86,7 +86,7 @@ def _asking() -> Iterator[Callable[..., Any]]:
 
 
 def said(*tokens: int) -> dict[str, Any]:
-    """Return options that let exactly these tokens be said."""
+    """Return options with which the model generates exactly these tokens."""
     bias = {str(token): 100 - 30 * i for i, token in enumerate(tokens)}
     return {
         "logit_bias": bias,
@@ -118,7 +118,7 @@ def test_a_stream_tells_them_apart_too(chat: Callable[..., Any]) -> None:
 
 
 def test_what_only_begins_like_a_mark_is_text(chat: Callable[..., Any]) -> None:
-    """mlx-lm's own server drops what it holds back when a text ends with a stop."""
+    """A beginning of a mark is held back, and is text if the end token follows."""
     less = sorted(pre_tokenizers.ByteLevel.alphabet()).index("<")
     answer = chat(**said(less, END)).choices[0]
     assert answer.message.content == "<"
@@ -194,7 +194,7 @@ def test_tools_that_cannot_be_used_are_named(chat: Callable[..., Any]) -> None:
 
 
 def thinking(budget: int | None = None) -> dict[str, Any]:
-    """Return options with which the template opens the thinking."""
+    """Return options with which the template opens a thinking block."""
     body: dict[str, Any] = {"chat_template_kwargs": {"thinks": True}}
     return {"extra_body": {**body, "thinking_budget": budget}}
 
@@ -245,7 +245,7 @@ NAMED: Any = {"type": "function", "function": {"name": "stop"}}
 
 
 def test_a_call_that_is_required_is_made(chat: Callable[..., Any]) -> None:
-    """A tiny model of random weights would never call anything by itself."""
+    """A constraint makes the call: random weights would hardly produce one."""
     names = set()
     for seed in range(4):
         drawn = {"temperature": 1, "seed": seed, "max_tokens": 150}
@@ -255,14 +255,14 @@ def test_a_call_that_is_required_is_made(chat: Callable[..., Any]) -> None:
         assert call.function.name == "add"
         assert json.loads(call.function.arguments)["n"] in (1, 22)
         assert not choice.message.content
-        drawn["temperature"] = 50  # whatever the weights prefer
+        drawn["temperature"] = 50  # so high that the weights hardly matter
         either = chat(tools=TOOLS, tool_choice="required", **drawn).choices[0]
         names.add(either.message.tool_calls[0].function.name)
     assert names == {"add", "stop"}
 
 
 def test_a_call_has_the_definitions_of_its_own_tool(chat: Callable[..., Any]) -> None:
-    """As pydantic writes them: each tool's references are to its own schema."""
+    """The references of each tool are to its own schema, as pydantic writes them."""
     tools = [
         {
             "type": "function",

@@ -1,4 +1,4 @@
-"""Fetching an image: requests, accepted answers, and refusals before or after."""
+"""Fetching an image: requests, accepted answers, and refusals before or after them."""
 
 import gzip
 import ipaddress
@@ -29,7 +29,7 @@ LOCAL = FetchLimits(bytes=4096, seconds=5.0, private=True)
 
 
 class Answers(BaseHTTPRequestHandler):
-    """Answers by what the path says."""
+    """Answers according to the path of the request."""
 
     protocol_version = "HTTP/1.1"
     requests: ClassVar[list[tuple[str, str | None]]]
@@ -102,14 +102,14 @@ class Answers(BaseHTTPRequestHandler):
         self.close_connection = True
 
     def log_message(self, *args: Any) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 class Quiet(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, *args: Any) -> None:
-        """Clients leave in the middle here."""
+        """Report nothing: clients close connections midway in these tests."""
 
 
 @contextmanager
@@ -164,7 +164,7 @@ def test_an_answer_that_is_of_no_use_is_one_clear_error(
 def test_a_server_that_takes_its_time_is_left_at_the_deadline(
     place: str, path: str
 ) -> None:
-    """Also one that sends a byte now and then, within the headers too."""
+    """Bytes that arrive now and then, in the body or the headers, do not delay it."""
     began = time.monotonic()
     with pytest.raises(InvalidRequestError, match="longer than"):
         fetch_image(
@@ -207,8 +207,8 @@ def test_where_nothing_is_asked(url: str, why: str) -> None:
     [
         ("93.184.216.34", True),
         ("2606:2800:220:1::1", True),
-        ("2002:5db8:d822::1", True),  # 6to4 of the first
-        ("64:ff9b::5db8:d822", True),  # NAT64 of it
+        ("2002:5db8:d822::1", True),  # 6to4 form of the first address
+        ("64:ff9b::5db8:d822", True),  # NAT64 form of the first address
         ("10.1.2.3", False),
         ("172.16.0.1", False),
         ("192.168.0.1", False),
@@ -238,7 +238,7 @@ def test_public_addresses_are_distinguished_from_others(
 
 
 def resolving(monkeypatch: pytest.MonkeyPatch, *answers: list[str]) -> list[str]:
-    """Let names resolve to one list of addresses after the other; return who asked."""
+    """Answer each name look-up with the next list of addresses; return the hosts."""
     hosts: list[str] = []
 
     def resolve(host: str, port: int, *args: Any, **more: Any) -> Any:
@@ -262,7 +262,7 @@ def test_all_addresses_of_a_name_have_to_be_public(
 def test_the_connection_goes_to_the_address_that_was_checked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A name that leads elsewhere a moment later is not asked a second time."""
+    """The name is not resolved again, since it may lead elsewhere a moment later."""
     hosts = resolving(monkeypatch, ["93.184.216.34"], ["127.0.0.1"])
     opened: list[Any] = []
 
@@ -291,7 +291,7 @@ def test_the_host_is_named_and_the_first_address_that_answers_is_taken(
 def test_a_certificate_is_that_of_the_name(
     monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    """And what does not speak TLS is one error."""
+    """A server that does not speak TLS gives the usual error."""
     context = fetching._context()
     assert context.check_hostname
     named: list[str] = []

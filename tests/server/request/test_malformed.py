@@ -1,4 +1,4 @@
-"""Whatever is sent, the server lives, and says what is wrong as OpenAI's does."""
+"""Malformed requests: the server survives them and answers with OpenAI's errors."""
 
 import json
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ from support.processes.servers import (
 
 GOOD: dict[str, Any] = {"model": NAME, "prompt": "GOOD", "max_tokens": 2}
 CHAT = "/v1/chat/completions"
-# Requests of each of the two properties over sockets, by default and in the slow test.
+# Requests of each of the two property tests over sockets: by default, and if slow.
 FEW, MANY = 60, 5000
 
 
@@ -232,12 +232,12 @@ def test_what_is_no_request_is_refused(
 ) -> None:
     sent = sent.replace(b" HTTP/1.1\r\n", b" HTTP/1.1\r\nHost: x\r\n")
     sent = sent.replace(b" HTTP/9.9\r\n", b" HTTP/9.9\r\nHost: x\r\n")
-    # What is answered and not refused keeps its connection, unless it says otherwise.
+    # Without this field, the server keeps a connection after a successful answer.
     sent = sent.replace(b"Host: x\r\n", b"Host: x\r\nConnection: close\r\n")
     exchange(server, sent).refused(status)
 
 
-# What a proxy may read other bounds from than this server.
+# Fields from which a proxy may read another length of the body than this server.
 CODINGS = [
     "Transfer-Encoding: chunked",
     "transfer-encoding: identity",
@@ -262,7 +262,7 @@ def test_a_length_and_a_coding_together_are_refused(
     answer = exchange(server, head + body + smuggled)
     error = answer.refused(400)
     assert error["message"]
-    assert answer.body.count(b"HTTP/") == 0  # it was closed after one answer
+    assert answer.body.count(b"HTTP/") == 0  # one answer, then closed
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_a_length_and_a_coding_together_are_refused(
         ({"max_token": 4}, "Did you mean 'max_tokens'?"),
         ({"speculative": {"of": True}}, "Did you mean 'speculative.off'?"),
         ({"guided": True}, "Leave it out."),
-        ({"sufix": "x"}, "Leave it out."),  # what is not offered is not proposed
+        ({"sufix": "x"}, "Leave it out."),  # "suffix" is unsupported too
         ({"suffix": "x"}, "suffix is not offered here. Leave it out: a text"),
         ({"functions": []}, "Name them in tools."),
     ],
@@ -310,7 +310,7 @@ def test_a_truncated_body_is_refused(server: Server) -> None:
     whole = packet(GOOD)
     error = exchange(server, whole[:-5], close=True).refused(400)
     assert "ends before it is whole" in error["message"]
-    exchange(server, whole[:-5]).refused(408)  # it keeps the connection open
+    exchange(server, whole[:-5]).refused(408)  # the client keeps the connection open
 
 
 json_values = st.recursive(
@@ -380,7 +380,7 @@ def _objects(server: Server, examples: int) -> None:
 
 
 def _mangled(server: Server, examples: int) -> None:
-    """Send requests in which bytes were changed, left out, doubled or put in."""
+    """Send requests with bytes replaced, left out or inserted."""
     whole = [packet(GOOD), packet({"messages": [], **GOOD}, path=CHAT)]
     line = b"GET /v1/models HTTP/1.1\r\nHost: here\r\n"
     whole.append(line + b"Connection: close\r\nAccept: x\r\n\r\n")
@@ -395,7 +395,7 @@ def _mangled(server: Server, examples: int) -> None:
         start = int(cut[0] * len(which))
         sent = which[:start] + new + which[start + cut[1] :]
         answer = exchange(server, sent, close=True)
-        if answer.status:  # an empty request has no answer
+        if answer.status:  # the server does not answer an empty request
             _check_answer(answer)
 
     ask()

@@ -1,4 +1,4 @@
-"""Transcripts of agents, as the chat template gets them: order, tools, images."""
+"""Transcripts of agents as the chat template receives them: order, tools, images."""
 
 import json
 from typing import Any
@@ -34,7 +34,7 @@ def chat_of(request: GenerationRequest) -> Chat:
 
 
 def messages(*turns: Any, **more: Any) -> Chat:
-    """Return the chat of a body of the Messages API."""
+    """Return the chat of a Messages API request with these turns."""
     body = read_body(CountBody, {"messages": list(turns), **more})
     return chat_of(messages_request(body, SETTINGS))
 
@@ -157,7 +157,7 @@ def test_empty_results_and_those_of_images_are_texts() -> None:
 
 
 def test_a_deferred_tool_is_described_where_it_is_named() -> None:
-    """Its schema in the head would change what all turns begin with."""
+    """Its schema in the head would change the beginning that all turns share."""
     late = {**TOOL, "name": "late", "defer_loading": True}
     hidden = {**TOOL, "name": "DeferredToolPlaceholder", "defer_loading": True}
     before = messages(turn("user", "Q"), tools=[TOOL, hidden])
@@ -194,7 +194,7 @@ def test_a_request_without_a_length_has_the_limit(
 
 
 def allowed(api: str, mode: str, *names: str) -> tuple[list[str], Any]:
-    """Return the tools shown, and those of which one is forced, of three."""
+    """Allow `names` of three tools; return the tools shown and those to choose from."""
     three = [{**FUNCTION["function"], "name": name} for name in ("f", "g", "h")]
     if api == "chat":
         named: Any = [{"type": "function", "function": {"name": n}} for n in names]
@@ -238,7 +238,7 @@ def test_tools_run_by_a_provider_may_be_allowed_and_are_passed_over() -> None:
 
 
 def test_reasoning_is_replayed_by_every_api() -> None:
-    """And what else agents put into a message of the model's is passed over."""
+    """Other parts that agents put into a message of the model are ignored."""
     blocks = [
         {"type": "thinking", "thinking": "T", "signature": ""},
         {"type": "redacted_thinking", "data": "x"},
@@ -273,7 +273,7 @@ def test_reasoning_is_replayed_by_every_api() -> None:
 
 
 def test_reasoning_without_an_answer_is_not_that_of_a_later_turn() -> None:
-    """A response that was cut while it thought has nothing else."""
+    """A response that was cut while thinking consists of reasoning only."""
     thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "T"}]}
     answer = turn("assistant", "A")
     made = responses(turn("user", "Q"), thought, turn("user", "R"), answer)
@@ -356,7 +356,7 @@ HISTORY = [
 
 
 def template_of(name: str) -> ChatTemplate:
-    """Return a template over a tokenizer of bytes, whose calls can be read."""
+    """Return a template over a byte tokenizer whose tool calls can be parsed."""
     plain = byte_tokenizer()._tokenizer
     plain.chat_template = TEMPLATES[name]
     wrapped = TokenizerWrapper(
