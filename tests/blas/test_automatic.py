@@ -31,7 +31,7 @@ CLEAN = dict.fromkeys(
         "PYTHONWARNINGS",
     )
 )
-# Prints the library that serves mlx: by the linker, and by a product's last bits.
+# Prints which BLAS serves mlx, by the linker and by the last bits of a product.
 SERVED = (
     """
 from mlx_speculation.blas import blas_in_use
@@ -100,7 +100,7 @@ def test_the_program_and_what_it_starts_keep_their_environment() -> None:
 
 
 # Nothing here loads mlx-lm, which takes longer than all these tests. The first line
-# also blocks torch, so that the later lines have the line numbers of a program.
+# also blocks torch, so that the later lines have the numbers as in a program.
 MLX_FIRST = """import sys; sys.modules["torch"] = None; import mlx.core
 {use}
 import mlx_speculation

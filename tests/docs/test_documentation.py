@@ -80,7 +80,7 @@ def targets(page: Path) -> list[str]:
 
 
 def test_links_of_the_readme_work_anywhere_it_is_shown() -> None:
-    """PyPI shows it too, and relative links lead nowhere there."""
+    """PyPI shows the README too, where relative links lead nowhere."""
     links = targets(README)
     assert links
     assert not [link for link in links if not link.startswith(("https://", "#"))]

@@ -152,7 +152,7 @@ def test_names_of_what_there_is_are_left_alone() -> None:
 
 
 def test_the_map_lists_the_rooms() -> None:
-    """Its section "Files" lists all folders with `__init__.py`, and no other ones."""
+    """The section "Files" lists all folders with `__init__.py`, and no other ones."""
     page = (ROOT / "docs/architecture.md").read_text("utf-8")
     block = page.split("## Files")[1].split("```")[1]
     named, top = set(), ""

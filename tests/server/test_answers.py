@@ -211,7 +211,7 @@ def test_a_request_chooses_what_drafts_and_its_text_stays(
 def test_a_request_in_exact_mode_has_one_text(
     client: openai.OpenAI, plain: SpeculativeGenerator, more: dict[str, Any]
 ) -> None:
-    """Its probabilities, too, are the same to the bit with every draft."""
+    """Log-probabilities are also the same to the bit with every draft."""
     exact = SpeculativeGenerator(plain.model, plain.tokenizer, exact=True)
     known = expected(exact, logprobs=2)
     body = {"speculative": {"exact": True, **more}}
@@ -255,7 +255,7 @@ def test_log_probabilities_are_those_of_the_library(
 
 
 def make_words(strips: bool | None) -> Callable[..., SpeculativeGenerator]:
-    """Return a factory of generators: with sentence pieces, or with bytes if None."""
+    """Return a factory of generators: sentence pieces, or bytes if strips is None."""
 
     def make(prefixes: PrefixCache | None = None) -> SpeculativeGenerator:
         tokenizer = byte_tokenizer()

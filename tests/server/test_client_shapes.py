@@ -603,7 +603,7 @@ def check_text(seen: list[tuple[str | None, Any]], whole: Any) -> None:
 
 
 def check_messages(seen: list[tuple[str | None, Any]], whole: Any) -> None:
-    """Check that one block is open at a time, and that the blocks equal the whole's."""
+    """Check that one block is open at a time, and that all equal the unstreamed."""
     assert all(name == data["type"] for name, data in seen)
     kept = [data for _, data in seen if data["type"] != "ping"]
     assert kept[0]["type"] == "message_start"

@@ -72,7 +72,7 @@ def test_a_body_that_is_too_large_is_refused_unread(server: Server) -> None:
 
 
 def test_a_client_that_sends_too_much_gets_to_read_its_answer(server: Server) -> None:
-    """The server reads on: http.client gives up if reset while it still sends."""
+    """The server reads on: http.client gives up if its connection is reset early."""
     request = urllib.request.Request(f"{server.url}/v1/completions", b" " * 30_000_000)
     with pytest.raises(urllib.error.HTTPError) as caught:
         urllib.request.urlopen(request, timeout=20)
@@ -214,7 +214,7 @@ def test_a_client_that_leaves_is_counted_wherever_its_request_is(
                 until(lambda: rows_held(server.worker) == 2)
         for connection in opened:
             connection.close()
-        until(lambda: server.worker.taken == 3)  # without that of the grammar
+        until(lambda: server.worker.taken == 3)  # the one with a grammar has left
         time.sleep(0.3)  # until the server has noticed that the other clients left
         release.set()
         until(lambda: server.worker.taken == 0)
@@ -470,7 +470,7 @@ def test_an_engine_that_hangs_is_not_waited_for(
 def test_an_engine_has_ended_when_the_thread_of_the_system_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`stop` waits for that thread: a process that ends while it runs may abort."""
+    """`stop` waits for that thread: a process that ends before its thread may abort."""
     paths: list[str] = []
 
     class Task:

@@ -452,7 +452,7 @@ def test_a_client_that_leaves_cancels_its_request(
 
 
 def test_tokens_are_counted_while_the_engine_is_busy(server: Server) -> None:
-    """None of the counts waits for the text."""
+    """Counts do not wait for the text."""
     with claude_of(server) as client:
         busy = threading.Thread(
             target=lambda: client.messages.create(**message_body("word " * 300))

@@ -175,7 +175,7 @@ def lesson(made: BlockTrainee) -> tuple[TrainingStep, RowBatch]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_loss_is_that_of_the_drafts_of_rounds(kind: BlockKind) -> None:
-    """The target rates each draft after the recorded tokens before it, in float64."""
+    """The reference compares each draft with the target's logits, in float64."""
     made = drafter(kind)
     step, batch = lesson(made)
     loss, _ = step.gradients(batch)

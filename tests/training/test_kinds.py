@@ -196,7 +196,7 @@ def test_a_quantized_draft_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_no_row_is_longer_than_a_table_of_positions(tmp_path: Path) -> None:
-    """The table is that of the target as the teacher, or of a draft model."""
+    """Rows fit the table of the target as the teacher, and that of a draft model."""
     folder = chat_folder(tmp_path / "target")
     model, tokenizer = load(folder)
     small = tmp_path / "small"

@@ -244,7 +244,7 @@ def test_a_plot_that_fails_is_said_and_the_record_is_written(
 def test_a_package_without_metadata_has_an_unknown_version(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The training's record is written, and says so."""
+    """The record of the training is still written, with that version."""
     monkeypatch.setattr(environment, "PACKAGES", ("mlx", "no-such-package-here"))
     assert environment.versions()["no-such-package-here"] == "unknown"
 

@@ -182,7 +182,7 @@ def test_one_ctrl_c_at_the_prompt_of_a_terminal_does_not_end_it(
     turns: int,
     status: int,
 ) -> None:
-    """That Ctrl-C may be meant for an answer that has just ended."""
+    """Ctrl-C at the prompt may be meant for an answer that has just ended."""
     lines = iter(pressed)
 
     def answer_prompt(prompt: str) -> str:

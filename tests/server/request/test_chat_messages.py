@@ -44,7 +44,7 @@ def chat_tokenizer() -> TokenizerWrapper:
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, chat_template=TEMPLATE, eos_token="<end>"
     )
-    fast.add_tokens(["<think>", "</think>"])  # the ids of the other tokens stay
+    fast.add_tokens(["<think>", "</think>"])  # both are in the vocabulary already
     return TokenizerWrapper(
         fast,
         BPEStreamingDetokenizer,
