@@ -1,17 +1,19 @@
-"""Replays recorded agent sessions and edits of files: which lookup drafts best.
+"""Compares lookups by replaying recorded agent sessions and edits of files.
 
-No model runs, so that the figures are the same on every machine: each answer is known,
-and a draft is right where the answer goes on with it.
+No model runs, so the figures are the same on every machine. Each answer is known, and
+a drafted token is accepted if the answer has it at that position.
 
     python scripts/agents.py SESSIONS.jsonl --tokenizer FOLDER
 
 SESSIONS has one session a line, {"messages": [{"role", "content", "tool_calls"?}]};
-every message of the assistant is a request. Edits are files of which 2 to 20 % of the
-lines changed between two releases of httpx, rich and attrs, which are fetched from the
-package index: the old file is in the prompt, and passed as the prediction.
+every message of the assistant is the answer to a request. Edits are files of which 2
+to 20 % of the lines changed between two releases of httpx, rich and attrs, which are
+fetched from the package index. The old file is in the prompt and is passed as the
+prediction.
 
-A draft has at most 16 tokens. Speed is tokens per plain step where a drafted row costs
-c of one. The last line is one JSON object with the figures of every arm at every c.
+A draft has at most 16 tokens. Speed is tokens in the time of a plain step, where each
+drafted token costs c plain steps. The last line is a JSON object with the figures of
+every arm at every c.
 """
 
 import argparse
@@ -43,7 +45,7 @@ Sessions = Sequence[Sequence[Turn]]
 
 
 def others() -> dict[str, Callable[[], Arm]]:
-    """Return the arms of other engines, whose drafts do not depend on costs."""
+    """Return the lookups of other engines; their drafts do not depend on costs."""
     result: dict[str, Callable[[], Arm]] = {
         "prompt lookup as vLLM's": partial(PromptLookup, 3, 5, latest=True),
         "prompt lookup as transformers'": partial(PromptLookup, 1, 3, latest=False),
@@ -62,7 +64,7 @@ def run(arm: Arm, sessions: Sessions) -> Tally:
 
 
 def figures(tally: Tally, cost: float) -> dict[str, float]:
-    """Return what an arm came to."""
+    """Return the figures of an arm."""
     return {
         "tokens_a_round": round(tally.tokens / tally.rounds, 3),
         "drafted": tally.drafted,
@@ -73,7 +75,7 @@ def figures(tally: Tally, cost: float) -> dict[str, float]:
 
 
 def ours(sessions: Sessions, history: int) -> dict[str, dict[str, float]]:
-    """Return the figures of our lookup, whose rule is given each cost."""
+    """Return the figures of our lookup at each cost, which its rule is given."""
     return {
         name: figures(run(Ours(cost, history), sessions), cost)
         for name, cost in COSTS.items()
@@ -81,7 +83,7 @@ def ours(sessions: Sessions, history: int) -> dict[str, dict[str, float]]:
 
 
 def compare(arms: Mapping[str, Sessions], *, history: bool = True) -> dict[str, object]:
-    """Return the figures of ours for each set of sessions, of others for the first."""
+    """Return figures of our lookup on all sets, of other lookups on the first set."""
     result: dict[str, object] = {}
     for name, sessions in arms.items():
         result[name] = ours(sessions, HISTORY)
@@ -111,7 +113,7 @@ def _say(name: str, result: object) -> None:
 
 
 def main() -> None:
-    """Replay what the command line names."""
+    """Replay the sessions that the command line names, and the edits."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("sessions", type=Path, help="JSON lines, .gz or not")
     parser.add_argument("--tokenizer", type=Path, required=True, help="its folder")

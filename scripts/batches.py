@@ -1,11 +1,11 @@
-"""Batches, by turns: drafts over plain decoding of the same prompts together.
+"""Batches: speed with drafts over plain decoding of the same prompts.
 
-The first arm is mlx-lm's BatchGenerator, the second ours without a draft. For every
-number of rows and group of prompts the arms take turns on the same prompts. The clock
-runs from where all rows are generating to the end of the last text; rows that end early
-leave the others alone in the batch, as at the end of a queue, and that is in the time.
-Texts are compared with mlx-lm's, above temperature 0 with ours without a draft: they
-are equal, or part at a near-tie, and anything else ends the script.
+The first arm is mlx-lm's BatchGenerator, the second is ours without a draft. For every
+number of rows and group of prompts, the arms take turns on the same prompts. The clock
+starts when all rows are generating and stops at the end of the last text. The batch
+shrinks when a row ends, and the time includes the rounds with fewer rows. Texts are
+compared with mlx-lm's, above temperature 0 with ours without a draft. The script fails
+if two texts differ before a near-tie.
 
     python scripts/batches.py
     python scripts/batches.py --target hybrid --draft mtp --batch 8 --batch 32
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from mlx_speculation import Sampling, SpeculativeGenerator
     from mlx_speculation.engine import BatchStatistics
 
-PLACES = 2  # of a forward, to try a row that parts in
-# Margins that a batch may turn over: in float32, and in half precision; bfloat16 logits
-# from 16 on have steps of an eighth.
+PLACES = 2  # positions in a forward at which a differing row is tried
+# A batch may swap two tokens whose logits differ by less than this: in float32, and in
+# half precision, where bfloat16 logits from 16 on have steps of an eighth.
 OFF_BY, HALF_OFF_BY = 1e-3, 0.3
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -40,7 +40,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Prompts that run together, each with a sampling of its own."""
+    """Prompts of one batch, each with its sampling options."""
 
     prompts: list[list[int]]
     samplings: "list[Sampling]"
@@ -49,7 +49,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Result of one arm with a job; `speed` is that of all texts together."""
+    """Result of one arm with a job; `speed` is tokens per second of the whole batch."""
 
     texts: list[list[int]]
     speed: float
@@ -104,7 +104,7 @@ def batches(
 
 
 def prompts_of(texts: list[list[int]], count: int, longest: int) -> list[list[int]]:
-    """Return different prompts, cut; where texts are few, they begin further on."""
+    """Return different prompts, cut; texts that are used again begin further on."""
     prompts = []
     for number in range(count):
         text, cut = texts[number % len(texts)], 7 * (number // len(texts))
@@ -145,7 +145,7 @@ def mlx_lm(bench: "Bench", job: Job) -> Run:
 
 
 def ours(generator: "SpeculativeGenerator", length: int | None, job: Job) -> Run:
-    """Run a batch of ours; `length` is that of all drafts, or None: adaptive."""
+    """Run our batch generator; `length` is that of all drafts, None: adaptive."""
     from mlx_speculation import BatchGenerator
 
     options: dict[str, Any] = {"max_tokens": job.tokens, "stop_tokens": ()}
@@ -168,14 +168,14 @@ def ours(generator: "SpeculativeGenerator", length: int | None, job: Job) -> Run
 def compared(
     bench: "Bench", arms: dict[str, Callable[[Job], Run]], jobs: list[Job]
 ) -> list[dict[str, Any]]:
-    """Run all arms by turns, compare their texts, and return their rows."""
+    """Let the arms take turns, compare their texts, and return the table rows."""
     acts = {name: partial(_run, act, jobs) for name, act in arms.items()}
     runs = in_turns(acts, len(jobs))
     first, second = list(runs)[:2]
     greedy = jobs[0].samplings[0].greedy
     rows = []
     for name, series in runs.items():
-        compares = greedy or name != first  # above it mlx-lm's draws are its own
+        compares = greedy or name != first  # else its draws differ
         reference = runs[first if greedy else second]
         ties = sum(map(partial(near_ties, bench), jobs, series, reference)) * compares
         speeds = [each.speed for each in series]
@@ -203,10 +203,10 @@ def _run(act: Callable[[Job], Run], jobs: list[Job], turn: int) -> Run:
 
 
 def near_ties(bench: "Bench", job: Job, ours: Run, reference: Run) -> int:
-    """Return how many texts part from others at a near-tie.
+    """Return how many texts differ from the reference from a near-tie on.
 
     Raises:
-        AssertionError: one parts elsewhere.
+        AssertionError: a text differs before a near-tie.
     """
     import mlx.core as mx
     from mlx.utils import tree_flatten
@@ -222,7 +222,7 @@ def near_ties(bench: "Bench", job: Job, ours: Run, reference: Run) -> int:
             )
             assert parting is not None
             assert len(expected) == len(got), parting
-            # A batch may round further off than a single row's widths do.
+            # Rounding of a batch may differ more than that of a single row's widths.
             assert parting.near_tie or parting.margin < most, parting
             ties += 1
     return ties

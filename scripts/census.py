@@ -1,7 +1,7 @@
 """Writes the page of supported architectures.
 
-It is made of the table that the tests hold each of the tiny models to
-(tests/support/models/census.json).
+The page is made from tests/support/models/census.json, the table with which the tests
+compare each tiny model.
 
     PYTHONPATH=tests python scripts/census.py docs/architectures.md
 """

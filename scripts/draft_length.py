@@ -1,11 +1,11 @@
-r"""Reasons of each draft length, and replays of a policy on recorded texts.
+r"""Explains each adaptive draft length, or replays a policy on recorded texts.
 
-Every round of the adaptive arm is printed: what the policy knew, what it chose, and
-what came of it. With --traces texts that were recorded are replayed at the costs of
---machine, without a clock, see `bench.replays`; a plain step takes a second there.
-Speeds of fixed and adaptive lengths by turns: spec_bench.py. The draft "wrong" always
-proposes what the draft model holds for the least probable: what trying costs where
-nothing can be gained.
+Every round of the adaptive arm is printed: what the policy knew, the draft length that
+it chose, and the result. With --traces, recorded texts are replayed at the costs of
+--machine, without a clock (see `bench.replays`); a plain step takes a second there.
+spec_bench.py compares the speeds of fixed and adaptive lengths. The draft "wrong"
+always proposes the least probable token of the draft model: it shows what trying a
+draft costs where nothing can be gained.
 
     python scripts/draft_length.py --draft lookup+model --prompts 1
     python scripts/draft_length.py --traces tests/support/draft_length/traces.npz \
@@ -88,7 +88,7 @@ def replay(
     *,
     explain: bool,
 ) -> None:
-    """Replay pairs of a file, or all of them, as requests of so many tokens."""
+    """Replay the named pairs of a file, or all, as requests of `tokens` tokens."""
     import numpy as np
 
     from bench.replays.replay import machines_of
@@ -148,7 +148,7 @@ def explained(
 
 
 def say(title: str, decisions: "Iterable[tuple[Plan, Feedback]]") -> None:
-    """Print what was decided in each round, and what came of it."""
+    """Print the plan of each round and its result."""
     typer.echo(title)
     for number, (plan, outcome) in enumerate(decisions):
         came = f"{outcome.accepted:g} of {outcome.drafted}"

@@ -1,10 +1,9 @@
-"""Memory of speculation beside plain decoding: peak over many rounds, in bytes.
+"""Peak memory of speculation over many rounds, beside plain decoding, in bytes.
 
 The bound is 1.05 times the peak of mlx-lm's plain decoding of as many tokens, plus what
-speculation says that it holds: the slack of sliding windows, what one round records
-for a replay, one recurrent state, the draft's weights and caches, and k + 1 rows of
-logits. The peak is taken after the prefill. The script fails where a bound does not
-hold.
+speculation is known to hold: the slack of sliding windows, what one round records for a
+replay, one recurrent state, the draft's weights and caches, and k + 1 rows of logits.
+The peak is measured after the prefill. The script fails if a peak is above its bound.
 
     python scripts/memory.py --target dense --target sliding --target hybrid
 """
@@ -23,7 +22,7 @@ from bench.report import reported
 from mlx_speculation.cli import run
 
 FLOAT32 = 4  # bytes
-SETTLED = 20  # steps after which nothing of the prefill is left
+SETTLED = 20  # steps after which the prefill's memory is freed
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -39,7 +38,7 @@ def memory(
     blas: opt.Blas = "auto",
     json_file: opt.Json = None,
 ) -> None:
-    """Compare the peaks, and fail where one is above its bound."""
+    """Compare the peaks, and fail if one is above its bound."""
     with reported(context) as report:
         for name in target or ["dense"]:
             report.say(name)
@@ -118,7 +117,7 @@ def bytes_of(values: Any) -> int:
 
 
 def recorded_and_state(model: Any, prompt: list[int], rows: int) -> tuple[int, int]:
-    """Return the bytes that one round records, and those of one recurrent state."""
+    """Return the bytes that one round records, and the bytes of a recurrent state."""
     import mlx.core as mx
     from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
@@ -144,7 +143,7 @@ def recorded_and_state(model: Any, prompt: list[int], rows: int) -> tuple[int, i
 
 
 def slack(model: Any, prompt: list[int]) -> int:
-    """Return what sliding caches hold beyond the rings that they stand for."""
+    """Return the bytes that sliding caches hold more than mlx-lm's rotating caches."""
     import mlx.core as mx
     from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 

@@ -1,25 +1,25 @@
 """Overhead of rounds over their forwards, and counts of a round.
 
-The ideal round takes the time of its drafting chain and of one forward of the target
-over the draft and the token before it, each as fast as in a long run of dependent,
-pipelined forwards of that width (bench/forwards.py), and nothing else: no sampler, no
-commit, no roll-back, no host. So with the acceptance that was observed
+An ideal round takes the time of the draft's steps and of one forward of the target over
+the draft and the token before it. Each is as fast as in a long run of dependent,
+pipelined forwards of that width (bench/forwards.py). Sampler, commit, roll-back and
+host take no time. So with the observed acceptance
 
     ideal tokens/s = tokens a round / (k * draft step + forward of k + 1 rows)
     efficiency     = achieved tokens/s / ideal tokens/s
 
-A lookup drafts in no time here, and rounds in which it finds nothing are plain steps.
-The milliseconds of draft, verify, sampler and host are the parts of `engine.timing` in
-as many rounds of another stream, with `explain=True`; medians. The host's may not grow
-with the context.
+A lookup is taken to draft in no time; rounds without a draft are plain steps. The
+milliseconds of draft, verify, sampler and host are the parts of `engine.timing`:
+medians over as many rounds of another stream, with `explain=True`. Those of the host
+should not grow with the context.
 
 Counts are the same in every run: forwards of the target and of the draft model, waits
-of the host for the device, and calls of Python functions of this package, each for a
+of the host for the device, and calls of Python functions of this package, all for one
 round in the middle of a text.
 
-Rounds and forwards take turns. The rounds of each repeat are those of a new stream, so
-that they stand at the context of the forwards. --processor-time with one thread of
-OpenBLAS says how much work is no forward's on a machine that does other things too.
+Rounds and forwards take turns. Each repeat begins a new stream, so that its rounds have
+the same context as the forwards. On a machine that is busy otherwise, measure with
+--processor-time and one thread of OpenBLAS.
 
     python scripts/rounds.py
     python scripts/rounds.py --draft-length 4 --context 512 --context 8192
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 WARM_UP = 2  # rounds of each stream that are not timed
 PARTS = ("draft", "verify", "sampler", "host")
-ENOUGH = 1 << 20  # tokens; no stream here comes to its end
+ENOUGH = 1 << 20  # tokens: no stream here reaches its budget
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -99,7 +99,7 @@ def rounds_(
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Seconds of one repeat; `parts` are those of each explained round."""
+    """Seconds of one repeat; `parts` holds the parts of each explained round."""
 
     achieved: float
     ideal: float
@@ -116,8 +116,8 @@ class Case:
     Attributes:
         open: begins a stream whose caches hold the context.
         verify: a forward of a copy of the target, with the same hooks.
-        step: one of the draft's, or None.
-        models: whose forwards are counted, by name.
+        step: a step of the draft, or None if no model drafts.
+        models: the models whose forwards are counted, by name.
     """
 
     draft: str
@@ -128,7 +128,7 @@ class Case:
     models: dict[str, Any]
 
     def repeat(self, rounds: int, count: int, clock: Clock, _: int) -> Taken:
-        """Run some rounds, then as many forwards as give their ideal time."""
+        """Run some rounds, then the forwards that give their ideal time."""
         import mlx.core as mx
 
         from bench.forwards import steady_seconds
@@ -142,7 +142,7 @@ class Case:
         started = clock()
         while stats.rounds < before.rounds + rounds:
             next(stream)
-        mx.synchronize()  # a step on its way was so at the start too
+        mx.synchronize()  # a step was in flight at the start too
         seconds = clock() - started
         done, drafts = stats.rounds - before.rounds, stats.drafts - before.drafts
         drafted = stats.drafted - before.drafted
@@ -165,7 +165,7 @@ class Case:
         )
 
     def counts(self) -> dict[str, int]:
-        """Return what one round in the middle of a text counts."""
+        """Return the counts of one round in the middle of a text."""
         from bench.forwards import forwards_of, python_calls
 
         with self.open() as stream, ExitStack() as stack:
@@ -191,7 +191,7 @@ def parts_of(stream: "Stream", count: int) -> list[dict[str, float]]:
 
 
 def row_of(taken: list[Taken]) -> dict[str, Any]:
-    """Return the figures of all repeats."""
+    """Return the row of the table for all repeats."""
     parts = [each for one in taken for each in one.parts]
     return {
         "tokens_per_second": median(each.emitted / each.achieved for each in taken),
@@ -216,7 +216,7 @@ def cases_of(
     from mlx_speculation.models import ModelHooks, stream_resources
 
     def hook(each: Any) -> None:
-        """Let a model be as in a generator while a stream runs."""
+        """Put the hooks on a model that a generator puts on it for a stream."""
         hooked.callback(ModelHooks(each).remove)
         hooked.enter_context(stream_resources(each))
 
@@ -263,14 +263,14 @@ def draft_of(
     prompt: list[int],
     hook: Callable[[Any], None],
 ) -> tuple[Any, "Step | None", Any]:
-    """Return a draft, one of its steps, and what its caches hold of the prompt.
+    """Return a draft, one of its steps, and a snapshot of its caches after the prompt.
 
     Args:
         bench: the target and its draft model.
         name: "plain", "model", "mtp" or "lookup".
         target: a copy of the target, with hooks.
         prompt: the tokens of the context.
-        hook: lets a copy be as in a generator.
+        hook: puts a generator's hooks on a copy.
     """
     from bench.forwards import filled, head_step_of, held_by, step_of
     from mlx_speculation import MtpDraft, load

@@ -1,12 +1,12 @@
-"""Our server beside mlx-lm's, by turns, on the same models, with the openai client.
+"""Compares our server with mlx-lm's on the same models, through the openai client.
 
-Four servers run at once as processes of their own, ours and mlx-lm's, with the draft
-model and without. One is asked at a time: in every pass each serves the same new
-prompts to clients that ask side by side, and the next pass begins with the next server.
-No prompt comes twice, so that no server has read one before. Times are medians and 95th
-percentiles over all requests, tokens per second those of all clients together. Greedy
-texts are compared with those of ours without a draft: in a batch they may part where
-two tokens are almost equal.
+Four servers run as processes: ours and mlx-lm's, each with the draft model and without.
+One at a time gets requests: in every pass each serves the same new prompts to clients
+that ask concurrently, and the order of the servers changes from pass to pass. Passes
+share no prompt, so no server has a prompt in its caches. Times are medians and 95th
+percentiles over all requests; tokens per second are of all clients together. Greedy
+texts are compared with ours without a draft; in a batch they may differ from where two
+tokens are almost equal.
 
     python scripts/server.py
     python scripts/server.py --clients 1 --clients 8 --requests 32
@@ -71,7 +71,7 @@ def server(
 def started(
     target: Path, draft: Path, blas: str, length: int
 ) -> "Iterator[list[Server]]":
-    """Start all four."""
+    """Start the four servers."""
     from bench.servers import mlx_lm_server, our_server, widened
 
     with ExitStack() as stack:
@@ -93,7 +93,7 @@ def started(
 def requests_of(
     number: int, count: int, tokens: int, temperature: float
 ) -> "Iterator[Request]":
-    """Yield the requests of a pass, all of which begin in a way of their own."""
+    """Yield the requests of a pass; no two begin alike."""
     from bench.servers import Request
 
     groups = bundled(None, 8).values()
@@ -107,7 +107,7 @@ def requests_of(
 def measured(
     servers: "list[Server]", requests: "list[list[Request]]", clients: int
 ) -> list[dict[str, Any]]:
-    """Let all servers serve all passes, the first to warm up; return their rows."""
+    """Let each server serve all passes, the first to warm up; return the table rows."""
     acts = {each.name: partial(_serve, each, requests[1:], clients) for each in servers}
     for each in servers:
         each.serve(requests[0], clients)
@@ -127,7 +127,7 @@ def row_of(
     turns: "list[tuple[list[Served], float]]",
     reference: "list[tuple[list[Served], float]]",
 ) -> dict[str, Any]:
-    """Return the figures of one server: of all texts, and the seconds of each pass."""
+    """Return the table row of one server from the texts and seconds of each pass."""
     import numpy as np
 
     served = [one for texts, _ in turns for one in texts]

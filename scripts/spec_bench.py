@@ -1,24 +1,24 @@
-"""Ways to decode, by turns: plain, each draft at fixed and adaptive lengths, mlx-lm's.
+"""Compares plain decoding, drafts of fixed and adaptive lengths, and mlx-lm's drafts.
 
-All arms decode the same prompt at the same time, a slice of tokens each while the
-others stand still. The prefill and the first token are not in tokens per second; they
-have a column of their own, and `x whole` is of all the time. `x plain` is over the
-faster plain decoding, ours or mlx-lm's `generate_step`; "length" is the mean accepted
-length. No figure is printed unless all texts are plain decoding's, up to near-ties
-(docs/exactness.md).
+All arms decode the same prompt in turns of some tokens; one runs at a time. Tokens per
+second leave out the prefill and the first token, which have a column of their own;
+`x whole` is the ratio of all the time. `x plain` is the speed over the faster plain
+decoding, ours or mlx-lm's `generate_step`; "length" is the mean accepted length. If a
+text differs from plain decoding's before a near-tie (docs/exactness.md), the script
+fails without a figure.
 
 Prompts are the bundled ones, or those of a question file in Spec-Bench's layout: a line
 is a JSON object with `question_id`, `category` and `turns`. Turns go through the chat
-template of the target, later ones behind the answers of plain decoding, and an answer
-ends where the model ends it.
+template of the target; the prompt of a later turn holds plain decoding's answers to the
+earlier ones. The model decides where an answer ends.
 
     python scripts/spec_bench.py
     python scripts/spec_bench.py --target dense --group code --draft lookup
     python scripts/spec_bench.py question.jsonl --target path/of/model --prompts 2 \
         --draft lookup --draft path/of/head%16 --draft lookup+path/of/head
 
-Under mlx.launch the target is spread over the ranks by mlx-lm's `shard`, the draft is
-on rank 0 alone, and rank 0 prints:
+Under mlx.launch, mlx-lm's `shard` spreads the target over the ranks, rank 0 alone has
+the draft, and rank 0 prints:
 
     mlx.launch --backend nccl -n 2 scripts/spec_bench.py --target path/of/model
 """
@@ -61,7 +61,7 @@ def spec_bench(
     blas: opt.Blas = "auto",
     json_file: opt.Json = None,
 ) -> None:
-    """Compare speeds by turns, after checking the text."""
+    """Compare the speeds of arms, whose texts are checked."""
     try:
         if file is None:
             groups = bundled(group, prompts or 4)

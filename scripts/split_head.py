@@ -1,9 +1,9 @@
-"""Takes the MTP head out of the shards of a model, into mtp.safetensors.
+"""Moves the MTP head of a model from its shards into mtp.safetensors, in a copy.
 
-The new folder holds the model without its head, which mlx-lm alone can load, and the
-head beside it, where `draft="mtp"` and `draft="auto"` find it. All tensors stay what
-they are: bytes are copied, whatever their dtype, from one mapped file into another. The
-last line on standard output is one JSON object.
+The new folder holds the model without its head, which plain mlx-lm can load, and the
+head beside it, where `draft="mtp"` and `draft="auto"` find it. The bytes of all tensors
+are copied from one mapped file into another, whatever their dtype. The last line on
+standard output is one JSON object.
 
     python scripts/split_head.py path/of/model path/of/new/folder
 """
@@ -41,7 +41,7 @@ from mlx_speculation.models.safetensors_layout import (
 app = typer.Typer(add_completion=False)
 
 SIDECAR = "mtp.safetensors"
-# What the library calls the dtypes of files when it writes.
+# The names of dtypes in files, and the names that safetensors takes for writing.
 _DTYPES = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16",
     "U32": "uint32", "I32": "int32", "U64": "uint64", "I64": "int64",
@@ -54,19 +54,19 @@ _DTYPES = {
 class Split:
     """Written files."""
 
-    folder: Path  # where
+    folder: Path  # the new folder
     head: tuple[str, ...]  # the names of the tensors in the file of the head
     trunk: int  # how many tensors the shards hold
-    # What config.json now says of the head's norms, if that is known
+    # Encoding of the head's norms in the shards; None: not known
     norms: Norms | None
 
 
 def split_head(folder: Path, out: Path) -> Split:
     """Write a model folder in which the head is in mtp.safetensors.
 
-    The shards without it can be loaded by mlx-lm alone. Names, dtypes and bytes of all
-    tensors stay. Where norms lack their one, which the shards with the head told,
-    config.json says so from now on.
+    Plain mlx-lm can load the shards without the head. Names, dtypes and bytes of all
+    tensors stay. If the norms of the head are stored without their 1, the new
+    config.json says so, since it can no longer be told from the shards.
 
     Args:
         folder: the model, with its head in the shards; it is not written to.
@@ -111,7 +111,7 @@ def split_head(folder: Path, out: Path) -> Split:
 
 
 def _kind(config: dict[str, Any]) -> tuple[str, int]:
-    """Return a model's module, and how many layers it has; no weight is made."""
+    """Return a model's module and its number of layers, without weights."""
     from mlx_lm.utils import _get_classes
 
     try:
@@ -127,7 +127,7 @@ def _kind(config: dict[str, Any]) -> tuple[str, int]:
 def _written(
     folder: Path, out: Path, module: str, trunk: int
 ) -> tuple[tuple[str, ...], int]:
-    """Write everything; return the head's names and how many the shards hold."""
+    """Write the folder; return the head's names and the shards' tensor count."""
     of_shards = [*weight_files(folder), *spare_files(folder)]
     left = {file.name for file in (*of_shards, *unnamed_files(folder))} | {SAVED}
     shutil.copytree(folder, out, ignore=lambda _, names: left.intersection(names))
@@ -157,7 +157,7 @@ def _write(
     tensors: Mapping[str, tuple[Path, TensorPlace]],
     metadata: dict[str, str],
 ) -> None:
-    """Write tensors that lie in other files."""
+    """Write a file of tensors whose bytes lie in other files."""
     maps: dict[Path, NDArray[np.uint8]] = {
         source: np.memmap(source, dtype=np.uint8, mode="r")
         for source in {source for source, _ in tensors.values()}

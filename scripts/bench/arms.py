@@ -1,8 +1,8 @@
 """Ways to decode one prompt, token by token.
 
-An arm begins a job and gives back a run, which the clock follows slice by slice. The
-first slice ends with the first token: it brings the prefill and is not timed, nor are
-tokens of the round that ends it. All tokens behind it are.
+An arm begins a job and returns a run, which is timed slice by slice. The first slice is
+the prefill and the first token; its seconds are kept apart. The other tokens of that
+first round do not count for the speed; all later tokens do.
 """
 
 import time
@@ -34,10 +34,10 @@ class Job:
 
     Attributes:
         prompt: token ids.
-        tokens: at most so many.
+        tokens: most tokens to generate.
         temperature: of the sampling.
-        seed: likewise; mlx-lm's chance is not ours.
-        stop: tokens that end the text, which they are the last one of.
+        seed: of the sampling; mlx-lm draws differently from the same seed.
+        stop: tokens that end the text; the text includes the one that ended it.
     """
 
     prompt: list[int]
@@ -48,23 +48,23 @@ class Job:
 
     @property
     def sampling(self) -> Sampling:
-        """Sampling of our own arms."""
+        """Sampling options of our arms."""
         return Sampling(temperature=self.temperature, seed=self.seed)
 
 
 @dataclass(slots=True)
 class Run:
-    """Texts of an arm so far, and their time.
+    """Text that an arm has generated so far, and its times.
 
     Attributes:
         arrivals: the tokens that are still to come.
         stop: tokens that end the text.
         statistics: rounds, drafted and accepted tokens.
-        tokens: the generated ones.
-        first_seconds: to the first of them, prefill included.
+        tokens: the generated tokens.
+        first_seconds: time to the first token, prefill included.
         slices: timed tokens and seconds of each later slice.
-        ended: whether there are no more.
-        failure: what another program raised, or None.
+        ended: whether the text is complete.
+        failure: the error that mlx-lm raised, or None.
     """
 
     arrivals: Arrivals
@@ -75,7 +75,7 @@ class Run:
     slices: list[tuple[int, float]] = field(default_factory=list)
     ended: bool = False
     failure: str | None = None
-    _untimed: int = -1  # the round whose tokens came with the first
+    _untimed: int = -1  # number of the round that emitted the first token
 
     @property
     def timed(self) -> int:
@@ -84,7 +84,7 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the clock at the end."""
+        """Sum of the seconds of the timed slices."""
         return sum(seconds for _, seconds in self.slices)
 
     def take(self) -> None:
@@ -98,7 +98,7 @@ class Run:
                 timed += number != self._untimed
                 if token in self.stop:
                     self.arrivals.close()
-        except Exception as error:  # what mlx-lm cannot do is a result
+        except Exception as error:  # a failure of mlx-lm is a result
             when = f"failed after {len(self.tokens)} tokens" if arrived else "refused"
             self.failure = f"{when}: {type(error).__name__}: {error}"
         settle()
@@ -121,10 +121,10 @@ class Arm:
     """One way to decode.
 
     Attributes:
-        name: in the table.
+        name: its name in the table.
         begin: begins a job.
-        ours: whether its text has to be plain decoding's at any temperature.
-        draft: the name of what drafts; "" is plain decoding.
+        ours: whether its text has to equal plain decoding's at any temperature.
+        draft: the name of the draft; "": plain decoding.
         length: tokens drafted in a round; None: adaptive.
     """
 
@@ -144,7 +144,7 @@ def plain_arms(bench: Bench) -> list[Arm]:
 def drafted_arms(
     bench: Bench, drafts: list[str], lengths: list[int], **options: bool
 ) -> list[Arm]:
-    """Return an arm for each draft and length, adaptive ones too."""
+    """Return an arm for each draft and length, and an adaptive one for each draft."""
     arms = []
     for draft in drafts:
         generator = bench.generator(draft, **options)
@@ -171,8 +171,8 @@ def mlx_lm_arms(bench: Bench, lengths: list[int]) -> list[Arm]:
 
 
 def run_by_turns(bench: Bench, arms: list[Arm], job: Job) -> dict[str, Run]:
-    """Let arms decode a job at the same time, a slice of tokens each."""
-    with wired(bench.model):  # the arms' own end in any order
+    """Let arms decode a job in turns of one slice of tokens."""
+    with wired(bench.model):  # wired limits of the arms end in any order
         settle()
         runs = {arm.name: arm.begin(job) for arm in arms}
         number = 0
@@ -248,9 +248,9 @@ def _begin_mlx_lm_speculative(bench: Bench, length: int, job: Job) -> Run:
 def count_rounds(
     statistics: Statistics, flags: list[bool], length: int, tokens: int
 ) -> None:
-    """Count mlx-lm's rounds from its flags: which tokens were drafted and accepted.
+    """Count mlx-lm's rounds from its flags, which are true for accepted draft tokens.
 
-    A round ends with the one token that was not drafted, or with the budget.
+    A round ends with its one token that was not drafted, or with the budget.
     """
     emitted = accepted = 0
     for index, from_draft in enumerate(flags):

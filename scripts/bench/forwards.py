@@ -1,12 +1,11 @@
-"""Steady-state times of forwards, and how many there are.
+"""Steady-state times of forwards, and counts of forwards.
 
-Steady forwards are dependent and pipelined, with nothing around them. Each is fed the
-choice of the one before, and is handed over before that one's result is read, as in a
-long run of plain steps. The caches are put back to where they were after each, so that
-the context stays as long as it is; of single tokens, what has no rows, such as a
-recurrent state, goes on. Several rows take the ways that they take in a round, if the
-model has its hooks. So the time of a forward of w rows is that of a verify of w rows
-with no sampler, no commit and no host that keeps the device waiting.
+Steady forwards are dependent and pipelined, without other work. Each is fed the choice
+of the previous one and is submitted before that result is read, as in a long run of
+plain steps. After each, the caches are rolled back, so that the context keeps its
+length; only the recurrent states advance in forwards of one token. Forwards of several
+rows run like those of a round if the model has its hooks. The time of a forward of w
+rows is then that of verifying w rows without sampler, commit and waits for the host.
 """
 
 import sys
@@ -38,7 +37,7 @@ from mlx_speculation.models.round_context import rows_of_a_round
 PREFILL = 2048
 WARM_UP = 2  # forwards that are not counted
 
-# A forward that is fed tokens [1, w] and gives the next ones, [1, w].
+# A forward that is fed tokens [1, w] and returns the next ones, [1, w].
 Step = Callable[[mx.array], mx.array]
 FOLDERS = tuple(
     str(Path(mlx_speculation.__file__).parent.joinpath(name).resolve())
@@ -49,7 +48,7 @@ FOLDERS = tuple(
 def filled(model: nn.Module, tokens: Sequence[int]) -> list[Any]:
     """Return caches of a model, as a generator makes them, that hold some tokens.
 
-    They are read in the ways of a round, which takes a third of the time on x86-64.
+    The model reads the tokens like a round: in a third of the time on x86-64.
     """
     caches: list[Any] = with_slack(make_prompt_cache(model))
     for start in range(0, len(tokens), PREFILL):
@@ -61,12 +60,12 @@ def filled(model: nn.Module, tokens: Sequence[int]) -> list[Any]:
 
 
 def held_by(caches: list[Any], count: int) -> Snapshot:
-    """Return what caches hold of so many tokens, which no later write changes."""
+    """Return a snapshot of the first `count` tokens that later writes do not change."""
     return snapshot(caches, 0, count).copied()
 
 
 def holding(model: nn.Module, snapshot: Snapshot | None) -> list[Any]:
-    """Return new caches of a model that hold it."""
+    """Return new caches of a model that hold a snapshot."""
     assert snapshot is not None
     caches: list[Any] = with_slack(make_prompt_cache(model))
     restore(snapshot, caches)
@@ -74,12 +73,12 @@ def holding(model: nn.Module, snapshot: Snapshot | None) -> list[Any]:
 
 
 def step_of(model: nn.Module, caches: list[Any], *, drafts: bool = False) -> Step:
-    """Return a forward of a model over the caches, which stay as long as they are.
+    """Return a forward of a model over caches, which keep their length.
 
     Args:
-        model: with its hooks, for the ways of a round.
-        caches: what it continues.
-        drafts: single tokens are drafts, and take the ways of a round too.
+    model: with the hooks of a round.
+    caches: the caches of the context.
+    drafts: whether the model drafts: then single tokens run like a round too.
     """
     rows = [leaf for _, leaf in leaves(caches) if hasattr(leaf, "trim")]
 
@@ -100,7 +99,7 @@ def step_of(model: nn.Module, caches: list[Any], *, drafts: bool = False) -> Ste
 
 
 def head_step_of(mtp: Mtp, model: nn.Module, context: int) -> Step:
-    """Return a step of an MTP head with one layer, over so many slots."""
+    """Return a step of an MTP head with one layer, over `context` slots."""
     caches = with_slack(mtp.head.new_caches()[0])
     hidden = HiddenStates(model, after_norm=True).embed(
         mx.zeros((1, max(1, context)), mx.int32)
@@ -121,7 +120,7 @@ def head_step_of(mtp: Mtp, model: nn.Module, context: int) -> Step:
 
 
 def steady_seconds(step: Step, width: int, count: int, clock: Clock) -> float:
-    """Return the time of one of `count` forwards, each handed over one ahead."""
+    """Return the mean seconds of `count` forwards, each submitted one ahead."""
     tokens = mx.full((1, width), 5, mx.uint32)
     mx.synchronize()
     started = 0.0
@@ -132,8 +131,8 @@ def steady_seconds(step: Step, width: int, count: int, clock: Clock) -> float:
         tokens = chosen
         if index + 1 == WARM_UP:
             started = clock()
-    # Both looks at the clock are as far behind the device: a forward is on its way, and
-    # on a CPU nearly done, since mlx waits while it is handed over.
+    # A forward is in flight at both readings of the clock. On a CPU it is nearly done,
+    # since mlx waits while it is submitted.
     finished = clock()
     mx.eval(tokens)
     return (finished - started) / count
@@ -141,7 +140,7 @@ def steady_seconds(step: Step, width: int, count: int, clock: Clock) -> float:
 
 @contextmanager
 def forwards_of(model: nn.Module) -> Iterator[list[int]]:
-    """Note the rows of every forward of a model in the block."""
+    """Collect the number of rows of every forward of a model in the block."""
     kind: Any = type(model)
     rows: list[int] = []
 
@@ -159,7 +158,7 @@ def forwards_of(model: nn.Module) -> Iterator[list[int]]:
 
 
 def python_calls(act: Callable[[], object]) -> int:
-    """Return how many functions of this package are called."""
+    """Return the number of calls of functions of this package."""
     calls = 0
 
     def see(frame: FrameType, event: str, argument: object) -> None:

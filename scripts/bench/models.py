@@ -1,15 +1,15 @@
-"""A target, and what drafts for it by name.
+"""A target, and its drafts by name.
 
 model           the draft model of the option --draft-model
-compiled        likewise, its steps compiled
-wrong           likewise, which proposes what it holds for the least probable
+compiled        the same with compiled steps
+wrong           the same, but it proposes its least probable token
 lookup, mtp     as in `draft=`
 eagle, ...      the bundled heads, each for the target it was trained on
 a folder        as in `draft=`
-one+other       a cascade; a lookup in it wants long matches
-one@4           its weights in 4 bits
-one%16          it drafts trees of 16 tokens, with as many levels as a chain has tokens
-one~1024        it drafts from the 1,024 token ids that come most often here
+one+other       a cascade; a lookup in it needs long matches
+one@4           with weights in 4 bits
+one%16          with trees of 16 tokens; a tree is as deep as a chain is long
+one~1024        limited to the 1,024 most frequent token ids
 """
 
 import copy
@@ -37,7 +37,7 @@ from mlx_speculation.engine.equivalence.texts import Parting, find_parting
 from mlx_speculation.models import TokenIds, logit_width
 from mlx_speculation.samplers import Chooser
 
-# Drafts of the bundled targets that exist for no other.
+# The bundled drafts that fit one bundled target alone.
 OWN_DRAFTS = {"dense": ["eagle"], "sliding": ["assistant"], "hybrid": ["mtp"]}
 COUNTED = 1_000_000  # characters of source text
 
@@ -47,10 +47,10 @@ class Bench:
     """A target with its draft model.
 
     Attributes:
-        name: of the target.
-        folder: the target's.
-        draft_folder: the draft model's.
-        group: the ranks that the target is spread over; None: it is whole.
+        name: the target's name.
+        folder: the target's folder.
+        draft_folder: the draft model's folder.
+        group: the ranks that the target is spread over; None: one process.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Bench:
 
     @classmethod
     def of(cls, target: str, draft_model: str = "draft", group: Any = None) -> "Bench":
-        """Name a target and its draft model, bundled ones or folders."""
+        """Make a bench from the names of bundled models, or from folders."""
         folder = folder_of(target)
         return cls(folder.name, folder, folder_of(draft_model), group)
 
@@ -91,19 +91,19 @@ class Bench:
 
     @cached_property
     def plain(self) -> SpeculativeGenerator:
-        """Decodes without a draft."""
+        """The generator without a draft."""
         return self.generator(None)
 
     @property
     def default_drafts(self) -> list[str]:
-        """The draft model, a lookup, and what is bundled for this target alone."""
+        """The draft model, a lookup, and the drafts bundled for this target alone."""
         bundled = folder_of(self.name) == self.folder
         return ["model", "lookup", *(OWN_DRAFTS.get(self.name, []) if bundled else [])]
 
     def generator(self, draft: str | None, **options: Any) -> SpeculativeGenerator:
-        """Make a generator with the draft of that name; on ranks the first one drafts.
+        """Make a generator with a named draft; of several ranks, the first one drafts.
 
-        Every model is hooked by itself, so each has a copy of the draft model.
+        Each generator gets a copy of the draft model, since it puts hooks on its model.
         """
         if self.group is not None and self.group.rank() > 0:
             draft = None
@@ -118,9 +118,9 @@ class Bench:
         return SpeculativeGenerator(self.model, self.tokenizer, draft=made, **options)
 
     def _common_ids(self, size: int) -> list[int]:
-        """Return the ids that come most often in the standard library's sources.
+        """Return the most frequent token ids of the standard library's sources.
 
-        The bundled models were trained on such; the prompts were held out of that.
+        The bundled models were trained on such sources, though not on the prompts.
         """
         text = ""
         for each in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
@@ -145,7 +145,7 @@ class Bench:
         )
 
     def chooser(self, sampling: Sampling) -> Chooser:
-        """Make what chooses the tokens of a text."""
+        """Make the chooser of a text's tokens."""
         ids = TokenIds.of(self.tokenizer)
         width = logit_width(self.model)
         return Chooser(sampling, ids.width, limit=width, missing=ids.missing)
@@ -153,7 +153,7 @@ class Bench:
     def plain_text(
         self, prompt: list[int], tokens: int, sampling: Sampling
     ) -> list[int]:
-        """Return so many tokens of plain decoding, which are generated once."""
+        """Return tokens of plain decoding, which are generated once and kept."""
         key = (tuple(prompt), tokens, sampling)
         if key not in self._texts:
             options: Any = {"max_tokens": tokens, "sampling": sampling}
@@ -171,7 +171,7 @@ class Bench:
         width: int,
         places: int | None = None,
     ) -> Parting | None:
-        """Return where a text parts from plain decoding's; see `find_parting`."""
+        """Return where a text differs from plain decoding's; see `find_parting`."""
         return find_parting(
             self.model,
             self.chooser(sampling),
@@ -184,13 +184,13 @@ class Bench:
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """Return a copy of a model that shares its parameters, without hooks of ours.
+    """Return a copy of a model that shares its parameters, without our hooks.
 
-    What is on a model for our generators may serve whoever calls it: linear layers that
-    have their weights transposed, say.
+    Our hooks may speed up other callers too, such as linear layers with transposed
+    weights.
     """
     shared: dict[int, Any] = {}
-    for module in model.modules():  # ranks do not multiply
+    for module in model.modules():  # not on ranks
         values = vars(module).values()
         shared |= {id(v): v for v in values if isinstance(v, mx.distributed.Group)}
     parameters: Any = tree_flatten(model.parameters())
@@ -199,7 +199,7 @@ def bare(model: nn.Module) -> nn.Module:
 
 
 def always_wrong(model: nn.Module) -> nn.Module:
-    """Make a draft model propose what it holds for the least probable, at its price."""
+    """Make a draft model propose its least probable token, at the usual cost."""
     kind: Any = type(model)
 
     class Wrong(kind):  # type: ignore[misc]

@@ -1,9 +1,8 @@
 """Prompts of benchmarks: the bundled ones, and question files in Spec-Bench's layout.
 
 A question file has one JSON object a line: `question_id`, `category` and `turns`, the
-messages of a user, each of which answers what was said before. The eight categories
-that come from MT-Bench count as one group, as in Spec-Bench's own tables, unless a line
-names its `group`.
+consecutive messages of a user. The eight categories that come from MT-Bench count as
+one group, as in Spec-Bench's own tables, unless a line names its `group`.
 """
 
 import json
@@ -27,9 +26,9 @@ class Question:
 
     Attributes:
         group: the kind of text.
-        source: where it comes from.
+        source: the file or data set that it comes from.
         turns: the messages of a user, or a text to continue.
-        chat: whether the turns go through a chat template, where there is one.
+        chat: whether the turns go through the chat template, if the model has one.
     """
 
     group: str
@@ -38,7 +37,7 @@ class Question:
     chat: bool = True
 
     def prompt(self, tokenizer: Any, answers: Sequence[str] = ()) -> list[int]:
-        """Return the token ids up to the answer of the turn behind those answers."""
+        """Return the prompt of a turn as token ids, given the answers to earlier turns."""
         said = self.turns[: len(answers) + 1]
         if not (self.chat and tokenizer.has_chat_template):
             parts = [part for pair in zip(said, answers, strict=False) for part in pair]
@@ -67,7 +66,7 @@ def read_questions(
     """Return the first questions of each group in a file; None: of all groups.
 
     Raises:
-        ValueError: a line is no question, or there is none of a group.
+        ValueError: a line is not a question, or a group has none.
     """
     result = []
     for number, line in enumerate(path.read_text("utf-8").splitlines(), start=1):

@@ -1,4 +1,4 @@
-"""Runs a benchmark: the BLAS first, then its rows, one table, and one line of JSON."""
+"""Runs a benchmark: selects the BLAS, prints one table and one line of JSON."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from bench.turns import Spread
 from mlx_speculation.blas import use_blas
 
 CACHE = "MLX_SPECULATION_CACHE"
-WIDTH = 160  # of a table that goes to a file
+WIDTH = 160  # columns of a table that is written to a file
 
 
 @dataclass(slots=True)
@@ -23,9 +23,9 @@ class Report:
     """The rows of one benchmark.
 
     Attributes:
-        rows: what was measured. Lists and dicts are in the JSON line alone.
-        facts: what belongs to no row.
-        quiet: print nothing, as ranks do that are not the first.
+        rows: measured values. Lists and dicts are in the JSON line alone.
+        facts: values that belong to no row.
+        quiet: print nothing; so on all ranks but the first.
     """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -33,11 +33,11 @@ class Report:
     quiet: bool = False
 
     def add(self, **row: Any) -> None:
-        """Take one row of the table."""
+        """Add one row to the table."""
         self.rows.append(row)
 
     def say(self, line: str) -> None:
-        """Say what is being done, beside the results."""
+        """Print progress on standard error."""
         if not self.quiet:
             typer.secho(line, err=True, dim=True)
 
@@ -46,10 +46,10 @@ class Report:
 def reported(context: typer.Context) -> Iterator[Report]:
     """Choose the BLAS, let the block fill a report, and print it.
 
-    The costs of rounds that earlier runs have measured decide nothing in the block.
+    The block does not use the costs of rounds that earlier runs have saved.
 
     Args:
-        context: of the command; it has the options `blas` and `json_file`.
+    context: of a command with the options `blas` and `json_file`.
     """
     chosen = use_blas(context.params["blas"])
     report = Report()
@@ -101,7 +101,7 @@ def _print(report: Report, context: typer.Context, blas: dict[str, Any]) -> None
 
 
 def _named(value: Any) -> Any:
-    """Return an option without the folders above a path."""
+    """Return an option; of a path, only its last part."""
     if isinstance(value, list):
         return [_named(each) for each in value]
     if isinstance(value, Path) or (isinstance(value, str) and os.sep in value):
@@ -110,7 +110,7 @@ def _named(value: Any) -> Any:
 
 
 def table_of(rows: list[dict[str, Any]]) -> Any:
-    """Make the table of all values that fit into a cell."""
+    """Make the table from all values that fit into a cell."""
     from rich.table import Table
 
     table = Table(title_justify="left", padding=(0, 1))
@@ -133,7 +133,7 @@ def _is_cell(value: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    """Return a value as a cell has it: three digits, quartiles in brackets."""
+    """Return the text of a cell: three digits, quartiles in brackets."""
     if value is None:
         return ""
     if isinstance(value, Spread):

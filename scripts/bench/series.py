@@ -1,8 +1,9 @@
-"""Series of an arm over all prompts of a group: speed, acceptance, texts compared.
+"""Series of an arm over all prompts of a group: speed, acceptance, compared texts.
 
-At temperature 0 every text has to be plain decoding's of ours, or to part from it where
-two tokens are almost equally good; above it all of ours, since mlx-lm draws from the
-global generator. Texts of mlx-lm's speculation may be wrong, which is said.
+At temperature 0 every text has to equal that of our plain decoding, or to differ only
+from where two tokens are almost equally good. Above 0 only our arms have to, since
+mlx-lm draws from the global generator. Texts of mlx-lm's speculation may be wrong; the
+table then says so.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,9 +27,9 @@ class Series:
 
     Attributes:
         arm: the arm.
-        runs: of each prompt; empty after a failure.
-        partings: where its texts part from our plain decoding.
-        failure: why there are no runs, or None.
+        runs: one of each prompt; empty after a failure.
+        partings: where its texts begin to differ from those of our plain decoding.
+        failure: the reason for having no runs, or None.
     """
 
     arm: Arm
@@ -68,9 +69,9 @@ class Series:
     def row(self, plain: "Series", mlx_lm: "Series") -> dict[str, Any]:
         """Return the row of the arm.
 
-        Ratios of speeds are of all prompts; in `each` they are of one prompt each, and
-        in `x_whole` of the times with their prefill. `first_x` is the median ratio of
-        the times to the first token.
+        Ratios of speeds are over all prompts; `each` has one for each prompt, and
+        `x_whole` includes the prefill. `first_x` is the median ratio of the times to
+        the first token.
         """
         if not self.runs:
             return {"arm": self.arm.name, "texts": self.failure or "no tokens"}
@@ -107,7 +108,7 @@ class Series:
 
 
 def speed_of(slices: Sequence[tuple[int, float]]) -> float:
-    """Return tokens per second of slices; 1 where a text had one token."""
+    """Return tokens per second of slices; 1 if there are none."""
     seconds = sum(spent for _, spent in slices)
     return sum(count for count, _ in slices) / seconds if seconds else 1.0
 
@@ -131,12 +132,12 @@ def compare(
     jobs: Iterable[Job],
     say: Callable[[str], None] = lambda line: None,
 ) -> list[Series]:
-    """Let arms decode jobs by turns; the first arm is our plain decoding.
+    """Let arms decode jobs in turns; the first arm is our plain decoding.
 
-    A short first job warms up and is not counted; nor are the arms that fail in it.
+    A short first job warms up and is not counted. An arm that fails is left out.
 
     Raises:
-        AssertionError: a text of ours is not that of our plain decoding.
+        AssertionError: a text of one of our arms is not that of our plain decoding.
     """
     result = [Series(arm) for arm in arms]
     for number, job in enumerate(jobs):
@@ -155,7 +156,7 @@ def compare(
 
 
 def _run(bench: Bench, series: list[Series], job: Job) -> dict[str, Run]:
-    """Run a job; arms that fail are left out from here on."""
+    """Run a job; arms that fail are left out of later jobs."""
     arms = [each.arm for each in series if each.failure is None]
     runs = run_by_turns(bench, arms, job)
     for each in series:
@@ -194,10 +195,10 @@ def jobs_of(
     temperature: float,
     seed: int = 0,
 ) -> Iterator[Job]:
-    """Yield a job for each turn of each question, with a seed of its own.
+    """Yield a job for each turn of each question; each question has its own seed.
 
-    Bundled texts are continued to the budget; answers of chats end where the model ends
-    them. The turns behind the first are asked behind the answer of plain decoding.
+    Bundled texts are continued to the budget; the model decides where answers of chats
+    end. The prompt of a later turn holds the answers of plain decoding.
     """
     ids = bench.tokenizer.eos_token_ids
     for index, question in enumerate(questions):
@@ -228,7 +229,7 @@ def add_groups(
     temperature: float,
     seed: int,
 ) -> None:
-    """Compare arms on each group of prompts, and over all where there are several."""
+    """Compare arms on each group of prompts, and on all groups together."""
     whole = [Series(arm) for arm in arms]
     for group, questions in groups.items():
         report.say(f"{bench.name}: {group}")

@@ -1,7 +1,7 @@
 """Servers to compare: ours and mlx-lm's, each a process of its own, and their clients.
 
-All of them get the same folders: float32, as our loading makes them on a Linux CPU, and
-the same BLAS. mlx-lm's own command line takes the BLAS of its wheel.
+All servers get the same models, in float32 as our `load` makes them on a Linux CPU, and
+the same BLAS. By itself mlx-lm's server would use the BLAS of its wheel.
 """
 
 import json
@@ -33,7 +33,7 @@ MLX_LM = (
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One text to ask for."""
+    """Request for one text."""
 
     prompt: str
     tokens: int
@@ -42,13 +42,13 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One text that came back.
+    """Answer to a request.
 
     Attributes:
-        text: as a whole.
-        first: seconds to its first piece.
-        whole: seconds to its end.
-        tokens: that the server has counted.
+    text: the whole text.
+    first: seconds to its first piece.
+    whole: seconds to its end.
+    tokens: number of tokens, as counted by the server.
     """
 
     text: str
@@ -62,15 +62,15 @@ class Server:
     """A running server.
 
     Attributes:
-        name: in the table.
-        url: of its interface.
+        name: its name in the table.
+        url: of its API.
     """
 
     name: str
     url: str
 
     def ask(self, client: openai.OpenAI, request: Request) -> Served:
-        """Read one text as a stream."""
+        """Send a request and read its answer as a stream."""
         started = time.perf_counter()
         first, text, tokens = 0.0, "", 0
         for piece in client.completions.create(
@@ -91,7 +91,7 @@ class Server:
     def serve(
         self, requests: Sequence[Request], clients: int
     ) -> tuple[list[Served], float]:
-        """Let some clients ask side by side; return texts in order, and the seconds."""
+        """Let clients ask concurrently; return answers in order, and the seconds."""
         result: dict[int, Served] = {}
 
         def run(which: int) -> None:
@@ -113,7 +113,7 @@ class Server:
 
 
 def widened(source: Path, folder: Path) -> Path:
-    """Write a model as it is loaded here, so that both servers load the same."""
+    """Write a model with the dtypes that we load, so that all servers load the same."""
     model, tokenizer = load(source)
     config = json.loads((source / "config.json").read_text("utf-8"))
     folder.mkdir()
@@ -126,7 +126,7 @@ def widened(source: Path, folder: Path) -> Path:
 
 @contextmanager
 def our_server(name: str, model: Path, blas: str, *options: str) -> Iterator[Server]:
-    """Start ours."""
+    """Start our server."""
     command = ["-m", "mlx_speculation", "serve", str(model), "--port", "0"]
     rest = ["--blas", blas, "--max-queue", "256", *options]
     process = subprocess.Popen(
@@ -145,7 +145,7 @@ def our_server(name: str, model: Path, blas: str, *options: str) -> Iterator[Ser
 
 @contextmanager
 def mlx_lm_server(name: str, model: Path, blas: str, *options: str) -> Iterator[Server]:
-    """Start mlx-lm's."""
+    """Start mlx-lm's server."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     command = ["-c", MLX_LM.format(blas=blas), "--model", str(model), "--port", port]
@@ -172,7 +172,7 @@ def _wait_for(url: str, process: "subprocess.Popen[Any]", name: str) -> None:
 
 @contextmanager
 def _ending(process: "subprocess.Popen[Any]") -> Iterator[None]:
-    """End a server when it is needed no longer."""
+    """End a server at the end of the block."""
     try:
         yield
     finally:

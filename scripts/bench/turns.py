@@ -1,8 +1,8 @@
-"""Arms that take turns, and ratios of what they took.
+"""Arms that take turns, and ratios of their times.
 
-Whole runs, one after the other, differ by more than the ways to decode do: a shared
-machine drifts. So all arms take turns, in another order in each, and a ratio is one of
-the same turn.
+The speed of a shared machine drifts: whole runs, one after the other, differ by more
+than the arms do. So all arms run in each turn, in an order that changes from turn to
+turn, and ratios are taken within a turn.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ Name = TypeVar("Name")
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The median of some values, and their quartiles."""
+    """Median and quartiles of some values."""
 
     median: float
     lower: float
@@ -33,12 +33,12 @@ class Spread:
 
     @classmethod
     def over(cls, ours: Sequence[float], base: Sequence[float]) -> "Spread":
-        """Summarise the ratios of values to others, pair by pair."""
+        """Summarise the ratios of `ours` to `base`, pair by pair."""
         return cls.of([one / other for one, other in zip(ours, base, strict=True)])
 
 
 def order(items: Sequence[T], number: int) -> list[T]:
-    """Return the order of a turn: another one begins, and each second is reversed."""
+    """Return the order of a turn: rotated by its number, reversed in odd turns."""
     first = number % len(items) if items else 0
     turned = [*items[first:], *items[:first]]
     return turned[::-1] if number % 2 else turned
@@ -47,12 +47,12 @@ def order(items: Sequence[T], number: int) -> list[T]:
 def in_turns(
     acts: Mapping[Name, Callable[[int], T]], repeats: int, *, warm_up: int = 1
 ) -> dict[Name, list[T]]:
-    """Run each arm in each of so many turns; return what they gave, turn by turn.
+    """Run each arm in each turn; return the results of each arm by turn.
 
     Args:
         acts: the arms by name, called with the number of the turn.
-        repeats: counted turns.
-        warm_up: turns before them, which count from 0 too.
+        repeats: number of counted turns.
+        warm_up: number of uncounted turns before them, all called with 0.
     """
     result: dict[Name, list[T]] = {name: [] for name in acts}
     for number in range(-warm_up, repeats):

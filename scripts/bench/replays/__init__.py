@@ -1,1 +1,1 @@
-"""Draft length policies on recorded texts: what records them, and what replays them."""
+"""Records texts with their drafts, and replays draft length policies on them."""

@@ -1,6 +1,6 @@
 """Lookups that are compared on recorded answers: ours, and those of other engines.
 
-An arm proposes tokens and learns which follow; it sees nothing but tokens.
+An arm sees only tokens: it proposes some, and is then told which ones follow.
 """
 
 import time
@@ -19,12 +19,13 @@ from mlx_speculation.engine.lookup.automaton import SuffixAutomaton
 from mlx_speculation.engine.lookup.lookup import Lookup, SharedPlaces
 
 LONGEST = 16  # tokens of a draft
-# Of suffix decoding: of a substring in its trees, and of a path that is drafted.
+# Of suffix decoding: most tokens of a substring in its trees, and the probability below
+# which a drafted path ends.
 DEPTH, LEAST_CHANCE = 64, 0.1
 
 
 class Arm:
-    """Proposes what may follow a text."""
+    """Proposes tokens that may follow a text."""
 
     def begin(self, tokens: Sequence[int], prediction: Sequence[int]) -> None:
         """Begin with a prompt."""
@@ -34,10 +35,10 @@ class Arm:
         return []
 
     def note(self, drafted: int, accepted: int) -> None:
-        """Learn from a round."""
+        """Learn from the result of a round."""
 
     def end(self, tokens: Sequence[int], answer: int) -> None:
-        """End with `tokens[answer:]` as the answer."""
+        """End a request whose answer is `tokens[answer:]`."""
 
 
 @dataclass
@@ -51,7 +52,7 @@ class Tally:
     seconds: list[float] = field(default_factory=list)  # of each proposal
 
     def speed(self, cost: float) -> float:
-        """Return tokens per plain step, a drafted row costing so much of one."""
+        """Return tokens in the time of a plain step; `cost` is of one drafted token."""
         return self.tokens / (self.rounds + cost * self.drafted)
 
 
@@ -77,7 +78,7 @@ def replay(arm: Arm, turns: Sequence[Turn], tally: Tally) -> None:
 
 
 class Ours(Arm):
-    """The lookup and the rule, which is given what a drafted row costs."""
+    """Our lookup and draft length rule, which is given the cost of a drafted token."""
 
     def __init__(self, cost: float, history: int) -> None:
         self._shared = SharedPlaces(history=history)
@@ -86,36 +87,36 @@ class Ours(Arm):
         self._cost = cost
 
     def begin(self, tokens: Sequence[int], prediction: Sequence[int]) -> None:
-        """Index the prompt, where it is new."""
+        """Index those tokens of the prompt that are not indexed yet."""
         self._lookup = Lookup(self._shared, prediction)
         while not self._lookup.read_ahead(tokens):
             pass
         self._rule = DraftRule([self._source], self._credit, LONGEST)
-        self._rule.choose(1, 1, ())  # the measured step, which a replay does not need
+        self._rule.choose(1, 1, ())  # the first step is measured; not needed here
 
     def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
-        """Return what the rule drafts of what was found."""
+        """Return as many of the found tokens as the rule drafts."""
         result = self._lookup.propose(tokens, LONGEST)
         plan = self._rule.choose(1, limit, [[result.survival]])
         self._last = plan, len(tokens)
         return result.tokens[: plan.length]
 
     def end(self, tokens: Sequence[int], answer: int) -> None:
-        """Leave the answer to later requests."""
+        """Keep the answer for later requests."""
         self._lookup.end(tokens, answer)
 
     def note(self, drafted: int, accepted: int) -> None:
-        """Tell the rule what became of the round."""
+        """Tell the rule the result of the round."""
         seconds = 1.0 + self._cost * drafted
         feedback = Feedback(drafted, accepted, seconds, not drafted, not drafted)
         self._rule.note(1, self._last[0], feedback)
 
 
 def draft_calls(sessions: Sequence[Sequence[Turn]], cost: float, history: int) -> str:
-    """Return the mean and the most of what draft calls of ours do, by counts.
+    """Return the mean and the maximum of the work of our draft calls, as counts.
 
-    Counted are states whose link is read, on the way to a match and to index the tokens
-    of the round before, and tokens that are copied.
+    Counted are the links read to find a match and to index the previous round's tokens,
+    and the tokens copied.
     """
     now = [0, 0]
     calls: list[tuple[int, int]] = []
@@ -158,13 +159,13 @@ def draft_calls(sessions: Sequence[Sequence[Turn]], cost: float, history: int) -
 
 
 class PromptLookup(Arm):
-    """Tokens after an earlier place of the last ones: the longest n-gram that is there.
+    """Proposes the tokens after an earlier occurrence of the longest last n-gram.
 
     Args:
-        shortest: tokens of an n-gram at least.
-        longest: at most.
-        latest: whether its latest occurrence counts, as in vLLM, or the first, as in
-            transformers.
+    shortest: fewest tokens of an n-gram.
+    longest: most tokens of an n-gram.
+    latest: whether to use its latest occurrence, as in vLLM, or the first, as in
+    transformers.
     """
 
     def __init__(self, shortest: int, longest: int, *, latest: bool) -> None:
@@ -177,7 +178,7 @@ class PromptLookup(Arm):
         self._known = 0
 
     def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
-        """Copy what followed; nothing is repeated where the text ends."""
+        """Copy the tokens after the occurrence, up to the end of the text."""
         for end in range(max(1, self._known), len(tokens)):
             for length in self._lengths:
                 if length <= end:
@@ -193,20 +194,20 @@ class PromptLookup(Arm):
 
 
 class SuffixTree:
-    """Substrings of at most `DEPTH` tokens and how often each occurs, all counted.
+    """Counts of all substrings of at most `DEPTH` tokens.
 
-    A suffix automaton with a dictionary for each state, for the same counts as those of
-    a tree, in a fraction of its memory.
+    A suffix automaton with a dictionary for each state: it has the counts of a suffix
+    tree in a fraction of the memory.
     """
 
     def __init__(self) -> None:
         self._length, self._link, self._count = [0], [-1], [0]
         self._next: list[dict[int, int]] = [{}]
         self._last = 0
-        self.state, self.matched = 0, 0  # of the text that is followed
+        self.state, self.matched = 0, 0  # the match of the followed text
 
     def append(self, token: int) -> None:
-        """Count one more token behind the last; a negative one ends a text."""
+        """Append a token and count its substrings; a negative token ends a text."""
         link, count = self._link, self._count
         new, state = self._add(self._length[self._last] + 1, {}), self._last
         while state >= 0 and token not in self._next[state]:
@@ -236,12 +237,12 @@ class SuffixTree:
         return len(self._length) - 1
 
     def follow_own(self) -> None:
-        """Let the text that is followed be the indexed one."""
+        """Match the end of the indexed text with its earlier occurrences."""
         self.state = self._link[self._last]
         self.matched = self._length[self.state]
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """Let it be another, of which these are the last tokens."""
+        """Match the end of another text, given its last tokens."""
         state = matched = 0
         for token in tokens:
             while state and token not in self._next[state]:
@@ -258,7 +259,8 @@ class SuffixTree:
         while state > 0:
             shorter = self._length[self._link[state]]
             path = self._path(state, limit)
-            # All matches of a state go on alike; the deeper, the less room is left.
+            # All matches of a state have the same continuation, of which a longer match
+            # leaves less.
             for length in {matched, max(shorter + 1, min(matched, DEPTH - limit))}:
                 count = min(length, DEPTH - length)
                 score = sum(chance for _, chance in path[:count])
@@ -268,7 +270,7 @@ class SuffixTree:
         return best
 
     def _path(self, state: int, limit: int) -> list[tuple[int, float]]:
-        """Follow the most frequent token while the path is probable."""
+        """Return the path of most frequent tokens, as long as it is probable."""
         result: list[tuple[int, float]] = []
         chance = 1.0
         while len(result) < limit:
@@ -287,9 +289,9 @@ class SuffixTree:
 class SuffixDecoding(Arm):
     """Suffix decoding (Oliaro et al., 2024) by its published rule and defaults.
 
-    A tree of the request's own text and one of all answers; of each match the path of
-    the most frequent tokens, as long as the match and while it is probable. The path
-    with the highest sum of probabilities is drafted.
+    One tree holds the request's text, another holds all answers. Each match gives the
+    path of most frequent tokens, at most as long as the match and while it is probable.
+    The path with the highest sum of probabilities is drafted.
     """
 
     def __init__(self, limit: int) -> None:
@@ -298,14 +300,14 @@ class SuffixDecoding(Arm):
         self._tree, self._known = SuffixTree(), list[int]()
 
     def begin(self, tokens: Sequence[int], prediction: Sequence[int]) -> None:
-        """Make the tree of the text, or go on with that of the turn before."""
+        """Make the tree of the text, or extend the tree of the previous turn."""
         if self._known != tokens[: len(self._known)]:
             self._tree, self._known = SuffixTree(), []
         self._grow(self._tree, tokens[len(self._known) :])
         self._known = list(tokens)
 
     def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
-        """Return the better one of what both trees propose."""
+        """Return the better proposal of the two trees."""
         new = tokens[len(self._known) :]
         self._grow(self._tree, new)
         self._grow(self._answers, new)
@@ -317,7 +319,7 @@ class SuffixDecoding(Arm):
         return (mine if mine[0] >= answers[0] else answers)[1][:limit]
 
     def end(self, tokens: Sequence[int], answer: int) -> None:
-        """Count the rest of the answer, and end it."""
+        """Add the rest of the answer to the trees, and end it."""
         self.propose(tokens, 0)
         self._answers.append(-1)
 

@@ -1,10 +1,9 @@
-"""Replays traces of greedy texts through a draft length policy: exact, without a clock.
+"""Replays traces of greedy texts through a draft length policy, without a clock.
 
-A trace tells what each draft from each position would bring, see `traces`, a machine
-what each round costs. So a policy sees what it
-would have seen. The rounds are those of `engine.round.decoder`: a plain step submits
-the next one, which is in flight when the next round begins, and a draft that is found
-then stands behind it.
+A trace has the result of each draft from each position (see `traces`), and a `Machine`
+has the cost of each round, so a policy gets the feedback that it would have got. The
+rounds are those of `engine.round.decoder`: a plain step submits the next one, which is
+in flight when the next round begins; a draft of that round follows the step's token.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,12 +24,12 @@ MACHINES = ("cpu", "h100", "mac", "linear")
 
 @dataclass(frozen=True)
 class Text:
-    """A greedy text, and what drafters propose at each of its tokens.
+    """A greedy text, and the proposals of drafters at each of its tokens.
 
     Attributes:
-        context: tokens of the prompt.
-        right: of each drafter, how many drafted tokens the text goes on with.
-        proposed: of each drafter, how many it drafts, unless it is asked for fewer.
+        context: number of tokens of the prompt.
+        right: for each drafter, the number of drafted tokens that agree with the text.
+        proposed: for each drafter, the most tokens that it drafts there.
     """
 
     context: int
@@ -41,7 +40,7 @@ class Text:
         return len(self.right[0])
 
     def requests(self, tokens: int) -> Iterator["Text"]:
-        """Cut the text into requests of so many tokens; what is left is dropped."""
+        """Cut the text into requests of `tokens` tokens; the rest is dropped."""
         for start in range(0, max(1, len(self) - tokens + 1), tokens):
             stop = start + tokens
             yield Text(
@@ -56,10 +55,10 @@ class Machine:
     """Costs of rounds, in plain steps.
 
     Attributes:
-        rounds: of each drafter, a round with so many drafted tokens.
-        left: of a plain step that is in flight when a round begins.
-        cold: a plain step that is not, and of the next one nothing.
-        noise: times of rounds are multiplied by these in turn.
+        rounds: for each drafter, the cost of a round by its number of drafted tokens.
+        left: the rest of a plain step that is in flight when a round begins.
+        cold: a plain step that was not in flight, when no next one is submitted.
+        noise: factors of the observed times of successive rounds, in a cycle.
     """
 
     rounds: Sequence[Sequence[float]]
@@ -73,9 +72,9 @@ class Replayed:
     """Result of one request or several.
 
     Attributes:
-        steps: what its rounds cost, in plain steps.
-        tokens: that they emitted.
-        decisions: each round's plan and what became of it.
+        steps: cost of its rounds, in plain steps.
+        tokens: number of emitted tokens.
+        decisions: the plan and the feedback of each round; None: not kept.
     """
 
     steps: float = 0.0
@@ -91,7 +90,7 @@ class Replayed:
 def replay(
     policy: DraftLengthPolicy, machine: Machine, text: Text, result: Replayed
 ) -> None:
-    """Generate a text, and add what came of it."""
+    """Generate a text, and add its rounds to `result`."""
     at, behind, rounds = 0, False, 0
     plan: Plan | None = None
     next_plan: Plan | None = None
@@ -129,7 +128,7 @@ def replay(
 def _drafted(
     plan: Plan, text: Text, at: int, behind: bool, limit: int
 ) -> tuple[int, int, int]:
-    """Return which drafter drafts, how many tokens, and how many would be right."""
+    """Return the index of the drafter, its drafted tokens and how many are right."""
     length = min(plan.length, limit)
     if length <= 0:
         return 0, 0, 0
@@ -145,7 +144,7 @@ def _drafted(
 def texts_of(
     traces: dict[str, np.ndarray], pairs: Sequence[str]
 ) -> dict[str, list[Text]]:
-    """Return the texts of a pair by group; several pairs of a target are a cascade."""
+    """Return the texts of pairs by group; several pairs of a target are a cascade."""
     places = [name.split("/") for name in traces if name.startswith(f"{pairs[0]}/")]
     groups = dict.fromkeys(place[1] for place in places if len(place) == 3)
 
@@ -168,21 +167,20 @@ def texts_of(
     return result
 
 
-# What a drafted token takes of a plain step where a GPU is, by the kind of drafter: a
-# head of a layer, or a small model.
+# Cost of drafting one token on a GPU, in plain steps, by the kind of drafter.
 _DRAFTING = {"lookup": 0.0, "model": 0.4, "mtp": 0.1, "eagle": 0.1, "assistant": 0.1}
-# One H100 and an 8 B llama: nearly all of a round is the host's. An M4 Pro: 4-bit
-# products of so many rows. Their rounds verify so many drafts in so many plain steps.
+# Plain steps to verify a number of drafted tokens. With a llama of 8 B on an H100,
+# nearly all of a round is the host's time; on an M4 Pro it is 4-bit products.
 _H100 = {0: 1.0, 1: 1.7, 2: 1.72, 4: 1.81, 8: 1.89, 16: 1.96}
 _MAC = {0: 1.0, 1: 1.03, 2: 1.22, 3: 1.47, 5: 2.07, 7: 2.69, 11: 3.0, 16: 3.4}
-# One without BLAS: each row costs what a step does, and no draft pays.
+# A machine without BLAS: each row costs a plain step, and no draft pays.
 _LINEAR = {0: 1.0, 16: 17.0}
 
 
 def machines_of(
     traces: dict[str, np.ndarray], pairs: Sequence[str]
 ) -> dict[str, Machine]:
-    """Return the machines that a pair, or a cascade of several, is replayed on."""
+    """Return the machines for a replay of a pair, or of a cascade of several."""
     kinds = [pair.split("-")[1] for pair in pairs]
 
     def made(verify: dict[int, float], left: float, cold: float) -> Machine:
@@ -202,7 +200,7 @@ def machines_of(
 
 
 def _spread(costs: dict[int, float]) -> np.ndarray:
-    """Return costs of 0 to 16 drafts, with straight lines between those known."""
+    """Return the costs of 0 to 16 drafted tokens, interpolated linearly."""
     return np.interp(range(17), list(costs), list(costs.values()))
 
 
@@ -214,7 +212,7 @@ def run(
     *,
     explain: bool = False,
 ) -> Replayed:
-    """Generate texts as requests of so many tokens, each with a policy of its own."""
+    """Generate texts as requests of `tokens` tokens, each with a new policy."""
     result = Replayed(decisions=[] if explain else None)
     for text in texts:
         for request in text.requests(tokens):

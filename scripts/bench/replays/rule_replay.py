@@ -1,7 +1,7 @@
-"""Replays traces through the policies: exact, without a clock.
+"""Replays traces through the draft length rule, for streams and batches.
 
 Rounds are those of `engine.round.decoder` and `engine.batch.running`: lookups propose
-first, at no cost, and behind a plain step that is in flight as well.
+first and at no cost, also while a plain step is in flight.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ LONGEST = 16
 
 
 class Generator:
-    """State that streams of a generator share, which knows nothing at first."""
+    """State that the streams of a generator share; empty at first."""
 
     def __init__(self, names: Sequence[str], credit: Credit | None = None) -> None:
         self.each = [Known(free="lookup" in name, name=name) for name in names]
@@ -37,7 +37,7 @@ def replay_rule(
     text: Text,
     result: Replayed,
 ) -> None:
-    """Generate a text, and add what came of it."""
+    """Generate a text, and add its rounds to `result`."""
     policy = RuleDraftLength(known.each, known.credit, LONGEST)
     at, behind, rounds = 0, False, 0
     plan: Plan | None = None
@@ -88,7 +88,7 @@ def replay_rule(
 
 @dataclass(frozen=True)
 class Judged:
-    """A group of texts under the rule, beside plain decoding and the best of all."""
+    """Result of a group of texts, beside plain decoding and the best fixed length."""
 
     group: str
     ours: Replayed
@@ -103,7 +103,7 @@ class Judged:
 
     @property
     def over_best(self) -> float:
-        """The rule's speed over that of the best single source and fixed length."""
+        """The rule's speed over that of the best fixed length, of a single source."""
         return self.least / self.ours.steps
 
 
@@ -115,7 +115,7 @@ def judged(
     *,
     explain: bool = False,
 ) -> Iterator[Judged]:
-    """Replay each group as the requests of a generator that knows nothing at first."""
+    """Replay each group as the requests of a new generator."""
     for group, texts in texts_of(traces, pairs).items():
         fixed: dict[str, float] = {}
         for index, pair in enumerate(pairs):
@@ -152,7 +152,7 @@ class Member:
         return len(self.text) - self.at
 
 
-# A row, its lookup, where it stood, and the weights of what was found.
+# A row, the index of its lookup, its position then, and the weights of the proposal.
 Probed = tuple[Member, int, int, Any]
 
 
@@ -164,8 +164,8 @@ def replay_batch(
 ) -> None:
     """Generate texts as one batch: all requests are fed the same width.
 
-    A round costs what `machine` says in plain steps of the requests that are left, and
-    these as many plain steps of the whole batch as is their share: the device is busy.
+    The device is taken to be busy: a plain step of the remaining requests costs their
+    share of a plain step of the whole batch.
     """
     sources = [Source(one.costs, one.free, one.name, PAUSE) for one in known.each]
     rule = DraftRule(sources, known.credit, LONGEST)
@@ -221,7 +221,7 @@ def replay_batch(
 def _probe_lookups(
     known: Generator, live: list[Member], limits: list[int], behind: bool
 ) -> tuple[list[Any], list[Probed]]:
-    """Return the survival of lookups for each row with room, and what they found."""
+    """Return the survival of sources for each row with room, and the lookups' finds."""
     offered, probed = [], []
     for row, limit in zip(live, limits, strict=True):
         if limit <= 0:
@@ -240,7 +240,7 @@ def _probe_lookups(
 def _drafted(
     live: list[Member], source: int, limits: list[int], behind: bool
 ) -> tuple[list[int], list[int]]:
-    """Return how many tokens each row drafts, and how many of them are right."""
+    """Return the number of tokens that each row drafts, and how many are right."""
     drafted, accepted = [], []
     for row, limit in zip(live, limits, strict=True):
         count = int(row.text.proposed[source][row.at]) - behind

@@ -1,4 +1,4 @@
-"""Requests of recorded sessions and of edits, in tokens: replayed without a model."""
+"""Requests of recorded sessions and edits, as tokens, for replays without a model."""
 
 import difflib
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-# Two releases each; an edit is a file of which 2 to 20 % of the lines changed.
+# Two releases of each package; an edit is a file with 2 to 20 % of its lines changed.
 RELEASES = {
     "httpx": ("0.27.2", "0.28.1"),
     "rich": ("13.7.1", "13.9.4"),
@@ -23,12 +23,12 @@ LEAST_CHANGED, MOST_CHANGED = 0.02, 0.20
 
 @dataclass(frozen=True)
 class Turn:
-    """A request, and the answer that was recorded.
+    """A request and its recorded answer.
 
     Attributes:
         tokens: prompt and answer.
-        answer: where the answer begins.
-        prediction: a text that was passed as the expected answer.
+        answer: index of the answer's first token.
+        prediction: tokens that are passed as the expected answer.
     """
 
     tokens: Sequence[int]
@@ -37,16 +37,16 @@ class Turn:
 
 
 def said(message: dict[str, Any]) -> str:
-    """Return what a message says, tool calls as the models are taught to write them."""
+    """Return the text of a message, with tool calls in the form models write them."""
     calls = (json.dumps(call) for call in message.get("tool_calls") or ())
     wrapped = "".join(f"<tool_call>{call}</tool_call>" for call in calls)
     return (message.get("content") or "") + wrapped
 
 
 def turns_of(messages: Sequence[dict[str, Any]], tokenizer: Any) -> list[Turn]:
-    """Return a request for each message of the assistant, all before it the prompt.
+    """Return a request for each message of the assistant: all before it is the prompt.
 
-    Its answer ends with the token that ends a message.
+    The answer ends with the token that ends a message.
     """
     chat = [{"role": one["role"], "content": said(one)} for one in messages]
     result: list[Turn] = []
@@ -77,7 +77,7 @@ def read_sessions(file: Path, tokenizer: Any) -> list[list[Turn]]:
 
 
 def by_turns(sessions: Sequence[list[Turn]], together: int) -> Iterator[list[Turn]]:
-    """Yield sessions of which so many take turns, as one session for each group."""
+    """Yield one session for each group of `together` sessions, which take turns."""
     for start in range(0, len(sessions), together):
         group = sessions[start : start + together]
         longest = max(len(session) for session in group)
@@ -85,11 +85,11 @@ def by_turns(sessions: Sequence[list[Turn]], together: int) -> Iterator[list[Tur
 
 
 def edits(tokenizer: Any, folder: Path | None = None) -> list[Turn]:
-    """Return files as they are, asked for as they became; the old ones predicted.
+    """Return requests to update a file: it is the prediction, the new one the answer.
 
     Args:
-        tokenizer: has a chat template.
-        folder: holds the wheels; None: they are fetched from the package index.
+    tokenizer: a tokenizer with a chat template.
+    folder: holds the wheels; None: they are fetched from the package index.
     """
     result = []
     for old, new in _changed(folder):
@@ -104,9 +104,9 @@ def edits(tokenizer: Any, folder: Path | None = None) -> list[Turn]:
 
 
 def unrelated(turns: Sequence[Turn]) -> list[Turn]:
-    """Return edits of nothing that was shown: the prediction is that of another file.
+    """Return the edits with the prediction of another file.
 
-    The prompt is its last tokens, so that the old file is not in it either.
+    Of the prompt only the last 8 tokens are kept, so the old file is not in it.
     """
     each = []
     for turn, other in zip(turns, [*turns[1:], *turns[:1]], strict=True):
@@ -129,7 +129,7 @@ def _changed(folder: Path | None) -> Iterator[tuple[str, str]]:
 
 
 def changed_share(old: Sequence[str], new: Sequence[str]) -> float:
-    """Return the share of the new lines that are not in the old text, in order."""
+    """Return the share of the longer file's lines that the other one lacks."""
     matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
     same = sum(block.size for block in matcher.get_matching_blocks())
     return 1 - same / max(1, len(old), len(new))

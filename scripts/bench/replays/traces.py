@@ -1,25 +1,25 @@
-"""Records what a drafter would propose at every position of texts.
+"""Records the proposals of a drafter at every position of texts.
 
-Draft length policies are chosen by replaying such traces: the text of a seed is the
-same whatever is drafted, and what a drafter proposes depends on the tokens before
-alone. So a long draft at each position tells what any draft from there would bring.
+Draft length policies are tuned by replaying such traces. The text of a seed does not
+depend on the drafts, and a proposal depends only on the tokens before it. So one long
+draft at each position gives the result of every shorter draft from there.
 
     python scripts/bench/replays/traces.py traces.npz --model FOLDER --draft lookup \
         --name smollm2-lookup --prompts question.jsonl --per-group 4
 
-adds the pair, or more texts of it, to traces.npz, and prints one JSON line. Without
---model and --prompts it is the bundled dense model on the bundled prompts. The tests
-replay the files in tests/support/draft_length/, and so does scripts/draft_length.py.
+adds the pair, or more texts of it, to traces.npz, and prints one JSON line. The
+defaults of --model and --prompts are the bundled dense model and prompts. The tests and
+scripts/draft_length.py replay the files in tests/support/draft_length/.
 
-A chat model's texts end where it ends them, others after --tokens. Arrays of a pair,
-by the names `NAME/GROUP/...`, one row for each text, with zeros behind its end:
-    right     uint8 [texts, tokens], how many of the drafted tokens are in the text
-    found     uint8 [texts, tokens], how many were drafted
-    sure      uint8 [texts, tokens, 8], the probability that the drafter gave to each of
-              the first tokens, 0 to 15 in fifteenths; only where it has probabilities
-    context   int32 [texts], the tokens of the prompt; `tokens` likewise, of the text
-    costs     float32 [lengths], what a round that drafts `NAME/lengths` tokens takes,
-              in plain steps: of the processor's time, which a busy machine leaves alone
+A chat model ends its texts itself; other texts end after --tokens. Arrays of a pair,
+named `NAME/GROUP/...`, one row for each text, with zeros after its end:
+    right     uint8 [texts, tokens], number of drafted tokens that agree with the text
+    found     uint8 [texts, tokens], number of drafted tokens
+    sure      uint8 [texts, tokens, 8], the drafter's probability of each of the first
+              tokens, 0 to 15 in fifteenths; missing where it has none
+    context   int32 [texts], number of tokens of the prompt; `tokens`: of the text
+    costs     float32 [lengths], cost of a round that drafts `NAME/lengths` tokens, in
+              plain steps: processor time, which does not depend on other processes
 """
 
 import argparse
@@ -49,8 +49,8 @@ from mlx_speculation.models import Lane
 from mlx_speculation.samplers import Choice, Rows, Sampling
 
 DRAFTED = 15  # tokens, at each position
-SURE = 8  # of them whose probability is kept
-CONTEXT = 256  # tokens in the caches at which costs are measured
+SURE = 8  # tokens of a draft whose probability is kept
+CONTEXT = 256  # tokens in the caches when costs are measured
 LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 ROUNDS, PLAIN_ROUNDS = 16, 48
 
@@ -66,7 +66,7 @@ class Recorded(Draft):
     def open(
         self, lane: Lane, sequence: Sequence, draft_cache: list[Any] | None = None
     ) -> Drafter:
-        """Return the drafter of one stream; what the one before has kept is gone."""
+        """Return the drafter of a new stream, and forget the previous stream's drafts."""
         self.drafts = {}
         return Recorder(self.inner.open(lane, sequence, draft_cache), self.drafts)
 
@@ -80,11 +80,11 @@ class Recorder:
         self._inner, self._drafts = inner, drafts
 
     def begin(self, sequence: Sequence) -> None:
-        """Let it begin."""
+        """Let the recorded drafter begin."""
         self._inner.begin(sequence)
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
-        """Keep what it proposes, and propose nothing."""
+        """Keep the drafter's proposal, and propose nothing."""
         probs: list[mx.array] = []
 
         def watched(logits: mx.array, rows: Rows, ids: Any = None) -> Choice:
@@ -101,7 +101,7 @@ class Recorder:
         """Do nothing: nothing was proposed."""
 
     def discard(self) -> None:
-        """Do nothing: the draft is discarded by now."""
+        """Do nothing: the draft is already discarded."""
 
 
 def record(
@@ -115,7 +115,7 @@ def record(
     chats = generator.tokenizer.has_chat_template
     result = generator.generate(
         prompt,
-        max_tokens=tokens + 2,  # at the last two tokens of a budget nobody drafts
+        max_tokens=tokens + 2,  # drafters propose nothing at a budget's last two tokens
         sampling=sampling,
         stop_tokens=None if chats else (),
         draft_length=DRAFTED,
@@ -140,7 +140,7 @@ def record(
 
 
 def costs_of(model: Any, tokenizer: Any, draft: Draft) -> list[float]:
-    """Return what rounds of each of `LENGTHS` cost, in plain steps."""
+    """Return the cost of a round with each of `LENGTHS`, in plain steps."""
     generator = SpeculativeGenerator(model, tokenizer, draft=measured_draft(draft))
     seconds = []
     for length in LENGTHS:
@@ -195,7 +195,7 @@ def main() -> None:
     model.set_dtype(mx.float32)
     draft: Any = options.draft
     if draft == "lookup":
-        draft = LookupDraft(history=0)  # each text by itself
+        draft = LookupDraft(history=0)  # no history between texts
     usual = SpeculativeGenerator(model, tokenizer, draft=draft)
     assert usual._setup.draft is not None
     source = Recorded(usual._setup.draft)
