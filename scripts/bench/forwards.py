@@ -76,9 +76,9 @@ def step_of(model: nn.Module, caches: list[Any], *, drafts: bool = False) -> Ste
     """Return a forward of a model over caches, which keep their length.
 
     Args:
-    model: with the hooks of a round.
-    caches: the caches of the context.
-    drafts: whether the model drafts: then single tokens run like a round too.
+        model: with the hooks of a round.
+        caches: the caches of the context.
+        drafts: whether the model drafts: then single tokens run like a round too.
     """
     rows = [leaf for _, leaf in leaves(caches) if hasattr(leaf, "trim")]
 

@@ -37,7 +37,7 @@ class Question:
     chat: bool = True
 
     def prompt(self, tokenizer: Any, answers: Sequence[str] = ()) -> list[int]:
-        """Return the prompt of a turn as token ids, given the answers to earlier turns."""
+        """Return a turn's prompt as token ids, given the answers to earlier turns."""
         said = self.turns[: len(answers) + 1]
         if not (self.chat and tokenizer.has_chat_template):
             parts = [part for pair in zip(said, answers, strict=False) for part in pair]

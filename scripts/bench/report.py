@@ -49,7 +49,7 @@ def reported(context: typer.Context) -> Iterator[Report]:
     The block does not use the costs of rounds that earlier runs have saved.
 
     Args:
-    context: of a command with the options `blas` and `json_file`.
+        context: of a command with the options `blas` and `json_file`.
     """
     chosen = use_blas(context.params["blas"])
     report = Report()

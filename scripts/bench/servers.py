@@ -45,10 +45,10 @@ class Served:
     """Answer to a request.
 
     Attributes:
-    text: the whole text.
-    first: seconds to its first piece.
-    whole: seconds to its end.
-    tokens: number of tokens, as counted by the server.
+        text: the whole text.
+        first: seconds to its first piece.
+        whole: seconds to its end.
+        tokens: number of tokens, as counted by the server.
     """
 
     text: str

@@ -44,7 +44,7 @@ Where costs, copies of OpenBLAS and conventions of heads are kept:
 `MLX_SPECULATION_CACHE`, else `~/.cache/mlx-speculation`.
 """
 MODEL = ("adapter_path", "trust_remote_code", "blas")
-# What more than one command takes, and where it is listed once.
+# Groups of options that several commands take, and the places where they are listed.
 GROUPS = {
     "Model": "generate",
     "Draft and its length": "generate",
@@ -64,7 +64,7 @@ def commands() -> dict[str, Any]:
 
 
 def panel(parameter: Any) -> str:
-    """Return the group that an option is listed under; "" for a command's own."""
+    """Return the group of an option; "": the option belongs to one command."""
     if parameter.name in MODEL:
         return "Model"
     return getattr(parameter, "rich_help_panel", None) or ""
@@ -87,7 +87,7 @@ def _shared() -> Iterator[str]:
 
 
 def _own_options(name: str, command: Any) -> Iterator[str]:
-    """Yield the options of one command, and the names of the groups it takes."""
+    """Yield the lines on one command's options and on the groups that it takes."""
     rest: dict[str, list[Any]] = {}
     for parameter in command.params:
         if parameter.opts[0].startswith("-"):
@@ -100,7 +100,7 @@ def _own_options(name: str, command: Any) -> Iterator[str]:
         links = (f"[{title}](#{_anchor(title)})" for title in same)
         yield f"Takes the options of {', '.join(links)}, and these:\n"
     ours = [each for title in rest if title not in same for each in rest[title]]
-    ours = [each for each in ours if each.name != "json"]  # said at the top
+    ours = [each for each in ours if each.name != "json"]  # explained at the top
     if ours:
         yield _table(ours)
 
@@ -127,7 +127,7 @@ def _table(parameters: list[Any]) -> str:
 
 
 def _values(parameter: Any) -> str:
-    """Return what an option can be, where that is a short list."""
+    """Return the possible values of an option, if that is a short list."""
     kind = parameter.type_descriptor.annotation
     if typing.get_origin(kind) is not typing.Literal:
         return ""

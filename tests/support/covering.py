@@ -1,9 +1,9 @@
-"""Of all combinations of parameters, those that `make test` runs.
+"""Selects the combinations of parameters that `make test` runs.
 
-A product of parameters grows with each of them, and most faults are found by one value
-or by two that meet. So the quick combinations have every value of each parameter, and
-every two values of the parameters that are named as pairs; the others are marked slow,
-and `make test-long` runs them too.
+The number of combinations grows with each parameter, and most faults show with one
+value or with a pair of values. So the quick combinations cover every value of each
+parameter, and every pair of values of the parameters that are named as pairs. The
+other combinations are marked slow and run in `make test-long` only.
 """
 
 from collections import Counter
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-# What has to occur: each parameter that it is of, by its number, and the value's.
+# One or two values that must occur together, as numbers of (parameter, value).
 Need = frozenset[tuple[int, int]]
 
 
@@ -27,10 +27,10 @@ def covering(
     `covering("abc", (1, 2, 3, 4))` has twelve, four of them quick: a1, b2, c3 and a4.
 
     Args:
-        values: of each parameter.
-        pairs: the numbers of two parameters whose values shall all meet.
-        quick: the number of a parameter, and those of its values that are not slow in
-            all combinations.
+        values: the values of each parameter.
+        pairs: numbers of two parameters, of which all pairs of values are quick.
+        quick: by number of a parameter, its values that may be quick; combinations
+            with its other values are all slow.
     """
     lists = [list(each) for each in values]
     places = list(product(*(range(len(each)) for each in lists)))
@@ -61,10 +61,10 @@ def others_slow(values: Iterable[str], quick: Collection[str]) -> list[Any]:
 def _covering_places(
     places: list[tuple[int, ...]], pairs: Collection[tuple[int, int]]
 ) -> set[tuple[int, ...]]:
-    """Return combinations that meet all needs: always one that meets the most.
+    """Return combinations that meet all needs, chosen greedily.
 
-    Among these it is one whose values have been used the least, so that they are mixed,
-    and the first of those, so that each run has the same.
+    Each choice meets the most open needs. Of several, it is the one with the least used
+    values, which mixes them, and then the first, which makes the choice repeatable.
     """
     met_by = {each: _needs(each, pairs) for each in places}
     left = set[Need]().union(*met_by.values())
@@ -87,7 +87,7 @@ def _covering_places(
 def _needs(
     chosen: tuple[int, ...], pairs: Collection[tuple[int, int]]
 ) -> frozenset[Need]:
-    """Return what one combination meets."""
+    """Return the needs that one combination meets."""
     values = list(enumerate(chosen))
     alone = [frozenset({value}) for value in values]
     return frozenset(

@@ -1,4 +1,4 @@
-"""Decoders without a stream: rounds that fail are compared with the state before."""
+"""Runs decoders without a stream, and checks that failed rounds change nothing."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ from support.caches.contents import assert_same_content, content, counts
 from support.identity import SAMPLED
 
 PROMPT = [(5 * i * i + 3) % 256 for i in range(21)]
-# A function of an owner, by name, and which call of it fails, from 1 on.
+# An object, the name of its function, and the number of the call that fails, from 1.
 Step = tuple[Any, str, int]
 
 
@@ -27,7 +27,7 @@ class InjectedError(Exception):
 
 
 class Run:
-    """A decoder on its own lanes; `cut` sees each outcome."""
+    """A decoder on its own lanes; `cut` may change the outcome of each round."""
 
     def __init__(self, model: nn.Module, drafter: Any, length: int, most: int) -> None:
         self.sequence = Sequence(list(PROMPT))
@@ -46,7 +46,7 @@ class Run:
 
     @property
     def emitted(self) -> list[int]:
-        """The tokens behind the prompt."""
+        """The tokens after the prompt."""
         return self.sequence.tokens[len(PROMPT) :]
 
     def next_round(self) -> None:
@@ -60,7 +60,7 @@ class Run:
         return self.emitted
 
     def state(self) -> tuple[list[Any], dict[str, Any], list[int], int]:
-        """Return what a round that fails leaves as it was."""
+        """Return the state that a failed round must not change."""
         return (
             content(self.target.caches),
             counts(self.decoder.request.statistics),
@@ -69,13 +69,13 @@ class Run:
         )
 
     def fail_one_round(self, step: Step, error: BaseException) -> None:
-        """Let a step of the next round raise, and require that nothing has changed."""
+        """Let a step of the next round raise, and require an unchanged state."""
         owner, name, call = step
         with failing(self if owner is Run else owner, name, call, error):
             self.raises_and_changes_nothing(type(error))
 
     def raises_and_changes_nothing(self, error: type[BaseException]) -> None:
-        """Require it of the next round."""
+        """Require that the next round raises `error` and leaves the state unchanged."""
         before = self.state()
         with pytest.raises(error):
             self.next_round()
@@ -106,5 +106,5 @@ def failing(owner: Any, name: str, call: int, error: BaseException) -> Iterator[
 
 
 def label(value: Any) -> str | None:
-    """Return what a step is called in the name of a test."""
+    """Return the name of a step for a test id."""
     return f"{value[1]}-{value[2]}" if isinstance(value, tuple) else None

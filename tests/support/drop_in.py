@@ -1,4 +1,4 @@
-"""mlx-lm's own generation beside ours: the same keywords, the same answers."""
+"""Compares mlx-lm's generation with ours for the same keywords."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -62,10 +62,10 @@ def both(
         model: the target.
         tokenizer: its tokenizer.
         prompt: text or ids.
-        count: close after so many responses.
-        ours: options of ours alone.
-        theirs: options of mlx-lm's alone.
-        options: of both.
+        count: number of responses after which both are closed.
+        ours: options for our generation alone.
+        theirs: options for mlx-lm's generation alone.
+        options: options for both.
     """
     expected = Answer.of(
         mlx_lm.stream_generate(model, tokenizer, prompt, **options, **(theirs or {})),
@@ -132,7 +132,7 @@ def assert_same_caches(
 
 
 def _rows(cache: Any) -> list[Any]:
-    """Return what a cache holds: rows in the order of the text, or its states."""
+    """Return the content of a cache: rows in the order of the text, or states."""
     if hasattr(cache, "cache"):
         return [None if a is None else np.array(_as_rows(a)) for a in cache.cache]
     if cache.keys is None:

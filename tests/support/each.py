@@ -1,7 +1,7 @@
-"""Many combinations of parameters in one test, where each takes a moment.
+"""Runs many quick combinations of parameters in one test.
 
-A test of its own costs a few milliseconds, so a grid of hundreds of small cases is
-played in one. A combination that fails is named in the note of its error.
+A parametrized test costs a few milliseconds for each case, which is much for hundreds
+of small cases. The error of a failed combination has a note that names it.
 """
 
 import inspect
@@ -14,10 +14,11 @@ from typing import Any
 def each(**values: Iterable[Any]) -> Callable[[Callable[..., None]], Any]:
     """Call a test with every combination of values, until one fails.
 
-    Fixtures serve all of them, so it is not for tests that patch or write to a folder.
+    All combinations share their fixtures, so tests that patch or write to a folder
+    cannot use it.
 
     Args:
-        values: those of each parameter, by its name.
+        values: the values of each parameter, by its name.
     """
     lists = {name: list(of) for name, of in values.items()}
     assert all(lists.values()), "a parameter without values would test nothing"

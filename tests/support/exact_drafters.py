@@ -1,11 +1,11 @@
-"""Texts of every kind of drafter in exact mode, compared bit for bit with none.
+"""Compares texts in exact mode with and without a drafter, bit for bit.
 
-Heads have random weights and would hardly ever be right. So what a drafter chooses is
-pushed towards the text: its own forwards, caches and states run as always, and most of
-its tokens are accepted.
+Heads have random weights, so few of their tokens would be accepted. The drafter's
+choices are therefore replaced by the text's tokens, most of which are then accepted;
+its forwards, caches and states run as always.
 
-As a program it compares pairs of a target and a drafter in this process, which may have
-chosen a BLAS, and prints a line for each.
+As a program it compares pairs of a target and a drafter in its own process, where a
+BLAS may be chosen, and prints a line for each.
 """
 
 import json
@@ -36,8 +36,8 @@ from support.models.eagle_checkpoints import write_eagle
 from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer
 
-# Of a forward, the default: six keep no bits with OpenBLAS on a CPU without AVX-512.
-# And of the views, so that every text passes several.
+# Rows of a forward, the default: with six, bits differ under OpenBLAS on a CPU without
+# AVX-512. And the step of views, small enough that every text reaches several.
 ROWS, STEP = 8, 16
 PROMPT, TOKENS = 21, 40  # more than a window of 16
 SAMPLINGS = {"greedy": GREEDY, "sampled": SAMPLED}
@@ -47,14 +47,14 @@ Pair = tuple[nn.Module, Any]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Comparison of a text with drafts and the one without.
+    """Comparison of a text with drafts and a text without.
 
     Attributes:
-        tokens: how many of them differ, in exact mode.
-        logprobs: of how many tokens a bit of what is reported differs, in exact mode.
-        control: likewise without exact mode, where they may.
-        accepted: how many drafted tokens were, in exact mode.
-        rejected: likewise.
+        tokens: number of tokens that differ in exact mode.
+        logprobs: number of tokens whose reported values differ in a bit, in exact mode.
+        control: the same number without exact mode, where it may be above 0.
+        accepted: number of accepted drafted tokens, in exact mode.
+        rejected: number of rejected drafted tokens, in exact mode.
     """
 
     tokens: int
@@ -66,7 +66,7 @@ class Found:
 
 @contextmanager
 def pushed_towards(text: Sequence[int], right: float, seed: int) -> Iterator[None]:
-    """Let drafters choose the tokens of a text, each with this probability."""
+    """Let drafters choose the text's tokens, each with probability `right`."""
     draw = random.Random(seed)
     pushed = [draw.random() < right for _ in text]
     choose = CheckedChoose.__call__
@@ -88,13 +88,13 @@ def pushed_towards(text: Sequence[int], right: float, seed: int) -> Iterator[Non
 
 
 def block_on(kind: str, name: str, layers: tuple[int, ...]) -> Pair:
-    """Return a target, and a random drafter of blocks on it."""
+    """Return a target, and a block drafter with random weights for it."""
     model = build(name)
     return model, load_block(kind, model, layers)
 
 
 def peagle_on(name: str, layers: tuple[int, ...]) -> Pair:
-    """Return a target, and a random P-EAGLE head on it."""
+    """Return a target, and a P-EAGLE head with random weights for it."""
     model = build(name)
     with TemporaryDirectory() as folder:
         written = write_eagle(Path(folder), "qwen3", layers)
@@ -102,13 +102,13 @@ def peagle_on(name: str, layers: tuple[int, ...]) -> Pair:
 
 
 def assistant_on(name: str) -> Pair:
-    """Return a target, and a random assistant of it."""
+    """Return a target, and an assistant with random weights for it."""
     made = assistant_checkpoints.make(name)
     return made.target, AssistantDraft(made.target, made.assistant)
 
 
 def with_eagle(name: str, *others: Any) -> Pair:
-    """Return a target, and a random EAGLE-3 head on it, perhaps last in a cascade."""
+    """Return a target, and a random EAGLE-3 head, last in a cascade with `others`."""
     model = build(name)
     head = eagle_on(model)
     return model, CascadeDraft(*others, head) if others else head
@@ -123,7 +123,7 @@ def _models(name: str) -> Pair:
     return build(name), CascadeDraft(LookupDraft(), build(name, seed=1))
 
 
-# By the kind of drafter and of the target's layers.
+# The names are the kind of drafter and the kind of the target's layers.
 PAIRS: dict[str, Callable[[], Pair]] = {
     "mtp, dense": lambda: mtp_on("mimo"),
     "mtp, latent": lambda: mtp_on("deepseek_v3"),
@@ -150,7 +150,7 @@ PAIRS: dict[str, Callable[[], Pair]] = {
 def written(
     model: nn.Module, draft: Any, sampling: Sampling, *, exact: int | bool = ROWS
 ) -> Result:
-    """Return a text, in exact mode with views of few rows, or without."""
+    """Return a text, in exact mode with a small step of views, or not exact."""
     with patch(
         "mlx_speculation.engine.options.generator.FixedShape",
         lambda rows: FixedShape(rows, STEP),
@@ -197,13 +197,13 @@ def _differing(some: Sequence[Any] | None, others: Sequence[Any] | None) -> int:
 
 
 def compare(cases: Sequence[tuple[str, str]]) -> None:
-    """Print for each pair and sampling what was found."""
+    """Print the comparison of each pair and sampling."""
     for name, chosen in cases:
         differences = compare_pair(name, SAMPLINGS[chosen])
         print(json.dumps(asdict(differences)))  # noqa: T201
 
 
 def compared(cases: Sequence[tuple[str, str]]) -> list[Found]:
-    """Return what `compare` prints in a process that has OpenBLAS in front."""
+    """Return the results of `compare` in a process that uses OpenBLAS."""
     lines = with_openblas_in_front(f"compare({list(cases)})", __name__)
     return [Found(**json.loads(line)) for line in lines]

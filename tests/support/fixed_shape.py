@@ -1,7 +1,7 @@
-"""Rows of a text in exact mode: their logits, whatever was drafted on the way.
+"""Compares logits of the rows of a text in exact mode, over different drafts.
 
-As a program it compares architectures in this process, which may have chosen a BLAS,
-and prints a line for each: how many rows differ in exact mode, and without it.
+As a program it compares architectures in its own process, where a BLAS may be chosen,
+and prints for each how many rows differ in exact mode, and without it.
 """
 
 import json
@@ -30,11 +30,11 @@ PROMPT = 9
 
 
 class Round(NamedTuple):
-    """Proposal of a round.
+    """Draft of a round.
 
     Attributes:
-        drafted: how many tokens.
-        right: how many of them are the text's, before the first wrong one.
+        drafted: number of drafted tokens.
+        right: number of tokens before the first wrong one.
     """
 
     drafted: int
@@ -47,7 +47,7 @@ def text_of(length: int, vocab: int = 256) -> list[int]:
 
 
 def rounds_of(seed: int, count: int, right: float = 0.8) -> list[Round]:
-    """Return rounds of random lengths, whose drafts are right with a probability."""
+    """Return rounds of random lengths; each token is right with probability `right`."""
     draw, rounds = random.Random(seed), []
     for _ in range(count):
         drafted = draw.randint(0, SHAPE.rows - 1)
@@ -66,16 +66,16 @@ def kept_rows(
     quantization: KVQuantization | None = None,
     feed: Callable[[Lane, Sequence[int]], object] = Lane.feed,
 ) -> Logits:
-    """Return the logits of every row that is kept, float32 [vocab] each.
+    """Return the logits of every committed row by position, float32 [vocab] each.
 
     Args:
         model: a model with its hooks.
-        text: what is decoded; a wrong draft is another token than the text's.
-        rounds: what is drafted, round by round; then plain steps to the end.
-        shape: of its forwards; None: not in exact mode.
-        prompt: how many tokens are read first.
+        text: the tokens to decode; a wrong draft token differs from the text.
+        rounds: the draft of each round; plain steps follow to the end.
+        shape: fixed shape of the forwards; None: not in exact mode.
+        prompt: number of tokens that are prefilled.
         quantization: of the caches.
-        feed: reads the prompt.
+        feed: prefills the prompt.
     """
     lane = Lane(model, sliding="slack", shape=shape)
     lane.quantization = quantization
@@ -98,20 +98,20 @@ def kept_rows(
 
 
 def differing(some: Logits, others: Logits) -> int:
-    """Return how many rows of one text differ in a bit; the same rows have to be."""
+    """Return how many rows differ bit for bit; both must have the same positions."""
     assert some.keys() == others.keys()
     return sum(some[at].tobytes() != others[at].tobytes() for at in some)
 
 
 def wide_prompt(lane: Lane, tokens: Sequence[int]) -> None:
-    """Read a prompt in one forward of its own shape, which is wrong."""
+    """Prefill a prompt in one forward, which is wrong in exact mode."""
     shape, lane.shape = lane.shape, None
     lane.feed(tokens)
     lane.shape = shape
 
 
 def compare_wide_prompt(name: str, length: int, prompt: int) -> None:
-    """Print how many rows differ where a prompt is not read in blocks."""
+    """Print how many rows differ if a prompt is not prefilled in blocks."""
     text, model = text_of(length), build(name)
     plain = kept_rows(model, text, (), prompt=prompt)
     wide = kept_rows(model, text, (), prompt=prompt, feed=wide_prompt)
@@ -119,7 +119,7 @@ def compare_wide_prompt(name: str, length: int, prompt: int) -> None:
 
 
 def compare(names: Sequence[str], length: int, seeds: Sequence[int]) -> None:
-    """Print for each architecture how many rows differ: exactly, otherwise, of all."""
+    """Print for each architecture: rows that differ in exact mode, without, and all."""
     text = text_of(length)
     for name in names:
         model = build(name) if name in TINY_MODELS else census.build(name)
@@ -139,7 +139,7 @@ def compare(names: Sequence[str], length: int, seeds: Sequence[int]) -> None:
 def compared(
     reader: Reader, names: Sequence[str], length: int, seeds: Sequence[int]
 ) -> dict[str, tuple[int, int, int]]:
-    """Return what `compare` prints in the process that has OpenBLAS in front."""
+    """Return the output of `compare` in a process that uses OpenBLAS."""
     code = (
         "import mlx.core as mx; import support.fixed_shape as program\n"
         "with mx.stream(mx.cpu): "
@@ -151,7 +151,7 @@ def compared(
 
 
 def with_openblas_in_front(call: str, module: str = __name__) -> list[str]:
-    """Return what a call of a module prints in a process that has OpenBLAS."""
+    """Return the lines that a call in a module prints in a process with OpenBLAS."""
     code = (
         "from mlx_speculation.blas import use_blas; use_blas('openblas'); "
         "import mlx.core as mx; mx.set_default_device(mx.cpu); "

@@ -1,4 +1,4 @@
-"""Plain decoding by mlx-lm's own loop, and the check of texts against it."""
+"""Plain decoding by mlx-lm's own loop, and checks of texts against it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from support.models.tiny_tokenizer import byte_tokenizer
 
 SAMPLED = Sampling(temperature=0.8, top_p=0.9, seed=11)
 GREEDY = Sampling(seed=0)
-# Of a logit of a tiny model in float32: no architecture's widths differ by more.
+# Most difference of a logit between widths, for tiny models in float32.
 ROUNDING = 1e-3
 DRAFTERS = ("right", "wrong", "random", "turning")
 
@@ -53,20 +53,20 @@ def check_identity(
     samplings: Sequence[Sampling] = (GREEDY, SAMPLED),
     passed: bool = False,
 ) -> Compared:
-    """Assert that drafts of several kinds leave text as it is, greedy and sampled.
+    """Assert that drafts of several kinds do not change texts, greedy and sampled.
 
-    Greedy text is that of mlx-lm's own loop; sampled text, whose noise mlx-lm lacks, is
-    that of plain decoding.
+    Greedy text has to equal that of mlx-lm's own loop; sampled text, whose noise mlx-lm
+    lacks, has to equal that of our plain decoding.
 
     Args:
-        model: the target, and the draft that is right.
+        model: the target, and the model of the right draft.
         prompt: token ids.
         draft_length: tokens drafted in a round.
-        tokens: how many are generated.
-        bitwise: whether no near-tie is allowed.
-        kinds: which of `DRAFTERS`.
-        samplings: how tokens are chosen.
-        passed: whether the caches are the caller's; they hold the whole text then.
+        tokens: number of tokens to generate.
+        bitwise: whether near-ties are forbidden.
+        kinds: kinds of draft, from `DRAFTERS`.
+        samplings: sampling options.
+        passed: whether to pass caches; they must hold the whole text at the end.
     """
     seen = Compared()
     for sampling in samplings:
@@ -107,10 +107,10 @@ def check_identity(
 def _draft(
     kind: str, model: nn.Module, text: list[int], length: int
 ) -> tuple[nn.Module | Drafter, int]:
-    """Return a draft of a kind, and how much it drafts."""
+    """Return a draft of a kind, and the tokens that it drafts in a round."""
     if kind == "right":
         return model, length
-    if kind == "wrong":  # takes a round for every token, so it is kept short
+    if kind == "wrong":  # takes a round for every token, so its text is short
         return ScriptedDrafter(text, right=0.0), 2
     seed = len(text)
     if kind == "turning":
@@ -119,7 +119,7 @@ def _draft(
 
 
 def _check_acceptance(kind: str, draft: Any, result: Result, *, exact: bool) -> None:
-    """Check that the draft was as right as its kind says."""
+    """Check that as many tokens were accepted as the kind of draft implies."""
     if kind == "turning":
         assert draft.empty
         assert 0 < result.stats.drafts < result.stats.rounds
@@ -148,11 +148,11 @@ def assert_same_up_to_ties(
     width: int,
     make_lane: identity.MakeLane = Lane,
 ) -> identity.Parting | None:
-    """Assert that two texts are equal, or part at a near-tie; return that one.
+    """Assert that two texts are equal or first differ at a near-tie; return the tie.
 
     Args:
-        model: the model that both texts are of.
-        chooser: what chose both, for its scores.
+        model: the model that generated both texts.
+        chooser: the chooser of both texts, for its scores.
         prompt: the tokens before both texts.
         expected: the text of plain decoding.
         got: the other text.
@@ -178,13 +178,13 @@ def assert_same_text(
     bitwise: bool,
     make_lane: identity.MakeLane = Lane,
 ) -> identity.Parting | None:
-    """Assert equality; families that are not bitwise may part at a near-tie."""
+    """Assert equality; a family that is not bitwise may differ from a near-tie on."""
     assert expected == got or not bitwise, f"not bit for bit: {expected} and {got}"
     tie = assert_same_up_to_ties(
         model, chooser, prompt, expected, got, width=width, make_lane=make_lane
     )
     if tie is not None:
-        # More than rounding would explain any text, and so would a fault of a cache.
+        # A greater difference is not rounding but a fault, for example of a cache.
         assert tie.difference < ROUNDING, f"the widths differ: {tie}"
         print(f"near-tie: {tie}")  # noqa: T201  the count of near-ties is a result
     return tie

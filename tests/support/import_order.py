@@ -4,9 +4,7 @@ import ast
 
 
 def mlx_comes_first(code: str) -> bool:
-    """Return whether mlx or mlx_lm is imported before this package, which is imported
-    too.
-    """
+    """Return whether the code imports mlx or mlx_lm, and this package after it."""
     tops = []
     for node in ast.parse(code).body:
         if isinstance(node, ast.Import):

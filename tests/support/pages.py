@@ -1,4 +1,4 @@
-"""The README and the pages of the documentation, and the code that they show."""
+"""README and pages of the documentation, and the code in them."""
 
 import re
 import shlex
@@ -18,7 +18,7 @@ def name_of(page: Path) -> str:
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    """Return the blocks of a page that are marked with a language."""
+    """Return the code blocks of a page in a language."""
     fenced = rf"^```{language}\n(.*?)^```"
     text = page.read_text("utf-8")
     return re.findall(fenced, text, flags=re.DOTALL | re.MULTILINE)
@@ -35,7 +35,7 @@ def commands(page: Path) -> Iterator[list[str]]:
             pending = f"{pending}\n{line}" if pending else line
             try:
                 words = shlex.split(pending, comments=True)
-            except ValueError:  # a quotation goes on in the next line
+            except ValueError:  # a quoted text continues on the next line
                 continue
             pending = ""
             yield from _parted(words)
@@ -43,7 +43,7 @@ def commands(page: Path) -> Iterator[list[str]]:
 
 
 def _parted(words: list[str]) -> Iterator[list[str]]:
-    """Yield the commands of a line."""
+    """Yield the commands of a line that `&&` joins."""
     part: list[str] = []
     for word in [*words, "&&"]:
         if word != "&&":

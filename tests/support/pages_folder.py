@@ -1,4 +1,4 @@
-"""A folder in which the paths of the documentation lead to small bundled models."""
+"""A folder in which the paths of the documentation are small bundled models."""
 
 import json
 import shutil
@@ -18,10 +18,10 @@ TEMPLATE = (
 
 
 def fill(folder: Path) -> None:
-    """Put models where the pages say that a reader's are.
+    """Put models at the paths that the pages use.
 
-    All of them are the smallest bundled model, of which one folder holds the config
-    alone; the chat model has a template beside.
+    All are the smallest bundled model. One folder holds its config alone, and the chat
+    model has a template too.
     """
     small = demo_models()["draft"]
     for name in (TARGET, DRAFT, HEAD):
@@ -31,7 +31,7 @@ def fill(folder: Path) -> None:
     untrained = folder / UNTRAINED
     untrained.mkdir()
     shutil.copy(small / "config.json", untrained)
-    # A checkout's own models, by their paths in it.
+    # The bundled models by their paths in a checkout.
     (folder / "src").symlink_to(ROOT / "src")
     requests = [{"prompt": f"class Shape{number}:\n"} for number in range(16)]
     lines = "".join(f"{json.dumps(each)}\n" for each in requests)

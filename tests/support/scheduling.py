@@ -1,22 +1,22 @@
 """Scheduling of the tests' threads; imported before all else.
 
-A worker of pytest for each core is parallel enough. Threads of a BLAS that wait for
-each other would spin on the cores of other workers, so that there is one.
+Each core has a worker of pytest. Threads of a BLAS that wait for each other would spin
+on the cores of other workers, so a BLAS may use one thread.
 
-mlx hands each operation to a thread of its own. As a rule a thread that is woken takes
-the core from the one that woke it, which is about to hand over the next operation: some
-100,000 times in a test of texts. Threads of the kind chosen here wait for their turn.
+mlx hands each operation to its own thread. By default a woken thread takes the core
+from the thread that woke it, which is about to hand over the next operation: some
+100,000 times in a test of texts. Under SCHED_BATCH the woken thread waits.
 
-mlx keeps its reference BLAS: rows are then equal bit for bit, and tests load mlx before
-this package.
+mlx keeps its reference BLAS, with which rows are equal bit for bit; tests import mlx
+before this package, so another BLAS could not be loaded.
 
-Processes that tests start inherit all three.
+Processes that tests start inherit the thread limit, the policy and the BLAS.
 
-A worker keeps to a core, since waking a thread on another one costs a tenth. What it
-starts may use all cores.
+A worker is pinned to a core, since waking a thread on another core costs a tenth of
+the time. Processes that the worker starts may use all cores.
 
-Garbage is not looked for until all modules are imported, since that is a fifth of the
-time that they take.
+The garbage collector is off until all modules are imported: it would take a fifth of
+that time.
 """
 
 import gc
@@ -33,7 +33,7 @@ if hasattr(os, "SCHED_BATCH"):  # Linux
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-# What the processes that tests start may use; macOS has no word for it.
+# Cores that started processes may use; macOS has no call that returns them.
 cores = (
     os.sched_getaffinity(0)
     if hasattr(os, "sched_getaffinity")
@@ -42,7 +42,7 @@ cores = (
 
 
 def keep_to_a_core(worker: int) -> None:
-    """Let this worker have one of the cores, and the processes that it starts all."""
+    """Pin this worker to one core; processes that it starts may use all cores."""
     core = {sorted(cores)[worker % len(cores)]}
     start: Any = subprocess.Popen.__init__
 

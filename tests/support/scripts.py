@@ -1,4 +1,4 @@
-"""Scripts that run in process on a tiny model with short prompts."""
+"""Runs scripts in this process, on a tiny model with short prompts."""
 
 import importlib
 import json
@@ -34,13 +34,13 @@ def save_tiny(folder: Path, name: str = "llama") -> Path:
 def run_script(
     script: str, folder: Path, options: str = "", *arguments: str
 ) -> dict[str, Any]:
-    """Run a script on a model that drafts for itself; return its last line.
+    """Run a script on a model that is its own draft model; return its last line.
 
     Args:
-        script: its name.
-        folder: of the model.
-        options: beside those that name the model and the BLAS.
-        arguments: before them.
+        script: name of the script.
+        folder: folder of the model.
+        options: further options, beside the model and the BLAS.
+        arguments: positional arguments.
     """
     app = importlib.import_module(script).app
     taken = app.registered_commands[0].callback.__annotations__

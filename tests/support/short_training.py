@@ -1,4 +1,4 @@
-"""A training of a few steps, and what its evaluations found."""
+"""A training of a few steps, and the results of its evaluations."""
 
 from mlx_speculation.training.options import TrainOptions
 from mlx_speculation.training.reports import TrainingResult
@@ -21,7 +21,7 @@ OPTIONS = TrainOptions(
 
 
 def lengths(result: TrainingResult) -> list[float]:
-    """Return the mean accepted lengths of all evaluations, over both kinds of text."""
+    """Return the mean accepted length of each evaluation, over both kinds of text."""
     return [
         sum(acceptance["length"] for acceptance in each["acceptance"].values())
         / len(each["acceptance"])

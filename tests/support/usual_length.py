@@ -1,4 +1,4 @@
-"""The draft length of tests that name none: none depends on how long a round takes."""
+"""Default draft length of tests: fixed, so that no test depends on measured times."""
 
 from typing import Any
 
@@ -16,5 +16,5 @@ def _with_usual(factory: PolicyFactory, length: Any, *args: Any, **options: Any)
 
 
 def install() -> None:
-    """Let streams of every generator of this process draft so."""
+    """Make it the default of all generators in this process."""
     setattr(PolicyFactory, "for_stream", _with_usual)  # noqa: B010  for mypy

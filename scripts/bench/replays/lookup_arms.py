@@ -162,10 +162,10 @@ class PromptLookup(Arm):
     """Proposes the tokens after an earlier occurrence of the longest last n-gram.
 
     Args:
-    shortest: fewest tokens of an n-gram.
-    longest: most tokens of an n-gram.
-    latest: whether to use its latest occurrence, as in vLLM, or the first, as in
-    transformers.
+        shortest: fewest tokens of an n-gram.
+        longest: most tokens of an n-gram.
+        latest: whether to use its latest occurrence, as in vLLM, or the first, as in
+            transformers.
     """
 
     def __init__(self, shortest: int, longest: int, *, latest: bool) -> None:

@@ -88,8 +88,8 @@ def edits(tokenizer: Any, folder: Path | None = None) -> list[Turn]:
     """Return requests to update a file: it is the prediction, the new one the answer.
 
     Args:
-    tokenizer: a tokenizer with a chat template.
-    folder: holds the wheels; None: they are fetched from the package index.
+        tokenizer: a tokenizer with a chat template.
+        folder: holds the wheels; None: they are fetched from the package index.
     """
     result = []
     for old, new in _changed(folder):

@@ -66,7 +66,7 @@ class Recorded(Draft):
     def open(
         self, lane: Lane, sequence: Sequence, draft_cache: list[Any] | None = None
     ) -> Drafter:
-        """Return the drafter of a new stream, and forget the previous stream's drafts."""
+        """Return the drafter of a stream, and forget the previous stream's drafts."""
         self.drafts = {}
         return Recorder(self.inner.open(lane, sequence, draft_cache), self.drafts)
 

@@ -1,1 +1,1 @@
-"""Caches as comparable numbers, and twins of them that saw the kept tokens only."""
+"""Caches as comparable numbers, and their twins, which saw only the kept tokens."""

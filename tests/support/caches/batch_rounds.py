@@ -22,7 +22,7 @@ WIDTHS = st.lists(st.integers(1, 6), min_size=1, max_size=3)
 SINGLE_ROWS = st.lists(st.just(1), min_size=1, max_size=4)
 PROMPTS = st.lists(st.integers(0, 12), min_size=1, max_size=3)
 BEGINNINGS = ("merged", "left", "right")
-ENDINGS = {  # whether what was kept stays
+ENDINGS = {  # whether the kept rows stay
     "commit": True,
     "prepare, commit": True,
     "whole": True,
@@ -45,7 +45,7 @@ class StopError(Exception):
 
 @dataclass(slots=True)
 class Row:
-    """The single cache of one row, how many tokens it saw, and how they were fed."""
+    """The single cache of one row, its number of tokens, and the writes to it."""
 
     twin: Any
     position: int = 0
@@ -54,7 +54,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One round: its forwards, what each row keeps, how it ends, when to look."""
+    """One round; see `cache_twins.Plan`. Each row keeps its own number of tokens."""
 
     widths: tuple[int, ...]
     keep: tuple[int, ...]
@@ -89,7 +89,7 @@ class Batch(Counting):
     sound = False
 
     def begin(self, kind: BatchKind, prompts: list[int], how: str) -> None:
-        """Give the batch and its twins prompts of these lengths."""
+        """Make the batch and its twins with prompts of these lengths."""
         self.kind = kind
         self.serial = 0
         self.cache, self.rows = self.made(prompts, how)
@@ -103,7 +103,7 @@ class Batch(Counting):
             for row, length in zip(rows, prompts, strict=True):
                 self.feed(row, [self.fresh(row, length)], length)
             return self.kind.merge([batch_copy(row.twin) for row in rows]), rows
-        if longest == 1:  # mlx-lm's rings refuse one column with padding on its right
+        if longest == 1:  # mlx-lm's rings refuse right padding of one column
             how = "left"
         gaps = [longest - length for length in prompts]
         written = []
@@ -124,13 +124,13 @@ class Batch(Counting):
         return cache, rows
 
     def fresh(self, row: Row, width: int, after: int = 0) -> Rows:
-        """Return tokens never seen before, `after` tokens past the kept ones."""
+        """Return new tokens for a row, `after` positions behind its kept ones."""
         self.serial += width
         serials = tuple(range(self.serial - width + 1, self.serial + 1))
         return Rows(row.position + after, serials)
 
     def feed(self, row: Row, written: list[Rows], keep: int) -> None:
-        """Feed a twin the first `keep` tokens of what was written."""
+        """Feed a twin the first `keep` of the written tokens."""
         for rows in written:
             kept = rows.head(min(max(keep, 0), rows.width))
             keep -= rows.width
@@ -140,7 +140,7 @@ class Batch(Counting):
                 row.fed.append(kept)
 
     def check(self, probe: int) -> None:
-        """Require that no later round could tell a row from its twin."""
+        """Require that each row and its twin look the same to later rounds."""
         starts = [row.position for row in self.rows]
         views = sees(self.kind, self.cache, starts, probe)
         for index, row in enumerate(self.rows):
@@ -157,7 +157,7 @@ class Batch(Counting):
                 same(shown[0], alone[0], f"{what}, extracted")
 
     def play(self, plan: Plan) -> None:
-        """Play one round, and compare what the plan says."""
+        """Play one round, with the comparisons of its plan."""
         type(self).rounds += 1
         self.sound = False
         total = sum(plan.widths)
@@ -181,7 +181,7 @@ class Batch(Counting):
         self.sound = True
 
     def speculate(self, plan: Plan, keep: list[int]) -> list[list[Rows]]:
-        """Write and end as the plan says; return what was written to each row."""
+        """Write and end as planned; return the tokens written to each row."""
         caches, whole = [self.cache], plan.ending == "whole"
         speculation = Speculation(caches, whole=whole, isolated=plan.isolated)
         kept = Held(caches, values=plan.watch) if plan.isolated else None
@@ -205,7 +205,7 @@ class Batch(Counting):
         return written
 
     def write(self, shown: Any, plan: Plan) -> list[list[Rows]]:
-        """Write all forwards; where the plan watches, compare what each row sees."""
+        """Write all forwards; if the plan watches, compare the view of each row."""
         written: list[list[Rows]] = [[] for _ in self.rows]
         twins = [detached(row.twin) for row in self.rows] if plan.watch else []
         after = 0
@@ -244,7 +244,7 @@ def drawn(
     widths: st.SearchStrategy[list[int]] = WIDTHS,
     beginnings: tuple[str, ...] = BEGINNINGS,
 ) -> type[Batch]:
-    """Return a machine that draws rounds, and rows that leave and join."""
+    """Return a state machine that draws rounds, and rows that leave and join."""
 
     class Machine(base):  # type: ignore[valid-type,misc]
         @initialize(kind=kinds, prompts=PROMPTS, how=st.sampled_from(beginnings))

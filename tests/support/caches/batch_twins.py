@@ -1,9 +1,9 @@
-"""Batch caches beside single native caches, one for each row.
+"""Compares batch caches with single native caches, one for each row.
 
-A `BatchKind` says how a model writes to a batch cache, how the single cache of one row
-is written, and what of each the next tokens of that row can see. Rows of the batch
-carry their own positions and serial numbers as values, as in
-`support.caches.cache_twins`; padding carries negative positions and serial number 0.
+A `BatchKind` writes to a batch cache as a model does, writes to the single cache of a
+row, and reads what the next tokens of that row can see in each. The values of a row
+are its position and serial number, as in `support.caches.cache_twins`; padding has
+negative positions and serial number 0.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ _PROBES = 10**6
 
 
 def batch_copy(cache: Any) -> Any:
-    """Copy a batch cache, with arrays that no later write to the original reaches."""
+    """Copy a batch cache; later writes to the original do not change the copy."""
     twin = object.__new__(type(cache))
     twin.__dict__ = {
         name: detached(value) if isinstance(value, mx.array | tuple) else value
@@ -52,7 +52,7 @@ class BatchKind(Protocol):
 
     @property
     def any_width(self) -> bool:
-        """Return whether a single cache is the same however its writes were grouped."""
+        """Return whether a single cache is independent of its writes' grouping."""
         ...
 
     def single(self) -> Any:
@@ -60,30 +60,30 @@ class BatchKind(Protocol):
         ...
 
     def batch(self, left_padding: list[int]) -> Any:
-        """Return an empty batch cache whose rows will begin with padding."""
+        """Return an empty batch cache with left padding."""
         ...
 
     def merge(self, caches: list[Any]) -> Any:
-        """Return the batch cache of single caches."""
+        """Return a batch cache merged from single caches."""
         ...
 
     def write(self, cache: Any, rows: Sequence[Rows]) -> list[Any]:
-        """Write `rows` to a batch (or one to a single) cache; what each row sees."""
+        """Write `rows` to a batch or single cache; return what each row sees."""
         ...
 
     def fields(self, cache: Any) -> list[Any]:
-        """Return the whole state of a batch cache, for a comparison after undoing."""
+        """Return the whole state of a batch cache, to compare after a roll-back."""
         ...
 
     def cached(self, cache: Any, row: int | None) -> list[Any]:
-        """Return what a row holds beside what it sees; None: of a single cache."""
+        """Return a row's content that its view does not show; None: a single cache."""
         ...
 
 
 def sees(kind: BatchKind, cache: Any, starts: Sequence[int], width: int) -> list[Any]:
-    """Return what the next `width` tokens of each row would see; changes nothing.
+    """Return what the next `width` tokens of each row would see.
 
-    They are written in a speculation on a copy: as a round would do it.
+    As in a round, they are written in a speculation, here on a copy.
     """
     first = [Rows(at, tuple(range(_PROBES, _PROBES + width))) for at in starts]
     with Speculation([batch_copy(cache)], whole=True) as speculation:
@@ -92,10 +92,10 @@ def sees(kind: BatchKind, cache: Any, starts: Sequence[int], width: int) -> list
 
 @dataclass(frozen=True, slots=True)
 class AttentionKind:
-    """`BatchKVCache`, or `BatchRotatingKVCache` where there is a window."""
+    """A `BatchKVCache`, or with a window a `BatchRotatingKVCache`."""
 
     window: int | None = None
-    narrow: int | None = None  # a window of the model smaller than the ring
+    narrow: int | None = None  # model window, smaller than the ring
     step: int = 256
     any_width: bool = True
 
@@ -136,11 +136,11 @@ class AttentionKind:
         ]
 
     def arrays(self, rows: Sequence[Rows]) -> tuple[mx.array, mx.array]:
-        """Return what is written."""
+        """Return the keys and values to write."""
         return together(rows)
 
     def read(self, cache: Any, shown: Any) -> mx.array:
-        """Return the keys or values that were shown as numbers."""
+        """Return shown keys or values as numbers."""
         result: mx.array = shown
         return result
 
@@ -158,7 +158,7 @@ class AttentionKind:
 
 @dataclass(frozen=True, slots=True)
 class RaggedKind(AttentionKind):
-    """`RaggedKVCache`, which begins with rows that were fed alone."""
+    """A `RaggedKVCache`, merged from rows that were fed alone."""
 
     def merge(self, caches: list[Any]) -> Any:
         cache = RaggedKVCache.merge(caches)
@@ -166,7 +166,7 @@ class RaggedKind(AttentionKind):
         return cache
 
     def fields(self, cache: Any) -> list[Any]:
-        rows = []  # what lies behind a row's end is nobody's
+        rows = []  # the buffer after a row's end is not compared
         for row, length in enumerate(cache.lengths):
             if cache.keys is not None:
                 keys, values = (
@@ -179,7 +179,7 @@ class RaggedKind(AttentionKind):
 
 @dataclass(frozen=True, slots=True)
 class RaggedQuantizedKind(RaggedKind):
-    """`RaggedQuantizedKVCache`, of rows that were quantized alone."""
+    """A `RaggedQuantizedKVCache`, merged from rows that were quantized alone."""
 
     bits: int = 8
 
@@ -192,7 +192,7 @@ class RaggedQuantizedKind(RaggedKind):
         return cache
 
     def arrays(self, rows: Sequence[Rows]) -> tuple[mx.array, mx.array]:
-        """Return keys of 32 numbers and values of 64; a group has but two of them."""
+        """Return keys of 32 numbers and values of 64; groups have two distinct ones."""
         pairs, _ = together(rows)
         return mx.tile(pairs, (1, 1, 1, 16)), -mx.tile(pairs, (1, 1, 1, 32))
 

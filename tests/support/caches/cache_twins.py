@@ -1,9 +1,9 @@
-"""Caches beside their native twins, which saw only the kept tokens.
+"""Compares caches with their native twins, which saw only the kept tokens.
 
-Every row carries its position and a serial number as its values (`tagged`), so a row
-in the wrong place reads as a number, and a rejected row never equals the row that is
-kept at its position later. A `Kind` says how a model would write to one kind of
-cache, and what of that cache a model can ever see.
+Every row holds its position and a serial number as its values (`tagged`), so a row in
+the wrong place shows, and a rejected row differs from the row that is kept at its
+position later. A `Kind` writes to one kind of cache as a model does, and reads what a
+model can see of it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ _EMBEDDINGS = mx.random.normal((97, 64), key=mx.random.key(5))
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of one write: where they begin, and the serial number of each."""
+    """Rows of one write: their first position, and the serial number of each."""
 
     position: int
     serials: tuple[int, ...]
@@ -56,7 +56,7 @@ def tagged(rows: Rows) -> tuple[mx.array, mx.array]:
 
 
 def detached(value: Any) -> Any:
-    """Copy a native cache, with arrays that no later write to the original reaches."""
+    """Copy a native cache; later writes to the original do not change the copy."""
     if isinstance(value, mx.array):
         return value[...]
     if isinstance(value, (list, tuple)):
@@ -73,10 +73,10 @@ class Visible:
     """Rows of a ring that each of the next rows would see, oldest first.
 
     Attributes:
-        keys: what the write returns, [rows, 2].
-        values: likewise, [rows, 3].
-        mask: what the ring's mask was before the write.
-        width: how many rows are next.
+        keys: keys that the write returns, [rows, 2].
+        values: values that the write returns, [rows, 3].
+        mask: the ring's mask before the write.
+        width: number of next rows.
     """
 
     keys: mx.array
@@ -122,7 +122,7 @@ def _arrays(value: Any) -> Iterator[mx.array]:
 
 def _read(value: Any) -> Any:
     if isinstance(value, mx.array):
-        bits = value.dtype == mx.bfloat16  # numpy has no such type
+        bits = value.dtype == mx.bfloat16  # numpy has no bfloat16
         return np.array(value.view(mx.uint16) if bits else value)
     if isinstance(value, Visible):
         return value.rows()
@@ -132,11 +132,11 @@ def _read(value: Any) -> Any:
 
 
 class Held:
-    """All that caches hold, taken down to see whether anything is written to them.
+    """Record of the content of caches, to check that nothing is written to them.
 
     Args:
         caches: native caches.
-        values: note the values of arrays too, which evaluates them.
+        values: record the values of arrays too, which evaluates them.
     """
 
     def __init__(self, caches: Sequence[Any], *, values: bool) -> None:
@@ -145,7 +145,7 @@ class Held:
         self._values = self._read() if values else None
 
     def assert_unchanged(self, what: str) -> None:
-        """Require the same objects in every attribute, and the same values in them."""
+        """Require that every attribute has the same object with the same values."""
         for leaf, before in zip(self._leaves, self._attributes, strict=True):
             after = _shallow(vars(leaf))
             assert after.keys() == before.keys(), what
@@ -172,7 +172,7 @@ def _identical(one: Any, other: Any) -> bool:
 
 
 def assert_same(actual: Any, expected: Any, what: str) -> None:
-    """Require equality of what `read` returned, bit for bit."""
+    """Require that two results of `read` are equal bit for bit."""
     if isinstance(expected, list):
         assert isinstance(actual, list), what
         assert len(actual) == len(expected), what
@@ -181,7 +181,7 @@ def assert_same(actual: Any, expected: Any, what: str) -> None:
     elif isinstance(expected, np.ndarray):
         assert isinstance(actual, np.ndarray), f"{what}: {actual!r}"
         same = actual.shape == expected.shape and actual.dtype == expected.dtype
-        if not same or actual.tobytes() != expected.tobytes():  # the cheap way first
+        if not same or actual.tobytes() != expected.tobytes():  # the cheap check first
             np.testing.assert_array_equal(actual, expected, what, strict=True)
     else:
         assert actual == expected, f"{what}: {actual!r} instead of {expected!r}"
@@ -192,9 +192,7 @@ class Kind(Protocol):
 
     @property
     def any_width(self) -> bool:
-        """Return whether the content is the same however the rows were grouped in
-        writes.
-        """
+        """Return whether the content does not depend on the grouping of writes."""
         ...
 
     def make(self) -> Any:
@@ -202,11 +200,11 @@ class Kind(Protocol):
         ...
 
     def forward(self, cache: Any, rows: Rows) -> list[Any]:
-        """Write as a model does; return what the model was shown, detached."""
+        """Write as a model does; return a copy of what the model sees."""
         ...
 
     def content(self, cache: Any, probe: int) -> list[Any]:
-        """Return all that later forwards depend on; `probe` is a width to try."""
+        """Return all that later forwards of `probe` rows depend on."""
         ...
 
 
@@ -245,11 +243,11 @@ class KVKind:
 
 @dataclass(frozen=True, slots=True)
 class RingKind:
-    """A `RotatingKVCache`; its content is what the next write would see."""
+    """A `RotatingKVCache`; its content is the view of the next write."""
 
     window: int
     keep: int = 0
-    narrow: int | None = None  # a window of the model smaller than the ring
+    narrow: int | None = None  # model window, smaller than the ring
     any_width: bool = True
 
     def make(self) -> RotatingKVCache:
@@ -277,7 +275,7 @@ class RingKind:
 
 @dataclass(frozen=True, slots=True)
 class SlidingKind:
-    """A `SlidingKVCache`; its content is what the next write would see."""
+    """A `SlidingKVCache`; its content is the view of the next write."""
 
     window: int
     slack: int
@@ -296,7 +294,7 @@ class SlidingKind:
 
 @dataclass(frozen=True, slots=True)
 class Mixers:
-    """Real mixers of one layer, which share one `ArraysCache`."""
+    """Real mixers of one layer that share one `ArraysCache`."""
 
     name: str
     modules: Sequence[nn.Module]
@@ -345,9 +343,9 @@ class ArraysKind:
 
 @dataclass(frozen=True, slots=True)
 class ListKind:
-    """A `CacheList` of other kinds, all of which see every row.
+    """A `CacheList` of other kinds; each gets every row.
 
-    With `layers` it is a plain list, as the caches of a whole model are.
+    With `layers` it is a plain list, like the caches of a whole model.
     """
 
     members: tuple[Kind, ...]
@@ -372,10 +370,10 @@ class ListKind:
 def ring_kinds(
     windows: st.SearchStrategy[int], keeps: st.SearchStrategy[int]
 ) -> st.SearchStrategy[RingKind]:
-    """Rings whose `keep` fits their window, with models of all smaller windows.
+    """Draw rings whose `keep` fits their window, with or without a model window.
 
-    With `keep > 0` mlx-lm's mask for a model window smaller than the ring depends on
-    how the ring was filled, so there is no one right answer to compare with.
+    With `keep > 0` there is none: mlx-lm's mask for a model window smaller than the
+    ring then depends on how the ring was filled, so no reference exists.
     """
 
     def build(window: int, keep: int, narrow: int | None) -> RingKind:
@@ -391,16 +389,16 @@ def ring_kinds(
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One round: its forwards, how it ends, and when the test looks.
+    """One round: its forwards, its ending, and its comparisons.
 
     Attributes:
-        widths: the rows of each forward.
-        keep: how many rows stay, from 0 to their sum.
+        widths: number of rows of each forward.
+        keep: number of rows to keep, from 0 to the sum of `widths`.
         ending: a key of `ENDINGS`.
-        watch: compare each forward's view "before" or "after" the end; or "never".
-        check: compare the caches after the round, trying writes of `probe` rows.
-        singly: the twin is fed the kept rows one by one.
-        isolated: nothing live is written before the commit.
+        watch: compare each forward's view "before" or "after" the end, or "never".
+        check: compare the caches after the round, with writes of `probe` rows.
+        singly: feed the kept rows to the twin one by one.
+        isolated: write nothing to the live caches before the commit.
     """
 
     widths: tuple[int, ...]
@@ -413,7 +411,7 @@ class Plan:
     isolated: bool
 
 
-# Ending: whether the kept rows stay.
+# Endings of a round, and whether the kept rows stay.
 ENDINGS = {
     "commit": True,
     "prepare, commit": True,
@@ -433,7 +431,7 @@ _DRAWN = ("commit", "commit", "commit", *ENDINGS)
 def plans(
     draw: st.DrawFn, widths: st.SearchStrategy[list[int]], rarely: bool = False
 ) -> Plan:
-    """Draw a round. Of three, or `rarely` six, one is watched and one checked."""
+    """Draw a round; one of 3 is watched and one of 3 checked, if `rarely` of 6."""
     drawn = tuple(draw(widths))
     every = 6 if rarely else 3
     bits = draw(st.integers(0, 24 * every - 1))

@@ -1,9 +1,8 @@
 """Random damage to files of caches, most of it well-formed as safetensors.
 
-A `Draft` is a file taken apart: named tensors and metadata. Half of the changes keep
-shapes, offsets and data in step, so that what is refused is refused by the checks of
-the caches and not by those of the file; and most of our own files are signed again,
-as an attacker would.
+A `Draft` holds the tensors and metadata of a file. Half of the changes keep shapes,
+offsets and data consistent, so that the checks of the caches refuse them and not those
+of the file format. Most of our own files get a new, right digest, as from an attacker.
 """
 
 import json
@@ -31,7 +30,7 @@ CLASSES = [*KINDS, "CacheList", "MambaCache", "_BaseCache", "TokenBuffer", "os.s
 
 @dataclass(slots=True)
 class Draft:
-    """A file taken apart: dtype, shape and data of each tensor, and the metadata."""
+    """Parts of a file: dtype, shape and data of each tensor, and the metadata."""
 
     tensors: dict[str, tuple[str, list[Any], bytes]]
     metadata: dict[str, Any]
@@ -67,7 +66,7 @@ def header_of(draft: Draft) -> tuple[dict[str, Any], bytes]:
 
 
 def put_together(draft: Draft, rng: Random) -> tuple[dict[str, Any], bytes]:
-    """Return header and data; our own files are signed, nine times of ten."""
+    """Return header and data; nine in ten of our own files get the right digest."""
     entries, data = header_of(draft)
     if DIGEST in draft.metadata and rng.random() < 0.9:
         tensors = {
@@ -91,7 +90,7 @@ def pick(rng: Random, items: Any) -> Any:
     return choices[rng.integers(len(choices))]
 
 
-# Changes of a draft; each leaves shapes and data in step unless it says otherwise.
+# Changes of a draft; shapes and data stay consistent unless the docstring differs.
 
 
 def _some(draft: Draft, rng: Random) -> str:
@@ -115,7 +114,7 @@ def reshape(draft: Draft, rng: Random) -> None:
 
 
 def reshape_all(draft: Draft, rng: Random) -> None:
-    """Change one dimension of all tensors that share it: keys and values together."""
+    """Change one dimension of all tensors that share it, such as keys and values."""
     size = pick(
         rng, [s for _, shape, _ in draft.tensors.values() for s in shape] or [1]
     )
@@ -127,7 +126,7 @@ def reshape_all(draft: Draft, rng: Random) -> None:
 
 
 def retype(draft: Draft, rng: Random) -> None:
-    """Change a dtype, one time in two to one of the same width."""
+    """Change a dtype, half of the time to one of the same width."""
     name = _some(draft, rng)
     dtype, shape, data = draft.tensors[name]
     same = [d for d in DTYPES if DTYPES[d].size == DTYPES[dtype].size]
@@ -137,7 +136,7 @@ def retype(draft: Draft, rng: Random) -> None:
 
 
 def renumber(draft: Draft, rng: Random) -> None:
-    """Change numbers inside a tensor; small ones are offsets and paddings."""
+    """Change numbers in a tensor; small tensors hold offsets and paddings."""
     name = pick(rng, sorted(draft.tensors, key=lambda n: len(draft.tensors[n][2]))[:8])
     dtype, shape, data = draft.tensors[name]
     if len(data) >= 4:
@@ -149,7 +148,7 @@ def renumber(draft: Draft, rng: Random) -> None:
 
 
 def rename(draft: Draft, rng: Random) -> None:
-    """Give a tensor another name, or two tensors each other's."""
+    """Rename a tensor, or swap the names of two tensors."""
     one, two = _some(draft, rng), _some(draft, rng)
     if rng.random() < 0.5:
         draft.tensors[one], draft.tensors[two] = draft.tensors[two], draft.tensors[one]
@@ -163,7 +162,7 @@ def rename(draft: Draft, rng: Random) -> None:
 
 
 def remove(draft: Draft, rng: Random) -> None:
-    """Leave a tensor out, or an item of the metadata."""
+    """Remove a tensor or an item of the metadata."""
     if rng.random() < 0.6:
         del draft.tensors[_some(draft, rng)]
     else:
@@ -286,7 +285,7 @@ def _splice(draft: Draft, other: Draft, rng: Random) -> None:
 
 
 def _header_damage(header: dict[str, Any], text: str, rng: Random) -> str:
-    """Put shapes, offsets and data out of step, or break the JSON."""
+    """Make shapes, offsets and data inconsistent, or break the JSON."""
     names = [name for name in header if name != "__metadata__"]
     if not names or rng.random() < 0.3:
         at = int(rng.integers(len(text)))

@@ -1,12 +1,12 @@
-"""Caches that mlx-lm 0.31.3 has saved, and how those files were made.
+"""Makes the caches that mlx-lm 0.31.3 and earlier versions have saved for the tests.
 
-A file in tests/caches/files/data, mlx_lm_VERSION_NAME, was written by that version's
+Each file tests/caches/files/data/mlx_lm_VERSION_NAME was written by that version's
 own `save_prompt_cache`, with its folder first on the path:
 
     PYTHONPATH=FOLDER python tests/support/caches/mlx_lm_031.py VERSION OUT
 
-`files` makes the same caches from the classes of any version. The files of versions
-before 0.31 are there to be refused.
+`files` makes the same caches from the classes of any version. Files of versions before
+0.31 have to be refused.
 """
 
 import importlib
@@ -43,7 +43,7 @@ def _slots(cache: Any, count: int) -> Any:
 def files(native: Any) -> dict[str, list[Any]]:
     """Return the caches of each file.
 
-    The file of "chunked" does not tell enough to be loaded.
+    The file of "chunked" lacks data that is needed to load it.
     """
     ring = native.BatchRotatingKVCache
     chunked = _write(native.ChunkedKVCache(256), [300], dim=1)

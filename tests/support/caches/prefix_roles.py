@@ -1,7 +1,7 @@
-"""Caches of several roles whose rows say which text they are of, and requests on them.
+"""Caches of several roles whose rows identify their text, and requests on them.
 
-Row m of a role carries the position m + 1 and a digest of the tokens that it follows
-from, so a row of another text, of another place or of another role reads as a number.
+Row m of a role holds the position m + 1 and a digest of the tokens that it depends on,
+so a row of another text, position or role is seen.
 """
 
 from collections.abc import Sequence
@@ -29,17 +29,17 @@ class Owner(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """The kind of a role."""
+    """Kind of a role."""
 
-    stateful: bool = False  # whether there is a ring beside its rows
-    lag: int = 0  # so many tokens after its own position a row follows from
+    stateful: bool = False  # whether it has a ring too
+    lag: int = 0  # number of tokens after its position that a row depends on
 
     def empty(self) -> list[Any]:
         """Return new caches."""
         return [KVCache(), *([RotatingKVCache(max_size=3)] if self.stateful else [])]
 
     def feed(self, caches: list[Any], tokens: Sequence[int], start: int) -> None:
-        """Write the rows that follow from the tokens, from row `start` on."""
+        """Write the rows of the tokens, from row `start` on."""
         for stop in range(start + 1, len(tokens) - self.lag + 1):
             digest = hash((*tokens[: stop + self.lag], self.lag)) % 99991
             rows = mx.array([[[[float(stop), float(digest)]]]])
@@ -47,7 +47,7 @@ class Kind:
                 cache.update_and_fetch(rows, -rows)
 
     def fed(self, tokens: Sequence[int]) -> list[Any]:
-        """Return caches of a text."""
+        """Return caches that hold a text."""
         caches = self.empty()
         self.feed(caches, tokens, 0)
         return caches
@@ -57,7 +57,7 @@ ROWS, RING = Kind(), Kind(stateful=True)
 
 
 def content(caches: list[Any]) -> Any:
-    """Return what caches hold, in the order of positions."""
+    """Return the rows of caches in the order of positions."""
     views: list[Any] = []
     for cache in caches:
         views.append(cache.offset)
@@ -71,7 +71,7 @@ def content(caches: list[Any]) -> Any:
 def bound(
     max_bytes: int, *kinds: Kind, **options: Any
 ) -> tuple[PrefixCache, list[Owner]]:
-    """Return a prefix cache for models of these kinds; those with a lag are heads."""
+    """Return a prefix cache for roles of these kinds; kinds with a lag are heads."""
     prefixes = PrefixCache(max_bytes, every=EVERY, **options)
     owners = [Owner() for _ in kinds]
     models = [kind.lag == 0 for kind in kinds].count(True)
@@ -82,7 +82,7 @@ def bound(
 
 
 def snapshots(prefixes: PrefixCache) -> list[Snapshot]:
-    """Return all that its nodes hold."""
+    """Return the snapshots in all nodes."""
     nodes = list(prefixes._tree.nodes())
     points = [point for node in nodes for point in node.points.values()]
     rows = [rows for node in nodes for rows in node.rows.values()]
@@ -95,13 +95,13 @@ def request(
     """Play one request.
 
     Args:
-        prefixes: looked up, and filled.
-        tokens: the text; its last token is not known when it begins.
-        roles: by index, the kind and how many tokens its caches are behind at the end.
+        prefixes: is looked up, and filled.
+        tokens: the text; its last token is not known when the request begins.
+        roles: by index, the kind and the number of last tokens that its caches lack.
 
     Returns:
-        By role, the tokens that it could use, and the places where it can be resumed
-        if there is room.
+        For each role, the number of reused tokens, and the positions where it can be
+        resumed later if the memory allows.
     """
     left: list[Left] = []
     running: list[Any] = []

@@ -1,4 +1,4 @@
-"""The kinds of cache that few models have; see `cache_twins` for the others."""
+"""Kinds of cache that few models have; `cache_twins` has the usual ones."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,10 +27,10 @@ def _attend(cache: Any, arrays: tuple[mx.array, mx.array]) -> list[Any]:
 
 
 def _wide(rows: Rows) -> tuple[mx.array, mx.array]:
-    """Return tagged keys [1, 1, n, 32] and values [1, 1, n, 64], fit to quantize.
+    """Return tagged keys [1, 1, n, 32] and values [1, 1, n, 64] for quantization.
 
-    The largest and the smallest number of a group set its scale and bias, so each
-    pair of position and serial quantizes to numbers of its own.
+    The largest and the smallest number of a group set its scale and bias, so each pair
+    of position and serial quantizes to different numbers.
     """
     pairs, _ = tagged(rows)
     return mx.tile(pairs, (1, 1, 1, 16)), -mx.tile(pairs, (1, 1, 1, 32))
@@ -61,7 +61,7 @@ class QuantizedKind:
 
 @dataclass(frozen=True, slots=True)
 class ConcatenateKind:
-    """A `ConcatenateKVCache`, whose arrays are exactly its content."""
+    """A `ConcatenateKVCache`; its arrays are its content."""
 
     any_width: bool = True
 
@@ -78,7 +78,7 @@ class ConcatenateKind:
 
 @dataclass(frozen=True, slots=True)
 class ChunkedKind:
-    """A `ChunkedKVCache`; how rows were grouped shows until the next front trim."""
+    """A `ChunkedKVCache`; the grouping of writes shows until the next front trim."""
 
     chunk: int
     step: int
@@ -114,7 +114,7 @@ class LayerKind:
         return LayerCache(self.window)
 
     def forward(self, cache: Any, rows: Rows) -> list[Any]:
-        """Write as `Attention` does, without what only reads."""
+        """Write as `Attention` does, without the operations that only read."""
         x = _EMBEDDINGS[mx.array([serial % 97 for serial in rows.serials])][None]
         start, shared = cache.offset, dict[str, Any]()
         positions = mx.arange(start, start + rows.width)[None, :, None]
@@ -128,10 +128,10 @@ class LayerKind:
 
 
 def attentions() -> list[Any]:
-    """Return one attention for each way to compress: by 4, 1 and 2 rows, and none.
+    """Return attentions that compress by 4, 1 and 2 rows, and one that does not.
 
-    Heads of 24 are no multiple of 16, so that rows are not rounded: that takes a
-    hundred operations and changes nothing about which rows are where.
+    The head size 24 is not a multiple of 16, so that rows are not rounded: this would
+    take a hundred operations and not change the place of a row.
     """
     args = deepseek_v41.ModelArgs(
         hidden_size=16,
@@ -162,7 +162,7 @@ chunked_kinds = st.builds(
 
 
 def compositions(kinds: Sequence[st.SearchStrategy[Kind]]) -> st.SearchStrategy[Kind]:
-    """Return the caches of models: layers of any kinds, and of lists of lists."""
+    """Draw the caches of models: layers of any kinds, and nested lists of them."""
     leaves = st.one_of(kinds)
     layers = st.recursive(
         leaves,

@@ -1,8 +1,8 @@
 """Caches of every kind that a file can hold, written as models write to them.
 
-A `Case` makes one native cache, writes random bits to it (so that NaNs with payloads
-are among them) and shows what a model would be shown. Two caches are the same when
-all that they are shown later is the same, bit for bit.
+A `Case` makes a native cache and writes random bits to it, NaNs with payloads among
+them; a write returns what a model would see. Two caches count as equal if later equal
+writes to both return the same, bit for bit.
 """
 
 from collections.abc import Callable, Iterator
@@ -37,7 +37,7 @@ def bits(array: mx.array) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Turn arrays inside into their bits, and tuples into lists."""
+    """Return nested data with arrays as their bits, and tuples as lists."""
     if isinstance(value, mx.array):
         return bits(value)
     if isinstance(value, (list, tuple)):
@@ -54,11 +54,11 @@ def random_array(rng: Random, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.arr
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One kind of cache with its settings.
+    """A kind of cache with its settings.
 
     Attributes:
         make: returns an empty cache.
-        write: writes rows to it, as a model does; returns what that is shown.
+        write: writes rows to it, as a model does; returns what the model then sees.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Case:
 
 
 def attend(cache: Any, width: int, rng: Random, dtype: mx.Dtype, dim: int = 4) -> Any:
-    """Write to a cache of keys and values; the values are narrower by one."""
+    """Write to a cache of keys and values; values are one number narrower than keys."""
     batch = cache.left_padding.size if hasattr(cache, "left_padding") else 1
     mask = None
     if hasattr(cache, "make_mask"):
@@ -141,7 +141,7 @@ def _batch_ring(dtype: mx.Dtype, size: int, padding: list[int]) -> Case:
 
 
 def _layer(dtype: mx.Dtype, window: int, ratio: int) -> Case:
-    """A layer of DeepSeek V4.1 with a real compressor; ratio 0: it has none."""
+    """A layer of DeepSeek V4.1 with a real compressor; ratio 0: no compressor."""
     args: Any = SimpleNamespace(
         compress_ratios=[ratio], hidden_size=4, head_dim=4, rms_norm_eps=1e-6
     )
@@ -164,7 +164,7 @@ def _layer(dtype: mx.Dtype, window: int, ratio: int) -> Case:
 
 
 def members(*cases: Case) -> Case:
-    """Return a `CacheList` of these."""
+    """Return the case of a `CacheList` with these members."""
     return Case(
         "CacheList",
         lambda: CacheList(*(case.make() for case in cases)),
@@ -176,7 +176,7 @@ def members(*cases: Case) -> Case:
 
 
 def single_cases(rng: Random) -> list[Case]:
-    """Return one case of every leaf kind for one sequence, with drawn settings."""
+    """Return a case of every leaf kind for one sequence, with random settings."""
     dtype = DTYPES[rng.integers(3)]
     size = int(rng.integers(1, 9))
     return [
@@ -193,7 +193,7 @@ def single_cases(rng: Random) -> list[Case]:
 
 
 def batch_cases(rng: Random, padding: list[int]) -> list[Case]:
-    """Return the cases whose rows are padded on their own."""
+    """Return the cases of batch caches, whose rows have their own padding."""
     dtype = DTYPES[rng.integers(3)]
     return [
         _batch(dtype, padding),
@@ -202,7 +202,7 @@ def batch_cases(rng: Random, padding: list[int]) -> list[Case]:
 
 
 def drawn_case(rng: Random, depth: int = 0) -> Case:
-    """Return any case for one sequence; one in five is a list, which may nest."""
+    """Return a random case for one sequence; one in five is a list, perhaps nested."""
     if depth < 3 and rng.random() < 0.2:
         count = int(rng.integers(1, 4))
         return members(*(drawn_case(rng, depth + 1) for _ in range(count)))
@@ -229,5 +229,5 @@ def fields(cache: Any) -> Iterator[Any]:
 
 
 def content(caches: list[Any]) -> list[Any]:
-    """Return all fields of a list of caches, for a comparison of one with itself."""
+    """Return all fields of a list of caches, to compare them before and after."""
     return [list(fields(cache)) for cache in caches]

@@ -30,7 +30,7 @@ from support.caches.cache_twins import (
 )
 
 ROUNDS = 4_000
-# In the default profile a quarter of them are played, in the long one 25 times as many.
+# Shares of the rounds that are played: in the default profile, and in the long one.
 QUICK, LONG = 0.25, 25
 
 WIDTHS = st.lists(st.integers(1, 6), min_size=1, max_size=4)
@@ -57,11 +57,11 @@ class Twins(Counting):
     sound = False
 
     def layers(self) -> list[Any]:
-        """Return the caches as a model would get them."""
+        """Return the caches in the form that a model gets."""
         return self.cache if isinstance(self.cache, list) else [self.cache]
 
     def begin(self, kind: Kind, prefill: list[int]) -> None:
-        """Make both caches and give both the same beginning."""
+        """Make both caches and write the same prefill to both."""
         self.kind = kind
         self.cache, self.twin = kind.make(), kind.make()
         self.position = self.serial = 0
@@ -72,14 +72,14 @@ class Twins(Counting):
         self.sound = True
 
     def rows(self, width: int, after: int = 0) -> Rows:
-        """Return rows never seen before, `after` rows past the kept ones."""
+        """Return new rows, `after` positions behind the kept ones."""
         self.serial += width
         return Rows(
             self.position + after, tuple(range(self.serial - width, self.serial))
         )
 
     def keep(self, written: list[Rows], keep: int, singly: bool = False) -> None:
-        """Feed the twin the first `keep` rows of what was written."""
+        """Feed the twin the first `keep` of the written rows."""
         for rows in written:
             rows = rows.head(min(keep, rows.width))
             keep -= rows.width
@@ -89,13 +89,13 @@ class Twins(Counting):
                 self.kind.forward(self.twin, write)
 
     def check(self, probe: int) -> None:
-        """Require that no later forward could tell the two caches apart."""
+        """Require that both caches look the same to later forwards."""
         caches = (self.cache, self.twin)
         actual, expected = read([self.kind.content(cache, probe) for cache in caches])
         assert_same(actual, expected, "the cache and its twin")
 
     def play(self, plan: Plan) -> None:
-        """Play one round, and compare what the plan says."""
+        """Play one round, with the comparisons of its plan."""
         type(self).rounds += 1
         self.sound = False
         total = sum(plan.widths)
@@ -113,7 +113,7 @@ class Twins(Counting):
         self.sound = True
 
     def speculate(self, plan: Plan, keep: int) -> list[Rows]:
-        """Write and end as the plan says; return what was written."""
+        """Write and end as planned; return the written rows."""
         views: list[tuple[Any, Any]] = []
         caches = list(self.layers())
         whole = plan.ending == "whole"
@@ -136,7 +136,7 @@ class Twins(Counting):
         return written
 
     def write(self, caches: list[Any], plan: Plan, views: list[Any]) -> list[Rows]:
-        """Write all rows; with `watch`, note the view beside a native copy's."""
+        """Write all rows; with `watch`, keep the view and that of a native copy."""
         native = detached(self.cache) if plan.watch != "never" else None
         cache = caches if isinstance(self.cache, list) else caches[0]
         written, after = [], 0
@@ -150,7 +150,7 @@ class Twins(Counting):
         return written
 
     def teardown(self) -> None:
-        """Compare once more at the end, however little was compared on the way."""
+        """Compare once more at the end."""
         if self.sound:
             self.check(1)
             self.check(3)
@@ -167,7 +167,7 @@ def ending(plan: Plan) -> Iterator[None]:
 
 
 def prepare(speculation: Speculation, plan: Plan, keep: int) -> None:
-    """Prepare the end of a round, where the plan says so."""
+    """Prepare the end of a round, if the plan says so."""
     if plan.ending.startswith("prepare"):
         everything = "all" in plan.ending
         speculation.prepare(sum(plan.widths) if everything else keep)
@@ -184,7 +184,7 @@ def end(speculation: Speculation, plan: Plan, keep: int) -> None:
 
 
 def compare(views: list[tuple[Any, Any]]) -> None:
-    """Require that each forward was shown what the native copy showed."""
+    """Require that each forward saw the same as with the native copy."""
     for shown, expected in read(views):
         assert_same(shown, expected, "the view of a forward")
 
@@ -198,7 +198,7 @@ def run(
     steps: int = 50,
     rarely: bool = False,
 ) -> int:
-    """Play `share` of `ROUNDS` rounds, as many as `played` makes of them."""
+    """Play `share` of `ROUNDS` rounds, scaled by the profile; see `played`."""
 
     class Machine(Twins):
         @initialize(kind=kinds, prefill=prefills)
@@ -213,16 +213,16 @@ def run(
 
 
 def played(machine: type[Counting], rounds: float, steps: int) -> int:
-    """Run a machine until it has played so many rounds.
+    """Run a state machine until it has played enough rounds.
 
     Args:
-        machine: a state machine that counts them.
-        rounds: `QUICK` of them are played in the default profile, and `LONG` times as
-            many in the long one.
-        steps: in one example.
+        machine: a state machine that counts its rounds.
+        rounds: is multiplied by `QUICK` in the default profile, and by `LONG` in the
+            long one.
+        steps: most steps of one example.
 
     Returns:
-        How many rounds were played.
+        The number of rounds played.
     """
     profile = settings.default
     assert profile is not None
@@ -230,7 +230,7 @@ def played(machine: type[Counting], rounds: float, steps: int) -> int:
     times = profile.max_examples // usual
     wanted = int(rounds * (min(LONG, times) if times > 1 else QUICK))
     while (missing := wanted - machine.rounds) > 0:
-        # Some examples stop early, so a run may play less than it was asked for.
+        # Some examples stop early, so one run may play too few rounds.
         run_state_machine_as_test(
             machine,
             settings=settings(
