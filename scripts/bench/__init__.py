@@ -1,8 +1,8 @@
 """Parts of the benchmarks: options, prompts, models, arms, reports.
 
-options     the options of the command lines, and the bundled models by name
-report      runs a benchmark: selects the BLAS, prints one table and one line of JSON
-turns       lets arms take turns; ratios of their times
+    options     the options of the command lines, and the bundled models by name
+    report      runs a benchmark: selects the BLAS, prints a table and a line of JSON
+    turns       lets arms take turns; ratios of their times
     prompts     bundled prompts, and question files in Spec-Bench's layout
     models      a target, and its drafts by name
     arms        ways to decode one prompt, token by token
@@ -11,6 +11,6 @@ turns       lets arms take turns; ratios of their times
     servers     our server and mlx-lm's, and their clients
     replays     draft length policies and lookups on recorded texts, without a model
 
-    `options`, `report`, `turns` and `prompts` import no mlx, so a script can choose the
-    BLAS before mlx is imported.
+`options`, `report`, `turns` and `prompts` import no mlx, so a script can choose the
+BLAS before mlx is imported.
 """

@@ -1,4 +1,4 @@
-"""Batches whose draft is a head: one that knows the texts, and benches of real ones."""
+"""Batches whose draft is a head: one that knows the texts, or a real one."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -38,21 +38,21 @@ from support.models.tiny_tokenizer import byte_tokenizer
 
 KNOWING = ("mtp", "eagle", "sliding", "reduced")
 VOCAB = 256
-# Of a state of the text; two positions are never so close.
+# Tolerance for a state; the states of two positions differ by more.
 CLOSE = 0.05
-_OWN = 1000.0  # the head's own states are a number of their own for each slot
+_OWN = 1000.0  # states that the head makes encode text and position above this
 
 Floats = NDArray[np.float32]
 
 
 @dataclass(eq=False)
 class KnownTexts:
-    """Texts, and the target's states at all of their positions.
+    """Texts, and the target's states at all their positions.
 
     Attributes:
-        texts: prompt and continuation of each.
-        states: [positions, dim], of one text after the other.
-        starts: where each text begins in them.
+        texts: prompt and continuation of each text.
+        states: [positions, dim], of all texts in order.
+        starts: index in `states` at which each text begins.
     """
 
     texts: list[list[int]]
@@ -60,7 +60,7 @@ class KnownTexts:
     starts: list[int]
 
     def at(self, state: Floats) -> list[tuple[int, int]]:
-        """Return texts and positions with this state, which have one prefix."""
+        """Return the texts and positions with this state; they share one prefix."""
         near = np.abs(self.states - state).max(axis=1)
         places = np.nonzero(near < CLOSE * np.abs(state).max())[0]
         matches = []
@@ -75,9 +75,9 @@ class KnowingHead:
     """Attributes of a head that callers read.
 
     Attributes:
-        window: of its cache; None: it is not sliding.
-        ids: of its logits.
-        depth: the most drafts that it is good for.
+        window: size of its sliding window; None: no window.
+        ids: ids of the columns of its logits.
+        depth: most tokens that it drafts.
     """
 
     window: int | None = None
@@ -93,19 +93,19 @@ class KnowingHead:
 
 @dataclass(eq=False)
 class KnowingMtp:
-    """A head that knows the texts of all rows, and complains of what it is fed.
+    """A head that knows the texts of all rows, and checks its inputs.
 
-    A slot of committed text has the target's state at a position of a text, paired
-    with the token after it; a slot of a draft has the head's own state of the slot
-    before. Its caches hold positions and tokens, and whenever a chain begins they have
-    to hold those of the row's own text, each once and in order.
+    A slot of committed text has the target's state at a position, paired with the next
+    token; a slot of a draft has the head's state of the slot before. Its caches hold
+    positions and tokens. When a chain begins, the cache of each row has to hold the
+    positions of the row's text, each once and in order.
 
     Attributes:
         known: the texts.
-        wrong: which positions it guesses wrong.
+        wrong: returns whether it predicts a position wrong.
         fed: rows and widths of its forwards.
-        chains: how many chains were begun.
-        unknown: first slots of chains that are in no text.
+        chains: number of chains begun.
+        unknown: number of chains whose first slot is in no text.
     """
 
     known: KnownTexts
@@ -116,26 +116,26 @@ class KnowingMtp:
     unknown: int = 0
 
     def rows(self, *args: Any) -> HeadOutput:
-        """Complain: nobody needs all rows of a head of one layer."""
+        """Raise: no caller needs all rows of a head with one layer."""
         raise AssertionError("all rows were asked for")
 
     def history(
         self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
     ) -> None:
-        """Write slots; which of them a row keeps is not known here."""
+        """Write slots; some rows may discard some of them later."""
         self.fed.append(("history", tokens.shape[0], tokens.shape[1]))
         self._write(hidden, tokens, caches)
 
     def step(
         self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
     ) -> HeadOutput:
-        """Check what is held, write slots, and say what comes behind the last one."""
+        """Write slots, check the caches, and predict the token after the last slot."""
         self.fed.append(("step", tokens.shape[0], tokens.shape[1]))
         places = self._write(hidden, tokens, caches)
         cached = _cached_rows(caches[0])
         logits, state_ids = [], []
         for row, (text, position) in enumerate(places):
-            if text < 0:  # right for a row without a state, which is not asked
+            if text < 0:  # right for a row without a state, whose draft is unused
                 self.unknown += self._first
                 logits.append(0)
                 state_ids.append(0.0)
@@ -159,7 +159,7 @@ class KnowingMtp:
     ) -> list[tuple[int, int]]:
         """Write (position, token) of every slot; return text and position of the last.
 
-        Of slots whose state and token are in no text, -1 is written: padding.
+        A slot whose state and token are in no text is padding: its position is -1.
         """
         values: Floats = np.array(hidden)
         ids: Any = tokens.tolist()
@@ -186,7 +186,7 @@ class KnowingMtp:
         return -1, -1
 
     def _check(self, cached: list[list[int]], text: int, position: int) -> None:
-        """Require that a row's cache holds its text up to here, as far as it goes."""
+        """Require that a row's cache holds its text up to here, or its last window."""
         tokens = self.known.texts[text]
         whole = [[i, tokens[i + 1]] for i in range(position + 1)]
         window = self.head.window
@@ -226,8 +226,8 @@ class HeadBench(Bench):
 
         Args:
             kind: "mtp" and "eagle" know the texts; "sliding" is an "mtp" with a window;
-                "reduced" one that drafts from the even ids; "random" is an EAGLE-3 head
-                that knows nothing. Others: as a bench without heads.
+                "reduced" is an "mtp" that drafts from the even ids; "random" is an
+                EAGLE-3 head with random weights. Other kinds: see `batches.Bench`.
             options: of the generator.
         """
         if kind not in (*KNOWING, "random"):
@@ -238,7 +238,7 @@ class HeadBench(Bench):
         return SpeculativeGenerator(self.model, byte_tokenizer(), **(made | options))
 
     def draft_of(self, kind: str) -> tuple[Any, KnowingMtp]:
-        """Return a draft with a knowing head in it, and that."""
+        """Return a draft with a knowing head in it, and the head."""
         draft: Any
         if kind == "eagle":
             draft = eagle_on(self.model)
@@ -260,7 +260,7 @@ class HeadBench(Bench):
     def known(
         self, kind: str, select: Callable[[Any], mx.array], **options: Any
     ) -> KnownTexts:
-        """Return all texts with the states that a kind of head reads."""
+        """Return all texts, with the states that this kind of head reads."""
         by_kind: dict[str, KnownTexts] = self.__dict__.setdefault("held", {})
         if kind not in by_kind:
             taps = HiddenStates(self.model, **options)
@@ -283,9 +283,9 @@ class HeadBench(Bench):
         return KnownTexts(texts, np.concatenate(arrays), starts)
 
     def _all_texts(self) -> list[list[int]]:
-        """Return all prompts with their texts, decoded together: that is quick.
+        """Return all prompts with their texts, which a batch decodes quickly.
 
-        What rows have to write is not taken from here.
+        The expected texts of rows are not taken from here.
         """
         pairs = [(prompt_of(p), s) for p in PROMPTS for s in SAMPLINGS]
         results = SpeculativeGenerator(self.model, byte_tokenizer()).generate_batch(
@@ -300,7 +300,7 @@ class HeadBench(Bench):
 
 
 def knowing(generator: SpeculativeGenerator) -> KnowingMtp:
-    """Return the head that knows the texts, of a generator of a bench."""
+    """Return the knowing head of a generator."""
     draft: Any = generator._setup.draft
     head: Any = draft.eagle if isinstance(draft, EagleDraft) else draft.mtp
     assert isinstance(head, KnowingMtp)
@@ -315,7 +315,7 @@ def head_bench(name: str) -> HeadBench:
 
 
 def eagle_on(model: Any, dialect: str = "specforge") -> EagleDraft:
-    """Return a random EAGLE-3 head on a model."""
+    """Return an EAGLE-3 head with random weights for a model."""
     count = len(model.layers)
     layers = (0, 1, 3) if count > 3 else tuple(range(count))
     with TemporaryDirectory() as folder:
@@ -325,7 +325,7 @@ def eagle_on(model: Any, dialect: str = "specforge") -> EagleDraft:
 
 @cache
 def mtp_on(layout: str) -> tuple[Any, MtpDraft]:
-    """Return the target of a layout of checkpoints, and a random head on it."""
+    """Return the target of a checkpoint layout, and a random head for it."""
     _, target, head = make(layout)
     its_family = family(LAYOUTS[layout])
     made = MtpHead(
@@ -359,7 +359,7 @@ def drafts_of(generator: SpeculativeGenerator, cases: list[Case]) -> list[Any]:
 
 
 def drafts_alone(generator: SpeculativeGenerator, case: Case) -> Any:
-    """Return the drafts and statistics of a row by itself."""
+    """Return the drafts and statistics of a row that runs alone."""
     drafted: list[list[int]] = []
     plain = MtpDrafter.propose
 
@@ -394,7 +394,7 @@ def generator_of(target: Any, draft: Any, **options: Any) -> SpeculativeGenerato
 
 
 def compare(generator: SpeculativeGenerator) -> None:
-    """Require the drafts of rows alone, token for token, greedy and keyed."""
+    """Require that rows in a batch draft the same tokens as alone, greedy and keyed."""
     cases = [Case(p, s, 10) for p, s in zip((2, 17, 40), SAMPLINGS[:3], strict=True)]
     for case, (result, drafts) in zip(cases, drafts_of(generator, cases), strict=True):
         alone, expected = drafts_alone(generator, case)

@@ -1,4 +1,4 @@
-"""Batches of tiny models: known texts, and drafts that are right now and then."""
+"""Batches of tiny models: expected texts, and drafts that are sometimes right."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ from support.models.tiny_models import TINY_MODELS, build_tiny
 from support.models.tiny_tokenizer import byte_tokenizer
 
 MODELS = TINY_MODELS | RECURRENT_MODELS
-LONGEST = 20  # longer than a window, so that a text leaves its prompt behind
+LONGEST = 20  # longer than a window, so that a text outlives its prompt in it
 PROMPTS = (1, 2, 6, 17, 23, 40)  # tokens; windows are 16
 SAMPLINGS = (
     Sampling(),
@@ -38,7 +38,7 @@ SAMPLINGS = (
 
 
 def noisy(model: nn.Module, name: str, share: float = 0.01) -> nn.Module:
-    """Return the model with other weights by a little: a draft that is often right."""
+    """Return the model with slightly changed weights: a draft that is often right."""
     other = build_tiny(MODELS[name])
     key = mx.random.key(7)
 
@@ -57,13 +57,13 @@ def noisy(model: nn.Module, name: str, share: float = 0.01) -> nn.Module:
 
 
 class Watched:
-    """Notes the forwards of a model, [rows, positions], one of which may fail.
+    """Records the forwards of a model, [rows, positions], one of which may fail.
 
     Args:
-        model: whose forwards.
-        fail_at: the number of the one that fails, from 1 on; 0: none does.
-        error: what it raises.
-        width: positions of those that are counted, which are of one row; None: all are.
+        model: the model.
+        fail_at: number of the forward that fails, from 1; 0: none.
+        error: the error that it raises.
+        width: count only forwards of one row with this many positions; None: all.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Watched:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One row: what it asks for."""
+    """Request of one row."""
 
     prompt: int
     sampling: Sampling
@@ -111,10 +111,10 @@ class Case:
 
 @dataclass(slots=True)
 class Bench:
-    """One model, and the texts that it writes alone.
+    """A model, and its texts of single rows.
 
     Attributes:
-        ties: the near-ties that were met.
+        ties: the near-ties found so far.
     """
 
     name: str
@@ -132,7 +132,7 @@ class Bench:
         return SpeculativeGenerator(self.model, byte_tokenizer(), **(made | options))
 
     def corpus(self, prompts: Sequence[int] = PROMPTS) -> list[list[int]]:
-        """Return texts of some prompts, with a wrong token now and then."""
+        """Return prompts with their texts, of which every ninth token is wrong."""
         texts = []
         for prompt in prompts:
             for sampling in SAMPLINGS[:3]:
@@ -148,7 +148,7 @@ class Bench:
         prefill_step: int = PREFILL_STEP,
         least: int = LONGEST,
     ) -> list[int]:
-        """Return what plain decoding of one request writes, at least so many tokens."""
+        """Return at least `least` tokens of plain decoding of one request."""
         options = prompt, sampling, prefill_step
         if len(self.texts.get(options, [])) < least:
             plain = SpeculativeGenerator(self.model, byte_tokenizer())
@@ -174,7 +174,7 @@ class Bench:
         )
 
     def check(self, case: Case, tokens: list[int], *, width: int = 5) -> None:
-        """Require that a row wrote what its prompt alone does, as far as it came."""
+        """Require that a row's tokens begin the text that its prompt has alone."""
         least = max(LONGEST, len(tokens))
         text = self.text(case.prompt, case.sampling, case.prefill_step, least)
         expected = text[: len(tokens)]
@@ -205,7 +205,7 @@ def bench(name: str) -> Bench:
 def interrupt_commit(
     batch: BatchGenerator, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Let the `calls`-th commit of a layer of the target from now on meet Ctrl-C."""
+    """Interrupt the `calls`-th commit of a layer's cache of the target with Ctrl-C."""
     plain, left = RaggedJournal.commit, [calls]
 
     def commit(self: Any, keep: Any) -> None:
@@ -225,7 +225,7 @@ def run(batch: BatchGenerator) -> None:
 
 
 def finish(made: Bench, batch: BatchGenerator, rows: dict[int, Case]) -> None:
-    """Run to the end, check the texts, and that nothing is held."""
+    """Run to the end; check the texts, and that no memory is held."""
     run(batch)
     for uid, case in rows.items():
         result = batch.result(uid)

@@ -1,4 +1,4 @@
-"""Greedy drafts of a drafter of blocks, outside of any stream."""
+"""Greedy drafts of a block drafter, outside of any stream."""
 
 from typing import Any
 
@@ -8,11 +8,11 @@ from mlx_speculation.models import HiddenStates
 
 
 class Greedy:
-    """Chooses the best column, and notes what it was given.
+    """Chooses the best column, and records its inputs.
 
     Attributes:
-        seen: logits [1, n] and the ids of their columns, of each choice.
-        tokens: what was chosen.
+        seen: logits [1, n] of each choice, and the ids of their columns.
+        tokens: the chosen ids.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ def context_of(drafter: Any, tokens: list[int]) -> mx.array:
 
 
 def drafted(drafter: Any, tokens: list[int], count: int) -> Greedy:
-    """Return what a drafter drafts behind tokens."""
+    """Return the choices of a drafter that drafts after `tokens`."""
     choose, newest = Greedy(), mx.array([tokens[-1:]])
     context = context_of(drafter, tokens)
     drafter.draft(context, newest, drafter.head.new_caches(), count, choose)

@@ -1,4 +1,4 @@
-"""A drafter of blocks that knows the text, and checks what it is given."""
+"""A block drafter that knows the text and checks its inputs."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,12 +16,12 @@ from support.models.dflash_checkpoints import DIM, VARIANTS, VOCAB, write_dflash
 
 
 def load_block(name: str, model: nn.Module, layers: tuple[int, ...]) -> DFlashDraft:
-    """Return a random drafter, as the folder of a draft is loaded.
+    """Return a drafter with random weights, loaded from a folder.
 
     Args:
-        name: of a variant of DFlash, or of a packaging of the later kinds.
+        name: a variant of DFlash, or a packaging of a later kind.
         model: its target.
-        layers: of the target that it reads.
+        layers: layers of the target that it reads.
     """
     write = write_dflash if name in VARIANTS else write_block
     with TemporaryDirectory() as made:
@@ -31,18 +31,18 @@ def load_block(name: str, model: nn.Module, layers: tuple[int, ...]) -> DFlashDr
 
 
 class BlockOracle:
-    """In the place of the layers of a drafter: says what comes next in a known text.
+    """Replaces the layers of a drafter, and predicts the tokens of a known text.
 
-    Its caches hold the positions of the context, and of blocks while a round runs. What
-    chooses among its logits is the drafter's own.
+    Its caches hold the positions of the context, and of a block while a round runs. The
+    drafter chooses from its logits as always.
 
     Args:
-        draft: the drafter, which has these layers from now on.
+        draft: the drafter whose layers are replaced.
         text: the text.
-        wrong: which positions it says wrong.
+        wrong: returns whether it predicts a position wrong.
 
     Attributes:
-        fed: positions of context that came without a block.
+        fed: number of context positions that came without a block.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class BlockOracle:
     def rows(
         self, context: mx.array, token: mx.array, caches: Sequence[Any], count: int
     ) -> mx.array:
-        """Write context and a block, and return states that hold the next ids."""
+        """Write context and a block, and return states that encode the next ids."""
         self._write(context, caches)
         newest = caches[0].offset
         assert token.tolist() == [[self._text[newest]]]
@@ -84,7 +84,7 @@ class BlockOracle:
         return mx.broadcast_to(state, (1, count, DIM))
 
     def logits(self, states: mx.array) -> mx.array:
-        """Return logits that nothing else outweighs."""
+        """Return logits with all weight on the encoded ids."""
         ids = states[..., :1].astype(mx.int32)
         return mx.where(mx.arange(VOCAB) == ids, 1e5, -1e5)
 

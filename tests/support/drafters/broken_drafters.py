@@ -1,4 +1,4 @@
-"""Drafters that break their promises at a given call."""
+"""Drafters that break their contract at a given call."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from mlx_speculation.models.mtp import Mtp
 
 CALLS = ("begin", "propose", "settle", "discard")
 RAISES = ("before", "after")
-# What propose() returns in place of its draft.
+# Faulty results of propose(), made from the draft and the limit.
 WRONG: dict[str, Callable[[Proposal, int], Any]] = {
     "too many": lambda draft, limit: Proposal(mx.zeros((limit + 1,), mx.uint32)),
     "negative": lambda draft, limit: _said(draft, limit, -3),
@@ -34,11 +34,11 @@ class BrokenError(Exception):
 
 @dataclass(slots=True)
 class Happened:
-    """Outcome of a planned fault.
+    """Counts of a planned fault.
 
     Attributes:
-        faults: how often it has come.
-        later: calls of the drafter after it, but for discard.
+        faults: number of faults so far.
+        later: calls of the drafter after the fault, except discard.
     """
 
     faults: int = 0
@@ -46,9 +46,9 @@ class Happened:
 
 
 def _said(draft: Proposal, limit: int, token: int) -> Proposal:
-    """Lengthen a draft to the limit, with an id in the last place.
+    """Lengthen a draft to the limit, with `token` as its last id.
 
-    A draft of one token that comes behind a step on its way is not looked at.
+    While a plain step is in flight, a draft of one token would not be checked.
     """
     said = [*draft.tokens.tolist(), *[0] * limit][: limit - 1]  # type: ignore[misc]
     return replace(draft, tokens=mx.array([*said, token], mx.int32))
@@ -63,9 +63,9 @@ def broken(
     Args:
         owner: the drafter's class.
         call: one of `CALLS`.
-        nth: which of its calls.
-        how: of `RAISES`, or for propose of `WRONG`.
-        error: what is raised; a `BrokenError` when omitted.
+        nth: number of the call.
+        how: one of `RAISES`, or for propose of `WRONG`.
+        error: the error to raise; None: a `BrokenError`.
     """
     happened, calls = Happened(), 0
     originals = {name: getattr(owner, name) for name in CALLS}
@@ -97,9 +97,9 @@ def broken(
 
 @contextmanager
 def nan_logits(draft_model: Any, nth: int) -> Iterator[Happened]:
-    """Let the nth forward of a draft model, or of any MTP head, give NaN.
+    """Let the nth forward of a draft model, or of any MTP head, return NaN.
 
-    Prompts, whose logits nobody looks at, are not counted.
+    Forwards of prompts are not counted, since their logits are not used.
     """
     happened, calls = Happened(), 0
     forward, step = LaneRound.forward, Mtp.step

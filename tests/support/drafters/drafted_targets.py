@@ -1,4 +1,4 @@
-"""Texts of tiny targets, plain and drafted, for the tests of heads and blocks."""
+"""Tiny targets, their plain texts and generators, for tests of heads and blocks."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -17,7 +17,7 @@ TARGETS = ("llama", "qwen3_5", "gemma3_text", "llama(sliding)")
 
 
 def sampling(temperature: float) -> Sampling:
-    """Return how tokens are chosen."""
+    """Return sampling options with a fixed seed."""
     return SAMPLED if temperature else GREEDY
 
 
@@ -25,8 +25,8 @@ class DraftedTargets:
     """Targets by name, each built once.
 
     Args:
-        tokens: that a test asks for.
-        depths: how many layers a target has, where they are not the usual ones.
+        tokens: number of tokens that a test generates.
+        depths: number of layers of targets that need an unusual number.
     """
 
     def __init__(self, tokens: int, depths: Mapping[str, int] | None = None) -> None:
@@ -39,7 +39,7 @@ class DraftedTargets:
         return build(name, layers=self._depths.get(name))
 
     def _text(self, name: str, temperature: float) -> list[int]:
-        """Return a prompt and its plain continuation, longer than is asked for."""
+        """Return a prompt and its plain continuation, longer than a test needs."""
         tokens = prompt_of(PROMPT)
         result = self.generator(name, None).generate(
             tokens, max_tokens=self._tokens + 12, sampling=sampling(temperature)

@@ -1,7 +1,7 @@
-"""Proposals of each kind of drafter, made from the committed tokens alone.
+"""Proposals of each kind of drafter, computed from the committed tokens alone.
 
-By the plain recipe, in one forward over the whole text and one for each further token,
-without any state of the rounds before: the twins of `test_contract.py`.
+These twins of the drafters keep no state between rounds: each draft takes one forward
+over the whole text and one for each further token. `test_contract.py` uses them.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from mlx_speculation.engine.drafters.base import Choose
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.models import HiddenStates
 
-# Returns so many tokens that follow the sequence.
+# Returns drafted tokens that follow the sequence, as many as the integer says.
 FromNothing = Callable[[Sequence, int, Choose], list[int]]
 
 
@@ -93,7 +93,7 @@ def of_eagle(draft: EagleDraft) -> FromNothing:
 
 
 def of_peagle(draft: PEagleDraft) -> FromNothing:
-    """Return the twin of a P-EAGLE head: a forward of its own for each draft."""
+    """Return the twin of a P-EAGLE head, with one forward for each draft."""
     eagle, taps = draft.eagle, draft.taps
 
     def one_by_one(sequence: Sequence, count: int, choose: Choose) -> list[int]:
@@ -114,7 +114,7 @@ def of_peagle(draft: PEagleDraft) -> FromNothing:
 
 
 def of_block(draft: DFlashDraft) -> FromNothing:
-    """Return the twin of a drafter of blocks."""
+    """Return the twin of a block drafter."""
     dflash = draft.dflash
     taps = HiddenStates(draft.model, layers=dflash.layers, after_norm=True)
 

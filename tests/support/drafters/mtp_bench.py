@@ -1,4 +1,4 @@
-"""A family's head on its target, and what is given to it in tests."""
+"""A family's head on its target, and the inputs that tests give to it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,20 +14,20 @@ from support.references.mtp.base import Family, MtpRows, rows
 from support.references.mtp.folders import MtpFolder, write_mtp_folder
 from support.references.numerics import Array, Ids
 
-# More slots than the windows of 4, and than the 4 keys that indexers choose.
+# More slots than the windows of 4, and more than the 4 keys that indexers choose.
 SLOTS = 11
 TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """A family's head in a folder, with random states and tokens to give to it.
+    """A family's head in a folder, with random states and tokens as inputs.
 
     Attributes:
         family: the reference.
-        folder: what it is loaded from.
+        folder: the folder that it is loaded from.
         hidden: [SLOTS, H].
-        tokens: [SLOTS + 3]; token i comes after state i.
+        tokens: [SLOTS + 3]; token i follows state i.
     """
 
     family: Family

@@ -1,4 +1,4 @@
-"""Draft lengths from a list, and those that a calibration measures."""
+"""Draft lengths from a list, and the lengths that a calibration measures."""
 
 from mlx_speculation.engine.draft_length.base import Feedback, Plan
 
@@ -6,14 +6,14 @@ CALIBRATED = [0, 1, 2, 3, 4, 6, 8, 12, 16]
 
 
 class Planned:
-    """Plans from a list, over and over."""
+    """A policy that repeats a list of plans."""
 
     def __init__(self, lengths: list[int]) -> None:
         self._lengths = lengths
         self.planned: list[Plan] = []
         self.noted: list[tuple[Plan, Feedback]] = []
-        self.planned_contexts: list[int] = []  # contexts that were planned for
-        self.contexts: list[int] = []  # those of the rounds that were noted
+        self.planned_contexts: list[int] = []  # contexts of all plans
+        self.contexts: list[int] = []  # contexts of the noted rounds
         self.ended = 0
 
     @property

@@ -1,4 +1,4 @@
-"""Drafters that know the text, and say the wrong thing as often as they are told."""
+"""Drafters that know the text and are wrong with a given probability."""
 
 import random
 
@@ -13,11 +13,11 @@ class ScriptedDrafter:
 
     Args:
         text: prompt and continuation, as token ids.
-        right: the share of proposed tokens that are left as they are.
+        right: the share of proposed tokens that are not changed.
         vocab: the number of token ids.
-        seed: decides which ones are changed, and how many are proposed.
+        seed: decides which tokens are changed, and the number of proposed tokens.
         ragged: propose from `least` to `limit` tokens instead of always `limit`.
-        least: the smallest number of them; 0 is an empty draft.
+        least: the smallest number of proposed tokens; 0 is an empty draft.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class ScriptedDrafter:
         self.calls = ["begin"]
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
-        """Propose what follows the sequence in the known text."""
+        """Propose the tokens that follow the sequence in the known text."""
         self.calls.append("propose")
         length = self._random.randint(self._least, limit) if self._ragged else limit
         start = len(sequence.tokens)
@@ -66,15 +66,15 @@ class ScriptedDrafter:
 
 
 class TurningDrafter(ScriptedDrafter):
-    """Proposes in turn all that a draft can be, so that one text meets every end of it.
+    """Proposes drafts of every kind, so that one text has every outcome of a round.
 
-    A draft is right, right in its first tokens, wrong from the first token on, one
-    token long, or empty; which one is drawn.
+    A draft is drawn to be right, right in its first tokens, wrong from its first token
+    on, one token long, or empty.
 
     Args:
         text: prompt and continuation, as token ids.
         vocab: the number of token ids.
-        seed: decides what is proposed when.
+        seed: decides the drafts.
     """
 
     def __init__(self, text: list[int], vocab: int = 256, seed: int = 0) -> None:
@@ -84,7 +84,7 @@ class TurningDrafter(ScriptedDrafter):
         self.empty = 0
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
-        """Propose a draft of a drawn kind."""
+        """Propose a draft of a random kind."""
         self.calls.append("propose")
         draw = self._random
         kind = draw.choice(("right", "right", "part", "part", "wrong", "one", "empty"))
@@ -93,7 +93,7 @@ class TurningDrafter(ScriptedDrafter):
         said = (self._text[start : start + length] + [0] * length)[:length]
         first = {"wrong": 0, "part": draw.randrange(limit)}.get(kind, length)
         for place in range(first, length):
-            # What follows a wrong token may be right again, and is not accepted.
+            # Tokens after a wrong one may be right again, and are not accepted.
             if place == first or draw.random() < 0.5:
                 other = draw.randrange(1, self._vocab)
                 said[place] = (said[place] + other) % self._vocab
@@ -102,6 +102,6 @@ class TurningDrafter(ScriptedDrafter):
         return Proposal(mx.array(said, dtype=mx.int32))
 
     def settle(self, accepted: int) -> None:
-        """Note what was accepted, and what should have been."""
+        """Note the number of accepted tokens, and the number of right ones."""
         super().settle(accepted)
         self.settled.append((accepted, self._right_ones))

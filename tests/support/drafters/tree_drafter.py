@@ -1,4 +1,4 @@
-"""Trees at random, and a drafter that proposes those with a known text in them."""
+"""Random trees, and a drafter that proposes them with a known text on one path."""
 
 import random
 from collections.abc import Sequence as SequenceOf
@@ -10,7 +10,7 @@ from mlx_speculation.engine.prompt import Sequence
 
 
 def random_parents(draw: random.Random, nodes: int) -> list[int]:
-    """Return the parents of a tree of any shape, -1 for its root's children."""
+    """Return the parents of a random tree; children of its root have -1."""
     return [draw.randrange(-1, node) for node in range(nodes)]
 
 
@@ -27,15 +27,15 @@ class TreeDrafter:
 
     Args:
         text: prompt and continuation, as token ids.
-        right: the chance that the text goes on at one more node of the path; 1: all of
-            it is right, and 0: no node is.
+        right: the higher, the more nodes of the path follow the text; 1: all nodes,
+        0: none.
         seed: decides the trees.
 
     Attributes:
-        trees: that it proposes them.
-        proposed: how many trees it has proposed.
-        chains: how often it was asked for a chain.
-        settled: of each tree how many tokens were accepted, and how many were right.
+        trees: true: it can propose trees.
+        proposed: number of trees proposed.
+        chains: number of chains proposed.
+        settled: for each tree, the numbers of accepted and of right tokens.
     """
 
     trees = True
@@ -67,7 +67,7 @@ class TreeDrafter:
         tokens = [256] * nodes
         for depth, node in enumerate(right):
             tokens[node] = known[depth]
-        for node in range(nodes):  # siblings differ, and none else is right
+        for node in range(nodes):  # siblings differ, and nodes off the path are wrong
             depth = len(path_to(parents, node)) - 1
             said = {tokens[i] for i in range(nodes) if parents[i] == parents[node]}
             said.add(known[min(depth, limit)])
@@ -78,7 +78,7 @@ class TreeDrafter:
         return Proposal(mx.array(tokens, mx.uint32), branches=branches)
 
     def settle(self, accepted: int) -> None:
-        """Note what was accepted, and what is right."""
+        """Note the numbers of accepted and of right tokens."""
         self.settled.append((accepted, self._deepest))
 
     def discard(self) -> None:

@@ -1,8 +1,8 @@
-"""Tiny Gemma 4 assistants of tiny targets, in memory and in the layout on disk.
+"""Tiny Gemma 4 assistants for tiny targets, in memory and as files.
 
-The targets are a Gemma 4 whose last four layers share keys and values, one of which no
-layer shares, with larger heads in full layers and keys that are values there, and a
-Gemma 3. The names of the tensors are those of real checkpoints.
+The targets are a Gemma 4, whose last layers share keys and values, and whose full
+layers have larger heads and use keys as values, and a Gemma 3. The tensors have the
+names of real checkpoints.
 """
 
 import json
@@ -40,7 +40,7 @@ _WIDE = {"head_dim": 32, "global_head_dim": 32, "attention_k_eq_v": False}
 QUANTIZABLE = replace(_GEMMA4, args={**_GEMMA4.args, **_UNSHARED, **_WIDE})
 # The same without windows, which cannot be quantized.
 FULL_ONLY = replace(QUANTIZABLE, args={**QUANTIZABLE.args, "layer_types": [FULL] * 5})
-# What the text models of real checkpoints stand in.
+# As in real checkpoints, with the text model inside a larger model.
 WRAPPED = replace(
     _GEMMA4,
     module="gemma4",
@@ -58,7 +58,7 @@ DIM, VOCAB, WINDOW = 64, 256, 16
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A target, and an assistant of it with random weights."""
+    """A target, and an assistant for it with random weights."""
 
     target: nn.Module
     assistant: Assistant
@@ -75,9 +75,9 @@ def config_of(name: str, head: str = "dense", **text: Any) -> dict[str, Any]:
     """Return the config.json of an assistant.
 
     Args:
-        name: of its target.
+        name: name of its target.
         head: "dense" or "centroids".
-        text: other values in text_config.
+        text: values that replace those of text_config.
     """
     args = _ALL[name].args
     args = args.get("text_config", args)
@@ -130,7 +130,7 @@ def config_of(name: str, head: str = "dense", **text: Any) -> dict[str, Any]:
 
 @cache
 def make(name: str, head: str = "dense") -> Made:
-    """Return a target and a random assistant of it; the same for the same names."""
+    """Return a target and its random assistant; the same for the same names."""
     config = config_of(name, head)
     return Made(target_of(name), build(config), config)
 
@@ -157,7 +157,7 @@ def tensors_of(assistant: Assistant) -> dict[str, mx.array]:
 
 
 def write(made: Made, folder: Path, **more: mx.array) -> Path:
-    """Write an assistant to a folder, with more tensors, and return the folder."""
+    """Write an assistant and the tensors `more` to a folder, and return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(made.config), encoding="utf-8")
     tensors = {**tensors_of(made.assistant), **more}

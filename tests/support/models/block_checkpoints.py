@@ -1,7 +1,7 @@
 """Tiny random DFlash2 and DSpark drafters, laid out on disk as real ones are.
 
-The table beside this file has an entry for each packaging that is published. The names
-of tensors and keys stand in both a second time.
+The table beside this file has an entry for each published packaging. The table and this
+file repeat the library's names of tensors and keys.
 """
 
 import json
@@ -32,15 +32,15 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Packaging:
-    """Layout of an origin's files.
+    """Layout of a publisher's files.
 
     Attributes:
         kind: "dflash", "dflash2" or "dspark".
-        config: makes config.json, or the keys of a GGUF file, of the tapped layers.
-        parts: what there is beside the backbone, see `parts_of`.
-        depth: the most drafts.
-        write: writes tensors in another way than safetensors.
-        names: beginnings of tensors' names that are others here.
+        config: makes config.json or the keys of a GGUF file from the tapped layers.
+        parts: the parts beside the backbone, see `parts_of`.
+        depth: most drafted tokens.
+        write: writes tensors to files other than safetensors.
+        names: prefixes of tensor names that are replaced here.
     """
 
     kind: str
@@ -52,9 +52,9 @@ class Packaging:
 
 
 def _filled(template: Any, layers: tuple[int, ...]) -> Any:
-    """Return a configuration with the ids and the tapped layers.
+    """Return a configuration in which the ids and the tapped layers are filled in.
 
-    Layers count from 0, or from the embedding.
+    Layers are counted from 0, or with the embedding as 0.
     """
     if isinstance(template, dict):
         return {key: _filled(value, layers) for key, value in template.items()}
@@ -80,7 +80,7 @@ class Draws:
         self._rng = np.random.default_rng(1)
 
     def matrix(self, *shape: int, scale: float = 1.0) -> mx.array:
-        """Return numbers whose products with others of size one are of that scale."""
+        """Return a matrix that maps numbers of size 1 to numbers of size `scale`."""
         values = self._rng.standard_normal(shape) * (scale / shape[-1] ** 0.5)
         return mx.array(values.astype(np.float32))
 
@@ -136,7 +136,7 @@ def parts_of(packaging: Packaging, features: int) -> Tensors:
             tensors[f"candidate_selector.{name}"] = draws.matrix(VOCAB, RANK, scale=3.0)
         projection = draws.matrix(RANK, DIM)
         tensors["candidate_selector.hidden_projection.weight"] = projection
-    if "gated" in parts:  # stored without their one
+    if "gated" in parts:  # norms are stored minus one
         tensors = {n: v - 1 if "norm" in n else v for n, v in tensors.items()}
     return tensors
 
@@ -174,13 +174,13 @@ def _gemma_layer(draws: Draws, layer: str) -> Tensors:
 def altered(
     name: str, *parts: str, inner: Config | None = None, **keys: Any
 ) -> Packaging:
-    """Return a packaging with other parts, and other keys in its config.json.
+    """Return a packaging with other parts, or other keys in its config.json.
 
     Args:
-        name: of the packaging.
-        parts: see `parts_of`; none: its own.
-        inner: keys that go into `dflash_config` where there is one.
-        keys: those at the top.
+        name: name of the packaging.
+        parts: see `parts_of`; empty: the parts of the packaging.
+        inner: keys for `dflash_config`, if the packaging has it.
+        keys: keys at the top.
     """
     old = PACKAGINGS[name]
 
@@ -202,10 +202,10 @@ def write_block(
     """Write a drafter in a packaging, and return its folder.
 
     Args:
-        folder: where.
-        name: of the packaging, or one of its own.
-        layers: of the target that it reads, from 0.
-        changed: tensors that are others.
+        folder: the folder to write.
+        name: name of a packaging, or a packaging.
+        layers: layers of the target that it reads, from 0.
+        changed: tensors that replace random ones.
     """
     packaging = PACKAGINGS[name] if isinstance(name, str) else name
     folder.mkdir(parents=True, exist_ok=True)
@@ -235,7 +235,7 @@ def _named(name: str, names: dict[str, str]) -> str:
 
 
 def packed(tensors: Tensors) -> Tensors:
-    """Return tensors with those of the layers' linear parts packed as NVFP4."""
+    """Return tensors with the weights of the layers' linear parts packed as NVFP4."""
     result: Tensors = {}
     for name, value in tensors.items():
         part = name.removesuffix(".weight")

@@ -2,22 +2,22 @@
 
 The table is census.json beside this file:
 
-    common      arguments that every model gets; ModelArgs drops those it lacks
-    built       module -> what was measured, and its own arguments:
-        caches      what make_prompt_cache returns, such as "3 ArraysCache, 1 KVCache"
+    common      arguments for every model; ModelArgs drops those that it lacks
+    built       module -> measurements and further arguments:
+        caches      result of make_prompt_cache, such as "3 ArraysCache, 1 KVCache"
         layers      len(model.layers); null: the model has no such attribute
         window      the size of its rotating caches; null: it has none
         bitwise     whether four rows in one forward equal four forwards of one row,
                     bit for bit, past the window, on the Linux CPU wheel in float32
-        unequal     why it cannot check drafts, if it cannot
-        args        ModelArgs, on top of the common ones; a text_config gets them too
+        unequal     reason why drafts cannot be verified, if so
+        args        further arguments of ModelArgs; a text_config gets them too
     not_built   module -> the reason, and a part of the error that proves it
 
-One module sets the logits of certain ids to minus infinity and needs a vocabulary that
-has them. Its embeddings of all ids but the first 256 are zero, so that none is chosen.
+One module sets the logits of certain ids to minus infinity, so its vocabulary must have
+them. Its embeddings of all ids from 256 on are zero, so that these are never chosen.
 
-A row of "tiny" instead of "args" stands for one of tiny_models.json, which has more
-layers and a test of its own (tests/engine/test_text_is_unchanged.py).
+A row with "tiny" instead of "args" names a row of tiny_models.json, which has more
+layers and its own test (tests/engine/test_text_is_unchanged.py).
 """
 
 import importlib
@@ -37,13 +37,13 @@ from mlx_speculation.caches import leaves
 from mlx_speculation.models import Lane
 from support.models import tiny_models
 
-# Bits of 0 to 3 as numbers: -1.5 to 1.5 of a group's scale, 1.1 in square mean.
+# Root mean square of packed values: two bits stand for -1.5 to 1.5 of a group's scale.
 _TWO_BITS = 1.1
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """One row of `built`; the module's docstring tells the fields."""
+    """One row of `built`; the module's docstring describes the fields."""
 
     module: str
     caches: str
@@ -60,9 +60,9 @@ class NotBuilt:
     """One row of `not_built`.
 
     Attributes:
-        reason: for the reader.
-        error: the error's text contains it.
-        args: what to try, on top of the common arguments; None: not even an import.
+        reason: an explanation.
+        error: a part of the error's text.
+        args: further arguments to try; None: the import fails already.
     """
 
     reason: str
@@ -81,8 +81,8 @@ BUILT = {name: Architecture(name, **row) for name, row in _TABLE["built"].items(
 NOT_BUILT = {name: NotBuilt(**row) for name, row in _TABLE["not_built"].items()}
 
 
-# An architecture of each set of mlx's layers and kinds of caches that occur, and some
-# with attention or mixers of their own: what one of a kind shows in the quick tests.
+# For the quick tests: one architecture of each combination of mlx's layers and kinds of
+# caches, and some with attention or mixers of their own.
 EACH_KIND = (
     *("llama", "deepseek_v3", "mixtral", "gemma3n", "gpt_oss", "baichuan_m1"),
     *("bailing_hybrid", "qwen3_5", "lfm2", "phi3small", "cohere2", "deepseek_v2"),
@@ -92,13 +92,13 @@ EACH_KIND = (
     *("plamo2", "prism_hadamard_qwen35", "recurrent_gemma", "rwkv7", "afm7"),
 )
 
-# Attention, windows, experts, a mixture of layers, states, and rows for each layer: for
-# what is put on layers of a kind, and was compared with mlx's on layers of that kind.
+# For hooks on kinds of layers that other tests compare with mlx's: attention, windows,
+# experts, mixed layers, states, and inputs for each layer.
 FEW = ("deepseek_v2", "falcon_h1", "gemma3n", "gpt_oss", "phi3small", "plamo2", "rwkv7")
 
 
 def kind_of(model: nn.Module) -> frozenset[str]:
-    """Return which layers of mlx's, and which kinds of caches, a model has."""
+    """Return the kinds of mlx's layers and of caches in a model."""
     kinds = {type(module) for module in model.modules()}
     layers = {kind.__name__ for kind in kinds if kind.__module__.startswith("mlx.")}
     return frozenset(layers | {_kind(cache) for cache in make_prompt_cache(model)})
@@ -110,7 +110,7 @@ def architectures() -> tuple[set[str], set[str]]:
     for module in pkgutil.iter_modules(mlx_lm.models.__path__):
         try:
             imported = importlib.import_module(f"mlx_lm.models.{module.name}")
-        except (Exception, SystemExit):  # one of them exits when a package is missing
+        except (Exception, SystemExit):  # one module exits when a package is missing
             broken.add(module.name)
         else:
             if hasattr(imported, "Model") and hasattr(imported, "ModelArgs"):
@@ -121,7 +121,7 @@ def architectures() -> tuple[set[str], set[str]]:
 def build(module: str, *, seed: int = 0) -> nn.Module:
     """Build the model of a row: the same weights for the same arguments.
 
-    It seeds the global random generator, so tests draw with keys of their own.
+    This seeds the global random generator, so tests draw with their own keys.
     """
     row = BUILT[module]
     if row.tiny is not None:
@@ -131,7 +131,7 @@ def build(module: str, *, seed: int = 0) -> nn.Module:
 
 
 def structure(module: str) -> nn.Module:
-    """Make the model of a row, whose weights are not computed yet."""
+    """Make the model of a row; its weights are not computed yet."""
     row = BUILT[module]
     if row.tiny is not None:
         return tiny_models.structure(tiny_models.TINY_MODELS[row.tiny])
@@ -158,7 +158,7 @@ def _arguments(module: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 def _made(module: str, args: dict[str, Any]) -> nn.Module:
     imported = importlib.import_module(f"mlx_lm.models.{module}")
-    # As mlx-lm loads it: dbrx sorts its experts otherwise where it is trained.
+    # eval() as in mlx-lm's load: in training mode dbrx sorts its experts differently.
     return cast(nn.Module, imported.Model(imported.ModelArgs.from_dict(args)).eval())
 
 
@@ -173,7 +173,7 @@ def _draw(model: Any, module: str, args: dict[str, Any]) -> None:
 
 
 def _randomise_two_bits(layer: Any) -> None:
-    """Give a packed layer random weights of the scale that others have."""
+    """Give a packed layer random weights of the same scale as other layers."""
     outputs, groups = layer.scales.shape
     inputs = groups * layer.group_size
     scale = mx.full((outputs, groups), 2 / _TWO_BITS / inputs**0.5, dtype=mx.float16)
@@ -185,13 +185,13 @@ def _randomise_two_bits(layer: Any) -> None:
 
 
 def cache_kinds(model: nn.Module) -> str:
-    """Return how many caches of which kind a model has."""
+    """Return the number of caches of each kind."""
     counts = Counter(_kind(cache) for cache in make_prompt_cache(model))
     return ", ".join(f"{count} {kind}" for kind, count in counts.items())
 
 
 def window(model: nn.Module) -> int | None:
-    """Return the size of the rotating caches, which is the same for all."""
+    """Return the size of the rotating caches, which must all have the same."""
     sizes = {
         leaf.max_size
         for _, leaf in leaves(make_prompt_cache(model))
@@ -212,8 +212,8 @@ def widths_differ(model: nn.Module, prompt: list[int], rows: list[int]) -> float
 
     Args:
         model: the model.
-        prompt: what is fed first, in one forward.
-        rows: what is compared, a multiple of four tokens.
+        prompt: tokens that are fed first, in one forward.
+        rows: tokens that are compared, a multiple of four.
     """
     wide, narrow = Lane(model), make_prompt_cache(model)
     wide.feed(prompt)

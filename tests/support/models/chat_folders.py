@@ -19,7 +19,7 @@ VOCAB = 256 + len(MARKS)
 
 
 def chat_folder(folder: Path, name: str = "llama", *, seed: int = 0) -> Path:
-    """Write config.json, weights and a tokenizer of bytes that ends texts at <end>."""
+    """Write config.json, weights and a byte tokenizer whose end token is <end>."""
     folder.mkdir(parents=True, exist_ok=True)
     tiny = TINY_MODELS[name]
     model = build(name, seed=seed, vocab=VOCAB)

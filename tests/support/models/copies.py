@@ -1,4 +1,4 @@
-"""Classes, attributes and parameters on the modules of a model."""
+"""Classes, attributes and parameters of the modules of a model."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def classes(model: nn.Module) -> dict[str, type]:
 
 
 def attributes(model: nn.Module) -> dict[str, tuple[set[str], set[str]]]:
-    """Return the names that every module holds as parts and as attributes."""
+    """Return the names of the parts and of the attributes of every module."""
     return {
         path: (set(module.keys()), set(vars(module)))
         for path, module in model.named_modules()

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 DIM, MLP, HEADS, KV_HEADS, HEAD_DIM, VOCAB, BLOCK = 64, 96, 4, 2, 16, 256, 5
-# What config.json has on top of the usual.
+# Further keys of config.json by variant.
 VARIANTS: dict[str, dict[str, Any]] = {
     "full": {},
     "sliding": {
@@ -94,7 +94,7 @@ def tensors_of(variant: str, features: int) -> dict[str, mx.array]:
 def write_dflash(
     folder: Path, variant: str, layers: tuple[int, ...] = (0, 1, 3), **keys: Any
 ) -> Path:
-    """Write a drafter, with other keys in its config.json, and return its folder."""
+    """Write a drafter with further keys in its config.json, and return its folder."""
     folder.mkdir(parents=True, exist_ok=True)
     config = json.dumps(config_of(variant, layers) | keys)
     (folder / "config.json").write_text(config, encoding="utf-8")

@@ -1,8 +1,7 @@
 """Tiny random EAGLE-3 heads, laid out on disk as real ones are.
 
-The table beside this file has a dialect for each public origin of such heads. The names
-of tensors stand here a second time, so that a wrong name in the library does not go
-unnoticed.
+The table beside this file has a dialect for each publisher of such heads. This file
+repeats the names of tensors, so that a wrong name in the library is noticed.
 """
 
 import json
@@ -23,27 +22,27 @@ _IDS = "eagle_aux_hidden_state_layer_ids"
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """Layout of an origin's files.
+    """Layout of a publisher's files.
 
     Attributes:
-        architecture: what config.json says.
+        architecture: the architecture in config.json.
         layer: the name of the decoder layer.
-        tuple_ids: whether config.json has the list at its top, as tuple indices; None:
-            it has no list.
+        tuple_ids: whether config.json has the list of layers at its top, as indices of
+            transformers' tuple of hidden states; None: no list.
         reduced: whether it drafts from a part of the ids, with d2t, t2d and lm_head.
-        embedding: whether it has one of its own.
-        speculators: whether the sizes stand in a part of their own.
+        embedding: whether it has its own embedding.
+        speculators: whether the sizes are in a nested part of config.json.
         norms: of the layers' outputs: "", "each", "old names" or "joined".
         options: further keys of config.json.
-        layers: how many decoder layers.
+        layers: number of decoder layers.
         query_norms: of queries and keys: "", "each" or "together".
-        deepspec: whether the list of layers is DeepSpec's.
+        deepspec: whether the list of layers has DeepSpec's form.
         output: whether it has an output layer for all ids.
-        last: whether it reads the last state alone: "", "plain" (without `fc`) or "fc".
+        last: "plain" (without `fc`) or "fc": it reads the last state alone; "": others.
         biased: whether attention and `fc` have biases.
         gemma: whether its layer is Gemma 4's.
         latent: whether its attention is DeepSeek's.
-        mask: of a P-EAGLE head: the key of its mask; "": it is none.
+        mask: the key of a P-EAGLE head's mask; "": it is not P-EAGLE.
     """
 
     architecture: str
@@ -66,7 +65,7 @@ class Dialect:
 
 
 EVERY = {name: Dialect(**row) for name, row in read_rows(__file__).items()}
-# Dialects whose numbers alone differ from those of the others.
+# Dialects that differ from others in numbers alone.
 _VARIANTS = (
     *("normed residual", "plain residual", "llama3", "sliding"),
     *("last state, projected", "latent"),

@@ -1,8 +1,7 @@
-"""A drafter of blocks that was made by hand, and guesses what its target writes.
+"""A block drafter with fitted weights, which predicts the text of its target.
 
-The target's next token depends on the newest alone. A row of the drafter sees the
-position before the block, and its layers' states there, which name the token after the
-next.
+The target's next token depends on its last token alone. A row of the drafter attends to
+the position before the block, whose states determine the token after the next.
 """
 
 import json
@@ -23,11 +22,11 @@ STARTS = starts_for(byte_tokenizer())
 
 
 def bigram_target(layers: int = 6) -> Any:
-    """Return a target without attention, which is sure of what comes next."""
+    """Return a target without attention whose next token is very probable."""
     model: Any = build("llama", layers=layers, seed=3)
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight = mx.zeros_like(layer.self_attn.o_proj.weight)
-        # Layers return what differs from one to the next.
+        # Makes the outputs of successive layers differ.
         layer.mlp.down_proj.weight = layer.mlp.down_proj.weight * 6
     model.lm_head.weight = model.lm_head.weight * 40
     return model
@@ -40,12 +39,12 @@ def knowing(
     given: bool,
     kind: str = "dspark",
 ) -> Path:
-    """Write a drafter of speculators that reads these layers, and guesses right."""
+    """Write a drafter in speculators' layout that reads these layers and is right."""
     taps = HiddenStates(model, layers=layers, after_norm=True)
     every = mx.arange(VOCAB)[:, None]
     with taps.collect() as states:
         next_tokens = mx.argmax(model(every)[:, 0], axis=-1)
-    last = len(model.layers) - 1  # drafters of blocks read it after the norm
+    last = len(model.layers) - 1  # block drafters read the last layer after the norm
     read = [states.after_norm if i == last else states.layer(i) for i in layers]
     outputs = mx.concatenate(read, axis=-1)[:, 0]
     taps.remove()
@@ -89,7 +88,7 @@ def knowing(
     config |= {"speculators_model_type": kind, "architectures": [f"{kind}Speculator"]}
     del config["speculators_config"], config["draft_vocab_size"]
     config["transformer_layer_config"] |= {
-        # The first layer sees the position before the block, and its own.
+        # A row of layer 0 attends to the position before the block and to itself.
         "layer_types": ["sliding_attention"] * 2,
         "sliding_window": 3 if given else 2,
         "num_key_value_heads": 4,

@@ -1,7 +1,7 @@
 """Tiny random checkpoints with an MTP head, laid out on disk as real ones are.
 
-The names of the heads' tensors stand beside this file a second time, so that a wrong
-name in the library's table does not go unnoticed. Targets are those of the census.
+The JSON table beside this file repeats the names of the heads' tensors, so that a wrong
+name in the library's table is noticed. Targets are those of the census.
 """
 
 import importlib
@@ -32,15 +32,15 @@ class Layout:
     """Layout of a family's checkpoints.
 
     Attributes:
-        module: the target's under mlx_lm.models.
-        names: part of the head -> name in files; {k} counts the head's layers from 0,
-            {n} on from the target's, {b} its blocks.
-        config: keys on top of the target's own.
-        layers: how many layers the head has.
-        copies: tensors that repeat the target's, name -> name there.
+        module: the target's module in mlx_lm.models.
+        names: part of the head -> name in files; {k} is a layer of the head from 0, {n}
+            the same counted on from the target's layers, {b} a block.
+        config: further keys of config.json.
+        layers: number of layers of the head.
+        copies: copies of the target's tensors, name -> name in the target.
         plus_one: whether norms are stored minus one.
         fused: whether experts are stored in one tensor.
-        block_names: parts of names inside blocks, ours -> theirs.
+        block_names: parts of names inside blocks, ours -> name in files.
     """
 
     module: str
@@ -55,8 +55,8 @@ class Layout:
 
 LAYOUTS = {name: Layout(**row) for name, row in read_rows(__file__).items()}
 
-# Layouts that have something of their own each: in stored norms, in experts, in caches,
-# in layers and how they follow each other, in ends of their own, in blocks.
+# Layouts that differ in kind: stored norms, experts, caches, layers and their order,
+# own embeddings or output layers, blocks.
 EACH_KIND = (
     *("qwen3_5_moe", "deepseek_v32", "mimo_v2_flash", "ernie4_5_moe"),
     *("longcat_flash", "nemotron_h", "step3p5", "bailing_hybrid"),
@@ -68,12 +68,12 @@ class Checkpoint:
     """Written files.
 
     Attributes:
-        folder: where.
-        layout: how.
-        config: what config.json holds.
-        target: the target, with the weights that were written.
-        head: the head, likewise.
-        tensors: the head's in the files, by their names there.
+        folder: the folder.
+        layout: the layout of the files.
+        config: content of config.json.
+        target: the target, with the written weights.
+        head: the head, with the written weights.
+        tensors: the head's tensors by their names in the files.
     """
 
     folder: Path
@@ -85,7 +85,7 @@ class Checkpoint:
 
 
 def config_of(module: str) -> dict[str, Any]:
-    """Return the configuration of a census model as a config.json has it."""
+    """Return the config.json of a census model."""
     row = census.BUILT[module]
     if row.tiny is not None:
         args = dict(tiny_models.TINY_MODELS[row.tiny].args)
@@ -150,7 +150,7 @@ def make_head(layout: Layout, target: nn.Module, config: dict[str, Any]) -> MtpH
 def read_mtp_head(
     folder: Path, model: nn.Module, *, convention: MtpConvention | None = None
 ) -> MtpHead:
-    """Read a head in the precision in which it is stored, and try no convention."""
+    """Read a head in its stored precision, without probing conventions."""
     head_files = find_mtp_head(folder, model)
     return build_mtp_head(head_files, model, decided(convention, head_files))[0]
 
@@ -167,10 +167,10 @@ def head_tensors(
 
     Args:
         layout: the layout.
-        target: for the copies of its tensors.
+        target: the target, for the copies of its tensors.
         head: the head.
-        raw: in the form of the original files too; otherwise as mlx-lm's modules
-            have it, which is what a pack beside a converted target holds.
+        raw: whether tensors have the form of the original files too; otherwise they
+            have that of mlx-lm's modules, as beside a converted target.
     """
     trunk, tensors = len(target.layers), dict[str, mx.array]()
     for name, value in flat(head).items():
@@ -193,7 +193,7 @@ def head_tensors(
 
 
 def trunk_tensors(layout: Layout, target: nn.Module) -> Weights:
-    """Return the target's tensors as the original files have them."""
+    """Return the target's tensors in the form of the original files."""
     tensors = as_original(layout, flat(target))
     if layout.module.startswith("qwen3_5"):
         tensors = {
@@ -219,7 +219,7 @@ def _step_name(name: str) -> str:
 
 
 def as_original(layout: Layout, weights: Weights) -> Weights:
-    """Return weights of mlx-lm's modules in the form of the original files."""
+    """Return weights of mlx-lm's modules, in the form of the original files."""
     tensors: Weights = {}
     for name, value in weights.items():
         path, _, part = name.rpartition(".")
@@ -263,7 +263,7 @@ def _experts(
 
 
 def write(folder: Path, name: str, *, seed: int = 0) -> Checkpoint:
-    """Write a checkpoint as its makers publish it: shards, an index, raw tensors."""
+    """Write a checkpoint as it is published: shards, an index, raw tensors."""
     layout = LAYOUTS[name]
     config, target, head = make(name, seed=seed)
     tensors = head_tensors(layout, target, head)

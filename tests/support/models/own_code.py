@@ -1,4 +1,4 @@
-"""Folders of models that come with code of their own."""
+"""Folders of models that contain their own code."""
 
 import json
 from pathlib import Path
@@ -7,11 +7,11 @@ from support.models.demo_folders import copy_of
 
 
 def write_own_code(folder: Path, trace: Path) -> Path:
-    """Copy the bundled draft model, built by a file of its own.
+    """Copy the bundled draft model, with a file of code that builds it.
 
     Args:
-        folder: where to.
-        trace: a file that this code makes when it runs.
+        folder: the new folder.
+        trace: a file that the code creates when it runs.
     """
     copy_of("draft", folder)
     config = json.loads((folder / "config.json").read_text("utf-8"))

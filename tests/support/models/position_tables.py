@@ -1,4 +1,4 @@
-"""Tiny models with learned positions, behind whose table memory holds NaN."""
+"""Tiny models with learned positions, whose table is followed by NaN in memory."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ _BEHIND = 64  # rows of NaN
 
 
 class _Noting(nn.Embedding):
-    """Notes the positions that are looked up."""
+    """Records the positions that are looked up."""
 
     def __call__(self, x: mx.array) -> mx.array:
         """Look rows up as an embedding does."""
@@ -22,10 +22,10 @@ class _Noting(nn.Embedding):
 
 
 def with_table(module: str, positions: int, *, seed: int = 0) -> nn.Module:
-    """Build a model that has learned so many positions.
+    """Build a model with a number of learned positions.
 
-    Its table is the beginning of a longer buffer: a row past it is NaN, wherever mlx
-    looks up without a check of bounds.
+    Its table is the beginning of a longer buffer: mlx looks up without a check of
+    bounds, and a row past the table is NaN.
     """
     args: Any = BUILT[module].args
     model = build_from(module, {**args, "n_positions": positions}, seed=seed)

@@ -1,7 +1,7 @@
 """Tiny real models of every mlx-lm module that keeps an `ArraysCache`.
 
-The first of them are in the table of tiny models; the rest are in
-recurrent_models.json beside this file, in the same form.
+Some are in the table of tiny models; the rest are in recurrent_models.json beside this
+file, in the same form.
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ def recurrent(caches: list[Any]) -> list[Any]:
 
 
 def recurrent_caches(model: nn.Module) -> list[ArraysCache]:
-    """Return new caches of a model, those of recurrent layers only."""
+    """Return new caches of the recurrent layers of a model."""
     return recurrent(make_prompt_cache(model))
 
 
@@ -43,7 +43,7 @@ RECURRENT_MODELS: dict[str, TinyModel] = {
     if recurrent_caches(structure(tiny))
 }
 
-# Their mixers run again over their inputs: no recipe for the state.
+# Models whose mixers run again over their inputs, since they have no replay of a state.
 RUN_AGAIN = ("jamba", "mamba", "rwkv7")
 
 
@@ -54,7 +54,7 @@ def build_recurrent(name: str) -> nn.Module:
 
 PREFIX = mx.array([[3, 141, 59, 26, 53, 58, 97, 93, 23, 84, 62]])
 BLOCK = mx.array([[201, 7, 96, 255, 31, 148]])
-# A batch of which the first row is the block.
+# A batch whose first row is the block.
 ROWS = mx.array([[201, 7, 96, 255, 31, 148], [5, 5, 80, 2, 0, 9], [90, 1, 44, 3, 6, 8]])
 
 

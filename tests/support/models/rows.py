@@ -1,4 +1,4 @@
-"""Tables in JSON, in which a row may be `like` another one and has what differs."""
+"""Tables in JSON; a row may be `like` another one and then has only differences."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ Row = dict[str, Any]
 
 
 def read_rows(module: str) -> dict[str, Row]:
-    """Read the table beside a module that has the module's name."""
+    """Read the table that lies beside a module and has its name."""
     text = Path(module).with_suffix(".json").read_text(encoding="utf-8")
     rows: dict[str, Row] = json.loads(text)
     return {name: _whole(rows, name) for name in rows}

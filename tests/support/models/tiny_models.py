@@ -1,9 +1,9 @@
-"""Tiny real mlx-lm models with random float32 weights, one per cache behaviour.
+"""Tiny real mlx-lm models with random float32 weights, one for each kind of caches.
 
-The configurations are in tiny_models.json beside this file. Hidden size 64, two to
-four layers, 256 tokens, sliding windows of 16 (24 for recurrent_gemma). The
-weights are scaled so that text matters: greedy continuations use many tokens, and
-a token changed far back in the context changes the logits.
+The configurations are in tiny_models.json beside this file: hidden size 64, two to four
+layers, 256 token ids, sliding windows of 16 (24 for recurrent_gemma). The weights are
+scaled so that the logits depend on the whole text: greedy continuations use many
+different tokens, and a token changed far back in the context changes the logits.
 """
 
 import importlib
@@ -22,7 +22,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models import base
 
-# ModelArgs.from_dict asks for its signature once a key: half the time of a tiny model.
+# ModelArgs.from_dict reads its signature for each key: half the time to build a model.
 vars(base)["inspect"] = SimpleNamespace(signature=cache(inspect.signature))
 
 # Layers must outweigh the embedding in the residual stream, or a model with tied
@@ -31,7 +31,7 @@ _GAIN = 2.0
 _EMBEDDING = 0.25
 # Gemma multiplies its embeddings by sqrt(hidden size), which is 8 here.
 _GEMMA_EMBEDDING = 0.04
-# Norms, biases, decays and mixing weights keep their initial value, give or take.
+# Deviation of norms, biases, decays and mixing weights from their initial values.
 _NOISE = 0.4
 
 
@@ -44,8 +44,8 @@ class TinyModel:
         module: The module under mlx_lm.models.
         bitwise: Whether a forward over many rows equals single-row forwards bit
             for bit on the Linux CPU wheel in float32.
-        window: The size of its sliding windows; None: it has none.
-        args: What ModelArgs.from_dict gets.
+        window: The size of its sliding windows; None: no windows.
+        args: The argument of ModelArgs.from_dict.
     """
 
     name: str
@@ -61,7 +61,7 @@ def read_table(path: Path) -> dict[str, TinyModel]:
     return {name: TinyModel(name=name, **row) for name, row in rows.items()}
 
 
-# Of so many models, of half a megabyte each, weights are kept.
+# Number of models whose weights are kept, half a megabyte each.
 MOST_KEPT = 200
 _WEIGHTS: dict[str, list[tuple[str, mx.array]]] = {}
 
@@ -73,13 +73,13 @@ def build(
 ) -> nn.Module:
     """Build the named model: the same weights for the same arguments.
 
-    It seeds the global random generator, so tests draw with keys of their own.
+    This seeds the global random generator, so tests draw with their own keys.
 
     Args:
         name: A key of TINY_MODELS.
         seed: Chooses the weights.
-        vocab: The number of token ids, if not 256.
-        layers: The number of layers, if not that of the table.
+        vocab: The number of token ids; None: 256.
+        layers: The number of layers; None: that of the table.
     """
     tiny = TINY_MODELS[name]
     if layers is not None:
@@ -103,22 +103,22 @@ def build_tiny(
 
 
 def structure(tiny: TinyModel, *, vocab: int | None = None) -> nn.Module:
-    """Make a model whose weights are not computed yet, and are the constructors'."""
+    """Make a model with the constructors' weights, which are not computed yet."""
     module = importlib.import_module(f"mlx_lm.models.{tiny.module}")
     args = module.ModelArgs.from_dict(_arguments(tiny, vocab))
     return cast(nn.Module, module.Model(args))
 
 
 def keep_weights(model: nn.Module, known: str, draw: Callable[[], None]) -> None:
-    """Give a model its random weights: those of the last model of the kind.
+    """Give a model its random weights, drawn once for each key `known`.
 
-    To draw them takes most of the time that a model takes, and a test may well write
-    into its own, so that each model gets arrays of its own that share the memory.
+    Drawing them is most of the time to build a model. A test may assign into its
+    weights, so each model gets new arrays, which share the memory.
 
     Args:
-        model: made anew.
-        known: what kind of model it is, and its seed.
-        draw: gives it random weights.
+        model: a new model.
+        known: key of the weights: the kind of model and its seed.
+        draw: gives the model random weights.
     """
     if known in _WEIGHTS:
         weights = [(path, mx.array(each)) for path, each in _WEIGHTS[known]]
@@ -128,14 +128,14 @@ def keep_weights(model: nn.Module, known: str, draw: Callable[[], None]) -> None
     draw()
     weights = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
     _WEIGHTS[known] = [(path, mx.array(each)) for path, each in weights]
-    # Another thread, such as a server's, cannot compute what this one has begun.
+    # Another thread, such as a server's, cannot evaluate arrays of this thread.
     mx.eval([each for _, each in _WEIGHTS[known]])
     if len(_WEIGHTS) > MOST_KEPT:
         del _WEIGHTS[next(iter(_WEIGHTS))]
 
 
 def embedding_scale(module: str) -> float:
-    """Return how large the embeddings of a module's model shall be."""
+    """Return the scale of the embeddings of a module's model."""
     return _GEMMA_EMBEDDING if "gemma" in module else _EMBEDDING
 
 
@@ -157,7 +157,7 @@ def randomise(model: nn.Module, *, embedding: float) -> None:
 
 def _arguments(tiny: TinyModel, vocab: int | None) -> dict[str, Any]:
     args = {**tiny.args}
-    if "time_step_limit" in args:  # JSON has no infinity.
+    if "time_step_limit" in args:  # JSON has no infinity
         args["time_step_limit"] = [float(limit) for limit in args["time_step_limit"]]
     if vocab is None:
         return args
@@ -173,9 +173,9 @@ def _randomised(path: str, weight: mx.array, embedding: float | None) -> mx.arra
     """Return random values of the scale that a weight needs.
 
     Args:
-        path: where the weight is in the model.
+        path: path of the weight in the model.
         weight: its initial value.
-        embedding: the scale, if it is an embedding.
+        embedding: the scale of an embedding; None: the weight is none.
     """
     if not mx.issubdtype(weight.dtype, mx.floating):
         return weight  # packed bits
@@ -184,6 +184,6 @@ def _randomised(path: str, weight: mx.array, embedding: float | None) -> mx.arra
         return weight + _NOISE * noise
     if embedding is not None:
         return noise * embedding
-    # Depthwise convolutions are [channels, kernel, 1]; all others end in inputs.
+    # Depthwise convolutions are [channels, kernel, 1]; others have the inputs last.
     inputs = weight.shape[-1] if weight.shape[-1] > 1 else weight.shape[-2]
     return noise * (_GAIN / math.sqrt(inputs))

@@ -1,4 +1,4 @@
-"""Real tokenizers: byte-level ones, and those of other decoders with a few pieces."""
+"""Real tokenizers: byte-level ones, and small ones with other decoders."""
 
 import random
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 def byte_tokenizer(extra: tuple[str, ...] = (), first: str = "") -> TokenizerWrapper:
     """Make a tokenizer with ids 0 to 255, and one more for each of `extra`.
 
-    `first` is the token that gets id 0, if not the smallest one.
+    `first` is the token that gets id 0; "": the smallest one.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     alphabet.sort(key=lambda token: token != first)
@@ -28,7 +28,7 @@ def letter_tokenizer(count: int) -> TokenizerWrapper:
 
 
 def merging_tokenizer(seed: int, merges: int, letters: int = 256) -> TokenizerWrapper:
-    """Make a tokenizer of some bytes and random pairs, its ids in random order."""
+    """Make a tokenizer of bytes and random merges of them, with ids in random order."""
     draw = random.Random(seed)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:letters]
     tokens, pairs = list(alphabet), []
@@ -63,7 +63,8 @@ BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
 def sentencepiece_tokenizer(*, strips: bool = True) -> TokenizerWrapper:
     """Make a tokenizer of `PIECES` and bytes, with the decoder of Llama or of Gemma.
 
-    Ids 0 to 255 are the bytes; Llama's removes the first space of a text.
+    Ids 0 to 255 are the bytes. With `strips` (Llama) the first space of a text is
+    removed.
     """
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     ends = [decoders.Strip(" ", 1, 0)] if strips else []
@@ -81,7 +82,7 @@ def metaspace_tokenizer(scheme: str, *, cleans: bool = False) -> TokenizerWrappe
 
 
 def wordpiece_tokenizer(*, cleans: bool = False) -> TokenizerWrapper:
-    """Make a tokenizer of words and their ends, as BERT has it."""
+    """Make a tokenizer of words and word endings, as in BERT."""
     words = ("a", "##a", "##b", "paris", ".", ",", "'", "n", "##n", "t", "s", "[UNK]")
     vocabulary = {token: i for i, token in enumerate(words)}
     tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
@@ -90,7 +91,7 @@ def wordpiece_tokenizer(*, cleans: bool = False) -> TokenizerWrapper:
 
 
 def suffix_tokenizer() -> TokenizerWrapper:
-    """Make a tokenizer whose words end in a mark, as the first GPT's do."""
+    """Make a tokenizer whose words end with a marker, as in the first GPT."""
     vocabulary = {t: i for i, t in enumerate(("a", "a</w>", "b", "b</w>", ".</w>"))}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.decoder = decoders.BPEDecoder()

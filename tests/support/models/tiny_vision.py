@@ -1,12 +1,12 @@
 """Tiny models of mlx-vlm's families with random weights, and prompts with images.
 
     FAMILIES    the configs, by family
-    grid        names, as parameters of tests of which some are slow
+    grid        names as parameters of tests, some of them slow
     tiny        a model
     prompt_with a prompt with images of given sizes, as a processor would make it
 
-Images are random tensors of the shape that the family's processor makes. Where they
-are cut into patches each has a size of its own; others have one size for all.
+Images are random tensors of the shape that the family's processor makes. Images that
+are cut into patches may differ in size; others have one size.
 """
 
 import copy
@@ -34,14 +34,14 @@ NAMES = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 FAMILIES: dict[str, dict[str, Any]] = {
     name: family.config for name, family in TINY.items()
 }
-# Each kind of family: the others' grids are slow.
+# One family of each kind; the grids of other families are slow.
 KINDS = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
     *("gemma3", "gemma4", "llava", "smolvlm", "idefics3", "aya_vision"),
     *("internvl_chat", "lfm2_vl", "pixtral", "mistral3"),
 )
 OTHERS = [name for name in FAMILIES if name not in KINDS]
-# Vectors that a model draws at random where it is made.
+# Vectors with random values that the constructors draw.
 _DRAWN = {
     "bias",
     "dt_bias",
@@ -53,7 +53,7 @@ _DRAWN = {
 
 
 def grid(names: Iterable[str] = FAMILIES) -> list[Any]:
-    """Return names as parameters of a test, of which those of `OTHERS` are slow."""
+    """Return names as parameters of a test; those of `OTHERS` are slow."""
     slow = pytest.mark.slow
     return [pytest.param(n, marks=slow) if n in OTHERS else n for n in names]
 
@@ -70,7 +70,7 @@ def build(name: str, family: TinyFamily, seed: int = 0, **text_config: Any) -> A
     package: Any = importlib.import_module(f"mlx_vlm.models.{name}")
     _let_chunks_be_short()
     made = package.ModelConfig.from_dict(copy.deepcopy(config))
-    # As mlx_vlm.load does; where the text's keys are the model's own it takes these.
+    # As mlx_vlm.load does; without a text_config, the text's keys are at the top.
     for part in ("text", "vision", "perceiver", "projector", "audio"):
         keys = config.get(f"{part}_config", config if part == "text" else None)
         kind = getattr(package, f"{part.title()}Config", None)
@@ -104,9 +104,9 @@ def build(name: str, family: TinyFamily, seed: int = 0, **text_config: Any) -> A
 
 @cache
 def _let_chunks_be_short() -> None:
-    """Let layers with states read prompts in chunks of 8 rows, padded, and not of 64.
+    """Let layers with states read prompts in padded chunks of 8 rows instead of 64.
 
-    The texts are of some 40 tokens, and to invert a chunk takes an operation per row.
+    The texts have some 40 tokens, and inverting a chunk takes an operation per row.
     """
     from mlx_vlm.models.qwen3_5 import gated_delta
 
@@ -130,9 +130,9 @@ def prompt_with(
 
     Args:
         name: the family.
-        sizes: patches of each image, down and across, where it is cut into any number.
+        sizes: patches of each image, down and across, if images are cut into patches.
         seed: of the images' pixels.
-        text: has at least as many pairs of braces as there are images.
+        text: has at least one pair of braces for each image.
     """
     family, parts = TINY[name], text.split("{}")
     ids: list[int] = list(parts[0].encode())

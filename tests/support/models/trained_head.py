@@ -1,9 +1,9 @@
-"""The trained head of the demo hybrid, told apart from what it was not trained with.
+"""The trained head of the demo hybrid, on a target with distinguishable states.
 
-As it is trained, the state before and after the final norm differ by a factor only,
-nearly, which the head's own norm takes away. So the norm's weight is spread, and the
-output layer, untied, takes that back: the target is the same function as before, the
-head nearly so, and the two states are not alike any more.
+In the trained target the states before and after the final norm differ by little more
+than a factor, which the head's norm removes. So the final norm's weight is multiplied
+by random factors, and an untied output layer divides by them. The target stays the
+same function, and the head nearly so, but the two states now differ.
 """
 
 from collections.abc import Mapping
@@ -23,24 +23,24 @@ from mlx_speculation.models.mtp.load import build_mtp_head, find_mtp_head
 from mlx_speculation.models.quantize import to_float32
 
 Truth = Literal["as trained", "after_norm", "before_norm"]
-# The standard deviation of the logarithm of what the norm's weight is multiplied with.
+# Standard deviation of the logarithm of the norm's factors.
 SPREAD = 1.0
 NORM_H, FINAL = "layers.0.norm_h.weight", "layers.0.final.weight"
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A target with a head that was trained for it.
+    """A target and its trained head.
 
     Attributes:
         model: the target.
         tokenizer: its tokenizer.
         head: the head.
-        stored: the weights of its norms, none of which lacks its one.
-        taps: on the target, for its life.
-        text: what the target writes.
-        passage: what it reads.
-        convention: what the head was trained with.
+        stored: weights of its norms, none of them stored minus one.
+        taps: the taps on the target.
+        text: texts that the target has generated.
+        passage: a text that the target has read.
+        convention: the convention that the head was trained with.
     """
 
     model: nn.Module
@@ -55,7 +55,7 @@ class Trained:
     def trial(
         self, stored: Mapping[str, mx.array] | None = None, *, passage: bool = False
     ) -> HeadProbe:
-        """Return a probe of the head, perhaps with norms stored in another way."""
+        """Return a probe of the head, with its norms or with others."""
         norms = self.stored if stored is None else stored
         text = self.passage if passage else self.text
         return HeadProbe(self.head, dict(norms), self.taps, text)
@@ -63,7 +63,7 @@ class Trained:
 
 @cache
 def trained(truth: Truth = "as trained") -> Trained:
-    """Return the target and its head, such that `truth` is the state that goes in."""
+    """Return the target and its head, which reads the state `truth`."""
     folder = demo_models()["hybrid"]
     model, tokenizer = load(folder)
     convention = MtpConvention(norms="stored")
@@ -82,13 +82,13 @@ def trained(truth: Truth = "as trained") -> Trained:
         convention = MtpConvention("before_norm", "before_norm", norms="stored")
     taps = HiddenStates(model, before_norm=True, after_norm=True)
     starts = [tokenizer.encode(start) for start in STARTS[:2]]
-    text = OwnText.of(model, taps, starts, steps=8)  # a few less, to be quick
+    text = OwnText.of(model, taps, starts, steps=8)  # fewer than usual, to be quick
     passage = OwnText.read(model, taps, tokenizer.encode(PASSAGE))
     return Trained(model, tokenizer, head, stored, taps, text, passage, convention)
 
 
 def _spread(model: nn.Module, factor: mx.array) -> mx.array:
-    """Spread the final norm's weight, and return what it was."""
+    """Multiply the final norm's weight, and return the old weight."""
     text: Any = model.language_model
     norm, embedding = text.model.norm, text.model.embed_tokens
     weight: mx.array = norm.weight

@@ -28,12 +28,12 @@ TEMPLATE = (
 
 
 def vision_folder(folder: Path, name: str = "qwen3_vl", **text_config: Any) -> Path:
-    """Write a model of a family, and what its processor reads."""
+    """Write a model of a family, and the files of its processor."""
     folder.mkdir(parents=True, exist_ok=True)
     target, files = tiny(name, **text_config), PROCESSORS[name]
     config: dict[str, Any] = {"model_type": name, **copy.deepcopy(FAMILIES[name])}
     config.get("text_config", config).update(text_config)
-    if name == "qwen2_5_vl":  # its files have what is of the text beside the rest
+    if name == "qwen2_5_vl":  # its files have the text's keys at the top
         config = {**config.pop("text_config"), **config}
     config |= {"vocab_size": VOCAB, "eos_token_id": END_ID, **files.model}
     write(folder / "config.json", config)

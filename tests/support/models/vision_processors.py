@@ -1,10 +1,10 @@
 """Processor files of vision families, for the tiny models.
 
-    PROCESSORS    by family; prompts of others are tensors, see `tiny_vision`
+    PROCESSORS    by family; prompts of other families are tensors, see `tiny_vision`
 
-Each gives the names of the tokens 256 and on, the files as transformers'
-`save_pretrained` writes them, and the marker of an image in a text. Images are cut and
-scaled by the family's own code.
+Each has the names of the tokens from 256 on, the files as transformers'
+`save_pretrained` writes them, and the marker of an image in a text. The code of a
+family cuts and scales its images.
 """
 
 import json
@@ -21,12 +21,12 @@ class VisionFiles:
 
     Attributes:
         marker: stands for an image in a text.
-        names: of the tokens from 256 on; the third one stands for a slot.
-        image_processor: what preprocessor_config.json says.
-        processor: what processor_config.json says; empty: there is no such file.
+        names: names of the tokens from 256 on; the third one stands for a slot.
+        image_processor: content of preprocessor_config.json.
+        processor: content of processor_config.json; empty: there is no such file.
         special: attributes of the tokenizer, and the tokens that they name.
-        model: what config.json says beside the model's own.
-        fixed: whether images of all sizes are scaled to one.
+        model: further keys of config.json.
+        fixed: whether all images are scaled to one size.
     """
 
     marker: str

@@ -1,4 +1,4 @@
-"""Requests with images to tiny models, as several tests ask them."""
+"""Requests with images to tiny models, shared by several tests."""
 
 from functools import cache
 from itertools import zip_longest
@@ -27,7 +27,7 @@ def generator(model: Any, **options: Any) -> SpeculativeGenerator:
 
 
 def request_of(prompt: ImagePrompt) -> Any:
-    """Return a prompt as a user would pass it: without images it is ids."""
+    """Return a prompt as a user passes it: without images as ids."""
     return prompt if prompt.inputs else prompt.tokens
 
 
@@ -51,7 +51,7 @@ def _plain(name: str, sizes: tuple[Any, ...], sampling: Sampling, seed: int) -> 
 def plain_text(
     name: str, sizes: list[tuple[int, int]], sampling: Sampling = GREEDY, seed: int = 0
 ) -> list[int]:
-    """Return the text of a family's target without drafts, decoded once."""
+    """Return the text of a family's target without drafts; it is decoded once."""
     return list(_plain(name, tuple(sizes), sampling, seed))
 
 
@@ -61,12 +61,12 @@ def prompt_of(name: str, sizes: list[tuple[int, int]], **more: Any) -> ImageProm
 
 
 def written(name: str) -> int:
-    """Return how many ids a family writes: molmo reads some that it does not."""
+    """Return how many ids a family can emit: molmo reads more ids than it emits."""
     return VOCAB if SERVED[name].slots != "beyond" else 256
 
 
 def most(name: str) -> list[tuple[int, int]]:
-    """Return sizes of as many images as a family reads in a prompt, up to two."""
+    """Return the sizes of two images, or of one if a family reads only one."""
     return ONE if SERVED[name].one_image else TWO
 
 

@@ -8,12 +8,12 @@ from mlx_lm.models.cache import make_prompt_cache
 
 
 class WrongInWideForwards(nn.Module):
-    """A model that takes its best token for the worst in one row of a wide forward.
+    """A model whose best token becomes the worst in one row of a wide forward.
 
     Args:
         model: the right model.
         row: the row that is wrong.
-        width: the rows of such a forward.
+        width: the number of rows of a wide forward.
     """
 
     def __init__(self, model: nn.Module, row: int, width: int) -> None:

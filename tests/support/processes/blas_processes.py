@@ -1,6 +1,6 @@
-"""Processes that choose a BLAS, and how to see which one mlx calls.
+"""Processes that choose a BLAS, and a check of the one that mlx calls.
 
-A BLAS is chosen once per process, so each case runs in one of its own.
+A BLAS is chosen once per process, so each case runs in a new process.
 """
 
 import ctypes.util
@@ -15,9 +15,10 @@ from mlx_speculation.blas.openblas_wheel import wheel_version
 from mlx_speculation.environment import installed
 from support.processes.programs import WITHOUT_TORCH
 
-# macOS has Accelerate and nothing to choose.
+# On macOS mlx always uses Accelerate.
 linux = pytest.mark.skipif(sys.platform != "linux", reason="chooses a BLAS on Linux")
-# The extra 'cpu' brings both: beside mlx's backend, a missing wheel is a failure.
+# The extra 'cpu' installs both mlx's CPU backend and the wheel: with the backend
+# installed, tests fail if the wheel is missing.
 EXPECTED = wheel_version() is not None or installed("mlx-cpu") is not None
 with_wheel = pytest.mark.skipif(
     not EXPECTED, reason="scipy-openblas32 comes with the extra 'cpu'"
@@ -27,8 +28,8 @@ with_openblas = pytest.mark.skipif(
     reason="there is no OpenBLAS, neither the wheel's nor the system's",
 )
 
-# The reference BLAS rounds each product and adds it up in order. OpenBLAS has fused
-# and vector instructions, on every processor that it has kernels for.
+# The reference BLAS rounds each product and adds in order. OpenBLAS uses fused and
+# vector instructions.
 ADDS_UP_IN_ORDER = """
 import mlx.core as mx
 mx.set_default_device(mx.cpu)
@@ -45,9 +46,9 @@ def run_python(code: str, *options: str, **environment: str | None) -> list[str]
     """Run code in a new process, without torch; return the lines that it printed.
 
     Args:
-        code: of a program that ends well and says nothing on standard error.
+        code: a program that has to exit with 0, without output on standard error.
         options: of Python.
-        environment: variables to be set, or taken away (None).
+        environment: variables to set; None: to remove.
     """
     done = subprocess.run(
         [sys.executable, *options, "-c", WITHOUT_TORCH + code],
@@ -62,6 +63,6 @@ def run_python(code: str, *options: str, **environment: str | None) -> list[str]
 
 
 def changed_environment(changes: Mapping[str, str | None]) -> dict[str, str]:
-    """Return the environment of this process with some variables set or taken away."""
+    """Return the environment of this process with some variables set or removed."""
     both = {**os.environ, **changes}
     return {name: value for name, value in both.items() if value is not None}

@@ -1,4 +1,4 @@
-"""The command line, run in this process, where mlx is imported already."""
+"""Runs the command line in this process, in which mlx is already imported."""
 
 import json
 from functools import cache
@@ -17,12 +17,12 @@ command_of = cache(typer.main.get_command)
 
 
 class Commands:
-    """Runs commands; a traceback is an error of the test.
+    """Runs commands; a traceback fails the test.
 
-    What rounds cost is measured in one pass; no test here asks how well.
+    Costs of rounds are measured in one pass, since no test here needs exact ones.
 
     Args:
-        monkeypatch: takes the choice of the BLAS away, which was made before.
+        monkeypatch: removes the choice of the BLAS, which cannot be made again.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +62,7 @@ class Commands:
         return data
 
     def refused(self, *options: Any, text: str | bytes | None = None) -> str:
-        """Run a command that a user got wrong, and return its line."""
+        """Run a command with a user's error, and return its line on standard error."""
         done = self(*options, text=text)
         assert done.exit_code in (FAILED, USAGE), done.output
         assert done.stdout == ""

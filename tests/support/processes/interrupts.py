@@ -17,10 +17,10 @@ def at_opcode(
 ) -> Iterator[list[int]]:
     """Call `action` at the `number`-th opcode of files whose path contains `traced`.
 
-    Yields a list of how many opcodes are left to it, below 0 once it is over.
+    Yields a list with the number of opcodes left until then, below 0 afterwards.
 
     Args:
-        number: of the opcode; 0: none.
+        number: number of the opcode; 0: none.
         traced: part of a path.
         action: raises an exception or a signal.
         skip: code whose opcodes are not counted.
@@ -38,7 +38,7 @@ def at_opcode(
         return trace
 
     outer = sys.gettrace()
-    # Python 3.12 looks for frames with this set when a trace function is set.
+    # Python 3.12 reads this of all frames when a trace function is set.
     sys._getframe().f_trace_opcodes = True
     sys.settrace(trace)
     try:
@@ -56,7 +56,7 @@ def raised_at(
 ) -> BaseException | None:
     """Run `action` and raise `error` at the `line`-th line of files under `traced`.
 
-    Returns what came out of `action`; None when it ran fewer lines than that.
+    Returns the exception that left `action`; None if it ran fewer lines.
     """
     left = line
 

@@ -1,14 +1,14 @@
 """Programs that tests start with this Python.
 
-They run without torch, as most users of mlx do: transformers imports it where it is
-installed, which takes longer than all else that the command line needs to start.
+They run without torch, like the programs of most users of mlx. transformers imports
+torch if it is installed, which takes longer than the rest of the start of a command.
 """
 
 import sys
 from pathlib import Path
 
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None\n"
-# What the installed command runs.
+# The program of the installed command.
 MAIN = "from mlx_speculation.cli import main; main()"
 
 
@@ -16,8 +16,8 @@ def python(code: str, *arguments: str) -> list[str]:
     """Return the command that runs a program.
 
     Args:
-        code: of it.
-        arguments: that it finds in `sys.argv`.
+        code: its code.
+        arguments: its arguments in `sys.argv`.
     """
     return [sys.executable, "-c", WITHOUT_TORCH + code, *arguments]
 

@@ -41,7 +41,8 @@ from support.models.tiny_tokenizer import byte_tokenizer
 
 FOLDER = Path(os.environ.get("RANKS_FOLDER", "."))
 PROMPT, TOKENS = 40, 16  # more than a window of 16
-# Of a logit of a tiny model in float32, between a whole target and one on ranks.
+# Most difference of a logit between a whole target and one on ranks, for tiny models in
+# float32.
 ROUNDING = 1e-3
 
 group = mx.distributed.init()
@@ -49,7 +50,7 @@ rank = group.rank()
 
 
 def main() -> None:
-    """Run the program that the arguments name, "module.name" if not of this one."""
+    """Run the program that the arguments name, as "name" or "module.name"."""
     faulthandler.dump_traceback_later(900, exit=True)
     name, *arguments = sys.argv[1:]
     module, _, name = name.rpartition(".")
@@ -65,14 +66,15 @@ def main() -> None:
 
 
 def say(said: Any) -> None:
-    """Write what the test shall know, in place of what was said before."""
+    """Write the result for the test, in place of an earlier one."""
     (FOLDER / f"rank{rank}.json").write_text(json.dumps(said))
 
 
 def built(name: str) -> nn.Module:
     """Return a whole tiny model.
 
-    "head/NAME" is that of a layout with an MTP head, "census/NAME" one of the census.
+    "head/NAME" is the target of a layout with an MTP head, "census/NAME" a model of the
+    census.
     """
     if name.startswith("census/"):
         return census.build(name.removeprefix("census/"))
@@ -83,14 +85,14 @@ def built(name: str) -> nn.Module:
 def on_ranks(
     name: str, parallel: Any = "tensor", layers: int | None = None
 ) -> nn.Module:
-    """Return this rank's part of a tiny model, with other than its usual layers."""
+    """Return this rank's part of a tiny model, perhaps with more or fewer layers."""
     model = built(name) if layers is None else build(name, layers=layers)
     spread(model, group, parallel)
     return model
 
 
 def head_of(name: str, model: nn.Module) -> MtpDraft:
-    """Return the random head of a layout, on this rank's part of its target."""
+    """Return the random head of a layout for this rank's part of its target."""
     layout = name.removeprefix("head/")
     family = mtp_checkpoints.family(mtp_checkpoints.LAYOUTS[layout])
     layers = mtp_checkpoints.make(layout)[2].layers
@@ -107,7 +109,7 @@ def generator(model: nn.Module, draft: Any = None, **options: Any) -> Any:
 
 
 class Expected:
-    """The texts of a whole tiny model, which rank 0 knows."""
+    """Texts of a whole tiny model; used on rank 0 alone."""
 
     def __init__(self, name: str, model: nn.Module) -> None:
         self.name, self.model = name, model
@@ -119,7 +121,7 @@ class Expected:
         self._texts: dict[float, list[int]] = {}
 
     def text(self, sampling: Sampling) -> list[int]:
-        """Return the plain continuation, longer than will be asked for."""
+        """Return the plain continuation, longer than the texts to compare."""
         if sampling.temperature not in self._texts:
             result = self._plain.generate(
                 prompt_of(PROMPT), max_tokens=TOKENS + 8, sampling=sampling
@@ -128,7 +130,7 @@ class Expected:
         return self._texts[sampling.temperature]
 
     def parting(self, sampling: Sampling, got: list[int]) -> identity.Parting | None:
-        """Return where a text parts from the plain one of the whole model."""
+        """Return where a text differs from the plain text of the whole model."""
         expected = self.text(sampling)[: len(got)]
         pairs = enumerate(zip(expected, got, strict=True))
         first_difference = next(
@@ -147,10 +149,10 @@ class Expected:
 def texts(
     parallel: Parallel, *cases: str, by_turns: bool = False, tokens: int = TOKENS
 ) -> list[dict[str, Any]]:
-    """Generate with drafts of several kinds; say how each text compares.
+    """Generate with drafts of several kinds, and return the comparison of each text.
 
-    A case is an architecture, and its kinds of drafts behind a colon. Each text is
-    greedy and sampled, or one of both by turns.
+    A case is an architecture, with its kinds of drafts after a colon. Each text is
+    generated greedily and sampled, or with `by_turns` alternately.
     """
     said: list[dict[str, Any]] = []
     turns = cycle([[GREEDY], [SAMPLED]] if by_turns else [[GREEDY, SAMPLED]])
@@ -208,7 +210,7 @@ def _shown(result: Result) -> dict[str, Any]:
 
 
 def decisions() -> dict[str, Any]:
-    """Run one stream after the other, and say what became of each."""
+    """Run streams one after the other, and return the result of each."""
     model = on_ranks("llama")
     draft = build("llama") if rank == 0 else None
     made = generator(model, draft, draft_length=3)
@@ -272,7 +274,7 @@ _calls: list[int] = []
 
 
 def _counting(tokens: mx.array, logits: mx.array) -> mx.array:
-    """Process logits, and promise nothing: one row at a time."""
+    """Process logits; it is not marked as pure, so it gets one row at a time."""
     _calls.append(len(tokens))
     return logits
 
@@ -293,7 +295,7 @@ class Broken:
         """Do nothing."""
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
-        """Propose, twice."""
+        """Propose twice, then fail."""
         self._rounds += 1
         if self._rounds == 3:
             raise OSError("the drafter has failed")
@@ -307,7 +309,7 @@ class Broken:
 
 
 def raised(act: Callable[[], Any]) -> str:
-    """Return what is raised, or nothing."""
+    """Return the text of the raised error; "": none."""
     try:
         act()
     except (SpeculationError, ValueError) as error:
@@ -316,12 +318,12 @@ def raised(act: Callable[[], Any]) -> str:
 
 
 def _lopsided(model: nn.Module) -> None:
-    """Make a generator that rank 1 alone refuses."""
+    """Make a generator that only rank 1 refuses."""
     generator(model, draft_length=-1 if rank == 1 else 2)
 
 
 def _closed(made: Any, text: list[int]) -> dict[str, Any]:
-    """Close a stream on rank 0 alone, with caches that outlive it."""
+    """Close a stream on rank 0 alone, whose caches are the caller's."""
     cache = make_prompt_cache(made.model)
     stream = made.stream(prompt_of(PROMPT), max_tokens=TOKENS, prompt_cache=cache)
     yielded = []
@@ -351,13 +353,13 @@ def _dropped(made: Any) -> int:
 
 
 def endless(deed: str, who: str) -> dict[str, Any]:
-    """Generate until a rank is gone; say when, and what was raised.
+    """Generate until a rank is lost; return the time and the raised error.
 
     Args:
-        deed: "wait" for what comes from outside, there is a long "prompt" for it;
-            "raise" or "exit" after some tokens; "fail" inside of the model, or "sulk":
-            fail, and go on with something else.
-        who: the rank that does it.
+        deed: the fault. "wait", or "prompt" with a long prompt: the test kills a rank;
+            "raise" or "exit": after some tokens; "fail": inside of the model; "sulk":
+            the same, and the process lives on.
+        who: the rank with the fault.
     """
     model: Any = (
         on_ranks("llama")
@@ -383,7 +385,7 @@ def endless(deed: str, who: str) -> dict[str, Any]:
     except RankLostError as error:
         lost = time.time()
         again = ""
-        if "has left the stream" not in str(error):  # else the other goes on, or ends
+        if "has left the stream" not in str(error):  # else the other rank still runs
             again = raised(lambda: made.generate(prompt_of(PROMPT)))
         return {"raised": str(error), "at": lost, "again": again}
     except ValueError as error:
@@ -423,7 +425,7 @@ def mtp() -> list[dict[str, Any]]:
 
 
 def architectures(parallel: Parallel) -> dict[str, Any]:
-    """Try every architecture that can be spread; name what refuses, and why."""
+    """Try every architecture that can be spread; return the refusals."""
     said: dict[str, Any] = {}
     for name in sorted(census.BUILT):
         model: Any = census.build(name)
@@ -432,10 +434,10 @@ def architectures(parallel: Parallel) -> dict[str, Any]:
             can = hasattr(getattr(model, "model", None), "pipeline")
         if not can:
             continue
-        (FOLDER / f"now{rank}").write_text(name)  # to be found where it hangs
+        (FOLDER / f"now{rank}").write_text(name)  # names the architecture if it hangs
         try:
             spread(model, group, parallel)
-            generator(model)  # what is refused here is not fed at all
+            generator(model)  # raises before any forward if refused
             said[name] = texts(parallel, f"census/{name}:mixed")
         except (SpeculationError, ValueError) as error:
             said[name] = f"{type(error).__name__}: {error}"

@@ -28,7 +28,7 @@ from support.processes.ranks import wait_for
 
 ONE, TWO = prompt_of(40), prompt_of(23)
 TOKENS = 6
-# The rank whose program is another one, where one is.
+# The rank whose program differs, in tests of differing programs.
 ODD = group.size() - 1
 
 
@@ -42,12 +42,12 @@ def make(length: int | None) -> Any:
 
 
 class Streams:
-    """Ways to have two streams, of which the first is read to its end.
+    """Orders of events of two streams, of which the first is read to its end.
 
     Args:
         made: the generator.
         sampling: of all streams.
-        mixed: whether their rounds are plain and drafted by turns.
+        mixed: whether rounds with and without drafts alternate.
     """
 
     def __init__(
@@ -64,15 +64,15 @@ class Streams:
         )
 
     def alone(self) -> list[int]:
-        """Read the one text."""
+        """Read the first text alone."""
         return _rest(self._stream(ONE))
 
     def alone_too(self) -> list[int]:
-        """Read the other text."""
+        """Read the second text alone."""
         return _rest(self._stream(TWO))
 
     def dropped_before_its_begin(self) -> list[int]:
-        """Drop a stream that was never asked for a chunk."""
+        """Drop a stream before its first chunk."""
         one = self._stream(ONE)
         tokens = [next(one).token]
         two = self._stream(TWO)
@@ -80,7 +80,7 @@ class Streams:
         return tokens + _rest(one)
 
     def dropped(self) -> list[int]:
-        """Drop streams after one chunk and after some."""
+        """Drop one stream after 1 chunk and one after 5."""
         one = self._stream(ONE)
         tokens = [next(one).token]
         for count in (1, 5):
@@ -92,7 +92,7 @@ class Streams:
         return tokens + _rest(one)
 
     def left_loop(self) -> list[int]:
-        """Leave a loop over another stream, between any two chunks."""
+        """Leave a loop over another stream after each chunk of the first."""
         tokens = []
         for chunk in self._stream(ONE):
             tokens.append(chunk.token)
@@ -102,7 +102,7 @@ class Streams:
         return tokens
 
     def closed(self) -> list[int]:
-        """Close another stream, twice, and one that has not begun."""
+        """Close another stream twice, and a third one before it has begun."""
         one = self._stream(ONE)
         tokens = [next(one).token]
         two, three = self._stream(TWO), self._stream(TWO)
@@ -113,7 +113,7 @@ class Streams:
         return tokens + _rest(one)
 
     def by_turns(self) -> list[int]:
-        """Read one chunk of each in turn, and check the other text."""
+        """Read one chunk of each in turn, and check the second text too."""
         one, two = self._stream(ONE), self._stream(TWO)
         tokens: tuple[list[int], list[int]] = ([], [])
         for _ in range(TOKENS):
@@ -123,7 +123,7 @@ class Streams:
         return tokens[0]
 
     def collected(self) -> list[int]:
-        """Let a stream be collected as garbage, at another moment on each rank."""
+        """Let a stream be garbage-collected, at a different moment on each rank."""
         gc.disable()
         two = self._stream(TWO)
         next(two)
@@ -139,7 +139,7 @@ class Streams:
         return tokens
 
     def first_dropped(self) -> list[int]:
-        """Drop the older stream, in the middle of the younger one."""
+        """Drop the older stream in the middle of the younger one."""
         two = self._stream(TWO)
         next(two)
         one = self._stream(ONE)
@@ -149,7 +149,7 @@ class Streams:
 
 
 class Mixed:
-    """Draft lengths by turns: a draft is planned in the plain step before it."""
+    """Alternates plain steps and drafts, which are planned in the plain step before."""
 
     longest = 2
 
@@ -157,7 +157,7 @@ class Mixed:
         self._plans = cycle([0, 2, 2, 0, 0, 2])
 
     def plan(self, context: int, limit: int) -> Plan:
-        """Return the next one."""
+        """Return the next plan."""
         return Plan(min(next(self._plans), limit), "fixed")
 
     def note(self, context: int, plan: Plan, outcome: Feedback) -> None:
@@ -180,8 +180,8 @@ WAYS = [
     "collected",
     "first_dropped",
 ]
-# The kinds of drafts. Mixed ones have what is in the others: plain steps, and rounds
-# that are planned in them.
+# Draft lengths by the kind of drafts; None: adaptive. Streams of "mixed" use `Mixed`:
+# plain steps, and drafts that are planned in them.
 LENGTHS: dict[str, int | None] = {
     "mixed": 2,
     "plain": 0,
@@ -191,7 +191,7 @@ LENGTHS: dict[str, int | None] = {
 
 
 def several(*kinds: str) -> dict[str, dict[str, list[int]]]:
-    """Return the texts of `Streams` by their ways, for drafts of these kinds or all."""
+    """Return the texts of each method of `Streams`, for some kinds of drafts."""
     said: dict[str, dict[str, list[int]]] = {}
     for name in kinds or LENGTHS:
         sampling = SAMPLED if name == "adaptive" else Sampling()
@@ -201,9 +201,9 @@ def several(*kinds: str) -> dict[str, dict[str, list[int]]]:
 
 
 def all_and_lost(*cases: str) -> dict[str, Any]:
-    """Run all that has an end, and then until rank 1 is killed: a launch takes seconds.
+    """Run all programs in one launch, to save time; rank 1 is killed in the last.
 
-    Most of calibration is the same in every pass, and so is to wait for a lost rank.
+    Calibration has one pass, and a lost rank is noticed soon.
     """
     calibration.PASSES = 1
     said: dict[str, Any] = {
@@ -218,7 +218,7 @@ def all_and_lost(*cases: str) -> dict[str, Any]:
 
 
 def apart() -> dict[str, Any]:
-    """Let the last rank run another program; say what is raised, and the text after."""
+    """Let the last rank run another program; return the errors, and the text after."""
     made = make(2)
     said: dict[str, Any] = {"before": _text(made)}
     odd = rank == ODD
@@ -268,7 +268,7 @@ def _text(made: Any) -> list[int]:
 
 
 def patient() -> list[int]:
-    """Generate, and on rank 0 wait in the middle for a file that says "go"."""
+    """Generate; in the middle rank 0 waits for the file "go"."""
     tokens = []
     for chunk in make(2).stream(ONE, max_tokens=60):
         tokens.append(chunk.token)

@@ -1,11 +1,11 @@
-"""Programs that run on several ranks of one machine, and always come to an end.
+"""Runs programs on several ranks of one machine, with a limit of time.
 
-They are joined by mlx's ring. With RANKS_BACKEND=nccl in the environment by NCCL, each
-on a GPU of its own; RANKS_SECONDS is how long a program may then take.
+The ranks use mlx's ring. With RANKS_BACKEND=nccl in the environment they use NCCL, each
+with its own GPU; RANKS_SECONDS is then the limit.
 
-Threads of the ring that wait for another rank keep a core busy. Where other programs
-have the cores, a launch of ten seconds was seen to take two minutes, so that limits of
-time, which only a hang should meet, are longer.
+Threads of the ring keep a core busy while they wait for another rank. On a busy machine
+a launch of ten seconds may take two minutes, so limits are long; only a hang should
+reach them.
 """
 
 import json
@@ -35,7 +35,7 @@ class Ended:
 
     Attributes:
         status: its exit status; negative: the signal that killed it.
-        said: what it has written with `rank_programs.say`; None: nothing.
+        said: the result written with `rank_programs.say`; None: nothing.
         errors: its standard error.
     """
 
@@ -54,16 +54,16 @@ def run_ranks(
     environment: dict[str, str] | None = None,
     meanwhile: Callable[[list[int]], None] | None = None,
 ) -> list[Ended]:
-    """Run a program of `rank_programs` on every rank; kill what is left in the end.
+    """Run a program of `rank_programs` on every rank; kill processes left at the end.
 
     Args:
-        program: its name, and arguments.
-        folder: an empty one, for what the ranks say.
-        ranks: how many.
-        seconds: after which what still runs is killed, and the test has failed.
+        program: its name and arguments.
+        folder: an empty folder, for the results of the ranks.
+        ranks: number of ranks.
+        seconds: limit after which processes are killed and the test fails.
         launcher: start them with mlx.launch.
-        environment: more of it.
-        meanwhile: called with the process ids, once they run; not with the launcher.
+        environment: further variables.
+        meanwhile: called with the process ids once they run; not with the launcher.
     """
     folder.mkdir(parents=True, exist_ok=True)
     named = dict(os.environ, RANKS_FOLDER=str(folder), **(environment or {}))
@@ -94,7 +94,7 @@ def run_ranks(
 
 
 def wait_for(path: Path, seconds: float = 300.0) -> None:
-    """Wait until a rank has written a file; not if one has failed before."""
+    """Wait until a rank has written a file; fail if a rank has failed."""
     until = time.monotonic() + seconds
     while not path.exists():
         assert not path.with_name("failed").exists(), "a rank has failed"
@@ -151,7 +151,7 @@ def _launched(
 
 
 def _ports(count: int) -> list[int]:
-    """Return ports that nobody listened at a moment ago."""
+    """Return ports that were free a moment ago."""
     opened = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [each.getsockname()[1] for each in opened]
     for each in opened:
@@ -160,7 +160,7 @@ def _ports(count: int) -> list[int]:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and all that it has started, and wait for it."""
+    """Kill a process and its children, and wait for it."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

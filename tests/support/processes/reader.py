@@ -1,9 +1,9 @@
-"""A process in which what the documentation shows runs, as a reader runs it.
+"""A process that runs the code and commands of the documentation as a user would.
 
-It has OpenBLAS where that is installed, as a program has that chooses nothing: tests
-keep the reference BLAS, which takes three times as long, and ten times where matrices
-are large. Tests of such, marked `openblas`, run here too. One process runs one thing
-after the other, since each would take seconds to import the package.
+It uses OpenBLAS if that is installed, the default of programs. Tests keep the reference
+BLAS, which takes three times as long, with large matrices ten times; tests with large
+matrices are marked `openblas` and run here too. One process runs everything in turn,
+since importing the package takes seconds.
 """
 
 import io
@@ -39,7 +39,7 @@ class Said:
 
 
 class Reader:
-    """The process, which starts with the first thing that it runs."""
+    """The process; it starts when it is first used."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
@@ -52,9 +52,9 @@ class Reader:
         """Run pieces of code in one namespace, in a folder.
 
         Args:
-            page: what they are called in tracebacks.
+            page: their name in tracebacks.
             blocks: their code.
-            folder: for their paths.
+            folder: the working folder.
         """
         return self._ask({"page": page, "blocks": blocks, "folder": str(folder)})
 
@@ -97,9 +97,9 @@ class Reader:
 
 
 def serve() -> None:
-    """Run what is asked for on standard input, and answer each in a line."""
+    """Run the requests on standard input, and answer each with a line."""
     with os.fdopen(os.dup(1), "w") as answers:
-        os.dup2(2, 1)  # what a library prints is no answer
+        os.dup2(2, 1)  # output of libraries must not mix with answers
         import mlx_speculation.engine  # noqa: F401  chooses the BLAS
 
         _answer(answers)
@@ -120,9 +120,9 @@ def _answer(answers: TextIO) -> None:
 
 @contextmanager
 def _as_in_tests() -> Iterator[None]:
-    """A warning is an error, and no draft length depends on how long a round takes.
+    """Make warnings errors, and fix the default draft length.
 
-    Rounds are measured in one pass, and heads are probed on less text.
+    The costs of rounds are measured in one pass, and heads are probed on less text.
     """
     from mlx_speculation.engine.draft_length import calibration
     from mlx_speculation.models.checkpoints import probe_text
@@ -167,7 +167,7 @@ def _command(words: list[str], text: str) -> int:
     from mlx_speculation.cli import load_pair
     from mlx_speculation.cli.app import app
 
-    chosen: Any = load_pair  # the BLAS is chosen
+    chosen: Any = load_pair  # the BLAS is already chosen
     chosen.use_blas = lambda name="auto": BlasChoice("stock", name)
     done = CliRunner(env={"COLUMNS": "120"}).invoke(app, words, input=text)
     print(done.output, end="")  # noqa: T201

@@ -1,8 +1,8 @@
-"""Servers whose answers are scripted, through the real engine.
+"""Servers with scripted answers from the real engine.
 
-A script looks at a request and says what the model is to say. Its text becomes a
-constraint that allows one token at a time: prompts, caches, rounds, drafts and streams
-are those of any request, and only the choice among the logits is made beforehand.
+A script returns the text of an answer for a request. The text becomes a constraint that
+allows one token at each position; prompts, caches, rounds, drafts and streams are those
+of any request.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,10 +26,10 @@ from mlx_speculation.server.request import GenerationRequest
 from support.models.tiny_models import build
 from support.processes.servers import nearly, serving
 
-# What the model is to say; None: what it likes.
+# Returns the text of the answer; None: the model chooses.
 Script = Callable[[GenerationRequest], str | None]
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<think>", "</think>")
-# In the manner of Qwen's: it raises where an instruction comes later.
+# Like Qwen's: a system message after the first message raises.
 TEMPLATE = """\
 {%- if messages[0].role == 'system' or tools %}{{ '<|im_start|>system\\n' }}
 {%- if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}
@@ -60,7 +60,7 @@ TEMPLATE = """\
 
 
 class Forced:
-    """One text, as a constraint; see `Constraint`."""
+    """Constraint that allows one text; see `Constraint`."""
 
     def __init__(self, tokens: list[int], ids: int, place: int = 0) -> None:
         self._tokens, self._ids, self._place = tokens, ids, place
@@ -88,7 +88,7 @@ class Forced:
 
 @cache
 def agent_tokenizer() -> TokenizerWrapper:
-    """Return the demo's tokenizer with thinking, calls in JSON and that template."""
+    """Return the demo's tokenizer with thinking, calls in JSON and `TEMPLATE`."""
     file = demo_models()["draft"] / "tokenizer.json"
     fast = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_file(str(file)),
@@ -110,11 +110,11 @@ def agent_tokenizer() -> TokenizerWrapper:
 def agent_maker(
     draft: str | None = None, kind: str = "llama"
 ) -> Callable[[PrefixCache | None], SpeculativeGenerator]:
-    """Return what makes a generator of a tiny target over that tokenizer.
+    """Return a function that makes a generator of a tiny target with that tokenizer.
 
     Args:
         draft: "near" for a model that is often right, "lookup", or None.
-        kind: of the target.
+        kind: name of the target.
     """
 
     def make(prefixes: PrefixCache | None) -> SpeculativeGenerator:
@@ -140,7 +140,7 @@ def scripted(
     limits: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Iterator[Server]:
-    """Run a server whose answers a script says."""
+    """Run a server whose answers come from a script."""
     real = Answering._constraint
 
     def constraint(answering: Answering, job: Job, state: str, more: Any) -> Any:
@@ -165,5 +165,5 @@ def scripted(
 
 
 def call(name: str, arguments: str) -> str:
-    """Return a call as the model says it."""
+    """Return the text of a tool call, as the model writes it."""
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'

@@ -1,4 +1,4 @@
-"""Servers as users start them, in processes of their own, and what these cost."""
+"""Servers in separate processes, as users start them, and their memory."""
 
 import os
 import re
@@ -29,9 +29,9 @@ class Process:
     """One line of `ps`.
 
     Attributes:
-        id: of the process.
-        megabytes: that it holds.
-        children: of it.
+        id: process id.
+        megabytes: resident memory.
+        children: ids of its children.
     """
 
     id: int
@@ -40,7 +40,7 @@ class Process:
 
 
 def processes() -> dict[int, Process]:
-    """Return all processes by their ids, without those that have ended."""
+    """Return all running processes by their ids."""
     listed = subprocess.run(
         ["ps", "-A", "-o", "pid=,ppid=,rss=,stat="],
         capture_output=True,
@@ -58,11 +58,11 @@ def processes() -> dict[int, Process]:
 
 @dataclass(frozen=True, slots=True)
 class ServerProcess:
-    """A server that runs.
+    """A running server.
 
     Attributes:
         popen: its process.
-        url: where it listens, without a path.
+        url: its address, without a path.
     """
 
     popen: "subprocess.Popen[str]"
@@ -76,9 +76,9 @@ def server_process(
     """Run a server; kill it in the end if it still runs.
 
     Args:
-        options: of the command.
-        model: its folder.
-        before: what the program does first.
+        options: options of the command.
+        model: folder of the model.
+        before: code that the program runs first.
     """
     command = ["serve", str(model), "--port", "0", "--blas", "stock"]
     popen = subprocess.Popen(
@@ -106,12 +106,12 @@ def server_process(
 
 
 class Asked:
-    """A request that waits for its answer in a thread of its own.
+    """A request that waits for its answer in a thread.
 
     Args:
-        server: which one.
-        body: of the request.
-        path: where it goes.
+        server: the server.
+        body: body of the request.
+        path: path of the request.
     """
 
     def __init__(
@@ -136,11 +136,11 @@ class Asked:
 
 
 class Streaming:
-    """A stream that is read for as long as it goes.
+    """A stream that a thread reads until it is closed.
 
     Args:
-        server: which one.
-        body: of the request, beside what makes it a stream without an end.
+        server: the server.
+        body: further keys of the request, which is an endless stream.
     """
 
     def __init__(self, server: Listening, body: dict[str, Any]) -> None:
@@ -157,7 +157,7 @@ class Streaming:
         return self._received.count(b"data: ")
 
     def close(self) -> None:
-        """Leave it."""
+        """Close the connection."""
         self._connection.shutdown(2)
         self._thread.join(20)
         self._connection.close()

@@ -34,7 +34,7 @@ def letters(text: str) -> list[int]:
 
 
 def nearly(model: nn.Module, twin: nn.Module, scale: float, seed: int) -> nn.Module:
-    """Give a twin of a model its weights, and some noise: a draft that may be right."""
+    """Give a twin a model's weights with noise: a draft that is sometimes right."""
     keys = iter(mx.random.split(mx.random.key(seed), 1000))
 
     def noisy(weight: mx.array) -> mx.array:
@@ -52,7 +52,7 @@ def tiny_pair(name: str = "llama") -> tuple[nn.Module, nn.Module]:
 
 
 def make_tiny(name: str = "llama", **options: Any) -> Callable[..., Any]:
-    """Return what makes a generator of a tiny pair in the server's thread."""
+    """Return a function that makes a generator of a tiny pair, for the server."""
 
     def make(prefixes: PrefixCache | None) -> SpeculativeGenerator:
         target, draft = tiny_pair(name)
@@ -79,8 +79,8 @@ def serving(
         make: makes its generator.
         draft: the name of the draft.
         prefixes: its prefix cache.
-        limits: of `Limits`.
-        settings: of `Settings`.
+        limits: arguments of `Limits`.
+        settings: arguments of `Settings`.
     """
     usual = {"max_tokens": 64, "prompt_tokens": 256, "read_seconds": 5.0}
     made = Settings(
@@ -94,13 +94,13 @@ def serving(
 
 @contextmanager
 def client_of(server: Server, key: str = "none") -> Iterator[openai.OpenAI]:
-    """Return the real client, which tries nothing twice."""
+    """Yield the openai client, without retries."""
     with openai.OpenAI(
         base_url=f"{server.url}/v1",
         api_key=key,
         max_retries=0,
         timeout=60,
-        # Certificates, which are not needed here, take 40 ms to read.
+        # Reading certificates would take 40 ms.
         http_client=openai.DefaultHttpxClient(verify=False),
     ) as client:
         yield client
@@ -120,7 +120,7 @@ class Answer:
     """Response over a socket.
 
     Attributes:
-        status: of HTTP; 0: nothing came.
+        status: HTTP status; 0: no response.
         headers: by name, in lower case.
         body: the rest.
     """
@@ -135,7 +135,7 @@ class Answer:
         return json.loads(self.body)
 
     def refused(self, status: int) -> dict[str, Any]:
-        """Assert that it is an error in OpenAI's form, and return what it says."""
+        """Assert that it is an error in OpenAI's form, and return its object."""
         assert self.status == status, (self.status, self.body[:300])
         error: dict[str, Any] = self.json["error"]
         assert set(error) == {"message", "type", "param", "code"}
@@ -155,9 +155,9 @@ def exchange(server: Listening, sent: bytes, *, close: bool = False) -> Answer:
     """Send bytes, and read until the server closes.
 
     Args:
-        server: which one.
+        server: the server.
         sent: the bytes.
-        close: the own direction, once all is sent.
+        close: whether to close the sending direction after the bytes.
     """
     with connect(server) as connection:
         try:
@@ -165,7 +165,7 @@ def exchange(server: Listening, sent: bytes, *, close: bool = False) -> Answer:
             if close:
                 connection.shutdown(socket.SHUT_WR)
         except OSError:
-            pass  # it may have answered already
+            pass  # the server may have closed already
         return answer_on(connection)
 
 
@@ -178,7 +178,7 @@ def answer_on(connection: socket.socket) -> Answer:
 
 
 def answer_of(received: bytes) -> Answer:
-    """Return bytes as an answer."""
+    """Parse an answer."""
     if not received:
         return Answer(0, {}, b"")
     head, _, body = received.partition(b"\r\n\r\n")
@@ -206,7 +206,7 @@ def packet(
     path: str = "/v1/completions",
     headers: Mapping[str, str] | None = None,
 ) -> bytes:
-    """Return a request as it goes over the wire; see `post`."""
+    """Return the bytes of a request; see `post`."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     usual = {"Host": "here", "Connection": "close", "Content-Length": str(len(raw))}
     lines = {**usual, **(headers or {})}
@@ -215,14 +215,14 @@ def packet(
 
 
 def get(server: Listening, path: str, **headers: str) -> Answer:
-    """Ask for a path."""
+    """Send a GET request."""
     lines = {"Host": "here", "Connection": "close", **headers}
     head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
     return exchange(server, f"GET {path} HTTP/1.1\r\n{head}\r\n".encode())
 
 
 def rows_held(worker: Worker) -> int:
-    """Rows that wait or run, of all drafts."""
+    """Return the number of waiting and running rows, of all drafts."""
     batches = [rows._batch for rows in tuple(worker._generators._rows.values())]
     return sum(len(batch.waiting) + len(batch.running) for batch in batches)
 
@@ -242,7 +242,7 @@ def wrapped_letters() -> TokenizerWrapper:
 
 
 def refusal(act: Callable[[], Any]) -> int:
-    """Return the status with which something is refused; 0: it is not."""
+    """Return the status of the refusal that a call raises; 0: no refusal."""
     try:
         act()
     except ApiError as error:
@@ -252,10 +252,10 @@ def refusal(act: Callable[[], Any]) -> int:
 
 
 def read_body(model: Any, body: Mapping[str, Any]) -> Any:
-    """Return a body as the server reads it.
+    """Return a body as the server parses it.
 
     Raises:
-        ApiError: it is none.
+        ApiError: the body is not valid.
     """
     try:
         return model.model_validate(body)

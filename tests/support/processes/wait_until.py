@@ -1,11 +1,11 @@
-"""Waiting for what another thread does."""
+"""Waiting for a condition that another thread fulfils."""
 
 import time
 from collections.abc import Callable
 
 
 def until(met: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Wait for something that has to come."""
+    """Wait until a condition is met."""
     end = time.monotonic() + seconds
     while not met():
         assert time.monotonic() < end, "it did not come"

@@ -1,4 +1,4 @@
-"""An assistant that knows the text, and complains when it is asked the wrong thing."""
+"""An assistant that knows the text, and checks its inputs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,23 +12,23 @@ from mlx_speculation.models import HiddenStates
 from mlx_speculation.models.gemma_assistant import AssistantOutput, Read
 from support.models.assistant_checkpoints import DIM, SLIDING, VOCAB, WINDOW
 
-_OWN = 1000.0  # its own state after step j is _OWN + j
+_OWN = 1000.0  # the oracle's state after step j is _OWN + j
 
 
 class OracleStep:
-    """Says what comes next in a known text, in place of `Assistant.step`.
+    """Predicts the next token of a known text, in place of `Assistant.step`.
 
-    Every call is checked: the first of a round is given the target's own state before
-    the newest token, the others the oracle's; what they read are the target's keys and
-    values of all positions before that token, in windows the last ones; all stand at
-    one position.
+    Every call is checked. The first of a round gets the target's state before the
+    newest token, later calls get the oracle's state. They read the target's keys and
+    values of all positions before that token, in a window the last ones. All calls of a
+    round have the same position.
 
     Args:
         draft: the assistant on its target.
         text: prompt and continuation.
-        wrong: says for which positions it guesses wrong.
+        wrong: returns whether it predicts a position wrong.
         sparse: whether it has logits for a few ids only.
-        gone: how many rows of a window may have given way to a step on its way.
+        gone: number of rows of a window that a step in flight may have replaced.
     """
 
     def __init__(
@@ -52,12 +52,12 @@ class OracleStep:
             kind: caches[place].keys_and_values()
             for kind, place in draft.shared.places.items()
         }
-        self.calls: list[tuple[int, int]] = []  # the position of the token, the step
+        self.calls: list[tuple[int, int]] = []  # (position of the token, step)
 
     def __call__(
         self, embedded: mx.array, state: mx.array, read: Read, position: int
     ) -> AssistantOutput:
-        """Check what is given, and say what comes next."""
+        """Check the inputs, and predict the next token."""
         newest = position if self._after else position + 1
         step = 0
         number: Any = state[0, 0, 0].item()
@@ -103,11 +103,11 @@ class OracleStep:
 
 
 def whole_caches(model: nn.Module) -> list[Any]:
-    """Return caches of a model that hold every row, also of sliding layers."""
+    """Return caches of a model that keep all rows, also in sliding layers."""
     return [KVCache() for _ in model.make_cache()]
 
 
 def in_order(rows: mx.array) -> mx.array:
-    """Return rows [1, heads, n, dim] in an order that hangs on what they hold."""
+    """Return rows [1, heads, n, dim], sorted by their content."""
     order = mx.argsort(rows[0, 0, :, 0])
     return rows[:, :, order]

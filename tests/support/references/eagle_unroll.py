@@ -1,7 +1,7 @@
-"""The loss of an EAGLE-3 head on a row of text in torch: drafted slot by slot.
+"""Loss of an EAGLE-3 head on a row of text, in torch, drafted slot by slot.
 
-Each slot drafts for itself, one token after the other, over a history of keys that it
-computes again. Nothing is shared with how the library unrolls all slots at once.
+Each slot drafts separately, one token after the other, and computes its keys again. The
+library unrolls all slots at once; this code shares nothing with it.
 """
 
 from typing import Any
@@ -25,18 +25,18 @@ def depth_loss(
     depth: int,
     hard: float,
 ) -> tuple[Tensor, int]:
-    """Return the sum of the loss of the slots that count, and how many they are.
+    """Return the sum of the losses of counted slots, and their number.
 
     Args:
-        weights: of the head, by their names on disk.
+        weights: the head's weights, by their names on disk.
         config: its config.json.
-        features: what the layers of the target returned, each [positions, Ht].
-        embedded: of the tokens [positions, H].
+        features: the outputs of the target's layers, each [positions, Ht].
+        embedded: embeddings of the tokens [positions, H].
         teacher: logits of the draft's ids after each position, [positions, ids].
         likeliest: the column of the target's choice after each position, or -1.
-        counts: whether the token at a position is one to learn.
-        slots: how many slots draft.
-        depth: which of the tokens that they draft, from 0.
+        counts: whether the token at a position counts for the loss.
+        slots: number of slots that draft.
+        depth: index of the drafted token, from 0.
         hard: the weight of the likeliest token.
     """
     eps = config["rms_norm_eps"]
@@ -103,7 +103,7 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _rotate(x: Tensor, base: float) -> Tensor:
-    """Rotate [positions, heads, size] by position, halves against each other."""
+    """Rotate [positions, heads, size] by position; pairs are (i, i + size / 2)."""
     positions, _, size = x.shape
     steps = torch.arange(size // 2, dtype=x.dtype)
     angles = torch.arange(positions, dtype=x.dtype)[:, None] * base ** (

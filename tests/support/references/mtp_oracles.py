@@ -1,4 +1,4 @@
-"""Heads that know the text, and complain when they are asked the wrong thing."""
+"""Heads that know the text, and check their inputs."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from mlx_speculation.models import HiddenStates
 from mlx_speculation.models.checkpoints import HeadOnTarget, HeadOutput
 
 VOCAB, DIM = 256, 64
-# States that the oracle makes: a number of its own for each slot and layer.
+# The oracle's states are this plus a different number for each slot and layer.
 _OWN = 1000.0
 
 
@@ -19,8 +19,8 @@ class OracleHead:
     """Attributes of a head that callers read.
 
     Args:
-        layers: how many layers it has; more than one are a chain.
-        depth: the most drafts that it makes.
+        layers: number of its layers; several form a chain.
+        depth: most tokens that it drafts.
     """
 
     def __init__(self, layers: int, depth: int | None) -> None:
@@ -34,20 +34,20 @@ class OracleHead:
 
 
 class OracleMtp:
-    """A head that says what comes next in a known text.
+    """A head that predicts the tokens of a known text.
 
-    Every call is checked: slot i of layer 0 has the target's own state at position i,
-    as one forward over the text makes it, or the oracle's of the slot before; the
-    first token of a round is that of the text. Its caches hold the tokens.
+    Every call is checked. Slot i of layer 0 must have the target's state at position i,
+    as computed by one forward over the text, or the oracle's state of the slot before.
+    The first token of a round must be that of the text. Its caches hold the tokens.
 
     Args:
         target: the target.
         text: prompt and continuation.
-        before_norm: whether it is given the states before the norm.
-        layers: how many layers it has.
-        depth: the most drafts that it makes.
-        wrong: says for which positions it guesses wrong.
-        first: the position of the first slot, in each set of caches.
+        before_norm: whether it gets the states before the norm.
+        layers: number of its layers.
+        depth: most tokens that it drafts.
+        wrong: returns whether it predicts a position wrong.
+        first: the position of the first slot, for each set of caches.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class OracleMtp:
     def rows(
         self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
     ) -> HeadOutput:
-        """Run all slots to the end."""
+        """Write all slots, and return the outputs of all."""
         start = self._checked("rows", hidden, tokens, caches, layer)
         return self._said(range(start, start + tokens.shape[1]), layer)
 
@@ -82,7 +82,7 @@ class OracleMtp:
     def step(
         self, hidden: mx.array, tokens: mx.array, caches: Sequence[Any], layer: int = 0
     ) -> HeadOutput:
-        """Run the last slot to the end."""
+        """Write all slots, and return the output of the last."""
         start = self._checked("step", hidden, tokens, caches, layer)
         stop = start + tokens.shape[1]
         return self._said(range(stop - 1, stop), layer)
@@ -101,7 +101,7 @@ class OracleMtp:
         caches: Sequence[Any],
         layer: int,
     ) -> int:
-        """Check the slots, write their tokens, and return the first of them."""
+        """Check the slots, write their tokens, and return the first slot."""
         (cache,) = caches
         start, count = cache.offset + self._first, tokens.shape[1]
         assert hidden.shape == (1, count, DIM)

@@ -16,7 +16,7 @@ def weight(tensors: Tensors, name: str) -> Array:
 
 
 def below(tensors: Tensors, prefix: str) -> dict[str, NDArray[np.generic]]:
-    """Return what stands under a prefix, without the prefix."""
+    """Return the tensors under a prefix, by their names without the prefix."""
     return {
         name.removeprefix(prefix): tensor
         for name, tensor in tensors.items()

@@ -1,4 +1,4 @@
-"""The target of drafters that are compared with numpy, and what it gives them."""
+"""Target of drafters that are compared with numpy, and its states for them."""
 
 import json
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ TOLERANCE = 1e-4
 
 @cache
 def target(layers: int = 8) -> nn.Module:
-    """Return a target of so many layers that the three usual ones are different."""
+    """Return a target with enough layers that the three usual taps differ."""
     tiny = TINY_MODELS["llama"]
     return build_tiny(replace(tiny, args={**tiny.args, "num_hidden_layers": layers}))
 
@@ -38,11 +38,11 @@ def tables(layers: int = 8) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """Text that a target has read.
+    """A text that a target has read.
 
     Attributes:
         model: the target.
-        tokens: ids, the last of which has no state yet.
+        tokens: ids; the last one has no state yet.
         embeddings: [V, H].
         lm_head: [V, H].
     """
@@ -54,14 +54,14 @@ class Known:
 
     @classmethod
     def of(cls, layers: int, length: int) -> "Known":
-        """Return a text of a target with so many layers."""
+        """Return a text of a target with a number of layers."""
         weights = tables(layers)
         return cls(
             target(layers), prompt_of(length), weights["embedding"], weights["head"]
         )
 
     def states(self, taps: HiddenStates) -> Any:
-        """Return what taps show of all positions but the last."""
+        """Return the states of all positions but the last, as collected by taps."""
         with taps.collect() as states:
             self.model(mx.array([self.tokens[:-1]]))
         return states
@@ -69,7 +69,7 @@ class Known:
     def hidden(self, layers: Sequence[int | None]) -> list[Array]:
         """Return the outputs of layers, [positions, H] each.
 
-        -1 is the embedding's, None what the final norm returns.
+        -1 is the output of the embedding, None that of the final norm.
         """
         named = [layer for layer in layers if layer is not None]
         taps = HiddenStates(self.model, layers=named, after_norm=True)
@@ -85,7 +85,7 @@ class Known:
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Array]]:
-    """Return what config.json or a GGUF file says, and the tensors by their names."""
+    """Return the content of config.json or of a GGUF file, and the tensors by name."""
     gguf, config_file = folder / "drafter.gguf", folder / "config.json"
     loaded: Any
     if gguf.exists():
@@ -99,7 +99,7 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Array]]:
 
 
 def assert_close(actual: mx.array, expected: Any) -> None:
-    """Assert that [1, rows, n] equals [rows, n] but for the rounding of float32."""
+    """Assert that [1, rows, n] equals [rows, n] up to rounding of float32."""
     got = np.array(actual[0], np.float64)
     assert got.shape == expected.shape
     scale = max(1.0, float(np.abs(expected).max()))
@@ -111,12 +111,11 @@ def assert_drafts(
     ids: mx.array | None,
     expected: Array,
 ) -> None:
-    """Assert that logits are those of the reference, but for rounding of float32.
+    """Assert that logits equal the reference's up to rounding of float32.
 
     Args:
-        seen: logits [1, n] of each draft, and the ids of their columns if they have
-            some of their own.
-        ids: of the columns elsewhere; None: all, in order.
+        seen: logits [1, n] of each draft, and the ids of their columns or None.
+        ids: ids of the columns where `seen` has None; None: all ids in order.
         expected: [drafts, V], -inf where the drafter cannot reach.
     """
     assert len(seen) == len(expected)

@@ -18,7 +18,7 @@ class Draws:
         self._generator = np.random.default_rng(seed)
 
     def matrix(self, *shape: int) -> Float32:
-        """Return a linear weight that keeps the size of what it maps."""
+        """Return a linear weight that keeps the scale of its inputs."""
         return self._normal(shape, 1.5 / np.sqrt(shape[-1]))
 
     def scale(self, size: int) -> Float32:

@@ -1,4 +1,4 @@
-"""MTP heads of transformers' own, and how weights come into its classes."""
+"""MTP heads of transformers, and the loading of weights into its classes."""
 
 import importlib
 from collections import defaultdict
@@ -27,7 +27,7 @@ OWN_MTP = (
     "bailing_moe_v3_shared_head",
     "step3p5_plain",  # sliding layers have as many heads as full ones
 )
-# transformers calls Ling 3 so; mlx-lm calls Ling 2.5 so.
+# transformers uses this name for Ling 3, mlx-lm for Ling 2.5.
 _LING_3 = {
     "model_type": "bailing_hybrid",
     "mtp_layer_types": ["full_attention"],
@@ -47,7 +47,7 @@ def own_mtp_rows(
     """Run a layer of transformers' own MTP module, read from the folder.
 
     Returns:
-        [n, H], the states after the last norm, of which logits are made.
+        [n, H], the states after the last norm, from which logits are computed.
     """
     changes = {**family.config, **_TOKENS}
     if family.module == "step3p5":
@@ -57,7 +57,7 @@ def own_mtp_rows(
             changes |= _LING_3
         main = AutoModelForCausalLM.from_config(AutoConfig.for_model(**changes))
     main.config.name_or_path, main.config.dtype = str(folder), torch.float32
-    # The classes know the numbers of layers of published models alone.
+    # The classes know only the numbers of layers of published models.
     main._keys_to_ignore_on_load_unexpected = [r"model\.layers\.[2-9]\."]
     fill(main.get_input_embeddings(), {"weight": embedding})
     module = MtpModel.from_pretrained(main.eval()).eval()
@@ -73,7 +73,7 @@ def own_mtp_rows(
 
 
 def _step_main(config: dict[str, Any]) -> Any:
-    """Return a Step-3.7, the language model of which is a Step-3.5."""
+    """Return a Step-3.7, whose language model is a Step-3.5."""
     step = importlib.import_module("transformers.models.step3p7")
     text = {k: v for k, v in config.items() if k != "num_key_value_heads"}
     vision = {"width": 16, "layers": 1, "heads": 2}
@@ -82,7 +82,7 @@ def _step_main(config: dict[str, Any]) -> Any:
 
 
 def fill(module: Any, tensors: Tensors) -> None:
-    """Give a module all its weights, experts stacked as transformers has them."""
+    """Load all weights of a module, with experts stacked as in transformers."""
     stacks: dict[tuple[str, str], list[NDArray[Any]]] = defaultdict(list)
     state = {}
     for name, tensor in tensors.items():

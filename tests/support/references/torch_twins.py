@@ -1,9 +1,9 @@
 """The same weights in transformers' classes, under torch: float32, on the CPU.
 
-The bundled models are kept in mlx-lm's layout with quantized weights, which
-transformers does not read. So the weights are taken from the loaded mlx-lm model, in
-float32, under transformers' names, and counted for equal only when the logits are: at
-every position of a text that is longer than any window.
+The bundled models have mlx-lm's layout with quantized weights, which transformers does
+not read. So the weights are taken from the loaded mlx-lm model, in float32, under
+transformers' names. Both models then have to give equal logits at every position of a
+text that is longer than any window.
 """
 
 import json
@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 # The largest difference of two logits that counts as equal.
 TOLERANCE = 1e-3
-# Their norms multiply by 1 + weight, where mlx-lm's multiply by the weight.
+# Norms that multiply by 1 + weight in transformers, and by the weight in mlx-lm.
 _NORMS = ("layernorm.weight", "model.norm.weight", "q_norm.weight", "k_norm.weight")
 
 
@@ -34,8 +34,8 @@ class Twin:
     """A model in transformers' class.
 
     Attributes:
-        model: the class of transformers.
-        difference: the largest one of two logits, between it and mlx-lm.
+        model: the model of transformers.
+        difference: the largest difference of a logit from mlx-lm's.
     """
 
     model: Any
@@ -46,11 +46,11 @@ def load_twin(folder: Path, text: list[int]) -> Twin:
     """Return a model of mlx-lm's layout in transformers' class.
 
     Args:
-        folder: of the model.
-        text: token ids to compare the logits at.
+        folder: the folder of the model.
+        text: token ids for the comparison of logits.
 
-    Raises:
-        UnlikeError: there is no such class, its parameters are others, or its logits.
+        Raises:
+            UnlikeError: there is no such class, or its parameters or logits differ.
     """
     original = _in_float32(folder)
     settings = json.loads((folder / "config.json").read_text("utf-8"))

@@ -1,7 +1,7 @@
-"""Mean acceptance in closed form, by the distributions of draft and target.
+"""Mean acceptance in closed form, from the distributions of draft and target.
 
-For keyed choice and token-wise rejection of one position; for block verification, whose
-coins look at all prefixes, of a round.
+For keyed choice and token-wise rejection it is that of one position; for block
+verification, whose coins depend on all prefixes, it is that of a round.
 """
 
 import mlx.core as mx
@@ -13,9 +13,9 @@ from mlx_speculation.samplers.rules.verification import BLOCK
 def keyed_agreement(target_probs: mx.array, draft_probs: mx.array) -> mx.array:
     """Return the probability that both choose token x with the same Gumbel noise.
 
-    1 / sum over y of max(p_y / p_x, q_y / q_x). With the tokens sorted by p / q the
-    maximum changes sides once, so two running sums do: O(vocab log vocab). In float32
-    they put the acceptance off by 1e-4 at a vocabulary of 150,000.
+    It is 1 / sum over y of max(p_y / p_x, q_y / q_x). With the tokens sorted by p / q
+    the maximum changes sides once, so two running sums are enough: O(vocab log vocab).
+    In float32 the error of the acceptance is 1e-4 at a vocabulary of 150,000.
 
     Args:
         target_probs: [..., vocab].
@@ -47,7 +47,7 @@ def keyed_acceptance(target_probs: mx.array, draft_probs: mx.array) -> mx.array:
 def tokenwise_acceptance(target_probs: mx.array, draft_probs: mx.array) -> mx.array:
     """Return the acceptance of token-wise rejection: [..., vocab] twice to [...].
 
-    The sum over tokens of min(p, q); one less the total variation distance.
+    It is the sum over tokens of min(p, q), or 1 minus the total variation distance.
     """
     return mx.minimum(target_probs, draft_probs).sum(axis=-1)
 
@@ -57,8 +57,8 @@ def block_accepted(
 ) -> mx.array:
     """Return how many tokens block verification accepts in a round, on average.
 
-    The sum of p_1 to p_k along the drafted tokens. The mean over rounds is that of the
-    accepted count; a single round's value is not its mean given the drafted tokens.
+    It is the sum of p_1 to p_k along the drafted tokens. Its mean over rounds is the
+    mean accepted count; for a single draft it is not the mean given that draft.
 
     Args:
         target_probs: [..., k + 1, vocab].

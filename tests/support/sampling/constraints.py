@@ -20,7 +20,7 @@ def automata(draw: st.DrawFn) -> TokenAutomaton:
 
 
 def at(constraint: Constraint, tokens: Sequence[int]) -> ConstraintState:
-    """Return a fresh state advanced over these tokens."""
+    """Return a new state of a constraint after these tokens."""
     state = constraint.begin()
     for token in tokens:
         state.advance(token)
@@ -33,9 +33,9 @@ def ids(state: ConstraintState) -> list[int]:
 
 
 def walk(constraint: Constraint, picks: Sequence[int]) -> list[int]:
-    """Return the tokens of a walk that takes an allowed id for each pick.
+    """Return tokens chosen by the picks from the allowed ids.
 
-    It ends early where nothing is allowed.
+    The walk ends early if no id is allowed.
     """
     state, tokens = constraint.begin(), []
     for pick in picks:

@@ -13,7 +13,7 @@ Pair = tuple[Array, Array]
 
 
 def normalized(weights: Array) -> Array:
-    """Distributions from weights, [..., vocab]; uniform where all weights are 0."""
+    """Return distributions from weights, [..., vocab]; uniform if all weights are 0."""
     mass = weights.sum(-1, keepdims=True)
     kept = np.where(mass > 0, weights, 1.0)
     distributions: Array = kept / kept.sum(-1, keepdims=True)
@@ -38,7 +38,7 @@ def with_zeros(draws: Draws, shape: tuple[int, ...]) -> Array:
 
 
 def halves(draws: Draws, shape: tuple[int, ...]) -> Array:
-    """Distributions from few numbers, so that ratios are often equal, 1, or 1/2."""
+    """Return distributions of few numbers, whose ratios are often equal, 1 or 1/2."""
     return normalized(draws.integers(0, 3, size=shape).astype(np.float64))
 
 
@@ -84,7 +84,7 @@ def _narrow_draft(draws: Draws, shape: tuple[int, ...]) -> Pair:
 
 
 def _mixed(draws: Draws, shape: tuple[int, ...]) -> Pair:
-    """Every prefix has a kind of its own."""
+    """Choose a kind for each prefix."""
     pairs = [kind(draws, shape) for kind in KINDS.values() if kind is not _mixed]
     picked = draws.integers(len(pairs), size=shape[:-1])[..., None]
     target = np.select([picked == i for i in range(len(pairs))], [p for p, _ in pairs])
@@ -123,7 +123,7 @@ KINDS: dict[str, Callable[[Draws, tuple[int, ...]], Pair]] = {
 def tables(
     vocab: int, k: int, seed: int, kinds: list[str] | None = None, each: int = 1
 ) -> Tables:
-    """Draw `each` pairs of every kind named; of all by default, mixed ones thrice."""
+    """Draw `each` pairs of every named kind; by default all kinds, and mixed thrice."""
     draws = np.random.default_rng([vocab, k, seed])
     names = kinds or [*KINDS, "mixed", "mixed"]
     target: list[Array] = []

@@ -1,13 +1,12 @@
-"""Exact enumeration: what a rule emits, by the rule's own functions.
+"""Exact distribution of the tokens that a rule emits, without sampling.
 
 Distributions come in tables: `target[d]` is [pairs, vocab**d, vocab], one distribution
-for each prefix of d tokens, the prefixes numbered in base `vocab`. All drafts of k
-tokens are given to the rule at once, as batch rows; what it returns (acceptance
-probabilities, the distribution of the next token) is averaged with the drafts'
-probabilities. Nothing is sampled.
+for each prefix of d tokens, the prefixes numbered in base `vocab`. The rule gets all
+drafts of k tokens at once, as batch rows. Its acceptance probabilities and next-token
+distributions are averaged over the drafts, weighted by their probabilities.
 
-The result is the joint distribution of the first k + 1 tokens: what a round emits,
-continued with the target's distribution, because a round may emit fewer.
+The result is the joint distribution of the first k + 1 tokens. A round may emit fewer;
+its tokens are then continued with the target's distribution.
 """
 
 from collections.abc import Callable
@@ -64,7 +63,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A rule as it is enumerated: its functions, and how coins become a count."""
+    """Functions of a rule, and the conversion of its coins to an accepted count."""
 
     acceptance_probs: Callable[..., mx.array]
     next_probs: Callable[..., mx.array]
@@ -92,7 +91,7 @@ def last_success(acceptance: Array) -> Array:
 def acceptance_probs(
     rule: probs.Rule, target: mx.array, draft: mx.array | None, drafted: mx.array
 ) -> mx.array:
-    """With what a rule compares its coins, [..., k]."""
+    """Return the acceptance probabilities of a rule, [..., k]."""
     odds = rule.odds(target, draft_distributions(target, draft, drafted), drafted)
     return quotient(odds.part, odds.whole)
 
@@ -104,7 +103,7 @@ def next_probs(
     drafted: mx.array,
     accepted: mx.array,
 ) -> mx.array:
-    """The distribution after any number of accepted tokens, [..., vocab]."""
+    """Return the distribution after `accepted` tokens, [..., vocab]."""
     rows = draft_distributions(target, draft, drafted)
     return probs_after(target, rows, rule.odds(target, rows, drafted).shares, accepted)
 
@@ -134,8 +133,7 @@ def chain_distribution(distributions: list[Array]) -> Array:
 
 
 def along_drafts(distributions: list[Array], k: int) -> Array:
-    """Return the distributions that all drafts of k tokens meet, [pairs, vocab**k, n,
-    vocab]."""
+    """Return distributions along all drafts, [pairs, vocab**k, n, vocab]."""
     vocab = distributions[0].shape[-1]
     drafts = np.arange(vocab**k)
     return np.stack(
@@ -168,9 +166,8 @@ def ask(
     Args:
         rule: the rule.
         tables: the distributions.
-        shown: the distributions of the draft that the rule is told; the tables' when
-            omitted.
-        chance: without it the rule is told that drafts were chosen without chance.
+        shown: the draft's distributions that the rule gets; None: those of the tables.
+        chance: whether the rule gets distributions of a draft drawn at random.
         dtype: of the distributions, and so of the rule's arithmetic.
 
     Returns:
@@ -195,7 +192,7 @@ def ask(
 
 
 def grouped(mass: Array, distribution: Array, count: int) -> Array:
-    """Sum `mass` [pairs, drafts] times `distribution` over what follows `count` tokens.
+    """Sum `mass` [pairs, drafts] times `distribution` over all but `count` tokens.
 
     Returns:
         [pairs, vocab**count, vocab].
@@ -232,9 +229,9 @@ def enumerate_rule(
 def ended_early(tables: Tables, ends: list[Flags]) -> tuple[list[Array], list[Array]]:
     """Return drawn and shown distributions of drafts that may end before k tokens.
 
-    `ends[d]` [pairs, vocab**d] says whether a draft ends before its token d, from what
-    precedes that token alone. The rule is shown a row of zeros there; token 0 stands
-    for the missing one.
+    `ends[d]` [pairs, vocab**d] is whether a draft ends before its token d, which may
+    depend on the tokens before alone. The rule then gets a row of zeros, and token 0 in
+    place of the missing one.
     """
     drawn, shown = [], []
     over = np.zeros((tables.pairs, 1), dtype=np.bool_)
@@ -252,7 +249,7 @@ def as_numpy(array: mx.array) -> Array:
 
 
 def enumerate_keyed(tables: Tables) -> Outcome:
-    """Enumerate keyed choice: drafts and target choices drawn with shared noise."""
+    """Enumerate keyed choice, in which draft and target share their noise."""
     k, vocab = tables.k, tables.vocab
     drafts, choices = sequences(vocab, k), sequences(vocab, k + 1)
     counts = count_accepted(mx.array(drafts)[:, None], mx.array(choices))
@@ -264,7 +261,7 @@ def enumerate_keyed(tables: Tables) -> Outcome:
     emitted = [np.zeros((tables.pairs, vocab**d, vocab)) for d in range(k + 1)]
     means = np.zeros(tables.pairs)
     for pair in range(tables.pairs):
-        weights = tables.target[k][pair][:, choices[:, k]]  # of the bonus
+        weights = tables.target[k][pair][:, choices[:, k]]  # of the bonus token
         for d, distribution in enumerate(shared):
             prefix = np.arange(vocab**k) // vocab ** (k - d)
             chosen, drafted = choices[None, :, d], drafts[:, d, None]

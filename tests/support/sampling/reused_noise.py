@@ -1,7 +1,7 @@
-"""Two rounds of two drafted tokens, exactly.
+"""Exact distribution of two rounds of two drafted tokens.
 
-A first round that accepts nothing emits one token, and the second round's first draft
-stands where the first round's second draft stood.
+If the first round accepts nothing, it emits one token. The first draft token of the
+second round then has the position of the first round's second draft token.
 """
 
 import numpy as np
@@ -43,7 +43,7 @@ def enumerate_two_rounds(rule: Rule, tables: Tables) -> Array:
 
 
 def _after_one_token(tables: Tables, pair: int) -> Tables:
-    """The distributions of one pair after each first token, as pairs."""
+    """Return the tables of one pair after its first token, one pair per token."""
     vocab = tables.vocab
 
     def shifted(distributions: list[Array]) -> list[Array]:
@@ -56,11 +56,11 @@ def _after_one_token(tables: Tables, pair: int) -> Tables:
 
 
 def _second_round(rule: Rule, tables: Tables, mass: Array) -> Array:
-    """The distribution of four tokens, beginning with the first round's correction.
+    """Return the distribution of four tokens that begin with the first correction.
 
     Args:
         rule: the rule.
-        tables: after each token of the first round.
+        tables: the tables after each token of the first round.
         mass: [drafts of the first round, token that it emitted].
     """
     acceptance, distributions = ask(rule, tables)  # [emitted, drafts, 2]

@@ -1,4 +1,4 @@
-"""Options of mlx-lm's samplers and processors, drawn at random."""
+"""Random options of mlx-lm's samplers and processors."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ SIZES = st.integers(0, 9)
 
 @st.composite
 def penalty_options(draw: st.DrawFn, vocab: int) -> dict[str, Any]:
-    """Draw what `make_logits_processors` takes, for ids below `vocab`."""
+    """Draw arguments of `make_logits_processors`, for ids below `vocab`."""
     ids = st.integers(0, vocab - 1)
     return {
         "logit_bias": draw(st.dictionaries(ids, st.floats(-5, 5, width=32))),
@@ -26,7 +26,7 @@ def penalty_options(draw: st.DrawFn, vocab: int) -> dict[str, Any]:
 
 @st.composite
 def filter_options(draw: st.DrawFn, vocab: int) -> dict[str, Any]:
-    """Draw what `make_sampler` takes but the temperature, for ids below `vocab`."""
+    """Draw arguments of `make_sampler` without temperature, for ids below `vocab`."""
     ids = st.integers(0, vocab - 1)
     return {
         "top_p": draw(st.sampled_from([0.0, 0.4, 0.8, 0.95, 1.0])),

@@ -1,4 +1,4 @@
-"""Random JSON schemas whose texts are short, values that fit them, and a check."""
+"""Random JSON schemas with short texts, values that fit them, and a check."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ LEAVES: st.SearchStrategy[Schema] = st.one_of(
 
 @st.composite
 def objects(draw: st.DrawFn, inner: st.SearchStrategy[Schema]) -> Schema:
-    """Draw an object's schema, closed, with some of the properties required."""
+    """Draw a closed schema of an object, with some of its properties required."""
     names = draw(st.lists(st.sampled_from(NAMES), max_size=3, unique=True))
     return {
         "type": "object",
@@ -34,7 +34,7 @@ def objects(draw: st.DrawFn, inner: st.SearchStrategy[Schema]) -> Schema:
 
 
 def arrays(inner: st.SearchStrategy[Schema]) -> st.SearchStrategy[Schema]:
-    """Return strategies of an array's schema with at most 3 items."""
+    """Return a strategy of array schemas with at most 3 items."""
     sizes = st.tuples(st.integers(0, 2), st.integers(0, 1))
     return st.tuples(inner, sizes).map(
         lambda t: {
@@ -85,12 +85,12 @@ def fits(schema: Schema, value: Any) -> bool:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Return whether two values are equal as JSON, where true is not 1."""
+    """Return whether two values are equal as JSON, in which true differs from 1."""
     return one == other and isinstance(one, bool) == isinstance(other, bool)
 
 
 def values(schema: Schema) -> st.SearchStrategy[Any]:
-    """Return a strategy of values that fit, properties in the schema's order."""
+    """Return a strategy of values that fit, with properties in the schema's order."""
     if "anyOf" in schema:
         return st.one_of([values(one) for one in schema["anyOf"]])
     if "enum" in schema:

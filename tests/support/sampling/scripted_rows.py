@@ -1,7 +1,7 @@
 """Rounds over logits from a script, and processors that keep a record.
 
-Logits are a function of the prefix, so every row has the same bits whoever asks: a
-plain step, a verify of many rows, or a round that is run again.
+Logits are a function of the prefix, so a row has the same bits in a plain step, in a
+verify of many rows, and in a round that is run again.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,9 +29,9 @@ def scripted_rows(known: Sequence[int], drafted: Sequence[int]) -> mx.array:
 
 
 class Recorder:
-    """A processor whose result depends on all of its calls. Neither pure nor forkable.
+    """A processor whose result depends on all its calls; neither pure nor forkable.
 
-    It writes into its arguments, as mlx-lm's do.
+    Like mlx-lm's processors it writes into its arguments.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Recorder:
 
 
 class Forkable(Recorder):
-    """The same, with its state to copy and restore. Its record is part of it."""
+    """A recorder whose state, with its record, can be copied and restored."""
 
     def copy_state(self) -> Any:
         return self.state, tuple(self.calls)
@@ -61,7 +61,7 @@ class Forkable(Recorder):
 
 @pure
 def alternating(tokens: mx.array, logits: mx.array) -> mx.array:
-    """Favour an id by the number of tokens and the last of them, in place."""
+    """Favour an id that depends on the last token and the number, in place."""
     logits[:, (tokens[-1:] + len(tokens)) % VOCAB] += 2.0
     return logits
 
@@ -71,7 +71,7 @@ class FailedRoundError(Exception):
 
 
 def plain_text(chooser: Chooser, prompt: Sequence[int], count: int) -> list[int]:
-    """Choose one token after another, with one call of each processor for each."""
+    """Choose tokens one by one, with one call of each processor for each token."""
     text = list(prompt)
     for _ in range(count):
         text.append(next(sequential(chooser, scripted_rows(text, []), Rows(text))))
@@ -79,7 +79,7 @@ def plain_text(chooser: Chooser, prompt: Sequence[int], count: int) -> list[int]
 
 
 def sequential(chooser: Chooser, logits: mx.array, rows: Rows) -> Iterator[int]:
-    """Choose row after row, up to the first rejection; `ahead` is the draft."""
+    """Choose row by row up to the first rejection; `ahead` is the draft."""
     for verdict in Verifier(chooser).sequential(logits, rows, rows.ahead):
         token: Any = verdict.tokens.item()
         yield token
@@ -90,7 +90,7 @@ def sequential(chooser: Chooser, logits: mx.array, rows: Rows) -> Iterator[int]:
 def draft_tokens(
     chooser: Chooser, text: list[int], oracle: Sequence[int | None]
 ) -> list[int]:
-    """Draft with another script; where the oracle names a token, it stands there."""
+    """Draft with another script, or with the tokens of the oracle where it has some."""
     drafted: list[int] = []
     for right in oracle:
         ahead = mx.array(drafted, dtype=mx.uint32) if drafted else None
@@ -108,10 +108,10 @@ def verify(
     """Return the emitted tokens of one round, whose state is then settled.
 
     Args:
-        chooser: of the request.
+        chooser: the chooser of the request.
         text: the known tokens.
         drafted: k tokens.
-        fail_at: fail after that many rows, or at the end where there are fewer.
+        fail_at: fail after this many rows, or at the end if there are fewer.
     """
     ahead = mx.array(drafted, dtype=mx.uint32) if drafted else None
     rows = Rows(text, ahead, len(drafted) + 1)

@@ -1,4 +1,4 @@
-"""The joint distribution of two tokens drawn with one Gumbel noise, in closed form."""
+"""Joint distribution of two tokens drawn with the same Gumbel noise, in closed form."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,10 +9,10 @@ Array = NDArray[np.float64]
 def shared_noise_distribution(first: Array, second: Array) -> Array:
     """Return the probability that one noise draws x from the first, y from the second.
 
-    E_z = exp(-noise_z) is exponential, and x is drawn from p where E_x / p_x is the
-    smallest. That leaves for x = y: 1 / sum over z of max(p_z / p_x, q_z / q_x), and
-    for x != y with t = E_y / E_x, from p_y / p_x to q_y / q_x: the integral over t of
-    (1 + t + sum over other z of max(p_z / p_x, t q_z / q_y)) to the power -2.
+    E_z = exp(-noise_z) is exponential, and x is drawn from p if E_x / p_x is the
+    smallest. For x = y the probability is 1 / sum over z of max(p_z / p_x, q_z / q_x).
+    For x != y, with t = E_y / E_x, it is the integral from p_y / p_x to q_y / q_x of
+    (1 + t + sum over other z of max(p_z / p_x, t q_z / q_y)) to the power -2 over t.
 
     Args:
         first: [..., vocab].
@@ -24,7 +24,7 @@ def shared_noise_distribution(first: Array, second: Array) -> Array:
     first, second = np.broadcast_arrays(first, second)
     vocab = first.shape[-1]
     joint = np.zeros((*first.shape, vocab))
-    with np.errstate(all="ignore"):  # what divides by zero is impossible, below
+    with np.errstate(all="ignore"):  # divisions by zero: replaced below
         for x in range(vocab):
             for y in range(vocab):
                 p, q = first / first[..., x, None], second / second[..., y, None]

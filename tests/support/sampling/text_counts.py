@@ -1,4 +1,4 @@
-"""Counted texts of whole generations, and their joint distribution."""
+"""Counts of the texts of whole generations, and their joint distribution."""
 
 from dataclasses import dataclass
 from itertools import product
@@ -12,17 +12,17 @@ from numpy.typing import NDArray
 
 from mlx_speculation import Sampling, SpeculativeGenerator
 
-NORMAL = 3.719  # what a normal variable exceeds with odds of 1e-4
+NORMAL = 3.719  # a normal variable exceeds it with probability 1e-4
 
 
 @dataclass(frozen=True)
 class Texts:
-    """All texts of so many tokens behind a prompt.
+    """All texts of a fixed number of tokens after a prompt.
 
     Attributes:
-        vocab: the ids of the target.
-        emitted: the tokens of each text.
-        prompt: ids.
+        vocab: number of ids of the target.
+        emitted: number of tokens of each text.
+        prompt: token ids.
     """
 
     vocab: int
@@ -37,7 +37,7 @@ class Texts:
     def distribution(
         self, target: nn.Module, *, temperature: float, top_k: int = 0, **_: Any
     ) -> NDArray[np.float64]:
-        """Return the probability of every text, from rows of the target alone."""
+        """Return the probability of every text, from forwards of the target alone."""
         prompts = mx.array([[*self.prompt, *text] for text in self.all])
         logits = target(prompts, cache=make_prompt_cache(target))
         rows = logits[:, len(self.prompt) - 1 : -1].astype(mx.float32)
@@ -59,13 +59,13 @@ class Texts:
         samples: int,
         first: int = 0,
     ) -> NDArray[np.int64]:
-        """Generate from as many seeds, from the first on, and count the texts."""
+        """Generate once for each of successive seeds, and count the texts."""
         places = {text: place for place, text in enumerate(self.all)}
         counts = np.zeros(len(places), dtype=np.int64)
         for seed in range(first, first + samples):
             result = generator.generate(
                 self.prompt,
-                max_tokens=self.emitted + 2,  # the last is not the last of a budget
+                max_tokens=self.emitted + 2,  # so that no counted token ends the budget
                 stop_tokens=(),
                 sampling=Sampling(seed=seed, **options),
             )
@@ -76,7 +76,7 @@ class Texts:
 def excess(counts: NDArray[np.int64], distribution: NDArray[np.float64]) -> float:
     """Return chi-square over its bound at alpha 1e-4, by Wilson and Hilferty's cube.
 
-    A text without probability must not have come.
+    Asserts that no text of probability 0 was counted.
     """
     assert counts[distribution == 0].sum() == 0
     expected = distribution * counts.sum()

@@ -1,4 +1,4 @@
-"""Families with positions of three axes beside Qwen's."""
+"""Families other than Qwen's with positions of three axes."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def _images_of_one(sizes: Sizes, key: mx.array) -> dict[str, mx.array]:
 
 
 def _narrow(vlm: Any) -> None:
-    """Give the projector as many outputs as the text has: it has always 1,024."""
+    """Give the projector the text's hidden size, since it always has 1,024 outputs."""
     vlm.visual.projector.linear_2 = nn.Linear(128, 64)
 
 
@@ -27,5 +27,5 @@ FAMILIES: dict[str, TinyFamily] = {
     "ernie4_5_moe_vl": TinyFamily(patches(48), merged),
     "cohere_compass": TinyFamily(patches(96), merged),
 }
-# Built to show that the reason holds, for which each is refused.
+# Built to prove the reason for which each is refused.
 REFUSED = {"hunyuan_vl": TinyFamily()}

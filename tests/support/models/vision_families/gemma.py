@@ -1,4 +1,4 @@
-"""Gemma's families: sliding windows, and inputs of their own for each layer."""
+"""Gemma's families: sliding windows, and separate inputs for each layer."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ def _bright(sizes: Sizes, key: mx.array) -> dict[str, mx.array]:
 
 
 def _placed(sizes: Sizes, key: mx.array) -> dict[str, mx.array]:
-    """Patches [n, most, 48] and their columns and rows, -1 where an image has ended."""
+    """Patches [n, most, 48] and their columns and rows, -1 for padding."""
     most = max(down * across for down, across in sizes)
     places = [
         [[column, row] for row in range(down) for column in range(across)]
@@ -28,7 +28,7 @@ def _placed(sizes: Sizes, key: mx.array) -> dict[str, mx.array]:
 
 
 class _Tower(nn.Module):
-    """Cuts an image into four: the family's tower has one size, of 300M weights."""
+    """Cuts an image into four, instead of the family's tower of 300M weights."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -48,5 +48,5 @@ FAMILIES: dict[str, TinyFamily] = {
     "gemma4": TinyFamily(_bright),
     "gemma4_unified": TinyFamily(_placed, lambda size: size[0] * size[1]),
 }
-# Built to show that the reason holds, for which each is refused.
+# Built to prove the reason for which each is refused.
 REFUSED = {"gemma3n": TinyFamily(square, adapt=_small_tower)}

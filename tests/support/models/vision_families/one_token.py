@@ -1,9 +1,8 @@
-"""Families whose prompts have other numbers of tokens for an image than slots.
+"""Families whose prompts have a number of image tokens that differs from the slots.
 
-That is one for each image; or as many as transformers counts, where mlx-vlm has others.
+They have one token for each image, or the number that transformers counts.
 
-Towers of one size, which no config makes small, are replaced: what is compared is the
-text behind them.
+Vision towers that no config makes small are replaced, since only texts are compared.
 """
 
 from typing import Any
@@ -37,7 +36,7 @@ class _Quarters(nn.Module):
 
 
 class _Phi(_Quarters):
-    """Writes the rows of each image into the embeddings, from its first place on."""
+    """Writes the rows of each image into the embeddings, from its first slot on."""
 
     def __call__(self, *args: Any) -> mx.array:
         pixels, embeds, _, places = args
@@ -53,7 +52,7 @@ def _small_phi(vlm: Any) -> None:
 
 
 class _Fast(nn.Module):
-    """Has the face of FastViTHD: a stem that is looked at, and rows of a grid."""
+    """Has the interface of FastViTHD: a stem that is read, and rows of a grid."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Prompts with images of a tiny family, and pixels as processors make them."""
+"""Description of a tiny family, and pixels as processors make them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ def sized(sizes: Sizes, key: mx.array) -> dict[str, mx.array]:
 
 
 def patches(width: int, grid: str = "image_grid_thw", time: bool = True) -> Pixels:
-    """Patches [all, width] of images of any size, and each one's rows and columns."""
+    """Patches [all, width] of images of any size, and the rows and columns of each."""
 
     def made(sizes: Sizes, key: mx.array) -> dict[str, mx.array]:
         count = sum(down * across for down, across in sizes)
@@ -43,7 +43,7 @@ def patches(width: int, grid: str = "image_grid_thw", time: bool = True) -> Pixe
 
 
 def padded(sizes: Sizes, key: mx.array) -> dict[str, mx.array]:
-    """Patches [n, most, 48], filled up to the image with most patches."""
+    """Patches [n, most, 48], padded to the image with most patches."""
     sides = mx.array([list(size) for size in sizes])
     most = max(down * across for down, across in sizes)
     filled = mx.arange(most)[None] < (sides[:, 0] * sides[:, 1])[:, None]
@@ -55,28 +55,27 @@ def padded(sizes: Sizes, key: mx.array) -> dict[str, mx.array]:
 
 
 def merged(size: Size) -> int:
-    """Four patches make a slot."""
+    """Return the slots of an image if four patches make a slot."""
     return size[0] * size[1] // 4
 
 
 def four(size: Size) -> int:
-    """Each image has four slots."""
+    """Return the slots of an image if each has four."""
     return 4
 
 
 @dataclass(frozen=True, slots=True)
 class TinyFamily:
-    """A family of mlx-vlm, tiny.
+    """A tiny family of mlx-vlm.
 
     Attributes:
         pixels: makes the tensors of images of given sizes, in patches.
-        slots: how many slots an image takes.
-        frame: what stands before the slots of an image and behind them.
-        located: makes tensors that say where the slots are, of the ids.
-        image: the id that the processor writes; where it is -200, one for an image.
-        adapt: makes small what of the model no config does.
-        config: as config.json has it, without its `model_type`; it is in
-            vision_families.json.
+        slots: returns the number of slots of an image.
+        frame: ids before the slots of an image, and after them.
+        located: makes tensors with the places of the slots from the ids.
+        image: the id that the processor writes; -200 is written once for an image.
+        adapt: shrinks the parts of the model that no config makes small.
+        config: config.json without `model_type`, from vision_families.json.
     """
 
     pixels: Pixels = square

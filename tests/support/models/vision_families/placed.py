@@ -1,4 +1,4 @@
-"""Families whose processors say where in a prompt the slots of images are."""
+"""Families whose processors return the places of the images' slots in a prompt."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from support.models.vision_families.parts import END, IMAGE, START, Sizes, TinyF
 
 
 def _pooled(sizes: Sizes, key: mx.array) -> dict[str, mx.array]:
-    """Crops [n, 16, 48], and which 4 patches of each make a slot."""
+    """Crops [n, 16, 48], and the 4 patches of each that make a slot."""
     rows = mx.arange(16).reshape(2, 2, 2, 2).transpose(0, 2, 1, 3).reshape(4, 4)
     return {
         "pixel_values": mx.random.normal((len(sizes), 16, 48), key=key),
@@ -20,7 +20,7 @@ def _pooled(sizes: Sizes, key: mx.array) -> dict[str, mx.array]:
 
 
 def _crops(sizes: Sizes, key: mx.array) -> dict[str, mx.array]:
-    """Crops [n, 16, 48], all of whose patches are filled."""
+    """Crops [n, 16, 48] without padded patches."""
     return {
         "pixel_values": mx.random.normal((len(sizes), 16, 48), key=key),
         "image_masks": mx.ones((len(sizes), 16)),
@@ -45,7 +45,7 @@ def _indexed_of_each(ids: mx.array) -> dict[str, mx.array]:
 
 
 def _name_patches(vlm: Any) -> None:
-    """Say which token stands for a patch: config.json has always the same."""
+    """Set the id that stands for a patch; every config.json has the same."""
     vlm.config.image_patch_token_id = IMAGE
 
 
@@ -62,7 +62,7 @@ def _whole(sizes: Sizes, key: mx.array) -> dict[str, mx.array]:
 
 
 def _sliced(sizes: Sizes, key: mx.array) -> dict[str, mx.array]:
-    """Images [3, 32, 32] of one prompt, in lists, and how many patches each has."""
+    """Images [3, 32, 32] of one prompt, in lists, and the patches of each."""
     pixels = mx.random.normal((len(sizes), 3, 32, 32), key=key)
     inputs: Any = {"pixel_values": [list(pixels)]}
     return {**inputs, "tgt_sizes": mx.array([[[8, 8]] * len(sizes)])}
@@ -76,7 +76,7 @@ def _bounds(ids: mx.array) -> dict[str, mx.array]:
 
 
 class _Sam(nn.Module):
-    """Cuts an image into four [n, 2, 2, 32]: SAM has one size."""
+    """Cuts an image into four, [n, 2, 2, 32], instead of SAM, which has one size."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -93,7 +93,7 @@ def _rows(pixels: mx.array, patch_embeds: mx.array) -> mx.array:
 
 
 def _rows_of_clip(pixels: mx.array, patch_embeds: mx.array) -> mx.array:
-    """The same, behind a row for the whole image."""
+    """Return the same rows after a row for the whole image."""
     rows = _rows(pixels, patch_embeds)
     return mx.concatenate([rows[:, :1], rows], axis=1)
 

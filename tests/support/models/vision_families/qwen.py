@@ -1,4 +1,4 @@
-"""Qwen's families: positions of three axes, patches of images of any size."""
+"""Qwen's families: positions with three axes, images of any size in patches."""
 
 from support.models.vision_families.parts import TinyFamily, merged, patches
 

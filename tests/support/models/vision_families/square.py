@@ -1,4 +1,4 @@
-"""Families whose images have one size, each of a number of slots that follows."""
+"""Families whose images have one size, and so a fixed number of slots."""
 
 import mlx.core as mx
 
@@ -6,13 +6,13 @@ from support.models.vision_families.parts import Sizes, TinyFamily, nested, size
 
 
 def _tiled(sizes: Sizes, key: mx.array) -> dict[str, mx.array]:
-    """Images [n, 2, 3, 16, 16]: each as a whole, and as one tile of all of it."""
+    """Images [n, 2, 3, 16, 16]: each image whole, and as a single tile."""
     pixels = mx.random.normal((len(sizes), 2, 3, 16, 16), key=key)
     return {"pixel_values": pixels, "image_sizes": mx.array([[16, 16]] * len(sizes))}
 
 
 def _masked(sizes: Sizes, key: mx.array) -> dict[str, mx.array]:
-    """Images [1, n, 3, 16, 16], and which of their pixels are filled."""
+    """Images [1, n, 3, 16, 16], and a mask of their filled pixels."""
     mask = mx.ones((1, len(sizes), 16, 16), mx.int32)
     return {**nested(sizes, key), "pixel_attention_mask": mask}
 

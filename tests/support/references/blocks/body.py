@@ -19,7 +19,7 @@ class Body:
         eps: Of every RMSNorm.
         scale: Of attention scores: hd^-0.5, and 1 for Gemma 4.
         rope: Rotation of queries and keys.
-        windows: Sliding window of each layer, None where all is seen.
+        windows: Sliding window of each layer; None: full attention.
         gemma: Sandwich norms, a norm of the values, tanh-GELU, `layer_scalar`.
         norm_offset: Added to norm weights (1 for qwen3_5).
         gated_query: q_proj gives [query | gate] per head.
@@ -41,13 +41,13 @@ class Body:
 
 
 def inner_config(config: Config) -> Config:
-    """The config that holds the sizes: nested in speculators files, else itself."""
+    """The config with the sizes: nested in files of speculators, else the config."""
     nested = config.get("transformer_layer_config") or config.get("text_config")
     return nested if nested else config
 
 
 def option(config: Config, name: str, default: Any = None) -> Any:
-    """A key at the top level, in `dflash_config`, or in the config of the layers."""
+    """A value from the top level, `dflash_config`, or the config of the layers."""
     places = (config, config.get("dflash_config") or {}, inner_config(config))
     for place in places:
         if place.get(name) is not None:
@@ -60,10 +60,9 @@ def is_speculators(config: Config) -> bool:
 
 
 def is_gemma(config: Config) -> bool:
-    """Return whether the layers are Gemma 4's, by the architecture or the type of the
-    layers.
+    """Return whether the layers are Gemma 4's, by the architecture or their type.
 
-    `target_model_type` names the target only and is not asked.
+    `target_model_type` is only that of the target and is not read.
     """
     names = "".join(config.get("architectures") or ())
     kind = str(inner_config(config).get("model_type", ""))
@@ -85,7 +84,7 @@ def body_of(weights: Weights, config: Config) -> Body:
     """The body of a drafter whose tensors have canonical names.
 
     Args:
-        weights: Tensors; their presence decides before the config does.
+        weights: Tensors; their presence takes precedence over the config.
         config: Of any packaging but GGUF (`packagings.config_from_gguf`).
     """
     inner = inner_config(config)
@@ -121,7 +120,7 @@ def body_of(weights: Weights, config: Config) -> Body:
 
 
 def _windows(config: Config, layers: int) -> tuple[int | None, ...]:
-    """`use_swa` slides every layer; otherwise `layer_types` says which ones slide."""
+    """Windows by layer: all slide with `use_swa`, otherwise those of `layer_types`."""
     if option(config, "use_swa", False):
         return (int(option(config, "swa_window_size")),) * layers
     kinds = option(config, "layer_types") or ["full_attention"] * layers
@@ -135,16 +134,16 @@ def _windows(config: Config, layers: int) -> tuple[int | None, ...]:
 def causal_layers(
     config: Config, body: Body, *, non_causal_default: bool
 ) -> tuple[bool, ...]:
-    """Return whether rows of the block see only earlier rows of it, for each layer.
+    """Return for each layer whether rows of the block see only earlier ones.
 
-    A speculators file: full layers never, sliding ones unless
-    `sliding_window_non_causal`. Others: `dflash_query_causal` true means everywhere;
-    then `is_causal` at the top or in `dflash_config`, `dflash_config.causal`; else
-    sliding layers are causal and full ones are not.
+    In a file of speculators full layers are never causal, and sliding ones are unless
+    `sliding_window_non_causal`. In other files all are if `dflash_query_causal` is
+    true. Otherwise `is_causal` at the top or in `dflash_config`, or
+    `dflash_config.causal`, decides; without them only sliding layers are causal.
 
     Args:
         config: Of any packaging but GGUF.
-        body: Its windows say which layers slide.
+        body: Its windows tell the sliding layers.
         non_causal_default: `sliding_window_non_causal` when a speculators file lacks it
             (false for dspark and dflash, true for dflash2).
     """

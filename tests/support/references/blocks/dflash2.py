@@ -1,4 +1,4 @@
-"""DFlash2: a block drafter with a convolution around its layers and a selector behind.
+"""DFlash2: a block drafter with convolutions around its layers and a selector after.
 
 Backbone and context rows are those of DSpark's parallel part; the anchor is given (row
 0 drafts nothing).

@@ -56,8 +56,8 @@ def forward(
         embeddings: [V, H] of the target; unused when the drafter has its own.
         lm_head: [V, H] of the target; unused when the drafter has its own.
         tokens: Committed ids; only the last one, the anchor, is read.
-        chosen: Ids taken at the drafted positions, as far as they are given; the most
-            likely one elsewhere.
+        chosen: Ids to take at the first drafted positions; the most likely id is taken
+            at later ones.
         samples: Whether row 0 drafts; None: `anchor_samples`.
     """
     tensors = canonical_weights(weights, config)
@@ -84,10 +84,10 @@ def forward(
 
 
 def anchor_samples(config: Config) -> bool:
-    """Return whether row 0, the anchor's, drafts the position behind it.
+    """Return whether row 0, the anchor's, drafts the position after it.
 
-    `sample_from_anchor` decides; then the number of proposals (block_size: it does, one
-    less: it does not); else it does.
+    `sample_from_anchor` decides. Without it, the number of proposals does: true if it
+    is block_size, false if it is one less. The default is true.
     """
     said = option(config, "sample_from_anchor")
     if said is not None:
@@ -109,7 +109,7 @@ def _block_rows(config: Config, table: Array, anchor: int, rows: int) -> Array:
 
 
 def _log_snr_rows(weights: Weights, config: Config, rows: int) -> Array:
-    """Return what PrismML's conditioning adds to the embeddings: [rows, H].
+    """Return the rows that PrismML's conditioning adds to the embeddings: [rows, H].
 
     The anchor has level `max_log_snr`, masks `min_log_snr`; t = 1000 (level - min) /
     (max - min); fc2 silu(fc1 [sin t f | cos t f]), f_i = 10000^(-i/64).
@@ -136,7 +136,7 @@ def _walk(
     chosen: Sequence[int] | None,
     vocabulary: int,
 ) -> BlockDraft:
-    """Base logits [k, Vd] to drafted ones: each adds the bias of the id before."""
+    """Add to each row of base logits [k, Vd] the bias of the id drafted before."""
     ids = target_ids(weights, base.shape[1])
     markov = MarkovHead(weights, config)
     previous, logits, tokens = anchor, [], []
@@ -153,7 +153,7 @@ def _walk(
 
 
 class MarkovHead:
-    """The bias of the id drafted before; made anew for every block.
+    """The bias from the id drafted before; a new object for every block.
 
     vanilla: W2 W1[prev]. gated: W2 (sigmoid(Wg [g | e] + b) * e) with e = W1[prev].
     rnn: o_g, o_c, o_o = split3(Wj [s | e | g] + b); bias W2 tanh(o_o);

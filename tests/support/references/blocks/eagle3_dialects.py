@@ -1,4 +1,4 @@
-"""EAGLE-3 and 3.1 in the dialects of the wild: one state recycled from step to step."""
+"""EAGLE-3 and 3.1 in their published dialects, which recycle one state per step."""
 
 from collections.abc import Sequence
 
@@ -27,8 +27,8 @@ def forward(
     """Draft `drafts` tokens, one after the other.
 
     Slot i pairs the state at position i with the token at i + 1. Slot n-1 gives d_1;
-    slot n-2+j pairs what slot n-3+j gave (before `norm`, or behind it if `norm_output`)
-    with d_{j-1} and gives d_j.
+    slot n-2+j pairs the output of slot n-3+j (before `norm`, or after it if
+    `norm_output`) with d_{j-1} and gives d_j.
 
     Args:
         weights: Tensors under their published names.

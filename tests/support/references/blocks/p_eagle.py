@@ -18,7 +18,7 @@ _MASK_KEYS = (
 
 
 def mask_token(config: Config) -> int:
-    """The id of masked slots, under the keys that vLLM asks, in its order."""
+    """The id of masked slots, from the keys that vLLM reads, in its order."""
     inside = (config.get("dflash_config") or {}).get("mask_token_id")
     for token in (inside, *(option(config, name) for name in _MASK_KEYS)):
         if token is not None:

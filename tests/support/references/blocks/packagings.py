@@ -1,4 +1,4 @@
-"""From published names to one set of names: prefixes, GGUF, NVFP4, tapped layers."""
+"""Converts published names to one set: prefixes, GGUF, NVFP4, tapped layers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -33,7 +33,7 @@ GGUF_MODEL = {
     "dspark.log_snr_fc1": "log_snr_fc1",
     "dspark.log_snr_fc2": "log_snr_fc2",
 }
-# Where a GGUF file keeps what a config.json says.
+# Keys of a GGUF file for the keys of config.json.
 _GGUF_KEYS = {
     "hidden_size": "dspark.embedding_length",
     "num_attention_heads": "dspark.attention.head_count",
@@ -137,7 +137,7 @@ def unpack_nvfp4(packed: Array, scale: Array, scale_2: Array) -> Array:
 
 
 def block_taps(config: Mapping[str, Any], target_layers: int = 0) -> list[int]:
-    """Tapped layers of a drafter of blocks, in the order that `fc` reads them.
+    """Tapped layers of a block drafter, in the order that `fc` reads them.
 
     Returns indices of layers whose output is read; -1 is the output of the embedding.
     Ids of speculators count the embedding, so i is the output of layer i - 1 (vLLM).
@@ -156,9 +156,10 @@ def block_taps(config: Mapping[str, Any], target_layers: int = 0) -> list[int]:
 def eagle_taps(config: Mapping[str, Any], target_layers: int) -> list[int]:
     """Tapped layers of an EAGLE-3 or P-EAGLE head, as `block_taps` returns them.
 
-    `target_layer_ids` (DeepSpec) are layer ids; `eagle_aux_hidden_state_layer_ids` at
-    the top level are tuple ids; with `use_aux_hidden_state` false it is the last layer
-    alone; the default is tuple ids {2, N // 2, N - 3}.
+    `target_layer_ids` (DeepSpec) are layer ids. `eagle_aux_hidden_state_layer_ids` at
+    the top level are tuple ids: indices of transformers' hidden states, in which 0 is
+    the embedding. If `use_aux_hidden_state` is false only the last layer is tapped. The
+    default is tuple ids {2, N // 2, N - 3}.
     """
     inside = config.get("eagle_config") or {}
     if inside.get("use_aux_hidden_state") is False:

@@ -44,7 +44,8 @@ class Rope:
 def rope_parameters(config: Config) -> dict[str, Any]:
     """`rope_theta`, `rope_scaling` and `rope_parameters` as one flat dict.
 
-    `rope_parameters` wins; of one per layer type, the entry of full attention is read.
+    `rope_parameters` takes precedence; if it has an entry per layer type, that of full
+    attention is read.
     """
     newer: dict[str, Any] = config.get("rope_parameters") or {}
     newer = newer.get("full_attention", newer)
@@ -57,7 +58,7 @@ def rope_parameters(config: Config) -> dict[str, Any]:
 
 
 def rope_of(config: Config, head_dim: int, *, partial: bool, interleaved: bool) -> Rope:
-    """The rotation that a config asks for.
+    """The rotation that a config describes.
 
     Args:
         config: Names theta and scaling; `mrope_section` is ignored, since the rows of
@@ -71,7 +72,7 @@ def rope_of(config: Config, head_dim: int, *, partial: bool, interleaved: bool) 
     kind = str(parameters.get("rope_type", parameters.get("type", "default")))
     share = float(parameters.get("partial_rotary_factor", 1.0)) if partial else 1.0
     if kind == "proportional":
-        # Pairs are (i, i + hd/2) over the whole head; those past the share stand still.
+        # Pairs are (i, i + hd/2) over the whole head; pairs past the share stay.
         pairs = int(share * head_dim // 2)
         turning = theta ** (-2.0 * np.arange(pairs) / head_dim)
         turning = turning / float(parameters.get("factor", 1.0))
@@ -126,7 +127,7 @@ def _yarn(plain: Array, theta: float, parameters: Config) -> Array:
 
 
 def mscale(factor: float, share: float) -> float:
-    """`0.1 share ln(factor) + 1`, and 1 where nothing is stretched."""
+    """`0.1 share ln(factor) + 1`; 1 if the factor is at most 1."""
     return 0.1 * share * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 

@@ -14,7 +14,7 @@ class BlockDraft:
 
     Attributes:
         logits: [k, V] over ids of the target; -inf where the drafter cannot reach.
-        tokens: [k] ids of the target: those given, else the most likely ones.
+        tokens: [k] ids of the target: the given ids, then the most likely ones.
         states: [k, H], what the head reads (after the last norm).
     """
 
@@ -41,7 +41,7 @@ def to_target(logits: Array, ids: Array, vocabulary: int) -> Array:
 
 
 def predecessor_choice(logits: Array, chosen: Sequence[int] | None, step: int) -> int:
-    """The id drafted at a step: the given one, else the most likely one."""
+    """The id drafted at a step: the given id, or else the most likely one."""
     if chosen is not None and step < len(chosen):
         return int(chosen[step])
     return int(np.argmax(logits))

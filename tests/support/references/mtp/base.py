@@ -1,8 +1,8 @@
 """Multi-token-prediction heads: two norms, a projection, a block, a last norm.
 
 Slot i takes the target's state at position i and the token at position i + 1; its
-logits are for the token at i + 2. The families differ in names, in what stands first
-in the concatenation, in the block, and in what they recycle.
+logits are for the token at i + 2. The families differ in names, in the order of the
+concatenation, in the block, and in the state that they recycle.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,8 +25,8 @@ class MtpRows:
 
     Attributes:
         logits: [n, V].
-        recycled: [n, H], what takes the place of the target's state in the next
-            step, or in the next layer where layers are chained.
+        recycled: [n, H], the state that replaces the target's in the next step, or in
+            the next layer of a chain.
     """
 
     logits: Array
@@ -41,8 +41,8 @@ class Names:
         project: the projection of the concatenation.
         token_norm: the norm of the token's embedding.
         state_norm: the norm of the target's state.
-        last_norm: the norm before the logits; None: there is none.
-        head: the layer's own head; None: the target's.
+        last_norm: the norm before the logits; None: no norm.
+        head: the layer's own output matrix; None: the target's.
     """
 
     project: str
@@ -62,14 +62,15 @@ class Family:
         names: of each layer's tensors around its block.
         block: runs one layer's block on [n, H], see `mtp.blocks`; norms are stored as
             they are applied.
-        tensors: names and shapes of all but copies; # numbers as many as the shape
-            begins with.
-        layers: of the head. Layer k takes what layer k - 1 gave at the same slot.
-        used: how many of them; None: all.
+        tensors: names and shapes of all tensors but copies; # in a name is a number
+            below the first one of the shape.
+        layers: number of the head's layers. Layer k reads the output of layer k - 1 at
+            the same slot.
+        used: number of layers that are used; None: all.
         hidden_first: the order in the concatenation.
         plus_one: whether norms are stored as w and applied as 1 + w.
-        state: which state of the target goes in.
-        recycles: which state of its own goes on.
+        state: the state of the target that the head reads.
+        recycles: the state of the head that it recycles.
         copies: names of copies of the target's embedding and head in the file.
     """
 
@@ -88,12 +89,12 @@ class Family:
 
     @property
     def chains(self) -> bool:
-        """Return whether draft k is made by layer k, not by the first applied again."""
+        """Return whether layer k makes draft k, and not layer 0 applied again."""
         return (self.used or self.layers) > 1
 
     @property
     def text(self) -> Config:
-        """The part of the config that tells of the language model."""
+        """The part of the config for the language model."""
         return dict(self.config.get("text_config", self.config))
 
 
@@ -107,10 +108,10 @@ def make_tensors(
     """Return the random tensors of a head under their names on disk.
 
     Args:
-        family: whose.
-        seed: chooses them.
+        family: the family.
+        seed: chooses the numbers.
         embedding: [V, H], the target's, for files with a copy.
-        head: [V, H], the target's, for files with a copy.
+        head: [V, H], the target's output matrix, for files with a copy.
     """
     draws, tensors = Draws(seed), {}
     for name, shape in family.tensors.items():
@@ -125,10 +126,10 @@ def make_tensors(
 
 
 def _drawn(draws: Draws, name: str, shape: Sequence[int]) -> NDArray[Any]:
-    """Return a random tensor of the scale that its name asks for.
+    """Return a random tensor, with a scale by its name.
 
-    Biases of experts are not negative: what a closed group scores then is never chosen,
-    be it 0 or minus infinity.
+    Biases of experts are not negative, so that experts of a closed group are never
+    chosen, whether their score is 0 or minus infinity.
     """
     if len(shape) > 1:
         return draws.matrix(*shape)
@@ -151,14 +152,14 @@ def rows(
     """Run one layer of a head over a whole history.
 
     Args:
-        family: whose.
-        tensors: all of the head's, under their names on disk.
-        hidden: [n, H], the target's states, or what a layer or a step recycled.
-        tokens: [n], the token after each state; for layer k of a chain the one k
-            further.
+        family: the family.
+        tensors: the head's tensors, under their names on disk.
+        hidden: [n, H], the target's states, or recycled states.
+        tokens: [n], the token after each state; for layer k of a chain the token k
+            positions later.
         embedding: [V, H], the target's.
-        head: [V, H], the target's, used where the layer has none.
-        layer: its number.
+        head: [V, H], the target's output matrix, for layers without one.
+        layer: number of the layer.
     """
     if family.plus_one:
         tensors = {
@@ -187,7 +188,7 @@ def rows(
 
 
 def epsilon(config: Config) -> float:
-    """Return the epsilon of a config's norms, whatever it is called."""
+    """Return the epsilon of a config's norms, under any of its names."""
     for name in ("rms_norm_eps", "layernorm_epsilon", "layer_norm_epsilon"):
         if name in config:
             return float(config[name])

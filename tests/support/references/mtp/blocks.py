@@ -1,4 +1,4 @@
-"""Blocks of heads: layers of transformers, or of mlx-lm where it has none."""
+"""Blocks of heads: layers of transformers, or of mlx-lm if transformers has none."""
 
 import importlib
 from collections.abc import Sequence
@@ -24,14 +24,14 @@ class TorchLayer:
     """A block that transformers has as a decoder layer.
 
     Attributes:
-        prefix: of the names of its classes.
-        block: where the block's tensors stand on disk.
-        index: of a layer of the target that is of the head's kind.
-        module: under transformers.models; None: as in mlx-lm.
-        changes: to the family's configuration, which transformers names otherwise.
-        renames: of tensors.
+        prefix: prefix of the names of its classes.
+        block: prefix of the block's tensors on disk.
+        index: index of a layer of the target that is of the head's kind.
+        module: module in transformers.models; None: named as in mlx-lm.
+        changes: values of the configuration under the names of transformers.
+        renames: names of tensors that differ.
         rotary: the name of the class that makes the angles, without the prefix.
-        skipped: tensors around the block, by the beginning of their names.
+        skipped: prefixes of the names of tensors around the block.
         norms_less_one: whether norms multiply by 1 + weight.
     """
 
@@ -82,7 +82,7 @@ class TorchLayer:
         return importlib.import_module(f"transformers.models.{name}.modeling_{name}")
 
     def around(self, family: Family, config: Any, x: torch.Tensor) -> dict[str, Any]:
-        """Return the mask, positions and angles that a layer is given."""
+        """Return the mask, positions and angles of a layer."""
         n = x.shape[1]
         positions = torch.arange(n)[None]
         queries, keys = torch.arange(n)[:, None], torch.arange(n)[None]
@@ -90,7 +90,7 @@ class TorchLayer:
         kinds = getattr(config, "layer_types", None)
         kind = kinds[self.index] if kinds else "full_attention"
         if kind == "sliding_attention":
-            # As mlx-lm counts: transformers counts one more in MiMo-V2.
+            # The window of mlx-lm; in MiMo-V2 transformers' is larger by one.
             text = {**family.text, **self.changes}
             window = text.get("sliding_window_size") or text["sliding_window"]
             seen = seen & (keys > queries - window)
@@ -113,7 +113,7 @@ class MimoProLayer(TorchLayer):
     """MiMo-V2's layer, with one projection for queries, keys and values."""
 
     def __call__(self, family: Family, tensors: Tensors, layer: int, x: Array) -> Array:
-        """Divide it, and run the layer."""
+        """Split the projection, and run the layer."""
         name = f"{self.block}self_attn.qkv_proj.weight"
         sizes = [heads * family.config["swa_head_dim"] for heads in (4, 4 + 2)]
         split = {key: value for key, value in tensors.items() if key != name}
@@ -123,7 +123,7 @@ class MimoProLayer(TorchLayer):
 
 
 class LongcatLayer(TorchLayer):
-    """LongCat's parts: its decoder layer has two of each."""
+    """LongCat's attention and MLP; its decoder layer has two of each."""
 
     def run(self, family: Family, config: Any, tensors: Tensors, x: Any) -> Any:
         """Run attention and an MLP."""
@@ -140,10 +140,10 @@ class LongcatLayer(TorchLayer):
 
 
 class NemotronLayer(TorchLayer):
-    """Nemotron's two blocks, the kinds of which the target has too."""
+    """Nemotron's two blocks, of kinds that the target has too."""
 
     def run(self, family: Family, config: Any, tensors: Tensors, x: Any) -> Any:
-        """Run one after the other."""
+        """Run both blocks in order."""
         for number, index in enumerate((1, 2)):
             block = self.classes(family).NemotronHBlock(config, index)
             layer_tensors = below(tensors, f"{number}.")
@@ -157,10 +157,10 @@ class NemotronLayer(TorchLayer):
 
 @dataclass(frozen=True, slots=True)
 class MlxLayer:
-    """A block that is the layer behind the last one of a target of mlx-lm's.
+    """A block that mlx-lm has as a layer; it follows the last layer of the target.
 
     Attributes:
-        name: of the class.
+        name: name of the class.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """All families of heads by name, from families.json beside this file.
 
-A tensor that a family lacks, and the one that it is like has, is null. A name with # is
-that of as many tensors as the first number of the shape says.
+If a family is `like` another one, tensors that it lacks are null. A name with # stands
+for several tensors, as many as the first number of the shape.
 """
 
 from typing import Any

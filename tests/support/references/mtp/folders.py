@@ -1,4 +1,4 @@
-"""Folders with a target and a reference's head, as their makers lay them out."""
+"""Folders with a target and a reference's head, in the layout of published ones."""
 
 import importlib
 from collections.abc import Callable
@@ -25,10 +25,10 @@ class MtpFolder:
 
     Attributes:
         path: its folder.
-        model: the target, with the weights that the folder has.
-        tensors: the head's, under their names on disk.
+        model: the target, with the weights of the folder.
+        tensors: the head's tensors, under their names on disk.
         embedding: [V, H], the target's.
-        head: [V, H], the target's.
+        head: [V, H], the target's output matrix.
     """
 
     path: Path
@@ -42,8 +42,8 @@ def write_mtp_folder(path: Path, family: Family, seed: int) -> MtpFolder:
     """Write a random target of a family with a random head, and build the target.
 
     Args:
-        path: the folder, which is made.
-        family: whose names, shapes and configuration.
+        path: the folder to make.
+        family: gives names, shapes and configuration.
         seed: chooses the weights.
     """
     model = build_target(family, seed)
@@ -77,7 +77,7 @@ _ENDS = (*_EMBEDDINGS, "lm_head")
 
 
 def _raw_qwen(trunk: Tensors) -> Tensors:
-    """Undo what mlx-lm does to Qwen's files: norms, convolutions, experts."""
+    """Undo mlx-lm's changes to Qwen's files: norms, convolutions, experts."""
     raw: Tensors = {}
     for name, value in trunk.items():
         place = name.replace("language_model.model.", "model.language_model.")
@@ -125,7 +125,7 @@ def _raw_qwen_fused(trunk: Tensors) -> Tensors:
 
 
 def _raw_step(trunk: Tensors) -> Tensors:
-    """Undo what mlx-lm does to Step's files: norms, and the names of experts."""
+    """Undo mlx-lm's changes to Step's files: norms, and the names of experts."""
     raw: Tensors = {}
     for name, value in trunk.items():
         place = name
