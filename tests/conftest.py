@@ -1,7 +1,7 @@
 """Settings and fixtures that tests share.
 
-What takes seconds to import is imported where it is used: the process that hands the
-tests to the workers needs none of it, and they wait for it.
+Modules that take seconds to import are imported where they are used. The process that
+distributes the tests does not need them, and the workers would wait for it.
 """
 
 import gc
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import support.scheduling  # noqa: F401  for what it does
+import support.scheduling  # noqa: F401  for its effects
 
 # isort: split
 import mlx.core as mx
@@ -24,13 +24,13 @@ from support.processes.reader import Reader
 if TYPE_CHECKING:
     from support.caches.cache_twins import Mixers
 
-# A shell lets what it runs in the background ignore Ctrl-C, and so would every program
-# that a test starts.
+# Programs that a shell runs in the background ignore Ctrl-C; programs that tests start
+# would inherit this.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No deadline: the first example compiles kernels, and the machine may be busy.
-# Few examples: they are drawn anew in every run, and make test-long draws many.
+# Few examples: every run draws new ones, and make test-long draws many.
 settings.register_profile("default", deadline=None, print_blob=True, max_examples=25)
 settings.register_profile(
     "long",
@@ -40,7 +40,7 @@ settings.register_profile(
     stateful_step_count=100,
     suppress_health_check=[HealthCheck.too_slow],
 )
-# To find a fault is enough: the smallest example of it is nobody's concern.
+# For mutation testing: finding a fault is enough, so examples are not shrunk.
 settings.register_profile(
     "mutants",
     deadline=None,
@@ -53,9 +53,9 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let tests of large matrices have the process with OpenBLAS, if this is another.
+    """Run tests of large matrices in the process with OpenBLAS, unless this is it.
 
-    There it is what all programs get that do not choose.
+    In that process `MLX_SPECULATION_BLAS` is "auto".
     """
     if os.environ["MLX_SPECULATION_BLAS"] != "auto":
         for item in items:
@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run such a test there."""
+    """Run a test of large matrices in that process."""
     reader: Any = pyfuncitem.funcargs.get("reader")
     if reader is None or pyfuncitem.get_closest_marker("openblas") is None:
         return None
@@ -77,11 +77,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 def pytest_collection_finish() -> None:
-    """Let no test that collects garbage look through all modules for it.
+    """Freeze the imported objects, and let torch's loggers propagate.
 
-    With all of them and what they import that is half a second each time. And pytest
-    hands a handler to each logger that passes nothing on, six times a test: torch has
-    sixty.
+    Each garbage collection of a test would take half a second for the imported modules.
+    And pytest adds a handler to each logger that does not propagate, six times a test;
+    torch has sixty of these.
     """
     for name, logger in logging.root.manager.loggerDict.items():
         if name.startswith("torch") and isinstance(logger, logging.Logger):
@@ -93,7 +93,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _fixed_lengths() -> None:
-    """Let no test depend on how long a round takes, unless it asks for that."""
+    """Fix the default draft length, so that tests do not depend on measured times."""
     from support import usual_length
 
     usual_length.install()
@@ -110,7 +110,7 @@ def _measured() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_measurements(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Let no test read or write what this machine has measured."""
+    """Keep the measurements of tests apart from those saved on this machine."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("measurements")
         patch.setenv("MLX_SPECULATION_CACHE", str(folder))
@@ -126,9 +126,9 @@ def _reader() -> Iterator[Reader]:
 
 @pytest.fixture(name="usual_layers")
 def _usual_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let EAGLE heads read the usual layers; a probe of the bundled one takes seconds.
+    """Let EAGLE heads read the usual layers; probing the bundled head takes seconds.
 
-    The probe is tested in tests/models/eagle, on that head in test_resolve_named.py.
+    The probe is tested in tests/models/eagle, with that head in test_resolve_named.py.
     """
 
     def usual(head: Any, model: Any, readings: Any, starts: Any) -> Any:
@@ -140,7 +140,7 @@ def _usual_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(name="short_probe")
 def _short_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a target write and read less for the probe of its head."""
+    """Let a target generate and read less text for the probe of its head."""
     from mlx_speculation.models.checkpoints import probe_text
 
     of = partial(probe_text.OwnText.of, steps=8)
@@ -179,7 +179,7 @@ def _hooked() -> Iterator[dict[str, "Mixers"]]:
 
 @pytest.fixture(name="exact_buffers")
 def _exact_buffers() -> Iterator[None]:
-    """Let mlx give every array a buffer of its own size, not a spare larger one."""
+    """Let mlx allocate a buffer for every array, without reusing larger ones."""
     old = mx.set_cache_limit(0)
     yield
     mx.set_cache_limit(old)
@@ -187,9 +187,9 @@ def _exact_buffers() -> Iterator[None]:
 
 @pytest.fixture(name="on_the_cpu", scope="module")
 def _on_the_cpu() -> Iterator[None]:
-    """Compute here: CUDA rounds products of float32, and has kernels where others lack.
+    """Compute on the CPU, for tests of stock operations on machines with CUDA.
 
-    For tests of stock operations, which are to be the same where CUDA is there too.
+    CUDA rounds products of float32, and has kernels for more operations.
     """
     with mx.stream(mx.cpu):
         yield

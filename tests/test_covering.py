@@ -1,4 +1,4 @@
-"""The quick combinations of a test have every value, and the pairs that are named."""
+"""The quick combinations of a test have every value and all pairs that are named."""
 
 from itertools import product
 from typing import Any

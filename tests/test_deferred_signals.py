@@ -1,7 +1,7 @@
-"""Ctrl-C that arrives while a finalizer runs, which Python would drop.
+"""Ctrl-C during a finalizer is raised afterwards; Python alone would drop it.
 
-A signal is raised at each opcode of the module in turn; what comes before the first
-instruction of a finalizer no code can catch.
+The tests raise a signal at each opcode of the module. A signal before the first
+instruction of a finalizer cannot be caught by any code.
 """
 
 import signal
@@ -51,7 +51,7 @@ def _dropped_errors(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def drop(clean_up: Callable[[], object], opcode: int) -> int:
-    """Drop an object, with a signal at an opcode; return how many were left."""
+    """Drop an object with a signal at an opcode; return the number of opcodes left."""
     dropped = Dropped(clean_up)
     with signal_at(opcode) as left:
         del dropped
@@ -184,7 +184,7 @@ io.kept = ended, entered, never, halves  # a module that is emptied late
 
 
 def test_a_program_may_end_with_streams_batches_and_generators_open() -> None:
-    """Modules are emptied before the last objects are dropped, so globals are None."""
+    """Finalizers work after Python has set the globals of modules to None."""
     tests = str(Path(__file__).parent)
     command = python(PROGRAM.format(tests=tests))
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""A grid in one test plays every combination, and names the one that fails."""
+"""A grid in one test runs every combination, and names one that fails."""
 
 import inspect
 

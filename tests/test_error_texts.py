@@ -1,6 +1,6 @@
-"""Errors that a caller can cause, and that no other test reads: what each of them says.
+"""Texts of errors that a caller can cause, if no other test checks them.
 
-What is wrong, the two values, what to do.
+A text says what is wrong, gives the two values, and says what to do.
 """
 
 import re
@@ -50,7 +50,7 @@ def cut_ring() -> None:
 
 
 class Drawing:
-    """A drafter that draws by chance, and does not say from which law."""
+    """A drafter that draws at random, and does not report its distributions."""
 
     def begin(self, sequence: Sequence) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Files around the code: workflows, templates, hooks, and what is published."""
+"""Files around the code: workflows, templates, hooks, and published archives."""
 
 import os
 import re
@@ -22,7 +22,7 @@ HOME = "https://github.com/mlx-speculation/mlx-speculation"
 
 
 def read(path: Path) -> Any:
-    """Return a YAML file; the key "on" of a workflow is read as a truth value."""
+    """Return a YAML file, in which the key "on" of a workflow becomes true."""
     return yaml.safe_load(path.read_text("utf-8"))
 
 
@@ -114,14 +114,14 @@ def test_all_extras_are_what_a_user_may_want() -> None:
     named = re.fullmatch(r"mlx-speculation\[([\w,]+)\]", everything)
     assert named is not None
     backends, developers = {"cpu", "cuda13"}, {"docs", "mutation", "reference", "test"}
-    large = {"vision"}  # 660 MB, for who has such a model
+    large = {"vision"}  # 660 MB, for users of vision models
     others = backends | developers | large | {"all"}
     assert set(named[1].split(",")) == EXTRAS.keys() - others
 
 
 @pytest.mark.slow
 def test_archives_are_the_package_and_nothing_by_halves(tmp_path: Path) -> None:
-    """Tests, documentation, examples and demonstration models are left out whole."""
+    """Archives lack tests, documentation, examples and demonstration models."""
     copy = tmp_path / "copy"
     ignored = shutil.ignore_patterns(".git", ".venv", "build", "*.egg-info", ".*_cache")
     shutil.copytree(ROOT, copy, symlinks=True, ignore=ignored)

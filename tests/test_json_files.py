@@ -1,4 +1,4 @@
-"""JSON that others wrote is read, or refused with one error, whatever it is."""
+"""JSON of other programs is read, or refused with one kind of error."""
 
 import json
 import os
@@ -47,14 +47,14 @@ def test_what_is_not_is_one_error(text: str | bytes) -> None:
         with pytest.raises(JsonFlawError):
             parse_json(text)
     else:
-        # As text: NaN is not equal to itself.
+        # Compared as text, since NaN is not equal to itself.
         assert repr(parse_json(text)) == repr(expected)
 
 
 @pytest.mark.parametrize("opening", ["[", '{"a":', '[{"[":'])
 def test_nesting_is_refused_without_python_s_stack(opening: str) -> None:
     before = sys.getrecursionlimit()
-    sys.setrecursionlimit(10**6)  # with it Python's parser would end the process
+    sys.setrecursionlimit(10**6)  # at this limit Python's parser would crash
     try:
         for text in (opening * 10**6, opening * DEEPEST + '"'):
             with pytest.raises(JsonFlawError, match=r"nested too deep|not JSON"):

@@ -1,4 +1,4 @@
-"""Keeps the folders, the links, the direction of imports and the front door."""
+"""Folders, links, the direction of imports and the public names are as documented."""
 
 import ast
 import re
@@ -15,7 +15,7 @@ import mlx_speculation
 ROOT = Path(__file__).parent.parent
 LINKED = ("engine", "models", "caches", "samplers")
 
-# What each folder may import of this package, beside itself and errors.
+# Folders of this package that each folder may import, beside itself and errors.
 BELOW = {
     "engine": {"models", "caches", "samplers"},
     "models": {"caches", "samplers"},
@@ -212,7 +212,7 @@ def test_importing_the_front_door_does_not_import_mlx(module: str) -> None:
 
 
 def test_no_file_names_a_path_of_one_machine() -> None:
-    # Written in pieces, so that this file does not contain what it looks for.
+    # Joined from parts, so that this file does not match the pattern itself.
     pattern = re.compile(r"(?<![\w.])/(" + "|".join(["tmp", "root", "home"]) + r")/\w")
     named = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"

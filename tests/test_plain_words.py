@@ -18,12 +18,13 @@ SOURCES = (*PLAIN, "tests")
 RELATIVE = re.compile(r"(What|Which|Whether|How|Who|Whose|Where|When)\b")
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 DOCUMENTED = ast.Module | ast.ClassDef | FUNCTION
-# What is meant has a name: drafters, kept rows, requests, feedback, the next plan.
+# Vague names. Use the thing itself: drafters, kept_rows, requests, feedback, next_plan.
 NAMES = {"found", "own", "held", "asked", "became", "begun", "following"}
-# Their plain forms: tolerates_invalid_logits, is_draft, sequential, probed,
-# distribution, fix, received.
+# Private words. In this order, use: tolerates_invalid_logits, is_draft, sequential,
+# probed, distribution, fix, received.
 WORDS = re.compile(r"(^|_)(indifferent|guesses|in_turn|told|laws?|mend|heard)(_|$)")
-# `behind` says that a plain step was in flight when the round began. Its rooms:
+# `behind` means that a plain step was in flight when the round began. Only these
+# folders and modules may use it:
 IN_FLIGHT = (
     *("engine/batch", "engine/draft_length", "engine/round", "engine/timing.py"),
     *("scripts/bench/replays", "tests/engine/batch", "tests/engine/draft_length"),
@@ -33,7 +34,7 @@ BEHIND = re.compile(r"(^|_)behind(_|$)")
 SECTION = re.compile(r"^(?:Args|Attributes):\n((?:[ ]+.*\n|\n)+)", re.MULTILINE)
 ENTRY = re.compile(r"(\*{0,2}\w+(?:, \*{0,2}\w+)*):")
 
-Breaches = Iterator[tuple[int, str]]  # the line, and what stands there
+Breaches = Iterator[tuple[int, str]]  # (line, text of the breach)
 
 
 def relative_openings(tree: ast.Module) -> Breaches:
@@ -62,22 +63,22 @@ def defined(tree: ast.Module) -> Breaches:
 
 
 def bare_names(tree: ast.Module) -> Breaches:
-    """Yield names that could stand for anything."""
+    """Yield names that are too vague."""
     return ((line, name) for line, name in names(tree) if name.strip("_") in NAMES)
 
 
 def dialect(tree: ast.Module) -> Breaches:
-    """Yield variables with words that no other project has."""
+    """Yield variables with private words."""
     return ((line, name) for line, name in names(tree) if WORDS.search(name))
 
 
 def dialect_defined(tree: ast.Module) -> Breaches:
-    """Yield functions and classes with such words."""
+    """Yield functions and classes with private words."""
     return ((line, name) for line, name in defined(tree) if WORDS.search(name))
 
 
 def words_of_order(tree: ast.Module) -> Breaches:
-    """Yield names with the word `behind`."""
+    """Yield names that contain `behind`."""
     every = [*names(tree), *defined(tree)]
     return ((line, name) for line, name in every if BEHIND.search(name))
 
@@ -123,25 +124,25 @@ def stale_entries(tree: ast.Module) -> Breaches:
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule of words."""
+    """A rule for words in source files."""
 
     says: str
     breaches: Callable[[ast.Module], Breaches]
     folders: tuple[str, ...]
-    but: tuple[str, ...] = ()  # beginnings of paths that it spares
+    but: tuple[str, ...] = ()  # prefixes of exempt paths
 
 
 RULES = {
     "openings": Rule(
         "A docstring opens with a noun or a verb", relative_openings, SOURCES
     ),
-    "bare names": Rule("A name says the thing", bare_names, SOURCES),
-    "dialect": Rule("A variable has a word of the field", dialect, SOURCES),
+    "bare names": Rule("A name says what it holds", bare_names, SOURCES),
+    "dialect": Rule("A variable has no private words", dialect, SOURCES),
     "dialect, defined": Rule(
-        "A function or class has a word of the field", dialect_defined, SOURCES
+        "A function or class has no private words", dialect_defined, SOURCES
     ),
-    "behind": Rule("Behind is a step in flight", words_of_order, SOURCES, IN_FLIGHT),
-    "sections": Rule("Args and Attributes exist", stale_entries, SOURCES),
+    "behind": Rule("`behind` is a step in flight", words_of_order, SOURCES, IN_FLIGHT),
+    "sections": Rule("Entries of Args exist in code", stale_entries, SOURCES),
 }
 
 

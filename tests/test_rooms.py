@@ -1,14 +1,14 @@
-"""The rooms of the house: drawn from the code, and held to its rules.
+"""Rules for rooms (folders of modules) and the imports between them.
 
     ORDER       the layers of each folder, from the bottom to the top
-    NAMED_ALIKE file names that play the same role in every room that has them
-    SEALED      rooms for one kind of machine, and who may know them
-    TO_BE_CUT   edges against these that are left; none may be added
+    NAMED_ALIKE file names that have the same role in every room with such a file
+    SEALED      rooms for one kind of machine, and their permitted importers
+    TO_BE_CUT   imports that still break these rules; none may be added
 
-A room is a folder of modules. A module at the top of a folder (`engine/stream.py`) is
-placed in a layer by its name: small value types lie at the bottom, what is composed of
-the rooms at the top. Imports count wherever they stand, also under `TYPE_CHECKING`; a
-name that a folder's `__init__` exports counts as where it is from.
+A module at the top of a folder (`engine/stream.py`) is placed in a layer by its name:
+small value types at the bottom, modules that combine the rooms at the top. All imports
+count, also those under `TYPE_CHECKING`. A name that a folder's `__init__` exports
+counts as imported from the module that defines it.
 """
 
 import ast
@@ -25,8 +25,8 @@ FOLDERS = ("samplers", "caches", "models", "engine")
 FULL = 15
 LONG = 400
 
-# What a layer may import lies in the layers before it; rooms of one layer do not know
-# each other. "engine" alone is what is named by no other layer.
+# A layer may import from earlier layers; rooms of one layer do not import each other.
+# "engine" alone stands for the modules that no other layer names.
 ORDER: dict[str, list[set[str]]] = {
     "samplers": [
         {"samplers/acceptance", "samplers/row_context"},
@@ -61,7 +61,7 @@ ORDER: dict[str, list[set[str]]] = {
         {"models/mtp", "models/eagle", "models/dflash", "models/gemma_assistant"},
         {"models/dflash2", "models/dspark"},  # built on DFlash
         {"models/vision"},
-        {"models/load_model"},  # it leaves out what is an MTP head's
+        {"models/load_model"},  # it leaves out the tensors of an MTP head
     ],
     "engine": [
         {
@@ -118,10 +118,10 @@ ORDER: dict[str, list[set[str]]] = {
         {f"{FRONT}/__main__"},
     ],
 }
-# Rooms that count as one: a drafter of its own size beside the others.
+# Rooms that count as one: a large drafter has its own room beside the others.
 TOGETHER = {"engine/lookup": "engine/drafters"}
 
-# Who may import a sealed room, beside itself: rooms, and modules.
+# Rooms and modules that may import a sealed room, beside itself.
 INSTALLER = "models/lanes/install_hooks"
 SEALED = {"models/cpu": {INSTALLER}, "models/cuda": {INSTALLER}}
 
@@ -147,10 +147,10 @@ NAMED_ALIKE = {
     "__init__": "opens a room",
 }
 
-# Edges that the moves have left, "importer -> imported": against the order, or into a
-# sealed room. None is added; the redesign of a room takes its own off this list.
+# Remaining imports against the order or of a sealed room, as "importer -> imported".
+# None may be added.
 TO_BE_CUT: frozenset[str] = frozenset()
-# Modules that are too long still.
+# Modules that are still too long.
 TO_BE_DIVIDED: frozenset[str] = frozenset()
 
 
@@ -172,19 +172,17 @@ def all_modules() -> frozenset[str]:
 
 
 def room_of(module: str) -> str:
-    """Return the folder that a module lies in."""
+    """Return the folder of a module."""
     return str(PurePosixPath(module).parent)
 
 
 def folder_of(module: str) -> str:
-    """Return which of the parts of the package a module belongs to."""
+    """Return the top-level folder of a module."""
     return FRONT if module.startswith(FRONT) else module.partition("/")[0]
 
 
 def is_opening(module: str) -> bool:
-    """Return whether a module is the `__init__` of a whole folder, which exports its
-    rooms.
-    """
+    """Return whether a module is the `__init__` of a top-level folder."""
     return module in {f"{folder}/__init__" for folder in ORDER}
 
 
@@ -194,16 +192,16 @@ def source(module: str) -> str:
 
 
 def nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield the statements of a module, those that only type checkers read too."""
+    """Yield the nodes of a module, also those that only type checkers read."""
     for child in ast.iter_child_nodes(tree):
         if isinstance(child, ast.expr):
-            continue  # without imports
+            continue  # has no imports
         yield child
         yield from nodes(child)
 
 
 def path_of(dotted: str) -> str | None:
-    """Return the module of a dotted name of this package; None: it is no module."""
+    """Return the module of a dotted name of this package; None: not a module."""
     parts = dotted.split(".")
     if parts[0] != "mlx_speculation":
         return None
@@ -214,7 +212,7 @@ def path_of(dotted: str) -> str | None:
 
 @cache
 def exports(module: str) -> dict[str, str]:
-    """Return where the names that an `__init__` takes over are from."""
+    """Return the defining modules of the names that an `__init__` exports."""
     homes = {}
     for node in nodes(ast.parse(source(module))):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -226,7 +224,7 @@ def exports(module: str) -> dict[str, str]:
 
 
 def home_of(dotted: str, name: str) -> str | None:
-    """Return the module that `from dotted import name` takes the name from."""
+    """Return the module that defines the name of `from dotted import name`."""
     module = path_of(dotted)
     if module is None:
         return path_of(f"{dotted}.{name}")
@@ -238,7 +236,7 @@ def home_of(dotted: str, name: str) -> str | None:
 
 @cache
 def imports(module: str) -> frozenset[str]:
-    """Return the modules that a module takes names from."""
+    """Return the modules whose names a module imports."""
     imported: set[str | None] = set()
     for node in nodes(ast.parse(source(module))):
         if isinstance(node, ast.Import):
@@ -249,7 +247,7 @@ def imports(module: str) -> frozenset[str]:
 
 
 def layer_of(module: str) -> int:
-    """Return the layer of a module in its folder: by its own name, else by its room."""
+    """Return the layer of a module in its folder, by its name or else by its room."""
     layers = ORDER[folder_of(module)]
     name = module
     while name not in {"", "."}:
@@ -261,12 +259,12 @@ def layer_of(module: str) -> int:
 
 
 def together(module: str) -> str:
-    """Return the room of a module, or the one that it counts as."""
+    """Return the room of a module, or the room that it counts as."""
     return TOGETHER.get(room_of(module), room_of(module))
 
 
 def edges() -> Iterator[tuple[str, str]]:
-    """Yield who imports what, within each folder and between its rooms."""
+    """Yield (importer, imported) for imports between rooms of the same folder."""
     for module in modules():
         if is_opening(module):
             continue
@@ -276,7 +274,7 @@ def edges() -> Iterator[tuple[str, str]]:
 
 
 def back_edges() -> set[str]:
-    """Return the edges that point up, or across to a room of the same layer."""
+    """Return the imports from a higher layer, or from another room of the layer."""
     upward = set()
     for module, other in edges():
         here, there = layer_of(module), layer_of(other)
@@ -287,7 +285,7 @@ def back_edges() -> set[str]:
 
 
 def room_edges() -> dict[str, set[str]]:
-    """Return which room knows which; a room and its parent may know each other."""
+    """Return the rooms that each room imports, without a room and its parent."""
     known_rooms: dict[str, set[str]] = defaultdict(set)
     for module, other in edges():
         one, two = PurePosixPath(together(module)), PurePosixPath(together(other))
@@ -298,7 +296,7 @@ def room_edges() -> dict[str, set[str]]:
 
 
 def cycle(graph: dict[str, set[str]]) -> list[str]:
-    """Return rooms that import each other in a circle, the first one twice."""
+    """Return rooms that import each other in a circle, with the first one twice."""
     done: set[str] = set()
 
     def walk(room: str, way: list[str]) -> list[str]:
@@ -335,7 +333,7 @@ def too_long() -> dict[str, int]:
 
 
 def named_alike() -> dict[str, list[str]]:
-    """Return the file names that stand in several rooms."""
+    """Return the file names that occur in several rooms."""
     rooms: dict[str, list[str]] = defaultdict(list)
     for module in modules():
         rooms[PurePosixPath(module).name].append(room_of(module))
@@ -343,7 +341,7 @@ def named_alike() -> dict[str, list[str]]:
 
 
 def unsealed() -> set[str]:
-    """Return the imports of a sealed room by others than those that may know it."""
+    """Return the imports of sealed rooms that are not permitted."""
     return {
         f"{module} -> {other}"
         for module in modules()
@@ -355,7 +353,7 @@ def unsealed() -> set[str]:
 
 
 def test_imports_between_rooms_point_one_way() -> None:
-    """A module imports from layers below its own; see ORDER."""
+    """A module imports only from layers below its own; see ORDER."""
     assert not back_edges() - TO_BE_CUT
 
 
@@ -379,7 +377,7 @@ def test_no_module_is_too_long() -> None:
 
 
 def test_a_file_name_says_the_same_in_every_room() -> None:
-    """Give a file another name, or write its role into NAMED_ALIKE."""
+    """Files with the same name have the same role, which NAMED_ALIKE lists."""
     assert named_alike().keys() == NAMED_ALIKE.keys(), named_alike()
 
 
@@ -396,7 +394,7 @@ def test_each_room_says_what_lives_there_and_what_it_does_not_know(room: str) ->
     assert len(said.splitlines()) > 1
 
 
-# The functions above find what they are for: on a drawing with each of the faults.
+# The functions above find the faults that they look for.
 
 
 def test_a_circle_is_found() -> None:

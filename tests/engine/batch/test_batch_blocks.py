@@ -1,4 +1,4 @@
-"""Drafters of blocks, and P-EAGLE heads, that draft for all rows in one forward."""
+"""Block drafters and P-EAGLE heads draft for all rows of a batch in one forward."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,7 @@ from support.exact_drafters import peagle_on
 from support.identity import prompt_of
 from support.models.tiny_models import build
 
-# One of each kind, of each mask, and of each way to choose.
+# One drafter of each kind, of each mask, and of each choice of tokens.
 BLOCKS = ("full", "sliding", "not causal", "dflash2", "deepspec", "speculators, given")
 OTHERS = (
     *("swa keys", "own ends", "dflash2, causal", "dflash2, scaled"),
@@ -30,7 +30,7 @@ OTHERS = (
 
 
 def pair(kind: str, name: str = "llama") -> tuple[Any, Any]:
-    """Return a target and a drafter on it."""
+    """Return a target and a drafter for it."""
     if kind == "peagle":
         return peagle_on(name, (0, 1))
     model = build(name)
@@ -92,7 +92,7 @@ def test_a_round_of_eight_is_one_forward_of_the_drafter(
 
 
 def test_a_mask_of_one_text_for_all_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of other lengths see what is behind a shorter one, if no mask hides it."""
+    """With one mask for all rows, a shorter row sees the keys after its end."""
     plain = attention._mask
 
     def of_one(size: int, rows: int, window: Any, causal: bool, start: Any) -> Any:

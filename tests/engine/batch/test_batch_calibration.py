@@ -1,4 +1,4 @@
-"""Costs of a batch's rounds, measured before there are requests."""
+"""Costs of a batch's rounds are measured before there are requests."""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("measured")
 
 @pytest.fixture(autouse=True)
 def _nothing_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Let a test find no costs of others, and measure in one pass what takes three."""
+    """Let a test find no saved costs, and measure in one pass instead of three."""
     monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path))
     monkeypatch.setattr(calibration, "PASSES", 1)
 
@@ -51,7 +51,7 @@ def _rounds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def generator_with(kind: str) -> SpeculativeGenerator:
-    """Return one that drafts with a "model", a "lookup", or a "random" head."""
+    """Return a generator whose draft is a "model", a "lookup", or a "random" head."""
     made = head_bench("llama") if kind == "random" else bench("llama")
     return made.generator(kind, draft_length=None)
 
@@ -78,7 +78,7 @@ def test_every_length_is_measured_for_each_number_of_rows(
     assert {total for _, total in reported} == {2 * 24}
     assert (
         0.8 < reported[-1][0] / reported[-1][1] <= 1
-    )  # nobody asks after the last round
+    )  # no plan follows the last round
 
 
 def test_what_was_measured_is_kept_for_batches_of_so_many_rows(
@@ -102,7 +102,7 @@ def test_what_was_measured_is_kept_for_batches_of_so_many_rows(
         while batch.waiting or batch.running:
             batch.next()
     assert len(reasons) > 1
-    assert reasons.count("measure") == 4  # of plain steps two were steady
+    assert reasons.count("measure") == 4  # two of the plain steps were steady
 
 
 def test_the_costs_of_a_single_text_are_left_as_they_are() -> None:
@@ -125,7 +125,7 @@ def test_a_batch_chooses_among_the_lengths_that_are_measured() -> None:
 
 def test_each_context_is_measured_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts: list[int] = []
-    generator = generator_with("lookup")  # its making may run streams of its own
+    generator = generator_with("lookup")  # its constructor may run streams
     usual = StreamFactory.make
 
     def make(self: StreamFactory, prompt: Any, options: Any) -> Any:
@@ -173,7 +173,7 @@ def test_a_row_that_fails_ends_it_and_nothing_is_kept() -> None:
     kind, broken = type(made.model), [0]
 
     class Breaking(kind):  # type: ignore[misc,valid-type]
-        """Its second row is NaN from some round on."""
+        """A model whose second row is NaN from some round on."""
 
         def __call__(self, inputs: Any, **options: Any) -> Any:
             logits = super().__call__(inputs, **options)

@@ -1,4 +1,4 @@
-"""A lookup beside a model or a head in a batch: one forward for all, texts the same."""
+"""A cascade of a lookup and a model or head drafts for a batch in one forward."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def made(kind: str) -> Bench:
 
 @pytest.fixture(name="script")
 def _script(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Let each round take the next source and width, in turn."""
+    """Let rounds cycle through the sources and widths."""
     rounds = [(1, 3), (0, 0), (0, 2), (1, 0), (1, 2), (0, 3)]
     done: list[tuple[int, int]] = []
 
@@ -29,7 +29,7 @@ def _script(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
             planned = (
                 1,
                 min(2, planned[1]),
-            )  # what is shared does not draft behind a step
+            )  # a shared drafter does not draft behind a step
         done.append(planned)
         index, width = planned[0], min(limit, planned[1])
         self.plan = Plan(width, "best", source=self._rule.sources[index])

@@ -1,4 +1,4 @@
-"""Heads of several layers and assistants draft for all rows in one forward a draft."""
+"""Heads of several layers and assistants draft a token for all rows in one forward."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,7 +30,7 @@ KINDS = ("chained", "assistant")
 def generator(
     kind: str, name: str = "shared", head: str = "dense", **options: Any
 ) -> SpeculativeGenerator:
-    """Return a generator whose draft is a random one of a kind."""
+    """Return a generator whose draft is of a kind, with random weights."""
     if kind == "chained":
         return generator_of(*mtp_on("step3p5"), **options)
     made = make(name, head)
@@ -40,7 +40,7 @@ def generator(
 
 @contextmanager
 def forwards(kind: str) -> Iterator[list[int]]:
-    """Note the rows of each forward of a drafter that makes a draft."""
+    """Record the rows of each forward of a drafter that drafts a token."""
     rows: list[int] = []
     owner: Any = Mtp if kind == "chained" else Assistant
     names = ("rows", "step", "ragged") if kind == "chained" else ("run",)
@@ -78,7 +78,7 @@ def test_eight_rows_are_as_many_forwards_of_the_drafter_as_one(kind: str) -> Non
 
 
 class Asked(NamedTuple):
-    """A request, when it comes and goes, and how many tokens its rounds draft."""
+    """A request, the rounds in which it joins and leaves, and its draft lengths."""
 
     prompt: int
     lengths: list[int]
@@ -98,8 +98,8 @@ class Asked(NamedTuple):
         }
 
 
-# Longer and shorter than a window; the lags of rows are ragged, and some draft less
-# than the layers of a chain are.
+# Prompts longer and shorter than a window. Rows have different lags, and some draft
+# fewer tokens than a chain has layers.
 ASKED = (
     Asked(40, [3, 0, 0, 2]),
     Asked(2, [1, 1, 0, 3], seed=3, joins=1),
@@ -113,7 +113,7 @@ Drafts = dict[tuple[int, ...], list[int]]
 
 
 def note(patch: pytest.MonkeyPatch, by_text: Drafts) -> None:
-    """Note what is drafted, by the tokens that are known."""
+    """Record drafts by the tokens that they follow."""
 
     def add(sequence: Any, draft: Any) -> None:
         if draft.length:
@@ -141,7 +141,7 @@ Keys = dict[tuple[int, int], Any]
 
 
 def hold(by_place: Keys, layers: Any, state: Any) -> None:
-    """Note the keys of a head by layer and position, all of committed text."""
+    """Record the keys of a head by layer and position, for committed tokens only."""
     for layer, (caches, end) in enumerate(zip(layers, state.ends, strict=True)):
         for each in caches if end else ():
             keys = np.array(each.keys_and_values()[0])[0].swapaxes(0, 1)
@@ -152,7 +152,7 @@ def hold(by_place: Keys, layers: Any, state: Any) -> None:
 def together(
     made: SpeculativeGenerator, requests: Sequence[Asked], options: dict[str, Any]
 ) -> tuple[list[Any], list[Keys]]:
-    """Return results of requests that come and go, and what the head has held."""
+    """Return results of requests that join and leave, and the head's keys."""
     results: list[Any] = [None] * len(requests)
     head_keys, uids = [Keys() for _ in requests], dict[int, int]()
     with BatchGenerator(made) as batch:
@@ -181,9 +181,9 @@ def together(
 
 
 def assert_as_alone(made: SpeculativeGenerator, **options: Any) -> None:
-    """Require of requests that come and go what they do alone."""
+    """Require the results that requests have alone, while they join and leave."""
     batched, drafted = Drafts(), Drafts()
-    # Alone the first token of all is not quantized in its own forward.
+    # Alone, the first token of a text is not quantized in its own forward.
     requests = ASKED[:-1] if options else ASKED
     with pytest.MonkeyPatch.context() as patch:
         note(patch, batched)
@@ -222,7 +222,7 @@ def assert_as_alone(made: SpeculativeGenerator, **options: Any) -> None:
 def test_rows_of_a_chain_draft_what_they_do_alone(
     longest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where what plain steps have left is read at once, or with the next draft."""
+    """This holds whether tokens of plain steps are read at once or before a draft."""
     for module in (shared_head, mtp):
         monkeypatch.setattr(module, "LONGEST_LAG", longest)
     assert_as_alone(generator("chained"))
@@ -232,7 +232,7 @@ def test_rows_of_a_chain_draft_what_they_do_alone(
     ("name", "head"), [*covering(TARGETS, HEADS), ("full", "dense")]
 )
 def test_rows_of_an_assistant_draft_what_they_do_alone(name: str, head: str) -> None:
-    """Behind windows that are turned and others that are not full, and quantized."""
+    """This holds for wrapped windows, windows that are not full, and quantized ones."""
     quantized = KVQuantization(bits=8, group_size=32, start=0)
     options = {"kv_quantization": quantized} if name == "full" else {}
     assert_as_alone(generator("assistant", name, head), **options)

@@ -1,4 +1,4 @@
-"""A request of a batch is cut before the commit: it leaves what its stream leaves."""
+"""A request of a batch that ends inside a round leaves the same rows as a stream."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,7 +34,7 @@ STOPS = (6, 8, 10)  # inside a round of 5, and its last token
 
 
 def options_of(made: Bench, prompt: int, stop: int | None) -> dict[str, Any]:
-    """Return what a request asks for; it ends at a place of its text, or its budget."""
+    """Return options of a request that ends at a place of its text or at its budget."""
     text = made.text(prompt, SAMPLINGS[0])
     ends = () if stop is None else (text[stop],)
     return {"max_tokens": LENGTH, "stop_tokens": ends}
@@ -43,9 +43,9 @@ def options_of(made: Bench, prompt: int, stop: int | None) -> dict[str, Any]:
 def opened(
     made: Bench, kind: str, **options: Any
 ) -> tuple[SpeculativeGenerator, PrefixCache]:
-    """Return a generator whose drafts are right, with a prefix cache of its own.
+    """Return a generator whose drafts are right, with its own prefix cache.
 
-    With a draft model all rounds have 5 tokens; lookups stand behind a step in flight.
+    With a draft model all rounds have 5 tokens; lookups draft behind a step in flight.
     """
     prefixes = PrefixCache(64 << 20, every=EVERY)
     draft: Any = made.model
@@ -63,7 +63,7 @@ def opened(
 
 
 def left(prefixes: PrefixCache, tokens: Sequence[int]) -> dict[int, Snapshot]:
-    """Return what is held of a text: each beginning that a request could go on from."""
+    """Return the held rows of a text, for each prefix that a request can reuse."""
     by_stop: dict[int, Snapshot] = {}
     for stop in range(1, len(tokens) + 1):
         taken = prefixes.lookup(0, tokens[:stop])
@@ -92,7 +92,7 @@ def assert_same(one: dict[int, Snapshot], other: dict[int, Snapshot]) -> None:
 
 
 def in_order(leaf: Any) -> list[mx.array]:
-    """Return the arrays of a leaf's state, the rows of a full ring in their order."""
+    """Return the arrays of a leaf's state, with rows of a full ring in text order."""
     arrays = arrays_of(leaf.state)
     if leaf.kind is RotatingKVCache and leaf.state["offset"] >= arrays[0].shape[2]:
         arrays = [mx.roll(array, -leaf.state["_idx"], 2) for array in arrays]
@@ -100,7 +100,7 @@ def in_order(leaf: Any) -> list[mx.array]:
 
 
 def slices(leaf: Any) -> list[list[mx.array]]:
-    """Return each buffer of a leaf, as the parts of its rows."""
+    """Return each buffer of a leaf, split by rows of the batch."""
     return [
         [*each] for each in zip(*(rows.slices() for rows in leaf.rows), strict=True)
     ]
@@ -118,9 +118,9 @@ KINDS = {
 @pytest.mark.parametrize(("name", "kind"), covering([*KINDS], ["model", "lookup"]))
 def test_a_request_leaves_what_its_stream_leaves(name: str, kind: str) -> None:
     made, cut = bench(name), 0
-    # A lookup's rounds begin anywhere.
+    # Rounds of lookups may begin at any token.
     for stop in (*(STOPS[:2] if kind == "model" else (5, 7, 8)), None):
-        # Lookups end where they find nothing, and rounds of others would go on.
+        # Of several lookups one may find nothing while others draft.
         prompts = PROMPTS[:1] if kind == "lookup" else PROMPTS
         places = [stop, None, None if stop is None else 16 - stop]
         requests = [
@@ -146,7 +146,7 @@ def test_a_request_leaves_what_its_stream_leaves(name: str, kind: str) -> None:
 
 
 def inside_a_draft(result: Result) -> bool:
-    """Return whether a text ends with an accepted token, and not with the round."""
+    """Return whether a text ends with an accepted token inside a round."""
     return result.finish_reason == "stop" and result.origins[-1].writer == "accepted"
 
 
@@ -228,7 +228,7 @@ def test_a_cut_that_raises_ends_its_request_alone(
 def test_a_round_that_fails_after_its_cut_runs_again(
     method: str, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Text, tokens and chunks are those of before the round."""
+    """Text, tokens and chunks are the same as before the failed round."""
     made, left_calls = bench("qwen3_5"), [calls]
     plain: Any = getattr(BatchRound, method)
     generator, _ = opened(made, "model")

@@ -1,4 +1,4 @@
-"""The width of a batch's rounds: by costs and acceptance, and never by the text."""
+"""The width of a batch's rounds depends on costs and acceptance, not on the text."""
 
 from functools import cache
 from pathlib import Path
@@ -30,14 +30,14 @@ LONGEST = 8
 
 
 def rows_of(count: int, kind: str = "model") -> list[BatchRequest]:
-    """Return rows whose lengths are chosen by measurement."""
+    """Return rows with adaptive draft lengths."""
     generator = bench("llama").generator(kind, draft_length=None)
     streams = [generator.stream(prompt_of(3)) for _ in range(count)]
     return [BatchRequest(n, stream) for n, stream in enumerate(streams)]
 
 
 def lengths_with(seconds: Any, *, free: bool = False) -> BatchDraftLength:
-    """Return lengths where a round of so many rows and drafts takes so long."""
+    """Return lengths for rounds whose time is a function of rows and drafted tokens."""
 
     @cache
     def costs(rows: int) -> RoundCosts:
@@ -59,7 +59,7 @@ def policy(row: BatchRequest) -> RuleDraftLength:
 def play(
     lengths: BatchDraftLength, rows: list[BatchRequest], seconds: Any, right: float
 ) -> list[int]:
-    """Run rounds in which a share of the drafts is right; return their widths."""
+    """Run rounds with a share of right drafts; return the widths of the rounds."""
     widths = []
     for _ in range(60):
         limits = lengths.limits(rows, 100, [50] * len(rows))
@@ -96,7 +96,7 @@ def test_a_large_batch_whose_tokens_cost_like_rows_goes_down_to_plain_steps() ->
 
 @pytest.mark.usefixtures("measured")
 def test_a_batch_that_shrinks_does_not_try_anew_at_each_size() -> None:
-    """The loss of trials at all sizes together is what they may lose at one."""
+    """Trials at all sizes together lose at most as much as allowed at one size."""
 
     def seconds(rows: int, drafted: int) -> float:
         return 1 + 0.5 * drafted  # pays where most is accepted
@@ -178,7 +178,7 @@ def test_found_drafts_are_cut_to_the_width_that_pays() -> None:
 
 @pytest.mark.usefixtures("measured")
 def test_a_busy_device_is_never_asked_for_a_draft_of_few_rows() -> None:
-    """From the first round on, with costs that were kept."""
+    """This holds from the first round on if costs were saved."""
 
     def seconds(rows: int, drafted: int) -> float:
         return 1 + 0.5 * drafted

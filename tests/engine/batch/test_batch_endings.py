@@ -1,4 +1,4 @@
-"""Batches in which joining, taking tokens or closing fails half-way."""
+"""A batch in which joining, taking tokens or closing fails half-way stays usable."""
 
 from typing import Any
 

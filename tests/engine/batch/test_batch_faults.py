@@ -1,4 +1,4 @@
-"""Failures in a batch: of a row alone, of the draft for all, of a repeated round."""
+"""Failures in a batch: of one row, of the draft for all rows, of a repeated round."""
 
 from typing import Any
 
@@ -51,7 +51,7 @@ def test_a_row_whose_logits_are_unusable_ends_alone(kind: str) -> None:
         assert isinstance(responses[-1].error, NonFiniteLogitsError)
         assert responses[-1].finish_reason == "error"
         assert batch.error(bad) is responses[-1].error
-        # A round with such a row brings nothing, as alone.
+        # The round of the failed row emits nothing for it, as when it runs alone.
         assert len(batch.result(bad).tokens) == len(responses) - 1 in (5, 6, 7)
         finish(made, batch, rows)
         assert (batch.stats.failed, batch.stats.finished) == (1, 7)
@@ -128,7 +128,7 @@ def test_a_target_that_cannot_commit_leaves_the_draft_as_it_was(
 
 
 def assert_two_unread(batch: BatchGenerator) -> None:
-    """Require that the draft's caches hold all that is known of each row but two."""
+    """Require that the draft's caches hold all but two known tokens of each row."""
     drafter = batch._groups[None]._rounds.proposals.shared
     assert isinstance(drafter, SharedModel)
     offsets: Any = drafter.lane.caches[0].offset.tolist()

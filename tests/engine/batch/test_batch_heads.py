@@ -1,4 +1,4 @@
-"""Heads that draft for all rows of a batch: what they are fed and what they propose."""
+"""Inputs and proposals of heads that draft for all rows of a batch."""
 
 from dataclasses import replace
 from typing import Any
@@ -52,13 +52,13 @@ OTHERS = (
     *("bailing_moe", "bailing_hybrid", "bailing_moe_v3"),
 )
 KINDS = ("mtp", "eagle", "sliding")
-# Of the calls of models in a text: the first that is interrupted, and every how many;
-# the others are slow.
+# The first call of a model that is interrupted, and the distance to the next ones;
+# interrupts of the calls between are slow tests.
 CALLS = {"mtp": (1, 2), "eagle": (1, 3), "sliding": (2, 2)}
 
 
 def finish(made: HeadBench, batch: BatchGenerator, rows: dict[int, Case]) -> None:
-    """Run the rows to the end, check them, and that they have shared all rounds."""
+    """Run the rows to the end; check their texts, and that they shared all rounds."""
     batches.finish(made, batch, rows)
     assert not batch.stats.alone
 
@@ -80,7 +80,7 @@ def test_a_round_is_one_forward_of_the_target_and_one_of_the_head_a_token(
             batch.next()
             assert target == [(6, 4)]
             wide, *steps = head.fed
-            assert wide[:2] == ("history", 6)  # keys and values of what was accepted
+            assert wide[:2] == ("history", 6)  # keys and values of accepted tokens
             assert 1 <= wide[2] <= 3
             assert steps == [("step", 6, 1)] * 3
         finish(made, batch, rows)
@@ -139,7 +139,7 @@ def test_a_head_of_few_ids_drafts_no_others() -> None:
 def test_rounds_without_drafts_are_caught_up_with(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also while steps are in flight, and with more slots than a window has."""
+    """This holds also while steps are in flight, and for more slots than a window."""
     made, drafted = head_bench("llama"), []
     for lag in (1, 3, 64):
         monkeypatch.setattr(shared_head, "LONGEST_LAG", lag)
@@ -188,7 +188,7 @@ def test_rows_that_never_draft_are_not_followed() -> None:
 def test_an_interrupt_anywhere_leaves_rows_and_head_as_they_were(
     kind: str, calls: tuple[int, int]
 ) -> None:
-    """Ctrl-C in every call of the target, and in every one of the head."""
+    """Ctrl-C is raised in every call of the target and of the head."""
     made, cases = head_bench("llama"), [CASES[0], CASES[3], CASES[4]]
     cases = [replace(case, max_tokens=14) for case in cases]
     for case in cases:
@@ -219,7 +219,7 @@ def test_an_interrupt_anywhere_leaves_rows_and_head_as_they_were(
 def insert_planned(
     made: HeadBench, batch: BatchGenerator, lengths: list[int], cases: list[Case]
 ) -> dict[int, Case]:
-    """Let rows draft so many tokens in their rounds, over and over."""
+    """Insert rows that repeat a list of draft lengths."""
     rows = {}
     for case in cases:
         made.text(case.prompt, case.sampling)
@@ -230,7 +230,7 @@ def insert_planned(
 
 @pytest.mark.parametrize("where", ["forward", "read"])
 def test_an_interrupt_among_plain_steps_takes_their_states_back(where: str) -> None:
-    """Steps are committed when they are submitted, and read after the next one."""
+    """A step is committed when it is submitted, and read after the next submission."""
     made, cases = head_bench("llama"), [CASES[0], CASES[3], CASES[4]]
     plain = Pending.read
     for number in range(1, 7):
@@ -258,7 +258,7 @@ def test_an_interrupt_among_plain_steps_takes_their_states_back(where: str) -> N
 
 @pytest.mark.parametrize("where", ["feed", "commit"])
 def test_an_interrupt_while_catching_up_leaves_the_head_as_it_was(where: str) -> None:
-    """States of plain steps are still held then, and none of them is fed twice."""
+    """States of plain steps are still held then, and none is fed twice."""
     made, cases = head_bench("llama"), [CASES[0], CASES[3], CASES[4]]
     plain = getattr(HeadRound, where)
     generator, catching = made.generator("mtp"), []
@@ -328,7 +328,7 @@ def test_a_target_that_cannot_commit_leaves_the_head_as_it_was(
 
 @pytest.mark.parametrize("call", [1, 3, 7, 8, 9, 12])
 def test_a_head_that_raises_is_disabled(call: int) -> None:
-    """For one row while its prompt is read, and for all in a round."""
+    """It is disabled for one row during its prefill, and for all rows in a round."""
     made = head_bench("llama")
     generator = made.generator("mtp")
     with BatchGenerator(generator) as batch:
@@ -391,7 +391,7 @@ def test_a_head_whose_logits_are_unusable_is_disabled_for_those_rows(
 
 
 def test_a_text_of_a_batch_is_found_by_a_later_request() -> None:
-    """Also if the caches of a draft model are shared by then."""
+    """This holds also if the caches of a draft model are already shared."""
     made = head_bench("llama")
     generator = made.generator("random", prefix_cache=PrefixCache(64 << 20))
     cases = [Case(40, SAMPLINGS[0], 12), Case(23, SAMPLINGS[1], 12)]
@@ -410,9 +410,9 @@ def test_a_text_of_a_batch_is_found_by_a_later_request() -> None:
 def test_rows_of_heads_in_a_prefix_cache_are_those_of_the_text(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests of a batch among others: what is kept is of its position and token.
+    """Each kept row belongs to its position and token, for batches and for streams.
 
-    In a batch a head may begin where its target does, and then has rows from there on.
+    In a batch a head may begin where its target does; it then has rows from there on.
     """
 
     def check(
@@ -445,7 +445,7 @@ def test_rows_of_heads_in_a_prefix_cache_are_those_of_the_text(
 
 
 def _head_rows(prefixes: PrefixCache) -> list[list[int]]:
-    """Return position and token of every row of a head, checked against its text."""
+    """Return position and token of every row of a head, after a check of its text."""
     result: list[list[int]] = []
     for node in prefixes._tree.nodes():
         text, above = list(node.tokens), node.parent
@@ -460,7 +460,7 @@ def _head_rows(prefixes: PrefixCache) -> list[list[int]]:
 
 
 def test_a_prompt_out_of_a_prefix_cache_is_not_in_the_slots() -> None:
-    """The head begins where the target began to read, in each row elsewhere."""
+    """The head begins where the target began to read, which differs between rows."""
     made = head_bench("llama")
     prefixes = PrefixCache(64 << 20, every=8)
     plain = made.generator("none", prefix_cache=prefixes)

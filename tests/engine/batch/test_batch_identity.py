@@ -1,9 +1,9 @@
-"""Every row of a batch writes what its prompt alone does, whatever the others do.
+"""Every row of a batch has the text that its prompt has alone.
 
-Rows join and leave between rounds as hypothesis draws them, with prompts around the
-windows, read at once or in parts, options and budgets of their own. Texts may part at a
-near-tie where a family is not bit for bit the same in wide forwards, as in
-tests/engine/test_text_is_unchanged.py.
+Hypothesis draws the rows that join and leave between rounds. Their prompts have lengths
+around the windows and are read at once or in parts; each row has its own options and
+budget. For families that are not bit for bit the same in wide forwards, texts may
+differ from a near-tie on, as in tests/engine/test_text_is_unchanged.py.
 """
 
 import pytest
@@ -40,7 +40,7 @@ QUICK = [
     ("llama", "mtp"),
     ("gemma3_text", "eagle"),
 ]
-# Dense, sliding and hybrid; heads whose states are those of the text, see the support.
+# Dense, sliding and hybrid targets, with the knowing heads of `batch_heads`.
 HEADS = [
     (name, kind)
     for name in ("llama", "gemma3_text", "qwen3_5", "llama(sliding)")
@@ -72,12 +72,12 @@ def bench_for(name: str, kind: str) -> Bench:
 
 
 def machine(name: str, kind: str, sizes: bool) -> type[RuleBasedStateMachine]:
-    """Return a machine that plays batches of a model with a kind of draft.
+    """Return a state machine that runs batches of a model with a kind of draft.
 
     Args:
-        name: of the tiny model.
-        kind: of the draft.
-        sizes: whether the models are shown few numbers of rows; more rows run then.
+        name: name of the tiny model.
+        kind: kind of the draft.
+        sizes: whether numbers of rows are rounded to few sizes; more rows run then.
     """
     most = 12 if sizes else MOST_ROWS
 
@@ -186,7 +186,8 @@ def test_rows_share_forwards_and_keep_different_numbers(kind: str) -> None:
         assert stats.drafted == 0
         assert stats.forwards == 2 * 20
     else:
-        # Of a fixed length, behind any match: those of 1 token are seldom right.
+        # Lookups draft a fixed length after any match; matches of 1 token are
+        # seldom right.
         least = 0.1 if kind == "lookup" else 0.3
         assert least < stats.acceptance_rate < 0.95
         assert stats.forwards < 35

@@ -1,4 +1,4 @@
-"""The calls of a batch: insert, next, remove, close, and what is refused."""
+"""Calls of a batch (insert, next, remove, close), and refused arguments."""
 
 from typing import Any
 

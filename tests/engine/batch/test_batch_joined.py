@@ -1,7 +1,7 @@
 """Requests with constraints, processors and drafters of every kind run together.
 
-Each one's text, log-probabilities and what its caches hold are those of its own run
-alone, whoever joins or leaves meanwhile. Drafts of heads are those that it has alone.
+Each request has the text, log-probabilities, cache rows and drafts of heads that it has
+alone, while others join and leave.
 """
 
 from collections.abc import Callable
@@ -53,7 +53,7 @@ SCHEMA = {
 
 
 class Counting:
-    """A processor with a state: it shifts logits by how often it was called."""
+    """A processor with a state: it shifts logits by its number of calls."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -64,7 +64,7 @@ class Counting:
 
 
 class Forkable(Counting):
-    """The same, with a state that can be put back."""
+    """A counting processor whose state can be restored."""
 
     def copy_state(self) -> int:
         return self.calls
@@ -86,7 +86,7 @@ def constraint(name: str) -> Constraint | None:
         return json_schema(SCHEMA, TOKENIZER)
     if name == "regex":
         return regex(r"(ab|cd){1,9}[0-9]+", TOKENIZER)
-    if name == "automaton":  # two tokens are forced of every three
+    if name == "automaton":  # two of every three tokens are forced
         steps = {0: {7: 1}, 1: {9: 2}, 2: dict.fromkeys(range(40, 90), 0)}
         return TokenAutomaton(steps, accepting={0, 1, 2})
     return None
@@ -101,11 +101,11 @@ PROCESSORS: dict[str, Callable[[], Any]] = {
 
 @dataclass(frozen=True)
 class Asked:
-    """A request, and when it comes and goes."""
+    """A request, and the rounds in which it joins and leaves."""
 
     prompt: int
-    joins: int  # in which round
-    leaves: int | None  # after so many more
+    joins: int  # number of the round
+    leaves: int | None  # number of rounds after that; None: it stays
     constraint: str | None = None
     processor: str | None = None
     temperature: float = 0.0
@@ -143,7 +143,7 @@ ASKED = st.builds(
 
 
 def plain_of(generator: SpeculativeGenerator) -> SpeculativeGenerator:
-    """Return a generator of the same target that neither drafts nor keeps anything."""
+    """Return a generator of the same target without a draft and a prefix cache."""
     return SpeculativeGenerator(generator.model, TOKENIZER)
 
 
@@ -164,7 +164,7 @@ def made(name: str, kind: str) -> SpeculativeGenerator:
 
 
 def played(generator: SpeculativeGenerator, requests: list[Asked]) -> list[Result]:
-    """Return the results of requests that come and go as they ask."""
+    """Return the results of requests that join and leave in their rounds."""
     with BatchGenerator(generator, max_rows=len(requests)) as batch:
         uids: dict[int, int] = {}
         results: dict[int, Result] = {}
@@ -187,13 +187,13 @@ def played(generator: SpeculativeGenerator, requests: list[Asked]) -> list[Resul
 
 
 def assert_as_alone(generator: SpeculativeGenerator, one: Asked, got: Result) -> None:
-    """Require what the request writes alone, as far as it came.
+    """Require that the tokens begin the text that the request has alone.
 
-    Once without a prefix cache, and once behind what the batch has left in it.
+    The request runs without a prefix cache, and with the one that the batch has filled.
     """
     alone = plain_of(generator).generate(prompt_of(one.prompt), **one.options())
     again = generator.generate(prompt_of(one.prompt), **one.options())
-    assert again.tokens == alone.tokens  # behind what the batch has left
+    assert again.tokens == alone.tokens  # from the batch's prefix cache
     count = len(got.tokens)
     assert got.tokens == alone.tokens[:count]
     if got.finish_reason != "closed":
@@ -249,7 +249,7 @@ def with_head(kind: str, *, lookup: bool) -> SpeculativeGenerator:
 
 
 class KnownDraft(Draft):
-    """Drafts two right tokens and a wrong one, at every fourth place of known texts."""
+    """Drafts two right tokens and a wrong one, at every fourth token of known texts."""
 
     kind = "known"
     reusable = True
@@ -289,7 +289,7 @@ Drafts = dict[tuple[int, ...], list[int]]
 
 
 def noted(monkeypatch: pytest.MonkeyPatch) -> Drafts:
-    """Note what heads draft from now on, by the tokens that are known."""
+    """Record the drafts of heads from now on, by the tokens that they follow."""
     by_text = Drafts()
 
     def propose_alone(self: Any, sequence: Any, limit: int, choose: Any) -> Any:
@@ -348,7 +348,7 @@ def forwards_of(
     prompts: list[int],
     options: dict[str, Any],
 ) -> tuple[int, int]:
-    """Return the target's forwards of requests together, and most of one alone."""
+    """Return the target's forwards for all requests, and the most for one alone."""
     with BatchGenerator(fresh()) as batch:
         uids = [batch.insert(prompt_of(n), **options) for n in prompts]
         while batch.waiting or batch.running:
@@ -388,7 +388,7 @@ def test_requests_with_a_dspark_drafter_share_the_forwards_of_the_target() -> No
 def test_forced_tokens_are_no_drafts_of_a_source(
     kind: str, names: tuple[str | None, ...]
 ) -> None:
-    """At lengths that a rule chooses, also where it chooses a plain step."""
+    """This holds at lengths that a rule chooses, also if it chooses a plain step."""
     fixed = made("llama", kind)
     generator = SpeculativeGenerator(fixed.model, TOKENIZER, draft=fixed.draft)
     each: list[StreamKeywords] = [
@@ -427,7 +427,7 @@ QUANTIZED = st.tuples(
 
 @pytest.mark.parametrize("kind", ["model", "lookup"])
 def test_quantized_requests_write_what_they_do_alone(kind: str) -> None:
-    """Those of one form share forwards, and plain ones have their own beside them."""
+    """Requests of one quantization share forwards; plain ones have separate ones."""
     target, draft = quantizable()
 
     def generator() -> SpeculativeGenerator:
@@ -490,7 +490,7 @@ def test_quantized_requests_share_forwards() -> None:
 
 
 def test_a_shared_draft_model_reads_what_others_have_drafted() -> None:
-    """Forced tokens and lookups leave requests at different lags."""
+    """Forced tokens and lookups give requests different lags."""
     target = build("llama", vocab=260)
     for draft in (target, CascadeDraft(target, LookupDraft())):
         made = SpeculativeGenerator(target, TOKENIZER, draft=draft, draft_length=3)

@@ -14,7 +14,7 @@ from support.identity import prompt_of
 
 
 def play(made: Bench, batch: BatchGenerator, requests: int, seed: int) -> int:
-    """Insert, run and remove at random; return the most bytes of caches."""
+    """Insert, run and remove at random; return the largest size of caches in bytes."""
     rng = random.Random(seed)
     most, left = 0, requests
     while left or batch.waiting or batch.running:
@@ -60,7 +60,7 @@ def test_bytes_return_to_the_start(
     made = head_bench(name) if kind == "random" else bench(name)
     generator = made.generator(kind)
     with BatchGenerator(generator, max_rows=6, row_sizes=sizes) as batch:
-        play(made, batch, 6, seed=0)  # what is made once
+        play(made, batch, 6, seed=0)  # allocate what stays allocated
         gc.collect()
         mx.clear_cache()
         start = mx.get_active_memory()
@@ -76,7 +76,7 @@ def test_bytes_return_to_the_start(
 
 @pytest.mark.parametrize("sizes", [False, True])
 def test_caches_are_as_wide_as_the_longest_row(sizes: bool) -> None:
-    """Whatever other rows kept of their rounds; in steps, where these leave."""
+    """This holds whatever other rows kept; when rows leave, widths shrink in steps."""
     made, most = bench("llama"), 6 if sizes else 3
     generator = made.generator("model")
     with BatchGenerator(generator, max_rows=most, row_sizes=sizes) as batch:

@@ -1,4 +1,4 @@
-"""Prompts of a batch are read in chunks, one chunk's worth between two rounds."""
+"""Prompts of a batch are read in chunks, at most one chunk between two rounds."""
 
 import gc
 from typing import Any
@@ -40,7 +40,7 @@ def started(made: Bench, batch: BatchGenerator, count: int = 2) -> dict[int, Cas
 
 
 def read_widths(fed: Fed) -> list[int]:
-    """Return the chunks of prompts among forwards: they are wider than rounds."""
+    """Return the widths of prompt chunks among forwards: they are wider than rounds."""
     return [width for rows, width in fed if rows == 1 and width > 8]
 
 
@@ -64,7 +64,7 @@ def test_one_chunk_at_most_is_read_between_two_rounds(kind: str) -> None:
             assert sum(progress) - before <= STEP
             assert sum(read_widths(fed)) <= STEP
             calls += 1
-        # The first may find a step on its way, beside which nothing is read.
+        # A step may be in flight at the first call, and then nothing is read.
         assert calls - -(-(LONG - 1) // STEP) in (0, 1)
         assert sum(progress) == LONG - 1
         assert set(progress[:-1]) == {STEP}
@@ -72,7 +72,7 @@ def test_one_chunk_at_most_is_read_between_two_rounds(kind: str) -> None:
 
 
 def test_a_draft_model_reads_one_chunk_at_most_too() -> None:
-    """Meanwhile the others draft, and the row itself does not."""
+    """Meanwhile other rows draft, and this row does not."""
     made = bench("llama")
     with BatchGenerator(made.generator("model")) as batch:
         rows = started(made, batch)
@@ -130,7 +130,7 @@ def test_drafters_of_one_row_read_one_chunk_at_most(alone: bool, draft: str) -> 
 
 
 def test_a_plan_is_kept_while_the_draft_of_a_row_alone_reads() -> None:
-    """Nothing is submitted meanwhile: it would be measured beside what is read."""
+    """Nothing is submitted meanwhile, since reading would distort its measured time."""
     made, lengths = bench("llama"), Planned([4, 2])
     with BatchGenerator(made.generator("model")) as batch:
         uid = batch.insert(
@@ -151,7 +151,7 @@ def test_a_plan_is_kept_while_the_draft_of_a_row_alone_reads() -> None:
 
 
 def test_what_a_draft_has_missed_is_read_in_parts() -> None:
-    """Rows draft again after many plain rounds, and one joins them meanwhile."""
+    """Rows draft again after many plain rounds, during which a row joins."""
 
     class Late:
         longest = 4
@@ -217,7 +217,7 @@ def test_short_prompts_share_a_chunk_and_rows_begin_in_their_order() -> None:
 
 
 def test_nothing_waits_where_nothing_runs() -> None:
-    """Calls read one chunk each, and the first row runs as soon as it is read."""
+    """Each call reads one chunk; the first row runs as soon as its prompt is read."""
     made = bench("llama")
     with BatchGenerator(made.generator("none")) as batch:
         cases = [Case(40, s, 9, prefill_step=STEP) for s in SAMPLINGS[:2]]
@@ -334,7 +334,7 @@ def test_an_interrupted_chunk_of_a_draft_is_taken_up_again() -> None:
 
 
 def test_a_draft_that_is_kept_to_the_last_token_of_a_prompt_is_in_step() -> None:
-    """The lane of the draft holds as many tokens as its drafter counts."""
+    """The lane of the draft holds the number of tokens that its drafter counts."""
     made = bench("llama")
     generator = made.generator("model", prefix_cache=PrefixCache(64 << 20))
     case = Case(23, SAMPLINGS[0], 30)
@@ -349,7 +349,7 @@ def test_a_draft_that_is_kept_to_the_last_token_of_a_prompt_is_in_step() -> None
 
 @pytest.mark.parametrize(("name", "chunks"), covering(["llama", "qwen3_5"], [1, 4]))
 def test_a_row_is_removed_while_it_is_read(name: str, chunks: int) -> None:
-    """The part that was read is there for the next one that begins so."""
+    """A later request with the same beginning reuses the part that was read."""
     made = bench(name)
     prefixes = PrefixCache(64 << 20, every=STEP)  # chunks end where states are kept
     generator = made.generator("model", prefix_cache=prefixes)

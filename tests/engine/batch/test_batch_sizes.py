@@ -1,6 +1,6 @@
-"""Batches whose models are shown few numbers of rows: what is fed, learnt and kept.
+"""Batches that round their numbers of rows to few sizes: shapes, rates and rows.
 
-That the texts are the same is shown in test_batch_identity.py.
+test_batch_identity.py shows that their texts do not change.
 """
 
 from dataclasses import replace
@@ -39,7 +39,7 @@ def cases_of(rows: int) -> list[Case]:
 
 
 def play(kind: str, *, row_sizes: bool | None, **options: Any) -> tuple[Shapes, Shapes]:
-    """Run 13 rows; return the shapes that target and draft were fed."""
+    """Run 13 rows; return the input shapes of target and draft."""
     made = bench("llama")
     generator = made.generator(kind, **options)
     cases = cases_of(13)
@@ -79,7 +79,7 @@ def test_models_are_shown_few_numbers_of_rows() -> None:
     ],
 )
 def test_models_are_shown_few_numbers_of_positions(name: str, kind: str) -> None:
-    """Of the draft of 5 tokens, and of what is left of it at the end of a budget."""
+    """These are those of drafts of 5 tokens, and of shorter ones at a budget's end."""
     made = bench(name) if kind in ("model", "lookup") else head_bench(name)
     widths = {}
     for sizes in (True, False):
@@ -108,7 +108,7 @@ def test_sizes_are_not_used_on_a_cpu() -> None:
 
 @pytest.fixture(name="copied")
 def _copied(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """Return a list to which each copy of a layer's rows adds where they stood."""
+    """Return a list to which each copy of a layer's rows adds their old places."""
     places: list[list[int]] = []
     usual = RaggedKVCache.filter
 
@@ -141,7 +141,7 @@ def test_rows_are_copied_only_where_the_size_changes(copied: list[list[int]]) ->
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_5"])
 def test_a_row_that_has_left_changes_nothing_for_the_others(name: str) -> None:
-    """It stands among them until the size changes, and nobody reads it."""
+    """Its row stays in the batch until the size changes, and is not read."""
     model, rows, stay = bench(name).model, 6, [0, 1, 3, 4, 5]
     recorders = ModelHooks(model)  # for states that keep a part of a round
     fed = mx.array([[3 * row + 1, 3 * row + 2] for row in range(rows)])
@@ -191,7 +191,7 @@ def test_a_row_that_has_left_is_let_go_of_where_it_is_the_longest() -> None:
 
 
 def let_draft(batch: BatchGenerator, length: int) -> None:
-    """Let every row draft so many tokens a round from now on."""
+    """Let every row draft `length` tokens a round from now on."""
     for row in batch._groups[None].rows:
         lengths: Any = row.request.policy
         assert type(lengths) is FixedDraftLength
@@ -199,7 +199,7 @@ def let_draft(batch: BatchGenerator, length: int) -> None:
 
 
 def test_a_draft_that_has_missed_tokens_reads_them_in_few_widths() -> None:
-    """Else it is fed a new number of them in nearly each round after plain ones."""
+    """Otherwise nearly each round after plain ones would have a new width."""
     made = bench("llama")
     widths, contents = {}, []
     for sizes in (True, False):
@@ -255,7 +255,7 @@ def test_copies_whose_logits_are_unusable_are_nobodys_concern(kind: str) -> None
     broken = 0
 
     class Breaking(type(made.model)):  # type: ignore[misc]
-        """Its sixth row is NaN."""
+        """A model whose sixth row is NaN."""
 
         def __call__(self, inputs: mx.array, **options: Any) -> mx.array:
             nonlocal broken

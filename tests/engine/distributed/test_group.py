@@ -1,4 +1,4 @@
-"""Lines of an exchange, as a rank reads them."""
+"""A rank checks the lines of an exchange with the other ranks."""
 
 import json
 from typing import Any
@@ -25,7 +25,7 @@ class Ranks:
 
 
 def group_of(monkeypatch: pytest.MonkeyPatch, *lines: bytes) -> RankGroup:
-    """Return a group whose exchange brings these lines."""
+    """Return a group whose exchange returns these lines."""
     ranks: Any = Ranks()
     made = RankGroup(ranks, [f"rank {rank} (host)" for rank in range(3)], "word")
 
@@ -39,7 +39,7 @@ def group_of(monkeypatch: pytest.MonkeyPatch, *lines: bytes) -> RankGroup:
 
 
 def line(place: Place, *said: Any) -> bytes:
-    """Return what a rank says at a place."""
+    """Return the line of a rank at a place."""
     return json.dumps([*place, *said]).encode()
 
 
@@ -68,7 +68,7 @@ def test_ranks_at_other_places_are_named(
     assert str(raised.value).startswith(
         f"{text} rank 1 is at exchange 2 (round) of stream 4: their programs"
     )
-    with pytest.raises(RankMismatchError):  # and not lost: they can go on together
+    with pytest.raises(RankMismatchError):  # the ranks can go on together
         made.exchange(HERE, [])
 
 
@@ -76,7 +76,7 @@ def test_ranks_at_other_places_are_named(
 def test_bytes_of_a_forward_end_the_group(
     other: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other rank waits for the rest of its sum, which nobody will send."""
+    """The other rank waits for the rest of its sum, which is never sent."""
     made = group_of(monkeypatch, other, line(HERE), line(HERE))
     with pytest.raises(RankMismatchError, match=r"^Rank 0 is inside of a forward, and"):
         made.exchange(HERE, [])

@@ -1,7 +1,7 @@
-"""Targets on two ranks: the text of one, the same decisions, and no hang.
+"""A target on two ranks has the text of one rank, agrees on decisions and never hangs.
 
-A launch costs seconds, so one runs all that is not slow. A dropped stream does not end
-an older one.
+A launch takes seconds, so one launch runs all programs that are not slow. A dropped
+stream does not end an older one.
 """
 
 import os
@@ -19,7 +19,7 @@ from support.processes.ranks import Ended, run_ranks, wait_for
 DENSE_SLIDING_HYBRID = (
     "llama:lookup,measured llama(sliding):mixed qwen3_5:mixed head/qwen3_5:mtp"
 )
-# Architectures that mlx-lm has a method for: it fails, or drafts would.
+# Architectures that have a method of mlx-lm for this which fails, or fails with drafts.
 REFUSED: list[tuple[str, dict[str, str]]] = [
     ("tensor", {"prism_hadamard_qwen35": "does not have parameter"}),
     (
@@ -37,7 +37,7 @@ REFUSED: list[tuple[str, dict[str, str]]] = [
 
 
 def said_by(ended: list[Ended]) -> list[Any]:
-    """Return what ranks have said that all came to their end."""
+    """Return the results of ranks, which must all have ended well."""
     assert [each.status for each in ended] == [0] * len(ended), ended
     return [each.said for each in ended]
 
@@ -45,7 +45,7 @@ def said_by(ended: list[Ended]) -> list[Any]:
 def check_texts(
     said: list[list[dict[str, Any]]], *, ties: int = 0
 ) -> list[dict[str, Any]]:
-    """Assert that all ranks have a whole target's texts, up to so many near-ties."""
+    """Assert that all ranks have a whole target's texts, up to some near-ties."""
     first, *others = said
     for other in others:
         for one, two in zip(first, other, strict=True):
@@ -63,7 +63,7 @@ def check_texts(
 
 
 def check_several(each: list[Any], kinds: list[str]) -> None:
-    """Assert that each text is the same, on every rank, as without other streams."""
+    """Assert that each text is the same on every rank as without other streams."""
     said = each[0]
     assert each == [said] * len(each)
     counts = {name: len(texts) - 1 for name, texts in said.items()}
@@ -75,7 +75,7 @@ def check_several(each: list[Any], kinds: list[str]) -> None:
 
 
 def check_apart(each: list[Any]) -> None:
-    """Assert that all ranks raise alike, and are together again afterwards."""
+    """Assert that all ranks raise the same errors, and agree again afterwards."""
     before, last = each[0]["before"], len(each) - 1
     for rank, said in enumerate(each):
         other = last if rank != last else 0
@@ -122,7 +122,7 @@ def test_two_ranks_write_the_text_of_one_and_rank_0_decides_until_one_is_lost(
 
 
 def _check_decisions(zero: dict[str, Any], one: dict[str, Any]) -> None:
-    """Decisions by timing, faults and users are rank 0's, and the others follow."""
+    """Assert that rank 1 follows rank 0's decisions by timing, faults and users."""
     plain = zero["plain"]["tokens"]
     for name in ("plain", "stopped", "no seed", "serial", "rejection", "block"):
         for what in ("tokens", "text", "reason", "cached", "seed", "accepted"):
@@ -149,7 +149,7 @@ def _check_decisions(zero: dict[str, Any], one: dict[str, Any]) -> None:
 
 
 def _check_refusals(zero: dict[str, Any], one: dict[str, Any]) -> None:
-    """Both ranks refuse what one refuses, and say which values differ."""
+    """Assert that both ranks refuse what one refuses, and name the values."""
     shown = {
         "seed": "seed is 12 on rank 1, and 11 on rank 0",
         "length": "draft_length is 4 on rank 1, and 3 on rank 0",
@@ -171,7 +171,7 @@ def _check_refusals(zero: dict[str, Any], one: dict[str, Any]) -> None:
 
 
 def _check_lost(zero: Ended, folder: Path, killed: float) -> None:
-    """Rank 0 says within ten seconds that rank 1 is lost."""
+    """Assert that rank 0 reports the loss of rank 1 within ten seconds."""
     assert "ank 1 (" in _reported(zero, folder, 0, killed)
     # The ring does not always come back, see docs/distributed.md.
     errors = [zero.errors]
@@ -187,7 +187,7 @@ def _check_lost(zero: Ended, folder: Path, killed: float) -> None:
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize("where", ["ready", "started"])
 def test_any_rank_can_be_killed_anywhere(tmp_path: Path, where: str, who: int) -> None:
-    """In the middle of a prompt, and in the middle of the text."""
+    """A rank is killed in the middle of a prompt or of the text."""
     killed: list[float] = []
 
     def kill(processes: list[int]) -> None:
@@ -203,7 +203,7 @@ def test_any_rank_can_be_killed_anywhere(tmp_path: Path, where: str, who: int) -
 
 
 def _reported(ended: Ended, folder: Path, rank: int, since: float) -> str:
-    """Return what a rank says within ten seconds: it raises, or is ended."""
+    """Return the report of a rank within ten seconds: an error, or its forced end."""
     at, said = (folder / f"errors{rank}.txt").stat().st_mtime, ended.errors
     if ended.said is not None:
         at, said = ended.said["at"], f"RankLostError: {ended.said['raised']}"
@@ -220,7 +220,7 @@ def _reported(ended: Ended, folder: Path, rank: int, since: float) -> str:
 def test_a_rank_that_raises_or_ends_ends_the_text_of_the_other(
     tmp_path: Path, deed: str, who: int
 ) -> None:
-    """Also where it fails inside of a forward, and then goes on with something else."""
+    """This holds also if it fails inside a forward and its process lives on."""
     ended = run_ranks(f"endless {deed} {who}", tmp_path)
     other = ended[1 - who]
     if deed == "raise" and who == 0:  # rank 0 closes its stream on the way
@@ -262,7 +262,7 @@ def test_a_head_gets_the_whole_of_a_divided_output_layer(tmp_path: Path) -> None
 def test_every_architecture_that_can_be_spread_writes_the_text_of_one(
     parallel: str, refused: dict[str, str], tmp_path: Path
 ) -> None:
-    """All that mlx-lm spreads and the census can build; near-ties are counted."""
+    """These are all that mlx-lm spreads and the census builds, up to near-ties."""
     ended = run_ranks(f"architectures {parallel}", tmp_path, seconds=600)
     assert [each.status for each in ended] == [0, 0], ended
     zero, one = [each.said for each in ended]
@@ -293,9 +293,9 @@ def test_mlx_launch_runs_it(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_all_ranks_know_of_the_loss_of_one(tmp_path: Path, ranks: int) -> None:
-    """Of four, rank 0 is no neighbour of rank 2, and knows by what the others do.
+    """Of four ranks, rank 0 is not a neighbour of rank 2 and notices by other ranks.
 
-    So may a neighbour, where another one has ended before it notices.
+    A neighbour may also notice by another rank, if that one ends earlier.
     """
     killed: list[float] = []
 
@@ -330,7 +330,7 @@ def test_programs_that_differ_are_an_error_on_three_ranks(tmp_path: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_stopped_rank_is_waited_for(tmp_path: Path, who: int) -> None:
-    """Longer than a lost one; when it runs on, the text is what it would have been."""
+    """They wait longer than for a lost rank; later the text is the same."""
 
     def stop(processes: list[int]) -> None:
         wait_for(tmp_path / "started0")

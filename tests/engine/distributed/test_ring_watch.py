@@ -1,4 +1,4 @@
-"""Loss of a neighbour, over real connections."""
+"""The loss of a neighbour is noticed, over real connections."""
 
 import json
 import socket
@@ -28,7 +28,7 @@ def _pair() -> Iterator[Pair]:
 
 
 def watch_of(pair: Pair, ended: list[int] | None = None) -> RingWatch:
-    """Return a watch over a connection to rank 3, which looks when it is asked."""
+    """Return a watch over a connection to rank 3, without a thread."""
     ended = [] if ended is None else ended
     return RingWatch({3: [pair[0]]}, "Ranks {} are lost.".format, ended.append)
 
@@ -66,9 +66,9 @@ def test_a_process_that_waits_in_mlx_is_ended_and_says_why(
     assert watch._known is not None
     known = watch._known[1]
     watch._end_if_stuck(known + 60)
-    assert not ended  # nobody waits in mlx
+    assert not ended  # no thread waits in mlx
     with watch.inside(), watch.inside():
-        # Long after the loss it has its time too, as to begin a stream only raises.
+        # Long after the loss a wait still gets its full time.
         entered = watch._entered
         assert entered >= known
         watch._end_if_stuck(entered + SAY_SECONDS - 0.1)
@@ -89,7 +89,7 @@ def test_a_process_that_waits_in_mlx_is_ended_and_says_why(
 def test_a_lost_neighbour_is_found_by_the_thread(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread calls what ends the process; nobody else looks here."""
+    """The thread of the watch alone notices it, and ends the process."""
     monkeypatch.setattr(ring_watch, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(ring_watch, "END_SECONDS", 0.05)
     ended, other = socket.socketpair()
@@ -102,7 +102,7 @@ def test_a_lost_neighbour_is_found_by_the_thread(
 
 
 def test_connections_of_the_ring_are_found_by_their_ports(tmp_path: Path) -> None:
-    """Rank 1 of 3 has taken that of rank 0, and is connected to rank 2."""
+    """Rank 1 of 3 has accepted the connection of rank 0, and is connected to rank 2."""
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
     ports = [each.getsockname()[1] for each in listeners]
     hosts = tmp_path / "hosts.json"

@@ -1,4 +1,4 @@
-"""Cascades: the first proposal at a fixed length, else the one that is worth most."""
+"""A cascade takes the first proposal at a fixed length, else the most valuable one."""
 
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,11 @@ from support.models.tiny_tokenizer import byte_tokenizer
 
 PROMPT = [(5 * i * i + 3) % 256 for i in range(21)]
 LONGEST = 16
-LANE: Any = Lane(build("llama"))  # it has seen nothing: no step is in flight
+LANE: Any = Lane(build("llama"))  # it is empty, so no step is in flight
 
 
 class Asked(OpenDrafter):
-    """Notes how many tokens it was asked for, and proposes so many, or nothing."""
+    """Records the limits of its calls, and proposes that many tokens or none."""
 
     free = False
 
@@ -50,7 +50,7 @@ class Asked(OpenDrafter):
         return Proposal(tokens, survival=self.survival)
 
     def forecast(self, sequence: Sequence, limit: int) -> list[float] | None:
-        """Expect nothing once it has failed, else by the rates so far or its own."""
+        """Expect nothing after a failure; else use a forecast or the rates so far."""
         return [] if self.failed else self.forecasts
 
     @property
@@ -85,7 +85,7 @@ def test_at_a_fixed_length_the_first_that_proposes_anything_drafts() -> None:
 def ruled(
     lookup: Asked, model: Asked, right: float, cost: float = 0.1
 ) -> tuple[RuledDrafter, RuleDraftLength]:
-    """Return drafters, of which a forecast of the second says how right it is."""
+    """Return drafters; the second forecasts its own acceptance."""
     both, rounds = [lookup, model], {0: 1.0, LONGEST: 1.0 + LONGEST * cost}
     known = [
         Known(
@@ -140,7 +140,7 @@ def test_a_drafters_own_forecast_stands_for_its_rates() -> None:
 
 
 def test_acceptance_is_noted_for_the_source_that_drafted() -> None:
-    """A model that is always wrong is not asked for long, and found out alone."""
+    """A model that is always wrong is soon asked rarely."""
     lookup, model = Asked(speaks=False), Asked()
     drafter, lengths = ruled(lookup, model, 0.9)
     requests = []

@@ -1,4 +1,4 @@
-"""Costs are kept in a file, which may be lost, foreign or broken."""
+"""Costs are saved in a file, which may be missing, of another machine, or broken."""
 
 import json
 import math

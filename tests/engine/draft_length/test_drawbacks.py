@@ -1,4 +1,4 @@
-"""The reason why nothing is drafted, in statistics, of streams and of batches."""
+"""Statistics of streams and batches give the reason why nothing is drafted."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from support.models.tiny_tokenizer import byte_tokenizer
 
 pytestmark = pytest.mark.usefixtures("measured")
 PROMPT = list(range(21))
-# No token comes twice, and none of the prompt: a lookup finds nothing.
+# No token repeats, so a lookup finds nothing.
 NEW: dict[str, Any] = {
     "max_tokens": 24,
     "sampling": Sampling(presence_penalty=100.0, presence_context_size=0),
@@ -26,7 +26,7 @@ NEW: dict[str, Any] = {
 
 
 def planned(survival: list[float], *, cost: float, credit: float = 4.0) -> Plan:
-    """Return the plan where a drafted token takes so much of a plain step."""
+    """Return the plan if a drafted token costs `cost` plain steps."""
     costs = RoundCosts({0: {0: 0.01, 16: 0.01 * (1 + 16 * cost)}})
     source = Source(costs, free=True, name="lookup")
     shared = Credit()

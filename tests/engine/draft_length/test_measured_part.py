@@ -1,4 +1,4 @@
-"""Parts of a round's forward are measured by turns, and kept with the costs."""
+"""Sizes of the parts of a round's forward are measured in turn, and saved."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from support.models.tiny_tokenizer import byte_tokenizer
 
 
 class Rounds:
-    """A stream whose rounds take as long as their table says, and its clock."""
+    """A stream whose rounds take the times of a table, and its clock."""
 
     def __init__(self, seconds: dict[int, float]) -> None:
         self.seconds, self.run, self.now = seconds, list[int](), 0.0

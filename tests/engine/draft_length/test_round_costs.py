@@ -85,7 +85,7 @@ def test_a_curve_has_every_known_cost_and_straight_lines_between(
 
 
 def test_a_cost_beyond_the_longest_known_errs_to_the_cheap_side() -> None:
-    """A length that looks too dear would never be tried."""
+    """A length whose cost is overestimated would never be tried."""
     assert RoundCosts({0: {0: 1.0, 2: 2.0}}).curve(10, 4, 5.0)[4] == pytest.approx(2.5)
     assert RoundCosts({0: {0: 1.0}}).curve(10, 4, 5.0)[4] == pytest.approx(2.0)
 

@@ -1,4 +1,4 @@
-"""The rule: the source and the length with the most expected tokens for their time."""
+"""The rule takes the source and length with the most expected tokens for their time."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -19,7 +19,7 @@ CONTEXT = 100
 
 
 def source(cost: float, *, free: bool = True, longest: int = 16) -> Source:
-    """Return one whose rounds cost so much of a plain step for each drafted token."""
+    """Return a source; rounds cost 1 plain step and `cost` for each drafted token."""
     known = {n: 1.0 + cost * n for n in (0, longest)}
     return Source(RoundCosts({0: known}), free=free)
 
@@ -124,7 +124,7 @@ def test_a_costly_source_is_tried_more_seldom_while_it_is_in_vain() -> None:
 
 
 def test_drafts_that_are_always_wrong_lose_the_credit_and_its_share() -> None:
-    """However sure the source says it is."""
+    """This holds for any forecast of the source."""
     rule = rule_of(source(1 / 2), credit=4.0)
     steps = 0.0
     for _ in range(1000):
@@ -137,7 +137,7 @@ def test_drafts_that_are_always_wrong_lose_the_credit_and_its_share() -> None:
 
 
 def test_a_free_source_may_know_no_costs_beside_one_that_was_calibrated() -> None:
-    """On a new machine; what it proposes costs like the other's drafts."""
+    """This happens on a new machine; its proposals cost the same as other drafts."""
     model = Source(RoundCosts({0: {0: 1.0, 4: 1.4}}), False)
     lookup = Source(RoundCosts(), True)
     rule = DraftRule([model, lookup], Credit(), 16)

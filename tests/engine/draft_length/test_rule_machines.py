@@ -1,6 +1,6 @@
-"""The rule on simulated machines: what it learns, and what it may lose.
+"""The rule on simulated machines: the costs that it learns, and its largest loss.
 
-How it fares on real texts is in `test_rule_replay`.
+`test_rule_replay` has real texts.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ DEAR = {0: 1.0, **{n: 1.0 + 1.0 * n for n in (1, 2, 4, 8, 16)}}
 
 
 def text_of(right: float, tokens: int = 600, seed: int = 0) -> Text:
-    """Return a text of which each drafted token is right with this probability."""
+    """Return a text on which each drafted token is right with this probability."""
     random = np.random.default_rng(seed)
     values = (random.geometric(1.0 - right, tokens) - 1).clip(0, LONGEST).tolist()
     return Text(50, (values,), ([LONGEST + 1] * tokens,))
@@ -99,7 +99,7 @@ def machine_of(costs: dict[int, float], **options: float) -> Machine:
 def test_no_machine_and_no_text_lose_more_than_the_credit(
     verify: list[float], first: float, right: float, known: bool, seed: int
 ) -> None:
-    """Nor more than one round beyond it, of a length whose cost was not known."""
+    """Beyond it they lose at most one round, of a length with an unknown cost."""
     costs = [1.0, *(first + np.cumsum(verify))]
     known_costs = known_of(
         RoundCosts({0: dict(enumerate(costs))}) if known else None, [0.9] * 16
@@ -167,7 +167,7 @@ def test_a_busy_moment_does_not_end_drafts_for_long() -> None:
 
 
 def test_a_busy_hour_does_not_end_drafts_for_good() -> None:
-    """In it each draft takes 13 steps; plain steps are measured when it is over."""
+    """Then each draft takes 13 steps; plain steps are measured when it is over."""
     for length in (FIRST_LENGTH, 8):
         known = known_of(RoundCosts({0: {0: 1.0, length: 13.0}}), [0.9] * 16)
         played_rounds = played(machine_of(CHEAP), text_of(0.9), known)
@@ -187,7 +187,7 @@ def test_a_busy_hour_does_not_end_drafts_for_good() -> None:
 def test_kept_costs_that_are_wrong_are_corrected(
     costs: dict[int, float], wrong: float, right: float
 ) -> None:
-    """Drafts, or all rounds, ten times as dear as they are, or a tenth of it."""
+    """Costs of drafts or of all rounds are 10 times or a tenth of the real ones."""
     machine, text = machine_of(costs), text_of(right, 1000)
     for plain in (1.0, wrong):
         kept = {n: wrong * seconds if n else plain for n, seconds in costs.items()}
@@ -216,7 +216,7 @@ def test_kept_costs_that_are_wrong_are_corrected(
 
 
 def test_a_step_in_flight_is_no_part_of_a_round_behind_it() -> None:
-    """By what a plain step takes that submits the next one and was not in flight."""
+    """Its cost is told by plain steps that were not in flight and submit the next."""
     for cold, left in ((2.0, 0.0), (1.2, 0.8), (1.0, 1.0), (3.0, 0.0), (None, 1.0)):
         policy = policy_of(0.0, seconds={0: 1.0})
         if cold is not None:

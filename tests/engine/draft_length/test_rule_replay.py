@@ -1,8 +1,8 @@
 """The rule on traces of real rounds: never slower than plain decoding.
 
-Each group of each pair is replayed as the requests of one generator that knows nothing,
-on measured and published costs, and compared with the best fixed length of the best
-single source of that group. `pytest -s` prints what came of each.
+Each group of each pair is replayed as the requests of a new generator, on measured and
+published costs, and compared with the best fixed length of the best single source of
+that group. `pytest -s` prints the results.
 """
 
 import sys
@@ -34,7 +34,7 @@ PAIRS = (
 REQUESTS = (50, 100, 300)
 QUICK = (0, ("cpu", "h100"))  # test_rule_machines.py has machines of any kind
 LEAST_PLAIN = 0.97
-# Of all pairs together; of texts that chose no constant less, which are few.
+# Least speed over the best: of all pairs, and of the few texts that tuned nothing.
 LEAST_SUM, HELD_OUT_SUM = 0.97, 0.965
 
 
@@ -81,7 +81,7 @@ def test_neither_does_it_on_texts_that_chose_no_constant(
 def test_a_batch_on_a_busy_device_loses_nothing_from_its_first_job_on(
     rows: int, tokens: int
 ) -> None:
-    """A row of one more position costs half of a request's own."""
+    """On this device one more position costs half as much as one more request."""
     drafting = {"model": 0.4, "mtp": 0.1, "eagle": 0.1, "assistant": 0.1}
     for pair in PAIRS:
         each = [0.5 + drafting.get(name.split("-")[1], 0.0) for name in pair]

@@ -1,4 +1,4 @@
-"""Lookups under the rule: cut by survival, in a stream and behind a step in flight."""
+"""The rule cuts proposals of lookups by survival, also behind a step in flight."""
 
 from typing import Any
 
@@ -25,8 +25,8 @@ from support.models.tiny_tokenizer import byte_tokenizer
 
 PROMPT = [(5 * i * i + 3) % 256 for i in range(21)]
 TOKENS = 40
-_no_choice: Any = None  # nobody chooses here
-LANE: Any = Lane(build("llama"))  # it has seen nothing, and so no step is in flight
+_no_choice: Any = None  # lookups do not choose
+LANE: Any = Lane(build("llama"))  # it is empty, so no step is in flight
 
 
 class Proposing(OpenDrafter):
@@ -41,7 +41,7 @@ class Proposing(OpenDrafter):
 
 
 def lengths_at(cost: float) -> RuleDraftLength:
-    """Return lengths to which a drafted token costs so much of a plain step."""
+    """Return lengths for which a drafted token costs `cost` plain steps."""
     costs = RoundCosts({0: {0: 1.0, 16: 1.0 + 16 * cost}})
     lengths = RuleDraftLength([Known(costs, free=True)], Credit(), 16)
     assert lengths.plan(0, 8).reason == "measure"
@@ -84,7 +84,7 @@ def test_without_tokens_there_is_no_draft() -> None:
 
 
 def test_drafts_that_do_not_pay_end_with_the_credit() -> None:
-    """Survival that promises too much is paid for once; the rule has learnt."""
+    """A survival that is too high is paid for once, and then corrected."""
     lengths = lengths_at(0.5)
     drafter = RuledDrafter([Proposing([0.99] * 8)], lengths, LANE)
     rounds = 0

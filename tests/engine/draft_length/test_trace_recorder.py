@@ -33,7 +33,7 @@ TOKENS = 20
 
 
 def recorded(draft: Any, sampling: Sampling) -> tuple[Any, dict[str, np.ndarray]]:
-    """Return a tiny target and the arrays of one text, as of one group of a pair."""
+    """Return a tiny target and the arrays of one text, like those of a pair's group."""
     model = build("llama")
     usual = SpeculativeGenerator(model, byte_tokenizer(), draft=draft)
     source = traces.Recorded(usual._setup.draft)  # type: ignore[arg-type]
@@ -53,7 +53,7 @@ def recorded(draft: Any, sampling: Sampling) -> tuple[Any, dict[str, np.ndarray]
     ],
 )
 def test_a_replay_has_the_rounds_of_a_generation(kind: str, temperature: float) -> None:
-    """Those of every fixed length, of the same seed: drafted, accepted, in flight."""
+    """At every fixed length and the same seed, counts and steps in flight are equal."""
     sampling = Sampling(temperature=temperature, seed=3)
     draft: Any = build("llama", seed=int(kind == "other"))
     if kind == "lookup":

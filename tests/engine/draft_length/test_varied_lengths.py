@@ -1,7 +1,7 @@
-"""Draft lengths that change from round to round leave the text as it is.
+"""Draft lengths that change from round to round do not change the text.
 
-A plan of 0 that a draft follows submits nothing ahead; one that a plain step follows
-does. Hypothesis draws the plans, so every order of the two is met.
+A plain step before a draft submits nothing ahead; one before another plain step does.
+Hypothesis draws the plans, so every order of the two occurs.
 """
 
 from functools import cache
@@ -97,8 +97,8 @@ def test_the_text_is_the_same(
         bitwise=name != "gemma3_text",
     )
     assert len(planned.noted) <= len(planned.planned) <= len(planned.noted) + 1
-    # A length may be planned before it is known whether a step will be in flight, whose
-    # token the caches hold already.
+    # A length may be planned before it is known whether a step will be in flight; the
+    # caches then hold the token of that step already.
     pairs = zip(planned.planned_contexts, planned.contexts, strict=False)
     assert all(
         abs(planned_context - context) <= 1 for planned_context, context in pairs
@@ -109,7 +109,7 @@ def test_the_text_is_the_same(
 
 
 def test_a_round_that_is_planned_asks_for_no_length() -> None:
-    """Ranks agree on a round by its plan, or by a turn where it was planned before."""
+    """Ranks agree on the plan of a round, or on a turn if it was planned before."""
     generator, run_round = drafted("random", "llama", False), Decoder.next_round
     seen: set[bool] = set()
     for lengths in [3], [0], [0, 1], [0, 0, 1], [2, 0, 0, 1, 0, 2]:
@@ -148,7 +148,7 @@ def test_the_callers_caches_hold_the_text_whatever_the_lengths(name: str) -> Non
 
 
 def test_a_step_is_steady_only_between_two_others() -> None:
-    """The first brings the next one on its way, and nothing is left of the last."""
+    """The first step also submits the next one, and the last one submits none."""
     generator = SpeculativeGenerator(
         known("llama", False)[0],
         byte_tokenizer(),
@@ -170,7 +170,7 @@ def test_a_step_is_steady_only_between_two_others() -> None:
 
 
 def test_a_draft_behind_a_step_differs_from_others() -> None:
-    """An empty draft becomes a step with the next one ahead of the next draft."""
+    """An empty draft becomes a plain step that submits the next one."""
     generator = drafted("lookup", "llama", False)
     planned = Planned([4])
     run(generator, planned, False)
@@ -192,7 +192,7 @@ def test_adaptive_lengths_keep_the_text_and_explain_themselves() -> None:
 
 
 def test_the_prompt_that_a_drafter_reads_counts_once() -> None:
-    """A plain step comes first, so that the first token does not wait for it."""
+    """A plain step comes first, so that the first token does not wait for that."""
     stream = drafted("right", "llama", False).stream(
         PROMPT, max_tokens=TOKENS, draft_length=3, explain=True
     )
@@ -216,7 +216,7 @@ def test_no_draft_is_longer_than_a_request_wants(most: int) -> None:
     for _ in measured:
         pass
     assert measured.result.tokens == text
-    # How long they are below that, and whether there are any, the clock decides.
+    # Below this limit the measured times decide.
     assert max(plan.length for plan, _ in measured.decisions) <= most
     assert max(outcome.drafted for _, outcome in measured.decisions) <= most
     for length in (2, 8):
@@ -246,7 +246,7 @@ def test_decisions_that_nobody_asked_for_are_not_kept() -> None:
 
 @pytest.fixture(name="nothing_known")
 def _nothing_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Let a test find no costs that others have measured with the same models."""
+    """Let a test find no saved costs of the same models."""
     monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path))
 
 
@@ -262,7 +262,7 @@ def test_calibration_measures_every_length_and_keeps_it() -> None:
     assert len({total for _, total in reported}) == 1
     assert (
         0.8 < reported[-1][0] / reported[-1][1] <= 1
-    )  # nobody asks after the last round
+    )  # no plan follows the last round
     assert set(table) == {0}
     assert sorted(table[0]) == CALIBRATED
     assert all(seconds > 0 for seconds in table[0].values())
@@ -271,12 +271,12 @@ def test_calibration_measures_every_length_and_keeps_it() -> None:
     for _ in stream:
         pass
     reasons = [plan.reason for plan, _ in stream.decisions]
-    assert reasons.count("measure") == 4  # of plain steps two were steady
+    assert reasons.count("measure") == 4  # two of the plain steps were steady
 
 
 @pytest.fixture(name="one_pass")
 def _one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a calibration measure in one pass what takes three."""
+    """Let a calibration measure in one pass instead of three."""
     monkeypatch.setattr(calibration, "PASSES", 1)
 
 
@@ -312,7 +312,7 @@ def test_contexts_are_numbers_of_tokens(contexts: list[int]) -> None:
 
 @pytest.mark.usefixtures("one_pass")
 def test_calibration_leaves_nothing_to_later_requests() -> None:
-    """Its text is of no use, and would push out what is."""
+    """Its text is useless, and would displace useful entries of a prefix cache."""
     prefixes, lookup = PrefixCache(max_bytes=1 << 20), LookupDraft(history=999)
     generator = SpeculativeGenerator(
         build("llama"),
@@ -327,7 +327,7 @@ def test_calibration_leaves_nothing_to_later_requests() -> None:
 
 
 def test_a_head_of_the_users_own_kind_needs_no_name() -> None:
-    """Its costs are measured, and kept for this process alone."""
+    """Its costs are measured, and kept in this process alone."""
 
     class Own(HeadDraft):
         def __init__(self, model: nn.Module) -> None:
@@ -344,7 +344,7 @@ def test_a_head_of_the_users_own_kind_needs_no_name() -> None:
 def test_each_context_is_measured_and_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The costs of the second context are no copy of those of the first."""
+    """The costs of the second context are not copied from the first."""
     prompts: list[int] = []
     streams: list[Any] = []
     small = build("llama", seed=7)

@@ -1,7 +1,7 @@
-"""One module asks objects what they are: the adapter of what a user passes.
+"""Only the adapter inspects the objects that a user passes.
 
-Everywhere else in the engine a drafter has all members of `OpenDrafter`, and a draft
-all of `Draft`.
+Elsewhere in the engine a drafter has all members of `OpenDrafter`, and a draft all
+members of `Draft`.
 """
 
 import ast
@@ -19,12 +19,12 @@ from support.pages import ROOT
 ADAPTER = "engine/drafters/user_drafter.py"
 KINDS = re.compile(r"\b\w*(Draft|Drafter|Drafters)\b")
 OBJECTS = re.compile(r"draft|\b(inner|member|each|source|head)s?\b")
-# Of a head's module, which is no drafter.
+# Allowed calls: on a head's module, which is not a drafter.
 OTHERS = {"getattr(head, 'ids', None)"}
 
 
 def asks(text: str) -> Iterator[str]:
-    """Yield the calls that ask a drafter or a draft what it is or has."""
+    """Yield the calls that inspect the type or the members of a drafter or draft."""
     for node in ast.walk(ast.parse(text)):
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
             continue
@@ -67,13 +67,13 @@ def test_the_wrapper_passes_on_every_member() -> None:
     marks = {name: f"its {name}" for name in names}
     outer = WrappedDrafter(type("Marked", (OpenDrafter,), marks)())
     assert len(names) >= 14
-    assert outer.shared is outer  # or rows of a batch would share what is not guarded
+    assert outer.shared is outer  # so that rows of a batch share the guarded drafter
     del marks["shared"]
     assert {name: getattr(outer, name) for name in marks} == marks
 
 
 class Bare:
-    """A drafter of a user's with the four methods alone."""
+    """A user's drafter with only the four required methods."""
 
     def begin(self, sequence: Sequence) -> None: ...
 
@@ -86,7 +86,7 @@ class Bare:
 
 
 class Rich(Bare):
-    """The same with all that it may have beside them."""
+    """A user's drafter with all optional members too."""
 
     def __init__(self) -> None:
         self.known: list[int] = []

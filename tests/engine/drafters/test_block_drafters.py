@@ -1,4 +1,4 @@
-"""Drafting blocks: context, positions, and the text as it was, whatever the kind."""
+"""Block drafters get the right context and positions, and do not change the text."""
 
 from collections.abc import Callable
 from functools import cache
@@ -25,16 +25,16 @@ from support.models.dflash_checkpoints import VARIANTS, write_dflash
 from support.models.tiny_tokenizer import byte_tokenizer
 
 TOKENS = 16
-# The last one of llama's and qwen3_5's: its state is that after the norm.
+# The default has the last layer of llama and qwen3_5, whose state is after the norm.
 LAYERS = {"gemma3_text": (0, 1, 2)}
-# One of each kind, and of each way to read a block.
+# One drafter of each kind, and of each form of reading a block.
 KINDS = ("full", "dflash2", "deepspec", "speculators, given")
 CASES = [
     *((kind, name) for kind in KINDS for name in TARGETS),
     *((name, "llama") for name in (*VARIANTS, *PACKAGINGS) if name not in KINDS),
 ]
-# Every kind, target and way to hold the context. What the others draft is compared with
-# references; the target sees tokens alone.
+# Every kind, target and form of holding the context. The drafts of other pairs are
+# compared with references; a target only sees the drafted tokens.
 QUICK = [
     *zip(KINDS, TARGETS, strict=True),
     *(("full", "qwen3_5"), ("dflash2", "llama")),
@@ -47,7 +47,7 @@ target_of, text_of, generator = TARGETED.target, TARGETED.text, TARGETED.generat
 
 @cache
 def draft_of(variant: str, name: str) -> DFlashDraft:
-    """Return a random drafter on a target."""
+    """Return a drafter with random weights for a target."""
     return load_block(variant, target_of(name), LAYERS.get(name, (0, 1)))
 
 
@@ -77,7 +77,7 @@ def oracle(
     wrong: Callable[[int], bool] = lambda position: False,
     kind: str = "full",
 ) -> tuple[DFlashDraft, BlockOracle]:
-    """Return a draft with an oracle in the place of the drafter's layers."""
+    """Return a draft whose layers an oracle replaces."""
     known = draft_of(kind, name)
     draft = type(known)(known.model, known.head, known.dflash.layers)
     return draft, BlockOracle(draft, text, wrong)
@@ -129,7 +129,7 @@ def test_a_long_prompt_is_fed_before_it_is_drafted_from(
 
 @pytest.mark.parametrize("named", [True, False])
 def test_a_passed_cache_costs_the_first_draft_alone(named: bool) -> None:
-    """Its positions are not in the context, which begins behind them."""
+    """The positions of the passed cache are not in the context, which begins later."""
     text, model = text_of("llama", 0.0), target_of("llama")
     plain = SpeculativeGenerator(model, byte_tokenizer())
     caches = make_prompt_cache(model)
@@ -146,7 +146,7 @@ def test_a_passed_cache_costs_the_first_draft_alone(named: bool) -> None:
 
 
 def test_a_folder_with_a_drafter_is_known_by_its_config(tmp_path: Path) -> None:
-    """A tiny drafter is refused, and is known to be one."""
+    """A tiny drafter is refused as a drafter, and not as an unknown model."""
     folder = write_dflash(tmp_path, "full")
     with pytest.raises(ModelFolderError, match="fc of the DFlash drafter takes 192"):
         SpeculativeGenerator.from_pretrained(demo_models()["dense"], draft=folder)

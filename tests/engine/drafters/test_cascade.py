@@ -1,4 +1,4 @@
-"""A cascade asks in turn, and tells only the drafter that was taken."""
+"""A cascade asks its drafters in order, and settles only the one that it took."""
 
 from typing import Any
 
@@ -36,14 +36,14 @@ TOKENS = 26
 
 
 class SometimesDrafter(ScriptedDrafter):
-    """Knows the text, and proposes in the rounds that it is told to."""
+    """Knows the text, and proposes in given rounds only."""
 
     def __init__(self, text: list[int], turns: list[bool]) -> None:
         super().__init__(text, right=1.0)
         self._turns = iter(turns)
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
-        """Propose everything or nothing."""
+        """Propose the whole limit or nothing."""
         speaks = next(self._turns, False)
         return super().propose(sequence, limit if speaks else 0, choose)
 
@@ -71,7 +71,7 @@ def test_the_first_draft_is_taken_and_only_its_drafter_hears_of_it() -> None:
 
     assert propose() == 4
     cascade.settle(3)
-    cascade.discard()  # what came after has failed
+    cascade.discard()  # the rest of the round has failed
     assert first.calls[1:] == ["propose", "settle 3", "discard"]
     assert second.calls == ["begin"]
     assert propose() == 4
@@ -87,7 +87,7 @@ def test_the_first_draft_is_taken_and_only_its_drafter_hears_of_it() -> None:
     covering(("llama", "gemma3_text", "qwen3_5", "lfm2"), (False, True)),
 )
 def test_the_models_caches_stay_right_between_turns(name: str, fails: bool) -> None:
-    """It lags while others speak, and an error in their rounds does not touch it."""
+    """The model lags while others draft; errors in their rounds do not affect it."""
     model, small = build(name), build(name)
     generator = SpeculativeGenerator(model, byte_tokenizer(), draft=small)  # recorders
     text = plain_text(model)

@@ -1,4 +1,4 @@
-"""Cheaper drafts change the text by nothing, and the target by nothing."""
+"""Cheaper drafts change neither the text nor the target."""
 
 from collections import Counter
 from pathlib import Path
@@ -46,7 +46,7 @@ PROMPT, TOKENS = prompt_of(24), 14
 
 
 def same_text(folder: Path, **options: Any) -> SpeculativeGenerator:
-    """Assert that a draft leaves the text as it is, and return its generator."""
+    """Assert that a draft does not change the text, and return its generator."""
     plain = SpeculativeGenerator.from_pretrained(folder)
     generator = SpeculativeGenerator.from_pretrained(folder, **options)
     for sampling in (GREEDY, SAMPLED):
@@ -79,7 +79,7 @@ def test_a_quantized_draft_model_leaves_the_text(tmp_path: Path, bits: int) -> N
 def test_under_other_rules_a_quantized_draft_is_a_draft_like_any_other(
     tmp_path: Path, acceptance: Any
 ) -> None:
-    """Its law is that of its own logits; test_text_distribution.py has the texts'."""
+    """Its distribution is that of its logits; test_text_distribution.py has texts."""
     folder = tmp_path / "llama"
     write_tiny(folder)
     generator = SpeculativeGenerator.from_pretrained(
@@ -125,7 +125,7 @@ IDS = list(range(0, 256, 3))
 
 
 def drafted_ids(generator: SpeculativeGenerator, **options: Any) -> set[int]:
-    """Return the ids that were drafted in a text, and check the text."""
+    """Check a text, and return the ids that were drafted in it."""
     drafted: list[int] = []
     inner = CheckedChoose.checked
 
@@ -316,7 +316,7 @@ def test_the_quantized_draft_is_not_the_targets_own_folder_in_memory(
 def test_only_a_draft_model_reads_its_prompt_in_the_ways_of_a_round(
     together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The target's prompt is read as in plain decoding, so that its text is."""
+    """The target reads its prompt as in plain decoding, to keep the same text."""
     guessed: list[tuple[nn.Module, bool]] = []
     forward = LaneRound.forward
 

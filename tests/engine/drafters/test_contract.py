@@ -1,9 +1,8 @@
-"""Contract of drafters: proposals follow from the committed tokens.
+"""Contract of drafters: proposals depend on the committed tokens alone.
 
-The rounds before keep all, a part or nothing of a draft, fail before or after they are
-settled, or run without this drafter. Each draft is compared with that of a twin made
-from the tokens alone; see support/drafters. The plan of a test decides what the target
-commits.
+Earlier rounds accept all, a part or nothing of a draft, fail before or after settling,
+or run without this drafter. Each draft is compared with that of a twin that gets the
+tokens alone; see support/drafters. The plan of a test decides the committed tokens.
 """
 
 from collections.abc import Callable
@@ -48,9 +47,8 @@ PROMPT = 21  # more than a window of 16
 CORPUS = [*prompt_of(PROMPT), 1, 2, 3, *prompt_of(PROMPT)[5:]]
 LOOKUP = LookupDraft(corpus=[CORPUS])
 SAMPLINGS = {"greedy": GREEDY, "sampled": SAMPLED}
-# Of each round: the most tokens that are asked for, and how many are kept of those that
-# are proposed. Or what becomes of it: it fails before it is settled, or after that; or
-# it is one of others, who commit so many tokens.
+# For each round: the limit of the draft, and the number of accepted tokens or a fault:
+# the round fails before or after settling, or another drafter commits that many tokens.
 Round = tuple[int, int | str]
 ROUNDS: list[Round] = [
     (3, 2),
@@ -76,8 +74,8 @@ class Kind:
         model: the target.
         open: makes the drafter of a stream of the target.
         twin: proposes from the tokens alone.
-        others: models of the drafter's own.
-        least: how many tokens it proposes in all.
+        others: the drafter's models.
+        least: least number of proposed tokens in a test.
     """
 
     model: nn.Module
@@ -88,7 +86,7 @@ class Kind:
 
 
 def start_over(kind: Callable[[], Kind]) -> FromNothing:
-    """Return a twin that is the drafter itself, opened on the tokens it has now."""
+    """Return a twin that opens the drafter anew on the current tokens."""
 
     def opened(sequence: Sequence, count: int, choose: Choose) -> list[int]:
         made, copied = kind(), Sequence(list(sequence.tokens))
@@ -119,7 +117,7 @@ def of_lookup() -> Kind:
 
 
 def of_cascade() -> Kind:
-    """A lookup in turn with a model, which lags where the lookup found something."""
+    """Return a cascade whose model lags in rounds in which the lookup drafts."""
     lookup, model = of_lookup(), of_model("llama")
 
     def open_cascade(lane: Lane, sequence: Sequence) -> Drafter:
@@ -202,8 +200,8 @@ KINDS: dict[str, Callable[[], Kind]] = {
     },
 }
 
-# One of each drafter, of each way to hold what it has read, and of each selector of
-# blocks. The others differ in their files and layers, which references show.
+# One of each drafter, of each form of its caches, and of each selector of blocks.
+# Others differ in files and layers, which are compared with references.
 QUICK = (
     *("lookup", "cascade", "model gemma3_text", "model qwen3_5"),
     *("mtp qwen3_5", "mtp step3p5", "mtp deepseek_v32", "mtp mimo"),
@@ -218,13 +216,13 @@ QUICK = (
 
 
 def commit(lane: Lane, sequence: Sequence, fed: list[int], kept: list[int]) -> None:
-    """Let the target read what was drafted, and keep other tokens than these at will.
+    """Let the target read the drafted tokens, and commit tokens.
 
     Args:
-        lane: of the target, which has read all tokens but the last.
-        sequence: gets the kept tokens.
+        lane: the target's lane, which has read all tokens but the last.
+        sequence: gets the committed tokens.
         fed: the drafted tokens.
-        kept: the first of these, and one of the target's own choice.
+        kept: the accepted ones, and one token of the target's choice.
     """
     with lane.begin() as lane_round:
         mx.eval(lane_round.forward(mx.array([sequence.tokens[-1], *fed])))
@@ -233,7 +231,7 @@ def commit(lane: Lane, sequence: Sequence, fed: list[int], kept: list[int]) -> N
 
 
 def play(kind: Kind, choose: Choose) -> int:
-    """Play the rounds; return how many tokens were proposed."""
+    """Run the rounds; return the number of proposed tokens."""
     sequence = Sequence(prompt_of(PROMPT))
     lane = Lane(kind.model)
     drafter = kind.open(lane, sequence)

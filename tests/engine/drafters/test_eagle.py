@@ -1,7 +1,7 @@
-"""Drafting with an EAGLE-3 or P-EAGLE head: ids, and the text as it was.
+"""Drafting with an EAGLE-3 or P-EAGLE head: its ids, and the unchanged text.
 
-Slots come and go as those of MTP heads, which use the same: test_mtp.py. What they are
-paired with is in test_contract.py.
+MTP heads share the code that adds and removes slots, see test_mtp.py. test_contract.py
+checks the pairing of slots.
 """
 
 from functools import cache
@@ -47,7 +47,7 @@ target_of, text_of, generator = TARGETED.target, TARGETED.text, TARGETED.generat
 
 @cache
 def draft_of(dialect: str, name: str) -> Any:
-    """Return a random head of a dialect on a target."""
+    """Return a random head of a dialect for a target."""
     with TemporaryDirectory() as made:
         written = write_eagle(Path(made), dialect, LAYERS.get(name, (0, 1, 3)))
         folder, source = draft_folder(written)
@@ -61,7 +61,7 @@ CASES = [
     *((dialect, "qwen3_5" if dialect == "authors" else "llama") for dialect in OTHERS),
     *((dialect, name) for dialect in PARALLEL for name in TARGETS),
 ]
-# What the others draft is compared with references; the target sees tokens alone.
+# Drafts of other pairs are compared with references; a target only sees the tokens.
 QUICK = [
     *CASES[: len(TARGETS)],
     *(("authors", "qwen3_5"), ("whole", "llama"), ("several layers", "llama")),
@@ -93,7 +93,7 @@ def test_a_head_leaves_the_text_as_plain_decoding_has_it(
 
 
 def test_a_reduced_vocabulary_is_all_that_is_drafted() -> None:
-    """The ids of columns are those of d2t: the table, not the number of the column."""
+    """The table d2t gives the ids of columns."""
     name = "llama"
     draft = draft_of("specforge", name)
     drafted: list[int] = []
@@ -123,7 +123,7 @@ def test_the_named_number_of_drafts_is_the_most() -> None:
 
 
 def test_a_folder_with_a_head_is_known_by_its_config(tmp_path: Path) -> None:
-    """A tiny head is refused, and is known to be one."""
+    """A tiny head is refused as a head, and not as an unknown model."""
     folder = write_eagle(tmp_path, "specforge")
     with pytest.raises(ModelFolderError, match="head says target_hidden_size 64"):
         SpeculativeGenerator.from_pretrained(demo_models()["dense"], draft=folder)
@@ -145,9 +145,9 @@ def test_the_reading_that_a_probe_puts_first_is_taken(
     assert probed.eagle.layers == (0, 1, 2)
 
 
-@pytest.mark.slow  # test_resolve_named.py loads it by a probe, and it is right at times
+@pytest.mark.slow  # the quick test is in test_resolve_named.py
 def test_the_trained_head_is_as_right_as_in_its_training() -> None:
-    """Held-out code: 0.914 of first drafts, and 3.03 of 4, on 64 windows."""
+    """On 64 windows of held-out code, 0.914 of first drafts and 3.03 of 4 are right."""
     made = SpeculativeGenerator.from_pretrained(
         demo_models()["dense"], draft=demo_models()["eagle"], draft_length=4
     )
