@@ -83,7 +83,7 @@ def test_tokenizers_that_share_few_ids_are_refused() -> None:
     large = byte_tokenizer(tuple(f"<{i}>" for i in range(400)))
     with pytest.raises(TokenizerMismatchError, match="656 token ids and the draft 256"):
         check_same_ids(large, small)
-    check_same_ids(byte_tokenizer(("<pad>",)), small)  # one more id is no harm
+    check_same_ids(byte_tokenizer(("<pad>",)), small)  # one more id is allowed
 
 
 def test_ids_that_the_tokenizer_lacks_are_never_proposed_nor_chosen() -> None:
@@ -132,7 +132,7 @@ def test_an_unknown_cache_kind_is_refused_before_anything_is_touched(
     generator: SpeculativeGenerator,
 ) -> None:
     class Other(KVCache):
-        """It may write in a way of its own."""
+        """A subclass, which may write differently."""
 
     other: Any = Other
     caches: list[Any] = [KVCache(), KVCache(), KVCache(), other()]
@@ -174,7 +174,7 @@ def test_a_folder_that_is_not_a_model_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("option", ["path_or_repo", "draft", "adapter_path"])
 def test_a_name_that_cannot_be_looked_at_is_refused(option: str) -> None:
-    """A prompt in the place of a path, for example."""
+    """An example is a prompt in place of a path."""
     draft = demo_models()["draft"]
     options: dict[str, Any] = {"path_or_repo": draft, option: "x" * 5000}
     with pytest.raises(ModelFolderError, match=r"x \.\.\.' cannot be looked at: File"):
@@ -257,7 +257,7 @@ def test_caches_that_something_else_wrote_to_are_refused(
 
 
 def test_a_draft_without_a_row_for_every_id_is_refused(model: nn.Module) -> None:
-    """It would be fed the prompt's ids, and mlx reads past the embedding's end."""
+    """Fed with the prompt's ids, mlx would read past the end of its embedding."""
     with pytest.raises(InvalidRequestError, match=r"100 token ids.* 255"):
         SpeculativeGenerator(model, byte_tokenizer(), draft=build("llama", vocab=100))
 

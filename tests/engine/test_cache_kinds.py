@@ -64,9 +64,9 @@ def test_each_cache_of_the_model_is_known(name: str) -> None:
 
 
 def test_a_drafts_own_chunks_hold_what_was_kept_of_several_forwards() -> None:
-    """The draft makes a forward for each token, and each drops a row of a full chunk.
+    """The draft runs a forward for each token, and each drops a row of a full chunk.
 
-    The text cannot show it, because what is emitted is the target's choice.
+    A fault would not change the text, since the target chooses the emitted tokens.
     """
     target, draft = (build_tiny(MODELS["llama4"], seed=seed) for seed in (0, 1))
     generator = SpeculativeGenerator(target, byte_tokenizer(), draft=draft)

@@ -1,6 +1,6 @@
-"""Every architecture of mlx-lm is as the table of them says.
+"""Every architecture of mlx-lm is as the census table says.
 
-What drafts do to their texts is in test_text_is_unchanged.py.
+test_text_is_unchanged.py has their texts with drafts.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ PROMPT = 40  # longer than every window
 UNEQUAL = [name for name, row in BUILT.items() if row.unequal]
 
 
-# Rings and states may see a row or not by where a prompt is cut; rows alone do not.
+# For rings and states it may matter where a prompt is cut; for plain rows it does not.
 CUT = sorted(n for n in BUILT if BUILT[n].caches.split(" ", 1)[-1] != "KVCache")
 
 
@@ -60,7 +60,7 @@ def test_an_architecture_has_the_caches_and_layers_of_the_table(name: str) -> No
 
 @pytest.mark.parametrize("name", others_slow(BUILT, [*census.EACH_KIND, *UNEQUAL]))
 def test_the_rows_of_an_architecture_are_as_the_table_says(name: str) -> None:
-    """The table's entry is used for all in test_text_is_unchanged.py."""
+    """test_text_is_unchanged.py uses these entries."""
     row, model, prompt = BUILT[name], census.build(name), prompt_of(PROMPT)
     text = plain_text(model, prompt, 12)
     assert len(set(text)) >= 4
@@ -120,7 +120,7 @@ def test_what_cannot_be_built_says_why(name: str) -> None:
         model = census.build_from(name, row.args or {})
         mx.eval(model(mx.array([[1, 2]]), cache=make_prompt_cache(model)))
 
-    # One of them prints what is missing, and exits.
+    # One module prints the missing package, and exits.
     with (
         contextlib.redirect_stdout(printed),
         pytest.raises((Exception, SystemExit)) as error,

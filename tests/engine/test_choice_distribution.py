@@ -1,9 +1,9 @@
-"""Whoever chooses source and length: the joint distribution of texts, vocabulary 8.
+"""The joint distribution of texts does not depend on the choice of source and length.
 
-An adversary makes forecasts, and chooses by them, out of all that they may depend on:
-known tokens, earlier rounds of all requests, the proposals of lookups. The texts stay
-those of the target. A drafter that looks at the tokens that it has drawn is found with
-as many texts.
+An adversary chooses by all that a choice may depend on: known tokens, earlier rounds of
+all requests, the proposals of lookups. The texts keep the target's distribution, with a
+vocabulary of 8. As a control, a drafter that looks at its drawn tokens is found with
+the same number of texts.
 """
 
 import zlib
@@ -33,7 +33,7 @@ TEXTS = Texts(VOCAB, 2, [0, 2, 1, 7, 3])
 
 
 class AdversaryDraft(Draft):
-    """A draft model whose drafters forecast by a hash, or trim by what they see."""
+    """A draft model whose drafters forecast by a hash, or trim by drawn tokens."""
 
     def __init__(self, model: nn.Module, trim: Any = None) -> None:
         self.inner, self.trim = ModelDraft(model), trim
@@ -56,7 +56,7 @@ class Adversary(WrappedDrafter):
         self.trim = trim
 
     def forecast(self, sequence: Sequence, limit: int) -> SequenceOf[float]:
-        """Return what a hash of the known tokens says."""
+        """Return a forecast from a hash of the known tokens."""
         said = zlib.crc32(repr(sequence.tokens).encode())
         return [(said >> n) % 7 / 7 for n in range(limit)]
 
@@ -92,7 +92,7 @@ def parted(generator: SpeculativeGenerator) -> float:
 
 @pytest.fixture(autouse=True)
 def _choices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a hash choose, of survivals, forecasts and what was before."""
+    """Let a hash of survivals, forecasts and earlier rounds choose."""
     rounds: list[int] = []  # of all requests
 
     def chosen(

@@ -1,4 +1,4 @@
-"""Constrained text: what is allowed, and the same with and without drafts."""
+"""Constrained text has allowed tokens only, and is the same with and without drafts."""
 
 import json
 import re
@@ -72,7 +72,7 @@ def drafted(name: str, draft: Any, acceptance: Any = "keyed") -> SpeculativeGene
 
 
 def steps(count: int) -> TokenAutomaton:
-    """Return the constraint that allows 1 or 2 so many times, and then the end."""
+    """Return the constraint that allows 1 or 2 for `count` tokens, and then the end."""
     table = {i: {1: i + 1, 2: i + 1} for i in range(count)}
     return TokenAutomaton(table, accepting={count})
 
@@ -157,7 +157,7 @@ def demo(acceptance: Any) -> SpeculativeGenerator:
 @pytest.mark.parametrize("acceptance", ["rejection", "block"])
 def test_the_distribution_is_the_models_among_what_is_allowed(acceptance: Any) -> None:
     """Chi-square of the first two tokens, 3 ids each, 8 degrees of freedom; the bound
-    has odds of 1e-4."""
+    has probability 1e-4."""
     ids, count = [7, 41, 200], 600
     generator = drafted("llama", model("llama", seed=1), acceptance)
     joint_probs = np.zeros((3, 3))
@@ -185,7 +185,7 @@ def test_the_distribution_is_the_models_among_what_is_allowed(acceptance: Any) -
 
 
 def test_the_end_comes_exactly_where_the_text_may_end() -> None:
-    """The end is by far the most probable token, and is held back until it may come."""
+    """The end is by far the most probable token, and is masked until it is allowed."""
     target = model("llama")
     biased = Biased(target, END)
     generator = SpeculativeGenerator(biased, TOKENIZER, draft=biased, draft_length=3)
@@ -204,7 +204,7 @@ def test_the_end_comes_exactly_where_the_text_may_end() -> None:
 
 
 class Biased(nn.Module):
-    """A model that wants to say one token all the time."""
+    """A model with one token that is always very probable."""
 
     def __init__(self, inner: nn.Module, token: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -338,7 +338,7 @@ class BrokenError(Exception):
 def test_an_error_of_a_constraint_rolls_the_round_back(
     length: int, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At every call of it, from the second round on."""
+    """The error is raised at every call, from the second round on."""
     original = getattr(AutomatonState, method)
     left = 0
 
@@ -369,7 +369,7 @@ def test_an_error_of_a_constraint_rolls_the_round_back(
 
 
 def test_reads_are_counted() -> None:
-    """One for the choice before each row, and one for each draft but the last."""
+    """There is one for the choice before each row, and one per draft but the last."""
     generator = drafted("llama", model("llama", seed=1))
     options: dict[str, Any] = {"constraint": steps(40), "sampling": SAMPLED}
     free = generator.generate(PROMPT, max_tokens=20).stats
@@ -395,7 +395,7 @@ def test_log_probabilities_are_those_among_what_is_allowed() -> None:
 
 
 class FewIds:
-    """A drafter with logits of its own for a few ids, or for the lowest ones only."""
+    """A drafter with logits for a few ids, or for the lowest ones only."""
 
     def __init__(self, columns: int, ids: list[int] | None) -> None:
         self._columns, self._ids = columns, ids
@@ -432,7 +432,7 @@ class FewIds:
         (2, None),
         (3, [1, 60, 61]),
         (40, [*range(100, 140)]),
-        (3, [60, 5000, 90_000_000]),  # a write or a read there would go astray
+        (3, [60, 5000, 90_000_000]),  # outside the arrays
         (3, [1, 5000, 90_000_000]),
     ],
 )
@@ -471,7 +471,7 @@ def test_what_the_constraint_allows_may_be_what_the_model_gives_no_chance() -> N
 
 
 class Silent(Biased):
-    """A model that gives one token no chance at all."""
+    """A model with one token of probability 0."""
 
     def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
         logits: mx.array = self.inner(inputs, cache=cache)
@@ -489,7 +489,7 @@ def test_a_stop_string_cuts_the_text_and_a_constraint_serves_again() -> None:
 
 
 class Counting:
-    """A logits processor whose result depends on how often it was called."""
+    """A logits processor whose result depends on its number of calls."""
 
     def __init__(self) -> None:
         self.calls = 0

@@ -1,4 +1,4 @@
-"""A model that is copied while a generator is open: the copy is of the plain model."""
+"""A copy of a model made while a generator is open is a copy of the plain model."""
 
 import copy
 import functools
@@ -23,7 +23,7 @@ from support.models.tiny_tokenizer import byte_tokenizer
 
 PROMPT = prompt_of(9)
 TOKENS = 8
-# How to build a model: each kind of cache, each recurrent mixer, and the rest.
+# Builders of models: each kind of cache, each recurrent mixer, and other architectures.
 TINY = {name: functools.partial(build, name) for name in TINY_MODELS}
 RECURRENT = {
     name: functools.partial(build_recurrent, name) for name in RECURRENT_MODELS
@@ -69,8 +69,8 @@ def logits(model: Any) -> Any:
 
 
 def check_copies(model: Any) -> None:
-    """Copy a model in the middle of a stream, and use both of them by turns."""
-    expected = logits(model)  # first: gemma3n clips weights of its own in it
+    """Copy a model in the middle of a stream, and use both alternately."""
+    expected = logits(model)  # first, since gemma3n clips its weights in a forward
     before = classes(model), attributes(model)
     numbers = contents(model)
     generator = generator_for(model)
@@ -88,7 +88,7 @@ def check_copies(model: Any) -> None:
     assert seen == theirs
     del stream, generator
     assert classes(model) == before[0]
-    assert text(first) == theirs  # the copy's hooks stay when the model's have gone
+    assert text(first) == theirs  # the copy's hooks outlive the model's
     second = generator_for(model)
     del first
     assert classes(copies[0]) == before[0]

@@ -1,4 +1,4 @@
-"""Streamed text: whole characters only, and nothing of a stop string."""
+"""Streamed text has whole characters only, and no part of a stop string."""
 
 import logging
 import random
@@ -54,7 +54,7 @@ def byte_level(data: bytes) -> list[int]:
 
 
 def streamed(tokenizer: Any, tokens: Sequence[int]) -> tuple[list[str], str]:
-    """Return the pieces of a text as they come, and the rest at its end."""
+    """Return the streamed pieces of a text, and the rest at its end."""
     stream = TextDetokenizer(tokenizer, (), ())
     pieces = [stream.add(token)[0] for token in tokens]
     return pieces, stream.finish()[0]
@@ -85,7 +85,7 @@ def test_text_of_pieces_and_bytes_is_what_decode_makes_of_them(
     count, shown = 0, ""
     for part in parts:
         end = count + len(part)
-        # A character of several bytes comes whole, with its last one.
+        # A character of several bytes is streamed whole, with its last byte.
         assert [*filter(None, pieces[count:end])] == [
             *filter(None, pieces[end - 1 : end])
         ]
@@ -99,7 +99,7 @@ def test_text_is_what_decode_makes_of_all_tokens(
     name: str, data: st.DataObject
 ) -> None:
     tokenizer = OTHERS[name]
-    ids = st.integers(0, len(tokenizer) + 1)  # ids that it lacks as well
+    ids = st.integers(0, len(tokenizer) + 1)  # also ids that it lacks
     tokens = data.draw(st.lists(ids, max_size=60))
     pieces, rest = streamed(tokenizer, tokens)
     text = tokenizer.decode(tokens)
@@ -146,7 +146,7 @@ def test_text_is_cut_before_the_first_stop_however_it_arrives(
         shown += piece
         if stopped:
             break
-        # What was shown is never part of a stop that is still to come.
+        # Streamed text is never part of a later stop string.
         assert not any(s in shown for s in stops)
     if not stopped:
         shown += strings.flush()
@@ -178,7 +178,7 @@ def test_a_stop_token_ends_the_text_without_being_shown() -> None:
 def test_bytes_that_are_no_text_lose_and_repeat_nothing(
     tokenizer: Any, data: st.DataObject
 ) -> None:
-    """In a run of byte tokens, what was a character stays one; pieces stay apart."""
+    """In a run of byte tokens, a character that was streamed stays the same."""
     odd = st.sampled_from([0xFF, 0xF0, 0x9F, 0x98, 0x80, 0xE6, 0x97, 0xA5, 0x61])
     drawn = bytes(data.draw(st.lists(odd, max_size=60)))
     tokens = byte_level(drawn) if tokenizer is TOKENIZER else [*drawn]
@@ -224,7 +224,7 @@ def test_each_token_decodes_few_others(tokenizer: Any, data: bytes) -> None:
 
 
 def test_a_tokenizer_that_cleans_in_vain_logs_nothing() -> None:
-    """transformers does not clean BPE, and warns of it at the first token."""
+    """transformers does not clean BPE texts, and would warn at the first token."""
     quiet = byte_tokenizer()
     quiet.clean_up_tokenization_spaces = True
     lines: list[logging.LogRecord] = []

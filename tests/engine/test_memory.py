@@ -1,4 +1,4 @@
-"""Bytes of what a generation holds, against sums worked out by hand."""
+"""Bytes that a generation holds equal sums worked out by hand."""
 
 from typing import Any
 
@@ -139,7 +139,7 @@ def test_a_target_that_drafts_for_itself_has_no_weights_beside() -> None:
 
 
 def test_weights_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a batch rows end all the time, and 8 B parameters take 4 ms to go through."""
+    """In a batch rows end often, and listing 8 B parameters takes 4 ms."""
     made = generator("llama", build("llama", seed=7), draft_length=2)
     first = made.generate(PROMPT, max_tokens=8).memory
     looks: list[Any] = []
@@ -166,7 +166,7 @@ def test_a_reduced_vocabulary_weighs_its_rows() -> None:
 
 
 def test_rounds_of_recurrent_layers_hold_states_and_inputs() -> None:
-    """More than the states alone, and more for wider rounds; none for a prompt."""
+    """A round holds more than the states, a wide one more; a prompt holds no inputs."""
     model = build("qwen3_5")
     round_bytes = {}
     for length in (0, 1, 4):
@@ -199,7 +199,7 @@ def test_an_error_and_a_closed_stream_have_a_count_too() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_5"])
 def test_what_a_prompt_needs_is_known_before_it_is_read(name: str) -> None:
-    """Up to the blocks in which mlx-lm grows its caches, and to kernels of 3 tokens."""
+    """The estimate is exact up to growth blocks of caches and kernels of 3 tokens."""
     model = build(name)
     size, caches = CacheSize.of(model), make_prompt_cache(model)
     for tokens in (512, 1024):

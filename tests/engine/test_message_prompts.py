@@ -53,7 +53,7 @@ def test_a_content_in_text_parts_is_their_text() -> None:
 
 
 def test_a_template_writes_its_own_special_tokens() -> None:
-    """The beginning-of-text token stands once, where the template puts it."""
+    """The beginning-of-text token occurs once, where the template puts it."""
     generator = made("<s>" + TEMPLATE)
     tokenizer = generator.tokenizer
     tokenizer._tokenizer.add_special_tokens({"bos_token": "<s>"})

@@ -58,7 +58,7 @@ def spelled_out(source: str, *lists: set[str]) -> int:
 
 
 def test_no_function_of_the_product_lists_the_options_again() -> None:
-    """Those with names of mlx-lm do. The rest may compute six of them at most."""
+    """Functions with names of mlx-lm do; others may list at most six options."""
     lists = [{field.name for field in fields(options)} for options, _ in PAIRS]
     paths = [path for folder in PRODUCT for path in folder.rglob("*.py")]
     counts = {

@@ -26,7 +26,7 @@ TOKENS = 4
 
 @pytest.fixture(name="elsewhere", scope="module")
 def _elsewhere() -> Iterator[Executor]:
-    """One other thread for all tests: each that computes costs the process's end."""
+    """Yield one other thread for all tests, since each slows the end of the process."""
     with ThreadPoolExecutor(1) as other:
         yield other
 
@@ -36,7 +36,7 @@ def text(generator: SpeculativeGenerator, tokens: int = TOKENS) -> list[int]:
 
 
 def differs(elsewhere: Executor, model: nn.Module, **options: Any) -> str | None:
-    """Return how the text of another thread is not that of this one, if it is not."""
+    """Return the difference between the texts of two threads; None: they are equal."""
     tokenizer = byte_tokenizer()
     there = SpeculativeGenerator(model, tokenizer, **options)
     try:
@@ -73,7 +73,7 @@ def reduced(draft: Any) -> dict[str, Any]:
 
 
 def with_new_weights() -> tuple[nn.Module, dict[str, Any]]:
-    """Return a head whose weights nobody has evaluated."""
+    """Return a head whose weights have not been evaluated."""
     model, draft = mtp_on("exaone_moe")
     head: Any = draft.mtp.head
     head.update(tree_map(lambda weight: weight * 1, head.parameters()))
@@ -85,7 +85,7 @@ def with_eagle() -> tuple[nn.Module, dict[str, Any]]:
     return model, {"draft": eagle_on(model)}
 
 
-# By what drafts, a target and the options of a generator.
+# By the kind of draft: a function that makes a target and options of a generator.
 DRAFTS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
     "model": lambda: (build("llama"), {"draft": census.build("gemma3n", seed=1)}),
     "few ids": lambda: (build("llama"), reduced(census.build("nanochat", seed=1))),

@@ -1,7 +1,7 @@
-"""Texts end with the table of positions that a model has learned, if it has one.
+"""Texts end at the end of the table of learned positions, if a model has one.
 
-Memory behind the tables of these models holds NaN, which a NonFiniteLogitsError shows,
-and they note every position that is looked up.
+The memory after the tables of these models holds NaN, so that a look-up there raises
+NonFiniteLogitsError. The models also record every position that is looked up.
 """
 
 import warnings
@@ -99,7 +99,7 @@ def test_a_text_is_that_of_mlx_lm_up_to_the_end_of_the_table(
     prompt = prompt_of(positions - left)
     expected = plain_text(model, prompt, left)
     sampling = SAMPLED if sampled else Sampling()
-    if sampled:  # mlx-lm has no noise of a seed
+    if sampled:  # mlx-lm has no seeded noise
         plain = SpeculativeGenerator(model, TOKENIZER, exact=exact)
         expected = plain.generate(prompt, max_tokens=left, sampling=sampling).tokens
     highest(model)
@@ -171,7 +171,7 @@ def test_a_longer_prompt_is_refused_and_the_caches_are_as_before(name: str) -> N
 
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
 def test_a_draft_with_a_shorter_table_pauses_at_its_own_end(sampling: Sampling) -> None:
-    """The target takes any position; a draft of another tokenizer pauses likewise."""
+    """The target takes any position; a draft with another tokenizer pauses too."""
     target, prompt = build("llama"), prompt_of(12)
     plain = SpeculativeGenerator(target, TOKENIZER)
     expected = plain.generate(prompt, max_tokens=40, sampling=sampling).tokens
@@ -306,7 +306,7 @@ def test_a_reused_prefix_ends_with_the_table(length: int) -> None:
 
 @pytest.mark.parametrize("name", TABLES)
 def test_the_drop_in_says_what_mlx_lm_does_up_to_the_end(name: str) -> None:
-    """A draft with a shorter table stays in the caller's list, and pauses there."""
+    """A draft with a shorter table pauses there, and stays in the caller's list."""
     model, draft = model_of(name), model_of("gpt2", 20)
     prompt = prompt_of(10)
     expected = plain_text(model, prompt, 22)
@@ -338,7 +338,7 @@ def test_the_drop_in_says_what_mlx_lm_does_up_to_the_end(name: str) -> None:
     assert (position(caches[:2]), position(caches[2:])) == (32, 20)
     assert highest(draft) < 20
     text = mlx_speculation.generate(model, TOKENIZER, prompt_of(32), verbose=True)
-    assert text == ""  # the prompt has taken all positions
+    assert text == ""  # the prompt takes all positions
 
 
 def test_a_calibration_that_would_go_past_the_table_is_refused() -> None:
@@ -353,7 +353,7 @@ def test_a_calibration_that_would_go_past_the_table_is_refused() -> None:
 
 
 def test_comparisons_end_with_the_table() -> None:
-    """Rows of padding of `check --exact` too, and the step that it measures."""
+    """This includes padding rows of `check --exact`, and the step that it measures."""
     model = model_of("gpt2")
     verdict = check_exact(model, FixedShape(4, 16), 64)
     assert verdict.same

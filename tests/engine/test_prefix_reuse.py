@@ -1,4 +1,4 @@
-"""A prefix cache changes what is read again, and never the text."""
+"""A prefix cache changes the tokens that are read, and never the text."""
 
 import threading
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ from support.identity import assert_same_text
 from support.models.tiny_models import TINY_MODELS, build, build_tiny
 from support.models.tiny_tokenizer import byte_tokenizer
 
-# Rows alone, a window of 16 that wraps, recurrent layers beside rows.
+# Full attention, a window of 16 that wraps, recurrent layers with attention.
 MODELS = ("llama", "gemma3_text", "qwen3_5")
 GREEDY = Sampling(seed=3)
 SAMPLED = Sampling(temperature=0.8, top_p=0.95, seed=3)
@@ -50,7 +50,7 @@ BLOCKS = [[(7 * i * i + 31 * b) % 256 for i in range(11 + b)] for b in range(4)]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt of blocks, of an earlier text or not, and how it goes on."""
+    """A prompt of blocks, perhaps after an earlier text, and its options."""
 
     blocks: tuple[int, ...]
     head: int
@@ -124,7 +124,7 @@ def test_a_resumed_chat_reads_few_tokens_again(name: str, draft: bool) -> None:
     text += first.tokens
     for cut in (len(text), 85, 75, 62, 40, 9, 8, 7):
         prompt = [*text[:cut], 255 - text[cut - 1]]
-        known = cut if len(text) > cut else cut - 1  # the last one is never read
+        known = cut if len(text) > cut else cut - 1  # the last token is never read
         stream = ours.stream(prompt, max_tokens=1, sampling=GREEDY)
         next(stream)
         reused = stream.stats.reused
@@ -177,7 +177,7 @@ def test_a_stream_that_is_dropped_leaves_what_it_committed(
     prompt = BLOCKS[0] + BLOCKS[1]
     for count, _ in enumerate(ours.stream(prompt, max_tokens=30, sampling=GREEDY)):
         if count == 6:
-            break  # nobody closes it
+            break  # the stream is not closed
     text = ours.generate(prompt, max_tokens=6, sampling=GREEDY)
     assert text.stats.reused == len(prompt) - 1
     unstarted = PrefixCache(1 << 30)
@@ -186,7 +186,7 @@ def test_a_stream_that_is_dropped_leaves_what_it_committed(
 
 
 def test_a_stream_that_is_dropped_in_another_thread_leaves_nothing() -> None:
-    """Its arrays may wait for streams that the other thread does not have."""
+    """Its arrays may depend on mlx streams that the other thread does not have."""
     prefixes = PrefixCache(1 << 30, every=EVERY)
     streams = [generator("qwen3_5", False, prefixes).stream(BLOCKS[0], max_tokens=9)]
     next(streams[0])
@@ -197,7 +197,7 @@ def test_a_stream_that_is_dropped_in_another_thread_leaves_nothing() -> None:
 
 
 def test_restore_points_of_a_long_prompt_are_inside_the_budget() -> None:
-    """Of a running stream too: it makes room, then gives its own up."""
+    """A running stream evicts others for its points, and then drops its own."""
     prefixes = PrefixCache(400_000, every=EVERY)
     ours = generator("qwen3_5", False, prefixes)
     ours.generate(BLOCKS[1], max_tokens=2)

@@ -1,6 +1,6 @@
-"""Answers come back in the ids in which they were written, and nothing else does.
+"""In later prompts an answer gets the ids in which it was generated.
 
-The tokenizer knows pairs of letters, so a text can be written in different ids.
+The tokenizer knows pairs of letters, so a text can have different ids.
 """
 
 from pathlib import Path

@@ -1,8 +1,8 @@
-"""Same seed, same text, with every sampling option and every drafter.
+"""The same seed gives the same text with every sampling option and every drafter.
 
-Hypothesis draws the options, the drafter and the length of its drafts. What plain
-decoding emits is what must come, with the same calls of the user's processors, the same
-state left in them and, up to rounding, the same log-probabilities.
+Hypothesis draws the options, the drafter and its draft length. The text has to be that
+of plain decoding, with the same calls and final states of the user's processors and, up
+to rounding, the same log-probabilities.
 """
 
 from collections.abc import Callable
@@ -47,7 +47,7 @@ def model_of(seed: int) -> nn.Module:
 
 
 class Counting:
-    """Serial: penalizes by how often it was called, and notes what it was given."""
+    """Serial processor: penalizes by its number of calls, and records its inputs."""
 
     def __init__(self) -> None:
         self.calls: list[list[int]] = []
@@ -59,7 +59,7 @@ class Counting:
 
 
 class Forkable(Counting):
-    """The same with a state that can be put back; its notes are its state."""
+    """A counting processor whose state, its record, can be restored."""
 
     def copy_state(self) -> Any:
         return list(self.calls)
@@ -162,7 +162,7 @@ def check(
     for name, mine, theirs in zip(users, ours, plain, strict=True):
         if name == "serial":
             assert mine.calls == theirs.calls == before
-        elif name == "forkable":  # a step that was submitted ahead may add its call
+        elif name == "forkable":  # a step that was submitted ahead may add a call
             assert mine.calls[:count] == theirs.calls[:count] == before
             assert len(mine.calls) - count in (0, 1)
     return result
@@ -321,7 +321,7 @@ def test_other_rules_repeat_their_text_and_end_like_it(
         calls = [text[: len(PROMPT) + i] for i in range(TOKENS)]
         assert processors[0].calls == calls
         assert one.stats.rounds < TOKENS
-        # One for each token but a round's last, and one for its draft.
+        # A round reads once for its draft, and once for each token but its last.
         assert one.stats.reads == TOKENS
 
 
@@ -373,7 +373,7 @@ def test_a_processor_that_raises_ends_the_stream_and_the_caches_are_right(
 def test_the_chosen_token_is_first_at_exact_ties(
     temperature: float, draft: str | None, batch: bool
 ) -> None:
-    """Each token has three twins, and room is for two."""
+    """Each token ties with three others, and only two are listed."""
     tied = build_tiny(TINY_MODELS["llama"], seed=3, vocab=VOCAB)
     weight: Any = tied.lm_head.weight
     tied.lm_head.weight = mx.repeat(weight[::4], 4, axis=0)

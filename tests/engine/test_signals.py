@@ -1,11 +1,10 @@
-"""Ctrl-C at any moment of a stream or of a batch: nothing is lost, nothing comes twice.
+"""Ctrl-C at any moment of a stream or batch neither loses nor repeats a token.
 
-A timer's signal arrives wherever the interpreter is, so it is raised hundreds of times
-at random moments, and once at each of many opcodes in turn. It raises only in frames
-that this package's calls are on: what the caller's own frame loses between two
-bytecodes no library can know. Nor does it raise in finalizers, weak references and the
-garbage collector's callbacks, as Hypothesis has one: what is raised there Python drops,
-which tests/test_deferred_signals.py is about.
+A timer's signal is raised hundreds of times at random moments, and once at each of many
+opcodes. It raises only while a call of this package is on the stack: a library cannot
+know what the caller's frame loses between two bytecodes. It does not raise in
+finalizers, weak references and callbacks of the garbage collector, where Python drops
+exceptions; tests/test_deferred_signals.py is about these.
 """
 
 import gc
@@ -38,7 +37,7 @@ from support.processes.interrupts import at_opcode
 
 OURS = str(Path(mlx_speculation.__file__).parent)
 NAMES = ("llama", "gemma3_text", "qwen3_5", "mamba", "recurrent_gemma")
-# Attention alone, and what has all kinds of states; the others take as long each.
+# Attention alone, and a model with all kinds of states; others are slow tests.
 SOME = [
     name if name in ("llama", "qwen3_5") else pytest.param(name, marks=pytest.mark.slow)
     for name in NAMES
@@ -58,7 +57,7 @@ def ours(frame: FrameType | None) -> bool:
 
 
 def dropped(frame: FrameType | None) -> bool:
-    """Return whether Python would drop what is raised here."""
+    """Return whether Python would drop an exception raised here."""
     callbacks = {getattr(each, "__code__", None) for each in gc.callbacks}
     while frame is not None:
         code = frame.f_code
@@ -71,7 +70,7 @@ def dropped(frame: FrameType | None) -> bool:
 
 
 class Interruptions:
-    """A timer whose signal raises KeyboardInterrupt, once for each time it is set."""
+    """A timer whose signal raises KeyboardInterrupt once each time it is set."""
 
     def __init__(self) -> None:
         self.hits = 0
@@ -103,7 +102,7 @@ def interruptions() -> Iterator[Interruptions]:
 
 def signal_at_opcode(number: int) -> AbstractContextManager[list[int]]:
     """Raise the timer's signal at that opcode of this package's frames."""
-    # Those two make no call, and signals are not handled, before finalize() is ready.
+    # These two make no call before finalize() is ready, so they handle no signal.
     skip = (Stream.__del__.__code__, finalize.__code__)
     return at_opcode(
         number, OURS, lambda: signal.raise_signal(signal.SIGALRM), skip=skip
@@ -120,7 +119,7 @@ CASES = [
 
 
 class Played:
-    """A batch that is interrupted as it goes, and what it has given out."""
+    """A batch that is interrupted, and the responses that it has returned."""
 
     def __init__(self, made: Bench, kind: str) -> None:
         self.made = made
@@ -145,8 +144,8 @@ class Played:
         return bool(self.batch.running or self.batch.waiting)
 
     def check(self) -> None:
-        """Require each row's text, and each of its tokens handed out once."""
-        self.responses += self.batch.next()  # what was not handed out
+        """Require each row's text, and that each token was returned once."""
+        self.responses += self.batch.next()  # pending responses
         assert self.batch.next() == []
         for uid, case in self.rows.items():
             result = self.batch.result(uid)
@@ -190,7 +189,7 @@ def test_signals_at_any_time_of_a_batch_change_nothing(name: str) -> None:
 
 
 def opcodes_of_a_call(made: Bench, kind: str, calls: int) -> int:
-    """Return how many opcodes the call of `next` after so many others runs."""
+    """Return the number of opcodes of a call of `next` after `calls` others."""
     played = Played(made, kind)
     for _ in range(calls):
         played.next()
@@ -205,7 +204,7 @@ def opcodes_of_a_call(made: Bench, kind: str, calls: int) -> int:
 def test_a_signal_at_any_opcode_of_a_call_changes_nothing(
     kind: str, calls: int, many: int
 ) -> None:
-    """Also those between a commit and the handing out, which a timer seldom meets."""
+    """This includes opcodes between a commit and the return of responses."""
     made = bench("llama")
     count = opcodes_of_a_call(made, kind, calls)
     met = 0
@@ -229,7 +228,7 @@ def test_a_signal_at_any_opcode_of_a_call_changes_nothing(
 def test_a_signal_at_any_opcode_of_a_streams_round_loses_no_token(
     kind: str, many: int
 ) -> None:
-    """Yielded tokens, the reported ones and what the caches hold are alike."""
+    """Yielded tokens, reported tokens and cache contents agree."""
     made, prompt = bench("llama"), prompt_of(17)
     generator, hits = made.generator(kind), 0
     options: dict[str, Any] = {"max_tokens": TOKENS, "stop_tokens": ()}
@@ -277,7 +276,7 @@ def test_a_signal_at_any_opcode_of_a_streams_round_loses_no_token(
 def test_a_signal_at_any_time_of_a_stream_closes_it(
     name: str, sampling: Sampling
 ) -> None:
-    """Yielded tokens are its result, and the caches go on from there."""
+    """Yielded tokens are its result, and the caches can continue from there."""
     made, dice, hits = bench(name), random.Random(name), 0
     prompt, case = prompt_of(17), Case(17, sampling, TOKENS)
     for kind in KINDS:
@@ -308,7 +307,7 @@ def test_a_signal_at_any_time_of_a_stream_closes_it(
                     timer.off()
                     result, cached = stream.result, stream.cached_tokens
                     got = [chunk.token for chunk in chunks]
-                    # The last chunk may be lost: its text had ended before the signal.
+                    # The last chunk may be lost: the text had ended before the signal.
                     lost = len(result.tokens) - len(got)
                     assert lost == 0 or (lost == 1 and result.finish_reason == "length")
                     assert got == result.tokens[: len(got)]
@@ -323,7 +322,7 @@ def test_a_signal_at_any_time_of_a_stream_closes_it(
 
 @pytest.mark.parametrize("reuse", [False, True])
 def test_a_signal_while_a_stream_is_dropped_is_raised_after_it(reuse: bool) -> None:
-    """At any opcode; what the stream has committed goes to the prefix cache as ever."""
+    """This holds at any opcode; committed rows still go to the prefix cache."""
     made = bench("llama")
 
     def drop(one: SpeculativeGenerator, opcode: int) -> int:
@@ -359,7 +358,7 @@ def test_a_signal_while_a_stream_is_dropped_is_raised_after_it(reuse: bool) -> N
 
 @pytest.mark.parametrize("joined", [False, True])
 def test_an_error_that_a_handler_raises_ends_no_row(joined: bool) -> None:
-    """As a time limit of the caller's; the drafter is not at fault either."""
+    """An example is a caller's time limit; the drafter is not blamed either."""
     made, case = bench("llama"), Case(40, Sampling(), 9, prefill_step=12)
 
     def late(number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""Caches of sliding windows: a caller's own stay native."""
+"""Sliding-window caches that a caller passes stay native."""
 
 from typing import Any
 
@@ -47,7 +47,7 @@ def test_a_lane_replaces_the_rings_that_it_makes(name: str) -> None:
 
 @pytest.fixture(name="made")
 def _made(monkeypatch: pytest.MonkeyPatch) -> list[Lane]:
-    """Note the lanes that a generator makes."""
+    """Record the lanes that a generator makes."""
     lanes: list[Lane] = []
 
     class NotedLane(Lane):
@@ -138,13 +138,13 @@ def test_windows_are_not_quantized_by_any_door(sliding: Any, family: str) -> Non
             [1], max_tokens=20, kv_quantization=quantization, prompt_cache=caches
         )
     assert caches[0].offset == 0
-    # A text that ends before is not touched by it.
+    # A text that ends before the start is not affected.
     result = made.generate([1, 2], max_tokens=3, kv_quantization=quantization)
     assert result.tokens == made.generate([1, 2], max_tokens=3).tokens
 
 
 def test_windows_that_mlx_lm_leaves_alone_are_not_refused() -> None:
-    """mlx-lm quantizes nothing inside of a `CacheList`."""
+    """mlx-lm does not quantize caches inside a `CacheList`."""
     model = census.build("baichuan_m1")
     options: dict[str, Any] = {
         "kv_bits": 8,

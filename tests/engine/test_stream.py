@@ -1,4 +1,4 @@
-"""Streams: stops, budgets, characters, closing, and the caches afterwards."""
+"""Streams: stop tokens, budgets, characters, closing, and the caches afterwards."""
 
 import gc
 from functools import cache
@@ -29,8 +29,8 @@ from support.drafters.scripted_drafter import ScriptedDrafter
 from support.models.tiny_models import TINY_MODELS, build
 from support.models.tiny_tokenizer import byte_tokenizer
 
-# One for each cache kind and mixture of kinds; all of them bitwise on this wheel
-# but gemma3_text and recurrent_gemma, whose texts are compared token for token.
+# One for each kind of cache and mixture of kinds. On this wheel all are bitwise except
+# gemma3_text and recurrent_gemma, whose texts are compared token for token.
 MODELS = ("llama", "gemma3_text", "qwen3_5", "mamba", "recurrent_gemma", "lfm2")
 PROMPT = [(5 * i * i + 3) % 256 for i in range(21)]
 PROBE = mx.array([[1, 2, 3]])
@@ -324,7 +324,7 @@ def test_a_stream_keeps_its_generator_and_so_the_recorders() -> None:
 
 @pytest.mark.parametrize("name", ["gemma3_text", "qwen3_5"])
 def test_nothing_old_waits_for_the_garbage_collector(name: str) -> None:
-    """Old windows, states and recorded inputs would pile up round after round."""
+    """Otherwise old windows, states and recorded inputs would accumulate."""
     _, _, speculative, _ = pair(name)
     kinds = (Stream, LaneRound, Speculation, RecordingArraysCache, PresentedRing)
     gc.collect()
@@ -368,8 +368,8 @@ def test_a_drafted_round_waits_for_the_device_once(
         counted(mx, wait)
     before = stream.stats.rounds
     list(stream)
-    # One read, and looks at the clock when drafts, logits and tokens are there. The
-    # last round may have no room for a draft.
+    # One read, and a reading of the clock when drafts, logits and tokens are ready.
+    # The last round may have no room for a draft.
     reads = waits.count("outcomes")
     assert reads == stream.stats.rounds - before
     drafted, plain = [*["eval"] * 3, "outcomes"], ["eval", "outcomes"]
@@ -390,11 +390,10 @@ def test_a_drawn_seed_is_reported_and_repeats_the_text() -> None:
 
 
 def _assert_holds(name: str, caches: list[Any], tokens: list[int]) -> None:
-    """Assert that the caches go on exactly as caches that were fed the tokens.
+    """Assert that the caches continue like caches that were fed the tokens.
 
-    Families whose rows depend on the width in the last bits get twice the largest
-    difference between twins that were fed at once, one by one and in twos; the others
-    get none.
+    If the rows of a family depend on the width in their last bits, the tolerance is
+    twice the largest difference between twins fed at once, one by one and in twos.
     """
     model = known(name)[0]
     offsets, expected = _fed(name, tuple(tokens))
@@ -409,7 +408,7 @@ def _assert_holds(name: str, caches: list[Any], tokens: list[int]) -> None:
 
 @cache
 def _fed(name: str, tokens: tuple[int, ...]) -> tuple[list[int], list[mx.array]]:
-    """Return offsets of caches that were fed tokens, and what follows, for each way."""
+    """Return offsets of caches after the tokens, and next logits, for each width."""
     model, offsets = known(name)[0], list[int]()
     logits = list[mx.array]()
     for step in (None,) if TINY_MODELS[name].bitwise else (1, 2, None):

@@ -1,9 +1,9 @@
-"""The distribution of the text itself: what whole generations emit, counted.
+"""The distribution of texts of whole generations, by counting.
 
-A target and a draft of four tokens, drafts of three, so that a rejection, a residual
-draw, a bonus and the next round all fall into the first three emitted tokens. Their
-joint distribution is computed from the target alone; each generation has a seed of its
-own.
+Target and draft have four token ids, and a draft has three tokens, so that a rejection,
+a residual draw, a bonus and the next round fall into the first three emitted tokens.
+Their joint distribution is computed from the target alone. Each generation has another
+seed.
 
 Sizes are from the table for 64 outcomes at alpha 1e-4 and power .99: 10,009 find a
 total variation of 0.05, 1,112 one of 0.15, 626 one of 0.2 and 156 one of 0.4 (the size
@@ -95,8 +95,8 @@ RUNS = [
         acceptance,
         case,
         samples,
-        # Keyed text equals that of plain decoding, which other tests hold it to, and
-        # the distributions of both other rules are enumerated in tests/samplers.
+        # Other tests check that keyed text equals plain decoding's, and tests/samplers
+        # enumerates the distributions of the two other rules.
         marks=() if (samples, acceptance) == (QUICK, "block") else pytest.mark.slow,
     )
     for acceptance in get_args(Acceptance)
@@ -122,7 +122,7 @@ def test_the_first_three_tokens_follow_the_targets_joint_distribution(
 def test_drafts_of_any_length_and_source_leave_the_distribution_as_it_is(
     acceptance: Acceptance, drafting: str
 ) -> None:
-    """A lookup proposes nothing now and then; rounds behind a step are among these."""
+    """A lookup sometimes proposes nothing; some rounds are behind a step in flight."""
     options = CASES["plain distribution"]
     counts = TEXTS.count(generator_of(acceptance, drafting), options, 2_502)
     assert excess(counts, TEXTS.distribution(models()[0], **options)) < 1
@@ -133,7 +133,7 @@ def test_drafts_of_any_length_and_source_leave_the_distribution_as_it_is(
 def test_a_drafters_nan_leaves_the_distribution_as_it_is(
     acceptance: Acceptance,
 ) -> None:
-    """The round that it comes in goes on; then the draft is set aside."""
+    """The round with the NaN continues; then the draft is disabled."""
     options = CASES[PLAIN]
     generator, counts = generator_of(acceptance), np.zeros(VOCAB**3, dtype=np.int64)
     _, draft = models()
@@ -170,7 +170,7 @@ def hot(log_probs: mx.array) -> mx.array:
     return mx.random.categorical(log_probs / 1.2)
 
 
-@pytest.mark.slow  # test_sampler.py holds the texts to those of mlx-lm, seed by seed
+@pytest.mark.slow  # test_sampler.py compares texts with mlx-lm's, seed by seed
 @pytest.mark.parametrize("samples", [SHORT, LONG])
 def test_the_distribution_of_a_sampler_that_draws_by_itself_is_its_own(
     samples: int,

@@ -1,10 +1,10 @@
 """The text is that of plain decoding, for every architecture, cache and draft.
 
-One grid for the tiny models, which have every kind of cache that mlx-lm's models make
-(keys, windows, states, mixtures of these), for those with rarer ones (chunks, groups
-that are compressed, several caches in a layer), and for every other architecture of
-mlx-lm. A scripted drafter proposes in turn what is right, right in part, wrong or
-empty; each draft has to be accepted as far as it is right.
+The grid has the tiny models with the usual kinds of cache (keys, windows, states,
+mixtures of these), models with rarer kinds (chunks, compressed groups, several caches
+in a layer), and every other architecture of mlx-lm. A scripted drafter proposes drafts
+that are right, partly right, wrong or empty; each has to be accepted as far as it is
+right.
 """
 
 from collections.abc import Callable
@@ -44,11 +44,11 @@ class Case:
     """One model of the grid.
 
     Attributes:
-        build: makes it.
-        bitwise: whether no near-tie is allowed.
-        tokens: how many are generated.
-        passed: whether the caches are the caller's, and so mlx-lm's own.
-        run_again: whether a part of a round is read again for some of its layers.
+        build: builds the model.
+        bitwise: whether near-ties are forbidden.
+        tokens: number of tokens to generate.
+        passed: whether the caller passes caches, which are mlx-lm's.
+        run_again: whether some layers run again over a part of a round.
     """
 
     build: Callable[[], nn.Module]
@@ -63,8 +63,8 @@ def _tiny(tiny: TinyModel, tokens: int, *, passed: bool = False) -> Case:
     return Case(partial(build_tiny, tiny), tiny.bitwise, tokens, passed, again)
 
 
-# After 40 tokens, 31 more and what is rejected of their drafts write to each place of a
-# window of 16 twice at least.
+# After a prompt of 40 tokens, 31 more and rejected drafts write to each slot of a
+# window of 16 at least twice.
 MODELS = {name: _tiny(tiny, 31) for name, tiny in TINY_MODELS.items()} | {
     f"{name}, passed": _tiny(tiny, 31, passed=True) for name, tiny in RARER.items()
 }
@@ -79,9 +79,9 @@ OTHERS = {
     if not (row.tiny or row.unequal)
 }
 CASES = MODELS | OTHERS
-# The rows of all others are compared in test_census.py, bit for bit where they can be.
+# test_census.py compares the rows of all others, bit for bit if possible.
 QUICK = [*MODELS, *(name for name in OTHERS if name[8:] in census.FEW)]
-# Of each kind of cache one: as drafts their caches are what they are as targets.
+# One of each kind of cache: a draft's caches are the same as a target's.
 FOR_THEMSELVES = (
     *("llama", "qwen3_5", "mamba", "lfm2", "recurrent_gemma", "rwkv7"),
     *("bailing_moe_v3", "deepseek_v3(MLA)", "gemma3_text", "llama(sliding)"),
@@ -116,7 +116,7 @@ def test_any_draft_leaves_the_text_as_plain_decoding_has_it(
     ("name", "chosen"), covering(MODELS, SAMPLINGS, quick=(0, FOR_THEMSELVES))
 )
 def test_a_model_that_drafts_for_itself_is_always_right(name: str, chosen: str) -> None:
-    """Two sets of its caches are written to and cut in the same rounds."""
+    """Two sets of its caches are written and rolled back in the same rounds."""
     case = MODELS[name]
     seen = check_identity(
         case.build(),
@@ -153,7 +153,7 @@ def test_any_draft_leaves_a_long_text_as_plain_decoding_has_it(
 
 
 def test_different_seeds_give_different_texts() -> None:
-    """Or equal texts would say little."""
+    """Otherwise tests of equal texts would prove little."""
     generator = SpeculativeGenerator(tiny_models.build("llama"), byte_tokenizer())
     texts = {
         tuple(

@@ -1,8 +1,8 @@
-"""Timing of rounds: nothing is lost, and each part gets its own.
+"""Timing of rounds: all time is counted, each part in its place.
 
-Other programs may delay a round anywhere. So a sleep is timed by itself, and its part
-has to take at least as long. Parts that are slow on the device are compared by the
-lower quartile of the rounds, since other programs can only add to a part.
+Other programs may delay a round anywhere. So a sleep is also timed separately, and its
+part has to take at least as long. Parts that are slow on the device are compared by
+their lower quartile over the rounds, since other programs can only add time.
 """
 
 import time
@@ -92,7 +92,7 @@ def test_the_parts_are_all_of_the_rounds_time(
 
 
 class Nap:
-    """Sleeps, and times it."""
+    """Sleeps, and records the time."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -104,7 +104,7 @@ class Nap:
 
 
 class Sleepy(ScriptedDrafter):
-    """Takes its time."""
+    """A drafter that sleeps in each call."""
 
     def __init__(self, script: list[int], nap: Nap) -> None:
         super().__init__(script, 1.0)
@@ -116,7 +116,7 @@ class Sleepy(ScriptedDrafter):
 
 
 class Late(ScriptedDrafter):
-    """Returns tokens that are not computed yet, and take the device a while."""
+    """Returns tokens that the device still has to compute, which takes some time."""
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         draft = super().propose(sequence, limit, choose)
@@ -129,7 +129,7 @@ def plain_text(tokens: int) -> list[int]:
 
 
 def busy(rows: mx.array) -> mx.array:
-    """Return zeros [rows, 1]; the device is at work on them for some milliseconds."""
+    """Return zeros [rows, 1], which take the device some milliseconds to compute."""
     x = rows[:, :1].astype(mx.float32)
     big = mx.broadcast_to(x.sum() * 0 + 1, (240, 240))
     return x * 0 + (big @ big).max() * 0
@@ -141,7 +141,7 @@ def slow_to_compute(tokens: mx.array, logits: mx.array) -> mx.array:
 
 
 class SlowLogits(nn.Module):
-    """A model whose forward takes the device some milliseconds more."""
+    """A model whose forward takes some milliseconds more on the device."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -228,7 +228,7 @@ def test_a_draft_models_work_is_the_drafts() -> None:
 
 
 def test_a_constraint_moves_no_step_to_the_host() -> None:
-    """Its masks wait for a step's tokens while the next step is built."""
+    """Its masks wait for the tokens of a step while the next step is built."""
     model = SlowLogits(build("llama"))
     plain = SpeculativeGenerator(model, byte_tokenizer())
     noted = NotedRounds(0)
@@ -302,7 +302,7 @@ def test_where_nothing_waits_to_hand_over_a_graph_is_the_hosts() -> None:
 
 
 def test_waiting_while_a_graph_is_handed_over_is_not_the_hosts() -> None:
-    """On a CPU mlx takes a long graph piece by piece."""
+    """On a CPU mlx waits while a long graph is submitted."""
     big = mx.random.normal((160, 160))
     mx.eval(big)
     x = big

@@ -1,4 +1,4 @@
-"""Origins of tokens, compared with the statistics and with the drafts."""
+"""Origins of tokens agree with the statistics and the drafts."""
 
 from functools import cache
 from typing import Any
@@ -34,7 +34,7 @@ def known() -> tuple[nn.Module, list[int]]:
 
 
 class Noted(ScriptedDrafter):
-    """Notes where each draft began, and what it was."""
+    """Records the position and the tokens of each draft."""
 
     drafts: dict[int, list[int]]
 
@@ -47,7 +47,7 @@ class Noted(ScriptedDrafter):
 
 
 def opaque(tokens: mx.array, logits: mx.array) -> mx.array:
-    """Says nothing of its state, so that rows are decided in turn."""
+    """Processor without promises about its state, so rows are decided in order."""
     return logits
 
 
@@ -109,7 +109,7 @@ def test_origins_are_what_the_statistics_count(
     assert list(result.origins) == expected(stream)[:budget]
 
     places = [o.place for o in result.origins if o.place is not None]
-    lost = stats.accepted - len(places)  # to the cut at the budget
+    lost = stats.accepted - len(places)  # cut off at the budget
     assert lost == 0 or result.origins[-1].writer == "accepted"
     for place, reached in enumerate(stats.reached):
         assert reached - places.count(place) in ((0,) if not lost else (0, 1))
@@ -121,7 +121,7 @@ def test_origins_are_what_the_statistics_count(
         if origin.place == 0:
             start = position
         if origin.place is not None:
-            # A draft may begin with a token that the target was choosing already.
+            # A draft may begin with the token of a step in flight.
             round_start = next(at for at in (start, start - 1) if at in drafter.drafts)
             assert drafter.drafts[round_start][position - round_start] == token
         position += 1

@@ -1,9 +1,9 @@
-"""A session of an agent reads its context once: what is read again is counted.
+"""A session of an agent reads its context once; tokens that are read again are counted.
 
-A head of 8,000 tokens (quick: 1,000), then 20 turns (quick: 4): an answer, its end, the
-result of a tool, and the beginning of the next answer. As chat templates do, a later
-prompt shows the beginning of an answer without the last tokens after which it was
-written, so each answer is read once more.
+A session has a head of 8,000 tokens (quick: 1,000), then 20 turns (quick: 4): an
+answer, its end, the result of a tool, and the opening of the next answer. As with chat
+templates, a later prompt lacks the last tokens of the opening of an earlier answer, so
+each answer is read once more.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer
 
 HEAD, TURNS, ANSWER, RESULT = 8000, 20, 12, 60
-# Of a turn; and of an answer, whose last two tokens are left out later
+# End of a turn; and opening of an answer, whose last two tokens later prompts lack
 END, OPEN = 255, [254, 10, 253, 10]
 MOST, MOST_AFTER_RESTART = 0.03, 0.05
 # Tokens that a turn reads again: the answer, its opening, a token or two at the ends
@@ -50,23 +50,23 @@ def made(kind: str) -> Made:
 
 
 def noise(seed: int, count: int) -> list[int]:
-    """Return tokens that no other seed has, below the special ones."""
+    """Return tokens that differ for each seed, below the special ones."""
     return [(seed * 7919 + 31 * i * i + seed * i) % 250 for i in range(count)]
 
 
 class Session:
-    """One agent: its history, and what of it was read again."""
+    """One agent: its history, and the tokens that were read again."""
 
     def __init__(self, head: list[int], seed: int) -> None:
         self.history, self.seed = [*head, *noise(seed, 40), END], seed
         self.turns = self.prompts = 0
-        self.again: list[int] = []  # of each turn but the first, the tokens read again
+        self.again: list[int] = []  # tokens read again in each turn but the first
 
     def turn(self, run: Run) -> None:
         """Ask for an answer, and let a tool follow it."""
         prompt = [*self.history, *OPEN]
         result = run(prompt)
-        if self.turns:  # what no prompt has had before: a result, and an opening
+        if self.turns:  # new in this prompt: a result, and an opening
             new = RESULT + 1 + len(OPEN)
             self.prompts += len(prompt)
             self.again.append(len(prompt) - result.stats.reused - new)
@@ -80,7 +80,7 @@ def streams(generator: SpeculativeGenerator) -> Run:
 
 
 def batches(generator: SpeculativeGenerator) -> Run:
-    """Return what runs a request as the row of a batch that goes on."""
+    """Return a function that runs a request as a row of a running batch."""
     batch = BatchGenerator(generator)
 
     def run(prompt: list[int]) -> Any:
@@ -115,7 +115,7 @@ def play(run: Run, sessions: list[Session], turns: int, side: bool) -> None:
 
 
 def share(sessions: list[Session]) -> float:
-    """Return what part of all tokens of prompts was read again."""
+    """Return the share of all prompt tokens that was read again."""
     again = sum(sum(session.again) for session in sessions)
     return again / sum(session.prompts for session in sessions)
 

@@ -1,4 +1,4 @@
-"""Texts of every family after images: mlx-vlm's own, whatever drafts."""
+"""Texts of every vision family equal mlx-vlm's, with every kind of draft."""
 
 from typing import Any
 
@@ -46,7 +46,7 @@ pytestmark = WITHOUT_MLX_VLM
 
 
 SIZES = {"none": NONE, "one": ONE, "two": TWO}
-# Each way to place tokens, of which the other families have one.
+# One family for each form of positions.
 IN_TURNS = (
     *("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3"),
     *("gemma4", "llava", "smolvlm", "lfm2_vl"),
@@ -76,7 +76,7 @@ def test_text_is_that_of_mlx_vlm_under_every_draft(name: str, images: str) -> No
 
 @pytest.mark.parametrize("first", range(0, len(OTHERS), 6))
 def test_a_few_words_of_other_families_are_those_of_mlx_vlm(first: int) -> None:
-    """The grid of these is slow: a model, a prompt and a wrong draft of each."""
+    """Their full grid is slow, so each has one prompt and a wrong draft here."""
     for name in OTHERS[first : first + 6]:
         model, prompt = target(name), prompt_of(name, most(name))
         expected = their_text(model, prompt, 6)
@@ -87,9 +87,9 @@ def test_a_few_words_of_other_families_are_those_of_mlx_vlm(first: int) -> None:
 
 @pytest.mark.parametrize("name", others_slow(FAMILIES, IN_TURNS))
 def test_requests_in_turns_write_what_each_does_alone(name: str) -> None:
-    """mlx-vlm keeps positions on the model: those of the request before.
+    """mlx-vlm keeps the positions of the last request on the model.
 
-    Each is mlx-vlm's own: without images, with one and with two.
+    Each text equals mlx-vlm's: without images, with one and with two.
     """
     prompts = [
         prompt_with(name, ONE),
@@ -125,7 +125,7 @@ def test_positions_on_the_model_are_not_read(name: str) -> None:
 def test_chunks_of_a_prompt_are_one_pass_and_rounds_leave_what_steps_leave(
     name: str,
 ) -> None:
-    """A lane after rounds, one of which failed, holds what a lane of steps holds."""
+    """A lane after rounds, one of which failed, equals a lane after steps."""
     model, prompt = target(name), prompt_of(name, most(name))
     rest = [70, 80, 90, 100, 110, 120]
 

@@ -1,4 +1,4 @@
-"""A folder of a vision model: loaded, asked with images, refused where it has to be."""
+"""Folders of vision models: loading, requests with images, and refusals."""
 
 import io
 import json
@@ -152,7 +152,7 @@ def test_a_folder_that_cannot_be_served_is_refused(
 def test_vision_is_taken_where_mlx_lm_does_not_know_the_architecture(
     folder: Path, tmp_path: Path
 ) -> None:
-    """mlx-lm reads the text part of this one; the other it does not know at all."""
+    """mlx-lm reads the text part of one family, and does not know the other."""
     model, _ = load(folder, vision=None)
     assert not isinstance(model, VisionTarget)
     unknown = changed(folder, tmp_path, model_type="florence2")
@@ -181,7 +181,7 @@ def test_an_mtp_head_in_the_folder_leaves_the_text_as_it_is(
             assert result.tokens == plain.generate(ASKED, **request).tokens
             assert result.stats.drafted
             assert not result.stats.drafter_faults
-            if not images:  # mlx-lm's model of the same folder, and its head
+            if not images:  # mlx-lm's model of the same folder, with its head
                 other = text_only.generate(ASKED, max_tokens=16, **more)
                 assert other.tokens == result.tokens
                 assert other.stats.drafted == result.stats.drafted

@@ -1,6 +1,6 @@
-"""Prompts that processors of mlx-vlm make, where no folder is written for a family.
+"""Prompts from processors of mlx-vlm, for families without a folder in the tests.
 
-Each is made as the family's files would make it, with a tokenizer of bytes, and small.
+Each processor is small, with a byte tokenizer, and made as from the family's files.
 """
 
 import io
@@ -21,7 +21,7 @@ from support.models.vision_folders import picture
 pytestmark = [
     WITHOUT_MLX_VLM,
     pytest.mark.slow,
-    # mlx-vlm reads pixels by what Pillow 14 takes away
+    # mlx-vlm uses a function that Pillow 14 removes
     pytest.mark.filterwarnings("ignore:Image.Image.getdata:DeprecationWarning"),
 ]
 
@@ -176,7 +176,8 @@ def granite(name: str, kind: str, **more: Any) -> tuple[Any, str]:
     return made, "<image>"
 
 
-# What makes a processor and a text's marker of an image, and how many images it takes.
+# By family: a function that makes a processor and the marker of an image, and the most
+# images of a prompt.
 MADE: dict[str, tuple[Callable[[], tuple[Any, str]], int]] = {
     "minicpmv4_6": (minicpm, 2),
     "molmo": (molmo, 1),

@@ -1,4 +1,4 @@
-"""Quantized caches behind images: mlx-lm's steps, whatever drafts."""
+"""Texts with quantized caches after images equal plain steps, with every draft."""
 
 from functools import cache
 from typing import Any
@@ -25,7 +25,7 @@ pytestmark = WITHOUT_MLX_VLM
 
 QUANTIZED = sorted(name for name, family in SERVED.items() if family.quantizes)
 
-# Heads of 32 numbers, the least that can be quantized
+# Heads of 32 numbers, the smallest that can be quantized
 _FEW: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
 _HEAD: dict[str, Any] = {"head_dim": 32}
 _MROPE: dict[str, Any] = {
@@ -78,9 +78,9 @@ def target(name: str) -> VisionTarget:
 
 
 def stepped(name: str, prompt: ImagePrompt, start: int, bits: int) -> list[int]:
-    """Decode greedily, one token a forward, as mlx-lm quantizes.
+    """Decode greedily, one token per forward, quantizing as mlx-lm does.
 
-    The chunk of a prompt in which the caches come to hold so many rows is fed whole.
+    The chunk of a prompt in which the caches reach `start` rows is fed whole.
     """
     model, caches = target(name), target(name).make_cache()
     run = ImageForward(model, prompt)
@@ -121,7 +121,7 @@ def test_every_family_that_may_have_quantized_caches_is_tried() -> None:
 @pytest.mark.parametrize("start", [0, 9, 40])
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_a_text_is_that_of_steps_whatever_drafts(name: str, start: int) -> None:
-    """From the beginning, within an image, and within the text."""
+    """Quantization starts at the beginning, within an image, or within the text."""
     check(name, start)
 
 

@@ -1,7 +1,7 @@
-"""Images of every size, from a folder to the text: mlx-vlm's own, whatever drafts.
+"""Texts after images of every size equal mlx-vlm's, with every kind of draft.
 
-A folder has the model and what the family's processor reads, and mlx-vlm prepares the
-prompt by itself. Families without a processor are in test_vision_families alone.
+A folder has the model and the files of the family's processor, and mlx-vlm prepares the
+prompt itself. Families without a processor are in test_vision_families alone.
 """
 
 import atexit
@@ -52,9 +52,9 @@ SIZES: dict[str, list[tuple[int, int]]] = {
 }
 TOKENS = 12
 GREEDY, SAMPLED = Sampling(seed=0), Sampling(temperature=0.8, top_p=0.9, seed=11)
-# One of each way to treat a size: a list of tensors, tiles, padding to the largest
+# One for each treatment of sizes: a list of tensors, tiles, padding to the largest
 QUICK = ("gemma4", "smolvlm", "pixtral")
-# Their processors in mlx-vlm write nothing, or what they do not read again
+# Their processors in mlx-vlm save nothing, or files that they cannot load
 UNSAVED = {
     *("internvl_chat", "internvl", "llava_onevision"),
     *("muse_glimmer", "glm_ocr", "mage_vl"),
@@ -63,20 +63,20 @@ Messages = list[dict[str, Any]]
 
 
 def families(*quick: str) -> list[Any]:
-    """Return those with a processor; the long suite alone runs what is not named."""
+    """Return families with a processor; those that are not named are slow."""
     slow = pytest.mark.slow
     return [n if n in quick else pytest.param(n, marks=slow) for n in PROCESSORS]
 
 
 @cache
 def folders() -> Path:
-    """Return where folders of models are written, until the end."""
+    """Return a folder for models, which is removed at the end."""
     made = Path(mkdtemp())
     atexit.register(shutil.rmtree, made, ignore_errors=True)
     return made
 
 
-# A Gemma 4 whose tokens of one image see each other
+# A Gemma 4 in which tokens of an image attend to each other in both directions
 BOTH_WAYS = "gemma4, both ways"
 
 
@@ -94,7 +94,7 @@ def loaded(name: str) -> tuple[Any, Any]:
 
 
 def pictures(name: str, size: str, seed: int = 0) -> list[bytes]:
-    """Return images of a size; of two one where mlx-vlm reads no more."""
+    """Return images of a size; only one if mlx-vlm reads no more."""
     sizes = SIZES[size]
     if name in SERVED and SERVED[name].one_image:
         sizes = sizes[-1:]
@@ -127,7 +127,7 @@ def options(sampling: Sampling = GREEDY) -> dict[str, Any]:
 
 
 def theirs(name: str, text: str, images: list[bytes]) -> list[int]:
-    """Return what mlx-vlm writes, from the pictures on, up to an end of text."""
+    """Return mlx-vlm's text for a prompt with images, up to an end of text."""
     import mlx_vlm
 
     target = loaded(name)[0]
@@ -150,7 +150,7 @@ def theirs(name: str, text: str, images: list[bytes]) -> list[int]:
     "name", [*families(), pytest.param(BOTH_WAYS, marks=pytest.mark.slow)]
 )
 def test_a_text_is_that_of_mlx_vlm_at_every_size(name: str, size: str) -> None:
-    """Right, wrong and random drafts, greedy and drawn."""
+    """This holds for right, wrong and random drafts, greedy and sampled."""
     images = pictures(name, size)
     prompt = prompt_of(name, [user_turn("What is it?", len(images))], images)
     plain = tokens(name, prompt)
@@ -197,7 +197,7 @@ def test_requests_in_turns_with_images_of_different_sizes(name: str) -> None:
 
 @pytest.mark.parametrize("name", families("gemma4"))
 def test_a_second_turn_brings_an_image_of_another_size(name: str) -> None:
-    """It shares what both turns have in common, and never a place of an image."""
+    """It reuses the common prefix, and never the rows of another image."""
     images = pictures(name, "wide", seed=5) + pictures(name, "small", seed=6)
     first = prompt_of(name, [user_turn("What?", 1)], images[:1])
     made = SpeculativeGenerator(
@@ -225,7 +225,7 @@ def test_a_second_turn_brings_an_image_of_another_size(name: str) -> None:
 def test_what_transformers_writes_of_a_processor_is_read(
     name: str, tmp_path: Path
 ) -> None:
-    """Loaded without `vision=True` where mlx-lm does not know the architecture."""
+    """It loads without `vision=True` if mlx-lm does not know the architecture."""
     target: Any = loaded(name)[0]
     for file in ("config.json", "model.safetensors"):
         (tmp_path / file).symlink_to(folders() / name / file)
@@ -246,7 +246,7 @@ def test_a_request_logs_no_warning(name: str, caplog: pytest.LogCaptureFixture) 
     # The first request loads the processor, whose notices are about the tiny folder.
     target.image_prompt([user_turn("What?", 1)], pictures(name, "small"), {})
     caplog.clear()
-    logger = logging.getLogger("transformers")  # passes nothing on to the root
+    logger = logging.getLogger("transformers")  # does not propagate to the root
     logger.addHandler(caplog.handler)
     try:
         for more in ({}, {"enable_thinking": False}):

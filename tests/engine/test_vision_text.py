@@ -1,4 +1,4 @@
-"""Texts after images: mlx-vlm's own, whatever drafts, and whoever else is served."""
+"""Texts after images equal mlx-vlm's, with every draft and among other requests."""
 
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ from support.models.vision_requests import (
 
 pytestmark = WITHOUT_MLX_VLM
 
-# Positions of three axes, layers with states, windows.
+# Positions with three axes, layers with states, windows.
 SOME = ("qwen2_5_vl", "qwen3_5", "gemma3")
 
 
@@ -91,7 +91,7 @@ def test_an_eagle_head_leaves_the_text_as_it_is(
 def test_tokens_of_an_image_see_each_other_where_the_config_says_so(
     name: str, sizes: list[tuple[int, int]]
 ) -> None:
-    """Longer than the window, and read at once, whatever the step."""
+    """The image is longer than the window, and read at once for every prefill step."""
     both = tiny(name, use_bidirectional_attention="vision")
     made = prompt_with(name, sizes)
     kinds = (made.input_ids == both.placeholder).astype(mx.int32)
@@ -115,7 +115,7 @@ def test_tokens_of_an_image_see_each_other_where_the_config_says_so(
 
 
 class FailingTarget(VisionTarget):
-    """A target one of whose forwards fails, after it has written."""
+    """A target with one forward that fails after it has written."""
 
     left = 1 << 30
 
@@ -129,7 +129,7 @@ class FailingTarget(VisionTarget):
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5", "gemma3"])
 def test_a_forward_that_fails_leaves_what_was_committed(name: str) -> None:
-    """Wherever it does, in the prompt or in a round: a lane goes on from there."""
+    """After a failure in the prompt or in a round, the lane can continue from there."""
     prompt = prompt_with(name, ONE)
     expected = plain_text(name, ONE)
     failing = FailingTarget(target(name).vlm)
@@ -208,7 +208,7 @@ def test_a_second_turn_resumes_the_first_after_its_images(name: str) -> None:
 def test_a_head_after_images_drafts_warm_as_it_does_cold(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of two images with the same ids are of two texts."""
+    """Two images with the same ids count as two texts."""
     monkeypatch.setattr(eagle_checkpoints, "VOCAB", VOCAB)
     model, prompt = target(name), prompt_with(name, ONE)
     folder = eagle_checkpoints.write_eagle(tmp_path / "head", "specforge", (0, 1))

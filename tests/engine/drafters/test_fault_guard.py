@@ -1,4 +1,4 @@
-"""A text goes on without a drafter that fails, and is what it would have been."""
+"""A text continues without a drafter that fails, and does not change."""
 
 import warnings
 from collections.abc import Callable
@@ -86,7 +86,7 @@ def plain_text(kind: str, sampling: Sampling) -> list[int]:
 
 @cache
 def held_after(kind: str, sampling: Sampling) -> Any:
-    """Return what caches hold after the plain text, written token by token."""
+    """Return the content of caches after the plain text, written token by token."""
     twin = Lane(target_of(kind))
     twin.feed(PROMPT + plain_text(kind, sampling), step=1)
     return content(twin.caches)
@@ -104,7 +104,7 @@ def draft_of(kind: str, sampling: Sampling) -> Any:
 
 @st.composite
 def raised_or_wrong(draw: st.DrawFn, kind: str) -> tuple[str, Faults]:
-    """Return the call that is at fault, and what makes the fault."""
+    """Draw the faulty call, and return it with a context that makes the fault."""
     owner, nth = KINDS[kind], draw(st.integers(1, 7))
     if kind in ("model", "mtp") and draw(st.booleans()):
         return "propose", lambda model: nan_logits(model, nth)
@@ -119,7 +119,7 @@ def generated(
     fault: AbstractContextManager[Happened],
     **options: Any,
 ) -> tuple[Result, Happened, list[str]]:
-    """Generate under a fault; return what was warned of, too."""
+    """Generate under a fault; return the warnings too."""
     with warnings.catch_warnings(record=True) as caught, fault as happened:
         warnings.simplefilter("always")
         result = generator.generate(PROMPT, max_tokens=TOKENS, **options)
@@ -150,7 +150,7 @@ def test_a_fault_leaves_text_and_caches_as_plain_decoding_has_them(
         assert_same_content(held_after(kind, sampling), content(caches))
     faults = result.stats.drafter_faults
     assert len(faults) == len(warned) == happened.faults
-    assert happened.later == 0  # nobody asks it again
+    assert happened.later == 0  # it is not called again
     for recorded in faults:
         assert recorded.drafter == KINDS[kind].__name__
         assert recorded.call == call
@@ -195,7 +195,7 @@ def test_what_a_failed_drafter_did_is_undone(how: str) -> None:
 
 
 def build_of_llama(kind: str) -> nn.Module | None:
-    """Return the target where its rows are the same bit for bit at every width."""
+    """Return the target if its rows are the same bit for bit at every width."""
     return None if kind == "mtp" else target_of(kind)
 
 
@@ -279,7 +279,7 @@ def test_interrupts_and_a_want_of_memory_go_up(
 
 
 class SwallowingDrafter(ScriptedDrafter):
-    """Chooses with the request's options, and hides what that raises."""
+    """Chooses with the request's options, and hides the errors of the choice."""
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         """Propose the known text."""
@@ -292,7 +292,7 @@ class SwallowingDrafter(ScriptedDrafter):
 
 @pytest.mark.parametrize("kind", ["model", "mtp", "swallowing"])
 def test_errors_of_the_requests_own_processors_go_up(kind: str) -> None:
-    """Also where a drafter hides them, or they come for drafts alone."""
+    """This holds also if a drafter hides them, or if only drafts raise them."""
     calls = 0
 
     @pure
@@ -316,7 +316,7 @@ def test_errors_of_the_requests_own_processors_go_up(kind: str) -> None:
 
 
 class BadChoiceDrafter(ScriptedDrafter):
-    """Passes something to choose that is no row of logits."""
+    """Passes something to `choose` that is not a row of logits."""
 
     def __init__(self, logits: Any, ids: Any = None) -> None:
         super().__init__([], 0.0)
@@ -371,7 +371,7 @@ def test_what_a_drafter_says_is_ahead_is_its_own_fault(
 
 @pytest.mark.parametrize("acceptance", ["rejection", "block"])
 def test_a_drafters_nan_leaves_proper_probabilities(acceptance: Any) -> None:
-    """They decide what is accepted, and a NaN among them would go into the text."""
+    """They decide the acceptance, so a NaN among them would change the text."""
     verifier = Verifier(Chooser(SAMPLED, 256), acceptance)
     choices = CheckedChoose(verifier)
     chosen = choices(mx.full((1, 256), mx.nan), Rows([1, 2]))
@@ -398,7 +398,7 @@ def test_under_other_rules_the_text_goes_on_too(acceptance: Any, nth: int) -> No
 
 
 def test_a_draft_of_another_width_is_still_refused_at_once() -> None:
-    """tests/engine/test_bad_input.py has the other ones."""
+    """tests/engine/test_bad_input.py has other errors."""
     with pytest.raises(ValueError, match="100 token ids"):
         SpeculativeGenerator(
             target_of("model"), byte_tokenizer(), draft=build("llama", vocab=100)
@@ -435,7 +435,7 @@ def test_nobody_collects_states_for_a_head_that_was_disabled() -> None:
 def test_a_head_that_fails_while_the_prompt_is_fed_is_disabled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It reads every chunk of the prompt, out of the target's own lane."""
+    """A head reads every chunk of the prompt, called from the target's lane."""
     target, head = mtp_target()
 
     def failing(self: MtpDrafter) -> None:
@@ -490,10 +490,10 @@ def test_a_disabled_drafter_leaves_pipelined_plain_steps() -> None:
 
 
 class UndecidedDrafter(ScriptedDrafter):
-    """Chooses from logits that cannot be used, and proposes nothing."""
+    """Chooses from unusable logits, and proposes nothing."""
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
-        """Choose, and forget it."""
+        """Choose, and drop the choice."""
         choose(mx.full((1, 256), mx.nan), sequence.rows())
         return Proposal(mx.array([], mx.uint32))
 

@@ -1,4 +1,4 @@
-"""Draft models with a tokenizer of their own: the text is the target's all the same."""
+"""Draft models with another tokenizer do not change the target's text."""
 
 from functools import cache
 from pathlib import Path
@@ -46,7 +46,7 @@ def model(name: str, seed: int = 0, vocab: int = 600) -> nn.Module:
 
 
 def permuted(source: nn.Module, ids: list[int]) -> nn.Module:
-    """Return a model for which id `i` is what `ids[i]` is for the source."""
+    """Return a model for which id `i` stands for id `ids[i]` of the source."""
     made = build("llama", vocab=600)
     made.update(source.parameters())
     order = mx.array(ids)
@@ -106,8 +106,8 @@ def test_the_text_is_that_of_plain_decoding_for_any_two_vocabularies(
 def test_the_target_under_other_ids_is_always_right(
     temperature: float, acceptance: Any
 ) -> None:
-    """The draft is the target with its ids in another order, in a vocabulary of bytes
-    alone: what it is fed and proposes has to be translated both ways."""
+    """The draft is the target with permuted ids and a vocabulary of bytes alone, so its
+    inputs and proposals have to be translated."""
     draft_tokenizer = merging_tokenizer(3, 0)
     theirs, ours = TARGET.get_vocab(), draft_tokenizer.get_vocab()
     ids = [theirs[name] for name, _ in sorted(ours.items(), key=lambda pair: pair[1])]
@@ -246,7 +246,7 @@ def test_a_draft_without_rows_for_its_tokens_is_refused() -> None:
 
 
 def test_a_prefix_cache_keeps_the_target_alone() -> None:
-    """The content of the draft's lane has other names, and is not kept."""
+    """The content of the draft's lane has other ids, and is not kept."""
     common = CommonTokens(TARGET, merging_tokenizer(2, 40))
     plain = SpeculativeGenerator(model("llama"), TARGET, draft=None)
     generator = SpeculativeGenerator(

@@ -1,4 +1,4 @@
-"""One string, one kind of drafter, whatever it is passed to.
+"""A string names the same kind of drafter in every interface.
 
 constructor    SpeculativeGenerator(model, tokenizer, draft=...)
 from_pretrained

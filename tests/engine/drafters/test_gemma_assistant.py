@@ -1,4 +1,4 @@
-"""Drafting with a Gemma 4 assistant: what it is given, and the text as it was."""
+"""Drafting with a Gemma 4 assistant: its inputs, and the unchanged text."""
 
 from functools import cache, partial
 from typing import Any
@@ -51,13 +51,13 @@ SLIDING = ("slack", "native")
 
 
 def _mostly(usual: float, *others: float) -> list[Any]:
-    """Return parameters, of which only the usual one is quick."""
+    """Return parameters; only the usual one is quick."""
     return [usual, *(pytest.param(each, marks=pytest.mark.slow) for each in others)]
 
 
 @cache
 def text_of(name: str, temperature: float = 0.0) -> list[int]:
-    """Return a prompt and its plain continuation, longer than will be asked for."""
+    """Return a prompt and its plain continuation, longer than the tests need."""
     tokens = prompt_of(PROMPT)
     result = SpeculativeGenerator(make(name).target, byte_tokenizer()).generate(
         tokens, max_tokens=TOKENS + 12, sampling=_sampling(temperature)
@@ -70,7 +70,7 @@ def _sampling(temperature: float) -> Sampling:
 
 
 def draft_of(name: str, head: str = "dense", **options: Any) -> AssistantDraft:
-    """Return a random assistant on its target."""
+    """Return a random assistant for its target."""
     made = make(name, head)
     return AssistantDraft(made.target, made.assistant, **options)
 
@@ -78,7 +78,7 @@ def draft_of(name: str, head: str = "dense", **options: Any) -> AssistantDraft:
 def oracle(
     name: str, text: list[int], *, anchor: Any = "state", **options: Any
 ) -> tuple[AssistantDraft, OracleStep]:
-    """Return a draft with an oracle in the assistant's place."""
+    """Return a draft whose assistant an oracle replaces."""
     draft = draft_of(name, anchor=anchor)
     knowing = OracleStep(draft, text, **options)
     draft.step = knowing
@@ -113,7 +113,7 @@ def test_an_assistant_leaves_the_text_as_plain_decoding_has_it(
 
 @pytest.mark.parametrize("temperature", _mostly(0.8, 0.0))
 def test_a_text_model_inside_of_another_has_an_assistant(temperature: float) -> None:
-    """As Gemma 4 is published."""
+    """Gemma 4 is published so."""
     sampling = _sampling(temperature)
     plain, drafted = (
         generator("wrapped", draft).generate(
@@ -142,7 +142,7 @@ def test_an_oracle_is_always_right(
     assert result.tokens == text[PROMPT : PROMPT + TOKENS]
     assert result.stats.acceptance_rate == 1.0
     assert result.stats.rounds == -(-TOKENS // (length + 1))
-    # Rounds begin at the newest token, one step follows the other.
+    # A round begins at the newest token, and its steps have consecutive numbers.
     assert knowing.calls[: length + 1] == [
         *((PROMPT - 1, step) for step in range(length)),
         (PROMPT + length, 0),
@@ -179,7 +179,7 @@ def test_under_other_rules_every_draft_has_its_distribution(
 def test_after_a_wrong_draft_only_committed_rows_are_read(
     name: str, sliding: Any, every: int
 ) -> None:
-    """The oracle looks at every row: one of a rejected draft would be seen."""
+    """The oracle checks every row, so a row of a rejected draft would be noticed."""
     text = text_of(name)
     draft, _ = oracle(name, text, wrong=lambda position: position % every == 0)
     result = generator(name, draft, draft_length=4, sliding=sliding).generate(
@@ -208,7 +208,7 @@ def test_long_prompts_are_fed_in_chunks_and_one_state_is_kept() -> None:
 
 
 def test_a_prompt_out_of_a_prefix_cache_is_read_as_it_lies() -> None:
-    """The rows are there, whoever has written them; only one state is needed."""
+    """The rows in the cache are enough; only one state is needed."""
     text = text_of("shared")
     prefixes = PrefixCache(max_bytes=1 << 26, every=16)
     generator("shared", None, prefix_cache=prefixes).generate(text[:24], max_tokens=1)
@@ -234,11 +234,11 @@ CACHES: dict[str, Any] = {
 @pytest.mark.parametrize("kind", ["native", "whole"])
 @pytest.mark.parametrize("named", [False, True])
 def test_a_passed_cache_is_read(kind: str, named: bool) -> None:
-    """Without names for what it holds, its tokens have no places in the sequence."""
+    """If its token ids are not passed, its tokens are not in the sequence."""
     name = "unshared"
     text = text_of(name)
     target = make(name).target
-    # Wider windows than the model's would be another model: only short texts.
+    # Windows wider than the model's give other texts, so texts are short.
     size = 10 if kind == "whole" else 24
     caches = CACHES[kind](target)
     target(mx.array([text[:size]]), cache=caches)
@@ -290,7 +290,7 @@ def test_a_passed_cache_that_cannot_be_read_is_refused(caches: Any, said: str) -
 
 
 def test_a_state_that_was_never_seen_is_waited_for() -> None:
-    """Of a passed cache only rows are there, so that the first round is plain."""
+    """A passed cache has only rows, so the first round is plain."""
     text = text_of("shared")
     caches = make_prompt_cache(make("shared").target)
     make("shared").target(mx.array([text[: PROMPT - 1]]), cache=caches)
@@ -315,7 +315,7 @@ def test_a_step_that_is_on_its_way_is_not_read(
     """After a round without a draft the caches hold the newest token's row already."""
 
     class Seldom(HeadDraft):
-        """Leaves out two rounds of three."""
+        """Drafts in every third round."""
 
         def __init__(self, draft: AssistantDraft) -> None:
             self.model = draft.model
@@ -355,7 +355,7 @@ def test_a_step_that_is_on_its_way_is_not_read(
 
 
 def test_a_failing_step_leaves_the_caches_and_the_text() -> None:
-    """An error between two steps of a chain, after the target's rows were read."""
+    """The error is raised between two steps of a chain, after rows were read."""
     text = text_of("shared")
     for anywhere in (0, 1, 2, 5):
         draft, knowing = oracle("shared", text)
@@ -377,7 +377,7 @@ def test_a_failing_step_leaves_the_caches_and_the_text() -> None:
 
 
 def address(cache: Any) -> int:
-    """Return where the keys of a cache lie."""
+    """Return the address of a cache's keys."""
     mx.eval(cache.keys)
     where: int = np.asarray(cache.keys).ctypes.data
     return where
@@ -387,7 +387,7 @@ def address(cache: Any) -> int:
     ("name", "hold"), covering(TARGETS, (False, True), quick=(0, ["shared", "gemma3"]))
 )
 def test_the_target_goes_on_writing_in_place(name: str, hold: bool) -> None:
-    """A row that was read and is still held makes the next write copy the buffer."""
+    """If a row that was read is still held, the next write copies the buffer."""
     draft, kept_reads = draft_of(name), []
     inner = draft.step
 
@@ -453,7 +453,7 @@ def test_an_assistant_of_another_model_is_refused() -> None:
 def demo() -> SpeculativeGenerator:
     """Return a generator on the sliding demo target, with its trained assistant."""
     folders = demo_models()
-    # Half as much text as usual is enough to see that it is above chance.
+    # Half of the usual text is enough for a probe result above chance.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(OwnText, "of", partial(OwnText.of, steps=8))
         return SpeculativeGenerator.from_pretrained(
@@ -462,16 +462,16 @@ def demo() -> SpeculativeGenerator:
 
 
 def code(tokens: int) -> list[int]:
-    """Return the beginning of a bundled prompt that was held out in training."""
+    """Return the beginning of a bundled prompt, which was not in the training data."""
     text = next(prompt.text for prompt in demo_prompts() if prompt.group == "code")
     ids: list[int] = demo().tokenizer.encode(text)[:tokens]
     return ids
 
 
-@pytest.mark.slow  # the next ones load it, and see that it guesses above chance
+@pytest.mark.slow  # the next tests load it, and check that it is above chance
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_trained_assistant_is_often_right(temperature: float) -> None:
-    """On the sliding demo target, past its window of 96; a random one has 2 % there."""
+    """This is past the window of 96, where a random assistant has 2 % accepted."""
     sampling = Sampling(temperature=temperature, seed=3)
     plain, drafted = (
         demo().generate(
@@ -493,7 +493,7 @@ def test_the_probe_leaves_the_trained_assistant_where_it_was_trained() -> None:
 def test_the_probe_finds_another_anchor_where_it_is_surely_better(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The usual one is moved away: keys are then seen from hundreds of positions on."""
+    """The usual anchor is shifted by hundreds of positions."""
 
     def moved(anchor: Any, known: int) -> int:
         return known - 1 + (700 if anchor == "state" else 0)

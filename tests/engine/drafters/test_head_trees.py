@@ -1,4 +1,4 @@
-"""Trees of EAGLE-3 heads: how they grow, what the head sees, and the text as it was."""
+"""Trees of EAGLE-3 heads: their growth, the head's inputs, and the unchanged text."""
 
 import random
 from functools import cache
@@ -29,20 +29,20 @@ from support.references.mtp_oracles import VOCAB, OracleMtp
 TOKENS, NODES, LEVELS = 16, 14, 3
 TARGETS = ("llama", "gemma3_text", "llama(sliding)")
 LAYERS = {"llama(sliding)": (0, 1), "gemma3_text": (0, 1, 2)}
-# Those that draft trees and read a target of four layers.
+# Heads that draft trees and read a target of four layers.
 HEADS = sorted({*DIALECTS} - {"authors", "several layers"})
 CASES = [
     *((name, "specforge") for name in TARGETS),
     *(("llama", dialect) for dialect in HEADS if dialect != "specforge"),
 ]
-# Levels of all heads are compared with chains below; the target sees tokens alone.
+# Levels of all heads are compared with chains below; a target only sees the tokens.
 QUICK = [*CASES[: len(TARGETS)], ("llama", "whole")]
 TARGETED = DraftedTargets(TOKENS, {"llama": 4})
 
 
 @cache
 def draft_of(dialect: str, name: str) -> EagleDraft:
-    """Return a random head of a dialect on a target."""
+    """Return a random head of a dialect for a target."""
     with TemporaryDirectory() as folder:
         written = write_eagle(Path(folder), dialect, LAYERS.get(name, (0, 1, 3)))
         return EagleDraft.from_folder(written, TARGETED.target(name))
@@ -74,13 +74,13 @@ def test_trees_of_a_head_leave_the_text_as_it_is(
 
 
 class TreeOracle(OracleMtp):
-    """A head that holds two tokens for likely after each one, and one is the text's.
+    """A head with two likely tokens after each one, of which one is the text's.
 
-    Which of both comes first is drawn by the position. Nodes that do not follow the
-    text get states of another kind. What nodes see is checked.
+    The position decides which of the two is first. Nodes off the text get states of
+    another kind. The inputs of nodes are checked.
 
     Args:
-        draft: the head in whose place it is.
+        draft: the draft whose head it replaces.
         text: prompt and continuation.
     """
 
@@ -97,7 +97,7 @@ class TreeOracle(OracleMtp):
     def rows(
         self, hidden: mx.array, tokens: mx.array, caches: Any, layer: int = 0
     ) -> HeadOutput:
-        """Run slots, or the nodes of a level, which stand at one."""
+        """Run slots, or the nodes of a level, which share a position."""
         (view,) = caches
         if not isinstance(view, TreeView):
             return super().rows(hidden, tokens, caches, layer)
@@ -137,7 +137,7 @@ def state_of(slot: int, follows: bool) -> float:
 
 
 def oracle(name: str, text: list[int], **options: Any) -> tuple[EagleDraft, TreeOracle]:
-    """Return a draft with an oracle in the head's place."""
+    """Return a draft whose head an oracle replaces."""
     known = draft_of("specforge", name)
     draft = EagleDraft(known.model, known.eagle.head, known.eagle.layers)
     knowing = TreeOracle(draft, text, **options)
@@ -264,7 +264,7 @@ def test_a_tree_has_the_likeliest_of_what_was_looked_at(
     made = [
         tuple(tokens[i] for i in path_to(parents, node)) for node in range(len(tokens))
     ]
-    # The same by lists of paths.
+    # The reference: a beam of paths.
     beam: list[tuple[float, tuple[int, ...]]] = [(1.0, ())]
     every: list[tuple[float, tuple[int, ...]]] = []
     for level in range(levels):

@@ -1,7 +1,7 @@
 """Heads that read the target's states, with images in the prompt.
 
-They read the states of all slots, images included, and where they embed tokens they see
-the placeholder. An oracle checks each of these, and is right in every draft.
+They read the states of all slots, images included, and embed the placeholder token of a
+slot. An oracle checks these inputs, and is right in every draft.
 """
 
 from dataclasses import replace
@@ -41,7 +41,7 @@ pytestmark = WITHOUT_MLX_VLM
 TOKENS, WINDOW = 12, 8
 TWO = [(2, 4), (6, 4)]
 GREEDY, SAMPLED = Sampling(seed=0), Sampling(temperature=0.8, top_p=0.9, seed=11)
-# One of each kind that drafts a block in one forward
+# One drafter of each kind that drafts a block in one forward
 BLOCKS = ("full", "dflash2", "deepspec")
 ASSISTANT = "assistant"
 PEAGLE = "peagle"
@@ -49,7 +49,7 @@ NAMES = ("qwen2_5_vl", "qwen3_5", "gemma3", "llava")
 
 
 class Seeing(VisionTarget):
-    """A target that is called by an oracle with a whole text, images included."""
+    """A target that an oracle can call with a whole text, images included."""
 
     prompt: ImagePrompt
 
@@ -74,7 +74,7 @@ def seeing(name: str) -> Seeing:
 
 @pytest.fixture(autouse=True)
 def _ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give the heads as many ids as the targets have."""
+    """Give the heads the same number of ids as the targets."""
     for module in (
         assistant_checkpoints,
         block_checkpoints,
@@ -91,7 +91,7 @@ def _ids(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def draft_of(kind: str, target: VisionTarget, folder: Path) -> Any:
-    """Return a random head on a target."""
+    """Return a random head for a target."""
     if kind == ASSISTANT:
         config = assistant_checkpoints.config_of("vision")
         assistant: Any = Assistant(read_assistant_settings(config))
@@ -117,7 +117,7 @@ def generate(
 
 
 def cases(kinds: tuple[str, ...], *quick: tuple[str, str]) -> list[Any]:
-    """Return pairs of a head and a family; those not named run in the long suite."""
+    """Return pairs of a head and a family; pairs that are not named are slow."""
     slow = pytest.mark.slow
     pairs = [(kind, name) for kind in kinds for name in NAMES] + [(ASSISTANT, "gemma4")]
     return [one if one in quick else pytest.param(*one, marks=slow) for one in pairs]
@@ -142,7 +142,7 @@ def test_a_head_leaves_the_text_as_it_is(kind: str, name: str, tmp_path: Path) -
     cases(BLOCKS, ("full", "qwen2_5_vl"), ("deepspec", "llava"), (ASSISTANT, "gemma4")),
 )
 def test_an_oracle_is_always_right(kind: str, name: str, tmp_path: Path) -> None:
-    """It compares the states that it is given with those of one pass."""
+    """It compares its input states with those of one forward over the text."""
     target = seeing(name)
     for sampling in (GREEDY, SAMPLED):
         long = SpeculativeGenerator(target, tokenizer()).generate(

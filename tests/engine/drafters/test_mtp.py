@@ -1,4 +1,4 @@
-"""Drafting with an MTP head: pairing, refresh, rollback, and the text as it was."""
+"""Drafting with an MTP head: pairing, refresh, rollback, and the unchanged text."""
 
 from functools import cache
 from pathlib import Path
@@ -45,7 +45,7 @@ def built(name: str) -> tuple[nn.Module, MtpHead]:
 
 @cache
 def text_of(name: str, temperature: float, prompt: int = PROMPT) -> list[int]:
-    """Return a prompt and its plain continuation, longer than will be asked for."""
+    """Return a prompt and its plain continuation, longer than the tests need."""
     tokens = prompt_of(prompt)
     result = SpeculativeGenerator(built(name)[0], byte_tokenizer()).generate(
         tokens, max_tokens=TOKENS + 12, sampling=_sampling(temperature)
@@ -58,7 +58,7 @@ def _sampling(temperature: float) -> Sampling:
 
 
 def oracle(name: str, text: list[int], **options: Any) -> tuple[MtpDraft, OracleMtp]:
-    """Return a draft with an oracle in the head's place."""
+    """Return a draft whose head an oracle replaces."""
     target, head = built(name)
     draft = MtpDraft(target, head)
     before = head.convention.hidden == "before_norm"
@@ -119,7 +119,7 @@ def test_an_oracle_is_always_right(name: str, length: int, temperature: float) -
 @pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("name", TARGETS)
 def test_after_a_wrong_draft_an_oracle_is_right_again(name: str, every: int) -> None:
-    """It guesses wrong where it says so, and nowhere else."""
+    """It is wrong at the chosen positions only."""
     text = text_of(name, 0.0)
     draft, _ = oracle(name, text, wrong=lambda position: position % every == 0)
     stream = generator(name, draft, draft_length=4).stream(
@@ -133,8 +133,8 @@ def test_after_a_wrong_draft_an_oracle_is_right_again(name: str, every: int) -> 
         cached = held_tokens(caches)
         assert cached == text[1 + layer : 1 + layer + len(cached)]
         assert len(cached) == drafter._cache.state.ends[layer]
-    # It is refreshed when it drafts: what it may lack is the last draft's round, and
-    # a plain step where one token is left.
+    # It is refreshed when it drafts, so it may lack the last drafted round, and a plain
+    # step for a last token.
     assert drafter.history.stop >= PROMPT + TOKENS - (4 + 1) - 2
 
 
@@ -180,7 +180,7 @@ def test_the_first_token_does_not_wait_for_the_newest_chunk(
 
 @pytest.mark.parametrize("name", ["qwen3_5", "step3p5"])
 def test_what_is_out_of_a_prefix_cache_is_not_in_the_history(name: str) -> None:
-    """The head begins where the lane began to feed; the text goes on as it was."""
+    """The head begins where the lane began to feed; the text does not change."""
     text = text_of(name, 0.0)
     prefixes = PrefixCache(max_bytes=1 << 26, every=16)
     plain = generator(name, None, prefix_cache=prefixes)
@@ -208,7 +208,7 @@ def test_history_rows_are_never_whole_rows() -> None:
 
 @pytest.mark.parametrize("name", ["qwen3_5", "step3p5", "mimo"])
 def test_rounds_of_others_are_caught_up_with(name: str) -> None:
-    """A scripted drafter takes two rounds of three; the head has the third."""
+    """A scripted drafter drafts in two of three rounds, the head in the third."""
 
     class Sometimes:
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""draft="auto": what a folder offers, what it falls back to, and what it says."""
+"""draft="auto": the draft that a folder offers, the fallbacks, and the notices."""
 
 import json
 import warnings
@@ -60,7 +60,7 @@ def _hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy_of("hybrid", folder)
 
 
-@pytest.mark.slow  # test_load_with_convention.py probes it, test_front_doors.py drafts
+@pytest.mark.slow  # quick tests: test_load_with_convention.py, test_front_doors.py
 @pytest.mark.usefixtures("short_probe")
 @pytest.mark.parametrize("draft", ["auto", "mtp"])
 def test_a_trained_head_is_found_probed_and_drafts(draft: str, hybrid: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_lookup_that_is_named_is_no_fall_back(tmp_path: Path) -> None:
 
 
 def test_a_convention_in_the_file_counts_as_a_named_one(tmp_path: Path) -> None:
-    """The rest is the family's: MiMo reads the state before the norm."""
+    """Other fields are those of the family: MiMo reads the state before the norm."""
     made = write(tmp_path / "mimo", "mimo")
     pair(made.folder, draft="mtp", convention={"order": "embedding_first"})
     with said() as notices:
@@ -209,7 +209,7 @@ def test_the_file_counts_where_it_is_asked_for_alone(tmp_path: Path) -> None:
 def test_the_file_may_name_a_head_of_any_kind(
     kind: str, name: str, tmp_path: Path
 ) -> None:
-    """A GGUF file leaves open what its layers are; a random head is refused then."""
+    """A GGUF file does not define its layers, so there a random head is refused."""
     target = write_tiny(tmp_path / "target", layers=4)
     write_head = write_eagle if kind == "peagle" else write_block
     write_head(tmp_path / "head", name)
@@ -218,7 +218,7 @@ def test_the_file_may_name_a_head_of_any_kind(
         made = SpeculativeGenerator.from_pretrained(tmp_path / "target", **AUTO)
     draft = made._setup.draft
     assert draft is not None
-    if name in ("prism", "aws"):  # what their lists count is asked of the target
+    if name in ("prism", "aws"):  # a probe of the target decides what their lists count
         assert "no better than by chance" in notices[0]
         assert isinstance(draft, LookupDraft)
     else:

@@ -39,7 +39,7 @@ def text(model: Any, tokenizer: Any, **options: Any) -> tuple[list[int], Any]:
 
 
 class Unfinished:
-    """A drafter that cannot be told what was accepted."""
+    """A drafter without `settle`."""
 
     def begin(self, sequence: Any) -> None: ...
 
@@ -60,7 +60,7 @@ def test_what_is_no_drafter_is_refused_with_a_reason(draft: Any, words: str) -> 
 
 
 def source(name: Any, model: Any, tokenizer: Any) -> Draft:
-    """Return what a name becomes."""
+    """Return the draft of a name."""
     draft = resolve(name, TargetInfo(model, tokenizer, None, 255)).draft
     assert draft is not None
     return draft
@@ -75,7 +75,7 @@ def _dense() -> tuple[Any, Any, list[int]]:
 
 @pytest.fixture(name="tiny", scope="module")
 def _tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a target, a draft model and a head of it."""
+    """Return a folder with a target, a draft model and a head for it."""
     made = tmp_path_factory.mktemp("tiny")
     write_tiny(made / "target", layers=4)
     write_tiny(made / "draft")

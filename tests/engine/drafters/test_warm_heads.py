@@ -1,7 +1,7 @@
-"""After a beginning that a prefix cache holds, heads draft as after one that was read.
+"""Heads draft the same after a prefix from a prefix cache as after one that was read.
 
-With a fixed draft length the rounds of a warm request are those of a cold one: what is
-proposed in each, how much of it is accepted, and the text.
+With a fixed draft length the rounds of a warm request are those of a cold one: their
+proposals, their accepted tokens, and the text.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ from support.models.tiny_tokenizer import byte_tokenizer
 
 EVERY = 8  # tokens between restore points
 SAMPLINGS = {"greedy": GREEDY, "sampled": SAMPLED}
-Made = tuple[Any, Any]  # a target and the draft on it
+Made = tuple[Any, Any]  # a target and its draft
 
 
 @cache
@@ -67,9 +67,9 @@ def assistant(target: str) -> Made:
 
 @cache
 def chain(*window: str) -> Made:
-    """Return a chain of three layers of full attention; the target's are as said.
+    """Return a chain of three layers of full attention, and its target.
 
-    Its rows follow from three tokens more than their own positions.
+    The chain's rows depend on three more tokens than their positions.
     """
     full = ["full_attention"]
     config = {**LAYOUTS["step3p5"].config, "layer_types": [*window, *full * 6][:7]}
@@ -83,7 +83,7 @@ def cascade(made: Made) -> Made:
 
 
 CHAIN = "mtp, a chain of full attention"
-# Targets of rows alone, of windows, of recurrent layers.
+# Targets with full attention, with windows, and with recurrent layers.
 KINDS: dict[str, Callable[[], Made]] = {
     "mtp, one layer": lambda: mtp_on("deepseek_v3"),
     "mtp, recurrent target": lambda: mtp_on("qwen3_5"),
@@ -106,14 +106,14 @@ KINDS: dict[str, Callable[[], Made]] = {
     "cascade": lambda: cascade(eagle("llama", 4)),
 }
 
-# Rows of full attention that follow from rows of windows cannot be made again.
+# Rows of full attention that depend on rows of windows cannot be computed again.
 MIXED: dict[str, Callable[[], Made]] = {
     "mtp, a chain of layers": lambda: mtp_on("step3p5"),
     "eagle of several layers": lambda: eagle("llama", 4, "several layers"),
 }
 
 
-# Every layout of MTP heads that is not among those above.
+# All other layouts of MTP heads.
 LAYOUTS_LEFT = sorted(
     LAYOUTS.keys()
     - {"deepseek_v3", "qwen3_5", "deepseek_v32", "exaone_moe", "mimo_v2_flash"}
@@ -143,7 +143,7 @@ def rounds_of(
     proposed: list[list[int]],
     **options: Any,
 ) -> dict[str, Any]:
-    """Return what a request does round by round."""
+    """Return proposals and counts of a request, round by round."""
     proposed.clear()
     options = {"max_tokens": 8, "stop_tokens": (), **options}
     result = generator.generate(prompt, **options)
@@ -255,7 +255,7 @@ def test_what_a_closed_request_leaves_is_of_use(proposed: list[list[int]]) -> No
 def test_rows_of_a_head_go_with_those_of_its_target(
     kind: str, proposed: list[list[int]]
 ) -> None:
-    """They are in the same nodes, one of which goes as a whole."""
+    """Both are in the same nodes, and a node is evicted as a whole."""
     target, draft = KINDS[kind]()
     unlimited = PrefixCache(1 << 30)
 
@@ -339,7 +339,7 @@ def test_a_turn_after_a_batch_is_that_after_a_stream(
 
 @pytest.mark.parametrize("kind", ["peagle", "dflash", "mtp, one layer"])
 def test_a_batch_leaves_what_a_stream_leaves(kind: str) -> None:
-    """Beside others that draft, the last token of a text may not be fed any more."""
+    """In a batch with drafts, the last token of a text may not have been fed."""
     target, draft = KINDS[kind]()
     options: dict[str, Any] = {"max_tokens": 17, "stop_tokens": ()}
     prompts = [prompt_of(count) for count in (37, 22)]
@@ -380,7 +380,7 @@ DRAFTED: dict[str, Callable[[], Made]] = {
     "hybrid, mtp": KINDS["mtp, recurrent target"],
     "dense, eagle": KINDS["eagle"],
 }
-# Draws that a small draft model or head shares often enough.
+# Sampling in which a small draft model or head is accepted often enough.
 HOT: dict[str, Any] = {
     "sampling": Sampling(temperature=3.0, seed=3),
     "max_tokens": 17,
@@ -406,7 +406,7 @@ def in_a_batch(ours: SpeculativeGenerator, prompts: list[list[int]]) -> list[Any
 def test_acceptance_of_warm_requests_is_that_of_cold_ones(
     kind: str, runs: Callable[..., list[Any]], tmp_path: Path
 ) -> None:
-    """Of what memory holds, and of what files hold after a restart."""
+    """This holds for prefixes from memory, and from files after a restart."""
     target, draft = DRAFTED[kind]()
     prompts = [prompt_of(count) for count in (41, 26)]
     further = [[*prompt, *prompt_of(11)] for prompt in prompts]

@@ -1,4 +1,4 @@
-"""Findings of `check --exact` for models that keep the promise, and for others."""
+"""Findings of `check --exact` for models with equal rows, and for other models."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +31,7 @@ FOUND = ExactVerdict(100, 3, 0.25, 64, 0.01, 0.02)
 
 
 class Strange(nn.Module):
-    """An output layer whose rows depend on their place, or on their company."""
+    """An output layer whose rows depend on their place, or on other rows."""
 
     def __init__(self, inner: Any, wrong: Callable[[mx.array], mx.array]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Drafts verified at once and one by one: what differs is found, and nothing else."""
+"""Drafts verified at once and one by one: real differences are found, and no others."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ def test_the_text_is_that_of_plain_decoding(name: str) -> None:
     assert greedy_text(model, PROMPT, TOKENS) == plain_text(model, PROMPT, TOKENS)
 
 
-# Of each kind of layer, and one whose wide rows are other kernels'.
+# One of each kind of layer, and one that uses other kernels for several rows.
 QUICK = ["llama", "llama(sliding)", "gpt_oss", "qwen3_5", "mamba", "rwkv7"]
 
 
@@ -98,7 +98,7 @@ def test_a_draft_continues_the_text_but_for_one_token() -> None:
             ]
             assert differing == [place.wrong]
             seen.add(place.wrong)
-            # What decides is the token before the draft, then the draft itself.
+            # The first row follows the token before the draft, later rows the draft.
             assert place.rows[0].one_by_one == text[place.position]
             if place.wrong > 0:
                 assert place.rows[1].one_by_one == text[place.position + 1]

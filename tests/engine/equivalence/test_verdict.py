@@ -1,4 +1,4 @@
-"""The verdict on rows that were verified both ways, on invented rows."""
+"""The verdict on rows that were verified at once and one by one, for made-up rows."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from mlx_speculation.engine.equivalence.verdict import judge, usual_tolerance
 
 
 def place(*rows: tuple[bool, float, float]) -> Place:
-    """Make a place of rows: whether they differ, margin and difference."""
+    """Make a place from rows of (whether they differ, margin, difference)."""
     made = tuple(
         Row(index, 5, 6 if differs else 5, margin, difference)
         for index, (differs, margin, difference) in enumerate(rows)
@@ -28,7 +28,7 @@ ROUNDED = (False, 3.0, 1e-5)
         ([ROUNDED, (True, 2.1e-5, 1e-5), ROUNDED], "different"),
         # Another token without any difference of logits is a fault.
         ([SAME, (True, 1e-9, 0.0), SAME], "different"),
-        # A fault that few rows have does not excuse itself by its own size.
+        # A large fault in few rows does not raise the tolerance for itself.
         ([ROUNDED, ROUNDED, ROUNDED, (True, 0.3, 5.0)], "different"),
     ],
 )

@@ -27,20 +27,20 @@ def index_of(tokens: list[int]) -> SuffixAutomaton:
 
 
 def ends_of(tokens: list[int], wanted: list[int]) -> list[int]:
-    """Return where something ends that a token follows."""
+    """Return the ends of occurrences that a token follows."""
     size = len(wanted)
     ends = range(size, len(tokens))
     return [e for e in ends if tokens[e - size : e] == wanted and tokens[e] != BREAK]
 
 
 def occurrences(tokens: list[int], wanted: list[int]) -> int:
-    """Count where something ends that a token or a BREAK follows."""
+    """Count the occurrences that a token or a BREAK follows."""
     size = len(wanted)
     return sum(tokens[end - size : end] == wanted for end in range(size, len(tokens)))
 
 
 def longest_suffix(tokens: list[int], text: list[int]) -> list[int]:
-    """Return the longest end of a text that occurs, and goes on, in the tokens."""
+    """Return the longest suffix of a text that occurs in the tokens before a token."""
     for start in range(len(text)):
         tail = text[start:]
         if BREAK not in tail and ends_of(tokens, tail):
@@ -49,7 +49,7 @@ def longest_suffix(tokens: list[int], text: list[int]) -> list[int]:
 
 
 def check(automaton: SuffixAutomaton, tokens: list[int], text: list[int]) -> None:
-    """Compare what is found for the end of a text with a plain search."""
+    """Compare the results for the end of a text with a plain search."""
     match = NO_MATCH
     for token in text:
         match = automaton.follow(match, token)
@@ -72,7 +72,7 @@ def compare(
     assert proposed[: len(latest)] == latest[: len(proposed)]
     (with_first, total), *_ = automaton.shares(state, proposed)
     assert total == occurrences(tokens, tail)
-    # One that ends the index has no successor, and is not counted yet.
+    # An occurrence at the end of the index has no successor, and is not counted.
     assert with_first == max(1, occurrences(tokens, [*tail, proposed[0]]))
 
 

@@ -25,7 +25,7 @@ from support.identity import GREEDY, SAMPLED, assert_same_text
 from support.models.tiny_models import TINY_MODELS, build
 from support.models.tiny_tokenizer import byte_tokenizer
 
-# Dense, sliding past the window of 16, hybrid; the others in the long run.
+# Dense, sliding past the window of 16, hybrid; other models are slow tests.
 MODELS = ("llama", "gemma3_text", "qwen3_5", "recurrent_gemma")
 OTHERS = sorted(set(TINY_MODELS) - set(MODELS))
 PROMPT = [(5 * i * i + 3) % 256 for i in range(21)]
@@ -43,7 +43,7 @@ def known(name: str, sampled: bool) -> tuple[nn.Module, list[int]]:
 
 
 def nearly(text: list[int], seed: int, wrong: float = 0.1) -> list[int]:
-    """Return a text with some tokens changed, so that lookups find and miss."""
+    """Return a text with some tokens changed, so that lookups are right and wrong."""
     draw = random.Random(seed)
     return [draw.randrange(256) if draw.random() < wrong else t for t in text]
 
@@ -51,7 +51,7 @@ def nearly(text: list[int], seed: int, wrong: float = 0.1) -> list[int]:
 def drafts_of(kind: str, text: list[int]) -> LookupDraft | CascadeDraft:
     """Return a draft that finds parts of the text.
 
-    Its corpus lacks the prompt: the first round finds nothing, whatever repeats later.
+    Its corpus lacks the prompt, so the first round finds nothing.
     """
     corpus = [nearly(text, seed) for seed in range(2)]
     if kind == "text":
@@ -143,7 +143,7 @@ def test_any_lookup_leaves_the_text_as_it_is(
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_that_was_passed_over_is_as_good_as_ever(name: str) -> None:
-    """Behind long lookups it lags; what it is fed then is what was committed."""
+    """The model lags after long lookups, and is then fed the committed tokens."""
     text = known(name, True)[1]
     # The lookup is right, and finds nothing in half of the text.
     corpus = [text[:25], text[40:55]]
@@ -181,7 +181,7 @@ def test_a_cascade_works_with_prompt_and_prefix_caches() -> None:
 
 @pytest.mark.parametrize("acceptance", ["rejection", "block"])
 def test_a_seed_repeats_its_text_whatever_came_before(acceptance: Acceptance) -> None:
-    """Answers of earlier requests moved where rounds begin, and with that the noise."""
+    """Earlier answers must not move rounds, which would change the noise."""
     generator = SpeculativeGenerator(
         build("llama"),
         byte_tokenizer(),

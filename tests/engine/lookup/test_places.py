@@ -1,4 +1,4 @@
-"""Indexes that grow piece by piece, stay whole after an interrupt, and stay small."""
+"""Indexes grow piece by piece, stay valid after an interrupt, and stay small."""
 
 import random
 import sys
@@ -21,7 +21,7 @@ tokens_of = st.lists(st.integers(0, 3), max_size=40)
 
 
 def interrupt_at(opcode: int, call: Any) -> bool:
-    """Run a call, and raise at that opcode of the lookup room, if there are as many."""
+    """Run a call, and raise at an opcode of engine/lookup; return whether it raised."""
 
     def interrupt() -> None:
         raise KeyboardInterrupt
@@ -35,7 +35,7 @@ def interrupt_at(opcode: int, call: Any) -> bool:
 
 
 def proposals(shared: SharedPlaces, text: list[int]) -> list[int]:
-    """Return what a new request is proposed at the end of a text."""
+    """Return the proposal of a new request at the end of a text."""
     lookup = Lookup(shared)
     while not lookup.read_ahead(text):
         pass
@@ -94,7 +94,7 @@ def test_a_text_that_ends_twice_is_remembered_once() -> None:
 def test_a_cursor_finds_what_a_new_search_finds(
     indexed: list[int], text: list[int], split: int
 ) -> None:
-    """While the index grows, and the text too."""
+    """This holds while the index and the text grow."""
     automaton, cursor = SuffixAutomaton(), Cursor()
     for token in indexed[:split]:
         automaton.append(token)
@@ -136,7 +136,7 @@ def test_a_prompt_of_150_000_tokens_is_indexed_in_short_pieces() -> None:
 def test_turns_go_on_with_the_index_of_their_text(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No token is indexed twice, also where eight sessions take turns."""
+    """No token is indexed twice, also if eight sessions take turns."""
     counts = [0]
     append = SuffixAutomaton.append
 
@@ -204,7 +204,7 @@ places = st.lists(tokens_of, min_size=4, max_size=4)
 def test_the_longest_match_of_all_places_is_proposed(
     each: list[list[int]], last: int
 ) -> None:
-    """Against a search in text, prediction, history and documents."""
+    """The reference is a plain search in text, prediction, history and documents."""
     text, prediction, answer, document = each
     text = [*text, last]
     shared = SharedPlaces([document], history=200)
@@ -246,7 +246,7 @@ def test_survival_is_learnt_from_proposals_that_were_not_drafted() -> None:
 
 
 def test_lookups_of_several_threads_share_indexes_that_stay_right() -> None:
-    """Two threads that indexed one history at once left automata of neither."""
+    """Two threads that index one history at once do not break its automaton."""
     shared, errors = SharedPlaces(history=20_000), list[BaseException]()
     interval = sys.getswitchinterval()
 

@@ -1,4 +1,4 @@
-"""Samplers in mlx-lm's sense: recognised ones, and those that draw by themselves."""
+"""Samplers of mlx-lm: recognised ones, and those that draw by themselves."""
 
 import warnings
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ PROMPT = prompt_of(21)
 
 @pytest.fixture(autouse=True)
 def _nothing_said() -> Iterator[None]:
-    """Let each test be the first of its process to be told."""
+    """Forget notices, so that each test gets them as if it were the first."""
     drop_in_sampling._said.clear()
     yield
     drop_in_sampling._said.clear()
@@ -47,9 +47,9 @@ def _nothing_said() -> Iterator[None]:
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Let mlx-lm's filters run as they are written.
+    """Let mlx-lm's filters run without compilation.
 
-    Each value of an option is a kernel that the C++ compiler would make, in a second.
+    Otherwise each value of an option takes the C++ compiler a second.
     """
     mx.disable_compile()
     try:
@@ -145,7 +145,7 @@ def test_make_sampler_has_the_options_of_the_sampler_that_it_returns(
 def test_a_recognised_sampler_can_be_called_as_mlx_lms_can(
     options: dict[str, Any], seed: int
 ) -> None:
-    """It draws from the same tokens, and none that a filter has dropped."""
+    """It draws from the same tokens, without those that a filter drops."""
     logits = mx.random.normal((3, 32), key=mx.random.key(seed)) * 3
     log_probs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     assert make_sampler()(log_probs).tolist() == log_probs.argmax(axis=-1).tolist()
@@ -189,7 +189,7 @@ def test_without_a_draft_any_sampler_gives_mlx_lms_text_of_a_seed() -> None:
 
 
 class Counting:
-    """A sampler that draws with keys of its own, and counts the rows it has seen."""
+    """A sampler that draws with its own keys, and counts its rows."""
 
     def __init__(self, seed: int = 0) -> None:
         self.shapes: list[tuple[int, ...]] = []
@@ -228,7 +228,7 @@ def test_a_sampler_of_ones_own_is_said_once() -> None:
     sampler = sample_utils.make_sampler(temp=1.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        answer(sampler=sampler)  # no draft, nothing to say
+        answer(sampler=sampler)  # no draft, no notice
         answer(sampler=sampler, draft_model="lookup", num_draft_tokens=0)
         answer(sampler=make_sampler(temp=1.0), draft_model="lookup")
     with pytest.warns(SamplerNotice, match="make_sampler takes the options") as said:

@@ -1,4 +1,4 @@
-"""`stream_generate` says what mlx-lm's own says, for the same keywords."""
+"""`stream_generate` gives the same responses as mlx-lm's for the same keywords."""
 
 import inspect
 from dataclasses import fields, replace
@@ -51,7 +51,7 @@ from support.models.tiny_models import TINY_MODELS, build, build_tiny
 from support.models.tiny_tokenizer import byte_tokenizer
 from support.sampling.sampling_options import penalty_options
 
-# Rows alone, a window of 16 that wraps, recurrent layers beside rows, no rows at all.
+# Full attention, a window of 16 that wraps, recurrent layers with attention, and alone.
 MODELS = ("llama", "gemma3_text", "qwen3_5", "mamba")
 # Each kind of cache once.
 COUNTED = (
@@ -132,7 +132,7 @@ def test_the_first_space_is_dropped_as_in_mlx_lm_and_here_alone() -> None:
 
 @pytest.mark.parametrize("name", [*MODELS, "lfm2"])
 def test_a_stream_closed_early_leaves_the_yielded_tokens(name: str) -> None:
-    """A round is committed before its first token is yielded; a close undoes it."""
+    """A round is committed before its tokens are yielded; a close undoes the rest."""
     model, text = known(name)
     right = ScriptedDrafter(PROMPT + text, right=1.0)
     for limit, counts in ((TOKENS, (1, 5, 6)), (7, (6, 7))):
@@ -153,7 +153,7 @@ def test_a_stream_closed_early_leaves_the_yielded_tokens(name: str) -> None:
 
 
 def test_limited_caches_equal_those_of_mlx_lm_long_after_they_have_wrapped() -> None:
-    """qwen3 makes no caches of its own; a ring keeps the first four tokens."""
+    """qwen3 has no make_cache; a ring keeps the first four tokens."""
     model, _ = known("qwen3")
     for size, length in ((8, 1), (16, 4), (40, 6)):
         options: dict[str, Any] = {"max_tokens": 40, "max_kv_size": size}
@@ -206,7 +206,7 @@ def test_any_keywords_do_as_in_mlx_lm(name: str, data: st.DataObject) -> None:
             if cached:
                 model(mx.array([PROMPT[:cached]]), cache=caches)
     elif name == "qwen3" and data.draw(st.booleans(), "limit the caches"):
-        # Other models make caches of their own, and take no limit.
+        # Other models have make_cache, which takes no limit.
         size = both_get["max_kv_size"] = data.draw(st.integers(8, 40), "max_kv_size")
     if not cached and data.draw(st.booleans(), "processors"):
         options = data.draw(penalty_options(256))
@@ -266,7 +266,7 @@ class Quantizing(Lane):
 def test_caches_are_quantized_where_mlx_lm_quantizes_them(
     quantized: tuple[str, int], start: int
 ) -> None:
-    """In prefill, at its end, and in the middle of what a round would have written."""
+    """They are quantized in the prefill, at its end, or in the middle of a round."""
     name, bits = quantized
     model, text = with_wide_heads(name)
     caches, ours_caches = make_prompt_cache(model), make_prompt_cache(model)
@@ -291,7 +291,7 @@ def test_caches_are_quantized_where_mlx_lm_quantizes_them(
         replaced = place in rows and start < 200
         assert (ours_caches[place] is not old[place]) == replaced
         assert isinstance(ours_caches[place], QuantizedKVCache) == replaced
-    # A rounded number may fall on the other side where a bit of its input differs.
+    # A quantized number may differ if a bit of its input differs.
     bitwise, rounding = TINY_MODELS[name].bitwise, 0.2
     same = assert_same_answer(
         model,
@@ -384,7 +384,7 @@ def test_the_draft_models_caches_may_follow_the_targets_in_one_list() -> None:
 def test_caches_go_round_through_mlx_lms_files(
     name: str, bits: int | None, tmp_path: Path
 ) -> None:
-    """Ours, a file, mlx-lm's, a file, ours; quantized in the middle of a turn."""
+    """The order is ours, a file, mlx-lm's, a file, ours; quantized within a turn."""
     model, text = with_wide_heads(name)
     tokenizer = byte_tokenizer()
     file = str(tmp_path / "caches.safetensors")
@@ -412,7 +412,7 @@ def test_caches_go_round_through_mlx_lms_files(
         save_prompt_cache(file, caches, {"turn": str(turn)})
         caches, metadata = load_prompt_cache(file, return_metadata=True)
         assert metadata == {"turn": str(turn)}
-        prompt = [text[8 * turn + 8]]  # as if nothing had happened
+        prompt = [text[8 * turn + 8]]  # continue as without the files
     assert len(written) == len(expected) == 32
     if written == expected:
         bitwise = TINY_MODELS[name].bitwise
@@ -457,7 +457,7 @@ def test_tokens_are_from_the_draft_where_mlx_lm_says_so(length: int, end: int) -
             ours = list(stream_generate(model, tokenizer, PROMPT, **options))
             assert [r.token for r in ours] == [r.token for r in theirs]
             flags = [[r.from_draft for r in responses] for responses in (ours, theirs)]
-            if len(theirs) == budget:  # the last one is not drafted by us
+            if len(theirs) == budget:  # our last token is not drafted
                 assert ours[-1].from_draft is False
                 flags = [each[:-1] for each in flags]
             assert flags[0] == flags[1]
@@ -542,7 +542,7 @@ def test_generate_returns_the_text_and_prints_what_mlx_lm_prints(
 def test_generate_lets_standard_output_alone_unless_it_prints(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A server that has closed it, or a display, is not asked to show anything."""
+    """It works without `sys.stdout`, as in a server."""
     model, _ = known("llama")
     monkeypatch.setattr("sys.stdout", None)
     assert generate(model, byte_tokenizer(), PROMPT, max_tokens=3)
@@ -564,8 +564,8 @@ def test_a_given_stream_of_mlx_is_worked_on() -> None:
     assert Answer.of(responses).tokens == text[:9]
 
 
-# What mlx-lm 0.32.2 takes and gives. A new version is a reason to read its generate.py
-# again, and to change `stream_generate` with it.
+# Keywords and responses of mlx-lm 0.32.2. For a new version read its generate.py again,
+# and adapt `stream_generate`.
 KEYWORDS = {
     "max_tokens",
     "draft_model",
@@ -610,7 +610,7 @@ def test_the_keywords_are_mlx_lms() -> None:
     ours = parameters(stream_generate)
     assert set(theirs) == KEYWORDS
     assert set(ours) - {"seed", "exact", "unknown"} == KEYWORDS
-    # None: by measurement, and the default stream.
+    # None: adaptive length, and the default stream.
     assert ours["num_draft_tokens"].default is ours["stream"].default is None
     assert theirs["num_draft_tokens"].default == 2
     for name in KEYWORDS - {"num_draft_tokens", "stream"}:
@@ -706,7 +706,7 @@ def test_unknown_caches_are_refused() -> None:
 
 
 def test_caches_that_are_never_quantized_need_not_be_able_to() -> None:
-    """As in mlx-lm, whose error comes when the start is reached."""
+    """As in mlx-lm, the error is raised when the start is reached."""
     model, text = known("gemma3_text")
     options: dict[str, Any] = {"max_tokens": 9, "kv_bits": 4}
     start = len(PROMPT) + 10
@@ -731,7 +731,7 @@ def test_the_names_are_at_the_front_door() -> None:
 
 
 def test_rows_that_are_decided_one_by_one_have_their_log_probabilities() -> None:
-    """A processor that promises nothing is called for emitted tokens, row by row."""
+    """A processor without promises is called for emitted tokens, row by row."""
     model, text = known("llama")
     calls: list[int] = []
 

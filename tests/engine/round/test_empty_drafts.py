@@ -1,7 +1,7 @@
-"""An empty draft costs a plain step, and a draft that comes late loses nothing.
+"""An empty draft costs a plain step, and a draft behind a step loses nothing.
 
-While a step is on its way its token is not known. A draft that is found then is
-checked behind that step, without its first token, which stands for the step's.
+While a step is in flight its token is not known. The first token of a draft that is
+found then stands for the step's token, and the others are verified after it.
 """
 
 from functools import cache
@@ -37,12 +37,12 @@ EXAMPLES = settings().max_examples
 
 
 class PlannedDrafter(ScriptedDrafter):
-    """Proposes as many tokens as planned, if so many are wanted.
+    """Proposes the planned number of tokens, up to the limit.
 
     Args:
         text: prompt and continuation.
-        plan: the lengths of the drafts, again and again.
-        wrong: places of the text whose token is proposed wrongly.
+        plan: the lengths of the drafts, repeated.
+        wrong: places of the text at which the proposed token is wrong.
     """
 
     by = 1  # how far a wrong token is from the right one
@@ -54,13 +54,13 @@ class PlannedDrafter(ScriptedDrafter):
         self.limits: list[int] = []
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
-        """Propose what is planned, or the whole limit."""
+        """Propose the planned number of tokens, or the limit."""
         self.limits.append(limit)
         return super().propose(sequence, min(limit, next(self._plan)), choose)
 
 
 class PlannedRun(Run):
-    """A decoder with a planned drafter, and the text that it has to give."""
+    """A decoder with a planned drafter, and the text that it has to emit."""
 
     def __init__(
         self, model: nn.Module, text: list[int], plan: list[int], wrong: set[int]
@@ -112,7 +112,7 @@ def test_any_plan_of_drafts_gives_the_text_and_the_caches(
 
 
 def test_what_is_drafted_behind_a_step() -> None:
-    """The limit holds the step's token; what is settled counts it if it was right."""
+    """The limit includes the step's token; settled counts include it if it is right."""
     model, text = known("llama")
     first = len(PROMPT)
     # Two plain tokens, then four drafts behind the third; the last one is wrong.
@@ -127,7 +127,7 @@ def test_what_is_drafted_behind_a_step() -> None:
     assert counts(run.decoder.request.statistics)["rounds"] == 4
     assert run.decoder.request.statistics.drafted == 4
     assert run.decoder.request.statistics.accepted == 3
-    run.next_round()  # nothing known, nothing on its way
+    run.next_round()  # no draft, and no step in flight
     assert run.drafter.limits[3:] == [4]
     assert run.emitted == text[:8]
     run.next_round()  # the token of the step, at 8, and those behind it but the next
@@ -226,7 +226,7 @@ def test_nan_in_the_step_or_behind_it_rolls_both_back(
     generator = SpeculativeGenerator(model, byte_tokenizer())
     run = PlannedRun(model, text, [0, 5], set())
     original = LaneRound.forward
-    # The forwards are: the first step, the one on its way, and the round behind it.
+    # The forwards are the first step, the step in flight, and the round behind it.
     poisoned = iter([False, rows == 0, rows == 1])
 
     def forward(self: LaneRound, tokens: mx.array) -> mx.array:

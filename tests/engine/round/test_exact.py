@@ -40,7 +40,7 @@ TOKENS = 20
 
 @pytest.fixture(name="short_steps")
 def _short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let views be so short that every text passes several."""
+    """Make the step of views so short that every text passes several."""
     monkeypatch.setattr(
         "mlx_speculation.engine.options.generator.FixedShape",
         lambda rows=6: FixedShape(rows, 16),
@@ -72,7 +72,7 @@ def plain(name: str, length: int) -> Result:
 
 
 def assert_same_bits(result: Result, expected: Result) -> None:
-    """Assert that texts and all that is said of their tokens are equal."""
+    """Assert that texts and all reported values of their tokens are equal."""
     assert result.tokens == expected.tokens
     assert result.logprobs == expected.logprobs  # none of the numbers is NaN
 

@@ -1,7 +1,7 @@
-"""In exact mode no kind of drafter changes a bit, also where rows differ otherwise.
+"""In exact mode no kind of drafter changes a bit.
 
-Heads and assistants read what the target computes, so a round with one runs more than
-a round without.
+Heads and assistants read states of the target, so their rounds run more operations than
+rounds without.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from support.processes.blas_processes import with_openblas
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
-# Drafters that read rows, blocks and in turn, and each kind of layer.
+# Drafters that read rows or blocks, cascades, and each kind of layer.
 QUICK = [
     ("mtp, hybrid", "sampled"),
     ("dflash, dense", "greedy"),

@@ -1,7 +1,7 @@
 """Tokens that a constraint forces are drafted before any drafter is asked.
 
-The text is that of plain decoding, which has no such drafts. Every forced token is
-accepted, under every rule, since the mask leaves it all of the probability.
+The text is that of plain decoding. Every forced token is accepted under every rule,
+since the mask leaves it all the probability.
 """
 
 from collections.abc import Iterator, Mapping
@@ -45,12 +45,12 @@ TOKENIZER = byte_tokenizer()
 PROMPT = prompt_of(21)
 GREEDY, SAMPLED = Sampling(), Sampling(temperature=0.8, seed=4)
 EXAMPLES = settings().max_examples
-# One of each that goes on in its own way, on a hybrid where it can be.
+# One drafter of each kind, with a hybrid target if possible.
 QUICK_PAIRS = (
     *("mtp, hybrid", "eagle, hybrid", "lookup and model, hybrid"),
     *("dflash, hybrid", "assistant, sliding"),
 )
-# A choice, then five tokens without one, for ever.
+# In a loop: one free choice, then five forced tokens.
 LOOP = {0: {9: 1, 8: 1}, **{n: {10 + n: (n + 1) % 6} for n in range(1, 6)}}
 
 
@@ -101,14 +101,14 @@ def generator_of(name: str, draft: Any, acceptance: Any) -> SpeculativeGenerator
 def generated(
     name: str, draft: Any, length: int | None, acceptance: Any = "keyed", **options: Any
 ) -> Any:
-    # To make one probes its model, so those without a drafter's state are kept.
+    # A new generator probes its model, so those without a stateful draft are kept.
     kept = draft is None or isinstance(draft, Silent)
     make = generator_of if kept else generator_of.__wrapped__
     generator = make(name, draft, acceptance)
     return generator.generate(PROMPT, draft_length=length, **options)
 
 
-# Behind two forced tokens the only one is an end token, where no text may end.
+# After two forced tokens only an end token is allowed, but the text may not end.
 DEAD_END = TokenAutomaton({0: {5: 1}, 1: {6: 2}, 2: {7: 2}}, accepting=())
 
 
@@ -174,7 +174,7 @@ def test_the_text_is_that_without_forced_tokens(
     covering(PAIRS, {"greedy": GREEDY, "sampled": SAMPLED}, quick=(0, QUICK_PAIRS)),
 )
 def test_every_drafter_goes_on_after_forced_tokens(pair: str, chosen: str) -> None:
-    """Its caches and states are right then: it is pushed, and most is accepted."""
+    """Its caches and states are right: its choices follow the text, and most pass."""
     target, draft = PAIRS[pair]()
     sampling = {"greedy": GREEDY, "sampled": SAMPLED}[chosen]
     free = {n: dict.fromkeys(range(n, 256, 7), (n + 1) % 7) for n in range(7)}
@@ -226,7 +226,7 @@ def test_forced_tokens_are_accepted_under_every_rule(
 
 
 def test_forced_tokens_stand_behind_a_step_in_flight() -> None:
-    """Two choices, then three tokens without one. The second choice is in flight."""
+    """Two free choices, then three forced tokens; the second choice is in flight."""
     table = {0: {8: 1, 9: 1}, 1: {8: 2, 9: 2}, 2: {12: 3}, 3: {13: 4}, 4: {14: 5}}
     result = generated(
         "llama",
@@ -242,7 +242,7 @@ def test_forced_tokens_stand_behind_a_step_in_flight() -> None:
 @pytest.mark.openblas
 @pytest.mark.parametrize("acceptance", ["rejection", "block"])
 def test_the_choice_after_forced_tokens_is_the_models(acceptance: Any) -> None:
-    """Chi-square of 3 ids, 2 degrees of freedom; the bound has odds of 1e-4."""
+    """Chi-square of 3 ids, 2 degrees of freedom; the bound has probability 1e-4."""
     ids, count = [7, 41, 200], 120
     table: dict[int, Mapping[int, int]] = {
         0: {5: 1},
@@ -324,7 +324,7 @@ def demo_tokenizer() -> Any:
 
 
 def walks(schema: Schema) -> Iterator[tuple[Any, Constrained, list[int]]]:
-    """Yield states of a schema, and the text that leads there, at random choices."""
+    """Yield a schema's states, and the tokens that lead there, by random choices."""
     tokenizer, draw = demo_tokenizer(), np.random.default_rng(0)
     constraint = json_schema(schema, tokenizer, compact=True)
     usable = np.ones(2048, np.bool_)

@@ -1,7 +1,7 @@
-"""Python calls of one round, and the modules that it walks through, in order.
+"""Python calls of one round, and the modules that it enters, in order.
 
-`pytest -s` on this file prints the counts, and each module as a drafted round enters it
-for the first time: read from top to bottom, they are the steps of a round.
+`pytest -s` on this file prints the counts, and the modules in the order in which a
+drafted round first enters them: these are the steps of a round.
 """
 
 import sys
@@ -28,7 +28,7 @@ FOLDERS = {
     for name in ("engine", "models", "caches", "samplers", ".")
 }
 
-# What the steps of a round are found in, in their order; see `engine.round`.
+# Modules of the steps of a round, in order; see `engine.round`.
 STEPS = {
     "engine/stream": "asked for a chunk",
     "engine/round/decoder": "1. how many tokens to draft",
@@ -49,8 +49,8 @@ class Walk:
     """The project's calls of one round.
 
     Attributes:
-        calls: how many functions of the project were called.
-        depth: how many of them were on the stack at once, at most.
+        calls: number of calls of the project's functions.
+        depth: most of them on the stack at once.
         files: the modules, in the order in which they were first entered.
     """
 
@@ -89,7 +89,7 @@ def module_of(filename: str) -> str | None:
 
 
 def walk(act: Callable[[], object]) -> Walk:
-    """Return what a call does in the project."""
+    """Return the project's calls while `act` runs."""
     walked = Walk()
     sys.setprofile(walked.see)
     try:
@@ -100,12 +100,12 @@ def walk(act: Callable[[], object]) -> Walk:
 
 
 def walk_of_a_round(length: int) -> Walk:
-    """Return what a round of so many drafted tokens does, in the middle of a text."""
+    """Return the calls of a round of `length` drafted tokens in a text's middle."""
     return walk_of_target(build("llama"), byte_tokenizer(), 256, length)
 
 
 def walk_of_target(target: Any, tokenizer: Any, vocab: int, length: int) -> Walk:
-    """Return what a round of a text on a target does, with a draft model."""
+    """Return the calls of a round of a target with a draft model."""
     generator = SpeculativeGenerator(
         target,
         tokenizer,
@@ -167,7 +167,7 @@ def test_a_round_of_text_knows_nothing_of_images(length: int) -> None:
 def test_a_text_costs_a_target_that_reads_images_what_it_costs_another(
     length: int,
 ) -> None:
-    """Six calls more for its forward: the position, before an image and behind it."""
+    """Its forward has six more calls, for positions before and after an image."""
     target, tokenizer = tiny_vision.tiny("qwen3_vl"), tiny_vision.tokenizer()
     text = walk_of_a_round(length)
     before = walk_of_target(target, tokenizer, tiny_vision.VOCAB, length)

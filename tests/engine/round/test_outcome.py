@@ -1,4 +1,4 @@
-"""Outcomes of decided rows: of one request, and of several side by side."""
+"""Outcomes of decided rows, for one request and for several in a batch."""
 
 import mlx.core as mx
 import pytest
@@ -25,7 +25,7 @@ def good(outcome: RoundOutcome | Exception) -> RoundOutcome:
 
 
 def test_rows_of_shorter_drafts_beside_longer_ones_end_as_alone() -> None:
-    """A padded row that accepts all ends in a bonus; one without a draft is a step."""
+    """A padded row that accepts all gets a bonus token; one without draft is a step."""
     rows = [1, 2, 90, 90, 3, 4, 5, 6, 7, 90, 90, 90]
     together = outcomes(verified(rows, [1, 1, 0]), [1, 3, 0])
     alone = [

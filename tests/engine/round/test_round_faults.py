@@ -1,6 +1,6 @@
 """An error at any step of a round leaves caches, statistics and tokens as before.
 
-After the error the same decoder goes on, and the text is what it would have been.
+After the error the same decoder continues, and the text is the same.
 """
 
 from functools import cache

@@ -1,7 +1,8 @@
-"""Interrupts raised inside a serial logits processor: one with a state of its own.
+"""Interrupts raised inside a serial logits processor, which has a state.
 
-They are not of a signal, which waits for the end of a round. A request of a batch ends
-with what it had, and the others go through the round before the interrupt is raised.
+They are not signals, which wait for the end of a round. In a batch the request ends
+with its tokens so far, and other requests finish the round before the interrupt is
+raised.
 """
 
 from typing import Any
@@ -18,10 +19,10 @@ PROMPTS = (5, 17, 9)
 
 
 class Alternating:
-    """Forbids every other time the likeliest token; may raise at a call.
+    """Forbids the likeliest token at every other call; may raise at a call.
 
     Attributes:
-        calls: how many tokens were known at each call.
+        calls: number of known tokens at each call.
     """
 
     def __init__(self, raises_at: int = 0) -> None:

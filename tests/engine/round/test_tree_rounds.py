@@ -1,7 +1,7 @@
 """Rounds with drafts that are trees: the text is that of plain decoding.
 
-A scripted drafter proposes random trees with the text on a random path of them, so the
-accepted path lies anywhere. How a head grows its trees is tested in test_head_trees.
+A scripted drafter proposes random trees with the text on a random path, so the accepted
+path may be anywhere. test_head_trees tests the trees of heads.
 """
 
 from dataclasses import replace
@@ -42,7 +42,7 @@ SHORT = Sampling(temperature=0.8, top_k=20, seed=4)
 
 @cache
 def plain(name: str, sampling: Sampling) -> list[int]:
-    """Return prompt and text of plain decoding, longer than is asked for."""
+    """Return prompt and text of plain decoding, longer than the tests need."""
     generator = SpeculativeGenerator(build(name), byte_tokenizer())
     result = generator.generate(PROMPT, max_tokens=TOKENS + LEVELS, sampling=sampling)
     return PROMPT + result.tokens
@@ -102,7 +102,7 @@ def test_after_any_trees_the_caches_hold_the_text(
 
 @cache
 def trees_of(sliding: Any) -> SpeculativeGenerator:
-    """Return one generator for all examples: to make one probes its model."""
+    """Return one generator for all examples, since making one probes its model."""
     drafter = TreeDrafter(plain("gemma3_text", GREEDY), 1.0)
     return with_trees("gemma3_text", drafter, sliding=sliding)
 

@@ -1,7 +1,7 @@
-"""On a device where each new shape is compiled, no round is the first of its shape.
+"""On a device that compiles each new shape, no round is the first of its shape.
 
-Shapes are counted on the CPU, which compiles none: what a forward is fed, and the keys
-that it is shown. The generator is told that they are dear, as it is on CUDA.
+Shapes (of inputs and of keys) are counted on the CPU, which compiles none. The tests
+mark new shapes as expensive, as they are on CUDA.
 """
 
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ LENGTHS = [1, 3, 16, 0, 0, 2, 7]
 
 @dataclass
 class Forwards:
-    """The target's forwards: shapes of those taken back, and of those committed.
+    """Shapes of the target's forwards, rolled back or committed.
 
     Attributes:
         rehearsed: shapes that were fed before they were needed, with the context.
@@ -69,7 +69,7 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> Forwards:
 
 
 def dear(monkeypatch: pytest.MonkeyPatch, *, by_keys: bool = True) -> None:
-    """Let shapes be dear: kernels by rows, and plans by keys where `by_keys`."""
+    """Make new shapes expensive: kernels by rows, and with `by_keys` plans by keys."""
     monkeypatch.setattr(requests, "cuda_serves", lambda: True)
     monkeypatch.setattr(warmup, "plans_by_keys", lambda caches: by_keys)
     monkeypatch.setattr(warmup, "_say_once", lambda: None)
