@@ -1,7 +1,7 @@
-"""Ctrl-C between any two lines of a ragged round leaves every row as it was.
+"""Ctrl-C between any two lines of a ragged round does not change any row.
 
-As in tests/caches/test_interrupts.py: the interruption is raised at each line in turn
-that mlx-lm's caches and the journals run, until one round gets through untouched.
+As in tests/caches/test_interrupts.py, the interrupt is raised at each line that
+mlx-lm's caches and the journals run, until a round finishes without one.
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ from support.processes.interrupts import raised_at
 TRACED = (mlx_lm.models.cache.__file__, str(Path(journal.__file__).parent))
 RING = AttentionKind(window=5, step=2)
 
-# The kind, what each row holds at first, and what is written singly after that.
+# (kind, number of positions of each row at first, number of single writes after that)
 BATCHES: dict[str, tuple[AttentionKind, list[int], int]] = {
     "an empty batch": (AttentionKind(step=4), [0, 0, 0], 0),
     "a batch that grows": (AttentionKind(step=4), [7, 0, 2], 0),
@@ -36,7 +36,7 @@ def rows(starts: list[int], width: int, serial: int) -> list[Rows]:
 
 
 def prepared(name: str) -> tuple[AttentionKind, Any, list[int]]:
-    """Return a kind, a batch cache of it, and how many tokens each row holds."""
+    """Return a kind, a batch cache of it, and the number of tokens of each row."""
     kind, lengths, singly = BATCHES[name]
     alone = [kind.single() for _ in lengths]
     for cache, length in zip(alone, lengths, strict=True):
@@ -48,7 +48,7 @@ def prepared(name: str) -> tuple[AttentionKind, Any, list[int]]:
     return kind, batch, [length + singly for length in lengths]
 
 
-# Of what widths its forwards are, and what each row keeps.
+# Rounds: the widths of the forwards, and the number of tokens that each row keeps.
 ROUNDS = [((1, 1, 1), [2, 0, 1]), ((1, 4), [3, 1, 0]), ((3, 1), [2, 2, 2])]
 
 
@@ -72,7 +72,7 @@ def test_an_interrupted_round_leaves_every_row_as_it_was(
             speculation.commit(keep)
 
     def leaving(frame: Any) -> bool:
-        return bool(frame.f_code.co_name == "__exit__")  # a commit is done, and stays
+        return bool(frame.f_code.co_name == "__exit__")  # the commit is complete
 
     seen = [contents()]
     while (

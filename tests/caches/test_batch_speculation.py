@@ -1,4 +1,4 @@
-"""Batches in a speculation: what is refused, what nothing costs, how wide rows get."""
+"""Batches in a speculation: refusals, free operations, and the width of rows."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def write(cache: Any, starts: list[int], width: int, serial: int = 1) -> None:
 
 
 def merged(kind: AttentionKind, lengths: list[int]) -> Any:
-    """Return a batch cache whose rows hold so many positions."""
+    """Return a batch cache whose rows have these lengths."""
     alone = [kind.single() for _ in lengths]
     for cache, length in zip(alone, lengths, strict=True):
         if length:
@@ -196,7 +196,7 @@ def test_every_kind_of_batch_presents_a_journal_of_rows(kind: AttentionKind) -> 
 def test_the_width_stays_bounded_over_a_thousand_rounds(
     window: int | None, turns: bool
 ) -> None:
-    """Two rows keep little in turn: the padding that both have in common is dropped."""
+    """Two rows alternately keep few tokens; their common padding is dropped."""
     kind = AttentionKind(window=window, step=32)
     lengths, cache = [5, 0, 3], merged(kind, [5, 0, 3])
     widest = 0
@@ -223,7 +223,7 @@ def test_the_width_stays_bounded_over_a_thousand_rounds(
 def test_a_turned_ring_that_loses_its_common_padding_is_in_order_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The long row leaves, and what is left of the ring is less than a window."""
+    """The long row leaves, and the rest of the ring is shorter than a window."""
     monkeypatch.setattr(batch_kv, "LOOSE", 0)
     cache = merged(RING, [6, 2, 1])
     for step in range(2):

@@ -1,4 +1,4 @@
-"""Edges that no property reaches: limits of files, large offsets, odd lengths."""
+"""Edge cases outside random tests: file limits, large offsets, odd lengths."""
 
 import json
 import weakref

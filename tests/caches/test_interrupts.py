@@ -1,8 +1,7 @@
-"""Ctrl-C between any two lines of a round leaves the caches as they were.
+"""Ctrl-C between any two lines of a round does not change the caches.
 
-A signal can arrive anywhere, so the interruption is raised by a trace function at
-each line in turn that mlx-lm's caches and the journals run, until one round gets
-through untouched.
+A signal can arrive anywhere, so a trace function raises the interrupt at each line that
+mlx-lm's caches and the journals run, until a round finishes without one.
 """
 
 from collections.abc import Callable, Iterator
@@ -78,11 +77,11 @@ KINDS: dict[str, tuple[Kind, list[int]]] = {
 
 
 def leaving(frame: FrameType) -> bool:
-    return frame.f_code.co_name == "__exit__"  # past it a commit is done, and stays
+    return frame.f_code.co_name == "__exit__"  # then the commit is complete and stays
 
 
 def at_every_line(action: Callable[[], object]) -> Iterator[int]:
-    """Interrupt an action at every line; yields after each interruption."""
+    """Interrupt an action at every line, and yield after each interrupt."""
     line, error = 1, KeyboardInterrupt()
     while raised_at(line, error, TRACED, action, leaving) is not None:
         yield line
@@ -91,7 +90,7 @@ def at_every_line(action: Callable[[], object]) -> Iterator[int]:
 
 
 def prepared(name: str) -> tuple[Kind, Any, int]:
-    """Return a kind, a cache of it that holds rows, and how many."""
+    """Return a kind, a cache of it that holds rows, and their number."""
     kind, prefill = KINDS[name]
     cache = kind.make()
     position = 0
@@ -106,7 +105,7 @@ def rows(position: int, width: int, serial: int) -> Rows:
 
 
 def assert_all_same(by_line: dict[int, Any], expected: Any) -> None:
-    """Require equal contents after an interruption at each line; one evaluation."""
+    """Require equal contents after an interrupt at each line, with one evaluation."""
     lines = read([expected, *by_line.values()])
     for line, each in zip(by_line, lines[1:], strict=True):
         assert_same(each, lines[0], f"interrupted at line {line}")
@@ -119,7 +118,7 @@ def _hooked() -> Iterator[None]:
     owner.remove()
 
 
-# Of what widths its forwards are, and how many rows are kept.
+# Rounds: the widths of the forwards, and the number of rows to keep.
 ROUNDS = [
     ((1, 1, 1), 0),
     ((1, 1, 1), 2),
@@ -128,7 +127,7 @@ ROUNDS = [
     ((1,) * 7, 1),
 ]
 ISOLATED = [((1, 1), 1), ((1, 4), 3)]
-# Of each type of cache the one for which a round does the most.
+# For each type of cache, the case with the most lines in a round.
 BUSIEST = (
     *("a KV cache that grows", "a wrapped ring", "a sliding cache without room"),
     *("a list", "a quantized cache that grows", "a concatenated cache"),
@@ -160,7 +159,7 @@ def test_an_interrupted_round_leaves_the_cache_as_it_was(
             speculation.commit(keep)
 
     for line in at_every_line(action):
-        # In turn: what is wrong after one line is so after the next one.
+        # The probes alternate, since damage at one line still shows after the next.
         which = line % len(PROBES)
         by_line[which][line] = kind.content(cache, PROBES[which])
     for each, expected in zip(by_line, before, strict=True):
@@ -188,7 +187,7 @@ def test_an_interrupted_round_with_a_tree_leaves_the_cache_as_it_was(name: str) 
 def test_an_interrupted_round_of_a_model_leaves_its_caches_as_they_were(
     name: str,
 ) -> None:
-    """Layers before the interruption have committed, and those behind it have not."""
+    """Layers before the interrupt have committed, and later layers have not."""
     model = build(name)
     owner, caches = ModelHooks(model), make_prompt_cache(model)
     model(mx.array([PROMPT]), cache=caches)

@@ -1,4 +1,4 @@
-"""The transaction: what it refuses, how it ends, and that nothing is lost."""
+"""The transaction: its refusals and endings, without loss of rows."""
 
 from collections.abc import Callable
 from typing import Any
@@ -36,7 +36,7 @@ BLOCK = mx.array([[200, 100, 50, 25]])
 
 
 class DerivedCache(KVCache):
-    """A cache kind of somebody else."""
+    """A user's kind of cache."""
 
 
 def write(caches: list[Any], width: int) -> None:
@@ -54,7 +54,7 @@ def written_pair() -> list[Any]:
 
 
 def image(caches: list[Any]) -> Any:
-    """Return everything the caches hold: rows up to the offset, slots and counts."""
+    """Return the content of caches: rows up to the offset, slots and counts."""
     return read([_leaf_contents(leaf) for _, leaf in leaves(caches)])
 
 
@@ -398,7 +398,7 @@ def test_running_again_equals_plain_decoding(name: str, keep: int) -> None:
 
     with Speculation(caches, rerun=rerun) as speculation:
         model(BLOCK, cache=speculation.caches)
-        # Where no layer counts positions, only the caller knows whether it is a part.
+        # If no layer counts positions, only the caller knows whether this is a part.
         if speculation.written is not None:
             speculation.prepare(keep)
         speculation.commit(keep)

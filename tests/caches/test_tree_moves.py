@@ -1,6 +1,6 @@
-"""Caches under a tree: what its rows see, and the rows of a path that stay.
+"""Caches in a round with a tree: the views of its rows, and the rows that stay.
 
-Rows hold their serial number, so that a wrong one reads as a number.
+Rows hold their serial numbers, so a wrong row shows.
 """
 
 import random
@@ -41,7 +41,7 @@ KINDS: dict[str, Callable[[], Any]] = {
 
 
 def written(cache: Any, serials: list[int]) -> Any:
-    """Write rows that hold these numbers; return what is shown."""
+    """Write rows with these numbers; return the result of the write."""
     keys = mx.broadcast_to(
         mx.array(serials, mx.float32)[None, None, :, None], (1, 2, len(serials), 32)
     )
@@ -49,7 +49,7 @@ def written(cache: Any, serials: list[int]) -> Any:
 
 
 def shown(cache: Any) -> tuple[list[float], list[float]]:
-    """Return the numbers in keys and values that a next row would see."""
+    """Return the numbers in the keys and values that a next row would see."""
     cache = cache if not isinstance(cache, list) else cache[0]
     rows: Any = written(cache, [-1])
     if isinstance(cache, QuantizedKVCache):
@@ -183,7 +183,7 @@ def test_a_move_that_is_interrupted_is_rolled_back(
 def test_keys_in_whole_steps_have_masks_of_trees(
     kind: str, kept_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So they are shown on CUDA; what is behind the written rows is not seen."""
+    """CUDA uses such keys; the buffer after the written rows is masked."""
     for module in (padded_kv, sliding_kv):
         monkeypatch.setattr(module, "asks_cudnn", lambda dtype: True)
     cache = KVCache() if kind == "KVCache" else SlidingKVCache(6, 600)

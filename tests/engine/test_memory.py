@@ -178,7 +178,7 @@ def test_rounds_of_recurrent_layers_hold_states_and_inputs() -> None:
     assert round_bytes[0] == states
     assert (
         round_bytes[4] > round_bytes[1] > 2 * states
-    )  # of the target and of the draft model
+    )  # states of target and draft model
 
 
 def test_a_prefix_cache_counts_what_it_keeps() -> None:

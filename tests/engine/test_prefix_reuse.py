@@ -197,7 +197,7 @@ def test_a_stream_that_is_dropped_in_another_thread_leaves_nothing() -> None:
 
 
 def test_restore_points_of_a_long_prompt_are_inside_the_budget() -> None:
-    """A running stream evicts others for its points, and then drops its own."""
+    """A running stream evicts older entries for its points, and then drops points."""
     prefixes = PrefixCache(400_000, every=EVERY)
     ours = generator("qwen3_5", False, prefixes)
     ours.generate(BLOCKS[1], max_tokens=2)

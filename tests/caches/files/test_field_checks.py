@@ -1,6 +1,6 @@
-"""One field that does not fit the others is enough to refuse a cache.
+"""A cache is refused if one of its fields does not fit the others.
 
-Each line names a sound cache, one change to its fields, and what is said of it.
+Each line has a valid cache, one change to its fields, and a part of the error.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Files of mlx-lm are read as mlx-lm means them, and bad files are refused whole."""
+"""Files of mlx-lm are read as mlx-lm reads them, and bad files are refused whole."""
 
 import json
 import os
@@ -58,7 +58,7 @@ def _folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def continued(case: Case, cache: Any, seed: int) -> list[Any]:
-    """Return all that a model is shown by some more writes."""
+    """Write some more, and return all that the writes return to the model."""
     rng = np.random.default_rng(seed)
     return [case.write(cache, width, rng) for width in (1, 3, 1, 2)]
 
@@ -272,7 +272,7 @@ def test_a_batch_has_no_single_row_of_tokens(path: Path) -> None:
         _ = saved.tokens
 
 
-# Damage that no save makes, one change at a time. The fuzzer adds random ones.
+# Files with one fault each. The fuzz test adds random faults.
 
 
 def parts(path: Path) -> tuple[dict[str, Any], bytes]:
@@ -402,7 +402,7 @@ SOUND: dict[str, Any] = {
 
 
 def _described(path: Path, description: str) -> None:
-    """Write a file of two caches with this description, rightly signed."""
+    """Write a file of two caches with this description and the right digest."""
     metadata = {
         "mlx_speculation.version": "1",
         "mlx_speculation.description": description,

@@ -1,10 +1,10 @@
-"""A damaged file is refused with one error, or is a file of sound caches.
+"""A damaged file is refused with one error, or loads as valid caches.
 
-Files of every kind and layout are changed at random, and loaded both ways. Refused:
-the error is one of our tree, and the caches that were to be replaced are as before.
-Accepted: further writes work, with the rows and masks that the kind of cache promises
-(this looks at mlx-lm's caches alone, not at the checks of the loader), both ways of
-loading agree, and the caches can be saved and loaded again.
+Files of every kind and layout are changed at random, and loaded both ways. If a file is
+refused, the error is one of this package, and the caches to be replaced do not change.
+If it is accepted, further writes return the rows and masks of that kind of cache
+(checked on mlx-lm's caches, without the loader's checks), both ways of loading agree,
+and the caches can be saved and loaded again.
 """
 
 import signal
@@ -47,19 +47,19 @@ from support.caches.saved_caches import (
 WIDTHS: tuple[list[int], ...] = ([], [3], [5, 1], [2, 1, 1, 1, 1, 1, 1, 1, 1, 1], [12])
 
 
-Live = tuple[list[Any], list[Any] | None]  # caches of the target, of the drafter
+Live = tuple[list[Any], list[Any] | None]  # caches of target, drafter
 
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """A sound file, and a way to make caches that it fits."""
+    """A valid file, and a function that makes caches which it fits."""
 
     raw: bytes
     live: Callable[[], Live]
 
 
 def bases(folder: Path) -> Iterator[Base]:
-    """Yield files of every layout, kind and of several states."""
+    """Yield files of every layout and kind, in several states."""
     path = folder / "base.safetensors"
     for i, widths in enumerate(WIDTHS):
         yield from _single(path, i, widths)
@@ -116,7 +116,7 @@ def _batch(path: Path, seed: int, widths: list[int]) -> Iterator[Base]:
 
 
 def attended(cache: Any, shape: tuple[int, ...], values: int, width: int) -> int:
-    """Write rows of zeros and attend to all; return how many rows were shown."""
+    """Write rows of zeros and attend to all; return the number of visible rows."""
     batch, heads, dim = shape
     mask = None
     if hasattr(cache, "make_mask"):
@@ -154,7 +154,7 @@ def _dims(cache: Any) -> tuple[tuple[int, ...], int]:
 
 
 def use(cache: Any) -> None:
-    """Write to a loaded leaf twice, and require what its kind promises."""
+    """Write to a loaded leaf twice, and check the results for its kind."""
     if isinstance(cache, LayerCache):
         _use_layer(cache)
     elif isinstance(cache, native.ArraysCache):
@@ -212,7 +212,7 @@ def _use_layer(cache: Any) -> None:
 
 @contextmanager
 def no_hang() -> Iterator[None]:
-    """Raise where a file takes minutes; a load takes milliseconds."""
+    """Raise if a file takes minutes; a load takes milliseconds."""
 
     def stop(*_: object) -> None:
         raise TimeoutError
@@ -227,7 +227,7 @@ def no_hang() -> Iterator[None]:
 
 
 def judged(path: Path, base: Base, live: Live) -> tuple[str, str]:
-    """Load a file both ways; return what became of each."""
+    """Load a file both ways; return both results."""
     caches, drafters = live
     before = content([*caches, *(drafters or ())])
     into, alone = "accepted", "accepted"
@@ -256,7 +256,7 @@ def judged(path: Path, base: Base, live: Live) -> tuple[str, str]:
 
 
 def sound(saved: LoadedCaches, path: Path) -> None:
-    """Save what was loaded and load it again; then it is the same."""
+    """Save loaded caches and load them again; require that they are the same."""
     if saved.rows is None:
         return
     save_caches(
@@ -273,7 +273,7 @@ def sound(saved: LoadedCaches, path: Path) -> None:
 
 
 def fuzz(folder: Path, seed: int, count: int) -> Counter[str]:
-    """Load `count` damaged files; return how many were accepted and refused."""
+    """Load `count` damaged files; return the numbers of accepted and refused ones."""
     originals = list(bases(folder))
     lives = [base.live() for base in originals]
     counts: Counter[str] = Counter()
@@ -305,7 +305,7 @@ def test_bases_are_accepted(tmp_path: Path) -> None:
         path.write_bytes(base.raw)
         into, _ = judged(path, base, base.live())
         refused += into == "refused"
-    assert refused == 1  # a chunked one that does not tell its offset
+    assert refused == 1  # a chunked cache without its offset
 
 
 def test_500_damaged_files_are_refused_or_sound(

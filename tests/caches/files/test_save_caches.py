@@ -1,4 +1,4 @@
-"""Saved and loaded caches are those that were there, in every kind and state."""
+"""Saved and loaded caches equal the original ones, in every kind and state."""
 
 import linecache
 from collections.abc import Callable
@@ -45,7 +45,7 @@ KINDS = [case.name for case in single_cases(np.random.default_rng(0))]
 
 
 def continued(case: Case, cache: Any, seed: int) -> list[Any]:
-    """Return all that a model is shown by some more writes."""
+    """Write some more, and return all that the writes return to the model."""
     rng = np.random.default_rng(seed)
     widths = [int(width) for width in rng.integers(1, 4, size=4)]
     return [case.write(cache, width, rng) for width in (1, *widths)]
@@ -188,7 +188,7 @@ def test_mlx_lm_loads_the_file_and_continues_as_the_saved_caches(
     folder: Path, seed: int, widths: list[int]
 ) -> None:
     rng = np.random.default_rng(seed)
-    # mlx-lm looks for no `LayerCache`, and makes batch rings without `_lengths`.
+    # mlx-lm does not load `LayerCache`, or `_lengths` of batch rings.
     lost = ("LayerCache", "BatchRotatingKVCache")
     cases = [case for case in single_cases(rng) if case.name not in lost]
     caches = [filled(case, widths, rng) for case in cases]

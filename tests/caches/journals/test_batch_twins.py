@@ -1,10 +1,10 @@
 """Each row of a batch cache equals a single native cache that saw only its tokens.
 
-The rounds are drawn by Hypothesis: a batch of one to four rows begins with prompts of
-different lengths (merged, padded on the left, or padded on the right), then come
-rounds that keep another prefix of every row, rounds that are undone, plain forwards,
-and changes of the rows by `filter` and `extend`. Compared are what the next tokens of
-each row would see, what `extract` returns, and what the rounds showed.
+Hypothesis draws the rounds. A batch of one to four rows begins with prompts of
+different lengths (merged, padded on the left, or padded on the right). Then come rounds
+that keep a different prefix of each row, rounds that are undone, plain forwards, and
+changes of the rows by `filter` and `extend`. The test compares what the next tokens of
+each row would see, what `extract` returns, and what the forwards of rounds saw.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def run(
     steps: int = 30,
     beginnings: tuple[str, ...] = BEGINNINGS,
 ) -> int:
-    """Play `share` of `ROUNDS` rounds, as many as `played` makes of them."""
+    """Play `share` of `ROUNDS` rounds, scaled by the profile; see `played`."""
 
     machine = drawn(Batch, kinds, widths, beginnings)
     return played(machine, share * ROUNDS, steps)
@@ -59,7 +59,7 @@ def test_rows_of_a_batch_kv_cache_equal_their_twins(
 def test_rows_of_a_ragged_cache_equal_their_twins(
     note_rounds: Callable[[int], None],
 ) -> None:
-    """Also below a window that the model alone knows of."""
+    """This holds also with a window of the model that the cache does not know."""
     kinds = st.builds(
         RaggedKind, step=st.sampled_from([4, 256]), narrow=st.sampled_from([None, 5])
     )
@@ -69,7 +69,7 @@ def test_rows_of_a_ragged_cache_equal_their_twins(
 def test_rows_of_a_ragged_quantized_cache_equal_their_twins(
     note_rounds: Callable[[int], None],
 ) -> None:
-    """Bit for bit, as a cache of each row alone quantizes it."""
+    """They equal bit for bit the cache of each row alone, which quantizes by itself."""
     kinds = st.builds(
         RaggedQuantizedKind,
         step=st.sampled_from([4, 256]),

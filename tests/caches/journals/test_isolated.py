@@ -1,7 +1,7 @@
-"""With `isolated=True` nothing live is written before the commit, whatever happens.
+"""With `isolated=True` the live caches are never written before the commit.
 
-The rounds of test_twins.py and the interruptions of test_interrupts.py hold for it
-too; here are whole models, refused writes, and what cannot be copied.
+test_twins.py and test_interrupts.py cover it too; here are whole models, refused
+writes, and caches that cannot be copied.
 """
 
 import weakref
@@ -47,13 +47,13 @@ def prefilled(name: str, dtype: mx.Dtype = SINGLE) -> tuple[nn.Module, list[Any]
 
 
 def cache_contents(caches: list[Any]) -> Any:
-    """Return what the caches hold, as numpy arrays and numbers."""
+    """Return the content of the caches as numpy arrays and numbers."""
     offsets = [vars(leaf).get("offset") for _, leaf in leaves(caches)]
     return read([states(caches), offsets])
 
 
 HALVES = ("llama", "gemma4_text", "qwen3_5", "mamba2", "nemotron_h", "rwkv7", "lfm2")
-# Each model in half precision is a dozen kernels for the C++ compiler, at first.
+# The first run of each model in half precision compiles a dozen kernels.
 QUICK_HALVES = ("llama", "qwen3_5", "lfm2")
 
 
@@ -109,7 +109,7 @@ def test_a_part_of_an_unrecorded_mixer_is_run_again_on_the_live_caches() -> None
 
 
 def test_a_batch_stays_narrow_over_many_ragged_rounds() -> None:
-    """The count of loose padding belongs to an object, and is handed over."""
+    """The count of loose padding is kept by an object, and passed on to its copy."""
     cache: Any = BatchKVCache([0, 0])
     cache.update_and_fetch(mx.ones((2, 1, 1, 2)), mx.ones((2, 1, 1, 2)))
     for index in range(90):
@@ -121,7 +121,7 @@ def test_a_batch_stays_narrow_over_many_ragged_rounds() -> None:
 
 
 class Tag:
-    """Something of somebody else that stands on a cache."""
+    """A user's attribute on a cache."""
 
 
 @pytest.mark.parametrize("value", [Tag(), {"a": [Tag()]}, {1, 2}, bytearray(2)])
@@ -155,7 +155,7 @@ def test_a_twin_holds_arrays_lists_and_tuples_of_its_own() -> None:
     assert (cache.offset, twin.offset, cache.notes["name"]) == (3, 6, "one")
 
 
-# What is written has to fit what is held.
+# Writes have to fit the rows that a cache holds.
 
 WRONG = {
     "rank": ((2, 2, 8), SINGLE),
@@ -254,7 +254,7 @@ def test_keys_may_have_another_dtype_and_width_than_values() -> None:
 
 
 def empty_layers() -> dict[str, tuple[list[Any], mx.array]]:
-    """Return two empty layers of each kind, and what a model writes to them."""
+    """Return two empty layers of each kind, and the rows that a model writes."""
     rows = mx.ones((1, 2, 3, 32))
     pairs: dict[str, tuple[list[Any], mx.array]] = {
         "kv": ([KVCache(), KVCache()], rows),
@@ -285,7 +285,7 @@ def written(cache: Any, rows: mx.array) -> None:
 def test_a_first_write_has_the_dtype_and_batch_of_the_other_layers(
     name: str, wrong: str, beforehand: bool
 ) -> None:
-    """Those that held something before the round count, and those written in it."""
+    """Layers that held rows before the round count, and layers written in it."""
     caches, rows = empty_layers()[name]
     other = rows.astype(HALF) if wrong == "dtype" else mx.concatenate([rows, rows])
     if beforehand:
@@ -372,7 +372,7 @@ def test_a_state_has_to_fit_its_slot() -> None:
             cache[slot] = mx.zeros(shape, dtype)
     assert [slot.shape for slot in cache.cache] == [(2, 3, 8), (2, 4, 8, 8), (2, 5)]
     cache[0] = mx.zeros((2, 2, 8), HALF)
-    cache[2] = mx.zeros((2, 6), mx.uint32)  # token ids, as argmax has them
+    cache[2] = mx.zeros((2, 6), mx.uint32)  # token ids, as from argmax
     cache[1] = None
 
 

@@ -118,7 +118,7 @@ def test_a_front_trim_of_a_layer_that_is_then_not_written_is_undone() -> None:
 
 
 def test_a_concatenated_cache_that_was_trimmed_is_refused() -> None:
-    """Its trim leaves the rows; the next write then follows the trimmed ones."""
+    """Its trim keeps the rows, so the next write would follow the trimmed rows."""
     kv, cache = KVCache(), ConcatenateKVCache()
     write(cache, 0, 5)
     cache.trim(2)
@@ -147,7 +147,7 @@ def image(cache: LayerCache) -> Any:
 def test_an_open_group_of_a_kept_prefix_has_its_rows_again(
     keep: int, hooked: None
 ) -> None:
-    """2 of 4 rows are pending; the write of 5 closes one group at its second row."""
+    """2 of 4 rows are pending; a write of 5 rows closes a group at its second row."""
     cache, twin = layer_with(6), layer_with(6)
     with Speculation([cache]) as speculation:
         forward(speculation.caches[0], 6, 5)
@@ -161,7 +161,7 @@ def test_an_open_group_of_a_kept_prefix_has_its_rows_again(
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Count what compressors are fed, hooked ones too."""
+    """Record the number of rows that compressors are fed, also hooked ones."""
     native, widths = deepseek_v41.Compressor.__call__, list[int]()
 
     def counted(self: Any, x: mx.array, start: int, cache: Any) -> Any:
@@ -222,7 +222,7 @@ def write_both(caches: list[Any]) -> None:
 def test_compressed_rows_from_elsewhere_are_not_taken_for_this_round_s(
     hooked: None,
 ) -> None:
-    """A stage of a pipeline appends what the stage before sends, before its window."""
+    """A pipeline stage appends rows of the previous stage before its own window."""
     cache = layer_with(6)
     with Speculation([cache]) as speculation:
         shown = speculation.caches[0]

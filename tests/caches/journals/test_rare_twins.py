@@ -1,6 +1,6 @@
-"""The property of test_twins.py for the rarer kinds, and for kinds that move together.
+"""The property of test_twins.py for rarer kinds, and for several kinds in one model.
 
-The faults that both fail for are listed there.
+test_twins.py lists the faults that both tests detect.
 """
 
 from collections.abc import Callable, Iterator

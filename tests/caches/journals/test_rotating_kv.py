@@ -110,7 +110,7 @@ def test_a_shallow_copy_of_the_live_ring_is_native_again() -> None:
 
 
 def peak_of_a_write(cache: RotatingKVCache, row: mx.array, keep: int) -> int:
-    """Return the bytes that one round of one row allocates at its peak."""
+    """Return the peak of bytes that a round of one row allocates."""
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     with Speculation([cache]) as speculation:
@@ -162,7 +162,7 @@ def test_single_rows_of_a_kv_cache_copy_nothing() -> None:
 def test_each_row_of_a_round_sees_what_it_would_see_alone(
     rows: int, window_size: int | None, slack: bool, isolated: bool
 ) -> None:
-    """Also if the model asks for a larger window than the ring has, as plamo3 does."""
+    """This holds also if the model's window is larger than the ring, as in plamo3."""
     alone = filled(window=4, rows=rows)
     cache: Any = copy.deepcopy(alone)
     cache = SlidingKVCache.from_native(cache) if slack else cache
@@ -213,7 +213,7 @@ def test_each_row_of_a_batch_sees_what_it_would_see_alone(before: int) -> None:
 
 
 def visible(cache: Any, rows: Rows) -> list[list[int]]:
-    """Write rows, and return the serial numbers that each of them sees."""
+    """Write rows, and return the serial numbers of the rows that each one sees."""
     mask = cache.make_mask(rows.width)
     keys, values = cache.update_and_fetch(*tagged(rows))
     shown = Visible(keys[0, 0], values[0, 0], mask, rows.width)
@@ -224,9 +224,9 @@ def visible(cache: Any, rows: Rows) -> list[list[int]]:
 def test_rows_of_a_round_see_what_they_would_see_one_by_one(
     window: int, keep: int
 ) -> None:
-    """Also past the window, with kept first rows (max_kv_size).
+    """This holds also past the window with kept first rows (max_kv_size).
 
-    mlx-lm's own mask hides these rows from all but the first row of a write.
+    mlx-lm's mask would hide these rows from all but the first row of a write.
     """
     for kept_rows in range(2 * window + 2):
         for width in range(1, window + 3):
@@ -241,7 +241,7 @@ def test_rows_of_a_round_see_what_they_would_see_one_by_one(
 
 
 def test_a_prompt_gets_the_native_mask() -> None:
-    """A prompt is kept whole, and has to equal mlx-lm's own prefill."""
+    """A prompt is kept whole, so it has to equal mlx-lm's prefill."""
     for kept_rows, width in ((3, 4), (12, 3)):
         rows = Rows(kept_rows, tuple(range(kept_rows, kept_rows + width)))
         expected = visible(filled(5, kept_rows, keep=2), rows)

@@ -1,8 +1,8 @@
-"""A sliding cache under speculation shows what a native ring would show.
+"""A sliding cache under speculation gives the same view as a native ring.
 
 Its twin is a `RotatingKVCache` that saw only the kept tokens. Rounds are those of
-test_twins.py. During a round, each forward is compared with a native copy that is
-written the same way: the rows that every query sees, and that ours are in order.
+test_twins.py. During a round, each forward is compared with a native copy that gets the
+same writes: every query has to see the same rows, and our rows have to be in order.
 """
 
 import copy
@@ -44,7 +44,7 @@ class StopError(Exception):
 
 
 def twin(cache: Any) -> Any:
-    """Return a copy of either kind that writes for itself."""
+    """Return an independent copy of a cache of either kind."""
     return copy.copy(cache) if type(cache) is SlidingKVCache else detached(cache)
 
 
@@ -62,7 +62,7 @@ def forward(cache: Any, rows: Rows, narrow: int | None) -> Visible:
 
 
 def assert_in_order(keys: mx.array, cache: SlidingKVCache, width: int) -> None:
-    """Require the last `max_size` - 1 rows and the new ones, in order, no others."""
+    """Require exactly the last `max_size` - 1 rows and the new ones, in order."""
     rows = min(cache.offset, cache.max_size - 1 + width)
     expected = np.arange(cache.offset - rows, cache.offset)
     np.testing.assert_array_equal(np.array(keys)[0, 0, :, 0], expected)
@@ -90,7 +90,7 @@ class Beside(Counting):
         prefill: list[int],
         converted: bool,
     ) -> None:
-        """Give both the same beginning; `narrow` is the model's window, if not ours."""
+        """Write the same rows to both; `narrow` is a smaller window of the model."""
         # A larger one is cut to the ring in a round: test_rotating.py.
         self.narrow = narrow if 1 <= narrow <= window else None
         self.native = RotatingKVCache(max_size=window)
@@ -150,7 +150,7 @@ class Beside(Counting):
         return written, keep
 
     def write(self, cache: Any, plan: Plan) -> list[Rows]:
-        """Write all rows, beside a native copy where the plan watches."""
+        """Write all rows, and also to a native copy if the plan watches."""
         beside = twin(self.native) if plan.watch != "never" else None
         written: list[Rows] = []
         for width in plan.widths:
@@ -170,14 +170,14 @@ class Beside(Counting):
                 forward(self.native, write, self.narrow)
 
     def check(self, probe: int) -> None:
-        """Require that no later forward could tell the two apart."""
+        """Require that both caches look the same to later forwards."""
         caches = (self.cache, self.cache.to_native(), self.native)
         actual, converted, expected = read([self.content(c, probe) for c in caches])
         assert_same(actual, expected, "the cache and its twin")
         assert_same(converted, expected, "the ring made of it and its twin")
 
     def content(self, cache: Any, probe: int) -> list[Any]:
-        """Return the numbers, and what the next `probe` rows and then one would see."""
+        """Return the counters, and the views of `probe` rows and then of one."""
         result: list[Any] = [cache.offset, cache.size(), cache.max_size, cache.keep]
         copied = twin(cache)
         for width in (1, probe, 1):

@@ -1,9 +1,9 @@
 """A cache after any rounds equals a native twin that saw only the kept tokens.
 
-The rounds are drawn by Hypothesis: one to four forwards of one to six rows, then a
-commit of any prefix, a rollback, an exception, or any other way to end a round. The
-view that a model has during a round is compared with that of a native copy. In every
-third round nothing live may be written before the commit (`isolated=True`).
+Hypothesis draws the rounds: one to four forwards of one to six rows, then a commit of
+any prefix, a rollback, an exception, or another ending. The view of the model during a
+round is compared with that of a native copy. In every third round the live caches may
+not be written before the commit (`isolated=True`).
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ def test_a_small_ring_equals_its_twin(
 def test_a_small_ring_that_fills_row_by_row_equals_its_twin(
     monkeypatch: pytest.MonkeyPatch, note_rounds: Callable[[int], None]
 ) -> None:
-    """Few rounds for each ring, since what is hard happens where it wraps first."""
+    """Each ring gets few rounds, since the hard cases are where it first wraps."""
     monkeypatch.setattr(ring, "SAVED_ROWS", 3)
     rings = ring_kinds(st.integers(2, 6), st.integers(0, 1))
     prefills = st.integers(0, 6).map(lambda count: [1] * count)

@@ -1,7 +1,7 @@
 """Eviction weighs last use against the cost of reading a text again, per kept byte.
 
-A session survives side requests, an unused session goes in the end, and the bytes stay
-within the bound.
+A session survives side requests, an unused session is evicted in the end, and the bytes
+stay within the bound.
 """
 
 import gc
@@ -31,12 +31,12 @@ SESSION = [1, 2] * (LONG // 2)
 
 
 def play(prefixes: PrefixCache, tokens: list[int], kind: Kind = ROWS) -> int:
-    """Play a request of one role; return how many tokens it could use."""
+    """Play a request of one role; return the number of reused tokens."""
     return request(prefixes, tokens, {0: (kind, 0)})[0][0]
 
 
 def stored(prefixes: PrefixCache, tokens: list[int]) -> int:
-    """Return how many tokens of a text are held; nothing is used by that."""
+    """Return how many tokens of a text are held, without counting as a use."""
     return prefixes._tree.path(tokens)[1]
 
 
@@ -49,7 +49,7 @@ def stored(prefixes: PrefixCache, tokens: list[int]) -> int:
 def test_side_requests_never_evict_a_session_that_costs_more(
     kind: Kind, sides: list[int], spare: int
 ) -> None:
-    """As long as all of them together cost less to read than it does."""
+    """This holds while all of them together cost less to read than the session."""
     free, _ = bound(1 << 30, kind)
     play(free, SESSION, kind)
     prefixes, _owners = bound(free.nbytes + spare * ROW, kind)
@@ -70,7 +70,7 @@ def test_side_requests_never_evict_a_session_that_costs_more(
 def test_many_side_requests_between_turns_leave_a_session(
     kind: Kind, spare: int
 ) -> None:
-    """Also where together they cost three times what it does, once it goes on."""
+    """This holds for three times its cost, once the session has had some turns."""
     free, _ = bound(1 << 30, kind)
     turns = [[*SESSION, *[0] * (2 * turn)] for turn in range(8)]
     for tokens in turns:
@@ -108,7 +108,7 @@ def test_a_session_that_nobody_uses_goes_in_the_end() -> None:
 
 
 def test_two_sessions_by_turns_keep_what_there_is_room_for() -> None:
-    """By the order of use alone each would take all that the other has."""
+    """By the order of use alone, each would evict all rows of the other."""
     prefixes, _owners = bound(LONG * ROW, ROWS)
     other, reused = [2, 1] * (LONG // 2), 0
     for _ in range(6):
@@ -118,7 +118,7 @@ def test_two_sessions_by_turns_keep_what_there_is_room_for() -> None:
 
 
 def test_points_between_turns_go_before_the_ends_of_texts() -> None:
-    """Those that save least to read go first, and rows stay."""
+    """Points that save the fewest tokens are evicted first, and rows stay."""
     free, _ = bound(1 << 30, RING)
     play(free, SESSION, RING)
     points = [point for node in free._tree.nodes() for point in node.points.values()]
@@ -140,7 +140,7 @@ def test_the_size_by_default_is_a_share_of_the_free_memory() -> None:
 
 @pytest.mark.usefixtures("exact_buffers")
 def test_memory_is_at_most_the_bound_and_a_chunk() -> None:
-    """Copies are made piece by piece, also where requests part inside of a text."""
+    """Copies are made piece by piece, also if requests diverge inside a text."""
     budget, chunk = 40 * ROW, EVERY * ROW
     prefixes, _owners = bound(budget, ROWS)
     texts = [SESSION, SESSION[:30] + [0] * 9, [0] * 50, SESSION[:18] + [0] * 30]

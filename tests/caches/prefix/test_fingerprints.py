@@ -1,4 +1,4 @@
-"""A folder knows a model by all of its weights and settings, and by nothing else."""
+"""A folder identifies a model by all its weights and settings, and nothing else."""
 
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,7 @@ def test_each_change_of_a_model_has_a_mark_of_its_own() -> None:
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_an_equal_model_has_the_same_mark(name: str) -> None:
-    """Also where its arrays are views, were computed, or lie in another order."""
+    """This holds also if its arrays are views, computed, or in another order."""
     one, other = Model(), Model()
     for model in (one, other):
         CHANGES[name](model)

@@ -1,6 +1,6 @@
-"""A prefix cache returns what was stored for the longest reusable beginning.
+"""A prefix cache returns the stored rows of the longest reusable prefix.
 
-Requests that Hypothesis plays, for several roles, are in test_prefix_roles.
+test_prefix_roles has random requests for several roles.
 """
 
 import gc

@@ -1,8 +1,8 @@
-"""One node has the rows of all roles: a tree beside a plain table of what was stored.
+"""One node has the rows of all roles: the tree agrees with a table of stored prefixes.
 
-Hypothesis plays requests over three token ids, which share beginnings of any length,
-for a target, a draft model and heads whose rows follow from one to three tokens more.
-Each role may be missing from a request, or behind the target at its end.
+Hypothesis draws requests over three token ids, which share prefixes of any length, for
+a target, a draft model and heads whose rows depend on one to three more tokens. A role
+may be missing from a request, or lack the last tokens at its end.
 """
 
 from collections.abc import Iterator
@@ -27,14 +27,14 @@ Text = tuple[list[int], tuple[int | None, ...]]
 TEXTS: st.SearchStrategy[list[Text]] = st.lists(
     st.tuples(
         st.lists(st.integers(0, 2), min_size=1, max_size=14),
-        # how far each role is behind at the end; None: it is missing
+        # the number of last tokens that each role lacks; None: it is missing
         st.tuples(st.integers(0, 2), *[st.none() | st.integers(0, 5)] * 3),
     ),
     min_size=1,
     max_size=8,
 )
 
-# The third text parts from the second behind a restore point of the second role.
+# The third text differs from the second after a restore point of the second role.
 PARTED: list[Text] = [
     ([0], (0, None, None, None)),
     ([1, 0, 1, 2, 0, 0, 1, 0, 0, 0], (2, 0, None, None)),
@@ -51,12 +51,12 @@ def roles_of(kinds: tuple[Kind, ...], text: Text) -> dict[int, tuple[Kind, int]]
 
 
 def beginnings(tokens: list[int]) -> Iterator[tuple[int, ...]]:
-    """Yield every beginning but the empty one."""
+    """Yield every prefix but the empty one."""
     return (tuple(tokens[:stop]) for stop in range(1, len(tokens) + 1))
 
 
 def check_nodes(prefixes: PrefixCache, kinds: tuple[Kind, ...]) -> None:
-    """Compare each node with what its edge says that it holds."""
+    """Compare the content of each node with its edge."""
     for node in prefixes._tree.nodes():
         assert 0 in node.rows
         assert node.points.keys() <= node.rows.keys()
@@ -77,7 +77,7 @@ def check_nodes(prefixes: PrefixCache, kinds: tuple[Kind, ...]) -> None:
 def test_what_a_role_finds_is_what_a_table_says(name: str, texts: list[Text]) -> None:
     kinds = KINDS[name]
     prefixes, _owners = bound(1 << 30, *kinds)
-    # by role, the beginnings at whose end it can be resumed
+    # by role, the prefixes at whose end it can be resumed
     table: dict[int, set[tuple[int, ...]]] = {
         which: set() for which in range(len(kinds))
     }

@@ -1,6 +1,6 @@
 """Later processes find the segments of a folder, and never those of another text.
 
-`request` compares the rows that a role finds with those of the text.
+`request` compares the rows that a role reuses with those of the text.
 """
 
 import logging
@@ -43,7 +43,7 @@ PLAYED = [[1] * 9 + [2] * 5, [1] * 9 + [0] * 6, [2, 0] * 8, [1] * 4 + [2] * 9]
 
 
 def play(prefixes: PrefixCache, tokens: list[int], kinds: Kinds) -> list[int]:
-    """Play a request of all roles; return how many tokens each could use."""
+    """Play a request of all roles; return the number of reused tokens of each."""
     roles = {which: (kind, 0) for which, kind in enumerate(kinds)}
     return [reused for reused, _ in request(prefixes, tokens, roles).values()]
 
@@ -53,7 +53,7 @@ def files(folder: Path) -> list[Path]:
 
 
 def filled(folder: Path, kinds: Kinds) -> str:
-    """Let a folder have some texts; return the mark of the model."""
+    """Fill a folder with some texts; return the fingerprint of the model."""
     prefixes, _owners = bound(1 << 30, *kinds, folder=folder)
     for tokens in PLAYED:
         play(prefixes, tokens, kinds)
@@ -67,7 +67,7 @@ def filled(folder: Path, kinds: Kinds) -> str:
 def test_another_process_finds_what_memory_has(
     name: str, texts: list[list[int]], spare: int | None
 ) -> None:
-    """Also where it has less memory than it reads."""
+    """This holds also if its memory is smaller than the segments that it reads."""
     kinds = KINDS[name]
     with TemporaryDirectory() as place:
         folder = Path(place, "made", "here")
@@ -152,7 +152,7 @@ def test_the_folder_is_its_owners_alone(tmp_path: Path) -> None:
 
 
 def test_the_key_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where several have made one in the same moment."""
+    """This holds also if several processes make a key at the same moment."""
     barrier, link = threading.Barrier(4), os.link
 
     def link_together(source: Path, place: Path) -> None:
@@ -285,7 +285,7 @@ def damage(draw: random.Random, folder: Path, foreign: Path) -> Path:
 
 
 def two_folders(place: Path, kinds: Kinds) -> tuple[Path, Path, str]:
-    """Fill two folders with keys that are always the same; return a model's mark."""
+    """Fill two folders, with fixed keys; return a model's fingerprint."""
     folders = place / "own", place / "foreign"
     for number, folder in enumerate(folders):
         folder.mkdir(mode=0o700)
@@ -365,7 +365,7 @@ def test_what_is_before_a_damaged_file_is_used(name: str, tmp_path: Path) -> Non
 
 
 def test_what_comes_after_a_damaged_file_is_used_again(tmp_path: Path) -> None:
-    """After its tokens are read again. Damage in later files is noticed then too."""
+    """They are used once its tokens are read again, and damage in them is noticed."""
     kinds, folder, tokens = KINDS["ring and rows"], tmp_path / "own", [2, 0] * 7
     first, _first_owners = bound(1 << 30, *kinds, folder=folder)
     play(first, tokens, kinds)
@@ -387,7 +387,7 @@ def test_what_comes_after_a_damaged_file_is_used_again(tmp_path: Path) -> None:
 def test_requests_after_damage_find_their_own_text_and_then_all_of_it(
     count: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A damaged file is met by the first request that needs it, and by no other."""
+    """Only the first request that needs a damaged file is affected by it."""
     kinds = KINDS["ring and rows"]
     folder, foreign, _ = two_folders(tmp_path, kinds)
     whole = {file.name: file.read_bytes() for file in folder.iterdir()}
@@ -455,7 +455,7 @@ def test_a_writer_that_is_killed_leaves_whole_files(tmp_path: Path) -> None:
 
 
 def test_places_of_segments_that_are_gone_are_forgotten(tmp_path: Path) -> None:
-    """The way to new segments stays known; a server runs for weeks."""
+    """New segments can still be reached; a server runs for weeks."""
     folder = tmp_path / "shared"
     one, _one_owners = bound(1 << 30, ROWS, folder=folder)
     two, _two_owners = bound(1 << 30, ROWS, folder=folder)

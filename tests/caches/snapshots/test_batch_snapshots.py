@@ -1,8 +1,8 @@
-"""A snapshot of a batch is what its rows held, whatever happens to them afterwards.
+"""A snapshot of a batch keeps its rows, whatever happens to the batch afterwards.
 
-The machine of test_batch_twins.py plays on; on the way, snapshots are taken, cut,
-joined and restored. Each then equals twins that were fed the tokens of its rows only,
-and goes on as they do.
+The state machine of test_batch_twins.py runs; between its rounds snapshots are taken,
+cut, joined and restored. Each snapshot has to equal twins that were fed the tokens of
+its rows only, and to continue like them.
 """
 
 from dataclasses import dataclass
@@ -40,13 +40,13 @@ from support.caches.batch_rounds import (
 from support.caches.batch_twins import AttentionKind, BatchArraysKind, BatchKind
 from support.caches.cache_twins import Mixers, Rows
 
-LITTLE = (False, False, 1, False)  # what a plan leaves out
+LITTLE = (False, False, 1, False)  # the rest of a minimal plan
 Fed = list[list[Rows]]  # of each row
 
 
 @dataclass(eq=False)
 class Taken:
-    """A snapshot of [0, stop), and what its rows were fed."""
+    """A snapshot of [0, stop), and the writes to its rows."""
 
     snapshot: Snapshot
     fed: Fed
@@ -80,7 +80,7 @@ class Machine(Batch):
 
     @rule(data=st.data())
     def take(self, data: st.DataObject) -> None:
-        """Take it in one, in two parts, or the rest after an older one."""
+        """Take a snapshot whole, in two parts, or as the rest after an older one."""
         stop, fed = self.furthest, self.fed
         taken = snapshot([self.cache], 0, stop)
         assert taken.stop == stop
@@ -98,13 +98,13 @@ class Machine(Batch):
 
     @rule(count=st.integers(1, 7))
     def single_steps(self, count: int) -> None:
-        """Plain decoding, after which a ring is turned."""
+        """Run plain steps, after which a ring has wrapped."""
         self.play(Plan((1,) * count, (count,) * MOST_ROWS, "native", *LITTLE))
 
     @precondition(lambda self: self.cuts and min(r.position for r in self.rows) > 1)
     @rule(data=st.data(), width=st.integers(1, 4))
     def trim_and_write(self, data: st.DataObject, width: int) -> None:
-        """By mlx-lm's own method, which leaves the buffers as they are."""
+        """Trim by mlx-lm's method, which does not change the buffers, and write."""
         shortest = min(row.position for row in self.rows)
         rows = data.draw(st.integers(1, min(6, shortest - 1)))
         self.cache.trim(rows)
@@ -112,7 +112,7 @@ class Machine(Batch):
         self.play(Plan((width,), (width,) * MOST_ROWS, "native", *LITTLE))
 
     def goes_on(self, one: Taken, fed: Fed) -> bool:
-        """Return whether each row holds what it held then, and the same number more."""
+        """Return whether each row has its old content, and equally many more tokens."""
         pairs = list(zip(one.fed, fed, strict=False))
         heads = all(now[: len(then)] == then for then, now in pairs)
         return heads and len(one.fed) == len(fed)
@@ -120,7 +120,7 @@ class Machine(Batch):
     @precondition(lambda self: self.taken)
     @rule(data=st.data(), how=st.sampled_from(["part", "whole", "copy", "drop"]))
     def change(self, data: st.DataObject, how: str) -> None:
-        """Cut and join a snapshot, or let its parts go separate ways."""
+        """Cut and join a snapshot, or keep its parts as separate snapshots."""
         one = data.draw(st.sampled_from(self.taken))
         at = data.draw(st.integers(0, one.snapshot.stop))
         if how == "drop":
@@ -141,7 +141,7 @@ class Machine(Batch):
     @precondition(lambda self: self.taken)
     @rule(data=st.data(), fresh=st.booleans(), parts=st.booleans())
     def go_back(self, data: st.DataObject, fresh: bool, parts: bool) -> None:
-        """Restore a snapshot to the live cache, or to one in its place."""
+        """Restore a snapshot to the live cache, or to a new one."""
         one = data.draw(st.sampled_from(self.taken))
         if fresh:
             self.cache = self.kind.batch([0])
@@ -166,7 +166,7 @@ class Machine(Batch):
         self.compare(data.draw(st.sampled_from(self.taken)))
 
     def compare(self, one: Taken) -> None:
-        """Require that the snapshot equals twins of its rows, and goes on as they."""
+        """Require that the snapshot equals twins, and continues like them."""
         live = self.cache, self.rows
         self.cache, self.rows = self.kind.batch([0]), self.twins(one.fed)
         restore(one.snapshot, [self.cache])

@@ -1,4 +1,4 @@
-"""Reading another's cache: which rows, of every kind and state, and at what price."""
+"""Rows read from another owner's cache, for every kind and state, and their cost."""
 
 from typing import Any
 
@@ -60,7 +60,7 @@ def positions(cache: Any, stop: int, count: int | None) -> list[int]:
 def test_what_is_read_are_the_last_rows_before_a_position(
     kind: str, writes: list[tuple[int, int]], left_out: int, count: int | None
 ) -> None:
-    """After any rounds, each of which keeps a part of what was written."""
+    """This holds after rounds that keep any part of the written rows."""
     cache = MAKE[kind]()
     for rows, keep in writes:
         with Speculation([cache]) as speculation:
@@ -74,7 +74,7 @@ def test_what_is_read_are_the_last_rows_before_a_position(
     if kind not in SLIDES:
         assert read == list(wanted)
         return
-    # The window is held, but for a row that gave way to those left out.
+    # The window is held, except rows that were replaced by rows left out here.
     least = wanted[-max(1, WINDOW - left_out) :]
     assert read == list(wanted[-len(read) :])
     assert len(read) >= len(least) or read == list(wanted)
@@ -123,7 +123,7 @@ def test_known_kinds_are_not_refused(kind: str) -> None:
 def test_reading_copies_nothing_and_leaves_writes_in_place(
     kind: str, hold: bool
 ) -> None:
-    """A row is used, and then written: what was read must be gone, or all is copied."""
+    """Arrays that were read must be gone before a write, or it copies the buffer."""
     rows, dim = 4096, 64
     make: dict[str, Any] = {
         "whole": KVCache,

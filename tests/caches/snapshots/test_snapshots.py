@@ -1,9 +1,9 @@
-"""A snapshot is what the caches held, whatever happens to them afterwards.
+"""A snapshot keeps the content of caches, whatever happens to them afterwards.
 
-Hypothesis plays texts on one cache: native writes, rounds of a `Speculation`, trims
-by mlx-lm's own method, going back to an older snapshot, dropping the cache. Every
-snapshot taken on the way, cut and joined at will, then equals a native twin that was
-fed its tokens only, and goes on as the twin does.
+Hypothesis draws events of one cache: native writes, rounds of a `Speculation`, trims by
+mlx-lm's method, going back to an older snapshot, dropping the cache. Every snapshot,
+also after cutting and joining, has to equal a native twin that was fed its tokens only,
+and to continue like the twin.
 """
 
 import copy
@@ -127,7 +127,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.cuts and self.position > 1)
     @rule(data=st.data(), width=st.integers(0, 4))
     def trim_and_write(self, data: st.DataObject, width: int) -> None:
-        # A cache that is trimmed to nothing keeps its buffers, a new one has none.
+        # A cache that is trimmed to 0 rows keeps its buffers; a new one has none.
         rows = data.draw(st.integers(1, min(6, self.position - 1)))
         for leaf in flat([self.cache]):
             if isinstance(leaf, ConcatenateKVCache):  # its trim leaves rows visible
@@ -141,7 +141,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def take(self, data: st.DataObject) -> None:
-        """Take it in one, or in two parts, or the rest after an older one."""
+        """Take a snapshot whole, in two parts, or as the rest after an older one."""
         stop = self.position
         start = data.draw(st.integers(0, stop))
         older = [
@@ -160,7 +160,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.taken)
     @rule(data=st.data(), how=st.sampled_from(["part", "whole", "copy", "drop"]))
     def change(self, data: st.DataObject, how: str) -> None:
-        """Cut and join a snapshot, or let its parts go separate ways."""
+        """Cut and join a snapshot, or keep its parts as separate snapshots."""
         one = data.draw(st.sampled_from(self.taken))
         at = data.draw(st.integers(0, one.snapshot.stop))
         if how == "drop":
@@ -179,7 +179,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.taken)
     @rule(data=st.data(), fresh=st.booleans())
     def go_back(self, data: st.DataObject, fresh: bool) -> None:
-        """Restore a snapshot to the live cache, or to one in its place."""
+        """Restore a snapshot to the live cache, or to a new one."""
         one = data.draw(st.sampled_from(self.taken))
         if fresh:
             self.cache = self.kind.make()
@@ -192,7 +192,7 @@ class Machine(RuleBasedStateMachine):
         self.check(data.draw(st.sampled_from(self.taken)))
 
     def check(self, one: Taken) -> None:
-        """Require that the snapshot equals its twin, and goes on as the twin."""
+        """Require that the snapshot equals its twin, and continues like it."""
         restored, twin = self.kind.make(), self.kind.make()
         restore(one.snapshot, [restored])
         for rows in one.writes:
@@ -293,7 +293,7 @@ def write(cache: Any, value: float = 2.0, rows: int = 1) -> None:
 
 
 def peak_of(action: Callable[[], Any]) -> tuple[int, Any]:
-    """Return the bytes that an action allocates at its peak, and its result."""
+    """Return the peak of bytes that an action allocates, and its result."""
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     result = action()
@@ -336,7 +336,7 @@ def test_a_write_into_the_range_copies_the_range_once() -> None:
     rows = 2 * 4 * 1000 * 64 * 4
     assert rows <= peak < rows + rows // 10
     assert taken.nbytes == rows
-    assert type(cache) is KVCache  # nobody has to look at its writes any more
+    assert type(cache) is KVCache  # its writes are no longer watched
     fresh = KVCache()
     restore(taken, [fresh])
     assert np.array(fresh.keys_and_values()[0]).max() == 1.0
@@ -395,7 +395,7 @@ def test_the_parts_of_live_rows_are_as_safe_as_the_whole() -> None:
 
 
 def test_a_write_into_a_ring_changes_no_snapshot() -> None:
-    """A ring is written in place, before it is taken, after, and when restored."""
+    """A ring is written in place before a snapshot, after it, and when restored."""
     ring = RotatingKVCache(max_size=4)
     for value in range(7):
         write(ring, value)

@@ -10,7 +10,7 @@ from mlx_speculation.caches import RaggedKVCache, Speculation
 
 
 def layers(lengths: list[int], count: int = 2) -> list[RaggedKVCache]:
-    """Return caches of several layers whose rows hold so many positions."""
+    """Return caches of several layers whose rows have these lengths."""
     caches = []
     for layer in range(count):
         rows = []

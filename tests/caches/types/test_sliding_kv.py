@@ -54,7 +54,7 @@ def fed(cache: Any, widths: list[int]) -> Any:
 
 
 def positions(arrays: Any) -> list[int]:
-    """Return the positions of rows, after a look at the values."""
+    """Return the positions of rows, after a check of the values."""
     keys, values = (np.array(a)[0, 0] for a in arrays)
     np.testing.assert_array_equal(values[:, :2], -keys)
     return [int(position) for position in keys[:, 0]]
@@ -139,7 +139,7 @@ def test_rows_are_trimmed_where_the_window_remains(widths: list[int], n: int) ->
 
 
 def test_how_many_rows_can_be_trimmed() -> None:
-    """The buffer holds 9 rows: after 9 all can go, after 10 it has moved."""
+    """The buffer holds 9 rows: after 9 all can be trimmed, after 10 it has moved."""
     cache = fed(SlidingKVCache(5, 4), [1] * 9)
     assert cache.is_trimmable()
     assert all(cache.can_trim(n) for n in range(10))
@@ -183,7 +183,7 @@ def test_it_is_what_models_expect() -> None:
 
 
 def test_a_round_can_be_taken_back_after_a_later_one_moved_the_window() -> None:
-    """As in plain decoding: a step is committed, the next one fails, both go."""
+    """In plain decoding a step is committed, the next fails, and both are undone."""
     cache = fed(SlidingKVCache(4, 2), [5])
     first, second = Speculation([cache]), None
     write(first.caches[0], 1, serial=500)
@@ -218,7 +218,7 @@ def test_the_buffer_grows_in_steps_and_then_stays() -> None:
 
 
 def peak(cache: SlidingKVCache, row: mx.array, keep: int) -> int:
-    """Return the bytes that one round allocates at its peak."""
+    """Return the peak of bytes that one round allocates."""
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     with Speculation([cache]) as speculation:
@@ -244,7 +244,7 @@ def test_a_round_copies_the_window_only_when_the_buffer_is_full(
 
 
 def _fillings(slack: int, width: int, keep: int, rounds: int) -> list[bool]:
-    """Count along: whether each round finds the buffer full."""
+    """Simulate rounds; return for each whether it finds the buffer full."""
     free, fills = slack - 1, []
     for _ in range(rounds):
         fills.append(free < width)
