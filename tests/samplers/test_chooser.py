@@ -1,4 +1,4 @@
-"""Choosing: the same noise for the same id and position, and mlx-lm's distribution."""
+"""Choices: the same noise for the same id and position, and mlx-lm's distribution."""
 
 from collections.abc import Callable
 from unittest.mock import patch
@@ -25,7 +25,7 @@ SEEDS = st.integers(0, 2**64 - 1)
 
 
 def at(positions: range) -> Rows:
-    """Rows of a sequence of zeros, whose tokens get these positions."""
+    """Return rows of a sequence of zeros for these positions."""
     return Rows([0] * positions[-1], count=len(positions))
 
 
@@ -63,7 +63,7 @@ def test_noise_depends_on_seed_position_and_id_alone(
 def test_noise_drawn_in_blocks_is_the_same_noise(
     width: int, blocks: list[tuple[int, int]], scattered: list[int]
 ) -> None:
-    """Whatever was asked before, within a block, across two, and out of order."""
+    """This holds within a block, across two, and in any order of calls."""
     key = stream_key(5, CHOICE)
     noise = GumbelNoise(key, width)
     for positions in [*(range(a, a + n) for a, n in blocks), scattered]:
@@ -110,7 +110,7 @@ def test_the_noise_of_some_ids_is_that_of_the_full_draw(
 def test_noise_for_the_top_k_alone_picks_the_same(
     key: int, k: int, count: int, vocab: int, top_p: float, ties: bool
 ) -> None:
-    """Also where fewer than k ids are left, and for logits of few columns."""
+    """This holds also if fewer than k ids are left, and for logits of few columns."""
     sampling = Sampling(temperature=2.0, top_k=k, top_p=top_p, seed=key)
     chooser = Chooser(sampling, 2**14)
     logits = rows(key, count, vocab)
@@ -277,7 +277,7 @@ def test_the_mark_of_a_row_without_a_choice_is_not_finite(
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
 @pytest.mark.parametrize("width", [1, 2, 7, 8, 17, 33, 64, 257, 4096, 4099])
 def test_the_mark_shows_a_nan_anywhere(width: int, dtype: mx.Dtype) -> None:
-    """On a CPU the largest value has to carry it along, as no one else looks."""
+    """On a CPU only the largest value is checked, so it has to be NaN."""
     for place in {0, 1, 8, 16, width // 2, width - 2, width - 1} & set(range(width)):
         for count, row in [(1, 0), (2, 1), (5, 3)]:
             logits = np.random.default_rng(place).normal(size=(count, width))

@@ -1,4 +1,4 @@
-"""Costs of choosing that no value shows: counts and sizes, no times."""
+"""Costs of choosing, as counts and sizes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -47,7 +47,7 @@ def test_a_growing_text_is_moved_seldom() -> None:
 
 
 class Counting(KnownTokens):
-    """Notes how many tokens it was asked for."""
+    """Records the number of tokens that are read."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""All options at once: mlx-lm's distribution, whatever the number of rows beside it."""
+"""All options together give mlx-lm's distribution, for any number of rows."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -30,7 +30,7 @@ TEMPERATURES = st.sampled_from([0.0, 0.5, 1.0, 1.7])
 
 @pytest.fixture(autouse=True, scope="module")
 def _interpreted() -> Iterator[None]:
-    """Run mlx-lm's filters without compiling them anew for every option."""
+    """Run mlx-lm's filters without compiling them for every option."""
     mx.disable_compile()
     yield
     mx.enable_compile()
@@ -68,7 +68,7 @@ def test_rows_together_and_beside_padding_score_as_each_row_alone(
     limit: int,
     dtype: mx.Dtype,
 ) -> None:
-    """Bit for bit, noise and coins included, and with drafts that the host knows."""
+    """They are equal bit for bit, with noise and coins, and with drafts on the host."""
     sampling = Sampling(
         **penalties,
         **filters,
@@ -130,7 +130,7 @@ def test_the_distribution_is_mlx_lms(
     rows: Rows,
     key: int,
 ) -> None:
-    """Its processors, then its filters, then its temperature, to the last bit."""
+    """It applies processors, then filters, then temperature, equal to the last bit."""
     sampling = Sampling(**penalties, **filters, temperature=temperature, seed=key)
     chooser = Chooser(sampling, VOCAB)
     logits = some_logits(key, rows.count)
@@ -157,7 +157,7 @@ def test_the_distribution_is_mlx_lms(
 
 
 def test_a_coin_belongs_to_its_position() -> None:
-    """The same for any number of rows, and for draft and target; odds of 1e-6."""
+    """It is the same for any number of rows, and for draft and target."""
     chooser = Chooser(
         Sampling(temperature=1.0, xtc_probability=0.3, xtc_threshold=0.2, seed=4), 3
     )

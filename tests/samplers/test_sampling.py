@@ -1,4 +1,4 @@
-"""Options that can be compared and kept, and the seeds of several samples."""
+"""Options can be compared and stored; several samples get derived seeds."""
 
 import inspect
 import math
@@ -103,7 +103,7 @@ def test_zero_and_none_are_off() -> None:
 def test_derived_seeds_differ_between_samples_and_between_requests(
     seed: int, other: int
 ) -> None:
-    """The first sample keeps the request's own seed."""
+    """The first sample keeps the request's seed."""
     assert derived_seed(seed, 0) == seed
     derived = {derived_seed(seed, index) for index in range(300)}
     assert len(derived) == 300
@@ -113,13 +113,13 @@ def test_derived_seeds_differ_between_samples_and_between_requests(
 
 
 def test_many_derived_seeds_differ() -> None:
-    """Of neighbouring seeds and indexes, where a weak mixture would repeat itself."""
+    """Seeds and indexes are neighbours, for which a weak mixture would repeat seeds."""
     derived = {derived_seed(seed, i) for seed in range(200) for i in range(1000)}
     assert len(derived) == 200_000
 
 
 def test_derived_seeds_stay_what_they_are() -> None:
-    """Another hash would change every text that a seed has given before."""
+    """Another hash would change the texts of all derived seeds."""
     assert derived_seed(1, 1) == PINNED[0]
     assert derived_seed(2**64 - 1, 7) == PINNED[1]
 

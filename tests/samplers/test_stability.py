@@ -20,7 +20,7 @@ from mlx_speculation.samplers.noise.gumbel import (
 )
 from mlx_speculation.samplers.sampling import SMALLEST_TEMPERATURE
 
-# Of seed 12345678901234567890, which fills both words: positions 0, 1 and 100,000.
+# Noise of seed 12345678901234567890, which fills both words, at three positions.
 NOISE = [
     [0.7725138, 0.3329537, 0.8681505, 0.1716988, 0.3652563],
     [-1.139361, 0.4156085, 0.9692146, -0.06572006, -0.8915141],
@@ -95,7 +95,7 @@ def test_the_smallest_temperature_draws_by_chance() -> None:
 def test_noise_of_a_long_text_is_forgotten(
     width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory does not grow, and blocks of many positions are drawn once."""
+    """Memory does not grow, and a block of positions is drawn once."""
     drawn: list[int] = []
 
     def counted(key: mx.array, positions: mx.array, width: int) -> mx.array:

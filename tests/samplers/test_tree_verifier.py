@@ -1,4 +1,4 @@
-"""The path of a tree, walked row by row; and the children that a head proposes."""
+"""The accepted path of a tree, row by row, and the children that a head proposes."""
 
 import random
 from typing import Any
@@ -43,7 +43,7 @@ def test_the_path_is_that_of_the_choices_after_each_prefix(
     logits = mx.random.normal(
         (nodes + 1, VOCAB), key=mx.random.key(data.getrandbits(31))
     )
-    # What plain decoding chooses after a node: one row, of its place in the text.
+    # The choice of plain decoding after a node: one row at its place in the text.
     choices = []
     for node, depth in zip(range(-1, nodes), [0, *depths], strict=True):
         known = [*KNOWN, *[9] * depth]

@@ -1,4 +1,4 @@
-"""One request's decisions: the same in a verify, row after row, and for any draft."""
+"""A request's decisions are the same in one verify and row by row, for any draft."""
 
 from typing import Any, get_args
 
@@ -62,7 +62,7 @@ def emitted(verified: Verified) -> list[int]:
 def sequential(
     verifier: Verifier, logits: mx.array, rows: Rows, *draft: mx.array | None
 ) -> list[int]:
-    """Ask for rows until one is not accepted, or the last."""
+    """Verify row by row up to the first rejection, or to the last row."""
     tokens: list[int] = []
     for verified in verifier.sequential(logits, rows, *draft):
         tokens.append(verified.tokens.item())  # type: ignore[arg-type]
@@ -128,7 +128,7 @@ def test_keyed_tokens_do_not_depend_on_the_draft(
 
 @pytest.mark.parametrize("acceptance", ["rejection", "block"])
 def test_rounds_that_begin_elsewhere_draw_anew(acceptance: Acceptance) -> None:
-    """The same position and distribution, in rounds that began before it and at it."""
+    """Two rounds with different starts draw differently at the same position."""
     options = {"temperature": 1.0, "seed": 7}
     flat = mx.zeros((1, WIDTH))
     chosen = []
@@ -155,7 +155,7 @@ def test_a_restricted_vocabulary_chooses_as_the_whole_one_without_the_rest(
     ids: list[int],
     beyond: list[int],
 ) -> None:
-    """Ids that the target lacks are left out, wherever they would be."""
+    """Ids that the target lacks are left out, at any place."""
     verifier, rows = verifier_of(options, acceptance), Rows(KNOWN)
     few = logits_of(key, 1, len(ids) + len(beyond))
     whole = np.full((1, WIDTH), -np.inf, dtype=np.float32)

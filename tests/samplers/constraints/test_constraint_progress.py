@@ -1,4 +1,4 @@
-"""Masks of verify rows and commits: as if the tokens had come one by one."""
+"""Masks of verify rows and commits are the same as for tokens one by one."""
 
 from collections import Counter
 from collections.abc import Collection
@@ -33,7 +33,7 @@ def usable(missing: Collection[int] = ()) -> NDArray[np.bool_]:
 def may_follow(
     automaton: TokenAutomaton, path: list[int], ends: set[int], missing: set[int]
 ) -> list[int] | None:
-    """Return what may come after a path, by the table alone; None if it is broken."""
+    """Return the ids allowed after a path, by the table alone; None: not allowed."""
     state = automaton.begin()
     for token in path:
         if token in ends or token in missing or token not in ids(state):
@@ -149,7 +149,7 @@ def test_tokens_stay_up_to_the_first_that_nothing_may_follow(
 
 
 def test_an_end_is_allowed_exactly_where_the_text_may_end() -> None:
-    """Also where the table names it elsewhere, and where it does not name it."""
+    """This holds also if the table names the end elsewhere, or nowhere."""
     automaton = TokenAutomaton({0: {1: 1, 6: 1}, 1: {1: 2}, 2: {1: 1}}, accepting={2})
     text = Constrained(automaton, usable=usable(), ends=[6, 99])
     assert rows_of(text.masks([1, 1, 1], 4)) == [[1], [1], [1, 6], [1]]
@@ -236,7 +236,7 @@ def test_tokens_that_were_not_allowed_are_refused_and_change_nothing() -> None:
 
 
 def test_a_place_is_looked_at_once_in_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the draft step by step, by the verify rows, and by the commit."""
+    """Draft steps, verify rows and the commit share the result."""
     calls: Counter[str] = Counter()
     for name in ("allowed", "advance", "fork"):
         original = getattr(AutomatonState, name)

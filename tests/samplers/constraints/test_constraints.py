@@ -1,4 +1,4 @@
-"""States of a constraint: what they allow, and that forks are independent."""
+"""States of a constraint allow the right ids, and their forks are independent."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Grammars as constraints: what they allow, fits; what fits, they allow."""
+"""Grammars as constraints allow exactly the texts that fit."""
 
 import gc
 import json
@@ -55,7 +55,7 @@ def text_of(tokenizer: Any, tokens: list[int]) -> str:
 
 
 def walk(grammar: Grammar, seed: int, limit: int = 400) -> tuple[list[int], bool]:
-    """Return the tokens of a random walk, and whether it ended where it may."""
+    """Return the tokens of a random walk, and whether it ended at a permitted end."""
     state, chance = grammar.begin(), random.Random(seed)
     tokens: list[int] = []
     while len(tokens) < limit:
@@ -161,7 +161,7 @@ def test_a_lark_grammar_may_be_recursive() -> None:
 
 
 def test_no_token_of_its_own_ends_the_text() -> None:
-    """Neither the tokenizer's end-of-text id, nor the one that the library is given."""
+    """Neither the tokenizer's end-of-text id does, nor the one given to the library."""
     end = DEMO.eos_token_id
     for grammar, text in ((regex("a*", DEMO), "a"), (regex("a", DEMO), "a")):
         state = at(grammar, DEMO.encode(text))
@@ -228,7 +228,7 @@ def test_without_the_library_the_error_tells_how_to_install_it(
 
 
 def test_a_grammar_that_hits_a_limit_fails_and_does_not_end_the_text() -> None:
-    """The library's mask then allows the end alone."""
+    """At a limit the library's mask allows only the end."""
     state = regex("((a{0,300}b{0,300}){0,300}c?){0,300}", BYTES).begin()
     chance = random.Random(0)
 

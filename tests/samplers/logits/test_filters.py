@@ -1,4 +1,4 @@
-"""Filters: mlx-lm's definitions, exact sums, and no row that feels its neighbours."""
+"""Filters have mlx-lm's definitions and exact sums, and rows are independent."""
 
 import math
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ from support.sampling.sampling_options import filter_options
 
 @pytest.fixture(autouse=True, scope="module")
 def _interpreted() -> Iterator[None]:
-    """Run mlx-lm's filters without compiling them anew for every share."""
+    """Run mlx-lm's filters without compiling them for every share."""
     mx.disable_compile()
     yield
     mx.enable_compile()
@@ -49,7 +49,7 @@ def kept(filtered: mx.array) -> Any:
 
 
 def mass_above(log_probs: mx.array) -> Any:
-    """Return the share of probability of all more probable tokens, float64."""
+    """Return the total probability of all more probable tokens, float64."""
     probs = np.exp(np.array(log_probs).astype(np.float64))
     above = np.empty_like(probs)
     for row, sums in zip(probs, above, strict=True):
@@ -71,7 +71,7 @@ def mass_above(log_probs: mx.array) -> Any:
 def test_the_edge_of_top_p_is_exact_in_whole_numbers(
     key: int, vocab: int, share: float, at_once: int, spread: float, ties: bool
 ) -> None:
-    """However far the row is halved, and with any number of equal tokens."""
+    """This holds for any power of two of the row, and with any number of ties."""
     probs = mx.exp(some_log_probs(key, (2, 3, vocab), spread, ties))
     edges = np.array(nucleus_edge(probs, share, at_once))
     assert edges.shape == (2, 3, 1)
@@ -96,7 +96,7 @@ def test_the_edge_of_top_p_is_exact_in_whole_numbers(
         # The first has half a unit less than the share: the second is needed.
         ([0.5, 0.375, 0.125, 2.0**-31], 0.5, 0.375),
         ([0.5, 0.375, 0.125, 0.0], 0.5, 0.5),
-        # Nothing: no share of it, and no value of the row beside it.
+        # A row without probability loses nothing.
         ([0.0, 0.0, 0.0, 0.0], 0.5, 0.0),
     ],
 )
@@ -151,7 +151,7 @@ def test_top_k_keeps_k_tokens_the_lowest_ids_among_equals(
 
 @given(key=KEYS, share=st.sampled_from([1e-6, 0.05, 0.5, 1.0]), keep=st.integers(1, 12))
 def test_min_p_equals_mlx_lms(key: int, share: float, keep: int) -> None:
-    """And keeps all of fewer tokens than asked for, where mlx-lm fails."""
+    """It also keeps all tokens if there are fewer than asked for; mlx-lm fails then."""
     log_probs = some_log_probs(key, (3, 10))
     expected = apply_min_p(log_probs, share, min(keep, 10))
     assert mx.array_equal(min_p(log_probs, share, keep), expected).item()
@@ -222,7 +222,7 @@ def test_all_filters_equal_mlx_lms_in_its_order(
 def test_rows_together_and_beside_padding_equal_each_row_alone(
     options: dict[str, Any], key: int, vocab: int, rows: int, ties: bool
 ) -> None:
-    """Bit for bit, so that a verify of many rows chooses as a plain step does."""
+    """They are equal bit for bit, so a verify of rows chooses like a plain step."""
     log_probs = some_log_probs(key, (rows, vocab), 1.5, ties)
     coins = mx.random.uniform(shape=(rows,), key=mx.random.key(key))
     sampling = Sampling(**options)
@@ -241,7 +241,7 @@ def test_rows_together_and_beside_padding_equal_each_row_alone(
 
 @pytest.mark.parametrize("vocab", [5, 3000])
 def test_a_row_without_a_choice_is_filtered_without_harm(vocab: int) -> None:
-    """It is refused elsewhere; here it must not be read out of bounds."""
+    """Other code refuses it; here it must not be read out of bounds."""
     options = Sampling(top_p=0.9, min_p=0.1, xtc_probability=1.0, top_k=3)
     for value in (mx.nan, -mx.inf):
         log_probs = mx.full((2, vocab), value)

@@ -65,7 +65,7 @@ def test_all_rows_at_once_equal_mlx_lms_processors_on_each_row(
 def test_ids_past_the_width_change_nothing(
     options: dict[str, Any], rows: Rows, key: int
 ) -> None:
-    """As if the logits had been wider; a draft may have fewer ids than the target."""
+    """A draft may have fewer ids than the target."""
     logits = some_logits(rows.count, mx.float32, key)
     penalties = Penalties(Sampling(**options))
     wide = penalties.apply(logits, rows)
@@ -124,7 +124,7 @@ def test_a_row_without_any_named_token_has_an_empty_window() -> None:
 def test_known_tokens_follow_a_text_that_grows_and_shrinks(
     steps: list[tuple[int, bool]],
 ) -> None:
-    """And another list of the same length is another text."""
+    """Another list of the same length counts as another text."""
     known = KnownTokens()
     text: list[int] = []
     for amount, forget in steps:

@@ -1,4 +1,4 @@
-"""Processors over verify rows: the calls of plain decoding, no trace of the rest."""
+"""Processors over verify rows get the calls of plain decoding, and no others."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -40,7 +40,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "serial": Recorder,
 }
 
-# (draft length, which drafts are right, after how many rows a first try fails)
+# (draft length, right drafts, number of rows after which a first try fails)
 ROUNDS = st.lists(
     st.tuples(st.lists(st.booleans(), max_size=4), st.none() | st.integers(1, 6)),
     min_size=1,
@@ -72,10 +72,10 @@ def test_rounds_make_the_calls_of_plain_decoding(
     penalty: float | None,
     seed: int,
 ) -> None:
-    """The same text, calls and states, with rejected drafts and rounds that fail.
+    """Text, calls and states are the same with rejected drafts and failed rounds.
 
-    A serial processor cannot take a failed round's calls back. They are those of the
-    text that will be emitted all the same, and are not made again.
+    A serial processor cannot take back the calls of a failed round. These calls belong
+    to the text that the next round emits, and are not made again.
     """
     sampling = Sampling(
         temperature=temperature, top_k=6, presence_penalty=penalty, seed=seed
@@ -128,7 +128,7 @@ def test_a_stop_token_is_the_last_to_be_called_for() -> None:
 
 
 def test_forkable_processors_see_drafts_on_a_copy_of_their_state() -> None:
-    """A draft's row finds what the drafts before it left, from the round's start on."""
+    """A draft's row gets the state after the drafts before it in the round."""
     chooser, (processor,) = a_chooser(Sampling(seed=0), ["forkable"])
     text = plain_text(chooser, [1], 2)
     before = processor.copy_state()
@@ -146,7 +146,7 @@ def test_forkable_processors_see_drafts_on_a_copy_of_their_state() -> None:
 
 
 def test_a_draft_after_a_step_in_flight_starts_before_it() -> None:
-    """The step's token is not known yet, and the first draft stands in its place."""
+    """The step's token is not known yet; the first draft token stands for it."""
     chooser, (processor,) = a_chooser(Sampling(seed=0), ["forkable"])
     text = plain_text(chooser, [1], 2)
     drafted = draft_tokens(chooser, text, [None, None])
@@ -157,7 +157,7 @@ def test_a_draft_after_a_step_in_flight_starts_before_it() -> None:
 
 
 def test_a_draft_that_begins_later_knows_nothing_of_the_draft_before() -> None:
-    """The first drafts were looked up, and no logits asked for."""
+    """A lookup made the first draft tokens, without logits."""
     chooser, (processor,) = a_chooser(Sampling(seed=0), ["forkable"])
     draft_tokens(chooser, [1], [None] * 5)
     text = [1, *verify(chooser, [1], [], None)]
@@ -197,7 +197,7 @@ def test_processors_see_a_drafts_logits_at_the_targets_width(width: int) -> None
 
 
 def test_processors_get_a_copy_of_their_row_and_of_the_text() -> None:
-    """Written in place by an mlx-lm processor, a row would change its neighbours."""
+    """An mlx-lm processor writes in place, which would change the other rows."""
 
     @pure
     def overwrite(tokens: mx.array, logits: mx.array) -> mx.array:

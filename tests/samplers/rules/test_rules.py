@@ -1,4 +1,4 @@
-"""Acceptance rules beside what they emit: coins, edges, shapes, batches, laziness."""
+"""Acceptance rules: coins, edge cases, shapes, batches and laziness."""
 
 from collections.abc import Callable
 
@@ -37,7 +37,7 @@ def _on_the_cpu() -> object:
 def distributions(
     kind: str, batch: tuple[int, ...], k: int, vocab: int, seed: int = 0
 ) -> tuple[Array, Array, NDArray[np.int64]]:
-    """Distributions of one kind, and tokens drawn from the draft's; any batch axes."""
+    """Return distributions of a kind, and tokens drawn from the draft's."""
     draws = np.random.default_rng([seed, k, vocab])
     target, draft = KINDS[kind](draws, (*batch, k + 1, vocab))
     draft = draft[..., :k, :]
@@ -50,7 +50,7 @@ def arrays(dtype: mx.Dtype, *values: Array) -> list[mx.array]:
 
 
 def count(rule: Rule, passed: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """The rules' two ways from coins to a count, one row at a time."""
+    """Return the accepted counts from coins, by the definition of each rule."""
     rows = passed.reshape(-1, passed.shape[-1])
     if rule is REJECTION:
         counts = [[*row, False].index(False) for row in rows]
@@ -63,7 +63,7 @@ def count(rule: Rule, passed: NDArray[np.bool_]) -> NDArray[np.int64]:
 def test_coins_pass_below_the_acceptance_probability(
     rule: Rule, dtype: mx.Dtype, kind: str, k: int
 ) -> None:
-    """All coins from 0 to just below 1, and on either side of every threshold."""
+    """The coins go from 0 to just below 1, with both sides of every threshold."""
     target, draft, drafted = distributions(kind, (6,), k, 4)
     t, d = arrays(dtype, target, draft)
     x = mx.array(drafted)
@@ -104,7 +104,7 @@ def test_every_coin_passes_where_the_quotient_is_1(rule: Rule, dtype: mx.Dtype) 
 
 @RULES
 def test_a_token_without_probability_is_never_accepted(rule: Rule) -> None:
-    """Not with a coin of 0, and not one that the draft cannot have drawn."""
+    """This holds with a coin of 0, and for a token that the draft cannot have drawn."""
     coins = mx.zeros((1,))
     half = mx.array([0.5, 0.5, 0])
     impossible = rule.verify(
@@ -297,7 +297,7 @@ def test_batch_rows_are_judged_as_if_alone(rule: Rule, kind: str) -> None:
 
 @RULES
 def test_nothing_is_read_on_the_host(rule: Rule) -> None:
-    """Tracing refuses any evaluation, so a rule that can be traced has none."""
+    """Tracing refuses any evaluation, so a rule that can be traced reads nothing."""
     target, draft, drafted = distributions("spread", (5,), 3, 4)
     t, d = arrays(mx.float32, target, draft)
     x, coins = mx.array(drafted), mx.zeros(drafted.shape)
@@ -322,11 +322,11 @@ def test_nothing_is_read_on_the_host(rule: Rule) -> None:
 
 @each(kind=KINDS, rule=[REJECTION, BLOCK])
 def test_float32_is_near_float64(rule: Rule, kind: str) -> None:
-    """Both get the same float32 numbers, so the difference is the rule's own.
+    """Both get the same float32 numbers, so a difference is the rule's rounding.
 
-    Bounds in units of the last place of 1, 2**-23: 8 for token-wise acceptance, as a
-    share of it; a distribution by its total variation times the mass it was scaled up
-    from.
+    Bounds are in units of the last place of 1, 2**-23. Token-wise acceptance has a
+    relative bound of 8. A distribution is measured by its total variation times the
+    mass before it was normalized.
     """
     unit = 2.0**-23
     target, draft, drafted = distributions(kind, (200,), 4, 4, seed=1)
@@ -379,7 +379,7 @@ def test_the_sorted_form_of_keyed_agreement_equals_the_sum(
 
 
 def test_expected_acceptance_is_ordered_as_the_theory_says() -> None:
-    """Independent draws agree least, token-wise most; keyed is in between."""
+    """Independent draws agree least, token-wise rejection most, keyed in between."""
     target, draft, drafted = distributions("spread", (300,), 3, 8)
     t, d = arrays(mx.float64, target, draft)
     rows = t[:, :3]
@@ -421,7 +421,7 @@ def test_a_draw_never_gives_a_token_without_probability() -> None:
 
 
 def test_draws_follow_the_distribution() -> None:
-    """Chi-square over 60,000 draws and 16 tokens; the bound has odds of 1e-6."""
+    """Chi-square over 60,000 draws and 16 tokens; the bound has probability 1e-6."""
     size = 60_000
     distribution = KINDS["spread"](np.random.default_rng(2), (16,))[0]
     noise = mx.random.gumbel((size, 16), key=mx.random.key(6))

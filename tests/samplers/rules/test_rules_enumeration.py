@@ -1,7 +1,7 @@
-"""Rules emit exactly the target's distribution: enumerated in float64, not sampled.
+"""Rules emit exactly the target's distribution, by enumeration in float64.
 
-Vocabularies up to 4, drafts up to 4 tokens, distributions that depend on the whole
-prefix. The rule's own functions are asked; see support/sampling/enumeration.py.
+Vocabularies have up to 4 ids, drafts up to 4 tokens, and distributions depend on the
+whole prefix. The rules' functions are used; see support/sampling/enumeration.py.
 """
 
 from collections.abc import Callable
@@ -93,7 +93,7 @@ def keyed_closed_form(distributions: Tables) -> Array:
 
 
 def block_closed_form(distributions: Tables) -> Array:
-    """Odds that a prefix is drafted and reached: min(draft's, reached before * p)."""
+    """Return the probability that a prefix is reached: min(draft's, last one * p)."""
     reached = np.ones((distributions.pairs, 1))
     total = np.zeros(distributions.pairs)
     for depth in range(distributions.k):
@@ -161,7 +161,7 @@ def test_keyed_choice_emits_the_targets_distribution_for_many_pairs(
 def test_one_noise_draws_each_of_two_tokens_from_its_own_distribution(
     vocab: int, k: int
 ) -> None:
-    """The closed form that keyed choice is enumerated with, checked by its sums."""
+    """The sums of the closed form for keyed choice are the two distributions."""
     distributions = tables(vocab, k, seed=0)
     for target, draft in zip(distributions.target, distributions.draft, strict=False):
         both = shared_noise_distribution(target, draft)
@@ -177,7 +177,7 @@ def test_one_noise_draws_each_of_two_tokens_from_its_own_distribution(
 
 
 def test_shared_noise_follows_its_closed_form() -> None:
-    """400,000 draws; every cell within 5 standard deviations."""
+    """Of 400,000 draws every cell is within 5 standard deviations."""
     count = 400_000
     first, second = np.array([0.5, 0.3, 0.2, 0.0]), np.array([0.1, 0.2, 0.3, 0.4])
     noise = np.random.default_rng(1).gumbel(size=(count, 4))
@@ -194,7 +194,7 @@ def test_shared_noise_follows_its_closed_form() -> None:
 
 @BOTH
 def test_drafts_chosen_without_chance_keep_the_distribution(rule: Rule) -> None:
-    """The draft is any function of the prefix; the rule is told no distributions."""
+    """The draft is any function of the prefix; the rule gets no distributions of it."""
     for vocab, k in SIZES:
         distributions = tables(vocab, k, 1, ["one-hot draft", "one-hot both"], each=4)
         outcome = enumerate_rule(rule, distributions, chance=False)
@@ -207,7 +207,7 @@ def test_drafts_chosen_without_chance_keep_the_distribution(rule: Rule) -> None:
 def test_a_rule_without_the_drafts_distributions_accepts_fewer(
     rule: Rule,
 ) -> None:
-    """Any token that is independent of the target's draw may be judged that way."""
+    """Any token that is independent of the target's draw may be verified so."""
     for vocab, k in SIZES:
         distributions = tables(vocab, k, 1)
         outcome = enumerate_rule(rule, distributions, chance=False)
@@ -217,7 +217,7 @@ def test_a_rule_without_the_drafts_distributions_accepts_fewer(
 
 @BOTH
 def test_drafts_that_end_early_keep_the_distribution(rule: Rule) -> None:
-    """They end by the prefix and the next distribution: entropy, or any of both."""
+    """They end where the next largest probability is below 0.55, or at random."""
     for vocab, k in SIZES:
         distributions = tables(vocab, k, 2)
         whim = np.random.default_rng(k)

@@ -1,4 +1,4 @@
-"""Draws of a round: keyed by seed, round, position and purpose, and by nothing else."""
+"""Draws of a round depend on seed, round, position and purpose, and nothing else."""
 
 import mlx.core as mx
 import numpy as np
@@ -30,7 +30,7 @@ def test_purposes_differ() -> None:
 
 
 def test_no_two_rounds_and_positions_share_a_key() -> None:
-    """All of 300 rounds by 300 positions, and places where words could overlap."""
+    """Keys of 300 rounds by 300 positions, and at overflows of words, all differ."""
     stream = stream_key(7, COIN)
     places = mx.array([*range(300), 2**16, 2**16 + 1, 2**24, 2**31, 2**32 - 1])
     starts = mx.repeat(places, places.size)
@@ -125,7 +125,7 @@ def test_neighbouring_draws_are_uncorrelated() -> None:
 
 
 def test_keys_are_made_on_the_device() -> None:
-    """From a position that the host does not know: where the accepted tokens end."""
+    """The position, the end of the accepted tokens, is not known to the host."""
 
     def keys(accepted: mx.array) -> mx.array:
         return round_keys(stream_key(2, RESIDUAL), mx.array(10), 10 + accepted)

@@ -27,8 +27,8 @@ class TreeDrafter:
 
     Args:
         text: prompt and continuation, as token ids.
-        right: the higher, the more nodes of the path follow the text; 1: all nodes,
-        0: none.
+        right: the higher, the more nodes of the path follow the text; at 1 all nodes
+            do, at 0 none.
         seed: decides the trees.
 
     Attributes:

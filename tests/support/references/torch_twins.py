@@ -49,8 +49,8 @@ def load_twin(folder: Path, text: list[int]) -> Twin:
         folder: the folder of the model.
         text: token ids for the comparison of logits.
 
-        Raises:
-            UnlikeError: there is no such class, or its parameters or logits differ.
+    Raises:
+        UnlikeError: there is no such class, or its parameters or logits differ.
     """
     original = _in_float32(folder)
     settings = json.loads((folder / "config.json").read_text("utf-8"))
