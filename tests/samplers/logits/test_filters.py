@@ -96,7 +96,7 @@ def test_the_edge_of_top_p_is_exact_in_whole_numbers(
         # The first has half a unit less than the share: the second is needed.
         ([0.5, 0.375, 0.125, 2.0**-31], 0.5, 0.375),
         ([0.5, 0.375, 0.125, 0.0], 0.5, 0.5),
-        # A row without probability loses nothing.
+        # A row of zeros has the edge 0, and not a value of the other row.
         ([0.0, 0.0, 0.0, 0.0], 0.5, 0.0),
     ],
 )
