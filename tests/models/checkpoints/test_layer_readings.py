@@ -1,4 +1,4 @@
-"""Layers of a target that a draft reads: lists of every place, and guesses."""
+"""Layers of the target that a draft reads: listed in any place, or guessed."""
 
 import json
 from pathlib import Path
@@ -47,7 +47,7 @@ IDS, OWN = "eagle_aux_hidden_state_layer_ids", "target_layer_ids"
             (1, 3, 5),
         ),
         ({OWN: [1, 3, 5], IDS: [2, 4, 6]}, OWN, (1, 3, 5)),
-        # The same list twice: its place in eagle_config says what it counts.
+        # Of two equal lists the one in eagle_config decides how layers are counted.
         (
             {IDS: [1, 3, 5], "eagle_config": {IDS: [1, 3, 5]}},
             f"eagle_config.{IDS}",
@@ -98,7 +98,7 @@ def test_lists_that_do_not_agree_are_named(
 
 
 def test_a_list_that_cannot_count_from_0_counts_from_1() -> None:
-    """The target has 6 layers; from 0 the last one would be its fifth."""
+    """Counted from 0, a target of 6 layers has no layer 6."""
     for read, config in (
         (of_eagle, {"eagle_config": {IDS: [2, 4, 6]}}),
         (of_blocks, {"dflash_config": {OWN: [2, 4, 6]}}),
@@ -137,7 +137,7 @@ def test_layers_that_are_not_listed_are_guessed(
 
 
 def scored(right: Layers, tried: set[Layers]) -> Any:
-    """Return a measure that is best on some layers."""
+    """Return a score function that is best for the layers `right`."""
 
     def score(layers: Layers) -> Score:
         tried.add(layers)
@@ -148,7 +148,7 @@ def scored(right: Layers, tried: set[Layers]) -> Any:
 
 
 def test_a_search_finds_layers_beside_the_usual_ones() -> None:
-    """Those of a published drafter of 64 layers, in few of 7 million trials."""
+    """The last case is a published drafter: few of 7 million choices are tried."""
     for right, usual, trunk in (
         ((0, 5, 7), (1, 3, 5), 8),
         ((2, 14, 26), (1, 14, 26), 30),
@@ -160,7 +160,7 @@ def test_a_search_finds_layers_beside_the_usual_ones() -> None:
 
 
 def test_the_usual_layers_are_read_unless_others_are_surely_better() -> None:
-    """A head of SmolLM2, of 30 layers, that was trained on others than usual."""
+    """A head of SmolLM2, which has 30 layers, was trained on layers 2, 14 and 26."""
     readings = of_eagle({}, 30, [3])
     scores = probed(scored((2, 14, 26), set()), readings, 30, "")
     assert next(iter(scores)) == (2, 14, 26)
@@ -190,7 +190,7 @@ def test_a_packed_projection_shows_how_many_layers_it_takes(bits: int) -> None:
 
 
 def test_a_packed_head_without_a_list_is_read_by_its_width(tmp_path: Path) -> None:
-    """Of 2 layers in 8 bits it looks like one of 4 in 4, unless config.json says it."""
+    """Unless config.json gives the bits, 2 layers in 8 bits look like 4 in 4 bits."""
     model = build("llama", layers=8)
     for taps, usual in ((3, (1, 3, 4)), (2, (1, 5))):
         folder = write_eagle(tmp_path / str(taps), "authors", (0, 1, 3)[:taps])
@@ -213,7 +213,7 @@ def test_a_packed_head_without_a_list_is_read_by_its_width(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_the_trained_head_is_read_right_without_a_list(tmp_path: Path) -> None:
-    """No usual list is what it was trained on, and none guesses as well."""
+    """The head was trained on other layers than usual, and guesses best with them."""
     home = demo_models()["eagle"]
     config = json.loads((home / "config.json").read_text(encoding="utf-8"))
     del config["eagle_config"][IDS]

@@ -1,4 +1,4 @@
-"""Weights packed as NVFP4, against a table that is written down here."""
+"""Weights packed as NVFP4, compared with a table of the format's values."""
 
 import mlx.core as mx
 import numpy as np

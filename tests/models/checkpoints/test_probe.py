@@ -1,4 +1,4 @@
-"""Scores of candidates, and which one they let win."""
+"""Scores of candidates, and the choice of the best one."""
 
 import mlx.core as mx
 import numpy as np
@@ -24,7 +24,7 @@ def logits(seed: int, *shape: int, scale: float = 3.0) -> mx.array:
 
 
 def scored(drafted: mx.array, target: mx.array) -> Score:
-    """Score drafts of greedy text."""
+    """Score drafted logits on the target's greedy text."""
     return Score.of(drafted, log_probs(target), mx.argmax(target, axis=-1))
 
 
@@ -42,7 +42,7 @@ def test_nobody_scores_above_the_distribution_itself(one: int, two: int) -> None
 
 
 def test_one_who_is_too_sure_of_the_written_token_does_not_win() -> None:
-    """Twice the logits give the written, most probable token more than its own do."""
+    """Doubled logits make the written token more probable, yet score lower."""
     target = logits(3, 40, 12, scale=1.0)
     sure, truth = scored(2 * target, target), scored(target, target)
     written = mx.argmax(target, axis=-1)[:, None]
@@ -127,7 +127,7 @@ def test_what_cannot_be_distinguished_stays_as_usual() -> None:
         return scores[name]
 
     trials = Trials(measure)
-    assert trials.best("usual", ["other"]) == "other"  # always a little better
+    assert trials.best("usual", ["other"]) == "other"  # a little better everywhere
     for others in (values + 0.02 + np.tile([0.1, -0.1], 15), values + 0.009):
         scores["other"] = fixed(others)
         trials = Trials(measure)

@@ -1,4 +1,4 @@
-"""Rotations of draft layers: every spelling, shapes, and values that contradict."""
+"""Rotary settings of draft layers: spellings, shapes, and contradictory values."""
 
 import math
 from typing import Any
@@ -199,7 +199,7 @@ def _gemma_theta(args: Any) -> Any:
     return args.rope_parameters[FULL]["rope_theta"]
 
 
-# Makes the base of the first layer's rotation of a config.json.
+# A config.json of each kind, and a function that reads the first layer's rope base.
 KINDS: dict[str, tuple[Config, Any]] = {
     "eagle": (_eagle("specforge"), lambda c: read_eagle(c).layer.rope_theta),
     "eagle, nested": (
@@ -260,7 +260,7 @@ def test_every_kind_of_draft_reads_every_spelling(name: str) -> None:
 
 
 def test_sizes_may_stand_under_text_config() -> None:
-    """Of every kind; those at the top count before it, which is the target's then."""
+    """Sizes at the top take precedence: `text_config` is then the target's."""
     for name in ("eagle", "dflash", "dspark"):
         given, theta = KINDS[name]
         layers = {**_without_rope(given), "rope_theta": 5e5}

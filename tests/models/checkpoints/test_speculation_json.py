@@ -1,4 +1,4 @@
-"""speculation.json: every field is checked, and no path leads away."""
+"""speculation.json: fields are checked; paths may not leave the parent folder."""
 
 import json
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""Compiled steps of a draft say what its own do, and leave the same caches.
+"""Compiled steps of a draft give the logits and caches of its own steps.
 
-Most of these run with mlx's compiler switched off, which does the same operations one
-by one: to compile an architecture for the first time takes 16 seconds on a machine.
+Most tests switch mlx's compiler off; the same operations then run one by one. The
+first compilation of an architecture on a machine takes 16 seconds.
 """
 
 import shutil
@@ -119,13 +119,13 @@ def test_other_weights_are_noticed() -> None:
 def test_it_serves_live_caches_that_hold_the_same() -> None:
     model = build("llama")
     steps, lane = CompiledSteps(model), Lane(model)
-    assert not steps.serves(lane.caches, 1)  # without a buffer
+    assert not steps.serves(lane.caches, 1)  # no buffer yet
     lane.feed(PROMPT)
     assert steps.serves(lane.caches, 1)
     assert steps.serves(lane.caches, 2)
     assert not steps.serves(lane.caches, 3)
     taken = snapshot(lane.caches)
-    if any(type(cache) is not KVCache for cache in lane.caches):  # it shares their rows
+    if any(type(cache) is not KVCache for cache in lane.caches):  # shared rows
         assert not steps.serves(lane.caches, 1)
     del taken
     lane.caches[0].offset -= 1

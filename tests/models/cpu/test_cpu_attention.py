@@ -1,4 +1,4 @@
-"""Attention by products against mlx's own, over shapes and masks."""
+"""Attention by matrix products equals mlx's own, over shapes and masks."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,7 +13,7 @@ from mlx_speculation.models.cpu.attention import attention
 
 
 def heads(shape: tuple[int, ...], seed: int) -> mx.array:
-    """Return rows as a model has them: heads are an axis that was moved."""
+    """Return a view with a moved axis of heads, as a model passes it."""
     batch, count, rows, dim = shape
     made = mx.random.normal((batch, rows, count, dim), key=mx.random.key(seed))
     return made.transpose(0, 2, 1, 3)
@@ -53,7 +53,7 @@ def test_it_does_what_mlx_does(
     mask: Any = {"none": None, "causal": "causal"}.get(kind)
     if kind.startswith(("bool", "one")):
         mask = mx.random.bernoulli(0.6, shape, key=mx.random.key(seed + 3))
-        mask[..., -1] = True  # a row that sees nothing is nobody's
+        mask[..., -1] = True  # in a model every row sees a key
     elif kind == "added":
         mask = mx.random.normal(shape, key=mx.random.key(seed + 3))
     output = attention(queries, keys, values, 0.37, mask)
@@ -84,7 +84,7 @@ def test_a_value_that_is_no_number_is_felt() -> None:
 
 
 def test_threads_do_not_share_a_mask() -> None:
-    """Or one could return what another has just put in its place."""
+    """A thread does not see the mask that another thread has kept."""
     assert blas_attention._causal.of(3, 9).shape == (3, 9)
     with ThreadPoolExecutor(1) as pool:
         result = pool.submit(lambda: blas_attention._causal.shape).result()

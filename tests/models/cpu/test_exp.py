@@ -1,4 +1,4 @@
-"""Exponentials, and what is made of them, against float64."""
+"""Exponentials and activations made of them are close to float64."""
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,7 +17,7 @@ from mlx_speculation.models.cpu.exp import (
 )
 
 Array = NDArray[np.float64]
-# Rounding of the scores' difference is as large as that of 88 / 2^24 in the exponent.
+# The exponent, a difference of up to 88, has a rounding error of up to 88 / 2^24.
 RELATIVE = 1e-5
 SMALLEST = 2.0**-125
 
@@ -35,7 +35,7 @@ def test_exponentials_are_those_of_the_distance_to_the_largest(
     scores = np.array(row, np.float32).astype(np.float64)
     wanted = np.exp(scores - scores.max())
     actual = float64(exponentials(mx.array(row, mx.float32)))
-    # Of large scores the difference itself is rounded.
+    # The rounding error of the difference grows with the scores.
     loose = RELATIVE + np.abs(scores).max() * 2.0**-24
     np.testing.assert_allclose(actual, wanted, rtol=loose, atol=SMALLEST)
 
@@ -85,7 +85,7 @@ def test_activations_are_those_of_float64(pairs: list[tuple[float, float]]) -> N
     close(silu(gate), g * _sigmoid(g), size)
     close(swiglu(gate, x), g * _sigmoid(g) * y, size * (np.abs(y) + 1e-6))
     cubic = np.sqrt(2 / np.pi) * (g + 0.044715 * g**3)
-    # Its argument, of up to 88 before it saturates, is rounded.
+    # The sigmoid's argument, up to 88 before it saturates, is rounded.
     close(gelu_approx(gate), g * _sigmoid(2 * cubic), 4 * size)
 
 

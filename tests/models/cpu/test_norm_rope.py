@@ -25,7 +25,7 @@ EXACT = platform.machine() in ("x86_64", "AMD64")
 
 @pytest.fixture(autouse=True, scope="module")
 def _on_the_cpu() -> Iterator[None]:
-    """On a GPU mlx has kernels for them."""
+    """Run on the CPU: on a GPU mlx has kernels for these operations."""
     with mx.stream(mx.cpu):
         yield
 
@@ -34,7 +34,7 @@ def same(actual: mx.array, wanted: mx.array) -> None:
     assert (actual.shape, actual.dtype) == (wanted.shape, wanted.dtype)
     if EXACT:
         assert mx.array_equal(actual, wanted, equal_nan=True)
-    else:  # other compilers put a product and a sum together
+    else:  # other compilers fuse a product and a sum
         np.testing.assert_allclose(actual, wanted, rtol=1e-6, atol=1e-6)
 
 
@@ -63,7 +63,7 @@ def test_a_norm_is_mlxs(
 ) -> None:
     x = normal((*lead, dim), seed) * size
     if turned and len(lead) > 1:
-        x = x.swapaxes(-2, -3)  # as heads of a model are
+        x = x.swapaxes(-2, -3)  # a view, like heads in a model
     weight = normal((dim,), seed + 1)
     with rows_of_a_round(tokens):
         same(norm_rope.rms_norm(x, weight, eps), mx.fast.rms_norm(x, weight, eps))
@@ -110,7 +110,7 @@ def test_other_dtypes_and_no_weight_are_left_to_mlx(
 
 
 def operations(array: mx.array) -> int:
-    """Return how many operations an array waits for that compute something."""
+    """Return the number of pending operations of an array, without views."""
     text = StringIO()
     mx.export_to_dot(text, array)
     names = re.findall(r'label ?= ?"([^"]+)"', text.getvalue())
@@ -129,7 +129,7 @@ def test_few_operations_are_left_of_them() -> None:
 
 @pytest.fixture(name="called")
 def _called(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Let round ops serve here; return the tokens of the forwards that ask."""
+    """Let round ops serve here; return the token count of each forward that asks."""
     seen: list[int] = []
     ours = norm_rope.serves
 

@@ -18,14 +18,14 @@ def _same(actual: mx.array, wanted: mx.array) -> None:
     assert actual.dtype == wanted.dtype
     if ON_CPU:
         assert mx.array_equal(actual, wanted)
-    else:  # kernels there, which round in another order
+    else:  # kernels of a GPU round in another order
         np.testing.assert_allclose(
             actual.astype(mx.float32), wanted.astype(mx.float32), rtol=1e-4, atol=1e-4
         )
 
 
 def in_round(x: mx.array, tokens: int, *args: Any, **how: Any) -> mx.array:
-    """Turn rows in a forward over so many tokens; of few it is compiled."""
+    """Rotate rows in a forward of `tokens` tokens; for few tokens it is compiled."""
     with rows_of_a_round(tokens):
         return rope(x, *args, **how)
 
