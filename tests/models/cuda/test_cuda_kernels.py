@@ -1,6 +1,6 @@
-"""The kernels for a few rows on CUDA give what stock operations in float32 give.
+"""CUDA kernels for a few rows agree with stock operations in float32.
 
-They run where there is a GPU that mlx serves with CUDA, and are skipped elsewhere.
+The tests need a GPU that mlx uses through CUDA, and are skipped elsewhere.
 """
 
 import mlx.core as mx
@@ -12,7 +12,7 @@ from mlx_speculation.models.cuda.gated_delta import run_steps
 from mlx_speculation.models.cuda.matmul import Weight, products
 from mlx_speculation.models.round_context import cuda_serves
 
-if not cuda_serves():  # at once: they are hundreds
+if not cuda_serves():  # one skip for hundreds of tests
     pytest.skip("the kernels are for CUDA, and there is none", allow_module_level=True)
 
 HALVES = [mx.bfloat16, mx.float16]
@@ -20,7 +20,7 @@ ERROR = {mx.bfloat16: 2**-7, mx.float16: 2**-10}
 
 
 def difference(actual: mx.array, wanted: mx.array) -> float:
-    """Return the largest difference, over the largest value."""
+    """Return the largest difference divided by the largest value."""
     assert actual.shape == wanted.shape
     error = mx.abs(actual.astype(mx.float32) - wanted).max() / mx.abs(wanted).max()
     return float(error)
@@ -123,7 +123,7 @@ def test_attention_is_that_of_its_values(
         mask=(places <= ends) if masked == "causal" else mask,
     )
     assert difference(strided, wanted) < ERROR[dtype]
-    # The same sums in the same order: which of the two serves changes no bit.
+    # Both kernels add in the same order, so they agree bit for bit.
     assert mx.array_equal(strided, kept)
 
 

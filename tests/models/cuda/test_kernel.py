@@ -1,4 +1,4 @@
-"""Machine code of kernels is kept in files, and damaged ones are not loaded."""
+"""Machine code of kernels is kept in files; damaged files are not loaded."""
 
 from pathlib import Path
 

@@ -1,8 +1,8 @@
-"""In rounds on CUDA, linear layers and attentions of every model ask the kernels.
+"""In rounds on CUDA, linear layers and attentions of every model call the kernels.
 
-CUDA is taken to be there, and stock operations stand in for the kernels, which have a
-test of their own on a GPU (test_cuda_kernels.py): what is shown here is which calls
-reach them, with what, and that a hooked model computes what it did.
+CUDA is simulated: stock operations replace the kernels, which test_cuda_kernels.py
+tests on a GPU. The tests show which calls reach the kernels, with which arguments, and
+that a hooked model computes the same as without hooks.
 """
 
 from collections.abc import Sequence
@@ -38,13 +38,13 @@ ROWS = [201, 7, 96, 255, 31]
 
 @pytest.fixture
 def calls() -> list[int]:
-    """Return of each call of the kernel for products how many it multiplied."""
+    """Return the list of the number of weights in each call of the product kernel."""
     return []
 
 
 @pytest.fixture
 def kernel_calls(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> list[str]:
-    """Let stock operations stand in for the kernels; return who was asked, in order."""
+    """Replace the kernels by stock operations; return the called kernels in order."""
     seen: list[str] = []
 
     def products(x: mx.array, weights: Sequence[Weight]) -> list[mx.array]:
@@ -72,7 +72,7 @@ def kernel_calls(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> list[str]
         **_: bool,
     ) -> mx.array:
         seen.append("attention")
-        for array in (keys, values):  # it reads a head as one piece, 16 bytes at once
+        for array in (keys, values):  # a head is read as one piece, 16 bytes at once
             mx.eval(array)
             strides: Any = memoryview(cast(Any, array)).strides
             assert strides[-1] == array.itemsize
@@ -95,7 +95,7 @@ def kernel_calls(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> list[str]
 
 
 def rows_of(model: nn.Module, *, hooked: bool) -> mx.array:
-    """Return the logits of a round's rows behind the prompt."""
+    """Return the logits of a round's rows after the prompt."""
     recorders = ModelHooks(model) if hooked else None
     try:
         lane = Lane(model, make_prompt_cache(model))
@@ -113,7 +113,7 @@ def rows_of(model: nn.Module, *, hooked: bool) -> mx.array:
 def test_a_model_computes_what_it_did(
     name: str, kernel_calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear, "HALVES", [mx.float32])  # a CPU has no others
+    monkeypatch.setattr(linear, "HALVES", [mx.float32])  # the dtype of the tiny models
     monkeypatch.setattr(cuda_attention, "HALVES", [mx.float32])
     model = build(name)
     kinds = [type(module) for module in model.modules()]
@@ -174,7 +174,7 @@ def test_a_linear_layer_asks_where_the_kernel_serves(
     assert kernel_calls == (["half"] if serves else [])
     assert mx.allclose(output, wanted, rtol=0.02, atol=0.02)
     assert layer(x).shape == wanted.shape
-    assert len(kernel_calls) == int(serves)  # outside of a round nobody is asked
+    assert len(kernel_calls) == int(serves)  # no kernel outside of a round
     recorders.remove()
 
 
@@ -188,7 +188,7 @@ def test_a_ranks_part_of_a_layer_asks_and_is_added_up(
     kernel_calls: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The sum over the ranks is that of two which have the same, and one is here."""
+    """Two ranks with equal parts are simulated: the sum doubles this rank's part."""
     whole: Any = nn.Sequential(nn.Linear(64, 48, bias=bias))
     whole.set_dtype(mx.bfloat16)
     if bits is not None:
@@ -222,7 +222,7 @@ def test_layers_that_are_fed_the_same_are_multiplied_together(
 
 
 class Fed(nn.Module):
-    """Queries and keys, of which `feed` says what each is fed."""
+    """Query and key projections, whose inputs `feed` selects."""
 
     __module__ = "mlx_lm.models.fed"
 
@@ -246,7 +246,7 @@ class Fed(nn.Module):
     ("feed", "more", "wanted_calls"),
     [
         ("same", {}, [2, 2]),
-        ("one", {}, [2, 1]),  # the keys are not asked for, and are left out
+        ("one", {}, [2, 1]),  # keys are not used, and left out the second time
         ("other", {}, [2, 1, 1, 1]),
         ("less", {"width": 32}, [1, 1, 1, 1]),
         ("same", {"groups": {"k_proj": 32}}, [1, 1, 1, 1]),
@@ -306,7 +306,7 @@ def test_a_quantized_layer_asks_with_what_it_holds(
     assert kernel_calls == (["four bits"] if bits == 4 else [])
     assert mx.array_equal(product, wanted)
     with rows_of_a_round(), pytest.raises(ValueError, match="shape"):
-        ask(x[..., :128])  # mlx's own error, and no kernel that reads on
+        ask(x[..., :128])  # mlx raises; no kernel reads past the input
     assert len(kernel_calls) == int(bits == 4)
     recorders.remove()
 
@@ -353,7 +353,7 @@ def test_sinks_and_quantized_keys_are_left_to_mlx_lm() -> None:
 def test_where_kernels_do_not_compile_mlx_multiplies_and_it_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A machine without CUDA is such a place."""
+    """Kernels do not compile on a machine without CUDA."""
     monkeypatch.setattr(cpu_registration, "x86_serves", lambda: False)
     model = build("llama")
     recorders = ModelHooks(model)  # as on a device without kernels

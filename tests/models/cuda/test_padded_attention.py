@@ -1,7 +1,7 @@
-"""Attention in few sizes against mlx's own, over shapes and masks.
+"""Attention padded to a few sizes equals mlx's own, over shapes and masks.
 
-It is stock operations, so a CPU shows what it computes; what it saves is shown on a
-GPU (docs/log/cuda_kernels.md).
+Padding uses stock operations, so its results are tested on a CPU. The time that it
+saves was measured on a GPU (docs/log/cuda_kernels.md).
 """
 
 from typing import Any
@@ -40,13 +40,13 @@ def normal(shape: tuple[int, ...], seed: int) -> mx.array:
     ),
     seed=st.integers(0, 2**31),
 )
-@example(1, 1, 1, 40, 0, (8, 8), "causal", 1)  # it stays causal
+@example(1, 1, 1, 40, 0, (8, 8), "causal", 1)  # mask stays "causal"
 @example(1, 1, 1, 40, 512, (8, 8), "causal", 1)
 @example(1, 1, 1, 40, 0, (8, 8), "bool", 1)
 @example(1, 1, 1, 40, 0, (8, 8), "none", 1)
-@example(1, 1, 1, 48, 464, (8, 8), "bool", 1)  # nothing is filled up
-@example(1, 1, 1, 40, 472, (8, 8), "causal", 1)  # only rows
-@example(1, 1, 1, 48, 100, (8, 8), "one row", 1)  # only keys
+@example(1, 1, 1, 48, 464, (8, 8), "bool", 1)  # nothing is padded
+@example(1, 1, 1, 40, 472, (8, 8), "causal", 1)  # rows are padded
+@example(1, 1, 1, 48, 100, (8, 8), "one row", 1)  # keys are padded
 def test_it_does_what_mlx_does(
     batch: int,
     shared: int,
@@ -71,14 +71,14 @@ def test_it_does_what_mlx_does(
         queries, keys, values, scale=scale, mask=mask
     )
     with rows_of_a_round():
-        for _ in range(2):  # as another layer would
+        for _ in range(2):  # a second layer does the same
             output = padded_attention.attention(queries, keys, values, scale, mask)
             assert output.shape == expected.shape
             np.testing.assert_allclose(output, expected, atol=2e-5, rtol=2e-5)
 
 
 def test_layers_of_one_forward_may_have_masks_of_their_own() -> None:
-    """As where some layers see a window."""
+    """Some layers of a model may see only a window of keys."""
     windows = [mx.tri(40, 50, k=10 - n, dtype=mx.bool_) for n in (0, 3)]
     requests: list[tuple[Any, int]] = [("causal", 47), ("causal", 50), (None, 50)]
     requests += [(mask, 50) for mask in (*windows, windows[0])]
@@ -94,7 +94,7 @@ def test_layers_of_one_forward_may_have_masks_of_their_own() -> None:
 
 @pytest.fixture(name="shown_sizes")
 def _shown_sizes(monkeypatch: pytest.MonkeyPatch) -> list[Shown]:
-    """Let cuDNN be asked here; return what mlx is asked."""
+    """Pad sizes as for cuDNN; return the sizes and masks that mlx's attention gets."""
     seen: list[Shown] = []
     theirs = mx.fast.scaled_dot_product_attention
 
@@ -110,7 +110,7 @@ def _shown_sizes(monkeypatch: pytest.MonkeyPatch) -> list[Shown]:
 
 
 def test_prompts_of_all_lengths_show_few_sizes(shown_sizes: list[Shown]) -> None:
-    """A draft that reads 300 tokens does not plan otherwise than one that reads 310."""
+    """A draft that reads 300 tokens has the same cuDNN plan as one that reads 310."""
     sizes = [48, 64, 96, 128, 192, 256, 384, 512]
     for before in (0, 512):
         for rows in range(33, 513):
@@ -143,7 +143,7 @@ def show(rows: int, before: int) -> None:
 def test_who_is_asked(
     rows: int, kind: str, sinks: bool, shown_sizes: list[Shown]
 ) -> None:
-    """A head of 48 places is none of the kernel's, so these are mlx's in any case."""
+    """The CUDA kernel does not serve a head dimension of 48, so mlx computes all."""
     count = rows + 7
     queries = normal((1, 2, rows, 48), 1).astype(mx.bfloat16)
     keys = normal((1, 1, count, 48), 2).astype(mx.bfloat16)

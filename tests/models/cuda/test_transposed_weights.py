@@ -1,6 +1,6 @@
-"""Linear layers are given their weights transposed: the same numbers, fewer operations.
+"""With transposed weights, linear layers compute the same in fewer operations.
 
-CUDA is taken to be there: the layers compute the same on every device.
+CUDA is simulated: the layers compute the same on every device.
 """
 
 import gc
@@ -47,7 +47,7 @@ def linear(width: int, outputs: int, seed: int, *, bias: bool = False) -> nn.Lin
 
 
 def operations(result: mx.array) -> int:
-    """Return how many operations an array is to be computed by."""
+    """Return the number of operations in an array's graph."""
     text = io.StringIO()
     mx.export_to_dot(text, result)
     return text.getvalue().count("shape=rectangle")
