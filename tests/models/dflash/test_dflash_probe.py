@@ -1,4 +1,4 @@
-"""Layers that config.json does not list, or counts otherwise: guessed, probed, said."""
+"""Layers that config.json omits or counts differently: guessed, probed, reported."""
 
 import json
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def changed(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
 
 
 def unlisted(config: dict[str, Any]) -> None:
-    """Take the lists of layers out of a config.json."""
+    """Remove the lists of layers from a config.json."""
     for part in (config, config.get("dflash_config", {})):
         part.pop("target_layer_ids", None)
         part.pop(AUX, None)
@@ -58,7 +58,7 @@ def test_layers_that_are_not_listed_are_found_by_a_probe(
 @pytest.mark.openblas
 @pytest.mark.parametrize("counted", ["tuple", "layers"])
 def test_the_list_of_a_dflash_drafter_is_probed(counted: str, tmp_path: Path) -> None:
-    """speculators' list counts the embedding too, as a rule."""
+    """A list in speculators' format usually counts the embedding as layer 0."""
     model, right = bigram_target(), (1, 3)
     folder = knowing(tmp_path, model, right, True, "dflash")
     if counted == "layers":

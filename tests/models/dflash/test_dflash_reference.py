@@ -1,4 +1,4 @@
-"""DFlash drafters against numpy that was written apart, and against transformers.
+"""DFlash drafters, compared with an independent numpy implementation and transformers.
 
 transformers has a drafter of another family with the same layers under other names.
 """
@@ -31,7 +31,7 @@ from support.references.reference_target import (
 from support.references.tiny_files import add_biases
 from support.references.torch_heads import fill, to_torch
 
-# Some have no list of layers.
+# Some cases have no list of layers.
 pytestmark = pytest.mark.filterwarnings("ignore:.*lists no layers of its target")
 
 LENGTH, BLOCK = 23, 5
@@ -47,7 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
     "a window that is longer": {"layer_types": SLIDING, "sliding_window": 64},
     "a window shorter than a block": {"layer_types": SLIDING, "sliding_window": 3},
     "biases": {},
-    "mimo": {},  # with sinks, and values that are scaled
+    "mimo": {},  # with sinks and scaled values
 }
 
 
@@ -76,7 +76,7 @@ def test_blocks_are_those_of_the_reference(case: str, tmp_path: Path) -> None:
         samples=False,
     ).logits
     context = draft.dflash.states(known.states(draft.taps))
-    # In one part, and with most of the context in the caches before.
+    # The context is new to the caches, or most of it has been fed before.
     for known_rows in (0, 15):
         output = block(draft, context, known.tokens, known_rows)
         seen = [(output[:, row], None) for row in range(draft.dflash.head.depth)]
@@ -96,7 +96,7 @@ def test_a_block_equals_that_of_transformers(
         "full",
         (1, 4, 6),
         layer_types=kinds,
-        # transformers sees `window` tokens to either side of a block row.
+        # In transformers a block row sees `window` tokens to either side.
         sliding_window=None if window is None else window + 1,
         is_causal=False,
     )
@@ -151,7 +151,7 @@ def test_a_block_equals_that_of_transformers(
 def block(
     draft: DFlashDraft, context: mx.array, tokens: list[int], known_rows: int
 ) -> mx.array:
-    """Return the logits of a block, `held` positions of its context fed before."""
+    """Return the logits of a block after `known_rows` positions of context are fed."""
     caches = draft.dflash.head.new_caches()
     if known_rows:
         draft.dflash.history(

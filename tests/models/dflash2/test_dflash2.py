@@ -1,4 +1,4 @@
-"""DFlash2: convolutions, the selector, and what is refused."""
+"""DFlash2: convolutions, the selector, and refusals."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""DFlash2 drafters against a numpy implementation that was written apart from them."""
+"""DFlash2 drafters, compared with an independent numpy implementation."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from support.references.blocks import dflash2
 from support.references.blocks.packagings import block_taps
 from support.references.reference_target import Known, assert_drafts, read_folder
 
-LENGTH = 23  # of a text; windows are of 12
+LENGTH = 23  # tokens of the text; windows are 12
 SCALES = {
     "input_embedding_scale": 2.0,
     "output_multiplier": 0.5,
@@ -41,7 +41,7 @@ def test_drafts_are_those_of_the_reference(
     scales: dict[str, float],
     tmp_path: Path,
 ) -> None:
-    """Kernels of either side, candidates and their edges, and what is scaled."""
+    """Cases are causal or not, with context in the caches or not, scaled or not."""
     changed = altered(packaging, inner=scales, **{"is_causal": None, **keys})
     folder, source = draft_folder(write_block(tmp_path, changed, (1, 4, 6)))
     config, weights = read_folder(tmp_path)

@@ -1,4 +1,4 @@
-"""Reading DSpark folders: packagings, what is left open, and what is refused."""
+"""Reading DSpark folders: packagings, options that are left open, and refusals."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ def test_every_packaging_is_read(name: str, tmp_path: Path) -> None:
 
 
 def test_noise_of_the_targets_rope_is_left_out(tmp_path: Path) -> None:
-    """The whole head is rotated, but by a drafter of Qwen 3.5's own layers."""
+    """Only a drafter made of Qwen 3.5's layers rotates a part of each head."""
     model = build("llama", layers=4)
     plain = load_dspark(write_block(tmp_path / "1", "deepspec"), model).head
     half_rotated = load_dspark(write_block(tmp_path / "2", "qwen3.5"), model).head

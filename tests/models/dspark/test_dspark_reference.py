@@ -1,4 +1,4 @@
-"""DSpark drafters against a numpy implementation that was written apart from them."""
+"""DSpark drafters, compared with an independent numpy implementation."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from support.references.blocks import dspark
 from support.references.blocks.packagings import block_taps
 from support.references.reference_target import Known, assert_drafts, read_folder
 
-LENGTH, LAYERS = 23, 8  # of a text; windows are of 12
+LENGTH, LAYERS = 23, 8  # tokens of the text; windows are 12
 KINDS = ("gated", "rnn")
 CASES = {
     **{name: each for name, each in PACKAGINGS.items() if each.kind == "dspark"},
@@ -53,7 +53,7 @@ def test_drafts_are_those_of_the_reference(
     assert list(drafter.layers) == block_taps(config)
     context = drafter.states(known.states(draft.taps))
     caches, choose = drafter.new_caches(), Greedy()
-    if known_rows:  # most of the context before, the rest with the block
+    if known_rows:  # feed most of the context first, the rest with the block
         before = mx.array([known.tokens[1 : known_rows + 1]])
         drafter.history(context[:, :known_rows], before, caches)
     newest = mx.array([known.tokens[known_rows + 1 :]])
@@ -81,7 +81,7 @@ def test_drafts_are_those_of_the_reference(
 
 
 def test_gemmas_cap_is_not_on_the_bias(tmp_path: Path) -> None:
-    """A Markov head may put logits far above the cap of those it is added to."""
+    """The cap limits the block's logits; the Markov head's bias may exceed it."""
     from_file = write_block(tmp_path, "deepspec, gemma", (1, 4, 6))
     known = Known.of(LAYERS, LENGTH)
     folder, source = draft_folder(from_file)

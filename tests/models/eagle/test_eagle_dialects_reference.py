@@ -1,6 +1,6 @@
-"""Dialects of EAGLE-3, and P-EAGLE, against numpy code that was written apart.
+"""EAGLE-3 dialects and P-EAGLE, compared with an independent numpy implementation.
 
-The layer alone is compared with transformers' Llama, where the two are the same.
+A layer alone is compared with transformers' Llama, where both are the same.
 """
 
 from dataclasses import replace
@@ -29,7 +29,7 @@ from support.references.numerics import below
 from support.references.reference_target import Known, assert_drafts, read_folder
 from support.references.torch_heads import fill, to_torch
 
-# Some have no list of layers.
+# Some dialects have no list of layers.
 pytestmark = pytest.mark.filterwarnings("ignore:.*lists no layers of its target")
 
 LENGTH, DRAFTS = 23, 4
@@ -44,7 +44,7 @@ def layers_of(config: dict[str, Any]) -> list[int | None]:
     return list(eagle_taps(config, LAYERS))
 
 
-# Of the target; "four" are layers of a head of vLLM's.
+# Layers of the target that a head reads; "four" is in vLLM's dialect.
 READ = {"four": (1, 3, 6, 8), "last state": (11,), "last state, projected": (11,)}
 
 
@@ -55,7 +55,7 @@ def test_chains_are_those_of_the_reference(
     dialect: str, known_rows: int, tmp_path: Path
 ) -> None:
     read = READ.get(dialect, (1, 4, 6))
-    if dialect == "authors":  # the usual ones
+    if dialect == "authors":  # no list: usual layers
         read = (1, 5, 8)
     name = "vllm" if dialect == "four" else dialect
     folder, source = draft_folder(write_eagle(tmp_path, name, read))
@@ -151,7 +151,7 @@ def test_the_first_layer_is_made_of_parts_of_transformers_llama(
         return module(x)
 
     attention = LlamaAttention(llama, 0)
-    for name in ("q_proj", "k_proj", "v_proj"):  # they read token and state
+    for name in ("q_proj", "k_proj", "v_proj"):  # these read embedding and state
         projection = block[f"self_attn.{name}.weight"]
         setattr(attention, name, torch.nn.Linear(*projection.shape[::-1], bias=False))
     fill(attention, below(block, "self_attn."))

@@ -1,4 +1,4 @@
-"""Reading EAGLE-3 folders: dialects, layers of the target, and what is refused."""
+"""Reading EAGLE-3 folders: dialects, layers of the target, and refusals."""
 
 import json
 from pathlib import Path
@@ -40,7 +40,7 @@ def changed(folder: Path, **keys: Any) -> None:
 
 
 def change_tensors(folder: Path, **tensors: mx.array | None) -> None:
-    """Change or take away tensors, whose names have _ in place of dots."""
+    """Change tensors, or remove them by None; names have __ in place of dots."""
     file = folder / "model.safetensors"
     loaded: Any = mx.load(str(file))
     loaded = dict(loaded)

@@ -1,4 +1,4 @@
-"""Layers that an EAGLE-3 head reads: scores of both readings, and refusals."""
+"""Layers that an EAGLE-3 head reads: scores of both ways to count, and refusals."""
 
 import json
 from pathlib import Path
@@ -28,13 +28,13 @@ IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 def readings_of(folder: Path) -> LayerReadings:
-    """Return the readings of a head's config.json, of a target of 4 layers."""
+    """Return the possible layers for a head's config.json and a target of 4 layers."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return layer_readings(config, 4)
 
 
 def test_proposals_are_those_of_a_round_that_begins_there(tmp_path: Path) -> None:
-    """Of a target that was fed no more than the tokens before the newest one."""
+    """The probe guesses what a round that begins at the same position proposes."""
     model = build("llama", layers=4)
     head, layers = load_eagle_head(write_eagle(tmp_path, "specforge"), model)
     taps = HiddenStates(model, layers=layers, before_norm=True, after_norm=True)
@@ -43,7 +43,7 @@ def test_proposals_are_those_of_a_round_that_begins_there(tmp_path: Path) -> Non
     scored = text.score
 
     class Text:
-        """The text, which keeps the guesses."""
+        """The text; it also records the logits to score."""
 
         tokens, written, target_log_probs = (
             text.tokens,
@@ -88,7 +88,7 @@ def test_a_random_head_is_refused_unless_its_layers_are_named(tmp_path: Path) ->
 
 
 def test_the_last_state_is_read_before_or_after_the_norm(tmp_path: Path) -> None:
-    """Files do not say which; the refusal names both."""
+    """Files do not say which of the two; the refusal names both."""
     folder, model = write_eagle(tmp_path, "last state"), build("llama", layers=4)
     head, layers = load_eagle_head(folder, model)
     assert layers == (AFTER_NORM,)
@@ -107,14 +107,14 @@ def test_the_last_state_is_read_before_or_after_the_norm(tmp_path: Path) -> None
 def test_the_trained_head_is_read_right_wherever_its_list_stands(
     tmp_path: Path,
 ) -> None:
-    """A file of vLLM's has the same layers one higher, and outside of eagle_config."""
+    """Outside of eagle_config, where vLLM writes the list, layers count from 1."""
     model, tokenizer = load(demo_models()["dense"])
     folder = demo_models()["eagle"]
     drafter = EagleDraft.from_folder(folder, model, tokenizer=tokenizer)
     assert drafter.eagle.layers == (1, 3, 5)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
-    # The list of the wrong place: by its place it would be layers 0, 2 and 4.
+    # The list moves to the top level, where it means layers 0, 2 and 4.
     wrong = {**config, IDS: config.pop("eagle_config")[IDS]}
     del wrong["eagle_config"]
     (tmp_path / "config.json").write_text(json.dumps(wrong), encoding="utf-8")

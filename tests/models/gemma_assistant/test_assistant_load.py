@@ -1,4 +1,4 @@
-"""Gemma 4 assistants: numbers, loading, and what fits a target."""
+"""Gemma 4 assistants: settings, loading, and the fit to a target."""
 
 import json
 from pathlib import Path
@@ -117,7 +117,7 @@ def test_both_kinds_of_assistants_are_known(name: str) -> None:
 
 
 def test_files_that_do_not_say_that_all_layers_share_are_read() -> None:
-    """`num_kv_shared_layers` is 0 in some."""
+    """Some files have `num_kv_shared_layers` 0, though all layers share."""
     config = config_of("shared", num_kv_shared_layers=0)
     assert read_assistant_settings(config).layers.num_kv_shared_layers == 4
 

@@ -1,4 +1,4 @@
-"""Rows: where an assistant stands: scores of both anchors, and who is refused."""
+"""The position of an assistant: scores of both anchors, and refusals."""
 
 from functools import cache
 from typing import Any
@@ -41,7 +41,7 @@ def probe_of(name: str, head: str) -> tuple[AssistantProbe, OwnText]:
 def test_proposals_are_those_of_a_round_that_begins_there(
     name: str, head: str, anchor: Any
 ) -> None:
-    """Of a target that was fed no more than the tokens before the newest one."""
+    """The probe guesses what a round that begins at the same position proposes."""
     trial, text = probe_of(name, head)
     made = make(name, head)
     target: Any = made.target
@@ -72,7 +72,7 @@ def test_ids_that_were_not_looked_at_are_below_the_rest() -> None:
     assert ids is not None
     whole = np.full(256, float(scores.min()) - 1)
     whole[np.array(ids[0])] = np.array(scores[0])
-    # A target with fewer ids than the assistant takes what it has.
+    # Ids of the assistant that the target does not have are dropped.
     for count in (256, 200):
         assert np.array_equal(np.array(_whole(scores, ids, count))[0], whole[:count])
 

@@ -1,4 +1,4 @@
-"""Gemma 4 assistants on their targets against transformers' own pair, on torch."""
+"""Gemma 4 assistants on targets, compared with transformers' own pair on torch."""
 
 import dataclasses
 from pathlib import Path
@@ -27,8 +27,8 @@ from support.references.torch_heads import fill
 
 TOLERANCE = 1e-4
 WINDOW = 16
-# As the small ones are: layers share, and add embeddings of their own. As the large
-# ones are: none shares, and in full layers values are keys.
+# In small targets layers share keys, and add embeddings of their own. In large targets
+# no layers share, and full attention uses its keys as values.
 SMALL: dict[str, Any] = {"use_double_wide_mlp": False}
 LARGE: dict[str, Any] = {
     **SMALL,
@@ -55,9 +55,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def both(folder: Path, head: str, **text: Any) -> tuple[Any, Any, dict[str, Any]]:
-    """Write an assistant; return what is loaded, and that of transformers.
+    """Write an assistant; return it as loaded here, by transformers, and its config.
 
-    transformers sees `sliding_window` keys and one more.
+    In transformers a row sees one key more than `sliding_window`.
     """
     config = config_of("shared", head, **text)
     write(Made(nn.Module(), build(config), config), folder)
@@ -113,7 +113,7 @@ def test_drafts_on_the_target_equal_those_of_transformers(
         embedded = model.model.embed_tokens(mx.array([[token]])) * 8.0
         output = assistant.step(embedded, hidden, read, stop - 1)
         with torch.no_grad():
-            # Their embedding layer has the scale.
+            # The embedding layer of transformers applies the scale.
             scaled = target.get_input_embeddings()(torch.tensor([[token]]))
             wanted = theirs(
                 inputs_embeds=torch.cat([scaled, state], dim=-1),
@@ -124,7 +124,7 @@ def test_drafts_on_the_target_equal_those_of_transformers(
         columns = slice(None) if output.ids is None else np.array(output.ids[0])
         assert_close(output.logits, logits[:, columns])
         assert_close(output.state, wanted.last_hidden_state)
-        # Both go on from theirs, or the errors of float32 add up.
+        # Both continue from transformers' state, or errors of float32 add up.
         state = wanted.last_hidden_state
         hidden = mx.array(state.numpy())
         token = int(logits.argmax())
@@ -135,7 +135,7 @@ def test_drafts_on_the_target_equal_those_of_transformers(
 def test_steps_equal_those_of_transformers(
     tmp_path: Path, shape: str, position: int
 ) -> None:
-    """Four steps, each on what transformers made before: errors do not add up."""
+    """Each step starts from transformers' last state, so errors do not add up."""
     head = "centroids" if shape == "centroids" else "dense"
     assistant, theirs, config = both(
         tmp_path,
@@ -173,7 +173,7 @@ def test_steps_equal_those_of_transformers(
             ids = np.array(output.ids[0])
             assert len(set(ids.tolist())) == 256 // 16 * 3
             assert_close(output.logits, logits[:, ids])
-            # All other ids have one value below these.
+            # transformers gives all other ids one value below these.
             reached = np.flatnonzero(logits[0].numpy() > float(logits.min()))
             assert sorted(ids) == reached.tolist()
         hidden = wanted.last_hidden_state.numpy()
