@@ -1,4 +1,4 @@
-"""Refusals of models that do not show their parts without doubt."""
+"""Models whose parts cannot be found without doubt are refused."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ LAYERS: dict[str, Any] = {"layers": (0,)}
 
 
 def altered(module: nn.Module, call: Any) -> None:
-    """Have one module of a model do something else."""
+    """Replace the forward of one module by `call`."""
     kind = type(module)
     module.__class__ = type(kind.__name__, (kind,), {"__call__": call})
 
@@ -95,7 +95,7 @@ def test_layers_of_several_streams_or_in_a_loop_are_refused(
 
 
 def test_layers_whose_state_is_kept_in_blocks_are_refused() -> None:
-    """The mix of kimi_k3's residual blocks, not the last layer, is normed."""
+    """The norm of kimi_k3 gets a mix of residual blocks, not the last layer's state."""
     row = census.BUILT["kimi_k3"]
     assert row.args is not None
     text = row.args["text_config"] | {"attn_res_block_size": 2}
@@ -212,7 +212,7 @@ def with_value(self: Any, ids: mx.array, cache: Any = None) -> mx.array:
 
 
 def test_two_norms_after_the_layers_leave_the_last_one() -> None:
-    """Its input is not what the last layer returned: layers are refused."""
+    """The last norm does not get the last layer's output, so layers are refused."""
     model = build("llama", layers=4)
     model.model.norm = nn.Sequential(nn.RMSNorm(64), nn.LayerNorm(64))
     parts = refused(model, "layer 3 returns is not what the LayerNorm after", **LAYERS)
@@ -241,7 +241,7 @@ def test_an_embedding_that_needs_more_than_the_ids_is_refused() -> None:
 
 
 def test_one_of_two_tables_is_the_embedding_if_the_head_is_tied_to_it() -> None:
-    """gemma4_text has a table of inputs per layer, here of the same width."""
+    """gemma4_text has a second table of inputs per layer, here of the same width."""
     model = build("gemma4_text", layers=8)
     assert find_parts(model).embedding is model.model.embed_tokens
     model.tie_word_embeddings = False

@@ -1,8 +1,8 @@
-"""Hidden states of real models, beside logits that do not change by a bit.
+"""Hidden states of real models are right, and collecting them changes no logits.
 
-Every architecture of mlx-lm that can be built is tried; by default those that have
-something of their own: wrappers, streams, loops, norms without weights, heads that
-scale, cap or mask, tied and untied, layers that return more than one thing.
+Slow tests try every architecture of mlx-lm that can be built. The default is those
+with features of their own: wrappers, streams, loops, norms without weights, heads that
+scale, cap or mask, tied and untied, layers that return several values.
 """
 
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ NAMES = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
     for name in census.BUILT
 ]
-# What these do not show; all others show everything.
+# Parts that cannot be found in these models; all other models show every part.
 MISSING = {
     "deepseek_v41": {"layers", "entry"},
     "gemma3n": {"layers", "entry"},
@@ -44,7 +44,7 @@ MISSING = {
     "longcat_flash_ngram": {"embedding"},
     "nanbeige": {"layers"},
 }
-# The last part of the path of a final norm, in all of them; two have none.
+# The last part of a final norm's path, in all models but two, which have no such norm.
 NORMS = {
     "norm", "norm_f", "ln_f", "ln", "final_layernorm", "final_layer_norm",
     "final_norm", "output_norm", "embedding_norm",
@@ -59,7 +59,7 @@ BLOCKS = [
 
 
 def fed(model: nn.Module, blocks: list[mx.array] = BLOCKS) -> list[mx.array]:
-    """Return the logits of blocks that are fed one after another."""
+    """Return the logits of each block; the blocks are fed in order."""
     caches = make_prompt_cache(model)
     return [model(block, cache=caches) for block in blocks]
 
@@ -72,13 +72,13 @@ def tapped(model: nn.Module, **options: Any) -> Iterator[HiddenStates]:
 
 
 def everything(model: nn.Module) -> dict[str, Any]:
-    """Return what can be asked of a model."""
+    """Return options that collect every hidden state of a model."""
     layers = range(len(find_parts(model).layers))
     return {"layers": layers, "before_norm": True, "after_norm": True}
 
 
 class Spy:
-    """Inputs and outputs of modules, evaluated on the spot."""
+    """Records inputs and outputs of modules, evaluated at once."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
         self.given: dict[int, list[Any]] = {id(module): [] for module in modules}
@@ -100,7 +100,7 @@ class Spy:
 
 
 def final_norms(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that have the name of a final norm, outside of the layers."""
+    """Return the modules outside of the layers that are named like a final norm."""
     layers = [id(part) for layer in model.layers for _, part in layer.named_modules()]
     return [
         module
@@ -164,19 +164,19 @@ def test_states_are_those_of_the_forward_and_no_bit_of_it_changes(name: str) -> 
 
 
 def split(rows: mx.array) -> list[mx.array]:
-    """Return rows of all blocks as those of each."""
+    """Split rows of all blocks into the rows of each block."""
     ends = np.cumsum([0, *(block.shape[1] for block in BLOCKS)]).tolist()
     return [rows[:, start:stop] for start, stop in pairwise(ends)]
 
 
 def joined(spy: Spy, module: nn.Module, which: int = 0, calls: int = 1) -> list[Any]:
-    """Return what a module was given and returned, of all blocks."""
+    """Return the inputs and the outputs of a module, joined over all blocks."""
     given = [arrays[which] for arrays in spy.given[id(module)][calls - 1 :: calls]]
     returned = spy.returned[id(module)][calls - 1 :: calls]
     return [np.concatenate(given, axis=1), np.concatenate(returned, axis=1)]
 
 
-# What a real checkpoint of these sets, and the census leaves at one or untied.
+# Settings of real checkpoints that the census leaves at one or untied.
 SCALED: dict[str, dict[str, Any]] = {
     "cohere": {"logit_scale": 0.0625},
     "falcon_h1": {
@@ -214,7 +214,7 @@ def test_the_head_scales_and_caps_as_the_model_does(name: str) -> None:
 
 
 def test_the_head_takes_any_rows_and_leaves_them_as_they_are() -> None:
-    """gemma3n and phi3small have models that write into arrays they are given."""
+    """gemma3n and phi3small write into arrays that they are given."""
     for name in ("llama", "gemma3n", "phi3small", "gpt_neox"):
         model = census.build(name)
         with tapped(model) as taps:
@@ -265,7 +265,7 @@ def test_embeddings_are_rows_of_the_table_or_what_the_first_layer_is_given(
 def test_a_model_without_the_later_layers_ends_in_the_state_of_the_last_one(
     name: str,
 ) -> None:
-    """The norm and the head of a layer's state are the logits of a shorter model."""
+    """Norm and head turn a layer's state into the logits of a model that ends there."""
     model = census.build(name)
     (norm,) = final_norms(model)
     layers = list(model.layers)

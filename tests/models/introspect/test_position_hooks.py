@@ -1,4 +1,4 @@
-"""Tables of positions are found by what is looked up in them, and bounded by hooks."""
+"""Position tables are found by the rows that are looked up; hooks bound the lookups."""
 
 from typing import Any
 
@@ -44,7 +44,7 @@ def test_rows_for_no_position_do_not_count(shift: int, rows: int) -> None:
 
 
 def _quantized(shift: int, rows: int) -> nn.Module:
-    """Return such a model of a wider hidden state, with both tables quantized."""
+    """Return a `_Shifted` with a wider hidden state and both tables quantized."""
     model = _Shifted(shift, rows)
     model.wte, model.places = nn.Embedding(16, 64), nn.Embedding(rows, 64)
     model.layers = [nn.Linear(64, 64)]

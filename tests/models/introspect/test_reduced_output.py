@@ -1,4 +1,4 @@
-"""An output layer for some ids makes the logits of those ids, and no others."""
+"""An output layer for some ids makes the logits of those ids only."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ from support.models.tiny_models import TINY_MODELS, build
 
 IDS = [200, 3, 17, 255, 0]
 TOKENS = mx.array([[7, 200, 31, 5]])
-# Models whose embedding is their output layer, or which do more to their logits.
+# Models that use their embedding as output layer, or change their logits after it.
 TIED = ("gemma3_text", "gemma4_text", "recurrent_gemma")
 
 
@@ -46,7 +46,7 @@ def test_the_logits_are_the_models_at_those_ids(name: str, quantized: bool) -> N
         some = logits(model)
     assert some.shape == (1, 4, len(IDS))
     assert close(some, whole[..., mx.array(IDS)])
-    assert mx.array_equal(logits(model), whole)  # outside of the block it is as it was
+    assert mx.array_equal(logits(model), whole)  # restored after the block
 
 
 @pytest.mark.parametrize("name", ["llama", *TIED])
@@ -87,7 +87,7 @@ def test_other_output_layers_are_refused() -> None:
 
 
 class Cleared(nn.Module):
-    """A model that does something to its logits by their place."""
+    """A model that changes each logit by its index."""
 
     def __init__(self, inner: Any, wide: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -44,7 +44,7 @@ def hooked(model: nn.Module) -> list[str]:
 
 
 def untouched(model: nn.Module, layer: int) -> Any:
-    """Return what a layer returns to a model that has no taps."""
+    """Return the output of a layer in a model that has no taps."""
     seen: list[Any] = []
     kind = type(model.layers[layer])
 
@@ -83,7 +83,7 @@ def test_two_taps_on_one_model_collect_each_its_own() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_5"])
 def test_the_layer_before_the_first_is_the_embedding(name: str) -> None:
-    """As the first layer gets it: Gemma's is scaled."""
+    """The embedding is as the first layer gets it, which Gemma scales."""
     model = build(name, layers=4)
     taps = HiddenStates(model, layers=(-1, 0))
     with removed(taps):
@@ -149,7 +149,7 @@ def test_a_batch_has_states_for_each_row() -> None:
 
 
 def test_removed_taps_refuse_to_work() -> None:
-    """Without its hook a head would run the whole model on ids that mean nothing."""
+    """Without its hook, `head` would run the whole model on meaningless ids."""
     model = build("llama", layers=4)
     taps = HiddenStates(model, after_norm=True)
     rows = mx.zeros((1, 2, 64))
@@ -198,7 +198,7 @@ def test_the_head_refuses_what_is_no_hidden_state(shape: tuple[int, ...]) -> Non
 
 
 def test_the_head_and_embeddings_are_not_collected() -> None:
-    """gpt_neox has its head inside the trunk: a whole forward is built for it."""
+    """The head of gpt_neox is inside the trunk, so `head` builds a whole forward."""
     for name in ("llama", "gpt_neox"):
         model = build(name) if name == "llama" else census.build(name)
         taps = HiddenStates(model, layers=(0, 1), **EVERYTHING)
@@ -243,7 +243,7 @@ def test_threads_on_one_model_do_not_meet() -> None:
     for thread in threads:
         thread.start()
     barrier.wait()
-    for _ in range(20):  # another owner comes and goes, and traces the model
+    for _ in range(20):  # another owner traces the model meanwhile
         HiddenStates(model, layers=(1,)).remove()
     for thread in threads:
         thread.join()

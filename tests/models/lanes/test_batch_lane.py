@@ -1,10 +1,9 @@
 """Rows of a batch with ragged acceptance equal each row decoded alone.
 
-Every row is prefilled alone and all are merged. Then come rounds of one verifying
-forward over all rows, whose drafts are right by chance, row by row, and a commit with
-a number for each row. A row that is done leaves the batch by `filter`. Families with
-padding-sensitive sums may part at a near-tie, as in
-tests/engine/test_text_is_unchanged.py.
+Every row is prefilled alone, and all rows are merged. Each round verifies random drafts
+of all rows in one forward, and commits a number of tokens for each row. A row that is
+done leaves the batch by `filter`. Families whose sums depend on padding may differ at a
+near-tie, as in tests/engine/test_text_is_unchanged.py.
 """
 
 import random
@@ -24,10 +23,10 @@ from support.models.tiny_models import TINY_MODELS, build_tiny
 
 TOKENS = 18
 LONGEST_DRAFT = 6
-LENGTHS = (17, 6, 40, 23)  # around the window of 16
+LENGTHS = (17, 6, 40, 23)  # below and above the window of 16
 MODELS = TINY_MODELS | RECURRENT_MODELS
 SIZES = (1, 2, 3, 4)
-QUICK = {  # the sizes that each run plays
+QUICK = {  # batch sizes in the default run
     "llama": (1, 2, 3),
     "gemma3_text": (4,),
     "qwen3_5": (3,),
@@ -54,9 +53,9 @@ class Batch:
     """Rows that are decoded together.
 
     Args:
-        model: what decodes them.
+        model: the model that decodes them.
         prompts: one for each row.
-        right: the text of each row, by which drafts are right or wrong.
+        right: the text of each row under plain decoding.
         rng: decides which drafts are right.
     """
 
@@ -90,7 +89,7 @@ class Batch:
         return [text[:TOKENS] for text in self.texts]
 
     def round(self, k: int) -> None:
-        """Draft k tokens for every row, verify them together, keep what is right."""
+        """Draft k tokens for every row, verify all together, commit accepted ones."""
         drafts = [self.draft(row, k) for row in self.rows]
         tokens = [[self.pending[r], *d] for r, d in zip(self.rows, drafts, strict=True)]
         with Speculation(self.caches) as speculation:
@@ -109,7 +108,7 @@ class Batch:
         self.ragged += len(set(keep)) > 1
 
     def draft(self, row: int, k: int) -> list[int]:
-        """Return k tokens, each right in four of five cases."""
+        """Return k tokens, each of them right with probability 0.8."""
         at = len(self.texts[row])
         right = [*self.right[row], *[0] * (at + k)][at : at + k]
         wrong = [(token + 1) % 256 for token in right]
@@ -118,7 +117,7 @@ class Batch:
 
 
 def agreed(draft: list[int], choices: list[int]) -> int:
-    """Return how many drafted tokens are what the model chose."""
+    """Return the number of first drafted tokens that the model chose."""
     for index, token in enumerate(draft):
         if token != choices[index]:
             return index

@@ -1,4 +1,4 @@
-"""States of committed positions, whatever rounds a lane has had."""
+"""States of committed positions are right after any rounds of a lane."""
 
 import random
 
@@ -11,7 +11,7 @@ from support.models.tiny_models import build
 
 
 def followed(name: str) -> tuple[Lane, CommittedStates]:
-    """Return a lane and what follows it."""
+    """Return a lane and its follower, which keeps states of committed positions."""
     model = build(name)
     lane = Lane(model)
     taps = HiddenStates(model, after_norm=True)
@@ -20,7 +20,7 @@ def followed(name: str) -> tuple[Lane, CommittedStates]:
 
 
 def expected(lane: Lane, tokens: list[int]) -> mx.array:
-    """Return the states that one forward makes."""
+    """Return the states of one forward over all tokens."""
     assert lane.follower is not None
     with lane.follower.taps.collect() as states:
         lane.model(mx.array([tokens]))
@@ -30,7 +30,7 @@ def expected(lane: Lane, tokens: list[int]) -> mx.array:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", ["llama", "qwen3_5", "gpt_oss"])
 def test_states_are_those_of_the_committed_tokens(name: str, seed: int) -> None:
-    """Prompts, rounds of which a part is kept, rounds taken back, states dropped."""
+    """Actions: prefill, partial commit, undone commit, open round, dropped states."""
     draw = random.Random(seed)
     lane, committed = followed(name)
     recorders = ModelHooks(lane.model)

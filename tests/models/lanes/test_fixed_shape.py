@@ -1,8 +1,8 @@
-"""In exact mode a row's bits follow from the tokens before it alone.
+"""In exact mode a row's bits depend only on the tokens up to it.
 
-Whatever is drafted, and however much of it is right, the logits of every row that is
-kept are those of plain decoding, bit for bit: with OpenBLAS too, where rows of a round
-differ from single rows otherwise, which a control shows.
+The logits of every kept row equal those of plain decoding bit for bit, for any drafts
+and any number of accepted tokens. This holds with OpenBLAS too; a control shows that
+rows of a round differ there from single rows without exact mode.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("on_the_cpu")
 NAMES = [name for name, module in MODULES.items() if module in TRIED]
 OTHERS = sorted(TRIED & census.BUILT.keys() - {*MODULES.values()})
 REFUSED = ["mamba", "rwkv7"]
-# One of each kind of cache and layer.
+# One model for each kind of cache and layer.
 KINDS = ["llama", "qwen3_5", "nemotron_h", "llama(sliding)", "deepseek_v3(MLA)"]
 
 rounds_drawn = st.lists(
@@ -130,7 +130,7 @@ def test_no_row_differs_in_bfloat16(name: str) -> None:
 
 @pytest.mark.parametrize("start", [0, 13])
 def test_no_row_differs_with_quantized_caches(start: int) -> None:
-    """Rows before the start see plain keys, and all others quantized ones."""
+    """Rows before `start` see plain keys, and later rows see quantized keys."""
     wide = {**TINY_MODELS["llama"].args, "head_dim": 32}
     model, text = build_tiny(replace(TINY_MODELS["llama"], args=wide)), text_of(60)
     quantization = KVQuantization(bits=8, group_size=32, start=start)
@@ -152,7 +152,7 @@ def test_a_row_does_not_depend_on_where_the_prompt_ends(prompt: int) -> None:
     assert all(whole[at].tobytes() == part[at].tobytes() for at in part)
 
 
-# Ways that are wrong: the tests above would find them.
+# Deliberate faults, each of which the tests above would detect:
 
 
 def test_padding_that_is_kept_is_found() -> None:
@@ -163,7 +163,7 @@ def test_padding_that_is_kept_is_found() -> None:
     with lane.begin() as lane_round:
         lane_round.forward(mx.array(text[PROMPT : PROMPT + 1]))
         lane_round.commit(SHAPE.rows)
-    lane.seen = PROMPT + 1  # what it holds more is padding
+    lane.seen = PROMPT + 1  # the cache holds padding as well
     lane._unknown = SHAPE.rows - 1
     with lane.begin() as lane_round:
         logits = lane_round.forward(mx.array(text[PROMPT + 1 : PROMPT + 2]))
@@ -173,13 +173,13 @@ def test_padding_that_is_kept_is_found() -> None:
 @pytest.mark.slow
 @with_openblas
 def test_a_prompt_in_one_forward_is_found() -> None:
-    """A view that is too large shows on GPUs alone: test_fixed_view.py looks at it."""
+    """Too large a view changes bits on GPUs only; test_fixed_view.py covers it."""
     (differing_rows,) = with_openblas_in_front("compare_wide_prompt('llama', 40, 29)")
     assert int(differing_rows) > 0
 
 
 def test_a_scan_over_several_rows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row of a chunk is not what the scan of one row makes of it."""
+    """A scan over several rows differs in its last bits from a scan of single rows."""
     model, text = build("nemotron_h"), text_of(40)
     hooks = ModelHooks(model)
     plain = kept_rows(model, text, ())

@@ -1,7 +1,7 @@
-"""With a room for one kind of machine taken out, every text is what it was.
+"""Texts stay the same without the operations for one kind of machine.
 
-The CPU room is taken to serve here, whatever this machine is; the CUDA room serves
-where there is CUDA. Which rooms run is seen from the code that is entered.
+The operations are in models/cpu and models/cuda, called rooms here. The CPU room serves
+on any machine here, the CUDA room only with CUDA. A profiler sees which room runs.
 """
 
 import sys
@@ -30,7 +30,7 @@ OUT = {"cpu": [cpu], "cuda": [cuda], "both": [cpu, cuda], "none": []}
 
 
 def home(room: Any) -> str:
-    """Return the folder of a room, by its name in the paths of code."""
+    """Return the folder of a room, as in the paths of its code."""
     return Path(room.__file__).resolve().parent.as_posix()
 
 
@@ -38,7 +38,7 @@ def home(room: Any) -> str:
 def _entered(
     out: str, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[dict[str, set[str]]]:
-    """Take rooms out; return of both the functions that were entered."""
+    """Leave out rooms; return the names of the functions that each room has run."""
     homes = {home(room): room.__name__ for room in (cpu, cuda)}
     entered: dict[str, set[str]] = {name: set() for name in homes.values()}
     folders: dict[str, str | None] = {}
@@ -54,7 +54,7 @@ def _entered(
     for module in (round_context, registration):
         monkeypatch.setattr(module, "x86_serves", lambda: True)
     device = mx.default_device()
-    recorder._recorded.cache_clear()  # these classes have activations of the rooms
+    recorder._recorded.cache_clear()  # these classes call the rooms
     register([room for room in ROOMS if room not in [each.OPS for each in OUT[out]]])
     sys.setprofile(note)
     yield entered
@@ -73,7 +73,7 @@ def test_texts_are_those_of_plain_decoding(
         prompt_of(40),
         draft_length=5,
         tokens=24,
-        bitwise=False,  # rounds of the CPU room differ by rounding
+        bitwise=False,  # the CPU room rounds differently
         kinds=["turning"],
         samplings=[GREEDY],
     )

@@ -19,7 +19,7 @@ NAMES = ["llama", "qwen3_5", "llama(sliding)"]
 
 
 def logits_after(lane: Lane) -> mx.array:
-    """Return the logits of one more token, which is then taken back."""
+    """Return the logits of one more token, and roll it back."""
     with lane.begin() as lane_round:
         output = lane_round.forward(mx.array([9]))
         mx.eval(output)
@@ -43,7 +43,7 @@ def fed_once(name: str, count: int) -> tuple[nn.Module, list[Any]]:
 
 def assert_close(actual: Lane, expected: Lane, name: str) -> None:
     one, other = read([logits_after(actual), logits_after(expected)])
-    if name == "llama(sliding)":  # one row sees the ring in another order than many
+    if name == "llama(sliding)":  # one row or many: another order of the ring
         assert abs(one - other).max() < 1e-4
     else:
         assert_same(one, other, "the next logits")
@@ -84,7 +84,7 @@ def test_a_kept_prefix_equals_plain_decoding(name: str, keep: int, hook: bool) -
 def test_mixers_that_run_again_are_counted(
     name: str, keep: int, prepared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They have no recipe (mamba), or what was noted is not complete."""
+    """A mixer runs again if it has no recipe (mamba) or its record is incomplete."""
     model = build(name)
     owner = ModelHooks(model)
     for ruined in (False, True):
@@ -168,7 +168,7 @@ def test_a_lane_refuses_batches_and_says_which_layer_and_how_many_rows(
     for rows in (1, 2):
         batch = [type(cache).merge([cache] * rows) for cache in lane.caches]
         if rows == 1 and name == "mamba":
-            Lane(lane.model, batch)  # the same as the single one
+            Lane(lane.model, batch)  # equals the single cache
             continue
         kinds = f"layer [0-9].* with {rows} rows, and 1 sequence"
         with pytest.raises(UnsupportedCacheError, match=kinds):

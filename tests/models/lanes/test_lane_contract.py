@@ -1,4 +1,4 @@
-"""A lane of one request and a batch keep one contract: calls and rows are equal."""
+"""A lane of one request and a batch take the same calls, and give the same rows."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -26,20 +26,20 @@ LENGTHS = (17, 6, 20)
 
 @cache
 def hooked(name: str) -> tuple[nn.Module, ModelHooks]:
-    """Return a model whose mixers are on record."""
+    """Return a model with hooks that record its mixers."""
     model = build(name)
     return model, ModelHooks(model)
 
 
 def alone(name: str, length: int) -> Lane:
-    """Return a lane that holds a prompt."""
+    """Return a lane of one request that holds a prompt."""
     lane = Lane(hooked(name)[0], sliding="slack")
     lane.feed(prompt_of(length))
     return lane
 
 
 def lanes_of(name: str, count: int, sizes: RowSizes | None = None) -> RequestLane:
-    """Return one lane of so many requests, or of one."""
+    """Return one lane of `count` requests."""
     first, *others = (alone(name, length) for length in LENGTHS[:count])
     first.sizes = sizes
     lane: RequestLane = first.join(others) if others else first
@@ -51,7 +51,7 @@ def lanes_of(name: str, count: int, sizes: RowSizes | None = None) -> RequestLan
 
 
 def drafted(count: int, width: int, serial: int) -> mx.array:
-    """Return tokens of a round, uint32 [requests, width]."""
+    """Return the tokens that a round is fed, uint32 [requests, width]."""
     rows = [prompt_of(40 + serial + place)[:width] for place in range(count)]
     return mx.array(rows, mx.uint32)
 
@@ -93,7 +93,7 @@ def test_a_round_of_requests_is_that_of_each_alone(
 
 
 def assert_extracted(caches: Sequence[object], twin: Lane) -> None:
-    """Require that caches hold what a lane does, in its kinds."""
+    """Assert that caches equal those of a lane in kinds and in next logits."""
     kinds = [type(leaf) for _, leaf in leaves(caches)]
     assert kinds == [type(leaf) for _, leaf in leaves(twin.caches)]
     if twin.model.model_type == "gemma3_text":
@@ -112,7 +112,7 @@ def test_a_round_shows_the_states_of_its_requests_alone(count: int) -> None:
     if isinstance(lane, BatchLane):
         with lane.begin(6):
             pass
-        lane.leave([2, 1, 0])  # which stay where they are
+        lane.leave([2, 1, 0])  # the caches keep their order
         assert lane.stand == [2, 1, 0]
         for single in lane.members:
             single.follower = CommittedStates(taps, lambda states: states.after_norm)

@@ -1,4 +1,4 @@
-"""A lane with taps: the hidden states of its rounds and of its prefill."""
+"""A lane with taps has the hidden states of its rounds and of its prefill."""
 
 import io
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ NAMES = ["llama", "gemma3_text", *RECURRENT]
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("hook", [True, False])
 def test_a_round_has_the_hidden_states_of_its_rows(name: str, hook: bool) -> None:
-    """Also when the model runs again to keep a prefix: the rows stay those checked."""
+    """The states stay those of the round if the model runs again to keep a prefix."""
     model = build(name)
     bare, lane = Lane(model), Lane(model)
     recorders = ModelHooks(model) if hook else None
@@ -90,12 +90,12 @@ def test_a_listener_that_fails_leaves_the_finished_chunks() -> None:
     with pytest.raises(KeyboardInterrupt):
         lane.feed(TOKENS[:25], 10, failing)
     assert lane.seen == 20
-    lane.begin().rollback()  # refuses caches that hold anything else
+    lane.begin().rollback()  # raises unless the caches hold these tokens
     lane.taps.remove()
 
 
 def test_hidden_states_are_computed_when_they_are_used() -> None:
-    """A final norm is not computed in a prefill, and taps alone do not change that."""
+    """Taps do not compute the final norm of a prefill; using its states does."""
     model = build("llama")
     model.model.norm.weight = mx.ones((64,)) * 2
     lane = Lane(model)
@@ -110,7 +110,7 @@ def test_hidden_states_are_computed_when_they_are_used() -> None:
 
 
 def evaluated(array: mx.array) -> bool:
-    """Return whether an array has no graph behind it."""
+    """Return whether an array has no pending operations."""
     graph = io.StringIO()
     mx.export_to_dot(graph, array)
     return "label" not in graph.getvalue()

@@ -1,4 +1,4 @@
-"""Restore points are as dense as documented; the next round is reckoned in."""
+"""Restore points are as dense as documented, the next round included."""
 
 from itertools import pairwise
 from typing import Any
