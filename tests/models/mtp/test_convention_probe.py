@@ -1,4 +1,4 @@
-"""The probe of MTP heads on trained weights, and on random ones of every family."""
+"""The probe of MTP heads, on trained weights and on random weights of every family."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -43,7 +43,7 @@ def wrong(convention: MtpConvention, field: str) -> MtpConvention:
 
 @cache
 def trial_of(truth: Truth) -> Any:
-    """Return a probe of a trained head that computes no score again."""
+    """Return a probe of a trained head that keeps the scores it has computed."""
     trial: Any = trained(truth).trial()
     trial.first, trial.second = cache(trial.first), cache(trial.second)
     return trial
@@ -52,7 +52,7 @@ def trial_of(truth: Truth) -> Any:
 def probed_convention(
     truth: Truth, usual: MtpConvention, free: Sequence[str]
 ) -> MtpConvention:
-    """Return what a probe finds that starts from `usual`."""
+    """Return the convention that a probe finds when it starts from `usual`."""
     return probe(trial_of(truth), usual, free, source="the test").convention
 
 
@@ -83,7 +83,7 @@ def test_every_wrong_field_scores_lower_and_is_found(truth: Truth, field: str) -
 @pytest.mark.openblas
 @pytest.mark.slow
 def test_what_the_head_as_it_is_does_not_show_stays_usual() -> None:
-    """Before and after a norm with a nearly constant weight are the same to a norm."""
+    """A norm of nearly constant weight changes little for the norm that follows it."""
     trial, right = trial_of("as trained"), trained().convention
     for field, measure in (("hidden", trial.first), ("recycled", trial.second)):
         good, other = measure(right), measure(wrong(right, field))
@@ -132,7 +132,7 @@ def test_norms_that_lack_their_one_are_found(norms: Norms) -> None:
 
 
 def lacking(norms: Norms) -> Any:
-    """Return the norms of the trained head, stored as a convention says."""
+    """Return the norms of the trained head in the form that `norms` describes."""
     names = () if norms == "stored" else NORM_NAMES if norms == "plus_one" else norms
     return {
         name: weight - 1 if name.split(".")[-2] in names else weight
@@ -141,7 +141,7 @@ def lacking(norms: Norms) -> Any:
 
 
 def but(*names: str) -> tuple[str, ...]:
-    """Return the norms of a head of which these alone are stored as they are."""
+    """Return the names of all norms of a head except the given ones."""
     return tuple(name for name in NORM_NAMES if name not in names)
 
 
@@ -218,7 +218,7 @@ def test_norms_that_are_all_stored_alike_are_found_to_be(
 
 
 class Scored:
-    """A trial in which the norms alone decide what is guessed."""
+    """A trial whose scores depend on the norms only."""
 
     norms = frozenset(NORM_NAMES)
 
@@ -233,15 +233,15 @@ class Scored:
     second = first
 
     def assume(self, convention: MtpConvention) -> None:
-        """Take any."""
+        """Accept any convention."""
 
 
 @pytest.mark.parametrize(
     ("text", "passage", "norms"),
     [
         (Scored(-2.0, -2.0), Scored(-2.0, -1.9), ("final",)),
-        (Scored(-2.0, -2.0), Scored(-2.0, -1.96), "stored"),  # too little
-        (Scored(-2.0, -2.2), Scored(-2.0, -1.5), "stored"),  # the two disagree
+        (Scored(-2.0, -2.0), Scored(-2.0, -1.96), "stored"),  # too small a gain
+        (Scored(-2.0, -2.2), Scored(-2.0, -1.5), "stored"),  # text and passage disagree
         (Scored(-2.0, -1.0, 0.95), None, "stored"),  # nothing to gain
     ],
 )
@@ -284,7 +284,7 @@ def test_the_head_of_another_model_is_refused() -> None:
 
 
 def check_refusal(message: str) -> None:
-    """Check that a refusal says what was tried, and how it scored."""
+    """Check that a refusal lists the tried conventions with their scores."""
     assert "in mtp.safetensors guesses" in message
     for said in ("hidden after_norm", "hidden_first", "plus_one", "agrees", "chance"):
         assert said in message
@@ -292,7 +292,7 @@ def check_refusal(message: str) -> None:
 
 
 class OneRight:
-    """A trial in which a single convention guesses anything."""
+    """A trial in which only the convention `right` guesses well."""
 
     norms = frozenset(NORM_NAMES)
 
@@ -311,7 +311,7 @@ class OneRight:
 
 
 class NoneRight(OneRight):
-    """A trial in which no convention guesses anything."""
+    """A trial in which no convention guesses well."""
 
     def first(self, convention: MtpConvention) -> Score:
         return Score(np.full(40, -7.0), 0.0, 0.02)
@@ -331,7 +331,7 @@ def test_a_head_that_drafts_nothing_right_is_refused_with_its_scores() -> None:
 def test_a_convention_that_differs_in_everything_is_found(
     order: Any, side: Any, norms: Norms
 ) -> None:
-    """No single change is better, so that all combinations have to be tried."""
+    """No single change scores better, so the probe has to try all combinations."""
     right = MtpConvention(side, side, order, norms)
     trial = OneRight(right)
     usual = MtpConvention(norms="stored")
@@ -356,7 +356,7 @@ def test_the_target_and_its_caches_stay_as_they_are() -> None:
 
 @pytest.mark.parametrize("name", others_slow(LAYOUTS, EACH_KIND))
 def test_the_second_draft_is_that_of_a_head_that_starts_over(name: str) -> None:
-    """Every guess is made again from nothing, in caches of its own."""
+    """Each expected guess is computed anew, in caches of its own."""
     _, head, usual, text, taps = random_pair(name)
     trial = HeadProbe(head, norms_of(flat(head)), taps, text)
     mtp = Mtp(head, taps)

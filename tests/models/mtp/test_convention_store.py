@@ -1,4 +1,4 @@
-"""Conventions on disk: what counts, what is passed over, what is never overwritten."""
+"""Conventions on disk: files that are used, ignored, and never overwritten."""
 
 import json
 import os
@@ -100,7 +100,7 @@ def test_a_cache_folder_that_is_not_absolute_is_ignored(
     monkeypatch.delenv("MLX_SPECULATION_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", named)
     monkeypatch.setenv("HOME", str(tmp_path / "me"))
-    (tmp_path / "model" / NAME).mkdir(parents=True)  # in the place of the file
+    (tmp_path / "model" / NAME).mkdir(parents=True)  # a folder in place of the file
     saved = SavedConventions(tmp_path / "model", PAIR)
     with pytest.warns(DraftNotice, match="cannot be read"):
         assert saved.find() is None
@@ -156,7 +156,7 @@ def test_a_broken_or_foreign_file_is_said_and_not_trusted(
     convention = MtpConvention("before_norm", norms="stored")
     file = saved.save(convention, {})
     if _ours(name):
-        assert file == tmp_path / NAME  # written here before: whole, with a wrong value
+        assert file == tmp_path / NAME  # our own file, with a wrong value
     else:
         assert (tmp_path / NAME).read_bytes() == BROKEN[name]
         assert file is not None
@@ -168,7 +168,7 @@ def test_a_broken_or_foreign_file_is_said_and_not_trusted(
 def test_what_was_found_before_mixtures_were_known_is_found_again(
     tmp_path: Path,
 ) -> None:
-    """It may be wrong, but is ours: it counts without a notice or a second file."""
+    """Our files of version 1 may be wrong: they are ignored silently and replaced."""
     old = json.dumps({**VALID, "version": 1})
     (tmp_path / NAME).write_text(old, encoding="utf-8")
     saved = SavedConventions(tmp_path, PAIR)
@@ -210,7 +210,7 @@ def test_a_failure_while_writing_leaves_the_old_file(
 def test_no_change_of_a_file_makes_another_convention_count(
     tmp_path: Path, data: st.DataObject
 ) -> None:
-    """A byte is changed, or some are lost; then it counts as it was, or not at all."""
+    """A file with changed or lost bytes is read as before, or ignored."""
     whole = json.dumps(VALID).encode()
     at = data.draw(st.integers(0, len(whole) - 1))
     drop = data.draw(st.integers(0, 5))
@@ -244,7 +244,7 @@ def _made(tmp_path: Path) -> Checkpoint:
 
 
 def hashes(made: Checkpoint) -> Pair:
-    """Return the hashes of a checkpoint."""
+    """Return the hashes of a checkpoint's target and head."""
     head_files = find_mtp_head(made.folder, made.target)
     return Pair(target_hash(made.folder), head_hash(head_files.files))
 
@@ -263,7 +263,7 @@ def test_a_changed_head_changes_the_hash_of_the_head(made: Checkpoint) -> None:
     size = head.stat().st_size
     start = 8 + int.from_bytes(head.read_bytes()[:8], "little")
     for at in {start, -1, *range(start, size, size // 7)}:
-        flip(head, at)  # whole, since the tensors are small
+        flip(head, at)  # small tensors are hashed in full
         assert hashes(made).head != before.head
         flip(head, at)
     flip(trunk, -1)
@@ -287,7 +287,7 @@ def test_a_changed_target_changes_the_hash_of_the_target(made: Checkpoint) -> No
 
 
 def test_of_large_files_samples_are_read_to_both_ends(tmp_path: Path) -> None:
-    """The blocks that are read lie evenly; a change of a whole training shows."""
+    """The blocks are evenly spaced, so training that changes all weights shows."""
     size = 4 * WHOLE
     file = tmp_path / "large"
     file.write_bytes(os.urandom(size))

@@ -25,7 +25,7 @@ RIGHT = MtpConvention(norms="stored")
 
 
 class Untouched:
-    """A tokenizer that nobody may ask."""
+    """A tokenizer that fails when a probe uses it."""
 
     def encode(self, text: str) -> list[int]:
         raise AssertionError("a probe ran")
@@ -35,7 +35,7 @@ class Untouched:
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("MLX_SPECULATION_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    # A text of half as many rows, which is enough to tell conventions apart.
+    # A text of half as many rows is enough to tell conventions apart.
     monkeypatch.setattr(load_with_convention, "STARTS", STARTS[:2])
     return tmp_path / "cache"
 
@@ -50,7 +50,7 @@ def _hybrid(tmp_path: Path) -> Path:
 def test_a_probe_finds_the_convention_once_and_saves_it(
     hybrid: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where it is not what heads of the family usually have."""
+    """The probe finds it even if heads of the family usually have another one."""
     model = trained().model
     wrong = replace(RIGHT, order="hidden_first")
     with monkeypatch.context() as patch:
@@ -68,7 +68,7 @@ def test_a_probe_finds_the_convention_once_and_saves_it(
         weights, expected = flat(other), flat(head)
         assert weights.keys() == expected.keys()
         assert all(mx.array_equal(weights[name], expected[name]) for name in weights)
-    # It counts whatever it says: a probe has found it on these very files.
+    # A saved convention is used unchecked as long as the files have its hashes.
     saved["convention"]["recycled"] = "before_norm"
     (hybrid / NAME).write_text(json.dumps(saved), encoding="utf-8")
     kept = load_mtp_head(hybrid, model, tokenizer=Untouched())
@@ -79,7 +79,7 @@ def test_a_probe_finds_the_convention_once_and_saves_it(
 
 
 def mix_norms(hybrid: Path) -> None:
-    """Say that all norms lack their one, and keep it in those of queries and keys."""
+    """Claim that all norms are stored less one, and store q_norm and k_norm whole."""
     config = json.loads((hybrid / "config.json").read_text(encoding="utf-8"))
     config["mtp_norm_encoding"] = "delta"
     (hybrid / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -97,7 +97,7 @@ def mix_norms(hybrid: Path) -> None:
 def test_norms_in_two_forms_are_found_and_said(
     hybrid: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A whole passage is read in test_convention_probe.py; half of one is enough."""
+    """Half a passage is enough here; test_convention_probe.py reads a whole one."""
     monkeypatch.setattr(probe_text, "LONGEST_PASSAGE", 128)
     mix_norms(hybrid)
     made = trained()

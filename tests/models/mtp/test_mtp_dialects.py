@@ -1,4 +1,4 @@
-"""Heads and conventions as other programs write them."""
+"""Heads and conventions in the formats of other programs."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ DEFAULT = MtpConvention()
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLX_SPECULATION_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    # A text of half as many rows, which is enough to tell conventions apart.
+    # A text of half as many rows is enough to tell conventions apart.
     monkeypatch.setattr(load_with_convention, "STARTS", STARTS[:2])
 
 
@@ -100,7 +100,7 @@ def test_a_pack_s_convention_that_is_not_understood_is_passed_over(
 @pytest.mark.openblas
 @pytest.mark.usefixtures("short_probe")
 def test_what_a_pack_does_not_say_of_its_norms_is_probed(tmp_path: Path) -> None:
-    """The rest is taken from it, whatever a probe would have found."""
+    """The pack's own field `pre_norm` is used, even if a probe would find another."""
     folder = copy_of("hybrid", tmp_path / "hybrid")
     file = folder / "config.json"
     config = json.loads(file.read_text(encoding="utf-8"))
@@ -137,7 +137,7 @@ SPLITS = {
 
 
 def split(folder: Path, name: str, *, kind: str = "mlx") -> tuple[Path, Any, Any]:
-    """Write a target, and beside it its head as mlx-vlm splits it."""
+    """Write a target, and its head in a folder of its own, as mlx-vlm splits it."""
     config, target, head = make(name)
     write_folder(folder / "target", config, [flat(target)], kind="mlx")
     tensors = head_tensors(LAYOUTS[name], target, head, raw=False)
@@ -154,7 +154,7 @@ def split(folder: Path, name: str, *, kind: str = "mlx") -> tuple[Path, Any, Any
 
 
 def flat_glm(head: Weights, target: Weights) -> Weights:
-    """Return the flat names of GLM's split heads, with copies of the target's ends."""
+    """Return tensors of a split GLM head, with the target's embedding and output."""
     tensors = {
         "model.embed_tokens.weight": target["model.embed_tokens.weight"],
         "lm_head.weight": target["lm_head.weight"],
@@ -208,7 +208,7 @@ def test_a_split_head_is_probed_and_its_convention_saved_beside_it(
     save(tmp_path / "model.safetensors", ours, kind="mlx")
     config = json.dumps({"model_type": "qwen3_5_mtp"})
     (tmp_path / "config.json").write_text(config, encoding="utf-8")
-    before = sorted(target.glob(NAME))  # left there by an earlier use, or nothing
+    before = sorted(target.glob(NAME))  # an earlier use may have left a file
     head = load_mtp_head(target, trained().model, split=tmp_path)
     assert head.convention == MtpConvention(norms="stored")
     assert (tmp_path / NAME).is_file()

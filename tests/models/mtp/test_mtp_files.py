@@ -1,4 +1,4 @@
-"""Rows: where a head is looked for, what wins, and what is read."""
+"""Finding a head: places, their precedence, and the tensors that are read."""
 
 import json
 from pathlib import Path
@@ -69,7 +69,7 @@ def _family() -> MtpFamily:
 
 
 def marked(tensors: Weights, value: float) -> Weights:
-    """Return tensors of which one shows where they are from."""
+    """Return tensors whose final norm has a value that identifies their file."""
     return {**tensors, "mtp.norm.weight": mx.full((64,), value)}
 
 
@@ -139,7 +139,7 @@ def test_names_may_have_wrappers_or_no_beginning(
     prefix: str, made: Made, tmp_path: Path
 ) -> None:
     tensors = converted(tmp_path, made)
-    file = tmp_path / "model-mtp.safetensors"  # which mlx-lm takes for a shard
+    file = tmp_path / "model-mtp.safetensors"  # mlx-lm takes it for a shard
     save(file, {prefix + n.removeprefix("mtp."): v for n, v in tensors.items()})
     model, _ = load(tmp_path)
     head = load_mtp_head(tmp_path, model, convention=STORED)
@@ -250,7 +250,7 @@ def test_only_the_wanted_tensors_are_read(made: Made, tmp_path: Path) -> None:
 
 
 def _append_sparse(file: Path, name: str, *, gigabytes: int) -> None:
-    """Add a tensor that no memory holds to a safetensors file; the disk holds none."""
+    """Add a tensor larger than memory to a safetensors file, as a hole on disk."""
     raw = file.read_bytes()
     length = int.from_bytes(raw[:8], "little")
     header, data = json.loads(raw[8 : 8 + length]), raw[8 + length :]

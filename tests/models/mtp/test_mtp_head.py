@@ -1,4 +1,4 @@
-"""Heads of every family: rows of history, and ends of their own."""
+"""Heads of every family: rows of history, and embeddings or outputs of their own."""
 
 import io
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from support.covering import others_slow
 from support.models.mtp_checkpoints import EACH_KIND, LAYOUTS, family, make
 
 DIM, VOCAB = 64, 256
-SLOTS = 21  # more than a window of 16
+SLOTS = 21  # longer than a window of 16
 
 Build = Callable[[str], Mtp]
 
@@ -51,7 +51,7 @@ def equal(left: list[mx.array], right: list[mx.array]) -> bool:
 
 @pytest.mark.parametrize("name", others_slow(LAYOUTS, EACH_KIND))
 def test_rows_of_history_leave_what_whole_rows_leave(name: str, built: Build) -> None:
-    """Whole rows, rows of history, and one batch that ends in a whole row."""
+    """Three ways to feed the same rows give equal caches and an equal last row."""
     mtp, (hidden, tokens) = built(name), rows()
     for layer in range(len(mtp.head.layers)):
         made = [mtp.head.new_caches()[layer] for _ in range(3)]
@@ -82,7 +82,7 @@ def test_rows_of_history_need_neither_attention_nor_mlp(
     heavy = {"ScaledDotProductAttention", "Softmax", "GatherMM", "Sigmoid"}
     assert not keys_and_values.keys() & heavy
     assert whole.keys() & heavy
-    # The projection, and one or two for keys, values or latents, and an indexer.
+    # One for the projection, one or two for keys and values, and one for an indexer.
     assert 2 <= _products(keys_and_values) <= 4
     assert _products(whole) >= _products(keys_and_values) + 3
 
@@ -92,7 +92,7 @@ def _products(operations: dict[str, int]) -> int:
 
 
 def _operations(*arrays: mx.array) -> dict[str, int]:
-    """Return how often each operation is in the graph of some arrays."""
+    """Return the count of each operation in the graph of some arrays."""
     text = io.StringIO()
     mx.export_to_dot(text, *arrays)
     counts: dict[str, int] = {}
@@ -104,7 +104,7 @@ def _operations(*arrays: mx.array) -> dict[str, int]:
 
 
 class Refusing:
-    """Ends that must not be asked."""
+    """Embedding and output of a target that must not be called."""
 
     def embed(self, tokens: mx.array) -> mx.array:
         """Refuse."""

@@ -1,4 +1,4 @@
-"""Targets and heads from files that are laid out as those of every family."""
+"""Targets and heads are read from files in the layout of every family."""
 
 import json
 import shutil
@@ -49,7 +49,7 @@ def _written(tmp_path_factory: pytest.TempPathFactory) -> Write:
 
 @pytest.fixture(name="changed")
 def _changed(written: Write, tmp_path: Path) -> Write:
-    """Return a copy of a checkpoint that a test may change."""
+    """Return a function that copies a checkpoint, so that a test may change it."""
 
     def one(name: str) -> Checkpoint:
         made = written(name)
@@ -62,7 +62,7 @@ def _changed(written: Write, tmp_path: Path) -> Write:
 
 
 def same(left: Weights, right: Weights) -> None:
-    """Assert that two modules have the same weights; norms lost one and got it back."""
+    """Assert equal weights, but for rounding of norms: 1 was subtracted and added."""
     assert left.keys() == right.keys()
     for name, value in left.items():
         if "norm" in name or "final" in name:
@@ -72,7 +72,7 @@ def same(left: Weights, right: Weights) -> None:
 
 
 def used(made: Checkpoint, layers: int) -> Weights:
-    """Return the weights of the first layers of the head that was written."""
+    """Return the weights of the first `layers` layers of the written head."""
     keep = tuple(f"layers.{k}." for k in range(layers))
     return {n: v for n, v in flat(made.head).items() if n.startswith(keep)}
 
@@ -166,7 +166,7 @@ def test_a_target_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-# Where an error names the part of mlx-lm's block that is missing, not the file's.
+# Tensors whose absence an error reports by the name in mlx-lm's block.
 _SAID = {
     "kv_b_proj.weight": "embed_q.weight",
     "experts.gate_up_proj": "switch_mlp.gate_proj.weight",
@@ -181,7 +181,7 @@ def test_a_head_that_lacks_any_tensor_is_refused_by_its_name(
     made = written(name)
     trunk = len(made.target.layers)
     copies = {copy.format(n=trunk) for copy in made.layout.copies}
-    unread = ".layers.1.", ".layers.2."  # of MiMo-V2
+    unread = ".layers.1.", ".layers.2."  # MiMo-V2's unread layers
     needed = [
         tensor
         for tensor in made.tensors

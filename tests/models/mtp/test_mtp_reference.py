@@ -1,4 +1,4 @@
-"""MTP heads of every family: norms and conventions in numpy, blocks of transformers."""
+"""MTP heads of every family, compared with numpy around blocks of transformers."""
 
 import dataclasses
 from typing import Literal, cast
@@ -54,7 +54,7 @@ def parameters(model: nn.Module) -> dict[str, mx.array]:
 
 
 def assert_same(ours: HeadOutput, theirs: MtpRows, start: int, stop: int) -> None:
-    """Compare what we made of slots [start, stop) with a whole history's."""
+    """Compare our output of slots [start, stop) with that of the whole history."""
     assert_close(ours.logits, theirs.logits[start:stop])
     assert_close(ours.recycled, theirs.recycled[start:stop])
 
@@ -70,8 +70,8 @@ def test_a_family_has_the_convention_of_the_facts(bench: MakeBench, name: str) -
         norms="plus_one" if family.plus_one else "stored",
     )
     assert len(head.new_caches()) == (family.used or family.layers)
-    # One draft of each layer of a chain; MiMo's layer is good for one, and the others
-    # start over as often as asked.
+    # A chain drafts one token per layer. MiMo's layer drafts one token; the layers of
+    # other families draft any number.
     once = 1 if name == "mimo" else None
     assert head.depth == (family.layers if family.chains else once)
 

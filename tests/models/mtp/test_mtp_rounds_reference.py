@@ -1,4 +1,4 @@
-"""Rounds of drafts of every family against numpy, which computes all slots anew."""
+"""Rounds of drafts of every family equal numpy, which computes all slots anew."""
 
 from pathlib import Path
 
@@ -13,9 +13,9 @@ from support.references.mtp.families import FAMILIES
 from support.references.numerics import Array
 
 PROMPT = 6
-# Drafts that are accepted, of how many; the last round is of one.
+# Accepted and drafted tokens of each round.
 ROUNDS = [(0, 3), (3, 3), (1, 2), (2, 3), (0, 1), (1, 3), (0, 1)]
-# What differs in the others is in one slot, of which test_mtp_reference.py has all.
+# Other families differ within a slot only, which test_mtp_reference.py covers.
 QUICK = (
     *("ernie", "glm4_moe", "deepseek_v32", "longcat_flash", "bailing_hybrid", "mimo"),
     *("mimo_v2_flash", "nemotron_h", "qwen3_5", "step3p5"),
@@ -24,7 +24,7 @@ POSITIONS = PROMPT + sum(accepted + 1 for accepted, _ in ROUNDS)
 
 
 class Rounds:
-    """A head that drafts tokens from a script, and what it gave for each of them."""
+    """A head that drafts tokens from a script, and records the logits of each draft."""
 
     def __init__(self, here: Bench) -> None:
         self.here = here
@@ -44,7 +44,7 @@ class Rounds:
         return mx.array(self.drafted[-1:])
 
     def draft(self, count: int) -> None:
-        """Draft behind all committed tokens, the last of which has no state yet."""
+        """Draft after all committed tokens, the last of which has no state yet."""
         stop = len(self.tokens) - 1
         self.drafted, self.logits = [], []
         hidden = states(self.hidden[self.slots.end : stop])
@@ -52,12 +52,12 @@ class Rounds:
         mx.eval(self.logits)
 
     def settle(self, accepted: int) -> None:
-        """Commit the first drafts and a token of the script behind them."""
+        """Commit the first `accepted` drafts, and append a token of the script."""
         self.slots.commit()
         self.tokens += [*self.drafted[:accepted], self.script.pop()]
 
     def expected(self) -> list[Array]:
-        """Return the logits of each draft, all slots computed anew."""
+        """Return the logits of each draft, with all slots computed anew."""
         stop, family = len(self.tokens) - 1, self.here.family
         known, rows = np.array([*self.tokens, *self.drafted]), []
         inputs = self.hidden[:stop]

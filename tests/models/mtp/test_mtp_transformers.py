@@ -1,4 +1,4 @@
-"""MTP heads against transformers' own, and on its targets."""
+"""MTP heads, compared with transformers' own heads, and on transformers' targets."""
 
 from pathlib import Path
 
@@ -66,7 +66,7 @@ def test_target_and_head_of_one_folder_equal_those_of_transformers(
 
 
 def own_head(here: Bench, layer: int) -> Array:
-    """Return the head that a layer's logits are made with."""
+    """Return the output matrix of a layer: its own, or the target's."""
     name = here.family.names[layer].head
     if name is None:
         return here.head

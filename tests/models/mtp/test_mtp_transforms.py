@@ -1,4 +1,4 @@
-"""Heads that are packed: fp8, 4 bit, fused projections, latent attention."""
+"""Packed heads: fp8, 4 bit, fused projections, latent attention."""
 
 import json
 from pathlib import Path
@@ -63,7 +63,7 @@ def packed(
 def unpacked(
     tensors: Weights, *, mode: str = "affine", bits: int, group_size: int
 ) -> Weights:
-    """Return what the packed tensors stand for."""
+    """Return the tensors, dequantized."""
     result = {n: v for n, v in tensors.items() if not n.endswith((".scales", "ases"))}
     for name, scales in tensors.items():
         path = name.removesuffix(".scales")
@@ -77,7 +77,7 @@ def unpacked(
 
 
 def linears(tensors: Weights, *, but: str, group: int = 32) -> list[str]:
-    """Return the names of the weights of linear layers that can be packed, less one."""
+    """Return the names of linear weights to pack: not `but`, and no gates."""
     return [
         name
         for name, value in tensors.items()
@@ -103,7 +103,7 @@ FORMS: list[dict[str, Any]] = [
 def test_a_packed_head_is_read_as_its_shapes_say(
     name: str, form: dict[str, Any], tmp_path: Path
 ) -> None:
-    """The config names another packing, that of the target."""
+    """config.json describes the target's packing, which is another one."""
     config, target, head = make(name)
     layout = LAYOUTS[name]
     tensors = head_tensors(layout, target, head, raw=False)
@@ -125,7 +125,7 @@ def test_a_packed_head_is_read_as_its_shapes_say(
 
 
 def test_a_pack_with_a_flag_has_norms_less_one(tmp_path: Path) -> None:
-    """4 bits in groups of 32, but for fc; 29 tensors, as such packs have."""
+    """All but fc is packed in 4 bits: 29 tensors, the number in such packs."""
     config, target, head = make("qwen3_5")
     tensors = head_tensors(LAYOUTS["qwen3_5"], target, head)
     small = packed(tensors, linears(tensors, but="fc"), bits=4, group_size=32)
@@ -178,7 +178,7 @@ def test_packed_latent_projections_are_split_without_another_rounding(
 
 
 def test_fp8_blocks_are_multiplied_by_their_scales() -> None:
-    """Two by three blocks of 128, of which the last ones are cut."""
+    """The weight has two by three blocks of 128, of which the last are partial."""
     key = mx.random.key(0)
     weight = mx.to_fp8(mx.random.normal((200, 300), key=key))
     scales = mx.random.uniform(0.5, 2, (2, 3), key=key)
