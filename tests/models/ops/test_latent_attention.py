@@ -1,4 +1,4 @@
-"""Attention over latents gives several rows what single rows get."""
+"""Attention over latents computes several rows like single rows."""
 
 import importlib
 from typing import Any
@@ -26,7 +26,7 @@ def attentions(model: nn.Module) -> list[nn.Module]:
 
 
 def rows_of(model: nn.Module, *, whole: bool = False) -> mx.array:
-    """Return the logits of a round's rows behind the prompt."""
+    """Return the logits of a round's rows after the prompt."""
     lane = Lane(model, make_prompt_cache(model))
     lane.feed(PROMPT)
     with lane.begin(whole=whole) as lane_round:
@@ -49,7 +49,7 @@ def single_rows(model: nn.Module) -> mx.array:
 
 @pytest.fixture
 def latent_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Return a list that gets the shapes of what is asked: rows, and head dimension."""
+    """Return a list that records (rows, head dimension) of each attention call."""
     seen: list[tuple[int, int]] = []
     original = scaled_dot_product_attention
 
@@ -58,7 +58,7 @@ def latent_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         return original(queries, *args, **kwargs)
 
     monkeypatch.setattr(latent_attention, "scaled_dot_product_attention", attend)
-    for home, _ in ATTENTIONS:  # as mlx-lm's own
+    for home, _ in ATTENTIONS:  # record mlx-lm's own calls too
         module = importlib.import_module(home)
         monkeypatch.setattr(module, "scaled_dot_product_attention", attend)
     latent_attention._absorbing.cache_clear()
@@ -105,7 +105,7 @@ def test_a_class_of_ones_own_keeps_its_way() -> None:
     first: Any = attentions(model)[0]
 
     class Attention(type(first)):  # type: ignore[misc]
-        """With another way to attend, perhaps."""
+        """A class of one's own, which may attend in another way."""
 
     first.__class__ = Attention
     assert all(module is not first for module in attentions(model))

@@ -1,7 +1,7 @@
-"""On x86-64 with OpenBLAS in front, layers call round ops in rounds.
+"""In rounds on x86-64 with OpenBLAS, layers call round ops.
 
-It is taken to be so here, whatever this machine is; with OpenBLAS itself the last test
-runs, in a process of its own. The ops have tests of their own.
+The tests simulate such a machine; only the last one uses OpenBLAS, in a process of its
+own. The ops themselves are tested elsewhere.
 """
 
 from collections.abc import Iterator
@@ -31,9 +31,9 @@ ROWS = [201, 7, 96, 255, 31]
 
 @pytest.fixture(name="called")
 def _called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Let round ops serve here, of few elements too; return what they called.
+    """Let round ops serve, for few elements too; return the list of their calls.
 
-    On the CPU of every machine: a GPU's float32 products are rounded more coarsely.
+    They run on the CPU, since a GPU rounds float32 products more coarsely.
     """
     seen: list[str] = []
 
@@ -65,7 +65,7 @@ def _called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def rows_of(model: nn.Module, *, hooked: bool, rows: list[int] = ROWS) -> mx.array:
-    """Return the logits of a round's rows behind the prompt."""
+    """Return the logits of a round's rows after the prompt."""
     recorders = ModelHooks(model) if hooked else None
     try:
         lane = Lane(model, make_prompt_cache(model))
@@ -104,7 +104,7 @@ def test_a_mixer_has_one_hook_and_its_activations(called: list[str]) -> None:
     assert mixers
     assert "GatedDeltaNet" not in hooked
     rows_of(model, hooked=True)
-    # One in each MLP, and in each mixer one behind its convolution and one in its norm.
+    # One in each MLP, and two in each mixer: after its convolution and in its norm.
     wanted = len(model.layers) + 2 * len(mixers)
     assert called.count("activation") == wanted
 
@@ -142,7 +142,7 @@ def test_a_lane_of_a_draft_reads_prompts_as_in_a_round(called: list[str]) -> Non
 def test_they_are_compiled_when_the_hooks_are_made(
     called: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or the first text on a machine would wait for it."""
+    """Otherwise the first text on a machine would wait for the compiler."""
     made: list[str] = []
     monkeypatch.setattr(exp, "compile_here", lambda: made.append("compiled"))
     ModelHooks(build("llama")).remove()

@@ -1,4 +1,4 @@
-"""Blocks of gated delta steps at once: the recurrence, written plainly, says so too."""
+"""Blocks of gated delta steps computed at once equal the plain recurrence."""
 
 import importlib
 import sys
@@ -40,7 +40,7 @@ from support.processes.reader import ROOT, Reader
 
 SCALAR_DECAYS = ("qwen3_5", "qwen3_next(moe)", "olmo_hybrid")
 VECTOR_DECAYS = ("kimi_linear", "bailing_moe_v3")
-# Of values of about one, by float32 and by one rounding to bfloat16.
+# Tolerances for values of about one: in float32, and after rounding to bfloat16.
 FLOAT32, BFLOAT16 = 1e-5, 2.0**-8
 
 Array = NDArray[np.float64]
@@ -48,7 +48,7 @@ Array = NDArray[np.float64]
 
 @pytest.fixture(name="in_chunks")
 def _in_chunks(monkeypatch: pytest.MonkeyPatch) -> list[chunked_delta.Chunk]:
-    """Let chunks serve with any BLAS, and return those that were run."""
+    """Let chunks serve with any BLAS; return the list of chunks that ran."""
     made: list[chunked_delta.Chunk] = []
 
     def noted(*args: Any) -> chunked_delta.Chunk:
@@ -63,7 +63,7 @@ def _in_chunks(monkeypatch: pytest.MonkeyPatch) -> list[chunked_delta.Chunk]:
 def recurrence(
     q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array, mask: Array
 ) -> tuple[Array, list[Array]]:
-    """Return what each row returns, and the state after it, step by step."""
+    """Return the outputs of all rows and the state after each row, step by step."""
     batch, rows, heads, _ = v.shape
     ratio = heads // k.shape[2]
     y, after, current = np.zeros_like(v), [], state.copy()
@@ -83,7 +83,7 @@ def recurrence(
 
 @st.composite
 def blocks(draw: st.DrawFn, dtype: mx.Dtype = mx.float32) -> dict[str, mx.array]:
-    """Draw a block, with gates at and near their ends, and keys that are alike."""
+    """Draw a block; gates may be at or near their limits, and keys may be alike."""
     rows = draw(st.integers(1, 18))
     batch, key_heads = draw(st.integers(1, 2)), draw(st.integers(1, 2))
     ratio, dim, width = (draw(st.integers(1, n)) for n in (3, 9, 6))
@@ -126,7 +126,7 @@ def blocks(draw: st.DrawFn, dtype: mx.Dtype = mx.float32) -> dict[str, mx.array]
 
 
 def as_float64(block: dict[str, mx.array]) -> dict[str, Array]:
-    """Return the same numbers, with the state and the mask that are meant."""
+    """Return the block in float64, with the default state and mask filled in."""
     batch, rows, heads, width = block["v"].shape
     dim = block["k"].shape[-1]
     whole = {
@@ -171,7 +171,7 @@ def test_in_bfloat16_rows_are_rounded_once_and_states_stay_float32(
 
 
 def scan_arguments(rows: int, *, vector: bool = False) -> dict[str, Any]:
-    """Return what a mixer gives to mlx-lm's scan."""
+    """Return the arguments that a mixer passes to mlx-lm's scan."""
     keys = mx.random.split(mx.random.key(rows), 6)
     size = (2, rows, 4)
     q, k = (mx.random.normal((2, rows, 2, 8), key=key) for key in keys[:2])
@@ -207,7 +207,7 @@ def test_it_takes_what_mlx_lms_scan_takes(rows: int, options: dict[str, Any]) ->
 
 @pytest.mark.usefixtures("in_chunks")
 def test_mlx_lms_scan_runs_where_a_chunk_does_not_serve() -> None:
-    """Single rows, very many, decays for each channel, and other types than float32."""
+    """It runs for single or very many rows, decays per channel, and other dtypes."""
     assert gated_delta_in_chunks(**scan_arguments(2)) is not None
     assert gated_delta_in_chunks(**scan_arguments(1)) is None
     assert gated_delta_in_chunks(**scan_arguments(chunked_delta.LONGEST + 1)) is None
@@ -223,7 +223,7 @@ def test_mlx_lms_scan_runs_where_a_chunk_does_not_serve() -> None:
 def test_on_cuda_the_kernel_runs_what_it_is_made_for(
     rows: int, dim: int, ours: bool, vector: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """CUDA is taken to be there; mlx-lm's loop stands in for the kernel."""
+    """CUDA is simulated; mlx-lm's loop replaces the kernel."""
     requests: list[tuple[mx.array, ...]] = []
 
     def run(*inputs: Any) -> list[mx.array]:
@@ -297,9 +297,9 @@ def _forbidden(*args: Any) -> Any:
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.usefixtures("in_chunks")
 def test_lengths_and_paddings_of_a_batch_are_honoured(name: str, padded: bool) -> None:
-    """As in test_replay: rows that end inside the kept prefix, after it, before it.
+    """Rows end inside the kept prefix, after it, or before it, as in test_replay.
 
-    What a scan returns behind an end gets into the convolutions of olmo_hybrid.
+    In olmo_hybrid the convolutions read a scan's output past the end of a row.
     """
     model = build_recurrent(name)
     start = make_prompt_cache(model)
@@ -327,7 +327,7 @@ def test_lengths_and_paddings_of_a_batch_are_honoured(name: str, padded: bool) -
 def test_text_stays_what_it_was(
     name: str, in_chunks: list[chunked_delta.Chunk]
 ) -> None:
-    """Up to a near-tie, as with every model whose rows differ by rounding."""
+    """Texts may differ at a near-tie, since rows of a chunk differ by rounding."""
     seen = check_identity(
         build_recurrent(name),
         prompt_of(9),

@@ -1,8 +1,8 @@
-"""The table of mixers is complete: mlx-lm is read, and its models are run.
+"""The table of mixers is complete, as mlx-lm's source and tiny models show.
 
-A class counts as a mixer when it assigns to an item of something called `cache`. That
-rule is checked from the other side: in a tiny model of every module that makes an
-`ArraysCache`, a partial acceptance needs no second run of the model.
+A class counts as a mixer if it assigns to an item of a variable named `cache`. As a
+check of this rule, every module that makes an `ArraysCache` has a tiny model, in which
+a partial acceptance needs no second run of the model.
 """
 
 import ast
@@ -21,11 +21,11 @@ from support.models.recurrent_models import RECURRENT_MODELS
 
 FOLDER = Path(mlx_lm.models.__file__).parent
 
-# Modules that make an `ArraysCache` and have no tiny model here, and why.
+# Modules that make an `ArraysCache` and need no tiny model, with the reason.
 WITHOUT_A_TINY_MODEL: dict[str, str] = {
     "cache": "defines it",
 }
-# Classes that assign to an item of a `cache` and are no mixers, and why.
+# Classes that assign to an item of a `cache` but are no mixers, with the reason.
 _PIPELINE = "a pipeline of machines: the last slot is tied to a send, off the record"
 NOT_MIXERS: dict[tuple[str, str], str] = {
     ("afm7", "AFMModel"): "makes the list of caches",
@@ -39,12 +39,12 @@ NOT_MIXERS: dict[tuple[str, str], str] = {
 
 @cache
 def _classes_and_modules() -> tuple[set[tuple[str, str]], set[str]]:
-    """Return classes that write to items of a cache, and who makes an `ArraysCache`."""
+    """Return writers to items of a cache, and modules that make an `ArraysCache`."""
     writers, makers = set(), set()
     for path in sorted(FOLDER.glob("*.py")):
         text = path.read_text(encoding="utf-8")
         if not re.search(r"cache\w*\s*\[|\bArraysCache\(", text):
-            continue  # it has neither; to parse it takes longer
+            continue  # neither; parsing takes longer
         for node in ast.parse(text).body:
             if isinstance(node, ast.ClassDef) and _writes_items_of_a_cache(node):
                 writers.add((path.stem, node.name))

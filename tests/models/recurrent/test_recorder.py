@@ -28,7 +28,7 @@ from support.models.recurrent_models import (
     recurrent,
 )
 
-# One of each recipe, and mixers that run again; all are in the test of prefixes.
+# A model for each recipe, and mixers that run again; the test of prefixes has all.
 QUICK = (
     *("qwen3_5", "mamba", "mamba2", "recurrent_gemma", "rwkv7", "bailing_moe_v3"),
     *("kimi_linear", "lfm2", "falcon_h1", "plamo2", "baichuan_m1", "bailing_hybrid"),
@@ -80,13 +80,13 @@ def test_every_replayable_mixer_stands_in_a_tiny_model() -> None:
 
 @pytest.mark.parametrize("name", RECURRENT_MODELS)
 def test_a_replayed_prefix_equals_the_prefix_fed_alone(name: str) -> None:
-    """The same rows in a forward of their own; on this kept prefix they must agree.
+    """Slots and next logits equal those after feeding only the kept rows.
 
-    A product of k rows may differ in its last bits from the same rows among more on
-    some backends, and where a family has two formulas for one and for many rows, a
-    replay of one row takes the other one. So where the table of tiny models does not
-    promise bits, the bound is the difference between feeding the kept rows at once
-    and one by one, which plain decoding has as well.
+    On some backends a product of k rows differs in its last bits from the same rows
+    of a larger product. Where a family has separate formulas for one and for many
+    rows, a replay of one row uses another formula than the recorded forward. So unless
+    the table of tiny models promises equal bits, the bound is the difference between
+    feeding the kept rows at once and one by one, which plain decoding has as well.
     """
     model = build_recurrent(name)
     start = prefilled(model)

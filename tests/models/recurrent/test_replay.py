@@ -1,4 +1,4 @@
-"""States that follow from notes: right, lazy, and without reading weights."""
+"""States replayed from notes are right and lazy, and need no weights."""
 
 import copy
 import importlib
@@ -30,7 +30,7 @@ from support.models.recurrent_models import (
 )
 
 BY_NOTES = [name for name in RECURRENT_MODELS if name not in RUN_AGAIN]
-# These read the lengths and paddings of a batch.
+# Models that read the lengths and paddings of a batch.
 TAKE_LENGTHS = (
     "qwen3_5",
     "qwen3_next(moe)",
@@ -82,14 +82,14 @@ def test_weights_may_be_gone_when_a_prefix_is_replayed(
 ) -> None:
     """Ruining every matrix and kernel after the forward changes no state.
 
-    They are those of the mixer that runs again over its inputs, bit for bit: on this
-    backend a row of a product does not depend on the other rows.
+    The replayed states equal those of a mixer that runs again over its inputs, bit for
+    bit: on this backend a row of a product does not depend on the other rows.
     """
     model = build_recurrent(name)
     start = prefilled(model)
     with monkeypatch.context() as patch:
         patch.setattr(recorder, "MIXERS", dict.fromkeys(MIXERS, Mixer()))
-        # The mixer of baichuan_m1 cannot run again, and the model may.
+        # The mixer of baichuan_m1 cannot run again; the whole model can.
         way = after if name == "baichuan_m1" else replayed
         with hooked(model):
             expected = {keep: way(model, start, keep) for keep in (1, 5)}
@@ -120,9 +120,9 @@ def _forbidden(self: nn.Module, *args: Any) -> mx.array:
 
 @pytest.mark.parametrize("name", RECURRENT_MODELS)
 def test_nothing_is_evaluated_when_a_prefix_is_kept(name: str) -> None:
-    """The tokens cannot be evaluated, so neither can anything that follows from them.
+    """The tokens raise when they are evaluated, and a forward and a commit do not.
 
-    Unquantized experts in bfloat16 raise on a CPU when they are evaluated, not before.
+    On a CPU, unquantized experts in bfloat16 raise when they are evaluated, not before.
     """
     model = build_recurrent(name)
     caches = prefilled(model)
@@ -141,10 +141,10 @@ def test_nothing_is_evaluated_when_a_prefix_is_kept(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "padded"), covering(TAKE_LENGTHS, (False, True)))
 def test_lengths_and_paddings_of_a_batch_are_honoured(name: str, padded: bool) -> None:
-    """Rows that end inside the kept prefix, after it, and before the block.
+    """Rows end inside the kept prefix, after it, or before the block.
 
-    The twin is fed the kept tokens with lengths cut to them: mlx-lm's scan reads past
-    the rows that are there when a length reaches beyond them.
+    The twin is fed the kept tokens, with lengths limited to their number: mlx-lm's scan
+    reads past the fed rows if a length is larger.
     """
     model = build_recurrent(name)
     start = make_prompt_cache(model)
@@ -177,7 +177,7 @@ def test_lengths_and_paddings_of_a_batch_are_honoured(name: str, padded: bool) -
     "name", ["qwen3_5", "nemotron_h", "lfm2", "recurrent_gemma", "baichuan_m1"]
 )
 def test_one_call_is_replayed_for_one_prefix_after_another(name: str) -> None:
-    """Rows of a batch keep different numbers, each from the same call."""
+    """Rows of a batch keep different numbers of tokens of one recorded call."""
     model = build_recurrent(name)
     start = prefilled(model)
     with hooked(model):
@@ -302,7 +302,7 @@ def test_a_scan_whose_source_is_another_one_is_not_noted(
 def test_an_attention_that_hides_its_keys_is_run_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It also writes keys and values, so it cannot run again by itself."""
+    """The attention also writes keys and values, so the whole model runs again."""
     kind = importlib.import_module("mlx_lm.models.baichuan_m1").Attention
     native = kind.__call__
     model = build_recurrent("baichuan_m1")
@@ -330,7 +330,7 @@ def test_an_attention_that_hides_its_keys_is_run_again(
 def test_single_steps_of_kimi_k3_are_compiled_and_traced_without_notes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On Metal it compiles a step of one row; here it takes this for Metal.
+    """On Metal kimi_k3 compiles a step of one row; the test simulates Metal.
 
     Compiling for a CPU takes seconds.
     """
@@ -351,7 +351,7 @@ def test_single_steps_of_kimi_k3_are_compiled_and_traced_without_notes(
         mixer = model.layers[0].self_attn
         assert mixer._step is not None
         mixer._step = None
-        for _ in range(2):  # while the step is traced, and when it is compiled
+        for _ in range(2):  # while the step is traced, then compiled
             _check_single_row(mixer)
     for one, other in zip(
         read(cached_arrays(caches)), read(cached_arrays(twin)), strict=True
@@ -361,7 +361,7 @@ def test_single_steps_of_kimi_k3_are_compiled_and_traced_without_notes(
 
 
 def _check_single_row(mixer: nn.Module) -> None:
-    """A recorded call of one row can be replayed."""
+    """Assert that a recorded call of one row can be replayed."""
     cache: Any = RecordingArraysCache(ArraysCache(2))
     mixer(mx.random.normal((1, 1, 64), key=mx.random.key(1)), None, cache)
     again: Any = ArraysCache(2)

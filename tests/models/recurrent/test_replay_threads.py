@@ -1,7 +1,7 @@
 """Hooks of one model in several threads, and of several owners in one.
 
-Every linear layer lets another thread run, so that threads meet inside of the mixers.
-Notes belong to a thread. The last owner that leaves removes the hooks, also those of
+Every linear layer yields to other threads, so that threads overlap inside the mixers.
+Notes belong to a thread. The last owner that leaves removes the hooks, also those on
 parts of mixers.
 """
 
@@ -30,7 +30,7 @@ ROUNDS = 4
 
 @pytest.fixture(name="meeting")
 def _meeting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let another thread run in every linear layer, which is inside the mixers."""
+    """Let every linear layer, which mixers contain, yield to another thread."""
     native = nn.Linear.__call__
 
     def yielding(self: nn.Linear, x: mx.array) -> mx.array:
@@ -41,12 +41,12 @@ def _meeting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def block(seed: int, step: int) -> mx.array:
-    """Return 3 tokens of a thread: all have one width, so only values tell."""
+    """Return 3 tokens of a thread; blocks of all threads differ in values only."""
     return (mx.arange(3)[None] * 37 + 11 * seed + 5 * step) % 256
 
 
 class Rounds:
-    """Partial acceptances, one after the other, on caches of its own."""
+    """Rounds with partial acceptance, one after the other, on caches of their own."""
 
     def __init__(self, model: nn.Module, seed: int) -> None:
         self._model, self._seed = model, seed
@@ -55,7 +55,7 @@ class Rounds:
         mx.eval(states(self.caches))
 
     def play(self, step: int) -> Iterator[None]:
-        """Play one round, in pieces: between forwards others may come in."""
+        """Play one round in steps; after each forward other rounds may run."""
         with Speculation(self.caches) as speculation:
             tokens = block(self._seed, step)
             self._model(tokens, cache=speculation.caches)
@@ -85,7 +85,7 @@ def alone(model: nn.Module, seed: int) -> Any:
 
 
 def in_threads(*works: Callable[[], None]) -> None:
-    """Run each in a thread of its own; raise what one of them raised."""
+    """Run each function in a thread of its own; raise the first error."""
     errors: list[BaseException] = []
     barrier = threading.Barrier(len(works))
 
