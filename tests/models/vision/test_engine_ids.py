@@ -1,4 +1,4 @@
-"""Ids for the engine where a family has other ones: one for each slot of an image."""
+"""The engine's ids have one id per slot of an image, unlike ids of some families."""
 
 from typing import Any
 

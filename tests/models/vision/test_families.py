@@ -1,4 +1,4 @@
-"""Families of mlx-vlm: each stands in one table, with a reason."""
+"""Every family of mlx-vlm that reads images is in one table: served or refused."""
 
 import importlib.util
 import re
@@ -109,7 +109,7 @@ def test_tokens_that_see_later_ones_are_refused() -> None:
 
 @WITHOUT_MLX_VLM
 def test_rows_of_gemma3n_are_not_steps() -> None:
-    """The reason why it is refused: a draft's rows would be decided by other logits."""
+    """gemma3n is refused: its logits of several rows are not those of single steps."""
     vlm = build("gemma3n", TINY_REFUSED["gemma3n"])
     caches = [vlm.language_model.make_cache() for _ in range(2)]
     ids = mx.array([[7 * i for i in range(20)]])
@@ -122,7 +122,7 @@ def test_rows_of_gemma3n_are_not_steps() -> None:
 
 @WITHOUT_MLX_VLM
 def test_hunyuan_reads_positions_from_the_model() -> None:
-    """The model holds the positions of another request, so it is refused."""
+    """hunyuan_vl is refused, since the model keeps the positions of another request."""
     vlm = build("hunyuan_vl", TINY_REFUSED["hunyuan_vl"])
     positions = mx.broadcast_to(mx.arange(6), (1, 4, 6))
     ids = mx.arange(6)[None]

@@ -1,4 +1,4 @@
-"""Prompts with images: their slots, their keys, and what cannot be one."""
+"""Prompts with images: slots, keys, and inputs that are refused."""
 
 from typing import Any
 
@@ -54,7 +54,7 @@ def test_keys_follow_from_tensors_of_shapes_of_their_own() -> None:
         ImagePrompt(IDS, {"pixel_values": each}).prefix_keys(9)[1]
         for each in (parts, parts[::-1], parts[:1], parts[0])
     }
-    assert len(keys) == 3  # one tensor in a list is that tensor
+    assert len(keys) == 3  # a list of one tensor has the tensor's key
     assert ImagePrompt.of({"input_ids": IDS, "pixel_values": parts}).inputs
 
 

@@ -1,4 +1,4 @@
-"""mlx-lm's caches in place of mlx-vlm's: by class and source, with equal results."""
+"""mlx-lm's caches replace mlx-vlm's of known source, with equal results."""
 
 from importlib import import_module
 from typing import Any
@@ -45,7 +45,7 @@ def test_logits_are_equal_on_either_class(name: str) -> None:
 
 
 class Making:
-    """A language model that makes the given caches."""
+    """A language model whose `make_cache` returns the given caches."""
 
     def __init__(self, *caches: Any) -> None:
         self._caches = caches

@@ -1,4 +1,4 @@
-"""Images from outside: what is none, or too much, is one clear error."""
+"""Images from outside: invalid or too large data raises one clear error."""
 
 import base64
 import io
@@ -62,7 +62,7 @@ def animated() -> bytes:
 
 
 def claiming(width: int, height: int) -> bytes:
-    """Return a PNG of a few bytes whose header claims so many pixels."""
+    """Return a PNG of a few bytes whose header claims width x height pixels."""
     head = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     data = b"IDAT" + zlib.compress(b"\0" * 100)
 

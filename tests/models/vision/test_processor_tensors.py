@@ -1,4 +1,4 @@
-"""Outputs of a processor, as arrays of mlx: ragged lists stay lists."""
+"""Outputs of a processor become mlx arrays; ragged lists stay lists."""
 
 import mlx.core as mx
 import numpy as np
@@ -9,7 +9,7 @@ from mlx_speculation.models.vision.load import _array
 def test_lists_of_arrays_stay_lists_however_deep() -> None:
     parts = [np.zeros((3, 4)), np.zeros((3, 8))]
     assert [each.shape for each in _array(parts)] == [(3, 4), (3, 8)]
-    ((first, second),) = _array([parts])  # of each image of a prompt
+    ((first, second),) = _array([parts])  # parts of each image
     assert (first.shape, second.shape) == ((3, 4), (3, 8))
     assert isinstance(first, mx.array)
 

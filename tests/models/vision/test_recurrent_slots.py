@@ -1,4 +1,4 @@
-"""mlx-vlm's recurrent caches over mlx-lm's: equal states after any part of a round."""
+"""mlx-vlm's recurrent layers on mlx-lm's caches have equal states after any commit."""
 
 from importlib import import_module
 from typing import Any
@@ -20,7 +20,7 @@ def ids(start: int, stop: int) -> mx.array:
 
 @pytest.mark.parametrize("keep", range(6))
 def test_a_part_of_a_round_is_what_mlx_vlm_commits(keep: int) -> None:
-    """Bit for bit: the same operations, in the same order."""
+    """Operations and their order are the same, so states agree bit for bit."""
     model = tiny("qwen3_5")
     vlm_caches = import_module("mlx_vlm.models.cache").make_prompt_cache(
         model.language_model
@@ -85,7 +85,7 @@ def test_several_forwards_of_a_round_are_kept_in_part() -> None:
 
 
 def test_a_layer_that_assigns_its_states_leaves_no_notes() -> None:
-    """As those of LFM2 do: a part is then kept by running the model again."""
+    """LFM2's layers do so; the model then runs again to keep a prefix."""
     cache = ArraysCache(size=1)
     with Speculation([cache]) as round_:
         slots: Any = RecurrentSlots(round_.caches[0])
