@@ -1,4 +1,4 @@
-"""Adapters of mlx_lm.lora on a bundled model, and folders that are none."""
+"""Adapters of mlx_lm.lora on a bundled model, and folders without a valid adapter."""
 
 import shutil
 from pathlib import Path

@@ -22,7 +22,7 @@ def _text() -> list[int]:
 
 @pytest.mark.parametrize(
     "name",
-    # The others take seconds each.
+    # The other models take seconds each.
     others_slow(["dense", "sliding", "hybrid", "draft"], ["draft"]),
 )
 def test_the_bundled_models_are_the_same_in_transformers(
@@ -34,7 +34,7 @@ def test_the_bundled_models_are_the_same_in_transformers(
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        # mlx-lm's class reads neither.
+        # mlx-lm's class reads neither key.
         ({"hidden_act": "relu"}, "logits differ by"),
         ({"attention_bias": True}, "other parameters"),
     ],

@@ -1,4 +1,4 @@
-"""Copies of single hooked modules, whatever their class does to be copied."""
+"""Copies of single hooked modules, for every way in which a class defines copies."""
 
 import copy
 import copyreg
@@ -29,7 +29,7 @@ class Plain(nn.Module):
 
 
 class WithState(Plain):
-    """Chooses what is kept of it, and says so when it is made again."""
+    """Defines its state for copies; a copy has the attribute `again`."""
 
     def __getstate__(self) -> Any:
         return {"state": dict(vars(self))}
@@ -40,7 +40,7 @@ class WithState(Plain):
 
 
 class Reducing(Plain):
-    """Is made again by its class, with a name."""
+    """Defines `__reduce__`: a copy is made by a call of the class with a name."""
 
     def __init__(self, name: str = "theirs") -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Reducing(Plain):
 
 
 class Copying(Plain):
-    """Copies itself, in the way that most do."""
+    """Defines `__copy__` and `__deepcopy__` in the usual way."""
 
     def __copy__(self) -> "Copying":
         made = type(self).__new__(type(self))
@@ -69,14 +69,14 @@ class Copying(Plain):
 
 
 class Interned(Plain):
-    """Is its own copy."""
+    """Is its own deep copy."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Interned":
         return self
 
 
 class WithNew(Plain):
-    """Needs an argument to be made at all."""
+    """Defines `__new__` with an argument."""
 
     def __new__(cls, size: int) -> "WithNew":
         made = super().__new__(cls)
@@ -91,7 +91,7 @@ class WithNew(Plain):
 
 
 class WithNamed(WithNew):
-    """Needs it by name."""
+    """Defines `__new__` with a keyword argument."""
 
     def __new__(cls, *, size: int) -> "WithNamed":
         return WithNew.__new__(cls, size)  # type: ignore[return-value]
@@ -104,7 +104,7 @@ class WithNamed(WithNew):
 
 
 class Slotted(Plain):
-    """Has a slot beside its attributes."""
+    """Has a slot besides its attributes."""
 
     __slots__ = ("slot",)
 
@@ -114,7 +114,7 @@ class Slotted(Plain):
 
 
 class Registered(Plain):
-    """Is reduced by a function that `copyreg` knows."""
+    """Is copied by a function that is registered with `copyreg`."""
 
 
 def again() -> Registered:
@@ -158,7 +158,7 @@ WAYS = [copy.copy, copy.deepcopy, pickled, old_pickled, in_python]
 
 
 def shown(module: Any) -> Any:
-    """Return what there is in a module."""
+    """Return class, attributes, arrays, slot and left hooks of a module."""
     slot = getattr(module, "slot", None)
     names = {k: v for k, v in vars(module).items() if not isinstance(v, nn.Module)}
     values = {k: v.tolist() for k, v in module.items() if isinstance(v, mx.array)}
@@ -169,7 +169,7 @@ def hooked(module: nn.Module, hook: Hook = OBSERVED) -> Hooked:
     return Hooked((each, hook) for each in module.modules())
 
 
-# Between rounds a module with nothing but this hook has its plain class.
+# Between rounds a module that has only this hook is of its plain class.
 OF_A_ROUND = Hook(OF_ROUNDS, OBSERVED.make)
 
 
@@ -190,7 +190,7 @@ def test_a_copy_is_as_that_of_the_plain_module(
     before = type(module)
     with_hooks = way(module)
     assert type(module) is before
-    if way is copy.copy:  # the parts of a shallow copy are the module's own
+    if way is copy.copy:  # a shallow copy shares the module's parts
         owner.remove()
     assert shown(with_hooks) == expected
     owner.remove()

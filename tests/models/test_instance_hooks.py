@@ -1,4 +1,4 @@
-"""Hooks of several owners on one module, in whatever order they come and leave."""
+"""Hooks of several owners on one module, added and removed in any order."""
 
 import functools
 import gc
@@ -123,9 +123,7 @@ def test_a_hook_of_rounds_is_on_from_a_round_to_the_next_plain_step() -> None:
     for _ in range(2):
         assert in_a_plain_step(norm) == []
         assert in_a_round(norm) == ["of a round"]
-        assert active_hooks(norm) == [
-            "of a round"
-        ]  # so it costs nothing where rounds follow
+        assert active_hooks(norm) == ["of a round"]  # stays on for the next round
         assert in_a_round(norm) == ["of a round"]
     owner.remove()
     assert type(norm) is nn.RMSNorm
@@ -175,7 +173,7 @@ def test_a_plain_step_of_another_thread_leaves_a_round_its_hooks() -> None:
     with rows_of_a_round():
         with rows_of_a_round():
             plain_step()
-        plain_step()  # the outer one is not built yet
+        plain_step()  # the outer round is still being built
         assert active_hooks(norm) == ["of a round"]
     with suppress(ZeroDivisionError), rows_of_a_round():
         raise ZeroDivisionError

@@ -1,7 +1,7 @@
-"""Models compute the same from keys in whole steps as from the native ones.
+"""Models compute the same from keys padded to whole steps as from native keys.
 
-Whole steps are for CUDA. Here the tests switch them on, with short steps, so that
-buffers grow and steps are passed.
+Whole steps are used on CUDA. The tests switch them on, with steps so short that
+buffers grow and the keys pass several steps.
 """
 
 import mlx.core as mx
@@ -47,14 +47,14 @@ def test_each_model_that_counts_as_tried_is_tried_here() -> None:
 
 def test_other_models_get_the_native_keys() -> None:
     class Model(type(build("llama"))):  # type: ignore[misc]
-        """A model of one's own, with attention of its own perhaps."""
+        """A class of one's own, which may have its own attention."""
 
     model = build("llama")
     assert takes_key_steps(model)
     assert not takes_key_steps(Model(model.args))
 
 
-# One of each kind of attention and cache; all are in the test of single rows.
+# One model for each kind of attention and cache; the test of rounds has all models.
 QUICK = (
     *("llama", "qwen3_5", "lfm2", "bailing_moe_v3", "deepseek_v3(MLA)"),
     *("gemma3_text", "gpt_oss", "llama(sliding)"),
@@ -66,14 +66,14 @@ OTHERS = [name for name in NAMES if name not in SLIDING]
 @pytest.mark.parametrize(
     ("name", "slack"),
     [
-        *covering(SLIDING, (False, True), pairs=[(0, 1)]),  # a ring, or without one
+        *covering(SLIDING, (False, True), pairs=[(0, 1)]),  # with a ring or without one
         *covering(OTHERS, (False, True)),
     ],
 )
 def test_rounds_in_whole_steps_compute_what_native_rounds_do(
     name: str, slack: bool
 ) -> None:
-    """Rounds of several widths, parts of them kept, past windows and many steps."""
+    """Rounds have several widths, and go past windows and many steps."""
     model = build(name)
     made = [make_prompt_cache(model) for _ in range(2)]
     lanes = [with_slack(caches, slack=12) if slack else caches for caches in made]
@@ -98,7 +98,7 @@ def test_rounds_in_whole_steps_compute_what_native_rounds_do(
 
 @pytest.mark.parametrize("name", others_slow(BATCHED, QUICK))
 def test_a_batch_in_whole_steps_computes_what_a_native_one_does(name: str) -> None:
-    """Three rows of other lengths, ragged prefixes kept, past many steps."""
+    """Three rows of different lengths keep ragged prefixes, and go past many steps."""
     model = build(name)
     hooks = ModelHooks(model)
     lanes = [BatchLane(model), BatchLane(model)]
@@ -156,7 +156,7 @@ def test_a_batch_shows_whole_steps() -> None:
 def test_what_is_kept_is_what_native_rounds_keep(
     widths: list[tuple[int, int]], prompt: int, window: int | None
 ) -> None:
-    """Also where rows are taken back and written again, and a buffer has to grow."""
+    """Rows are also rolled back and written again, and a buffer has to grow."""
     caches = KVCache(), KVCache()
     noise = mx.random.normal((1, 2, 400, 4), key=mx.random.key(3))
     at = prompt
@@ -212,7 +212,7 @@ def test_a_window_that_is_not_full_is_shown_in_steps() -> None:
             keys, _ = seen.update_and_fetch(new, new)
             assert keys.shape == seen.keys_and_values()[0].shape
             shown.append(keys.shape[2])
-            if keys.shape[2] % STEP == 0:  # from position 0 on
+            if keys.shape[2] % STEP == 0:  # keys start at position 0
                 native = create_causal_mask(width, at, window_size=12)
                 assert mx.array_equal(mask[:, : at + width], native)
                 assert mx.array_equal(
@@ -223,9 +223,9 @@ def test_a_window_that_is_not_full_is_shown_in_steps() -> None:
             cache.keys_and_values()[0][..., -kept:, :], new[..., :kept, :]
         )
     assert cache.offset == 16
-    assert shown == [8, 16, 16, 13]  # the last natively: 11 rows before, and 2
+    assert shown == [8, 16, 16, 13]  # the last is native: 11 old rows and 2 new
     with Speculation([SlidingKVCache(12)], key_steps=True) as speculation:
-        assert speculation.caches[0].make_mask(2) == "causal"  # nothing is held
+        assert speculation.caches[0].make_mask(2) == "causal"  # empty cache
 
 
 def test_a_mask_of_one_row_ends_a_window_in_steps() -> None:

@@ -1,6 +1,6 @@
-"""mlx-lm is still what the caches were written for, and only they look inside it.
+"""The used parts of mlx-lm have not changed, and only listed files import mlx-lm.
 
-An object that stands twice in the list is refused when the list is read.
+An object that is listed twice is refused when the list is read.
 """
 
 import ast
@@ -33,13 +33,13 @@ FILES = (
 
 @cache
 def parsed(module: str) -> tuple[list[str], ast.Module]:
-    """Return the lines of a module's source, and what they say."""
+    """Return the lines of a module's source, and its syntax tree."""
     text = inspect.getsource(importlib.import_module(module))
     return text.split("\n"), ast.parse(text)
 
 
 def source_text(touch: Touch) -> str:
-    """Return the source of the object; decorated functions hide it from inspect."""
+    """Return the source of an object; inspect fails to find decorated functions."""
     lines, tree = parsed(touch.module)
     node: Any = tree
     for part in touch.name.split("."):

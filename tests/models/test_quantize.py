@@ -1,4 +1,4 @@
-"""Quantizing a draft: what changes, what does not, and what is refused."""
+"""Quantizing a draft: layers that change, layers that stay, and refusals."""
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -35,7 +35,7 @@ def test_weights_are_rounded_and_nothing_else_changes(bits: int) -> None:
     rounded = mx.dequantize(layer.weight, layer.scales, layer.biases, 64, bits)
     step = np.array(mx.abs(layer.scales)).max()
     assert mx.abs(rounded - old.weight).max().item() <= step
-    # A scale and a bias in float32 for 64 numbers: one bit more for each.
+    # A scale and a bias in float32 for 64 numbers add one bit to each number.
     assert 0.9 < weight_bytes(before) / weight_bytes(model) * (bits + 1) / 32 <= 1
 
 

@@ -1,4 +1,4 @@
-"""Operations for a few rows on this machine."""
+"""The BLAS and the machine decide which operations serve for a few rows."""
 
 import platform
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
-"""A batch that is shown in few sizes computes what one of its own size does.
+"""A batch padded to one of few sizes computes the same as a batch of its own size.
 
-Sizes are for CUDA. Here they are switched on.
+Sizes are used on CUDA. The tests switch them on.
 """
 
 from typing import Any
@@ -28,14 +28,14 @@ IN_SIZES = RowSizes(used=True)
 
 
 def fed(model: Any, count: int, seed: int) -> Lane:
-    """Return a lane that holds a text of its own."""
+    """Return a lane that holds `count` tokens of a text of its own."""
     lane = Lane(model)
     lane.feed([(7 * i * i + 3 * i + 31 * seed) % 256 for i in range(count)])
     return lane
 
 
 def tokens_of(rows: list[int], number: int, width: int) -> mx.array:
-    """Return what rows with these seeds are fed in a round."""
+    """Return the tokens that rows with these seeds are fed in a round."""
     return mx.array(
         [
             [(11 * number + 5 * i + 13 * seed) % 256 for i in range(width)]
@@ -79,7 +79,7 @@ def test_no_size_is_larger_than_the_most_rows() -> None:
 def test_rows_compute_what_they_do_in_a_batch_of_their_own_size(
     name: str, data: st.DataObject
 ) -> None:
-    """Rows come and go at random, and keep other numbers of what they are fed."""
+    """Rows join and leave at random, and keep different numbers of tokens."""
     model = build_tiny(MODELS[name])
     hooks = ModelHooks(model)
     lanes = [BatchLane(model, RowSizes(used=False)), BatchLane(model, IN_SIZES)]
@@ -127,7 +127,7 @@ def test_rows_compute_what_they_do_in_a_batch_of_their_own_size(
 
 @pytest.mark.parametrize("name", QUICK)
 def test_nothing_is_left_of_rows_that_have_gone(name: str) -> None:
-    """Once the size changes, bits are those of a batch that others have left."""
+    """Once the size changes, no bit depends on which rows have left the batch."""
     model = build_tiny(MODELS[name])
     hooks = ModelHooks(model)
     contents, logits = [], []
@@ -170,7 +170,7 @@ def test_plain_rounds_are_of_the_rows_that_there_are() -> None:
     play(lane, tokens_of(seeds, 2, 2), [1] * 5)
     assert lane.places == 6
     play(lane, tokens_of(seeds, 3, 1), 1)
-    assert lane.places == 6  # to take the copy out would copy all others
+    assert lane.places == 6  # removing the copy would copy all rows
     lane.leave([1, 2, 3, 4])
     assert lane.places == 4
 
@@ -194,6 +194,6 @@ def test_a_shape_is_new_once() -> None:
     for number, width in enumerate([1, 3, 3, 1, 2]):
         play(lane, tokens_of(seeds, number, width), 1 if width == 1 else [0] * 5)
         is_new.append(lane.met_new_shapes())
-    # The model is shown 23 columns, then 23, then those of the token that stayed too.
+    # The second round of width 3 repeats a shape, and plain steps are not counted.
     assert is_new == [False, True, False, False, True]
     assert not lane.met_new_shapes()

@@ -1,4 +1,4 @@
-"""Sharded models, as far as one rank can show them."""
+"""Sharded models, as far as one rank can test them."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ GROUP = mx.distributed.init()
 
 
 class Divided(nn.Module):
-    """A model whose output layer is divided over the ranks, of which there is one."""
+    """A model whose output layer is sharded over all ranks; the test has one rank."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""A plain step is submitted layer by layer on a CPU, a round after so many layers."""
+"""On a CPU a plain step is submitted layer by layer, and a round in parts of layers."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -39,7 +39,7 @@ def _model(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 class Pairs(nn.Module):
-    """A layer that returns more than an array."""
+    """A layer that returns a tuple of an array and None."""
 
     def __call__(self, x: mx.array) -> tuple[mx.array, None]:
         return x + 1, None

@@ -1,4 +1,4 @@
-"""Code in a model's folder runs where it is trusted, and only there."""
+"""Code in a model's folder runs only if it is trusted."""
 
 from pathlib import Path
 

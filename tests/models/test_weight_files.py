@@ -1,6 +1,6 @@
-"""Weight files of a folder: those that its index names, and no others.
+"""Only the weight files that a folder's index names are read.
 
-mlx-lm takes every model*.safetensors; a stray file replaced weights, silently.
+mlx-lm reads every model*.safetensors, so a stray file would replace weights silently.
 """
 
 import json
@@ -44,7 +44,7 @@ def save(file: Path, arrays: dict[str, mx.array]) -> None:
 
 
 def divide(folder: Path, *, index: bool = True) -> None:
-    """Let two files hold the weights, and an index say so."""
+    """Divide the weights into two files; with `index`, write their index."""
     arrays = tensors(folder / "model.safetensors")
     mx.eval(arrays)
     (folder / "model.safetensors").unlink()
@@ -60,7 +60,7 @@ def divide(folder: Path, *, index: bool = True) -> None:
 
 
 def other_weights(folder: Path, name: str) -> None:
-    """Write a file of other weights under the names of the model's."""
+    """Write a file of other values under the names of the model's tensors."""
     arrays = tensors(sorted(folder.glob("model*.safetensors"))[0])
     save(folder / name, {key: value * 0.5 for key, value in arrays.items()})
 
@@ -75,7 +75,7 @@ def test_a_file_that_no_index_names_changes_nothing(
     divide(folder)
     assert text_of(folder) == text
     other_weights(folder, stray)
-    with named_files_only(folder) as files:  # in which order mlx-lm reads is not said
+    with named_files_only(folder) as files:  # mlx-lm reads in any order
         ordered = sorted(file.name for file in files.glob("*.safetensors"))
         assert ordered == ["model-1.safetensors", "model-2.safetensors"]
         assert (files / "config.json").read_text() == (
@@ -94,7 +94,7 @@ def test_without_an_index_files_that_overlap_are_refused(tmp_path: Path) -> None
         with pytest.raises(ModelFolderError, match=both):
             text_of(folder, draft=draft)
     (folder / "model-old.safetensors").unlink()
-    divide(folder, index=False)  # two files that share nothing are one model
+    divide(folder, index=False)  # disjoint files are one model
     assert text_of(folder) == text
 
 
@@ -128,7 +128,7 @@ def test_an_index_does_not_lead_out_of_the_folder(name: str, tmp_path: Path) -> 
 
 
 def index_of(folder: Path) -> dict[str, str]:
-    """Return what an index says."""
+    """Return the file of each tensor in an index."""
     text = (folder / INDEX).read_text(encoding="utf-8")
     places: dict[str, str] = json.loads(text)["weight_map"]
     return places
@@ -144,7 +144,7 @@ def write_index(folder: Path, places: dict[str, str]) -> None:
 def test_a_file_that_lacks_what_the_index_says_is_named(
     family: str, tmp_path: Path
 ) -> None:
-    """Here mlx-lm would tie the output layer to the embedding, too."""
+    """mlx-lm alone would tie the output layer to the embedding instead."""
     folder = chat_folder(tmp_path / "model", family)
     divide(folder)
     places = index_of(folder)
@@ -206,7 +206,7 @@ def test_a_named_file_may_have_any_name(tmp_path: Path) -> None:
 
 
 def test_weights_are_read_after_the_links_are_gone(tmp_path: Path) -> None:
-    """So ranks load them: each reads its part, and later."""
+    """Ranks load weights lazily: each rank reads its part after the load."""
     folder = chat_folder(tmp_path / "model")
     divide(folder)
     other_weights(folder, "model-old.safetensors")
@@ -221,7 +221,7 @@ def test_weights_are_read_after_the_links_are_gone(tmp_path: Path) -> None:
 def test_copies_in_a_file_beside_the_model_are_not_read(
     name: str, tmp_path: Path
 ) -> None:
-    """A head may bring the target's embedding in another precision."""
+    """The file of a head may hold the target's embedding in another precision."""
     folder = chat_folder(tmp_path / "model")
     text = text_of(folder)
     other_weights(folder, name)
@@ -232,7 +232,7 @@ def test_copies_in_a_file_beside_the_model_are_not_read(
 
 
 def head_in_shards(folder: Path) -> tuple[Any, dict[str, mx.array]]:
-    """Write a target whose index names the file of its head; return the head too."""
+    """Write a target whose index names its head's file; return it and all tensors."""
     made = mtp_checkpoints.write(folder, "qwen3_5")
     files = sorted(made.folder.glob("*.safetensors"))
     arrays = {key: value for file in files for key, value in tensors(file).items()}
@@ -250,7 +250,7 @@ def head_in_shards(folder: Path) -> tuple[Any, dict[str, mx.array]]:
 
 
 def leave_out_head(folder: Path) -> None:
-    """Let the index name no tensor of the head."""
+    """Remove the head's tensors from the index."""
     places = index_of(folder)
     write_index(folder, {k: v for k, v in places.items() if "mtp." not in k})
 
@@ -332,7 +332,7 @@ def test_a_drafter_in_the_place_of_a_target_is_named(
             SpeculativeGenerator.from_pretrained(folder, draft="lookup")
         with pytest.raises(ModelFolderError, match=said):
             train(folder, tmp_path / "out", TrainOptions())
-        (folder / "tokenizer_config.json").write_text("{}")  # with a tokenizer too
+        (folder / "tokenizer_config.json").write_text("{}")  # then with a tokenizer
 
 
 def test_a_drafter_that_claims_to_be_a_llama_is_known_by_its_tensors(
