@@ -1,4 +1,4 @@
-"""On a CPU a plain step is submitted layer by layer, and a round in parts of layers."""
+"""On a CPU a plain step is submitted after each layer, a round after several layers."""
 
 from collections.abc import Iterator
 from typing import Any

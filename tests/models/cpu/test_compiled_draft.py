@@ -39,7 +39,7 @@ def _uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     mx.enable_compile()
 
 
-NOT_COMPILED = {"afm7", "phi3small"}  # they count the keys that they are shown
+NOT_COMPILED = {"afm7", "phi3small"}  # they use the number of keys
 
 
 @pytest.mark.usefixtures("uncompiled")

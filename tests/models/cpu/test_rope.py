@@ -25,7 +25,7 @@ def _same(actual: mx.array, wanted: mx.array) -> None:
 
 
 def in_round(x: mx.array, tokens: int, *args: Any, **how: Any) -> mx.array:
-    """Rotate rows in a forward of `tokens` tokens; for few tokens it is compiled."""
+    """Rotate rows in a forward of `tokens` tokens; rotations of few are compiled."""
     with rows_of_a_round(tokens):
         return rope(x, *args, **how)
 

@@ -30,7 +30,7 @@ def expected(lane: Lane, tokens: list[int]) -> mx.array:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", ["llama", "qwen3_5", "gpt_oss"])
 def test_states_are_those_of_the_committed_tokens(name: str, seed: int) -> None:
-    """Actions: prefill, partial commit, undone commit, open round, dropped states."""
+    """Actions are prefills, rounds (kept, undone or abandoned), and dropped states."""
     draw = random.Random(seed)
     lane, committed = followed(name)
     recorders = ModelHooks(lane.model)

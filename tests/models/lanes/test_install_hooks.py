@@ -54,7 +54,7 @@ def _entered(
     for module in (round_context, registration):
         monkeypatch.setattr(module, "x86_serves", lambda: True)
     device = mx.default_device()
-    recorder._recorded.cache_clear()  # these classes call the rooms
+    recorder._recorded.cache_clear()  # cached classes use activations of rooms
     register([room for room in ROOMS if room not in [each.OPS for each in OUT[out]]])
     sys.setprofile(note)
     yield entered

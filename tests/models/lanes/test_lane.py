@@ -43,7 +43,7 @@ def fed_once(name: str, count: int) -> tuple[nn.Module, list[Any]]:
 
 def assert_close(actual: Lane, expected: Lane, name: str) -> None:
     one, other = read([logits_after(actual), logits_after(expected)])
-    if name == "llama(sliding)":  # one row or many: another order of the ring
+    if name == "llama(sliding)":  # the ring's order differs for one row and many
         assert abs(one - other).max() < 1e-4
     else:
         assert_same(one, other, "the next logits")

@@ -82,7 +82,7 @@ def test_rows_of_history_need_neither_attention_nor_mlp(
     heavy = {"ScaledDotProductAttention", "Softmax", "GatherMM", "Sigmoid"}
     assert not keys_and_values.keys() & heavy
     assert whole.keys() & heavy
-    # One for the projection, one or two for keys and values, and one for an indexer.
+    # One for the projection, one or two for keys and values, one for any indexer.
     assert 2 <= _products(keys_and_values) <= 4
     assert _products(whole) >= _products(keys_and_values) + 3
 

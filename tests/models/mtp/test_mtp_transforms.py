@@ -77,7 +77,7 @@ def unpacked(
 
 
 def linears(tensors: Weights, *, but: str, group: int = 32) -> list[str]:
-    """Return the names of linear weights to pack: not `but`, and no gates."""
+    """Return the names of linear weights to pack, without those of `but` and gates."""
     return [
         name
         for name, value in tensors.items()
