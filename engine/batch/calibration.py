@@ -69,7 +69,7 @@ def _measure(
     """Run the rounds of `what`, a number of rows and a context.
 
     Returns:
-        The number of rows under which the costs are kept.
+        The key of the measured costs: `count` rounded up to a power of two.
 
     Raises:
         Exception: the error that ended a row.
@@ -84,7 +84,7 @@ def _measure(
     if alone is not None:
         raise InvalidRequestError(
             f"Rounds of {count} rows were to be measured, and rows of this target run "
-            f"alone: {alone}. Leave them out; calibrate() measures what they cost."
+            f"alone: {alone}. Use calibrate(), which measures rows that run alone."
         )
     try:
         for row in rows:

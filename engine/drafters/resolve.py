@@ -3,11 +3,11 @@
     find_draft    turns a name or a path into a `DraftName`, and loads nothing
     resolve       loads a `DraftName`, and wraps a user's model or drafter in a `Draft`
 
-`draft="auto"` combines the draft that the target's folder offers with a lookup:
+`draft="auto"` adds a lookup to the draft that the target's folder offers:
 
-1. the draft that speculation.json names, without a lookup if it has a `draft_length`
+1. the draft that speculation.json names; with a `draft_length`, it gets no lookup
 2. else the MTP head in the folder
-3. a lookup; if another draft was expected, a notice says why the lookup is alone
+3. else none: the lookup drafts alone. A notice says why, if a draft was expected
 
 The draft that was loaded last is stored in an attribute of the target model. The next
 generator takes it from there, and the draft is freed with the model.
@@ -151,7 +151,8 @@ def resolve(
 
     Args:
         draft: the argument, or the result of `find_draft`.
-        target: the target; a folder that `draft` names is used in place of its folder.
+        target: the target. If `draft` is a name, `target.folder` is replaced by
+            `DraftName.target`, or else by the folder of the tokenizer.
         follower: whether another rank drafts. A draft model is then not loaded; a head
             is, since all ranks take part in probing it.
         foreign: whether the draft model has another tokenizer than the target.

@@ -1,4 +1,4 @@
-"""Adapters from objects that a user passes as a draft to `Draft` and `OpenDrafter`.
+"""Adapters that make a `Draft` of an object that a user passes as `draft=`.
 
 - A `Draft` stays as it is; its members are resolved.
 - An mlx-lm model becomes a `ModelDraft`.

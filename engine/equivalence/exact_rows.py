@@ -8,7 +8,8 @@ of each view of the keys (see `caches.types.fixed_view`), up to a context length
     alone       each token alone, with padding; this gives the expected bits
     places      each token at each place of a forward over tokens of the text
     company     each token at the first place, with random tokens after it
-    rounds      drafts with a random end, of which the rest is committed: tests caches
+    rounds      tokens of the text, then random ones; only those of the text are
+                committed, which tests the rollback of the caches
 """
 
 import sys

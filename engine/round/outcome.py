@@ -75,11 +75,11 @@ class Pending:
 
     lane_round: RequestRound  # the transaction; of a plain step, committed already
     fed: int  # known tokens of each request that the forward read before the draft
-    # The logits, if they were submitted before `decided`; None: together with it
+    # The logits, if submitted before `decided`; None: submitted together with `decided`
     logits: mx.array | None
     decided: Decided  # the decisions on the requests' rows
     tokens: mx.array  # uint32 [requests]: the tokens that a plain step chose
-    # By place, of requests with sequential rows: each `next` decides one more row
+    # By place, of requests decided row by row: an iterator; each `next` decides a row
     turns: Mapping[int, Iterator[Verified]] = field(default_factory=dict)
     # Places that the remaining requests had in this forward; None: no request has left
     places: Sequence[int] | None = None
@@ -179,8 +179,8 @@ def _unusable(normals: Sequence[float]) -> NonFiniteLogitsError:
     unusable = sum(not math.isfinite(value) for value in normals)
     return NonFiniteLogitsError(
         f"{unusable} of {len(normals)} rows of the target's logits hold a NaN or no "
-        "finite largest value. The round was rolled back; of a batch, this row alone "
-        "ends. Check the weights, load the model in float32, or see what a constraint "
-        "and logits processors leave of them, and whether a sampler chose an id "
-        "without a row."
+        "finite largest value. The round was rolled back; in a batch, only this "
+        "request ends. Check the weights, load the model in float32, or check whether "
+        "constraint and logits processors mask every id, and whether a sampler chose "
+        "an id that the embedding has no row for."
     )
