@@ -1,8 +1,9 @@
 """mlx-lm's prompt-cache files: writes the layout of 0.32, reads those of 0.32 and 0.31.
 
     0.32   tensors: every item of `state`; numbers and None are arrays too
-           metadata: 0.KEY the user's, 1.I class names; for each tensor that stands
-           for another value, 2.K.0 its name and 2.K.1 the kind; 2.0 is empty
+           metadata: 0.KEY the user's value of KEY; 1.I the class name of cache I;
+           2.0 the empty text; for the K-th tensor (from 1) that stands for a number,
+           a text or None, 2.K.0 its name and 2.K.1 "scalar", "string" or "none"
     0.31   tensors: the arrays of `state`; metadata: 0.I... `meta_state` as texts,
            1.KEY the user's, 2.I class names
 
@@ -106,7 +107,7 @@ def read_native(
     each = _grouped(values)
     infos = _grouped(said.get(int(mine), {}))
     for index in each:
-        need(index < len(names), f"it has arrays of cache {index} of {len(names)}")
+        need(index < len(names), f"cache {index} (from 0) has arrays and no class name")
     if layout == "0.31":
         return [
             _leaf31(name, each.get(i, {}), infos.get(i, {}), f"{i}", 0)
@@ -136,7 +137,7 @@ def _with_scalars(values: Values, kinds: Values) -> Values:
         if index == 0:
             continue
         pair = _items(entry, "numbers")
-        need(len(pair) == 2, f"its entry {index} of numbers has {len(pair)} texts")
+        need(len(pair) == 2, f"its metadata 2.{index} is not a name and a kind")
         path, kind = _path_of(pair[0]), pair[1]
         array = values.get(path)
         need(isinstance(array, mx.array), f"it has no tensor {shown(pair[0])}")
@@ -171,7 +172,8 @@ def _leaf32(
             need(i in groups, f"the members of cache {place} have gaps")
             pair = _grouped(groups[i])
             need(
-                pair.keys() == {0, 1} and () in pair[1], f"cache {place}.{i} is no pair"
+                pair.keys() == {0, 1} and () in pair[1],
+                f"cache {place}.{i} is not a pair of a state and a class name",
             )
             members.append(
                 _leaf32(pair[1][()], pair[0], f"{place}.{i}", sizes, depth + 1)
@@ -282,7 +284,7 @@ def _numbers31(name: str, info: Values, place: str) -> dict[str, int]:
 
 
 def _complete31(leaf: Leaf, count: int, place: str) -> None:
-    """Compute the numbers that the 0.31 layout lacks from the arrays."""
+    """Compute from the arrays the numbers that are not in the 0.31 layout."""
     if leaf.name in ("KVCache", "ConcatenateKVCache"):
         leaf.numbers["offset"] = _rows_of_keys(leaf)
     elif leaf.name == "BatchKVCache":

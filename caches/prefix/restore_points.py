@@ -13,12 +13,12 @@ from mlx_speculation.caches.snapshots.snapshot import Snapshot
 
 
 class Point(NamedTuple):
-    """States of a role after a number of tokens, from which requests can resume."""
+    """Layer states of a model or head (a role) after `stop` tokens, to resume from."""
 
     stop: int  # the number of tokens
     states: Snapshot  # of the role's layers, after these tokens
-    # The target's hidden states of the last of these tokens, which a head reads again,
-    # [1, positions, dim]; None: no head reads them
+    # The target's hidden states of the last few of these tokens, which a head reads
+    # again, [1, positions, dim]; None: no head reads them
     hidden: mx.array | None = None
 
     @property
@@ -35,7 +35,9 @@ class Point(NamedTuple):
 class Left(NamedTuple):
     """Caches and restore points of one role at the end of a request."""
 
-    which: int  # the index of the role: of the model in `bind`, or from `bind_head`
+    # The index of the role: the model's place in the list passed to `PrefixCache.bind`,
+    # or the result of `PrefixCache.bind_head`
+    which: int
     caches: Sequence[Any]  # its live caches
     stop: int  # its rows are computed from the first `stop` tokens
     # Restore points taken on the way. The prefix cache stores them; without room, it
@@ -62,8 +64,8 @@ class RunningPoints:
     def thin_out(self) -> None:
         """Drop the point that leaves the smallest gap, but not the first or the newest.
 
-        The first point needs the fewest rows to be stored. The newest is nearest to the
-        end of the text. With fewer than three points, the newest is dropped.
+        Storing the first point takes the fewest KV rows, those before it. The newest is
+        nearest to the end of the text. With fewer than three points, it is dropped.
         """
         places = [point.stop for point in self.taken]
         around = zip(places, places[2:], strict=False)

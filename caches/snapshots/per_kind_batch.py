@@ -11,9 +11,10 @@ row is its distance to that row. Padding that all rows share is not saved:
     split at 3     a b c | d e      row 1 is cut likewise: x | y z
 
 So KV rows are cut at one column of the whole batch, and parts can be joined only if
-their lags are equal. A commit that keeps different numbers, `filter` and `extend`
-change the lags; after these, take a snapshot from 0. Rings and recurrent states exist
-only at the offset where they were taken, as for one sequence.
+their lags are equal. The lags change in `filter`, in `extend`, and in a commit that
+keeps a different number of tokens in each row; after these, take a snapshot from 0.
+Rings and recurrent states exist only at the offset where they were taken, as for one
+sequence.
 
 If a row begins only after the end of a part, its offset there is below 0, as in mlx-lm
 while a prompt with padding on the left is fed.
