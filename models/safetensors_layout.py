@@ -85,7 +85,7 @@ def weight_files(folder: Path, pattern: str = SHARDS) -> list[Path]:
 
 
 def unnamed_files(folder: Path) -> list[Path]:
-    """Return files that mlx-lm would load although they hold no weights of the model.
+    """Return files that mlx-lm would load and that are not among `weight_files`.
 
     Raises:
         ModelFolderError: see `weight_files`.
@@ -151,8 +151,8 @@ def _weight_map(index: Path) -> dict[str, str]:
     right = isinstance(named, dict) and len(named) > 0
     if not right or not all(isinstance(file, str) for file in named.values()):
         raise ModelFolderError(
-            f"{str(index)!r} has no weight_map of tensors and files, and an index is "
-            "one. Take it away, or download it again."
+            f"{str(index)!r} has no weight_map of tensors and files; an index has to "
+            "give the file of each tensor. Remove the index, or download it again."
         )
     places: dict[str, str] = named
     return places
@@ -200,8 +200,8 @@ def check_apart(files: Sequence[Path]) -> None:
             if tensor in holder:
                 raise ModelFolderError(
                     f"{holder[tensor].name!r} and {file.name!r} in "
-                    f"{str(file.parent)!r} both hold {tensor!r}, and one file may. "
-                    "Take the one away that is not the model's."
+                    f"{str(file.parent)!r} both hold {tensor!r}, and one file may "
+                    "hold it, not two. Remove the file that is not the model's."
                 )
             holder[tensor] = file
 

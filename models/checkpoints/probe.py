@@ -31,7 +31,8 @@ from mlx_speculation.errors import ConventionError
 LEAST_AGREEMENT = 0.15
 # With fewer places no score is above chance.
 FEWEST_PLACES = 16
-# A candidate replaces the usual one if it is better by both: standard errors, and nats.
+# A candidate replaces the usual one if its mean is better by more than `CERTAINTY`
+# standard errors, and by more than `LEAST_GAIN` nats.
 CERTAINTY = 2.0
 LEAST_GAIN = 0.01
 _FLOOR = -50.0
@@ -79,7 +80,7 @@ class Score:
 
     @property
     def above_chance(self) -> bool:
-        """Return whether the agreement is above chance and above wrong conventions'.
+        """Return whether chance or a wrong convention would give less agreement.
 
         Cohen's kappa, which corrects for chance, has to be at least `LEAST_AGREEMENT`.
         """
@@ -181,8 +182,8 @@ def ranked(
     if not scores[best].above_chance:
         said = "; ".join(f"{shown(each)} {score}" for each, score in scores.items())
         raise ConventionError(
-            "The draft guesses what its target writes no better than by chance, "
-            f"whatever it is taken for: {said}. Choose the draft that belongs to this "
-            f"model, or {advice}."
+            "The draft was tried with each possible convention. It guesses what its "
+            "target writes no better than by chance, whatever it is taken for: "
+            f"{said}. Choose the draft that belongs to this model, or {advice}."
         )
     return scores

@@ -1,10 +1,11 @@
 """Attention in float32 on an x86-64 CPU, by products of BLAS.
 
-mlx's own attention spends most of its time on other things there. Its softmax goes
-element by element (see `exponentials`), and it has one product for each head, although
-query heads that share keys can have one product together. Here the division by the sum
-of a row comes last, when a row is as long as a head and not as the text. Prompts of a
-draft model have many rows, which go block by block: the results of a block stay in the
+On such a CPU, mlx's own attention spends most of its time outside of the matrix
+products. Its softmax goes element by element (see `exponentials`), and it has one
+product for each head, although query heads that share keys can have one product
+together. Here the division by the softmax's sum comes after the product with the
+values, when a row has `value dim` numbers and not one for each key. Prompts of a draft
+model have many rows, which go block by block: the results of a block stay in the
 processor's caches, and with a causal mask a block omits keys that none of its rows see.
 """
 

@@ -115,7 +115,7 @@ class Steps:
     mask: mx.array | None  # bool [batch, rows], or None
 
     def after(self, keep: int) -> mx.array:
-        """Return the state after the first `keep` rows, at least 1, like `start`."""
+        """Return the state after `keep` rows, at least 1, in the dtype of `start`."""
         if keep == self.y.shape[1]:
             return self.last
         mask = None if self.mask is None else self.mask[:, :keep]

@@ -1,4 +1,4 @@
-"""A DFlash drafter as a module, and on its target: a block of drafts in one forward.
+"""The network of a DFlash drafter, alone and with its target; it drafts whole blocks.
 
     context = hidden_norm(fc([outputs of target layers]))     of committed positions
     x = embedding([t_n, mask, mask, ...])                     at positions n, n + 1, ...
@@ -129,7 +129,7 @@ class DFlash:
     ) -> None:
         """Write the keys and values of context [1, positions, dim].
 
-        The tokens after its positions are not read.
+        `tokens`, the token that follows each position, is not used.
         """
         for layer, cache in zip(self.head.layers, caches, strict=True):
             layer.self_attn.write(context, cache)
@@ -140,8 +140,8 @@ class DFlash:
         """Return the normed states of the rows that predict the drafts after a token.
 
         Args:
-            context: the context of the positions before the token that the caches lack,
-                [batch, positions, dim]; at least one.
+            context: the context of those positions before the token that are not in the
+                caches yet, at least one; [batch, positions, dim].
             token: the newest token, [batch, 1].
             caches: the context and then the whole block are written to them.
             count: how many drafts, at most the head's depth.

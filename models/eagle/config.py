@@ -1,11 +1,12 @@
 """Configuration of EAGLE-3 heads, from config.json.
 
 Five dialects are read: SGLang's and SpecForge's, vLLM's, the authors', DeepSpec's, and
-speculators', which has the sizes of the layers in a nested part. Their lists of layers
-count in two ways, see `checkpoints.layer_readings`.
+speculators', which has the sizes of the layers in a nested part. A number in their
+lists of layers has one of two meanings, "layers" or "tuple": the index of a layer, or
+an index into the tuple of hidden states. See `checkpoints.layer_readings`.
 
 A head with `use_aux_hidden_state` false reads only the target's last state: the output
-of the final norm ("tuple"), or that of the last layer ("layers").
+of the last layer ("layers"), or that of the final norm, which ends the tuple ("tuple").
 """
 
 from collections.abc import Sequence
@@ -60,9 +61,9 @@ class Latents:
 
     rank: int  # the rank of keys and values
     query_rank: int | None  # None: queries are made without latents
-    plain: int  # numbers of queries and keys that are not rotated
-    rotated: int  # numbers of queries and keys that are rotated
-    values: int  # numbers of values
+    plain: int  # dimensions of a query or key that are not rotated
+    rotated: int  # dimensions of a query or key that are rotated
+    values: int  # dimensions of a value
     pairs: bool  # whether rotation pairs neighbouring dimensions, not halves
 
 
@@ -162,8 +163,8 @@ def _gemma(config: Config, fields: Config) -> gemma4_text.ModelArgs | None:
     count = number(fields, "num_hidden_layers", NAME, 1)
     if count != 1:
         raise ModelFolderError(
-            f"config.json of the {NAME} says num_hidden_layers {count}, and of Gemma 4 "
-            "heads of 1 layer are known. Choose another drafter."
+            f"config.json of the {NAME} says num_hidden_layers {count}, and only 1 is "
+            "supported for Gemma 4. Choose another drafter."
         )
     return gemma_args(config, 1, NAME)
 
@@ -187,8 +188,8 @@ def _windows(fields: Config, count: int) -> tuple[int | None, ...]:
     known = isinstance(kinds, list) and set(kinds) <= {FULL, SLIDING}
     if not known or len(kinds) != count:
         raise ModelFolderError(
-            f"config.json of the {NAME} says layer_types {kinds!r}, and {count} of "
-            f"{FULL} and {SLIDING} are needed."
+            f"config.json of the {NAME} says layer_types {kinds!r}, and a list of "
+            f"{count} entries is needed, each {FULL} or {SLIDING}."
         )
     if SLIDING not in kinds:
         return (None,) * count
@@ -222,8 +223,9 @@ def layer_readings(
     Args:
         config: the content of config.json.
         trunk: how many layers the target has.
-        features: numbers of layers that the head may read; empty: unknown.
-        counts: how the list counts; as usual at its place when omitted.
+        features: the possible numbers of layers that the head reads; empty: unknown.
+        counts: the meaning of the list's numbers; None: the usual one for the key of
+            config.json that holds the list.
 
     Raises:
         ModelFolderError: the target has no such layers.

@@ -44,7 +44,7 @@ _ROPES = (
     rope_utils.SuScaledRoPE,
     rope_utils.YarnRoPE,
 )
-_RANK = 2  # outside of the hooks for one device
+_RANK = 2  # above the ranks of hooks for one device, which this hook wraps
 
 # Models that scale attention by position, from some thousand positions on, which the
 # short probe of `check_tree_model` does not reach.
@@ -55,10 +55,11 @@ _SCALED = frozenset(
 # The probe: the number of known tokens, and a bushy tree. The indexes of its last rows
 # are much larger than their depths.
 _PROMPT, _PARENTS = 9, (-1, -1, -1, 0, 1, 1, 4, 4, 6, 2, 9, 10)
-# The bound on differences of rows, in standard deviations of their logits: `_TIMES` the
-# difference of two ways to feed one chain, but at least `_LEAST_HALF` in half precision
-# and `_LEAST` in float32, and at most `_MOST`. A row at a wrong position differs by 3.
-# In bfloat16 on an H100 a model of 30 layers with right texts differs by 0.24.
+# The bound on differences of rows, in standard deviations of their logits: `_TIMES`
+# times the difference between one chain fed in two ways, but at least `_LEAST_HALF` in
+# half precision and `_LEAST` in float32, and at most `_MOST`. A row at a wrong position
+# differs by 3. In bfloat16 on an H100, a model of 30 layers whose texts are correct
+# differs by 0.24.
 _TIMES, _LEAST_HALF, _LEAST, _MOST = 16, 0.5, 2e-3, 0.5
 
 
@@ -144,7 +145,7 @@ def _hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
 
 
 class TreeForward:
-    """A model as a lane runs it, which is fed a tree inside of `tree_forward`.
+    """The forward of a lane's model; inside `tree_forward` the ids are a tree's rows.
 
     Args:
         model: a model with hooks that `check_tree_model` has accepted.
@@ -264,8 +265,8 @@ def _check_unscaled(model: nn.Module) -> None:
         if plain_class(each).__module__ in _SCALED:
             raise UnsupportedModelError(
                 f"draft_tree was passed, and {plain_class(each).__module__} scales its "
-                "attention by the position, which a tree's rows do not stand at. Leave "
-                "draft_tree out for this model."
+                "attention by the place of a row in the cache, which in a tree is not "
+                "the row's position. Leave draft_tree out for this model."
             )
 
 

@@ -38,8 +38,8 @@ def checked_quantization(
     if window is not None:
         raise InvalidRequestError(
             f"kv_bits is {quantization.bits}, and mlx-lm cannot quantize a "
-            f"{type(window).__name__}, which the text would make it do at "
-            f"{quantization.start} tokens. Leave kv_bits out, or raise "
+            f"{type(window).__name__}. It would have to at {quantization.start} tokens, "
+            "which this request may reach. Leave kv_bits out, or raise "
             "quantized_kv_start above the tokens of prompt and text."
         )
     now = KVQuantization(quantization.bits, quantization.group_size)
@@ -54,6 +54,6 @@ def checked_quantization(
             f"kv_bits is {quantization.bits} and kv_group_size "
             f"{quantization.group_size}, and {type(model).__module__} cannot read "
             f"caches that are quantized so: {type(error).__name__}: {error}. Leave "
-            "kv_bits out, or choose others."
+            "kv_bits out, or choose another kv_bits or kv_group_size."
         ) from error
     return quantization

@@ -13,7 +13,7 @@ Rules = dict[str, str | None]
 
 
 def _parts(begin: str, **names: str) -> Rules:
-    """Return rules from `{begin}{name}.` in files to the parts of a layer."""
+    """Return rules that rename `{begin}{name}.` in files to the parts of a layer."""
     return {f"{begin}{name}.": f"layers.{{k}}.{part}." for part, name in names.items()}
 
 
@@ -123,7 +123,8 @@ FAMILIES: tuple[MtpFamily, ...] = (
             ),
             "mtp_layers.{k}.": "layers.{k}.blocks.0.",
         },
-        # Engines disagree on both states; these were measured, with one draft a round.
+        # Engines disagree on `hidden` and on `recycled`. These values come from a
+        # measurement with one draft a round.
         convention=MtpConvention("before_norm", "before_norm", "hidden_first"),
         depth=1,
         build=blocks.mimo,
