@@ -1,11 +1,11 @@
 """Decisions for all requests of a round, grouped into few calls.
 
-The logits of a batch are [requests, n, vocab]: the rows of a request follow its last
-known token and its drafted tokens, padded to n rows. One call decides all requests that
-differ in seed, position and mask only: greedy requests, and requests with equal
-options, keyed noise and no processors. Each row is chosen by itself, so the result is
-the same to the last bit as for a single request. All other requests are decided one
-after the other, in the same evaluation.
+The logits of a batch are [requests, n, vocab]: a request has one row for its last known
+token and one for each drafted token, and is padded to n rows. One call decides all
+requests that differ in seed, position and mask only: greedy requests, and requests with
+equal options, no processors, and noise that depends only on seed and position. Each row
+is chosen by itself, so the result is the same to the last bit as for a single request.
+All other requests are decided one after the other, in the same evaluation.
 
 This module evaluates no array and reads none.
 """
@@ -93,8 +93,8 @@ def propose_all(
     """Choose the next drafted token of every request.
 
     Args:
-        requests: the inputs of each request for one row; all have one target. `rows` of
-            requests that are decided together may lack the tokens ahead.
+        requests: the inputs of each request for one row; all have one target. For
+            requests that are decided together, `rows` may lack the preceding tokens.
         positions: the position of the token that each request chooses.
         logits: [requests, vocab] of a draft, or [requests, n] with `ids`.
         ids: uint32 [n], the token ids of the columns, for a draft with a reduced
@@ -158,7 +158,7 @@ def _together(
         drafted = None if drafted is None else drafted[places]
     width, first, counts = logits.shape[1], requests[0], []
     choosers, drew = [], False
-    for one in requests:  # no comprehensions, which are calls
+    for one in requests:  # one loop: faster than a comprehension for each list
         choosers.append(one.verifier.chooser)
         counts.append(one.rows.count - 1)
         drew = drew or one.drafted is not None
