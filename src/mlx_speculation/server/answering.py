@@ -1,4 +1,4 @@
-"""Answers: texts of a request go to the engine; a `Face` of an API formats the results.
+"""Answers: the engine generates a request's texts, and an API's `Face` formats them.
 
 prepare   the prompt, parser and constraint of each text, in a thread of its own
 submit    each text to the engine, which accepts or refuses it
@@ -170,8 +170,8 @@ class Answering:
         mark = tokenizer.think_end_tokens
         if not mark:
             raise invalid(
-                "The model thinks first, and has no mark of its end. Switch thinking "
-                "off.",
+                "The model thinks before it answers, and its tokenizer has no mark for "
+                "the end of thinking. Switch thinking off.",
                 request.constrained or "thinking",
             )
         ids = self._models.token_ids
@@ -213,7 +213,7 @@ class Answering:
     async def _sent(
         self, face: Face, jobs: Sequence[Job], exchange: "_Exchange"
     ) -> AsyncIterator[Iterable[bytes]]:
-        """Yield the face's events of text after text, or () while there are none."""
+        """Yield the face's events, one text after the other; (): nothing new."""
         endings = []
         yield face.open(jobs[0].prompt_tokens)
         for choice, job in enumerate(jobs):

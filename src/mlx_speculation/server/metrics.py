@@ -24,16 +24,16 @@ _SECONDS = (
 _LEVELS = {
     "running": ("vllm:num_requests_running", "Rows that are decoded."),
     "waiting": ("vllm:num_requests_waiting", "Requests without a row."),
-    "cached": ("mlx_speculation:prefix_cache_bytes", "Of the prefix cache."),
+    "cached": ("mlx_speculation:prefix_cache_bytes", "Bytes in the prefix cache."),
     "points": (
         "mlx_speculation:prefix_cache_restore_points",
-        "Places where layers with states can be resumed.",
+        "Positions where recurrent and sliding-window layers can resume.",
     ),
     "evictions": (
         "mlx_speculation:prefix_cache_evictions",
-        "Parts that made room in the prefix cache so far.",
+        "Parts dropped from the prefix cache to make room.",
     ),
-    "active": ("mlx_speculation:active_memory_bytes", "Of all mlx arrays."),
+    "active": ("mlx_speculation:active_memory_bytes", "Bytes of all mlx arrays."),
 }
 _COUNTS = {
     "sources": (
@@ -117,7 +117,7 @@ class Metrics:
             self._levels[name].set(value)
 
     def watch(self, prefixes: "PrefixCache") -> None:
-        """Let gauges read a prefix cache whenever a page is made."""
+        """Let gauges read a prefix cache each time the metrics are served."""
         self._levels["points"].set_function(lambda: prefixes.restore_points)
         self._levels["evictions"].set_function(lambda: prefixes.evictions)
 

@@ -1,6 +1,9 @@
 """The Responses API: items of requests and answers, and the events of streams.
 
-    namespace   its tools have flat names in the chat template; answers have both names
+Kinds of tools:
+
+    namespace   a group of tools, which have flat names in the chat template; an answer
+                gives the namespace and the tool's own name
     custom      a tool that takes a text becomes a function with the argument "input"
     other kinds are ignored: OpenAI's servers would run them
 

@@ -123,7 +123,7 @@ def refused(error: Exception) -> ApiError:
 
 
 def _marks(tokenizer: Any) -> Marks:
-    """Return mlx-lm's machine, and all marks that it looks for."""
+    """Return mlx-lm's state machine for answers, and all marks that it looks for."""
     edges = [
         mark for edges in tokenizer.response_transitions.values() for mark, _ in edges
     ]

@@ -34,8 +34,8 @@ class SchemaConstraint:
         *,
         # Time to wait for a mask; longer than the child's own limit
         seconds: float,
-        # Ends the child; called once. True: the child was still needed, and the result
-        # is an error message
+        # Ends the child; called once. The argument says whether the child was still
+        # needed: then the result is an error message, else an empty text
         leave: Callable[[bool], str],
     ) -> None:
         self._channel, self._end, self._seconds = channel, end, seconds
