@@ -111,7 +111,7 @@ def measure(
     """Run passes, up to Ctrl-C, and fill the arms; return the number completed.
 
     The generators share the target and differ in their drafts. For each prompt all arms
-    generate as many tokens as its plain text has, at most `tokens`, and ignore stop
+    generate as many tokens as plain decoding does, at most `tokens`, and ignore stop
     tokens. `report` is called with the number of runs done, and the total.
     """
     done, sizes = 0, dict[int, int]()
@@ -152,7 +152,7 @@ def _size(
     prompt: list[int],
     most: int,
 ) -> int:
-    """Return the number of tokens of a prompt's plain text, at least two."""
+    """Return the number of tokens that plain decoding generates, at least two."""
     result = generator.generate(
         prompt, max_tokens=most, draft_length=0, sampling=sampling
     )

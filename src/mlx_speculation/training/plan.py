@@ -4,9 +4,10 @@ Optimizer steps and a few tokens of dialogues are timed on made-up text before a
 is written. Each phase has a share of the minutes, and sizes are reduced until it fits.
 If even the smallest training does not fit, the error names the minutes that it needs.
 
-    dialogues   DATA of the time: the held-out ones and at least a batch to learn from
-    steps       STEPS of the time: LEAST_STEPS, or fewer if the smallest take too long
-    evaluation  EVALUATION of the time for each evaluation
+    phase       share        what has to fit into the share
+    dialogues   DATA         the held-out dialogues and one batch to learn from
+    steps       STEPS        LEAST_STEPS steps; at the smallest size, one step
+    evaluation  EVALUATION   one evaluation
 """
 
 import time
@@ -27,12 +28,13 @@ LEAST_STEPS = 50
 TRIAL = 0.05  # the share of the time that the next larger timed step may take
 SIZED = ("batch", "held_out", "answer_tokens", "rows", "slots", "accumulate")
 LEAST_DIALOGUES = 8  # in a reduced batch, and held out
-_SHORTEST = 32  # tokens of an answer to which it is reduced
-_NARROWEST = 64  # slots of a row to which it is reduced
+_SHORTEST = 32  # answers are not reduced to fewer tokens
+_NARROWEST = 64  # rows are not reduced to fewer slots
 _FORWARD = 0.4  # time of a position in an evaluation, relative to a step
 
-# Shares of the minutes after timing: no new batch of dialogues begins, answers that are
-# being written are cut, the last evaluation must be complete.
+# Shares of the minutes after timing. A batch of dialogues that would end after
+# DATA_SHARE is not begun; at DATA_END, answers that are being written are cut; by
+# STEPS_END, the last evaluation must be complete.
 DATA_SHARE, DATA_END, STEPS_END = 0.4, 0.5, 0.88
 _STEP_SHARE = 0.75  # of the remaining time goes to steps, the rest to evaluations
 _MOST_EVALUATIONS = 5  # of a training with limited minutes
@@ -89,7 +91,7 @@ class Schedule:
         return until is not None and time.monotonic() > until
 
     def running_out(self, share: float) -> Callable[[], bool]:
-        """Return a test to call between batches: another one would take too long."""
+        """Return a function to call after each batch: is there no time for another?"""
         last = time.monotonic()
 
         def stop() -> bool:
@@ -238,8 +240,8 @@ def position_seconds(run: TimeStep, rows: int, slots: int, most: float) -> float
         run: times a step.
         rows: rows of the full step.
         slots: slots of each row of the full step.
-        most: seconds. Timing ends if the next step would take longer, or if timing has
-            already taken longer: each new shape may be compiled.
+        most: seconds. Timing ends if the next step would take longer than this, or if
+            all steps so far have, as they may include the compilation of new shapes.
     """
     began = time.monotonic()
     shape = (1, min(slots, 2 * _NARROWEST))
