@@ -107,7 +107,7 @@ def read_native(
     each = _grouped(values)
     infos = _grouped(said.get(int(mine), {}))
     for index in each:
-        need(index < len(names), f"cache {index} (from 0) has arrays and no class name")
+        need(index < len(names), f"cache {index} follows the {len(names)} named caches")
     if layout == "0.31":
         return [
             _leaf31(name, each.get(i, {}), infos.get(i, {}), f"{i}", 0)
@@ -137,7 +137,7 @@ def _with_scalars(values: Values, kinds: Values) -> Values:
         if index == 0:
             continue
         pair = _items(entry, "numbers")
-        need(len(pair) == 2, f"its metadata 2.{index} is not a name and a kind")
+        need(len(pair) == 2, f"2.{index} has {len(pair)} texts, not name and kind")
         path, kind = _path_of(pair[0]), pair[1]
         array = values.get(path)
         need(isinstance(array, mx.array), f"it has no tensor {shown(pair[0])}")
