@@ -38,9 +38,9 @@ def checked_quantization(
     if window is not None:
         raise InvalidRequestError(
             f"kv_bits is {quantization.bits}, and mlx-lm cannot quantize a "
-            f"{type(window).__name__}. It would have to at {quantization.start} tokens, "
-            "which this request may reach. Leave kv_bits out, or raise "
-            "quantized_kv_start above the tokens of prompt and text."
+            f"{type(window).__name__}. Quantization would begin at "
+            f"{quantization.start} tokens, which this request may reach. Leave kv_bits "
+            "out, or raise quantized_kv_start above the tokens of prompt and text."
         )
     now = KVQuantization(quantization.bits, quantization.group_size)
     token = mx.zeros((1, 1), mx.int32)
