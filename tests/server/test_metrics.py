@@ -12,7 +12,7 @@ SOURCES = ("memory", "disk", "read")
 
 
 def values(metrics: Metrics) -> dict[str, float]:
-    """Return the values of a metrics page by name and labels, but not the model's."""
+    """Return the values of a metrics page by name and labels except model_name."""
     lines = metrics.page()[0].decode().splitlines()
     pairs = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
     return {

@@ -1,7 +1,8 @@
-"""An empty draft costs a plain step, and a draft behind a step loses nothing.
+"""An empty draft costs one plain step, and a draft behind a step loses no token.
 
-While a step is in flight its token is not known. The first token of a draft that is
-found then stands for the step's token, and the others are verified after it.
+A draft is "behind" a step if it is made while the step is in flight. The step's token
+is not known then: the first token of the draft is a guess of it. The other tokens are
+verified after the step's real token, whether the guess was right or not.
 """
 
 from functools import cache
@@ -112,10 +113,11 @@ def test_any_plan_of_drafts_gives_the_text_and_the_caches(
 
 
 def test_what_is_drafted_behind_a_step() -> None:
-    """The limit includes the step's token; settled counts include it if it is right."""
+    """`limit` counts the guess of the step's token; `settle` only if it is right."""
     model, text = known("llama")
     first = len(PROMPT)
-    # Two plain tokens, then four drafts behind the third; the last one is wrong.
+    # Two plain steps. Then, behind the third, a draft of five tokens: a guess of the
+    # step's token and four more, the last of them wrong.
     run = PlannedRun(model, text, [0, 0, 5, 0, 5, 1, 4], {first + 6, first + 9})
     for _ in range(2):
         run.next_round()
@@ -123,14 +125,14 @@ def test_what_is_drafted_behind_a_step() -> None:
     run.next_round()
     assert run.drafter.limits == [4, 5, 5]
     assert run.drafter.calls[-1] == "settle 4"
-    assert run.emitted == text[:7]  # the step's, three accepted, two corrections
+    assert run.emitted == text[:7]  # two, the step's, three accepted, a correction
     assert counts(run.decoder.request.statistics)["rounds"] == 4
     assert run.decoder.request.statistics.drafted == 4
     assert run.decoder.request.statistics.accepted == 3
     run.next_round()  # no draft, and no step in flight
     assert run.drafter.limits[3:] == [4]
     assert run.emitted == text[:8]
-    run.next_round()  # the token of the step, at 8, and those behind it but the next
+    run.next_round()  # the step's token, at 8, and the correction at 9
     assert run.drafter.calls[-1] == "settle 1"
     assert run.emitted == text[:10]
     run.next_round()

@@ -2,7 +2,8 @@
 
 The table is census.json beside this file:
 
-    common      arguments for every model; ModelArgs drops those that it lacks
+    common      arguments for every model, and for its text_config if it has one;
+                ModelArgs drops those that it lacks
     built       module -> measurements and further arguments:
         caches      result of make_prompt_cache, such as "3 ArraysCache, 1 KVCache"
         layers      len(model.layers); null: the model has no such attribute
@@ -10,11 +11,12 @@ The table is census.json beside this file:
         bitwise     whether four rows in one forward equal four forwards of one row,
                     bit for bit, past the window, on the Linux CPU wheel in float32
         unequal     reason why drafts cannot be verified, if so
-        args        further arguments of ModelArgs; a text_config gets them too
+        args        further arguments of ModelArgs
     not_built   module -> the reason, and a part of the error that proves it
 
 One module sets the logits of certain ids to minus infinity, so its vocabulary must have
-them. Its embeddings of all ids from 256 on are zero, so that these are never chosen.
+them. Its embeddings of ids from 256 on are zero. They are its output layer too, so the
+logits of these ids are 0, less than the largest logit, and the ids are never chosen.
 
 A row with "tiny" instead of "args" names a row of tiny_models.json, which has more
 layers and its own test (tests/engine/test_text_is_unchanged.py).
@@ -37,7 +39,7 @@ from mlx_speculation.caches import leaves
 from mlx_speculation.models import Lane
 from support.models import tiny_models
 
-# Root mean square of packed values: two bits stand for -1.5 to 1.5 of a group's scale.
+# Root mean square of two-bit values (-1.5, -0.5, 0.5, 1.5), in units of their scale.
 _TWO_BITS = 1.1
 
 
@@ -92,8 +94,8 @@ EACH_KIND = (
     *("plamo2", "prism_hadamard_qwen35", "recurrent_gemma", "rwkv7", "afm7"),
 )
 
-# For hooks on kinds of layers that other tests compare with mlx's: attention, windows,
-# experts, mixed layers, states, and inputs for each layer.
+# Models with each kind of hooked layer: attention, windows, experts, mixed layers,
+# states, and inputs for each layer. Other tests compare these layers with mlx's.
 FEW = ("deepseek_v2", "falcon_h1", "gemma3n", "gpt_oss", "phi3small", "plamo2", "rwkv7")
 
 
@@ -208,7 +210,7 @@ def layers(model: nn.Module) -> int | None:
 
 
 def widths_differ(model: nn.Module, prompt: list[int], rows: list[int]) -> float:
-    """Return the largest difference of a logit between rounds of four rows and steps.
+    """Return how far logits of rounds of four tokens differ from those of single steps.
 
     Args:
         model: the model.
