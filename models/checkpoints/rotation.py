@@ -26,7 +26,8 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 _OBJECTS = ("rope_scaling", "rope_parameters")
 _FLAT = ("rope_theta", "partial_rotary_factor")
 _USUAL_THETA = 10_000.0
-# Types that are the same for text, where all parts of an mrope have one position.
+# Types, and the type that rotates text in the same way: for text, all parts of an mrope
+# have the same position.
 _SAME_TYPES = {"mrope": "default", "deepseek_yarn": "yarn"}
 _POSITIVE = frozenset(
     {
@@ -84,7 +85,7 @@ def read_rotation(
     name: str,  # the drafter's name, for messages
     kind: str = FULL,  # the kind of layers
     *,
-    usual: Rotation | None = None,  # the rotation if neither object is stated
+    usual: Rotation | None = None,  # for configs with no other key than `_FLAT`
 ) -> Rotation:
     """Return the rotation of the layers of a kind.
 
@@ -177,10 +178,10 @@ def _statements(
 
 
 def _stated(config: Mapping[str, Any], name: str) -> Iterator[tuple[str, str, Any]]:
-    """Yield path, key and value of statements; an object is for a kind of layers."""
+    """Yield path, key and value; if the value is an object, key is a kind of layers."""
     for path, part in parts_of(config):
         for key in _FLAT:
-            # Beside Gemma's key for full layers this key is for sliding ones.
+            # With Gemma's global_<key> for full layers, <key> is for sliding ones.
             if key in part and f"global_{key}" not in part:
                 yield path, key, part[key]
         for key in _OBJECTS:

@@ -1,7 +1,8 @@
 """Loading an EAGLE-3 or P-EAGLE head from its folder into a module.
 
-The tensors show the head's own embedding and output layer, norms before `fc`, biases
-and packing. The rest is read from config.json.
+The names and shapes of the tensors decide whether the head has an embedding and an
+output layer of its own, norms before `fc` and biases, and whether it is packed. The
+rest is read from config.json.
 """
 
 from dataclasses import replace
@@ -73,7 +74,7 @@ def load_eagle_head(
         folder: the head's folder, with config.json and safetensors.
         model: its target.
         layer_ids: how the list of layers in config.json counts, see
-            `checkpoints.layer_readings`; as usual at its place when omitted.
+            `checkpoints.layer_readings`; None: as is usual at the list's place.
 
     Returns:
         The head; on a Linux CPU in float32, dequantized where it was quantized.
@@ -204,7 +205,7 @@ def _renamed(weights: Weights) -> Weights:
 
 
 def _file_name(name: str) -> str:
-    """Return the usual name in files of a parameter."""
+    """Return the name that a parameter usually has in files."""
     if not name.startswith("later."):
         return name
     _, layer, rest = name.split(".", 2)

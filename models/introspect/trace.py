@@ -27,9 +27,9 @@ class ModuleCall:
     module: nn.Module
     method: str  # "__call__", or "as_linear" of an embedding
     values: tuple[Any, ...]  # the arguments, positional ones first
-    start: int  # the time of its beginning, in beginnings and ends of calls
+    start: int  # when it began: how many calls had begun or ended by then
     caller: "ModuleCall | None"  # the innermost observed call around this one
-    stop: int = 0  # the time of its end
+    stop: int = 0  # when it ended, counted alike
     result: Any = None
 
     def contains(self, other: "ModuleCall") -> bool:

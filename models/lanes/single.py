@@ -81,11 +81,11 @@ class Lane(RequestLane):
         compiled: a draft's compiled forward, for the rounds that it serves.
         positions: the number of positions that the model has rows for; see
             `introspect.position_table`. A forward past them is refused.
-        is_draft: whether this is a drafter's lane. Its prompts use the operations of a
-            round too (`models.round_context`), which are faster than mlx's and differ
-            by rounding.
+        is_draft: whether this is a drafter's lane. Its prompts use a round's operations
+            (`models.round_context`): faster than mlx's, and different by rounding.
         run: the callable for a forward: the model, or a request's `ImageForward`.
-        sizes: the numbers of rows that a batch made from this lane shows.
+        sizes: a batch made from this lane pads its rounds to these row counts; None:
+            the default `RowSizes()`.
 
     Raises:
         UnsupportedCacheError: a cache is of an unknown kind, or holds a batch.
@@ -142,8 +142,8 @@ class Lane(RequestLane):
     def room(self) -> int:
         """Number of tokens that the next round may feed.
 
-        The limits are the position at which the caches are quantized, as a round's rows
-        see one kind of keys, the model's table of positions, and in exact mode `shape`.
+        It is limited by the model's positions, by `shape` in exact mode, and by the
+        place at which the caches are quantized: a round must see one kind of keys.
         """
         quantization, end = self.quantization, self._unknown + self.seen
         room = None if quantization is None else quantization.room(self.caches)
@@ -292,7 +292,7 @@ class LaneRound:
     def hidden(self) -> States:
         """The hidden states of all forwards of this round, [1, positions, dim] each.
 
-        States of committed tokens stay valid if the model runs again for the caches.
+        They stay valid for committed tokens if `_feed_again` rebuilds the caches.
         """
         return collected(self._hidden)
 
