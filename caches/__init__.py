@@ -3,7 +3,7 @@
     journal       the protocol of a journal, the undo log of one cache
     speculation   the transaction over all caches of a model
     registry      the supported cache classes, and the journal of each
-    types         this project's cache classes, conversions, the leaves of a list
+    types         this project's cache classes, conversions, caches inside `CacheList`s
     journals      one journal for each class
     snapshots     copy-on-write snapshots: take, restore, merge, split
     prefix        the prefix cache: snapshots of earlier requests, by their tokens

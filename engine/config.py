@@ -148,7 +148,7 @@ def _resolved(
 def _lengths(
     model: nn.Module, resolved: Resolved, options: GeneratorOptions
 ) -> PolicyFactory:
-    """Return the policy factory for the options' length, else the target folder's."""
+    """Return the policy factory; a length in `options` precedes that of `resolved`."""
     length = options.draft_length
     return PolicyFactory(
         model,
@@ -194,8 +194,8 @@ def _hooked(config: GeneratorConfig, options: DraftOptions) -> GeneratorConfig:
             check_tree_model(model, config.prompts.highest_id)
         if draft is not None:
             config = replace(config, draft=draft.configured(options))
-        # Streams in other threads cannot compute arrays that the models hold, some of
-        # which the forwards of the checks above have made.
+        # Evaluate lazy arrays in the models, some made by the checks above: a stream in
+        # another thread could not evaluate them.
         heads = [each for each in members_of(config.draft) if each.follows]
         evaluate_held(model, *models, *heads)
         drop = weakref.finalize(config, finalize, hooks.pop_all().close)

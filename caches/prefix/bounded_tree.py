@@ -58,7 +58,7 @@ class BoundedTree(PrefixTree):
     def fill(
         self, node: Node, kept: Mapping[int, Held], claim: Claim, *, end: bool
     ) -> bool:
-        """Add a file's rows to a node, and at the `end` the file's restore points.
+        """Add a file's rows to a node, and restore points to the last one read (`end`).
 
         Returns:
             False if there is no room for the rows or the point that the target needs.

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 def option(
     default: Any, help: str, *names: str, panel: str | None = None, **more: Any
 ) -> Any:
-    """Return a field that is an option, or the default of a parameter that is one.
+    """Declare an option: a dataclass field, or the default of a command's parameter.
 
     Args:
         default: the default of the field; `dataclasses.MISSING`: the field is required.

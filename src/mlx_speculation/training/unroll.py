@@ -74,8 +74,9 @@ class UnrolledCache:
     def attend(self, queries: mx.array, newest: KeysValues, scale: float) -> mx.array:
         """Store this depth's keys and values; return attention as with `make_mask`.
 
-        Masked products are computed for the keys of depth 0 only. At six depths this
-        takes a third of the work of attention with the full mask.
+        At later depths each slot meets its own key only, so products that the mask
+        would discard are computed at depth 0 alone. At six depths this takes a third of
+        the work of attention with the full mask.
 
         Args:
             queries: [rows, heads, slots, size].
@@ -118,7 +119,7 @@ def attend_split(attention: llama.Attention) -> None:
 def _split_attention(
     queries: mx.array, first: KeysValues, later: Sequence[KeysValues], scale: float
 ) -> mx.array:
-    """Attend from each slot to depth 0 up to it, and to itself at later depths."""
+    """Let slot i attend to slots 0 to i of depth 0, and to slot i of later depths."""
     rows, heads, n, size = queries.shape
     kv_heads = first.keys.shape[1]
     grouped = queries.reshape(rows, kv_heads, heads // kv_heads, n, size)

@@ -39,7 +39,7 @@ def packed(module: nn.Module, bits: int | None) -> tuple[Tensors, dict[str, Any]
             stored[name] = value.astype(mx.bfloat16)
         else:
             stored[name] = value
-    # config.json has the greatest group size; heads infer that of each matrix.
+    # config.json states the largest group size; loading infers each matrix's own.
     said = {"group_size": max(used), "bits": bits} if used else {}
     return stored, {"quantization": said} if said else {}
 
