@@ -1,4 +1,7 @@
-"""DFlash2 drafters: DFlash (`models.dflash`) with convolutions and a selector."""
+"""DFlash2 drafters: DFlash with convolutions in its layers, and a selector.
+
+The parts that both share are in `models.dflash`.
+"""
 
 from mlx_speculation.models.dflash2.config import is_dflash2
 from mlx_speculation.models.dflash2.head import DFlash2

@@ -1,4 +1,7 @@
-"""EAGLE-3 and P-EAGLE heads: config.json, modules, loading, and the layers to read."""
+"""EAGLE-3 and P-EAGLE heads: config.json, modules, loading, and the layers to read.
+
+The drafter that runs a head is in `engine.drafters`. Other heads are not known here.
+"""
 
 from mlx_speculation.models.eagle.config import (
     AFTER_NORM,
