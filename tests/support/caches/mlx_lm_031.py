@@ -1,6 +1,6 @@
 """Makes the caches that mlx-lm 0.31.3 and earlier versions have saved for the tests.
 
-Each file tests/caches/files/data/mlx_lm_VERSION_NAME was written by that version's
+Each file mlx_lm_VERSION_NAME in tests/caches/files/data was written by that version's
 own `save_prompt_cache`, with its folder first on the path:
 
     PYTHONPATH=FOLDER python tests/support/caches/mlx_lm_031.py VERSION OUT
