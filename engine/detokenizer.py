@@ -236,7 +236,7 @@ def _decoding(tokenizer: Any) -> tuple[Callable[[list[int]], str], bool]:
     """Return the decode function of a tokenizer, and whether it cleans up spaces.
 
     transformers does if the tokenizer is configured so, except for BPE: for that, it
-    would log a warning in the middle of the text, unless it is told not to.
+    would otherwise log a warning in the middle of the text.
     """
     if not getattr(tokenizer, "clean_up_tokenization_spaces", False):
         return tokenizer.decode, False

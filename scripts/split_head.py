@@ -66,7 +66,7 @@ def split_head(folder: Path, out: Path) -> Split:
 
     Plain mlx-lm can load the shards without the head. Names, dtypes and bytes of all
     tensors stay. If the norms of the head are stored without their 1, the new
-    config.json says so, since it can no longer be told from the shards.
+    config.json says so, since the shards no longer show it.
 
     Args:
         folder: the model, with its head in the shards; it is not written to.

@@ -48,7 +48,7 @@ ATTENTIONS = frozenset(
 
 
 class _Latents:
-    """Stand-in for an attention's cache that remembers the latents it returned."""
+    """Stand-in for an attention's cache that stores the latents it returned."""
 
     __slots__ = ("attention", "cache", "shown")
 

@@ -1,6 +1,6 @@
 """Lookups that are compared on recorded answers: ours, and those of other engines.
 
-An arm sees only tokens: it proposes some, and is then told which ones follow.
+An arm sees only tokens: it proposes some, and then receives those that follow.
 """
 
 import time

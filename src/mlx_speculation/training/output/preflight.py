@@ -14,7 +14,7 @@ from mlx_speculation.training.state import Progress
 def try_outputs(folder: Path, say: Callable[[str], None]) -> None:
     """Write a file to the draft's folder, describe the machine, and draw a plot.
 
-    If the plot cannot be drawn the user is told so, and the training goes on.
+    If the plot cannot be drawn a notice says so, and the training goes on.
 
     Raises:
         InvalidRequestError: the folder cannot be written.
