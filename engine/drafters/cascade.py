@@ -132,16 +132,6 @@ class CascadeDrafter(OpenDrafter):
         return self if first.free else first
 
     @property
-    def batch_lane(self) -> Lane | None:
-        """The lane of `shared`; None if that is the cascade."""
-        return None if self.shared is self else self.shared.batch_lane
-
-    @property
-    def batch_head(self) -> Any:
-        """The head of `shared`; None if that is the cascade."""
-        return None if self.shared is self else self.shared.batch_head
-
-    @property
     def lanes(self) -> list[Lane | None]:
         """The lanes of all draft models."""
         return [lane for each in self._drafters for lane in each.lanes]
