@@ -13,10 +13,9 @@ from support.drafters.batch_heads import (
     drafts_of,
     generator_of,
 )
-from support.drafters.batches import Case
+from support.drafters.batches import Case, three_rounds_of_eight
 from support.drafters.block_oracle import load_block
 from support.exact_drafters import peagle_on
-from support.identity import prompt_of
 from support.models.tiny_models import build
 
 # One drafter of each kind, of each mask, and of each choice of tokens.
@@ -78,16 +77,8 @@ def test_a_round_of_eight_is_one_forward_of_the_drafter(
 
     monkeypatch.setattr(on_target, "draft", noting)
     with BatchGenerator(generator_of(target, draft)) as batch:
-        for n in range(8):
-            batch.insert(prompt_of(9 + n), max_tokens=40, stop_tokens=())
-        while len(batch.running) < 8:
-            batch.next()
-        batch.next()
-        rows.clear()
-        for _ in range(3):
-            batch.next()
+        three_rounds_of_eight(batch, rows)
         assert not batch.stats.alone
-        assert len(batch.running) == 8
     assert rows == [8, 8, 8]
 
 

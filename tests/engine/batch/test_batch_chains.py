@@ -20,6 +20,7 @@ from mlx_speculation.models.gemma_assistant import Assistant, SharedKv
 from mlx_speculation.models.mtp import BatchHeadCache, Mtp, rounds
 from support.covering import covering
 from support.drafters.batch_heads import generator_of, mtp_on
+from support.drafters.batches import three_rounds_of_eight
 from support.drafters.scripted_draft_lengths import Planned
 from support.identity import prompt_of
 from support.models.assistant_checkpoints import HEADS, TARGETS, make
@@ -62,15 +63,7 @@ def forwards(kind: str) -> Iterator[list[int]]:
 def test_eight_rows_are_as_many_forwards_of_the_drafter_as_one(kind: str) -> None:
     made = generator(kind)
     with BatchGenerator(made) as batch, forwards(kind) as rows:
-        for n in range(8):
-            batch.insert(prompt_of(9 + n), max_tokens=40, stop_tokens=())
-        while len(batch.running) < 8:
-            batch.next()
-        batch.next()
-        rows.clear()
-        for _ in range(3):
-            batch.next()
-        assert len(batch.running) == 8
+        three_rounds_of_eight(batch, rows)
     assert rows == [8] * 9  # three drafts, three rounds
     with forwards(kind) as alone:
         result = made.generate(prompt_of(9), max_tokens=40, stop_tokens=())

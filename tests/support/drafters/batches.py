@@ -232,3 +232,16 @@ def finish(made: Bench, batch: BatchGenerator, rows: dict[int, Case]) -> None:
         assert len(result.tokens) == case.max_tokens
         made.check(case, result.tokens)
     assert batch.memory == 0
+
+
+def three_rounds_of_eight(batch: BatchGenerator, rows: list[int]) -> None:
+    """Run three rounds of eight requests; afterwards `rows` has only their forwards."""
+    for n in range(8):
+        batch.insert(prompt_of(9 + n), max_tokens=40, stop_tokens=())
+    while len(batch.running) < 8:
+        batch.next()
+    batch.next()
+    rows.clear()
+    for _ in range(3):
+        batch.next()
+    assert len(batch.running) == 8
