@@ -81,10 +81,7 @@ class BatchRequest:
     def quantization(self) -> KVQuantization | None:
         """Quantization of its caches, the same for all rows of a group."""
         target = self.request.target
-        if target.quantization is None:
-            return None
-        target.quantization.replace(target.caches)  # if there was no prefill to do it
-        return replace(target.quantization, start=0)
+        return target.quantization and replace(target.quantization, start=0)
 
     @property
     def ended(self) -> bool:
@@ -152,4 +149,5 @@ def _quantized_later(stream: Stream) -> bool:
     """Return whether caches are to be quantized only after the prompt was read."""
     request = stream.request
     how, read = request.target.quantization, len(request.sequence.tokens) - 1
-    return how is not None and how.start > read
+    # Without a prefill the first forward reads no quantized keys either.
+    return how is not None and max(1, how.start) > read
