@@ -1,6 +1,5 @@
-"""Folders, links, the direction of imports and the public names are as documented."""
+"""Folders, links and the public names are as documented."""
 
-import ast
 import re
 import subprocess
 import sys
@@ -14,14 +13,6 @@ import mlx_speculation
 
 ROOT = Path(__file__).parent.parent
 LINKED = ("engine", "models", "caches", "samplers")
-
-# Folders of this package that each folder may import, beside itself and errors.
-BELOW = {
-    "engine": {"models", "caches", "samplers"},
-    "models": {"caches", "samplers"},
-    "caches": set(),
-    "samplers": set(),
-}
 
 TEXT = {"", ".cfg", ".json", ".md", ".py", ".pyi", ".sh", ".toml", ".txt", ".yml"}
 
@@ -39,23 +30,6 @@ def _files() -> Iterator[Path]:
         path = ROOT / line
         if path.is_file() and not path.is_symlink():
             yield path
-
-
-def _imports(path: Path) -> Iterator[str]:
-    """Yield the dotted names that a module imports, at any depth of its code."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path} has a relative import"
-            # "from mlx_speculation import caches" imports mlx_speculation.caches.
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
-def _inside(path: Path) -> set[str]:
-    """Return the parts of this package that a module imports, e.g. {"caches"}."""
-    names = (name.split(".") for name in _imports(path))
-    return {name[1] for name in names if name[0] == "mlx_speculation" and name[1:]}
 
 
 @pytest.mark.parametrize("folder", LINKED)
@@ -93,37 +67,6 @@ def test_the_imported_package_is_this_checkout() -> None:
     assert mlx_speculation.__file__ is not None
     expected = ROOT / "src" / "mlx_speculation" / "__init__.py"
     assert Path(mlx_speculation.__file__).resolve() == expected.resolve()
-
-
-@pytest.mark.parametrize("folder", LINKED)
-def test_imports_point_one_way(folder: str) -> None:
-    below = {
-        "errors",
-        "interrupts",
-        "json_files",
-        "measured_file",
-        "warn",
-        "blas",
-        "environment",
-    }
-    allowed = BELOW[folder] | {folder} | below
-    modules = list((ROOT / folder).rglob("*.py"))
-    assert modules
-    wrong = {
-        str(path.relative_to(ROOT)): sorted(_inside(path) - allowed)
-        for path in modules
-        if _inside(path) - allowed
-    }
-    assert not wrong
-
-
-def test_only_the_front_door_and_scripts_import_the_engine() -> None:
-    doors = {"__init__.py", "cli", "server", "training"}
-    for path in (ROOT / "src" / "mlx_speculation").rglob("*.py"):
-        relative = path.relative_to(ROOT / "src" / "mlx_speculation")
-        if relative.parts[0] in {*LINKED, *doors}:
-            continue
-        assert "engine" not in _inside(path), relative
 
 
 def test_the_public_names_are_pinned() -> None:
