@@ -65,4 +65,4 @@ def test_drafts_are_those_of_the_reference(
         known.tokens,
         chosen=choose.tokens,
     )
-    assert_drafts(choose.seen, None, expected.logits)
+    assert_drafts(choose.seen, None, expected)

@@ -1,7 +1,4 @@
-"""EAGLE-3 dialects and P-EAGLE, compared with an independent numpy implementation.
-
-A layer alone is compared with transformers' Llama, where both are the same.
-"""
+"""EAGLE-3 dialects and P-EAGLE, compared with an independent numpy implementation."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,14 +7,6 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-import torch
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import (
-    LlamaAttention,
-    LlamaMLP,
-    LlamaRMSNorm,
-    LlamaRotaryEmbedding,
-)
 
 from mlx_speculation.engine.drafters.registry import draft_folder
 from support.covering import covering
@@ -25,9 +14,7 @@ from support.drafters.block_drafts import Greedy
 from support.models.eagle_checkpoints import DIALECTS, PARALLEL, VARIANTS, write_eagle
 from support.references.blocks import eagle3_dialects, p_eagle
 from support.references.blocks.packagings import eagle_taps
-from support.references.numerics import below
 from support.references.reference_target import Known, assert_drafts, read_folder
-from support.references.torch_heads import fill, to_torch
 
 # Some dialects have no list of layers.
 pytestmark = pytest.mark.filterwarnings("ignore:.*lists no layers of its target")
@@ -85,7 +72,7 @@ def test_chains_are_those_of_the_reference(
         drafts=DRAFTS,
         chosen=choose.tokens,
     )
-    assert_drafts(seen, ids, expected.logits)
+    assert_drafts(seen, ids, expected)
 
 
 @pytest.mark.parametrize(
@@ -124,52 +111,5 @@ def test_parallel_drafts_are_those_of_the_reference(
         known.tokens,
         drafts=drafts,
     )
-    assert_drafts(choose.seen, ids, expected.logits)
-    assert np.array_equal(choose.tokens, expected.tokens)
-
-
-@pytest.mark.parametrize("dialect", ["specforge", "llama3"])
-def test_the_first_layer_is_made_of_parts_of_transformers_llama(
-    dialect: str, tmp_path: Path
-) -> None:
-    known = Known.of(LAYERS, LENGTH)
-    folder, source = draft_folder(write_eagle(tmp_path, dialect))
-    config, tensors = read_folder(tmp_path)
-    draft: Any = source.from_folder(folder, known.model)  # type: ignore[attr-defined]
-    states = draft.eagle.states(known.states(draft.taps))
-    tokens = mx.array([known.tokens[1:]])
-    actual = draft.eagle.rows(states, tokens, draft.eagle.head.new_caches()[0])
-
-    block = below(tensors, "midlayer.")
-    llama = LlamaConfig(**config, pad_token_id=None, bos_token_id=None)
-    llama.eos_token_id = None
-    llama._attn_implementation = "eager"
-
-    def norm(weight: Any, x: torch.Tensor) -> torch.Tensor:
-        module = LlamaRMSNorm(x.shape[-1], eps=config["rms_norm_eps"])
-        fill(module, {"weight": weight})
-        return module(x)
-
-    attention = LlamaAttention(llama, 0)
-    for name in ("q_proj", "k_proj", "v_proj"):  # these read embedding and state
-        projection = block[f"self_attn.{name}.weight"]
-        setattr(attention, name, torch.nn.Linear(*projection.shape[::-1], bias=False))
-    fill(attention, below(block, "self_attn."))
-    mlp = LlamaMLP(llama)
-    fill(mlp, below(block, "mlp."))
-    with torch.no_grad():
-        features = np.concatenate(known.hidden(layers_of(config)), axis=-1)
-        state = to_torch(features)[None] @ to_torch(tensors["fc.weight"]).T
-        token = to_torch(known.embeddings[known.tokens[1:]])[None]
-        count = token.shape[1]
-        both = [norm(block["input_layernorm.weight"], token)]
-        both.append(norm(block["hidden_norm.weight"], state))
-        mask = torch.full((count, count), torch.finfo(torch.float32).min).triu(1)
-        angles = LlamaRotaryEmbedding(llama)(state, torch.arange(count)[None])
-        mixed, _ = attention(torch.cat(both, dim=-1), angles, mask[None, None])
-        x = state + mixed
-        x = x + mlp(norm(block["post_attention_layernorm.weight"], x))
-        logits = norm(tensors["norm.weight"], x) @ to_torch(tensors["lm_head.weight"]).T
-    for ours, theirs in ((actual.recycled, x), (actual.logits, logits)):
-        error = np.abs(np.array(ours) - theirs.numpy()).max()
-        assert error <= 1e-4 * max(1.0, float(theirs.abs().max()))
+    assert_drafts(choose.seen, ids, expected)
+    assert np.array_equal(choose.tokens, expected.argmax(axis=-1))

@@ -1,14 +1,9 @@
 """MTP heads of every family, compared with numpy around blocks of transformers."""
 
 import dataclasses
-from typing import Literal, cast
+from typing import Literal
 
-import mlx.core as mx
-import mlx.nn as nn
-import numpy as np
 import pytest
-from mlx.utils import tree_flatten
-from mlx_lm.utils import load_model
 
 from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models import MtpConvention
@@ -33,7 +28,6 @@ ORDERS: tuple[Literal["embedding_first", "hidden_first"], ...] = (
     "hidden_first",
 )
 NORMS: tuple[Literal["stored", "plus_one"], ...] = ("stored", "plus_one")
-RAW = ["qwen3_next", "qwen3_5", "qwen3_5_tied", "qwen3_5_moe", "step3p5"]
 
 
 @pytest.fixture(name="bench", scope="module")
@@ -47,10 +41,6 @@ def _bench(tmp_path_factory: pytest.TempPathFactory) -> MakeBench:
         return made[name]
 
     return make
-
-
-def parameters(model: nn.Module) -> dict[str, mx.array]:
-    return dict(cast(list[tuple[str, mx.array]], tree_flatten(model.parameters())))
 
 
 def assert_same(ours: HeadOutput, theirs: MtpRows, start: int, stop: int) -> None:
@@ -74,17 +64,6 @@ def test_a_family_has_the_convention_of_the_facts(bench: MakeBench, name: str) -
     # other families draft any number.
     once = 1 if name == "mimo" else None
     assert head.depth == (family.layers if family.chains else once)
-
-
-@pytest.mark.parametrize("name", RAW)
-def test_mlx_lm_reads_the_trunk_of_a_raw_folder(bench: MakeBench, name: str) -> None:
-    folder = bench(name).folder
-    read, _ = load_model(folder.path)
-    expected = parameters(folder.model)
-    actual = parameters(read)
-    assert actual.keys() == expected.keys()
-    for path, value in actual.items():
-        np.testing.assert_allclose(value, expected[path], atol=1e-6, err_msg=path)
 
 
 @each(name=FAMILIES, pieces=[[SLOTS], [4, 1, 1, 5]])
@@ -118,21 +97,6 @@ def test_a_slot_after_history_rows_equals_the_reference(
         out = mtp.step(states(hidden[6:9]), ids(tokens[6:9]), caches, layer=layer)
         assert_same(out, expected, 8, 9)
         hidden = expected.recycled
-
-
-@each(name=[name for name, family in FAMILIES.items() if not family.chains])
-def test_a_chain_of_drafts_equals_the_reference(bench: MakeBench, name: str) -> None:
-    here = bench(name)
-    mtp, hidden = here.load(), here.hidden
-    caches = mtp.head.new_caches()[0]
-    out = mtp.rows(states(hidden), ids(here.tokens[:SLOTS]), caches)
-    for stop in range(SLOTS + 1, SLOTS + 4):
-        tail = here.expected(hidden, here.tokens[: stop - 1]).recycled[-1:]
-        hidden = np.concatenate([hidden, tail])
-        expected = here.expected(hidden, here.tokens[:stop])
-        token = ids(here.tokens[stop - 1 : stop])
-        out = mtp.rows(out.recycled[:, -1:], token, caches)
-        assert_same(out, expected, stop - 1, stop)
 
 
 CONVENTIONS = [

@@ -98,14 +98,6 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Array]]:
     return config, {name: np.array(tensor) for name, tensor in loaded.items()}
 
 
-def assert_close(actual: mx.array, expected: Any) -> None:
-    """Assert that [1, rows, n] equals [rows, n] up to rounding of float32."""
-    got = np.array(actual[0], np.float64)
-    assert got.shape == expected.shape
-    scale = max(1.0, float(np.abs(expected).max()))
-    assert np.abs(got - expected).max() <= TOLERANCE * scale
-
-
 def assert_drafts(
     seen: Sequence[tuple[mx.array, mx.array | None]],
     ids: mx.array | None,

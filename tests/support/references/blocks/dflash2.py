@@ -18,11 +18,7 @@ from support.references.blocks.primitives import (
     linear,
     softcap,
 )
-from support.references.blocks.vocabulary import (
-    BlockDraft,
-    predecessor_choice,
-    to_target,
-)
+from support.references.blocks.vocabulary import predecessor_choice, to_target
 
 
 def convolve(
@@ -64,8 +60,8 @@ def forward(
     tokens: Sequence[int],
     *,
     chosen: Sequence[int] | None = None,
-) -> BlockDraft:
-    """Draft one block.
+) -> Array:
+    """Return the logits of one block's drafts, [k, V]; -inf for no candidates.
 
     u_s = cap(output_multiplier lm_head h_s), C_s its top K ids; for c in C_s:
     z_s[c] = u_s[c] + sum_r A[p]_r (P h_s)_r B[c]_r, p = the id drafted before (the
@@ -92,15 +88,14 @@ def forward(
         int(tokens[-1]),
     )
     unary, ids = _candidates(states, lm_head, config, multiplier, cap)
-    logits, drafted = [], []
+    logits = []
     previous = int(tokens[-1])
     for s, state in enumerate(states):
         scores = unary[s] + _edges(tensors, state, np.array([previous]), ids[s])[0]
         full = to_target(scores, ids[s], len(lm_head))
         previous = predecessor_choice(full, chosen, s)
         logits.append(full)
-        drafted.append(previous)
-    return BlockDraft(np.stack(logits), np.array(drafted), states)
+    return np.stack(logits)
 
 
 def slot_states(
@@ -114,8 +109,6 @@ def slot_states(
     body = body_of(tensors, config)
     slots = int(option(config, "block_size")) - 1
     mask = int(option(config, "mask_token_id"))
-    if not 0 <= mask < len(table):
-        raise ValueError(f"mask_token_id {mask} outside {len(table)} embeddings")
     scale = float(option(config, "input_embedding_scale", 1.0))
     block = table[[anchor] + [mask] * slots].astype(np.float64) * scale
 

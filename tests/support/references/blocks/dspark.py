@@ -25,7 +25,6 @@ from support.references.blocks.primitives import (
     softcap,
 )
 from support.references.blocks.vocabulary import (
-    BlockDraft,
     predecessor_choice,
     target_ids,
     to_target,
@@ -42,8 +41,10 @@ def forward(
     *,
     chosen: Sequence[int] | None = None,
     samples: bool | None = None,
-) -> BlockDraft:
-    """Draft one block; without a Markov head and with a given anchor it is DFlash's.
+) -> Array:
+    """Return the logits of one block's drafts, [k, V]; -inf where it cannot reach.
+
+    Without a Markov head and with a given anchor it is DFlash's.
 
     With ctx = rms(fc [h_1 | .. | h_m], hidden_norm) and g the normed rows of the block
     (`run_block`): U_k = cap(lm_head g_k), z_k = U_k + bias(d_{k-1}, g_k), d_0 = anchor.
@@ -103,8 +104,6 @@ def anchor_samples(config: Config) -> bool:
 def _block_rows(config: Config, table: Array, anchor: int, rows: int) -> Array:
     """Embeddings [rows, H] of the anchor and the masks."""
     mask = int(option(config, "mask_token_id"))
-    if not 0 <= mask < len(table):
-        raise ValueError(f"mask_token_id {mask} outside {len(table)} embeddings")
     return np.asarray(table[[anchor] + [mask] * (rows - 1)], dtype=np.float64)
 
 
@@ -135,21 +134,16 @@ def _walk(
     anchor: int,
     chosen: Sequence[int] | None,
     vocabulary: int,
-) -> BlockDraft:
+) -> Array:
     """Add to each row of base logits [k, Vd] the bias of the id drafted before."""
     ids = target_ids(weights, base.shape[1])
     markov = MarkovHead(weights, config)
-    previous, logits, tokens = anchor, [], []
+    previous, logits = anchor, []
     for step, (row, g) in enumerate(zip(base, states, strict=True)):
         full = to_target(row + markov.bias(previous, g), ids, vocabulary)
         previous = predecessor_choice(full, chosen, step)
         logits.append(full)
-        tokens.append(previous)
-    return BlockDraft(
-        logits=np.stack(logits),
-        tokens=np.array(tokens),
-        states=states,
-    )
+    return np.stack(logits)
 
 
 class MarkovHead:
@@ -184,6 +178,4 @@ class MarkovHead:
             keep = sigmoid(gate)
             self._state = keep * self._state + (1.0 - keep) * np.tanh(candidate)
             e = np.tanh(out)
-        elif self._kind != "vanilla":
-            raise ValueError(f"unknown markov_head_type {self._kind!r}")
         return linear(self._weights, "markov_head.markov_w2", e)

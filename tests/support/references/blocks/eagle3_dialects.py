@@ -10,7 +10,7 @@ from support.references.blocks.eagle_layers import (
     default_norm_before_residual,
 )
 from support.references.blocks.primitives import Array, Config, Weights
-from support.references.blocks.vocabulary import BlockDraft, predecessor_choice
+from support.references.blocks.vocabulary import predecessor_choice
 
 
 def forward(
@@ -23,8 +23,8 @@ def forward(
     *,
     drafts: int,
     chosen: Sequence[int] | None = None,
-) -> BlockDraft:
-    """Draft `drafts` tokens, one after the other.
+) -> Array:
+    """Return the logits of `drafts` tokens, one after the other, [k, V].
 
     Slot i pairs the state at position i with the token at i + 1. Slot n-1 gives d_1;
     slot n-2+j pairs the output of slot n-3+j (before `norm`, or after it if
@@ -49,22 +49,18 @@ def forward(
         absent_norm_before_residual=default_norm_before_residual(config),
     )
     known = len(hidden[0])
-    if len(tokens) != known + 1:
-        raise ValueError(f"{known} states go with {known + 1} ids, not {len(tokens)}")
     places = np.arange(known)
     fused = head.fuse(np.concatenate(hidden, axis=-1))
     embedded = head.embed(np.asarray(tokens[1:]))
-    logits, states, drafted = [], [], []
+    logits = []
     for step in range(drafts):
         x = head.run(embedded, fused, places)[-1]
         state = head.states(x)
         row = head.logits(state)
         token = predecessor_choice(row, chosen, step)
         logits.append(row)
-        states.append(state)
-        drafted.append(token)
         recycled = state if option(config, "norm_output", False) else x
         fused = np.concatenate([fused, recycled[None]])
         embedded = np.concatenate([embedded, head.embed(np.array([token]))])
         places = np.append(places, places[-1] + 1)
-    return BlockDraft(np.stack(logits), np.array(drafted), np.stack(states))
+    return np.stack(logits)

@@ -1,5 +1,6 @@
 """EAGLE-3 layers: fused taps, a first layer over [embedding | state], plain ones."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,7 +30,7 @@ from support.references.blocks.primitives import (
     rms,
     softcap,
 )
-from support.references.blocks.rotary import Rope, mscale, rope_of, rope_parameters
+from support.references.blocks.rotary import Rope, rope_of, rope_parameters
 from support.references.blocks.vocabulary import target_ids, to_target
 
 _OLD_TAP_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
@@ -188,7 +189,8 @@ def _latent(config: Config) -> Latent | None:
     parameters = rope_parameters(inner)
     stretched = parameters.get("mscale_all_dim")
     if stretched:
-        scale *= mscale(float(parameters["factor"]), float(stretched)) ** 2
+        factor = math.log(float(parameters["factor"]))
+        scale *= (0.1 * float(stretched) * factor + 1) ** 2
     return Latent(int(inner["kv_lora_rank"]), nope, rotated, rope, scale)
 
 

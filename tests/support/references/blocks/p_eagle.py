@@ -7,7 +7,6 @@ import numpy as np
 from support.references.blocks.body import option
 from support.references.blocks.eagle_layers import EagleHead
 from support.references.blocks.primitives import Array, Config, Weights
-from support.references.blocks.vocabulary import BlockDraft
 
 _MASK_KEYS = (
     "mask_token_id",
@@ -35,8 +34,8 @@ def forward(
     tokens: Sequence[int],
     *,
     drafts: int,
-) -> BlockDraft:
-    """Draft `drafts` tokens at once; no draft depends on another.
+) -> Array:
+    """Return the logits of `drafts` tokens, [k, V]; no draft depends on another.
 
     Slots 0..n-1 pair (h_i, c_{i+1}) as in EAGLE-3; drafts - 1 masked slots follow, with
     the embedding of the mask id and fc(mask_hidden), through the same norms as real
@@ -54,18 +53,11 @@ def forward(
     """
     head = EagleHead(weights, config, embeddings, lm_head)
     known = len(hidden[0])
-    if len(tokens) != known + 1:
-        raise ValueError(f"{known} states go with {known + 1} ids, not {len(tokens)}")
     taps = np.concatenate(hidden, axis=-1)
     mask_hidden = head.weights["mask_hidden"].reshape(-1)
-    if mask_hidden.size != taps.shape[1]:
-        wide = taps.shape[1]
-        raise ValueError(f"mask_hidden has {mask_hidden.size} numbers, fc reads {wide}")
     masked = drafts - 1
     taps = np.concatenate([taps, np.tile(mask_hidden, (masked, 1))])
     ids = np.array([*tokens[1:], *[mask_token(config)] * masked])
     places = np.arange(known + masked)
     x = head.run(head.embed(ids), head.fuse(taps), places)[-drafts:]
-    states = head.states(x)
-    logits = head.logits(states)
-    return BlockDraft(logits, np.argmax(logits, axis=-1), states)
+    return head.logits(head.states(x))
