@@ -56,6 +56,8 @@ def _module_of(args: Any) -> Any:
 def one(layer: str, *, mask_array: bool = False, **changes: Any) -> Build:
     """Return a function that makes one block of a class in the target's module.
 
+    The block is the layer of that index which follows the target's layers.
+
     Args:
         layer: the name of the class.
         mask_array: see `Block`.
@@ -63,8 +65,8 @@ def one(layer: str, *, mask_array: bool = False, **changes: Any) -> Build:
     """
 
     def build(args: Any, config: Config, k: int) -> list[Block]:
-        kind = getattr(_module_of(args), layer)
-        return [Block(kind(replace(args, **changes), k), mask_array=mask_array)]
+        kind, index = getattr(_module_of(args), layer), args.num_hidden_layers + k
+        return [Block(kind(replace(args, **changes), index), mask_array=mask_array)]
 
     return build
 
@@ -185,13 +187,6 @@ def bailing(args: Any, config: Config, k: int) -> list[Block]:
     if hasattr(module, "BailingMoeDecoderLayer"):
         return [Block(module.BailingMoeDecoderLayer(args, index))]
     return [Block(module.DecoderLayer(args, index), mask_array=True)]
-
-
-def bailing_moe_v3(args: Any, config: Config, k: int) -> list[Block]:
-    """Ling 3: an expert layer with latent attention."""
-    layer = _models("bailing_moe_v3").BailingDecoderLayer
-    args = replace(args, first_k_dense_replace=0)
-    return [Block(layer(args, args.num_hidden_layers + k), mask_array=True)]
 
 
 def exaone_moe(args: Any, config: Config, k: int) -> list[Block]:

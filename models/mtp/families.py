@@ -211,7 +211,9 @@ FAMILIES: tuple[MtpFamily, ...] = (
         modules=("bailing_moe_v3",),
         rules={**_BAILING_NAMES, **_WHOLE_BLOCK},
         after_trunk=True,
-        build=blocks.bailing_moe_v3,
+        build=blocks.one(
+            "BailingDecoderLayer", mask_array=True, first_k_dense_replace=0
+        ),
     ),
     MtpFamily(
         name="EXAONE MoE",

@@ -6,7 +6,7 @@ reads headers only; `HeadFiles.read` maps the wanted tensors.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,6 @@ class Stored:
 
     file: Path
     name: str
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +53,6 @@ class HeadFiles:
     """Files of a head's tensors."""
 
     tensors: Mapping[str, Stored]  # name in `MtpHead` -> where it is stored
-    # Names of a head's tensors that are not read: copies of the target's tensors, and
-    # unused layers
-    skipped: tuple[str, ...]
     in_shards: bool  # whether the tensors are in the target's own shards
     source: str  # where the tensors are, for messages
 
@@ -77,14 +73,6 @@ class HeadFiles:
         return arrays
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """Tensors of a head in one place; see `HeadFiles`."""
-
-    tensors: dict[str, Stored] = field(default_factory=dict)
-    skipped: list[str] = field(default_factory=list)
-
-
 def find_head(
     folder: Path, config: dict[str, Any], family: MtpFamily, trunk: int
 ) -> HeadFiles:
@@ -100,13 +88,10 @@ def find_head(
         ModelFolderError: there is no head, or a file cannot be read.
     """
     for files, in_shards in _places(folder, config):
-        files_of_head = _held(files, family, trunk, bare=not in_shards)
-        if files_of_head.tensors:
+        tensors = _held(files, family, trunk, bare=not in_shards)
+        if tensors:
             names = ", ".join(str(file.relative_to(folder)) for file in files)
-            source = "the shards" if in_shards else names
-            return HeadFiles(
-                files_of_head.tensors, tuple(files_of_head.skipped), in_shards, source
-            )
+            return HeadFiles(tensors, in_shards, "the shards" if in_shards else names)
     raise ModelFolderError(_none_message(folder, config, family, trunk))
 
 
@@ -136,13 +121,13 @@ def find_split_head(folder: Path, family: MtpFamily, trunk: int) -> HeadFiles:
             f"{' or '.join(name + SPLIT for name in family.modules)}. Choose the head "
             "that was split from this target."
         )
-    result = _held(weight_files(folder), family, trunk, bare=True, split=True)
-    if not result.tensors:
+    tensors = _held(weight_files(folder), family, trunk, bare=True, split=True)
+    if not tensors:
         raise ModelFolderError(
             f"{str(folder)!r} holds no MTP head of the {family.name} family that is "
             "known. Split it again, or take the original checkpoint."
         )
-    return HeadFiles(result.tensors, tuple(result.skipped), False, str(folder))
+    return HeadFiles(tensors, False, str(folder))
 
 
 def sidecar_names(folder: Path) -> set[str]:
@@ -206,29 +191,31 @@ def _held(
     *,
     bare: bool = False,  # whether names may lack their first part, "mtp."
     split: bool = False,  # whether to use the family's `split_rules`
-) -> _Found:
-    """Return the tensors of a head in some files."""
-    result = _Found()
+) -> dict[str, Stored]:
+    """Return the tensors of a head in some files, by their names in `MtpHead`.
+
+    Copies of the target's tensors and unused layers are left out.
+    """
+    result: dict[str, Stored] = {}
     for file in files:
-        shapes = header(file)[0]
-        places = {name: family.place(name, trunk, split=split) for name in shapes}
+        names = header(file)[0]
+        places = {name: family.place(name, trunk, split=split) for name in names}
         if bare and not any(places.values()):
-            places = {name: family.place(f"mtp.{name}", trunk) for name in shapes}
+            places = {name: family.place(f"mtp.{name}", trunk) for name in names}
         for name, place in places.items():
             if place is None:
                 continue
             unused = family.layers == "first" and place.layer > 0
             if place.name is None or unused or "rotary_emb.inv_freq" in name:
-                result.skipped.append(name)
-            elif place.name in result.tensors:
-                other = result.tensors[place.name]
+                continue
+            if place.name in result:
+                other = result[place.name]
                 raise ModelFolderError(
                     f"{name!r} in {file.name!r} and {other.name!r} in "
                     f"{other.file.name!r} are the same tensor of the MTP head. Take "
                     "one of the files away."
                 )
-            else:
-                result.tensors[place.name] = Stored(file, name, shapes[name])
+            result[place.name] = Stored(file, name)
     return result
 
 
@@ -244,7 +231,7 @@ def _none_message(
     example = family.file_name("layers.0.proj.weight", trunk)
     spare = spare_files(folder)
     for file in unnamed_files(folder):
-        if file not in spare and _held([file], family, trunk).tensors:
+        if file not in spare and _held([file], family, trunk):
             says += (
                 f"; that in {file.name!r} counts as another checkpoint's, since the "
                 "file repeats weights of the model and no index names it"

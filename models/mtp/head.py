@@ -7,7 +7,7 @@ output is dropped unevaluated, and so are the queries, the attention and the MLP
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -33,7 +33,6 @@ class MtpLayer(nn.Module):
         *,
         # The first part of the concatenation, see `MtpConvention`
         order: str = "embedding_first",
-        bias: bool = False,  # whether the projection has one
         final: bool = True,  # whether there is a norm after the blocks
         output: int | None = None,  # columns of its own output layer, if it has one
         embedding: int | None = None,  # rows of its own embedding, if it has one
@@ -41,7 +40,7 @@ class MtpLayer(nn.Module):
         super().__init__()
         self.norm_e = nn.RMSNorm(dim, eps=eps)
         self.norm_h = nn.RMSNorm(dim, eps=eps)
-        self.proj = nn.Linear(2 * dim, dim, bias=bias)
+        self.proj = nn.Linear(2 * dim, dim, bias=False)
         self.blocks = [block.module for block in blocks]
         if final:
             self.final = nn.RMSNorm(dim, eps=eps)
@@ -163,13 +162,8 @@ class Mtp(HeadOnTarget):
         return layer.joined(hidden, embedded)
 
     def _output(self, layer: int, states: mx.array) -> HeadOutput:
-        module, output = self.head.layers[layer], self._outputs[layer]
+        module, output = self.head.layers[layer], cast("Any", self._outputs[layer])
         normed = module.final(states) if "final" in module else states
         after = self.head.convention.recycled == "after_norm"
-        logits = self._ends.head(normed) if output is None else _applied(output, normed)
+        logits = self._ends.head(normed) if output is None else output(normed)
         return HeadOutput(normed if after else states, logits)
-
-
-def _applied(layer: Any, x: mx.array) -> mx.array:
-    result: mx.array = layer(x)
-    return result

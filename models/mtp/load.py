@@ -8,15 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_speculation.errors import ModelFolderError, UnsupportedModelError
 from mlx_speculation.models.checkpoints.convention import MtpConvention, Norms
 from mlx_speculation.models.checkpoints.draft_checkpoint import (
     Weights,
-    check_shapes,
-    quantize_like,
+    load_into,
     shapes_of,
 )
 from mlx_speculation.models.config_json import nested, read_config, text_config
@@ -103,7 +101,7 @@ def find_mtp_head(
 def build_mtp_head(
     result: FoundHead, model: nn.Module, convention: MtpConvention
 ) -> tuple[MtpHead, Weights]:
-    """Read a head.
+    """Read a head; on a Linux CPU it is float32.
 
     Args:
         result: the head in its folder.
@@ -121,18 +119,13 @@ def build_mtp_head(
     head = _build(result.family, convention, arguments_of(model), result.config, files)
     weights = transformed(files.read(), shapes_of(head))
     stored = norms_of(weights)
-    weights |= with_ones(stored, norms)
-    quantize_like(head, weights)
     name = f"MTP head in {files.source}, of the {result.family.name} family,"
-    check_shapes(
-        shapes_of(head),
-        weights,
+    load_into(
+        head,
+        weights | with_ones(stored, norms),
         name,
         lambda one: result.family.file_name(one, result.trunk),
     )
-    head.load_weights(list(weights.items()))
-    head.eval()
-    mx.eval(head.parameters())
     return head, stored
 
 
@@ -171,13 +164,10 @@ def _original(folder: Path) -> bool:
             if name.endswith("conv1d.weight") and shape[-1] != 1:
                 return True
             core = without_wrappers(name)
-            if core.startswith("layers.") and (".moe." in core or _share(core)):
+            shared = ".share_expert." in core and ".mlp.share_expert." not in core
+            if core.startswith("layers.") and (".moe." in core or shared):
                 return True
     return False
-
-
-def _share(core: str) -> bool:
-    return ".share_expert." in core and ".mlp.share_expert." not in core
 
 
 def _build(
@@ -209,7 +199,6 @@ def _build(
                 _epsilon(args),
                 blocks,
                 order=convention.order,
-                bias=f"layers.{k}.proj.bias" in files.tensors,
                 final="final" in owns,
                 output=args.vocab_size if "output" in owns else None,
                 embedding=args.vocab_size if "embedding" in owns else None,
@@ -220,7 +209,5 @@ def _build(
 
 
 def _epsilon(args: Any) -> float:
-    for name in ("rms_norm_eps", "layernorm_epsilon", "layer_norm_epsilon"):
-        if hasattr(args, name):
-            return float(getattr(args, name))
-    raise AssertionError(f"{type(args)} has no epsilon of norms")
+    names = ("rms_norm_eps", "layernorm_epsilon", "layer_norm_epsilon")
+    return float(next(getattr(args, name) for name in names if hasattr(args, name)))

@@ -39,7 +39,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_speculation.caches import Keep, Speculation, states
+from mlx_speculation.caches import Speculation, states
 from mlx_speculation.models.checkpoints.draft_head import ChooseNext
 
 Texts = Sequence[list[int]]
@@ -162,10 +162,12 @@ class HeadRound:
     def write(self, layer: int, ends: Sequence[int]) -> Any:
         """Return a layer's caches to write to; a commit keeps positions up to ends."""
         caches, starts = self._rows.layers[layer], self._ends[layer]
-        speculation = Speculation(caches, **self._options) if caches else _NoRows()
+        self._ends[layer] = [*ends]
+        if not caches:  # a head that reads the target's
+            return ()
+        speculation = Speculation(caches, **self._options)
         self._speculations.append(speculation)
         self._open.append((speculation, less(ends, starts)))
-        self._ends[layer] = [*ends]
         return speculation.caches
 
     def _tokens_to(self, stops: Sequence[int], texts: Texts) -> mx.array:
@@ -224,18 +226,6 @@ class HeadRound:
             if choose is not None:
                 drafts.append(choose(out.logits[:, -1]))
             inputs = out.recycled
-
-
-class _NoRows:
-    """A speculation for a head without caches, such as one that reads the target's."""
-
-    caches = ()
-
-    def commit(self, keep: Keep) -> None:
-        """Keep nothing."""
-
-    def rollback(self) -> None:
-        """Undo nothing."""
 
 
 def beneath(parts: Sequence[mx.array | None]) -> mx.array | None:

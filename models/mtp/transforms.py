@@ -26,8 +26,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 _FP8_BLOCK = 128
 _PARTS = ("weight", "scales", "biases", "bias")
-# Other names in files for the parts of a gated expert.
-_EXPERT_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+# Other names in files for the parts of an expert without a gate.
 _UNGATED_PARTS = {"up_proj": "fc1", "down_proj": "fc2"}
 _EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(\w+)\.(weight|scales|biases|bias)")
 _FUSED = re.compile(r"(.*)\.experts\.(gate_up_proj|down_proj)(?:\.weight)?")
@@ -116,7 +115,9 @@ def _stacked_experts(weights: Weights, wanted: Shapes) -> Weights:
             block, index, part, kind = match.groups()
             experts.setdefault((block, part, kind), {})[int(index)] = value
     for (block, part, kind), values in experts.items():
-        place = _expert_place(block, part, wanted)
+        place = f"{block}.switch_mlp.{_UNGATED_PARTS.get(part, part)}"
+        if f"{place}.weight" not in wanted:
+            place = f"{block}.switch_mlp.{part}"
         count = wanted.get(f"{place}.weight", (len(values),))[0]
         missing = sorted(set(range(count)) - values.keys())
         if missing or len(values) != count:
@@ -128,14 +129,6 @@ def _stacked_experts(weights: Weights, wanted: Shapes) -> Weights:
             )
         result[f"{place}.{kind}"] = mx.stack([values[e] for e in range(count)])
     return result
-
-
-def _expert_place(block: str, part: str, wanted: Shapes) -> str:
-    part = _EXPERT_PARTS.get(part, part)
-    ungated = f"{block}.switch_mlp.{_UNGATED_PARTS.get(part, part)}"
-    if f"{ungated}.weight" in wanted:
-        return ungated
-    return f"{block}.switch_mlp.{part}"
 
 
 def _split_fused_experts(weights: Weights) -> Weights:

@@ -170,17 +170,6 @@ def test_a_head_in_the_shards_is_found_with_and_without_an_index(
     assert loaded.convention.norms == "plus_one"
 
 
-def test_an_index_that_names_a_file_that_is_not_there_is_refused(
-    made: Made, tmp_path: Path
-) -> None:
-    config, target, head = made
-    parts = [trunk_tensors(QWEN, target), head_tensors(QWEN, target, head)]
-    write_folder(tmp_path, config, parts)
-    (tmp_path / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(ModelFolderError, match="has no such file"):
-        head_files(tmp_path, made)
-
-
 def test_an_index_of_before_the_conversion_does_not_make_a_head(
     made: Made, tmp_path: Path
 ) -> None:
@@ -191,17 +180,6 @@ def test_an_index_of_before_the_conversion_does_not_make_a_head(
     index["weight_map"]["mtp.fc.weight"] = "model-00001-of-00001.safetensors"
     file.write_text(json.dumps(index), encoding="utf-8")
     with pytest.raises(ModelFolderError, match="holds no MTP head"):
-        head_files(tmp_path, made)
-
-
-@pytest.mark.parametrize("text", ["[]", "{", '{"weight_map": []}'])
-def test_an_index_that_is_none_is_refused(
-    text: str, made: Made, tmp_path: Path
-) -> None:
-    converted(tmp_path, made)
-    file = tmp_path / "model.safetensors.index.json"
-    file.write_text(text, encoding="utf-8")
-    with pytest.raises(ModelFolderError, match=r"index\.json"):
         head_files(tmp_path, made)
 
 

@@ -14,6 +14,7 @@ from mlx_lm.utils import load_model
 
 from mlx_speculation.errors import ModelFolderError, UnsupportedModelError
 from mlx_speculation.models import load
+from mlx_speculation.models.checkpoints import draft_checkpoint
 from mlx_speculation.models.checkpoints.convention import MtpConvention
 from mlx_speculation.models.mtp.families import FAMILIES
 from mlx_speculation.models.mtp.load_with_convention import load_mtp_head
@@ -209,19 +210,6 @@ def test_a_head_with_a_tensor_too_many_is_refused(changed: Write) -> None:
         read_mtp_head(made.folder, made.target)
 
 
-def test_a_second_layer_of_a_family_with_one_is_refused(changed: Write) -> None:
-    made = changed("qwen3_5")
-    again = {
-        name.replace("layers.0", "layers.1"): value
-        for name, value in made.tensors.items()
-        if "layers.0" in name
-    }
-    save(made.folder / "model-00002-of-00002.safetensors", made.tensors | again)
-    (made.folder / "model.safetensors.index.json").unlink()
-    with pytest.raises(ModelFolderError, match=r"not known: mtp\.layers\.1"):
-        read_mtp_head(made.folder, made.target)
-
-
 @pytest.mark.parametrize("name", ["mimo", "deepseek_v3"])
 def test_more_layers_than_are_understood_are_refused(name: str, changed: Write) -> None:
     made = changed(name)
@@ -288,14 +276,18 @@ def test_the_convention_that_is_named_is_the_head_s(written: Write) -> None:
     assert default == MtpConvention(norms="plus_one")
 
 
-def test_a_head_stays_in_the_precision_of_its_files(changed: Write) -> None:
+def test_a_head_stays_in_the_precision_of_its_files(
+    changed: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = changed("glm4_moe")
     half = {
         name: value if "correction" in name else value.astype(mx.bfloat16)
         for name, value in made.tensors.items()
     }
     save(made.folder / "model-00002-of-00002.safetensors", half)
-    head = flat(read_mtp_head(made.folder, made.target))
+    with monkeypatch.context() as patch:
+        patch.setattr(draft_checkpoint, "runs_on_linux_cpu", lambda: False)
+        head = flat(read_mtp_head(made.folder, made.target))
     kinds = {name: value.dtype for name, value in head.items()}
     bias = "layers.0.blocks.0.mlp.gate.e_score_correction_bias"
     assert kinds.pop(bias) == mx.float32

@@ -18,8 +18,14 @@ from mlx.utils import tree_flatten
 from mlx_speculation.models.checkpoints.convention import MtpConvention
 from mlx_speculation.models.mtp.families import arguments_of, family_of
 from mlx_speculation.models.mtp.family import MtpFamily
-from mlx_speculation.models.mtp.head import MtpHead, MtpLayer
-from mlx_speculation.models.mtp.load import build_mtp_head, decided, find_mtp_head
+from mlx_speculation.models.mtp.files import HeadFiles, Stored
+from mlx_speculation.models.mtp.head import MtpHead
+from mlx_speculation.models.mtp.load import (
+    _build,
+    build_mtp_head,
+    decided,
+    find_mtp_head,
+)
 from support.models import census, tiny_models
 from support.models.rows import read_rows
 from support.models.tiny_tokenizer import byte_tokenizer
@@ -126,25 +132,9 @@ def family(layout: Layout) -> MtpFamily:
 
 def make_head(layout: Layout, target: nn.Module, config: dict[str, Any]) -> MtpHead:
     """Return a head with initial weights."""
-    args, its_family = arguments_of(target), family(layout)
-    epsilon = next(
-        getattr(args, name)
-        for name in ("rms_norm_eps", "layernorm_epsilon", "layer_norm_epsilon")
-        if hasattr(args, name)
-    )
-    layers = [
-        MtpLayer(
-            args.hidden_size,
-            epsilon,
-            its_family.build(args, config.get("text_config", config), k),
-            order=its_family.convention.order,
-            final="final" in layout.names,
-            output=args.vocab_size if "output" in layout.names else None,
-            embedding=args.vocab_size if "embedding" in layout.names else None,
-        )
-        for k in range(layout.layers)
-    ]
-    return MtpHead(layers, MtpConvention())
+    kind, last = family(layout), Stored(Path(), "")
+    files = HeadFiles({f"layers.{layout.layers - 1}.": last}, False, "")
+    return _build(kind, kind.convention, arguments_of(target), config, files)
 
 
 def read_mtp_head(
