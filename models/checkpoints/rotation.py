@@ -7,8 +7,8 @@
     partial_rotary_factor               for all layers
 
 The keys are at the top, in the part with the sizes of the layers, or in both. A key may
-occur several times with equal values; null counts as missing. If there are values for
-all layers and for single kinds, the former must not contradict those of full attention:
+occur several times with equal values; null counts as missing. Values for all layers
+count for the kinds without an entry. They must not contradict those of full attention:
 files of Gemma repeat the theta of full attention in this way.
 """
 
@@ -29,21 +29,18 @@ _USUAL_THETA = 10_000.0
 # Types, and the type that rotates text in the same way: for text, all parts of an mrope
 # have the same position.
 _SAME_TYPES = {"mrope": "default", "deepseek_yarn": "yarn"}
-_POSITIVE = frozenset(
-    {
-        "rope_theta",
-        "partial_rotary_factor",
-        "factor",
-        "original_max_position_embeddings",
-        "low_freq_factor",
-        "high_freq_factor",
-        "beta_fast",
-        "beta_slow",
-    }
-)
-_FINITE = frozenset({"mscale", "mscale_all_dim", "attention_factor"})
-# Options that need a `rope_type`.
-_SCALES = _POSITIVE - set(_FLAT) | {"short_factor", "long_factor"}
+_SCALES = {
+    "factor",
+    "original_max_position_embeddings",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+}
+# Numbers that may be 0 or negative
+_FINITE = {"mscale", "mscale_all_dim", "attention_factor"}
+# Values by their keys, each with its place in config.json
+_Stated = dict[str, tuple[Any, str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +68,6 @@ class Rotation:
         return {**scaling, "rope_theta": self.theta}
 
 
-@dataclass(frozen=True, slots=True)
-class _Stated:
-    value: Any
-    place: str
-
-
-_Statements = dict[str, _Stated]
-
-
 def read_rotation(
     config: Mapping[str, Any],  # the content of config.json
     name: str,  # the drafter's name, for messages
@@ -93,36 +81,33 @@ def read_rotation(
         ModelFolderError: a value has a wrong type, two values contradict each other, or
             there are entries for other kinds of layers only.
     """
-    flat, by_kind = _statements(config, name)
+    flat: _Stated = {}
+    by_kind: dict[str, _Stated] = {}
+    for place, key, value in _statements(config, name):
+        if not isinstance(value, dict):
+            _add(flat, key, value, place, name)
+            continue
+        entries = by_kind.setdefault(key, {})
+        for option, each in value.items():
+            _add(entries, option, each, f"{place}.{option}", name)
     if by_kind and kind not in by_kind and "rope_theta" not in flat:
         raise ModelFolderError(
             f"config.json of the {name} has rope_parameters for "
             f"{', '.join(sorted(by_kind))}, and it has layers of {kind}. Add an entry "
             "for them."
         )
-    compared = kind if kind == FULL or FULL not in by_kind else FULL
-    merged = dict(by_kind.get(compared, {}))
-    for key, stated in flat.items():
-        _state(merged, key, stated, name)
-    if compared != kind:
-        merged = by_kind.get(kind, flat)
-    null = merged.get("rope_theta")
-    if null is not None and null.value is None:
-        raise _refused(name, null.place, None, "a finite number above 0")
-    values = {key: each.value for key, each in merged.items() if each.value is not None}
-    return _rotation(values, kind, name, usual)
-
-
-def _rotation(
-    values: dict[str, Any], kind: str, name: str, usual: Rotation | None
-) -> Rotation:
-    base = Rotation()
+    if FULL in by_kind:
+        for key, (value, place) in flat.items():
+            _add(by_kind[FULL], key, value, place, name)
+    stated = by_kind.get(kind, flat)
+    values, base = {key: value for key, (value, _) in stated.items()}, Rotation()
     if usual is not None and values.keys() <= set(_FLAT):
         base, values = usual, values if kind == FULL else {}
     theta = values.pop("rope_theta", base.theta)
     share = values.pop("partial_rotary_factor", base.factor)
     scaled = values.pop("rope_type", None)
-    if scaled is None and (options := values.keys() & _SCALES):
+    options = values.keys() & (_SCALES | {"short_factor", "long_factor"})
+    if scaled is None and options:
         raise ModelFolderError(
             f"config.json of the {name} has {', '.join(sorted(options))} of a rotation "
             "and no rope_type. Name the type."
@@ -160,75 +145,45 @@ def check_rotation(
         ) from error
 
 
-def _statements(
-    config: Mapping[str, Any], name: str
-) -> tuple[_Statements, dict[str, _Statements]]:
-    """Return the statements for all layers, and those for each kind of layers."""
-    flat: _Statements = {}
-    by_kind: dict[str, _Statements] = {}
-    for path, key, value in _stated(config, name):
-        place = f"{path}{key}"
-        if not isinstance(value, dict):
-            _state(flat, key, _Stated(value, place), name)
-            continue
-        entries = by_kind.setdefault(key, {})
-        for option, each in value.items():
-            _state(entries, option, _Stated(each, f"{place}.{option}"), name)
-    return flat, by_kind
-
-
-def _stated(config: Mapping[str, Any], name: str) -> Iterator[tuple[str, str, Any]]:
-    """Yield path, key and value; if the value is an object, key is a kind of layers."""
+def _statements(config: Mapping[str, Any], name: str) -> Iterator[tuple[str, str, Any]]:
+    """Yield place, key and value; the key of an object is a kind of layers."""
     for path, part in parts_of(config):
         for key in _FLAT:
             # With Gemma's global_<key> for full layers, <key> is for sliding ones.
             if key in part and f"global_{key}" not in part:
-                yield path, key, part[key]
+                yield f"{path}{key}", key, part[key]
         for key in _OBJECTS:
             inner = part.get(key)
             if not isinstance(inner, dict | None):
                 raise _refused(name, f"{path}{key}", inner, "an object or null")
             for option, value in (inner or {}).items():
-                yield f"{path}{key}.", option, value
+                yield f"{path}{key}.{option}", option, value
 
 
-def _state(into: _Statements, key: str, stated: _Stated, name: str) -> None:
-    """Check a statement and add it, or refuse one that contradicts another.
-
-    Null is kept only until there is another value.
-    """
-    key = "rope_type" if key == "type" else key
-    if key.startswith("mrope"):
+def _add(into: _Stated, key: str, value: Any, place: str, name: str) -> None:
+    """Check a value and add it, or refuse one that contradicts another."""
+    if value is None or key.startswith("mrope"):
         return
-    stated = _checked(key, stated, name)
-    before = into.get(key)
-    if before is None or before.value is None:
-        into[key] = stated
-    elif stated.value is not None and stated.value != before.value:
-        raise ModelFolderError(
-            f"config.json of the {name} says {key} {before.value!r} in {before.place} "
-            f"and {stated.value!r} in {stated.place}, which contradict each other. "
-            "Take out the one that is wrong."
-        )
-
-
-def _checked(key: str, stated: _Stated, name: str) -> _Stated:
-    value, place = stated.value, stated.place
-    if value is None:
-        return stated
+    key = "rope_type" if key == "type" else key
     if key == "rope_type":
         if not isinstance(value, str):
             raise _refused(name, place, value, "a string")
-        return _Stated(_SAME_TYPES.get(value, value), place)
-    if key in _POSITIVE | _FINITE:
+        value = _SAME_TYPES.get(value, value)
+    elif key in _SCALES | _FINITE | set(_FLAT):
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or not abs(value) <= sys.float_info.max:
             raise _refused(name, place, value, "a finite number")
-        if key in _POSITIVE and value <= 0:
+        if value <= 0 and key not in _FINITE:
             raise _refused(name, place, value, "a finite number above 0")
         if key == "partial_rotary_factor" and value > 1:
             raise _refused(name, place, value, "a number up to 1")
-    return stated
+    before, other = into.setdefault(key, (value, place))
+    if before != value:
+        raise ModelFolderError(
+            f"config.json of the {name} says {key} {before!r} in {other} and "
+            f"{value!r} in {place}, which contradict each other. Take out the one that "
+            "is wrong."
+        )
 
 
 def _refused(name: str, place: str, value: Any, wanted: str) -> ModelFolderError:
