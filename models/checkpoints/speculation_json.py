@@ -86,11 +86,8 @@ def read_pair(folder: Path, kinds: Collection[str]) -> PairFile | None:
 
 def _folder(file: Path, draft: str) -> Path:
     """Return the folder at a path, or refuse the path."""
-    path, target = PurePosixPath(draft), file.parent.resolve()
-    beside = path.parts[:1] == ("..",)
-    inner = path.parts[1:] if beside else path.parts
-    odd = ".." in inner or not inner or draft.startswith("~")
-    if odd or path.is_absolute() or any(c in draft for c in "\\:\0"):
+    target, near = file.parent.resolve(), "a folder in the target's or beside it is"
+    if PurePosixPath(draft).is_absolute():
         raise _wrong(
             file,
             f"draft = {draft!r}",
@@ -101,17 +98,12 @@ def _folder(file: Path, draft: str) -> Path:
         result = (target / draft).resolve()
         is_folder = result.is_dir()
     except (OSError, ValueError) as error:  # a name that is too long, or no text
-        raise _wrong(
-            file, f"draft = {draft[:60]!r}, which is no name", _NEAR
-        ) from error
-    if not result.is_relative_to(target.parent if beside else target):
-        raise _wrong(file, f"draft = {draft!r}, which leads to {str(result)!r}", _NEAR)
-    if not is_folder or result == target:
-        raise _wrong(file, f"draft = {draft!r}, and there is no such folder", _NEAR)
+        raise _wrong(file, f"draft = {draft[:60]!r}, which is no name", near) from error
+    if not result.is_relative_to(target.parent):
+        raise _wrong(file, f"draft = {draft!r}, which leads to {str(result)!r}", near)
+    if not is_folder or result in (target, target.parent):
+        raise _wrong(file, f"draft = {draft!r}, and there is no such folder", near)
     return result
-
-
-_NEAR = "a folder in the target's or beside it is"
 
 
 def _wrong(file: Path, result: str, wanted: str) -> ModelFolderError:
