@@ -8,12 +8,12 @@
     u = logits of norm(x), [drafts, vocab];  C = the best few ids of each draft
     score(p, c) = u[c] + sum(A[p] * (P norm(x)) * B[c])   for c in C after the token p
 
-For the convolutions in and out see `convolution`; the context passes none of them. The
-first draft's p is the newest token. A score depends only on the token before, so no
+For the convolutions in and out see `BlockConvolution`; the context passes none of them.
+The first draft's p is the newest token. A score depends only on the token before, so no
 path through the candidates needs another forward.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -23,7 +23,48 @@ from mlx_speculation.models.checkpoints.draft_head import ChooseNext
 from mlx_speculation.models.checkpoints.joined_head import OwnEnds
 from mlx_speculation.models.dflash import DFlash, DFlashHead, DFlashLayer
 from mlx_speculation.models.dflash2.config import DFlash2Settings
-from mlx_speculation.models.dflash2.convolution import BlockConvolution
+
+Side = Callable[[mx.array], mx.array]
+
+
+class BlockConvolution(nn.Module):
+    """Two causal convolutions over the rows of one block, around a part of a layer.
+
+        conv(y)[i, c] = sum over t <= i of
+                        (base[t, c] + delta[i, t, c // group]) * y[i - t, c]
+
+    Rows before the block count as 0. The same rows make `delta` of both.
+
+    Args:
+        dim: the number of channels.
+        taps: rows that a convolution reads, its own included.
+        group: neighbouring channels that share a delta.
+    """
+
+    def __init__(self, dim: int, taps: int, group: int) -> None:
+        super().__init__()
+        self.base_kernel = mx.zeros((2, taps, dim))
+        self.kernel_projection = nn.Linear(dim, 2 * taps * (dim // group), bias=False)
+        self._taps, self._group = taps, group
+
+    def sides(self, rows: mx.array) -> tuple[Side, Side]:
+        """Return both convolutions for rows [batch, block, dim], which make `delta`."""
+        shape = (*rows.shape[:2], 2, self._taps, -1)
+        delta = self.kernel_projection(rows).reshape(shape)
+        delta = mx.repeat(delta, self._group, axis=-1)
+        kernel = self.base_kernel + delta  # [batch, block, 2, taps, dim]
+
+        def side(index: int) -> Side:
+            return lambda y: self._convolved(kernel[:, :, index], y)
+
+        return side(0), side(1)
+
+    def _convolved(self, kernel: mx.array, y: mx.array) -> mx.array:
+        result = kernel[:, :, 0] * y
+        for tap in range(1, min(self._taps, y.shape[1])):
+            part = kernel[:, tap:, tap] * y[:, :-tap]
+            result = result + mx.pad(part, [(0, 0), (tap, 0), (0, 0)])
+        return result
 
 
 class DFlash2Layer(DFlashLayer):

@@ -5,13 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 import pytest
 
 from mlx_speculation.engine import DFlash2Draft
 from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models.dflash2.config import read_settings
-from mlx_speculation.models.dflash2.convolution import BlockConvolution
+from mlx_speculation.models.dflash2.head import BlockConvolution
 from mlx_speculation.models.dflash2.load import load_dflash2
 from support.drafters.block_drafts import drafted
 from support.identity import prompt_of
@@ -25,30 +24,6 @@ from support.models.tiny_models import build
 
 LAYERS = (0, 1, 3)
 DRAFTS = BLOCK - 1
-
-
-def test_a_convolution_is_the_sum_of_its_definition() -> None:
-    rng = np.random.default_rng(0)
-    dim, taps, group, rows = 12, 3, 4, 5
-    layer = BlockConvolution(dim, taps, group)
-    layer.base_kernel = mx.array(rng.standard_normal((2, taps, dim)))
-    wide = 2 * taps * dim // group
-    layer.kernel_projection.weight = mx.array(rng.standard_normal((wide, dim)))
-    a, y = (mx.array(rng.standard_normal((2, rows, dim))) for _ in range(2))
-    weight = np.array(layer.kernel_projection.weight, np.float64)
-    base = np.array(layer.base_kernel, np.float64)
-    delta = (np.array(a, np.float64) @ weight.T).reshape(2, rows, 2, taps, -1)
-    for index, side in enumerate(layer.sides(a)):
-        expected = np.zeros((2, rows, dim))
-        for batch in range(2):
-            for i in range(rows):
-                for t in range(min(taps, i + 1)):
-                    for c in range(dim):
-                        kernel = (
-                            base[index, t, c] + delta[batch, i, index, t, c // group]
-                        )
-                        expected[batch, i, c] += kernel * float(y[batch, i - t, c])
-        np.testing.assert_allclose(np.array(side(y)), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_block_of_one_row_has_no_rows_before_it() -> None:
