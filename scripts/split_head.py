@@ -24,7 +24,6 @@ from mlx_speculation.cli import run
 from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models.checkpoints.convention import Norms
 from mlx_speculation.models.config_json import read_config
-from mlx_speculation.models.mtp.convention_store import NAME as SAVED
 from mlx_speculation.models.mtp.families import family_of
 from mlx_speculation.models.mtp.files import find_head, is_leftover
 from mlx_speculation.models.mtp.load import FoundHead
@@ -129,7 +128,7 @@ def _written(
 ) -> tuple[tuple[str, ...], int]:
     """Write the folder; return the head's names and the shards' tensor count."""
     of_shards = [*weight_files(folder), *spare_files(folder)]
-    left = {file.name for file in (*of_shards, *unnamed_files(folder))} | {SAVED}
+    left = {file.name for file in (*of_shards, *unnamed_files(folder))}
     shutil.copytree(folder, out, ignore=lambda _, names: left.intersection(names))
     head: dict[str, tuple[Path, TensorPlace]] = {}
     kept: dict[str, str] = {}

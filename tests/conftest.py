@@ -134,18 +134,17 @@ def _usual_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     def usual(head: Any, model: Any, readings: Any, starts: Any) -> Any:
         return {readings.usual: None}
 
-    home = "mlx_speculation.engine.drafters.eagle.probe_layers"
+    home = "mlx_speculation.models.eagle.load.probe_layers"
     monkeypatch.setattr(home, usual)
 
 
 @pytest.fixture(name="short_probe")
 def _short_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a target generate and read less text for the probe of its head."""
+    """Let a target generate less text for the probe of its head."""
     from mlx_speculation.models.checkpoints import probe_text
 
     of = partial(probe_text.OwnText.of, steps=8)
     monkeypatch.setattr(probe_text.OwnText, "of", of)
-    monkeypatch.setattr(probe_text, "LONGEST_PASSAGE", 64)
 
 
 @pytest.fixture(name="note_rounds")

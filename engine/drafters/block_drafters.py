@@ -18,12 +18,11 @@ from mlx_speculation.engine.drafters.draft import (
 from mlx_speculation.engine.drafters.mtp import MtpDrafter
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.models import HiddenStates, Lane
-from mlx_speculation.models.checkpoints import LayerIds
+from mlx_speculation.models.checkpoints import LayerIds, Loaded
 from mlx_speculation.models.dflash import (
     Anchor,
     DFlash,
     DFlashHead,
-    LoadedDFlash,
     is_dflash,
     load_dflash,
 )
@@ -58,7 +57,7 @@ class DFlashDraft(HeadDraft):
     kind = "dflash"
     head: DFlashHead
     fits = staticmethod(is_dflash)
-    _load: Callable[..., LoadedDFlash] = staticmethod(load_dflash)
+    _load: Callable[..., Loaded] = staticmethod(load_dflash)
 
     def __init__(
         self, model: nn.Module, head: DFlashHead, layers: tuple[int, ...]
@@ -73,7 +72,7 @@ class DFlashDraft(HeadDraft):
         return DFlash(self.head, self.taps, layers)
 
     @classmethod
-    def _of(cls, model: nn.Module, loaded: LoadedDFlash) -> Self:
+    def _of(cls, model: nn.Module, loaded: Loaded) -> Self:
         made = cls(model, loaded.head, loaded.layers)
         made.say(loaded.notice)
         return made

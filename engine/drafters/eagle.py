@@ -5,16 +5,15 @@ is made of the outputs of three layers of the target, and it may draft from a pa
 the token ids only.
 """
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import mlx.nn as nn
 
 from mlx_speculation.engine.drafters.draft import HeadDraft
 from mlx_speculation.engine.drafters.mtp import MtpDrafter
 from mlx_speculation.engine.prompt import Sequence
-from mlx_speculation.models import HiddenStates, Lane, find_parts, read_config
+from mlx_speculation.models import HiddenStates, Lane
 from mlx_speculation.models.checkpoints import LayerIds
 from mlx_speculation.models.eagle import (
     AFTER_NORM,
@@ -24,10 +23,7 @@ from mlx_speculation.models.eagle import (
     PEagleHead,
     is_eagle,
     is_peagle,
-    layer_readings,
     load_eagle_head,
-    load_peagle_head,
-    probe_layers,
 )
 from mlx_speculation.models.gemma_assistant import starts_for
 from mlx_speculation.models.mtp import HeadCache, MtpCache
@@ -50,12 +46,9 @@ class EagleDraft(HeadDraft):
         UnsupportedModelError: the target's structure does not give access to these.
     """
 
-    kind = "eagle"
+    kind: Literal["eagle", "peagle"] = "eagle"
     head: EagleHead
     fits = staticmethod(is_eagle)
-    _load: Callable[..., tuple[EagleHead, tuple[int, ...]]] = staticmethod(
-        load_eagle_head
-    )
 
     def __init__(
         self, model: nn.Module, head: EagleHead, layers: tuple[int, ...]
@@ -86,7 +79,7 @@ class EagleDraft(HeadDraft):
             model: the target.
             layer_ids: how config.json counts layers: "layers", or "tuple", in which 0
                 is the embedding. None: the target generates about 64 tokens, and the
-                head predicts them with each numbering, or with many sets of layers if
+                head predicts them with each numbering, or with a few sets of layers if
                 config.json lists none. An unusual one is taken only if it is surely
                 better. Without a tokenizer the usual one is taken. If config.json
                 lists no layers, `notice` says which ones the head reads.
@@ -96,15 +89,12 @@ class EagleDraft(HeadDraft):
             ModelFolderError: the folder holds no such head, or a part of one.
             ConventionError: the head predicts no better than chance.
         """
-        head, layers = cls._load(folder, model, layer_ids=layer_ids)
-        config, trunk = read_config(Path(folder).expanduser()), find_parts(model).layers
-        readings = layer_readings(config, len(trunk), (len(layers),), layer_ids)
-        score = None
-        if layer_ids is None and tokenizer is not None:
-            scores = probe_layers(head, model, readings, starts_for(tokenizer))
-            layers, score = next(iter(scores.items()))
-        draft = cls(model, head, layers)
-        draft.say(readings.notice(layers, score))
+        starts = None if tokenizer is None else starts_for(tokenizer)
+        loaded = load_eagle_head(
+            folder, model, kind=cls.kind, layer_ids=layer_ids, starts=starts
+        )
+        draft = cls(model, loaded.head, loaded.layers)
+        draft.say(loaded.notice)
         return draft
 
     def open(
@@ -141,7 +131,6 @@ class PEagleDraft(EagleDraft):
     head: PEagleHead
     eagle: PEagle
     fits = staticmethod(is_peagle)
-    _load = staticmethod(load_peagle_head)
 
     def _on_target(self, layers: tuple[int, ...]) -> Eagle:
         return PEagle(self.head, self.taps, layers)

@@ -12,6 +12,7 @@ from mlx_speculation.models.checkpoints.draft_head import (
     HeadState,
     ParallelHead,
 )
+from mlx_speculation.models.checkpoints.joined_head import Loaded
 from mlx_speculation.models.checkpoints.layer_readings import LayerIds
 from mlx_speculation.models.checkpoints.speculation_json import PairFile, read_pair
 from mlx_speculation.models.checkpoints.tensor_kind import (
@@ -25,6 +26,7 @@ __all__ = [
     "HeadOutput",
     "HeadState",
     "LayerIds",
+    "Loaded",
     "PairFile",
     "ParallelHead",
     "convention_of",

@@ -1,6 +1,6 @@
 """The training convention of an MTP head, which no tensor shows.
 
-`fields_of` writes it as a JSON object, and `convention_of` reads and checks one.
+`convention_of` reads and checks its JSON object.
 """
 
 from collections.abc import Iterable, Mapping
@@ -51,26 +51,20 @@ class MtpConvention:
     norms: Norms | None = None
 
     def __post_init__(self) -> None:
-        for name, allowed in CHOICES.items():
+        sides = get_args(Side)
+        choices = {"hidden": sides, "recycled": sides, "order": get_args(Order)}
+        for name, allowed in choices.items():
             value = getattr(self, name)
             if not isinstance(value, str) or value not in allowed:
                 raise InvalidRequestError(_not_one(name, value, allowed))
         norms = self.norms
         if isinstance(norms, tuple):
-            known = bool(norms) and set(norms) <= set(NORM_NAMES)
+            known = bool(norms) and all(name in NORM_NAMES for name in norms)
         else:
             known = norms is None or norms in ("stored", "plus_one")
         if not known:
             names = ("stored", "plus_one", f"a tuple of {', '.join(NORM_NAMES)}")
             raise InvalidRequestError(_not_one("norms", norms, names))
-
-
-# The values of the fields other than `norms`.
-CHOICES: Mapping[str, tuple[str, ...]] = {
-    "hidden": get_args(Side),
-    "recycled": get_args(Side),
-    "order": get_args(Order),
-}
 
 
 def _not_one(name: str, value: Any, allowed: Iterable[str]) -> str:
@@ -81,14 +75,6 @@ def _not_one(name: str, value: Any, allowed: Iterable[str]) -> str:
 
 
 FIELDS = ("hidden", "recycled", "order", "norms")
-
-
-def fields_of(convention: MtpConvention) -> dict[str, Any]:
-    """Return a convention as a JSON object."""
-    norms = convention.norms
-    return asdict(convention) | {
-        "norms": list(norms) if isinstance(norms, tuple) else norms
-    }
 
 
 def convention_of(
@@ -115,18 +101,10 @@ def convention_of(
             f"The convention in {where} has a field {unknown[0]!r}, and "
             f"{', '.join(FIELDS)} are known. Take it out."
         )
-    values = {**fields_of(usual or MtpConvention()), **fields}
-    norms = values["norms"]
-    if isinstance(norms, list):
-        values["norms"] = _mixed(norms)
+    values = {**asdict(usual or MtpConvention()), **fields}
+    if isinstance(values["norms"], list):
+        values["norms"] = tuple(values["norms"])
     try:
         return MtpConvention(**values)
     except InvalidRequestError as error:
         raise ModelFolderError(f"In {where}: {error}") from error
-
-
-def _mixed(norms: list[Any]) -> Any:
-    """Return names of norms in the usual order; unknown ones are refused later."""
-    if any(name not in NORM_NAMES for name in norms):
-        return tuple(map(str, norms))
-    return tuple(name for name in NORM_NAMES if name in norms)

@@ -1,7 +1,6 @@
 """Draft checkpoints: reading and checking a folder's config.json and tensors."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,8 +12,13 @@ from mlx_lm.models.base import BaseModelArgs
 from mlx_lm.utils import infer_quant_config
 
 from mlx_speculation.errors import ModelFolderError
-from mlx_speculation.models.checkpoints.nvfp4 import unpacked
-from mlx_speculation.models.checkpoints.rotation import Rotation, check_rotation
+from mlx_speculation.models.checkpoints.rotation import (
+    FULL,
+    SLIDING,
+    Rotation,
+    check_rotation,
+)
+from mlx_speculation.models.config_json import nested
 from mlx_speculation.models.quantize import runs_on_linux_cpu, to_float32
 from mlx_speculation.models.safetensors_layout import (
     check_index,
@@ -34,7 +38,7 @@ def layer_args(
     kind: type[Args],
     *,
     rotations: Sequence[Rotation],
-    act: Sequence[str] = ("hidden_act", "silu", "swish"),
+    gemma: bool = False,
 ) -> Args:
     """Read mlx-lm's arguments of the decoder layers from a Llama-like config.json.
 
@@ -44,14 +48,15 @@ def layer_args(
         config: the content of config.json.
         name: the drafter's name, for messages.
         kind: the class of arguments of an mlx-lm model.
-        rotations: the rotation of each layer; the arguments get the first layer's, see
-            `args_with`.
-        act: the key of the activation, then its known values, the default first.
+        rotations: the rotation of each layer; the arguments get the first layer's.
+        gemma: whether the layers have Gemma's activation.
 
     Raises:
         ModelFolderError: a value is missing or not supported.
     """
-    key, *known = act
+    key, *known = ("hidden_act", "silu", "swish")
+    if gemma:
+        key, *known = ("hidden_activation", "gelu_pytorch_tanh")
     said = config.get(key, known[0])
     if said not in known:
         raise ModelFolderError(
@@ -94,29 +99,63 @@ def layer_part(config: Config) -> Config:
     return part if isinstance(part, dict) else config
 
 
-def args_with(args: Args, rotation: Rotation) -> Args:
-    """Return the arguments of a layer with this rotation."""
-    changed: Any = args
-    made: Args = replace(
-        changed, rope_theta=rotation.theta, rope_scaling=rotation.scaling
-    )
-    return made
-
-
-def number(config: Config, key: str, name: str, default: int | None = None) -> int:
-    """Return a positive whole number of config.json.
+def number(
+    config: Config,
+    key: str,
+    name: str,  # the drafter's name, for messages
+    default: int | None = None,
+    least: int = 1,
+) -> int:
+    """Return a whole number of config.json.
 
     Raises:
         ModelFolderError: it is missing without a default, or is no such number.
     """
     value = config.get(key)
     value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ModelFolderError(
             f"config.json of the {name} says {key} {value!r}, and a whole number of at "
-            "least 1 is needed. Take a whole checkpoint."
+            f"least {least} is needed. Take a whole checkpoint."
         )
     return value
+
+
+def layer_windows(
+    kinds: Any, count: int, config: Config, key: str, name: str
+) -> tuple[int | None, ...]:
+    """Return the window of each layer; None: it has none.
+
+    Args:
+        kinds: the kinds of the layers, as `layer_types` of config.json has them.
+        count: how many layers there are.
+        config: the object with the size of the windows.
+        key: its key there.
+        name: the drafter's name, for messages.
+
+    Raises:
+        ModelFolderError: `kinds` is no list of `count` kinds, or there is no size.
+    """
+    known = isinstance(kinds, list) and all(each in (FULL, SLIDING) for each in kinds)
+    if not known or len(kinds) != count:
+        raise ModelFolderError(
+            f"config.json of the {name} says layer_types {kinds!r}, and a list of "
+            f"{count} entries is needed, each {FULL} or {SLIDING}."
+        )
+    if SLIDING not in kinds:
+        return (None,) * count
+    window = number(config, key, name)
+    return tuple(window if kind == SLIDING else None for kind in kinds)
+
+
+def proposed_tokens(config: Config) -> Any:
+    """Return the number of drafts in a config.json of speculators; None: there is none.
+
+    The value is as it stands there.
+    """
+    methods = nested(config, "speculators_config", "proposal_methods")
+    first = methods[0] if isinstance(methods, list) and methods else None
+    return nested({"": first}, "", "speculative_tokens")
 
 
 def whole_numbers(value: Any, key: str, name: str) -> list[int]:
@@ -151,9 +190,45 @@ def read_tensors(folder: Path, name: str) -> Weights:
         header(file)  # refuses truncated files with a clear error
         arrays: Any = mx.load(str(file))
         result |= {each.removeprefix("model."): value for each, value in arrays.items()}
-    return unpacked(
+    return _unpacked(
         {n: v for n, v in result.items() if not n.endswith("rotary_emb.inv_freq")}
     )
+
+
+def _unpacked(weights: Weights) -> Weights:
+    """Return the weights with those unpacked that modelopt has packed as NVFP4.
+
+    `weight`, uint8, holds two E2M1 numbers a byte, the low half first. `weight_scale`,
+    E4M3, holds one scale for 16 numbers, and `weight_scale_2` one scale for all. The
+    result has the dtype of the norms.
+    """
+    whole = ".weight_scale_2"
+    parts = [name.removesuffix(whole) for name in weights if name.endswith(whole)]
+    norms = (v.dtype for name, v in weights.items() if name.endswith("norm.weight"))
+    dtype = next(norms, mx.bfloat16)
+    for part in parts:
+        numbers = mx.dequantize(
+            weights.pop(f"{part}.weight").view(mx.uint32),
+            weights.pop(f"{part}.weight_scale"),
+            group_size=16,
+            bits=4,
+            mode="nvfp4",
+        )
+        numbers = numbers.astype(mx.float32) * weights.pop(f"{part}{whole}")
+        weights.pop(f"{part}.input_scale", None)  # of activations
+        weights[f"{part}.weight"] = numbers.astype(dtype)
+    return weights
+
+
+def renamed(weights: Weights, begins: Mapping[str, str]) -> Weights:
+    """Return the tensors, with prefixes of their names replaced as `begins` says."""
+    result: Weights = {}
+    for key, value in weights.items():
+        for theirs, ours in begins.items():
+            if key.startswith(theirs):
+                key = ours + key.removeprefix(theirs)
+        result[key] = value
+    return result
 
 
 def take_draft_ids(weights: Weights, vocab: int, drafter: str) -> mx.array | None:

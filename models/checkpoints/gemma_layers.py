@@ -5,7 +5,11 @@ from typing import Any
 
 from mlx_lm.models import gemma4_text
 
-from mlx_speculation.models.checkpoints.draft_checkpoint import Config, layer_part
+from mlx_speculation.models.checkpoints.draft_checkpoint import (
+    Config,
+    layer_part,
+    number,
+)
 from mlx_speculation.models.checkpoints.rotation import (
     FULL,
     SLIDING,
@@ -20,22 +24,29 @@ _USUAL = {
 }
 
 
-def gemma_args(config: Config, layers: int, name: str) -> gemma4_text.ModelArgs:
+def gemma_args(config: Config, name: str) -> gemma4_text.ModelArgs | None:
     """Return mlx-lm's arguments of layers with keys and values of their own.
 
     All layers have full attention, no experts and no per-layer inputs.
 
+    Returns:
+        The arguments; None: the drafter has layers of another kind.
+
     Raises:
         ModelFolderError: their rotation is not understood.
     """
+    part = layer_part(config)
+    names = f"{config.get('architectures')} {part.get('model_type')}"
+    if "gemma4" not in names.lower():
+        return None
     fields: dict[str, Any] = {
-        "layer_types": [FULL] * layers,
+        "layer_types": [FULL] * number(part, "num_hidden_layers", name, 1),
         "num_kv_shared_layers": 0,
         "hidden_size_per_layer_input": 0,
         "use_double_wide_mlp": False,
         "enable_moe_block": False,
     }
-    made = gemma4_text.ModelArgs.from_dict({**layer_part(config), **fields})
+    made = gemma4_text.ModelArgs.from_dict({**part, **fields})
     return with_rotations(made, config, name)
 
 
@@ -58,14 +69,3 @@ def with_rotations(
         check_rotation(rotation, name, dims=size, positions=positions)
         by_kind[kind] = rotation.parameters
     return replace(args, rope_parameters=by_kind)
-
-
-def act_of(gemma: gemma4_text.ModelArgs | None) -> tuple[str, ...]:
-    """Return the key of the layers' activation and its values; see `layer_args`.
-
-    Args:
-        gemma: the arguments of Gemma 4's layers; None: they are Llama's or Qwen 3's.
-    """
-    if gemma is None:
-        return ("hidden_act", "silu", "swish")
-    return ("hidden_activation", "gelu_pytorch_tanh")

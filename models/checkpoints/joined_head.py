@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models import gemma4_text
 
 from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models.checkpoints.draft_checkpoint import (
@@ -32,6 +33,14 @@ class OwnEnds(NamedTuple):
     embedding: int | None = None  # rows of its embedding; None: the target's is used
 
 
+class Loaded(NamedTuple):
+    """A head, and the layers of the target whose outputs it reads."""
+
+    head: Any
+    layers: tuple[int, ...]
+    notice: str = ""  # a notice to the user about the layers; "": none is needed
+
+
 class JoinedHead(nn.Module):
     """A head without its decoder layers.
 
@@ -40,9 +49,18 @@ class JoinedHead(nn.Module):
         eps: the epsilon of the norm.
         width: the input size of `fc`, the sum over all layers that the head reads.
         ends: the embedding and output layer that the head has of its own.
+        gemma: the arguments of Gemma 4's layers, whose own embeddings are scaled and
+            own logits capped; None: it has other layers.
     """
 
-    def __init__(self, dim: int, eps: float, width: int, ends: OwnEnds) -> None:
+    def __init__(
+        self,
+        dim: int,
+        eps: float,
+        width: int,
+        ends: OwnEnds,
+        gemma: gemma4_text.ModelArgs | None = None,
+    ) -> None:
         super().__init__()
         self.fc = nn.Linear(width, dim, bias=False)
         self.norm = nn.RMSNorm(dim, eps=eps)
@@ -51,6 +69,7 @@ class JoinedHead(nn.Module):
         if ends.embedding is not None:
             self.embed_tokens = nn.Embedding(ends.embedding, dim)
         self._ids = ends.ids
+        self._gemma = gemma
 
     @property
     def ids(self) -> mx.array | None:
@@ -67,7 +86,9 @@ class JoinedHead(nn.Module):
         """Return embeddings [batch, positions, dim], by the target if need be."""
         if "embed_tokens" in self:
             result: mx.array = self.embed_tokens(tokens)
-            return result
+            if self._gemma is None:
+                return result
+            return result * mx.array(result.shape[-1] ** 0.5, result.dtype)
         rows: mx.array = target.embed(tokens, **options)
         return rows.astype(self.dtype)
 
@@ -76,7 +97,8 @@ class JoinedHead(nn.Module):
         if "lm_head" not in self:
             return target.head(normed)
         result: mx.array = self.lm_head(normed)
-        return result
+        cap = None if self._gemma is None else self._gemma.final_logit_softcapping
+        return mx.tanh(result / cap) * cap if cap else result
 
 
 def take_own_ends(

@@ -8,18 +8,17 @@ A list in config.json, at its top or in a nested part, counts in one of two ways
 This module returns layers counted from 0; -1 stands for the embedding.
 
 If there is no list, the candidates are the usual layers of this kind of draft and of
-others. Some published drafts were trained on layers that no formula gives, so a probe
-also tries layers around the best candidate, see `search`.
+others.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from mlx_speculation.errors import InvalidRequestError, ModelFolderError
 from mlx_speculation.models.checkpoints.draft_checkpoint import Config, whole_numbers
 from mlx_speculation.models.checkpoints.joined_head import check_layers
-from mlx_speculation.models.checkpoints.probe import Score, Trials, ranked
+from mlx_speculation.models.checkpoints.probe import Score
 from mlx_speculation.models.config_json import parts_of
 
 LayerIds = Literal["layers", "tuple"]
@@ -30,9 +29,6 @@ _KEYS: Mapping[str, LayerIds] = {
     "aux_hidden_state_layer_ids": "tuple",
 }
 _COUNTS = {"layers": "layers from 0", "tuple": "the embedding too"}
-_SWEEPS = 3
-# About how many layers of a range are tried first, before those near the best one.
-_TRIED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +64,10 @@ class LayerReadings:
         """The layers to read without a probe."""
         return next(iter(self.layers))
 
-    def tapped(self, trunk: int) -> list[int]:
-        """Return every layer that a probe may read of a target with `trunk` layers."""
-        named = {index for each in self.layers for index in each}
-        return sorted(named | set(range(trunk)) if self.guessed else named)
+    @property
+    def tapped(self) -> list[int]:
+        """Every layer that a probe reads."""
+        return sorted({index for each in self.layers for index in each})
 
     def notice(self, taken: Layers, score: Score | None) -> str:
         """Return a notice to the user about the chosen layers; "": none is needed.
@@ -240,78 +236,3 @@ def _three(trunk: int) -> list[Layers]:
 
 def _spread(first: int, last: int, count: int) -> Layers:
     return tuple(round(first + i * (last - first) / (count - 1)) for i in range(count))
-
-
-def probed(
-    score: Callable[[Layers], Score],
-    readings: LayerReadings,
-    trunk: int,
-    advice: str,  # the end of the error's message
-) -> dict[Layers, Score]:
-    """Return the scores of candidates, the best first.
-
-    Args:
-        score: scores the draft on some layers.
-        readings: the candidates. If config.json has no list, others are tried too.
-        trunk: how many layers the target has.
-        advice: the end of the error's message.
-
-    Raises:
-        ConventionError: no candidate scores better than chance.
-    """
-    trials = Trials(score)
-    others = [each for each in readings.layers if each != readings.usual]
-    if readings.guessed:
-        advice = "add target_layer_ids to its config.json"
-        first = trials.best(readings.usual, others)
-        others.append(search(trials.score, first, trunk))
-    return ranked(
-        trials.score,
-        readings.usual,
-        others,
-        advice,
-        lambda layers: readings.layers.get(layers, f"searched {list(layers)}"),
-    )
-
-
-def search(score: Callable[[Layers], Score], layers: Layers, trunk: int) -> Layers:
-    """Return the layers with the best score, by moving one layer at a time.
-
-    The outputs of neighbouring layers are similar, so only some of a long range are
-    tried.
-
-    Args:
-        score: scores some layers.
-        layers: the layers to start with, in rising order.
-        trunk: how many layers the target has.
-    """
-    best = layers
-    for _ in range(_SWEEPS):
-        before = best
-        for index in range(len(best)):
-            low = best[index - 1] + 1 if index else 0
-            high = best[index + 1] if index + 1 < len(best) else trunk
-            best = _best_at(score, best, index, range(low, high))
-        if best == before:
-            break
-    return best
-
-
-def _best_at(
-    score: Callable[[Layers], Score], layers: Layers, index: int, allowed: range
-) -> Layers:
-    """Return layers with the best allowed layer at an index."""
-
-    def with_layer(layer: int) -> Layers:
-        return (*layers[:index], layer, *layers[index + 1 :])
-
-    def value(layer: int) -> Any:
-        return score(with_layer(layer)).mean
-
-    step = max(1, len(allowed) // _TRIED)
-    best = max([layers[index], *allowed[::step]], key=value)
-    while step > 1:
-        step //= 2
-        beside = [each for each in (best - step, best + step) if each in allowed]
-        best = max([best, *beside], key=value)
-    return with_layer(best)

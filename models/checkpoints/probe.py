@@ -115,21 +115,6 @@ def log_probs(logits: mx.array) -> mx.array:
     return wide - mx.logsumexp(wide, axis=-1, keepdims=True)
 
 
-def whole_logits(logits: mx.array, ids: mx.array | None, width: int) -> mx.array:
-    """Return logits [rows, n, width] of all ids, -inf for ids without a column.
-
-    Args:
-        logits: [rows, n, columns].
-        ids: the ids of the columns; None: all, in order.
-        width: how many ids there are.
-    """
-    if ids is None:
-        return logits
-    every = mx.full((*logits.shape[:2], width), -mx.inf, mx.float32)
-    every[..., ids] = logits.astype(mx.float32)
-    return every
-
-
 class Trials(Generic[Candidate]):
     """The scores of candidates; each candidate is measured once.
 

@@ -1,8 +1,6 @@
-"""A short text that a target writes or reads, with the states that drafters read.
+"""A short text that a target writes, with the states that drafters read.
 
-The target writes greedily from a few neutral starts in one batch, with new caches. A
-passage is read in one forward: its later places have a long context, in which errors of
-attention show.
+The target writes greedily from a few neutral starts in one batch, with new caches.
 """
 
 from collections.abc import Sequence
@@ -16,6 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_speculation.models.checkpoints.probe import Score, log_probs
 from mlx_speculation.models.introspect.hidden_states import HiddenStates
+from mlx_speculation.models.introspect.taps import States
 
 # Code and prose; some of it should be of a kind that the target has seen.
 STARTS = (
@@ -24,25 +23,6 @@ STARTS = (
     "A list of the most",
     "Once upon a time there",
 )
-# Everyday prose and code; tokenizers make about 200 to 300 tokens of it.
-PASSAGE = '''\
-The garden behind the old house had not been touched for years. Tall grass grew between
-the stones of the path, and the gate no longer closed. Anna pushed it open and walked
-slowly towards the pond. "Nobody has been here since the summer," she said, "and nobody
-will mind if we stay until the evening." Her brother put the basket on the bench, looked
-at the sky, and counted the clouds above the roof of the old house.
-
-def read_lines(path, limit=100):
-    """Return the first lines of a file, without the ends of line."""
-    lines = []
-    with open(path, encoding="utf-8") as file:
-        for number, line in enumerate(file):
-            if number >= limit:
-                break
-            lines.append(line.rstrip())
-    return lines
-'''
-LONGEST_PASSAGE = 256
 # 4 starts x 16 = 64 tokens; repeated ones do not count, see `OwnText.score`.
 STEPS = 16
 
@@ -52,19 +32,17 @@ class OwnText:
     """A text in rows of one length."""
 
     tokens: mx.array  # ids [rows, positions]
-    written: int  # the first position that the target wrote; 1 for a passage
+    written: int  # the first position that the target wrote
     # The target's log-probabilities from position `written` on, float32
     # [rows, positions - written, vocab]
     target_log_probs: mx.array
-    # The target's states at all positions but the last, [rows, positions - 1, dim]
-    after_norm: mx.array
-    before_norm: mx.array
+    states: States  # the target's at all positions but the last
 
     @classmethod
     def of(
         cls,
         model: nn.Module,  # the target
-        taps: HiddenStates,  # on the target, before and after its norm
+        taps: HiddenStates,  # on the target; they collect `states`
         # Token ids; all are cut to the length of the shortest
         starts: Sequence[Sequence[int]],
         steps: int = STEPS,  # how many tokens to write in each row
@@ -81,54 +59,34 @@ class OwnText:
             target_log_probs.append(log_probs(logits[:, -1:]))
             tokens.append(mx.argmax(logits[:, -1:], axis=-1).astype(mx.uint32))
             mx.async_eval(tokens[-1])
-        text = cls(
-            mx.concatenate(tokens, axis=1),
-            shortest,
-            mx.concatenate(target_log_probs, axis=1),
-            seen.after_norm,
-            seen.before_norm,
-        )
-        mx.eval(text.tokens, text.target_log_probs, text.after_norm, text.before_norm)
-        return text
-
-    @classmethod
-    def read(
-        cls,
-        model: nn.Module,  # the target
-        taps: HiddenStates,  # on the target, before and after its norm
-        tokens: Sequence[int],  # token ids of the passage
-    ) -> "OwnText":
-        """Let a target read a passage; guesses are compared with its predictions."""
-        target: Any = model
-        row = mx.array([list(tokens)[:LONGEST_PASSAGE]], mx.uint32)
-        seen = taps.states()
-        with taps.collect(seen):
-            logits = target(row[:, :-1], cache=make_prompt_cache(model))
-        text = cls(row, 1, log_probs(logits), seen.after_norm, seen.before_norm)
-        mx.eval(text.target_log_probs, text.after_norm, text.before_norm)
-        return text
+        whole = [mx.concatenate(each, axis=1) for each in (tokens, target_log_probs)]
+        mx.eval(whole, seen.arrays)
+        return cls(whole[0], shortest, whole[1], seen)
 
     @property
     def positions(self) -> int:
         """Number of tokens in a row."""
         return self.tokens.shape[1]
 
-    def score(self, logits: mx.array, first: int) -> Score:
+    def score(self, logits: mx.array, first: int, ids: mx.array | None = None) -> Score:
         """Score guesses; a repeated trigram of the text counts once.
 
         Args:
-            logits: [rows, n, vocab], for the tokens at positions first, first + 1, ...
+            logits: [rows, n, columns], for the tokens at positions first and on.
             first: the first position, `written` or later.
+            ids: the token ids of the columns; None: all, in order.
         """
         stop = first + logits.shape[1]
         rows, columns = self._places(first, stop)
         at = mx.array(columns)
         target_log_probs = self.target_log_probs[mx.array(rows), at - self.written]
-        return Score.of(
-            logits[mx.array(rows), at - first],
-            target_log_probs,
-            mx.argmax(target_log_probs, axis=-1),
-        )
+        drafted = logits[mx.array(rows), at - first]
+        if ids is not None:
+            every = mx.full(target_log_probs.shape, -mx.inf)
+            every[:, ids] = drafted.astype(mx.float32)
+            drafted = every
+        written = mx.argmax(target_log_probs, axis=-1)
+        return Score.of(drafted, target_log_probs, written)
 
     def _places(self, first: int, stop: int) -> tuple[list[int], list[int]]:
         """Return rows and positions of tokens, each trigram's first occurrence only."""

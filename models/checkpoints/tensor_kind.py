@@ -28,8 +28,6 @@ _SIGNS = {
     "layers.0.hidden_norm.": "eagle",
 }
 _BLOCKS = {"fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_proj.weight"}
-# Kinds of block drafters that may have no tensors beyond DFlash's.
-_PLAIN_BLOCKS = ("dflash", "dspark")
 
 
 def tensor_names(folder: Path) -> frozenset[str]:
@@ -58,7 +56,8 @@ def kind_by_tensors(names: Iterable[str], claimed: str) -> str:
     for sign, kind in _SIGNS.items():
         if any(name.startswith(sign) for name in present):
             return kind
-    if present >= _BLOCKS and claimed not in (*_PLAIN_BLOCKS, "dflash2"):
+    # DSpark may have no tensors beyond DFlash's; a DFlash2 without its own is refused.
+    if present >= _BLOCKS and claimed not in ("dflash", "dflash2", "dspark"):
         return "dflash"
     return claimed
 

@@ -17,14 +17,7 @@ from mlx_speculation.models.dflash.config import (
     own_keys,
 )
 from mlx_speculation.models.dflash.head import DFlash, DFlashHead, DFlashLayer
-from mlx_speculation.models.dflash.load import (
-    LoadedDFlash,
-    ReadingOptions,
-    build,
-    load_dflash,
-    read_blocks,
-    renamed,
-)
+from mlx_speculation.models.dflash.load import build, load_dflash, read_blocks
 
 __all__ = [
     "Anchor",
@@ -33,8 +26,6 @@ __all__ = [
     "DFlashHead",
     "DFlashLayer",
     "DFlashSettings",
-    "LoadedDFlash",
-    "ReadingOptions",
     "attend_block",
     "block_settings",
     "build",
@@ -43,5 +34,4 @@ __all__ = [
     "load_dflash",
     "own_keys",
     "read_blocks",
-    "renamed",
 ]

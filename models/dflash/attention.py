@@ -1,5 +1,6 @@
 """Attention of a block to its context and to itself, for layers of any kind."""
 
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -8,7 +9,6 @@ from mlx_lm.models import qwen3
 from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.rope_utils import initialize_rope
 
-from mlx_speculation.models.checkpoints.draft_checkpoint import args_with
 from mlx_speculation.models.dflash.config import DFlashSettings
 
 # The tensor of attention sinks in some files: for each head, a logit without a value.
@@ -20,7 +20,9 @@ class DFlashAttention(qwen3.Attention):
 
     def __init__(self, settings: DFlashSettings, index: int) -> None:
         rotation = settings.rotations[index]
-        args: Any = args_with(settings.layers, rotation)
+        args: Any = replace(
+            settings.layers, rope_theta=rotation.theta, rope_scaling=rotation.scaling
+        )
         super().__init__(args)
         self.window, self.causal = settings.windows[index], settings.causal[index]
         self._value_scale, self._gated = settings.value_scale, settings.gated
@@ -79,15 +81,18 @@ def attend_block(
         queries, gates = mx.split(queries, 2, axis=-1)
     queries = layer.rope(layer.q_norm(queries), offset=start)
     keys, values = layer.write(mx.concatenate([context, x], axis=1), cache)
-    result = _attended(
+    size, rows = queries.shape[2], keys.shape[2]
+    if layer.window is not None and isinstance(start, int):
+        rows = min(rows, layer.window - 1 + size)
+        keys, values = keys[..., -rows:, :], values[..., -rows:, :]
+    result: mx.array = scaled_dot_product_attention(
         queries,
         keys,
         values,
+        cache=None,
         scale=layer.scale,
-        window=layer.window,
-        causal=layer.causal,
+        mask=_mask(size, rows, layer.window, layer.causal, start),
         sinks=layer.get(SINKS),
-        start=start,
     )
     if gates is not None:
         result = result * mx.sigmoid(gates)
@@ -95,37 +100,13 @@ def attend_block(
     return out
 
 
-def _attended(
-    queries: mx.array,  # [batch, heads, block, size]
-    keys: mx.array,  # of the context and then the block, [batch, heads, rows, size]
-    values: mx.array,  # as `keys`
-    *,
-    scale: float,
+def _mask(
+    size: int,
+    rows: int,
     window: int | None,  # how many positions a row sees; None: all
     causal: bool,  # whether a row sees no later positions
-    sinks: mx.array | None = None,  # [heads]
     # The position of the block's first row; an array if texts differ in length
-    start: Any = 0,
-) -> mx.array:
-    """Return the result of the attention, [batch, heads, block, size]."""
-    size, rows = queries.shape[2], keys.shape[2]
-    if window is not None and isinstance(start, int):
-        rows = min(rows, window - 1 + size)
-        keys, values = keys[..., -rows:, :], values[..., -rows:, :]
-    result: mx.array = scaled_dot_product_attention(
-        queries,
-        keys,
-        values,
-        cache=None,
-        scale=scale,
-        mask=_mask(size, rows, window, causal, start),
-        sinks=sinks,
-    )
-    return result
-
-
-def _mask(
-    size: int, rows: int, window: int | None, causal: bool, start: Any
+    start: Any,
 ) -> mx.array | None:
     """Return a mask of the last `rows` positions for a block of `size`; None: all."""
     first: Any = rows - size

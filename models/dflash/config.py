@@ -21,7 +21,9 @@ from mlx_speculation.models.checkpoints.draft_checkpoint import (
     Config,
     layer_args,
     layer_part,
+    layer_windows,
     number,
+    proposed_tokens,
 )
 from mlx_speculation.models.checkpoints.layer_readings import (
     LayerIds,
@@ -35,11 +37,9 @@ from mlx_speculation.models.checkpoints.rotation import (
     Rotation,
     rotations_of,
 )
-from mlx_speculation.models.config_json import nested
 
 NAME = "DFlash drafter"
 Anchor = Literal["given", "samples"]
-_KINDS = (FULL, SLIDING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +104,7 @@ def block_settings(
     mask_token: int | None = None,  # the default; None: config.json has to name it
     anchor: Anchor = "given",  # the default
     causal: bool = True,  # the default of sliding layers
-    # The key of the layers' activation, and the values that are supported
-    act: Sequence[str] = ("hidden_act", "silu", "swish"),
+    gemma: bool = False,  # whether the layers have Gemma's activation
     # Whether layer_types may be copied from the target's config.json and be wrong
     copied: bool = False,
 ) -> DFlashSettings:
@@ -116,7 +115,6 @@ def block_settings(
     """
     text = layer_part(config)
     fields = own_keys(config)
-    mask_token = _mask_id(fields, mask_token, name)
     anchor = stated_anchor(config) or anchor
     block = _block_size(fields, anchor, name)
     keys = text | fields
@@ -128,13 +126,13 @@ def block_settings(
         keys = keys | {"layer_types": None}
     windows = _windows(keys, fields, number(text, "num_hidden_layers", name, 1), name)
     rotations = rotations_of(config, name, windows)
-    layers = layer_args(text, name, qwen3.ModelArgs, rotations=rotations, act=act)
+    layers = layer_args(text, name, qwen3.ModelArgs, rotations=rotations, gemma=gemma)
     of_qwen3_5 = str(text.get("model_type")).startswith("qwen3_5")
     neox = fields.get("rope_is_neox_style", fields.get("is_neox_style"))
     return DFlashSettings(
         layers=layers,
         block=block,
-        mask_token=mask_token,
+        mask_token=number(fields, "mask_token_id", name, mask_token, least=0),
         windows=windows,
         causal=tuple(_causal(config, window, causal) for window in windows),
         anchor=anchor,
@@ -146,16 +144,6 @@ def block_settings(
         gated=bool(fields.get("enable_qwen35_gated_q_proj")),
         plus_one=of_qwen3_5,
     )
-
-
-def _mask_id(fields: Config, usual: int | None, name: str) -> int:
-    mask = fields.get("mask_token_id", usual)
-    if not isinstance(mask, int) or isinstance(mask, bool) or mask < 0:
-        raise ModelFolderError(
-            f"config.json of the {name} says mask_token_id {mask!r}, and a token id is "
-            "needed. Take a whole checkpoint."
-        )
-    return mask
 
 
 def _block_size(fields: Config, anchor: Anchor, name: str) -> int:
@@ -186,12 +174,7 @@ def stated_anchor(config: Config) -> Anchor | None:
     said = fields.get("sample_from_anchor")
     if said is not None:
         return "samples" if said else "given"
-    methods = nested(config, "speculators_config", "proposal_methods")
-    first = methods[0] if isinstance(methods, list) and methods else None
-    drafts, block = (
-        nested({"": first}, "", "speculative_tokens"),
-        fields.get("block_size"),
-    )
+    drafts, block = proposed_tokens(config), fields.get("block_size")
     if not isinstance(drafts, int) or not isinstance(block, int):
         return None
     return {block: "samples", block - 1: "given"}.get(drafts)  # type: ignore[return-value]
@@ -278,19 +261,11 @@ def _windows(
     swa = fields.get("use_swa")
     usual = SLIDING if swa else FULL
     kinds = keys.get("layer_types") or [usual] * layers
-    sliding = SLIDING in kinds
-    if len(kinds) != layers or not set(kinds) <= set(_KINDS):
-        raise ModelFolderError(
-            f"config.json of the {name} says layer_types {kinds!r}, and {layers} of "
-            f"{' and '.join(_KINDS)} are needed."
-        )
-    if swa is not None and bool(swa) != sliding:
+    key = "swa_window_size" if fields.get("swa_window_size") else "sliding_window"
+    windows = layer_windows(kinds, layers, keys, key, name)
+    if swa is not None and bool(swa) == (SLIDING not in kinds):
         raise ModelFolderError(
             f"config.json of the {name} says use_swa {swa!r} and layer_types {kinds}, "
             "which contradict each other. Take out the one that is wrong."
         )
-    if not sliding:
-        return (None,) * layers
-    key = "swa_window_size" if fields.get("swa_window_size") else "sliding_window"
-    window = number(keys, key, name)
-    return tuple(window if kind == SLIDING else None for kind in kinds)
+    return windows

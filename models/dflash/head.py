@@ -19,7 +19,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import qwen3
+from mlx_lm.models import gemma4_text, qwen3
 from mlx_lm.models.cache import KVCache
 
 from mlx_speculation.models.checkpoints.draft_head import ChooseNext
@@ -53,6 +53,7 @@ class DFlashHead(JoinedHead):
         ends: the embedding and output layer of its own.
         layers: its decoder layers, with `run` and `self_attn.write`; DFlash's when
             omitted.
+        gemma: see `JoinedHead`.
     """
 
     def __init__(
@@ -61,9 +62,10 @@ class DFlashHead(JoinedHead):
         width: int,
         ends: OwnEnds,
         layers: Sequence[nn.Module] | None = None,
+        gemma: gemma4_text.ModelArgs | None = None,
     ) -> None:
         dim, eps = settings.layers.hidden_size, settings.layers.rms_norm_eps
-        super().__init__(dim, eps, width, ends)
+        super().__init__(dim, eps, width, ends, gemma)
         self.hidden_norm = nn.RMSNorm(dim, eps=eps)
         self.settings = settings
         count = len(settings.windows)

@@ -7,17 +7,11 @@ from pathlib import Path
 import mlx.nn as nn
 
 from mlx_speculation.errors import ModelFolderError
-from mlx_speculation.models.checkpoints.joined_head import OwnEnds
+from mlx_speculation.models.checkpoints.joined_head import Loaded, OwnEnds
 from mlx_speculation.models.checkpoints.layer_readings import LayerIds
 from mlx_speculation.models.checkpoints.tensor_kind import check_kind
 from mlx_speculation.models.config_json import read_config
-from mlx_speculation.models.dflash import (
-    DFlashSettings,
-    LoadedDFlash,
-    ReadingOptions,
-    build,
-    read_blocks,
-)
+from mlx_speculation.models.dflash import DFlashSettings, build, read_blocks
 from mlx_speculation.models.dflash2.config import NAME, DFlash2Settings, read_settings
 from mlx_speculation.models.dflash2.head import DFlash2, DFlash2Head
 from mlx_speculation.models.introspect.find_parts import find_parts
@@ -30,7 +24,7 @@ def load_dflash2(
     *,
     layer_ids: LayerIds | None = None,
     starts: Sequence[Sequence[int]] | None = None,
-) -> LoadedDFlash:
+) -> Loaded:
     """Load the DFlash2 drafter in a folder of its own; see `load_dflash`.
 
     Raises:
@@ -56,17 +50,17 @@ def load_dflash2(
     def make(blocks: DFlashSettings, width: int, ends: OwnEnds) -> DFlash2Head:
         return DFlash2Head(settings, width, ends, rows)
 
-    # A row of DFlash2 always predicts the token at its own position.
-    options = ReadingOptions(layer_ids, "given", starts)
     return build(
         config,
         weights,
         model,
         settings.blocks,
         make,
-        options,
         name=NAME,
         on_target=DFlash2,
+        layer_ids=layer_ids,
+        anchor="given",  # a row always predicts the token at its own position
+        starts=starts,
     )
 
 

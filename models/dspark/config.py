@@ -16,17 +16,9 @@ from typing import Any, Literal, get_args
 from mlx_lm.models import gemma4_text
 
 from mlx_speculation.errors import ModelFolderError
-from mlx_speculation.models.checkpoints.draft_checkpoint import (
-    Config,
-    layer_part,
-    number,
-)
-from mlx_speculation.models.checkpoints.gemma_layers import act_of, gemma_args
-from mlx_speculation.models.dflash import (
-    DFlashSettings,
-    block_settings,
-    own_keys,
-)
+from mlx_speculation.models.checkpoints.draft_checkpoint import Config, number
+from mlx_speculation.models.checkpoints.gemma_layers import gemma_args
+from mlx_speculation.models.dflash import DFlashSettings, block_settings, own_keys
 
 NAME = "DSpark drafter"
 Markov = Literal["vanilla", "gated", "rnn"]
@@ -70,16 +62,16 @@ def read_settings(config: Config) -> DSparkSettings:
     Raises:
         ModelFolderError: a value is missing or not supported.
     """
-    fields, text = own_keys(config), layer_part(config)
+    fields = own_keys(config)
     if "dspark_block_size" in config:
         raise ModelFolderError(
             f"config.json says dspark_block_size {config['dspark_block_size']!r}: it "
             f"is that of a DeepSeek V4 with a {NAME} inside, whose layers are not "
             "known here. Choose another drafter."
         )
-    gemma = _gemma(config, text)
+    gemma = gemma_args(config, NAME)
     blocks = block_settings(
-        config, NAME, anchor="samples", act=act_of(gemma), copied=True
+        config, NAME, anchor="samples", gemma=gemma is not None, copied=True
     )
     rank = fields.get("markov_rank") or 0
     kind: Any = fields.get("markov_head_type") or "vanilla"
@@ -95,14 +87,6 @@ def read_settings(config: Config) -> DSparkSettings:
         gemma=gemma,
         log_snr=_log_snr(fields),
     )
-
-
-def _gemma(config: Config, text: Config) -> gemma4_text.ModelArgs | None:
-    """Return the arguments of Gemma 4's layers; None: it has others."""
-    named = f"{config.get('architectures')} {text.get('model_type')}".lower()
-    if "gemma4" not in named:
-        return None
-    return gemma_args(config, number(text, "num_hidden_layers", NAME), NAME)
 
 
 def _log_snr(fields: Config) -> LogSnr | None:

@@ -11,7 +11,12 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_speculation.errors import ModelFolderError
-from mlx_speculation.models.checkpoints.draft_checkpoint import Config, Weights
+from mlx_speculation.models.checkpoints.draft_checkpoint import (
+    Config,
+    Weights,
+    number,
+    renamed,
+)
 
 _KIND = "dspark"
 # Metadata keys after "dspark.", and those of config.json.
@@ -98,18 +103,7 @@ def read_gguf(file: Path) -> tuple[Config, Weights]:
         for theirs, ours in names.items():
             if (value := metadata.get(prefix + theirs)) is not None:
                 config[ours] = value.tolist() if isinstance(value, mx.array) else value
-    return config, {_renamed(name): value for name, value in tensors.items()}
-
-
-def _renamed(name: str) -> str:
-    block, _, rest = name.removeprefix("blk.").partition(".")
-    if name.startswith("blk."):
-        return f"layers.{block}.{_replaced(rest, _LAYER)}"
-    return _replaced(name, _NAMES)
-
-
-def _replaced(name: str, table: dict[str, str]) -> str:
-    for theirs, ours in table.items():
-        if name.startswith(theirs):
-            return ours + name.removeprefix(theirs)
-    return name
+    begins = dict(_NAMES)
+    for index in range(number(config, "num_hidden_layers", file.name, 1)):
+        begins |= {f"blk.{index}.{k}": f"layers.{index}.{v}" for k, v in _LAYER.items()}
+    return config, renamed(tensors, begins)

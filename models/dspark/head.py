@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_speculation.models.checkpoints.draft_head import ChooseNext, Ends
+from mlx_speculation.models.checkpoints.draft_head import ChooseNext
 from mlx_speculation.models.checkpoints.joined_head import OwnEnds
 from mlx_speculation.models.dflash import DFlash, DFlashHead
 from mlx_speculation.models.dspark.config import DSparkSettings
@@ -51,28 +51,13 @@ class DSparkHead(DFlashHead):
         if settings.gemma is not None:
             count = range(len(blocks.windows))
             layers = [GemmaBlockLayer(settings.gemma, blocks, i) for i in count]
-        super().__init__(blocks, width, ends, layers)
+        super().__init__(blocks, width, ends, layers, settings.gemma)
         self.dspark = settings
         dim, rank = blocks.layers.hidden_size, settings.rank
         if rank:
             self.markov_head = MarkovHead(settings.markov, dim, rank, rows, columns)
         if settings.log_snr is not None:
             self.log_snr = LogSnrEmbedding(dim)
-
-    def embedded(self, tokens: mx.array, target: Any, **options: bool) -> mx.array:
-        """Return embeddings [batch, positions, dim]; Gemma's own are scaled."""
-        result = super().embedded(tokens, target, **options)
-        if self.dspark.gemma is None or "embed_tokens" not in self:
-            return result
-        return result * mx.array(result.shape[-1] ** 0.5, result.dtype)
-
-    def logits(self, normed: mx.array, target: Ends) -> mx.array:
-        """Return the logits of states after the norm; Gemma's own have a cap."""
-        result = super().logits(normed, target)
-        if self.dspark.gemma is None or "lm_head" not in self:
-            return result
-        cap = self.dspark.gemma.final_logit_softcapping
-        return mx.tanh(result / cap) * cap if cap else result
 
 
 class DSpark(DFlash):
@@ -97,8 +82,7 @@ class DSpark(DFlash):
         for index in range(count):
             row = logits[:, index]
             if markov is not None:
-                before = markov.before(last)
-                bias, memory = markov.bias(normed[:, index], before, memory)
+                bias, memory = markov.bias(normed[:, index], last, memory)
                 row = row + bias
             last = choose(row)
 
@@ -109,7 +93,7 @@ class DSpark(DFlash):
         markov: MarkovHead | None = self.head.get("markov_head")
         if markov is None:
             return logits
-        bias, _ = markov.bias(normed[:, 0], markov.before(token[:, 0]), None)
+        bias, _ = markov.bias(normed[:, 0], token[:, 0], None)
         return logits + bias[:, None]
 
     def _embedded(self, block: mx.array) -> mx.array:

@@ -41,21 +41,17 @@ class MarkovHead(nn.Module):
         elif kind == "rnn":
             self.joint_proj = nn.Linear(2 * rank + dim, 3 * rank, bias=False)
 
-    def before(self, token: mx.array) -> mx.array:
-        """Return the embedding of the token before, [1, rank] of [1]."""
-        result: mx.array = self.markov_w1(token)
-        return result
-
     def bias(
-        self, state: mx.array, before: mx.array, memory: mx.array | None
+        self, state: mx.array, token: mx.array, memory: mx.array | None
     ) -> tuple[mx.array, mx.array | None]:
         """Return the bias of the logits, [1, columns], and the memory for the next.
 
         Args:
             state: the block's state, [1, dim].
-            before: the embedding of the token before, [1, rank].
+            token: the token before, [1].
             memory: the memory returned for the draft before; None: this is the first.
         """
+        before: mx.array = self.markov_w1(token)
         if "gate_proj" in self:
             joined = mx.concatenate([state, before], axis=-1)
             return self.markov_w2(mx.sigmoid(self.gate_proj(joined)) * before), None

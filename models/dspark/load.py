@@ -13,19 +13,20 @@ from pathlib import Path
 import mlx.nn as nn
 
 from mlx_speculation.errors import ModelFolderError
-from mlx_speculation.models.checkpoints.draft_checkpoint import Config, Weights
-from mlx_speculation.models.checkpoints.joined_head import OwnEnds
+from mlx_speculation.models.checkpoints.draft_checkpoint import (
+    Config,
+    Weights,
+    renamed,
+)
+from mlx_speculation.models.checkpoints.joined_head import Loaded, OwnEnds
 from mlx_speculation.models.checkpoints.layer_readings import LayerIds
 from mlx_speculation.models.checkpoints.tensor_kind import check_kind
 from mlx_speculation.models.config_json import read_config
 from mlx_speculation.models.dflash import (
     Anchor,
     DFlashSettings,
-    LoadedDFlash,
-    ReadingOptions,
     build,
     read_blocks,
-    renamed,
 )
 from mlx_speculation.models.dspark.config import (
     NAME,
@@ -52,7 +53,7 @@ def load_dspark(
     layer_ids: LayerIds | None = None,
     anchor: Anchor | None = None,
     starts: Sequence[Sequence[int]] | None = None,
-) -> LoadedDFlash:
+) -> Loaded:
     """Load the DSpark drafter in a folder of its own; see `load_dflash`.
 
     The folder has config.json and safetensors, or a GGUF file.
@@ -65,8 +66,14 @@ def load_dspark(
     settings = _by_tensors(read_settings(config), weights)
 
     def make(blocks: DFlashSettings, width: int, ends: OwnEnds) -> DSparkHead:
-        whole, vocab = replace(settings, blocks=blocks), logit_width(model)
-        return _module(whole, weights, width, ends, vocab)
+        table, vocab = weights.get("markov_head.markov_w1.weight"), logit_width(model)
+        return DSparkHead(
+            replace(settings, blocks=blocks),
+            width,
+            ends,
+            rows=vocab if table is None else table.shape[0],
+            columns=ends.output or vocab,
+        )
 
     return build(
         config,
@@ -74,9 +81,11 @@ def load_dspark(
         model,
         settings.blocks,
         make,
-        ReadingOptions(layer_ids, anchor, starts),
         name=NAME,
         on_target=DSpark,
+        layer_ids=layer_ids,
+        anchor=anchor,
+        starts=starts,
     )
 
 
@@ -87,11 +96,9 @@ def _read(folder: Path) -> tuple[Config, Weights]:
         if file is None
         else read_gguf(file)
     )
-    result = {
-        key: value
-        for key, value in renamed(weights, _OTHER_NAMES).items()
-        if not key.startswith("confidence_head.")
-    }
+    result = renamed(weights, _OTHER_NAMES)
+    for name in [each for each in result if each.startswith("confidence_head.")]:
+        del result[name]
     check_kind(result, "dspark")
     return config, result
 
@@ -110,22 +117,11 @@ def _by_tensors(settings: DSparkSettings, weights: Weights) -> DSparkSettings:
                 "there is no markov_head. Take a whole checkpoint."
             )
         return settings
-    kinds: dict[str, Markov] = {
-        "markov_head.gate_proj.weight": "gated",
-        "markov_head.joint_proj.weight": "rnn",
-    }
-    shown = [kind for name, kind in kinds.items() if name in weights]
-    kind: Markov = shown[0] if shown else "vanilla"
+    kind: Markov = "vanilla"
+    if "markov_head.gate_proj.weight" in weights:
+        kind = "gated"
+    elif "markov_head.joint_proj.weight" in weights:
+        kind = "rnn"
     packed = "markov_head.markov_w1.scales" in weights
     rank = settings.rank if packed else table.shape[1]
     return replace(settings, rank=rank, markov=kind)
-
-
-def _module(
-    settings: DSparkSettings, weights: Weights, width: int, ends: OwnEnds, vocab: int
-) -> DSparkHead:
-    """Return a module with the sizes of the tensors."""
-    table = weights.get("markov_head.markov_w1.weight")
-    rows = vocab if table is None else table.shape[0]
-    columns = ends.output or vocab
-    return DSparkHead(settings, width, ends, rows, columns)

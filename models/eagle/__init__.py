@@ -3,16 +3,10 @@
 The drafter that runs a head is in `engine.drafters`. Other heads are not known here.
 """
 
-from mlx_speculation.models.eagle.config import (
-    AFTER_NORM,
-    is_eagle,
-    is_peagle,
-    layer_readings,
-)
+from mlx_speculation.models.eagle.config import AFTER_NORM, is_eagle, is_peagle
 from mlx_speculation.models.eagle.head import Eagle, EagleHead
-from mlx_speculation.models.eagle.load import load_eagle_head, load_peagle_head
+from mlx_speculation.models.eagle.load import load_eagle_head
 from mlx_speculation.models.eagle.parallel import PEagle, PEagleHead
-from mlx_speculation.models.eagle.probe import probe_layers
 
 __all__ = [
     "AFTER_NORM",
@@ -22,8 +16,5 @@ __all__ = [
     "PEagleHead",
     "is_eagle",
     "is_peagle",
-    "layer_readings",
     "load_eagle_head",
-    "load_peagle_head",
-    "probe_layers",
 ]

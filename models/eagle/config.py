@@ -10,20 +10,21 @@ of the last layer ("layers"), or that of the final norm, which ends the tuple ("
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from mlx_lm.models import gemma4_text, llama
 
 from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models.checkpoints.draft_checkpoint import (
     Config,
-    args_with,
     layer_args,
     layer_part,
+    layer_windows,
     number,
+    proposed_tokens,
 )
-from mlx_speculation.models.checkpoints.gemma_layers import act_of, gemma_args
+from mlx_speculation.models.checkpoints.gemma_layers import gemma_args
 from mlx_speculation.models.checkpoints.joined_head import check_layers
 from mlx_speculation.models.checkpoints.layer_readings import (
     LayerIds,
@@ -32,12 +33,7 @@ from mlx_speculation.models.checkpoints.layer_readings import (
     read_layers,
     usual_of_eagle,
 )
-from mlx_speculation.models.checkpoints.rotation import (
-    FULL,
-    SLIDING,
-    Rotation,
-    rotations_of,
-)
+from mlx_speculation.models.checkpoints.rotation import FULL, Rotation, rotations_of
 from mlx_speculation.models.config_json import nested
 
 QueryNorms = Literal["each", "together"]
@@ -53,18 +49,6 @@ class Masks:
 
     token: int  # the token id of the mask
     depth: int | None = None  # the most drafts of a round; None: any number
-
-
-@dataclass(frozen=True, slots=True)
-class Latents:
-    """Sizes of latent attention (MLA); those from `plain` on are for each head."""
-
-    rank: int  # the rank of keys and values
-    query_rank: int | None  # None: queries are made without latents
-    plain: int  # dimensions of a query or key that are not rotated
-    rotated: int  # dimensions of a query or key that are rotated
-    values: int  # dimensions of a value
-    pairs: bool  # whether rotation pairs neighbouring dimensions, not halves
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,17 +71,14 @@ class EagleSettings:
     query_norms: QueryNorms | None = None
     # mlx-lm's arguments of Gemma 4's layer; None: it is Llama's or Qwen 3's
     gemma: gemma4_text.ModelArgs | None = None
-    latents: Latents | None = None  # None: no latent attention
+    # The sizes of latent attention (MLA), as in mlx-lm's Youtu-LLM; None: it has none
+    latents: dict[str, Any] | None = None
     mask: Masks | None = None  # for a P-EAGLE head
 
     def args_of(self, index: int) -> llama.ModelArgs:
         """Return the arguments of a layer."""
-        return args_with(self.layer, self.rotations[index])
-
-    @property
-    def later(self) -> range:
-        """The decoder layers after the first, which read one state."""
-        return range(1, len(self.windows))
+        turn = self.rotations[index]
+        return replace(self.layer, rope_theta=turn.theta, rope_scaling=turn.scaling)
 
 
 def is_peagle(config: Config) -> bool:
@@ -129,11 +110,18 @@ def read_settings(config: Config) -> EagleSettings:
         ModelFolderError: a value is missing or not supported.
     """
     fields = layer_part(config)
-    gemma = _gemma(config, fields)
-    windows = _windows(fields, number(fields, "num_hidden_layers", NAME, 1))
+    count = number(fields, "num_hidden_layers", NAME, 1)
+    gemma = gemma_args(config, NAME)
+    if gemma is not None and count > 1:
+        raise ModelFolderError(
+            f"config.json of the {NAME} says num_hidden_layers {count}, and only 1 is "
+            "supported for Gemma 4. Choose another drafter."
+        )
+    kinds = fields.get("layer_types") or [FULL] * count
+    windows = layer_windows(kinds, count, fields, "sliding_window", NAME)
     rotations = rotations_of(config, NAME, windows)
     layer = layer_args(
-        fields, NAME, llama.ModelArgs, rotations=rotations, act=act_of(gemma)
+        fields, NAME, llama.ModelArgs, rotations=rotations, gemma=gemma is not None
     )
     speculators = config.get("speculators_model_type") == "eagle3"
     vocab = config.get("draft_vocab_size")
@@ -155,46 +143,17 @@ def read_settings(config: Config) -> EagleSettings:
     )
 
 
-def _gemma(config: Config, fields: Config) -> gemma4_text.ModelArgs | None:
-    """Return the arguments of Gemma 4's layers; None: it has other layers."""
-    names = f"{config.get('architectures')} {fields.get('model_type')}".lower()
-    if "gemma4" not in names:
-        return None
-    count = number(fields, "num_hidden_layers", NAME, 1)
-    if count != 1:
-        raise ModelFolderError(
-            f"config.json of the {NAME} says num_hidden_layers {count}, and only 1 is "
-            "supported for Gemma 4. Choose another drafter."
-        )
-    return gemma_args(config, 1, NAME)
-
-
-def _latents(fields: Config) -> Latents | None:
+def _latents(fields: Config) -> dict[str, Any] | None:
     if fields.get("kv_lora_rank") is None:
         return None
-    query = fields.get("q_lora_rank")
-    return Latents(
-        rank=number(fields, "kv_lora_rank", NAME),
-        query_rank=None if query is None else number(fields, "q_lora_rank", NAME),
-        plain=number(fields, "qk_nope_head_dim", NAME),
-        rotated=number(fields, "qk_rope_head_dim", NAME),
-        values=number(fields, "v_head_dim", NAME),
-        pairs=fields.get("rope_interleave") is not False,  # as in DeepSeek's own layers
-    )
-
-
-def _windows(fields: Config, count: int) -> tuple[int | None, ...]:
-    kinds = fields.get("layer_types") or [FULL] * count
-    known = isinstance(kinds, list) and set(kinds) <= {FULL, SLIDING}
-    if not known or len(kinds) != count:
-        raise ModelFolderError(
-            f"config.json of the {NAME} says layer_types {kinds!r}, and a list of "
-            f"{count} entries is needed, each {FULL} or {SLIDING}."
-        )
-    if SLIDING not in kinds:
-        return (None,) * count
-    window = number(fields, "sliding_window", NAME)
-    return tuple(window if kind == SLIDING else None for kind in kinds)
+    sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    ranked = fields.get("q_lora_rank") is not None
+    return {
+        **{key: number(fields, key, NAME) for key in sizes},
+        "q_lora_rank": number(fields, "q_lora_rank", NAME) if ranked else None,
+        # As in DeepSeek's own layers
+        "rope_traditional": fields.get("rope_interleave") is not False,
+    }
 
 
 def _masks(config: Config) -> Masks | None:
@@ -204,9 +163,7 @@ def _masks(config: Config) -> Masks | None:
     result = next((token for token in named if token is not None), None)
     if not isinstance(result, int) or isinstance(result, bool) or result < 0:
         return None
-    methods = nested(config, "speculators_config", "proposal_methods")
-    first = methods[0] if isinstance(methods, list) and methods else None
-    depth = nested({"first": first}, "first", "speculative_tokens")
+    depth = proposed_tokens(config)
     return Masks(result, depth if isinstance(depth, int) and depth > 0 else None)
 
 
@@ -231,7 +188,7 @@ def layer_readings(
         ModelFolderError: the target has no such layers.
         InvalidRequestError: `counts` is no way of counting.
     """
-    if reads_last(config):
+    if nested(config, "eagle_config", "use_aux_hidden_state") is False:
         check_counts(counts)
         check_layers([trunk - 1], NAME, trunk=trunk, features=features)
         last: dict[LayerIds, tuple[tuple[int, ...], str]] = {
@@ -251,11 +208,6 @@ def layer_readings(
         arranged=lambda layers: tuple(sorted(set(layers))),
         advice=", or say what its list counts: layer_ids='layers' or 'tuple'",
     )
-
-
-def reads_last(config: Config) -> bool:
-    """Return whether a head reads only the target's last state."""
-    return nested(config, "eagle_config", "use_aux_hidden_state") is False
 
 
 def _flag(config: Config, key: str, default: bool) -> bool:

@@ -48,7 +48,8 @@ class EagleHead(JoinedHead):
         norms: frozenset[str] = frozenset(),
     ) -> None:
         width, eps = settings.target_dim, settings.layer.rms_norm_eps
-        super().__init__(settings.layer.hidden_size, eps, features * width, ends)
+        dim = settings.layer.hidden_size
+        super().__init__(dim, eps, features * width, ends, settings.gemma)
         if "each" in norms:
             self.fc_norm = [nn.RMSNorm(width, eps=eps) for _ in range(features)]
         if "joined" in norms:
@@ -60,7 +61,8 @@ class EagleHead(JoinedHead):
             if settings.gemma is None
             else GemmaEagleLayer(settings, settings.gemma)
         )
-        self.later = [LaterLayer(settings, i) for i in settings.later]
+        layers = range(1, len(settings.windows))
+        self.later = [LaterLayer(settings, i) for i in layers]
         self._settings = settings
 
     def new_caches(self) -> list[list[Any]]:
@@ -100,20 +102,10 @@ class EagleHead(JoinedHead):
             x = layer.run(x, cache)
         return x
 
-    def embedded(self, tokens: mx.array, target: Any, **options: bool) -> mx.array:
-        """Return embeddings [batch, positions, dim]; Gemma's own are scaled."""
-        result = super().embedded(tokens, target, **options)
-        if self._settings.gemma is None or "embed_tokens" not in self:
-            return result
-        return result * mx.array(result.shape[-1] ** 0.5, result.dtype)
-
     def logits(self, normed: mx.array, target: Ends) -> mx.array:
-        """Return the logits of states after the norm; Gemma's own have a cap."""
-        result, settings = super().logits(normed, target), self._settings
-        if settings.gemma is not None and "lm_head" in self:
-            cap = settings.gemma.final_logit_softcapping
-            result = mx.tanh(result / cap) * cap if cap else result
-        return result if settings.logit_scale == 1 else result * settings.logit_scale
+        """Return the logits of states after the norm, by the target if need be."""
+        result, scale = super().logits(normed, target), self._settings.logit_scale
+        return result if scale == 1 else result * scale
 
     def ends(self, x: mx.array) -> tuple[mx.array, mx.array]:
         """Return the recycled and the normed states for x [batch, positions, dim]."""

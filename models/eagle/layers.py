@@ -4,8 +4,9 @@
     x = x + mlp(norm(x))
 
 Later layers are plain. Layers of Qwen 3 have norms of the queries and keys of each
-head, and some layers have one norm over all heads together. Layers of Gemma 4 also have
-norms after attention and after the MLP, and a scale.
+head, and some layers, as OLMo 2, have one norm over all heads together. Latent
+attention (DeepSeek's MLA) is Youtu-LLM's, whose cache holds whole keys and values.
+Layers of Gemma 4 also have norms after attention and after the MLP, and a scale.
 """
 
 from dataclasses import replace
@@ -13,68 +14,34 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import gemma4_text, llama
-from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
+from mlx_lm.models import gemma4_text, llama, olmo2, qwen3, youtu_llm
+from mlx_lm.models.base import create_attention_mask
+from mlx_lm.models.rope_utils import apply_yarn_mscale
 
-from mlx_speculation.models.eagle.config import EagleSettings, QueryNorms
-from mlx_speculation.models.eagle.latent import LatentAttention
+from mlx_speculation.models.eagle.config import EagleSettings
 
-
-class NormedAttention(llama.Attention):
-    """Llama's attention with norms of queries and keys before the rotation.
-
-    Args:
-        args: the arguments of the layer.
-        norms: "each": a norm of each head; "together": one norm over all heads.
-    """
-
-    def __init__(self, args: llama.ModelArgs, norms: QueryNorms) -> None:
-        super().__init__(args)
-        size: Any = self.head_dim
-        self._together = norms == "together"
-        queries, keys = (self.n_heads, self._kv_heads) if self._together else (1, 1)
-        self.q_norm = nn.RMSNorm(queries * size, eps=args.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(keys * size, eps=args.rms_norm_eps)
-
-    @property
-    def _kv_heads(self) -> int:
-        result: Any = self.n_kv_heads
-        return int(result)
-
-    def __call__(
-        self, x: mx.array, mask: mx.array | None = None, cache: Any = None
-    ) -> mx.array:
-        """Attend from positions that follow the cache's, [batch, positions, dim]."""
-        queries = self._by_head(self.q_proj(x), self.n_heads, self.q_norm)
-        keys = self._by_head(self.k_proj(x), self._kv_heads, self.k_norm)
-        values = self._by_head(self.v_proj(x), self._kv_heads, None)
-        queries = self.rope(queries, offset=cache.offset)
-        keys = self.rope(keys, offset=cache.offset)
-        keys, values = cache.update_and_fetch(keys, values)
-        result = scaled_dot_product_attention(
-            queries, keys, values, cache=cache, scale=self.scale, mask=mask
-        )
-        out: mx.array = self.o_proj(result.swapaxes(1, 2).flatten(2))
-        return out
-
-    def _by_head(self, x: mx.array, heads: int, norm: Any) -> mx.array:
-        if norm is not None and self._together:
-            x = norm(x)
-        x = x.reshape(*x.shape[:2], heads, -1)
-        if norm is not None and not self._together:
-            x = norm(x)
-        return x.swapaxes(1, 2)
+# Llama's attention, with norms of queries and keys before the rotation.
+_ATTENTION = {
+    None: llama.Attention,
+    "each": qwen3.Attention,
+    "together": olmo2.Attention,
+}
 
 
 def _attention(settings: EagleSettings, index: int, width: int) -> Any:
     """Return the attention of a layer that reads states of some width."""
-    args, norms = settings.args_of(index), settings.query_norms
-    if settings.latents is not None:
-        return LatentAttention(args, settings.latents, width)
+    args, latents = settings.args_of(index), settings.latents
     wide = replace(args, hidden_size=width)
-    made = llama.Attention(wide) if norms is None else NormedAttention(wide, norms)
+    size: Any = args.head_dim
+    if latents is None:
+        made: Any = _ATTENTION[settings.query_norms](wide)
+    else:
+        fields = {**vars(wide), **latents}
+        made = youtu_llm.YoutuLLMAttention(youtu_llm.ModelArgs.from_dict(fields))
+        made.scale = apply_yarn_mscale(made.scale, args.rope_scaling)
+        size = latents["v_head_dim"]
     if width != args.hidden_size:
-        inner = args.num_attention_heads * made.head_dim
+        inner = args.num_attention_heads * size
         made.o_proj = nn.Linear(inner, args.hidden_size, bias=False)
     return made
 
@@ -112,8 +79,7 @@ class LaterLayer(llama.TransformerBlock):
     def run(self, x: mx.array, cache: Any) -> mx.array:
         """Run positions that follow the cache's, [batch, positions, dim]."""
         mask = create_attention_mask(x, cache, window_size=self._window)
-        x = x + self.self_attn(self.input_layernorm(x), mask, cache)
-        out: mx.array = x + self.mlp(self.post_attention_layernorm(x))
+        out: mx.array = self(x, mask, cache)
         return out
 
 

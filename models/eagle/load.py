@@ -5,26 +5,28 @@ output layer of its own, norms before `fc` and biases, and whether it is packed.
 rest is read from config.json.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, Literal, NoReturn, cast
 
 import mlx.nn as nn
 
 from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models.checkpoints.draft_checkpoint import (
-    Config,
     Weights,
     load_into,
     read_tensors,
+    renamed,
 )
 from mlx_speculation.models.checkpoints.joined_head import (
+    Loaded,
     OwnEnds,
     features_of,
     take_own_ends,
 )
 from mlx_speculation.models.checkpoints.layer_readings import LayerIds
-from mlx_speculation.models.checkpoints.tensor_kind import check_kind
+from mlx_speculation.models.checkpoints.tensor_kind import NAMES, check_kind
 from mlx_speculation.models.config_json import read_config
 from mlx_speculation.models.eagle.config import (
     NAME,
@@ -35,7 +37,9 @@ from mlx_speculation.models.eagle.config import (
 )
 from mlx_speculation.models.eagle.head import EagleHead
 from mlx_speculation.models.eagle.parallel import PEagleHead
+from mlx_speculation.models.eagle.probe import probe_layers
 from mlx_speculation.models.introspect.find_parts import find_parts
+from mlx_speculation.models.introspect.parts import Parts
 from mlx_speculation.models.token_ids import logit_width
 
 # Prefixes of names in some files, and ours.
@@ -46,94 +50,71 @@ _OTHER_NAMES = {
     "aux_norm_high.": "fc_norm.2.",
 }
 
-# Another name in some files for the first norm of a later layer.
-_LATER_NAMES = {"hidden_norm.weight": "input_layernorm.weight"}
-PARALLEL_NAME = "P-EAGLE head"
-
-
-class LoadedEagle(NamedTuple):
-    """A head, and the layers of the target whose outputs it reads."""
-
-    head: EagleHead
-    layers: tuple[int, ...]
-
-
-class LoadedPEagle(NamedTuple):
-    """A P-EAGLE head, and the layers of the target whose outputs it reads."""
-
-    head: PEagleHead
-    layers: tuple[int, ...]
-
 
 def load_eagle_head(
-    folder: str | Path, model: nn.Module, *, layer_ids: LayerIds | None = None
-) -> LoadedEagle:
-    """Load the EAGLE-3 head in a folder of its own.
+    folder: str | Path,
+    model: nn.Module,
+    *,
+    kind: Literal["eagle", "peagle"] = "eagle",
+    layer_ids: LayerIds | None = None,
+    starts: Sequence[Sequence[int]] | None = None,
+) -> Loaded:
+    """Load the EAGLE-3 or P-EAGLE head in a folder of its own.
 
     Args:
         folder: the head's folder, with config.json and safetensors.
         model: its target.
+        kind: the kind of head.
         layer_ids: how the list of layers in config.json counts, see
             `checkpoints.layer_readings`; None: as is usual at the list's place.
+        starts: token ids of a few texts for a probe of the layers, if `layer_ids` is
+            None; None: no probe, the usual layers are read.
 
     Returns:
         The head; on a Linux CPU in float32, dequantized where it was quantized.
 
     Raises:
         ModelFolderError: the head is of another kind or target, or not complete.
+        ConventionError: the head scores no better than chance on any layers.
     """
-    config, weights = _read(Path(folder).expanduser(), "eagle")
-    plan = _planned(config, weights, model, layer_ids)
-    head = EagleHead(plan.settings, plan.features, plan.ends, plan.norms)
-    load_into(head, weights, NAME, _file_name)
-    return LoadedEagle(head, plan.layers)
-
-
-def load_peagle_head(
-    folder: str | Path, model: nn.Module, *, layer_ids: LayerIds | None = None
-) -> LoadedPEagle:
-    """Load the P-EAGLE head in a folder of its own; see `load_eagle_head`.
-
-    Raises:
-        ModelFolderError: the head is of another kind or target, or not complete.
-    """
-    config, weights = _read(Path(folder).expanduser(), "peagle")
-    plan = _planned(config, weights, model, layer_ids)
-    _check_mask(plan, weights, model)
-    head = PEagleHead(plan.settings, plan.features, plan.ends, plan.norms)
-    load_into(head, weights, PARALLEL_NAME, _file_name)
-    return LoadedPEagle(head, plan.layers)
-
-
-class _Plan(NamedTuple):
-    """Parts of a head."""
-
-    settings: EagleSettings
-    features: int  # how many layers of the target it reads
-    layers: tuple[int, ...]  # these layers
-    ends: OwnEnds
-    norms: frozenset[str]
-
-
-def _read(folder: Path, kind: str) -> tuple[Config, Weights]:
-    config = read_config(folder)
-    weights = read_tensors(folder, NAME)
+    folder = Path(folder).expanduser()
+    config, weights = read_config(folder), read_tensors(folder, NAME)
     check_kind(weights, kind)
-    return config, _renamed(weights)
-
-
-def _planned(
-    config: Config, weights: Weights, model: nn.Module, layer_ids: LayerIds | None
-) -> _Plan:
-    """Return the parts of the head; d2t and t2d are removed from the weights."""
+    weights = _renamed(weights)
     settings = _by_tensors(read_settings(config), weights)
     parts = find_parts(model)
     parts.require("layers")
+    ends, norms = _checked_ends(settings, weights, parts, logit_width(model))
+    features = features_of(weights, config, NAME, parts.dim)
+    if not settings.projected:
+        features = (1,)
+    readings = layer_readings(config, len(parts.layers), features, layer_ids)
+    layers, score = readings.usual, None
+    make = EagleHead
+    if kind == "peagle":
+        make = PEagleHead
+        rows = ends.embedding or logit_width(model)
+        _check_mask(settings, weights, len(layers) * settings.target_dim, rows)
+    head = make(settings, len(layers), ends, norms)
+    load_into(head, weights, NAMES[kind], _file_name)
+    if layer_ids is None and starts is not None:
+        scores = probe_layers(head, model, readings, starts)
+        layers, score = next(iter(scores.items()))
+    return Loaded(head, layers, readings.notice(layers, score))
+
+
+def _checked_ends(
+    settings: EagleSettings, weights: Weights, parts: Parts, vocab: int
+) -> tuple[OwnEnds, frozenset[str]]:
+    """Return the head's own ends and the norms before `fc`, if they fit the target.
+
+    The weights lose d2t and t2d, and get the output layer of a tied embedding.
+    """
     if settings.target_dim != parts.dim:
         _refuse(
             "target_hidden_size", settings.target_dim, f"this target has {parts.dim}"
         )
-    vocab, dim = logit_width(model), settings.layer.hidden_size
+    dim = settings.layer.hidden_size
     embedding = weights.get("embed_tokens.weight")
     if settings.tied and embedding is not None and "lm_head.weight" not in weights:
         weights |= {
@@ -145,17 +126,14 @@ def _planned(
     columns = ends.output or vocab
     if settings.draft_vocab not in (None, columns):
         _refuse("draft_vocab_size", settings.draft_vocab, f"it has {columns} columns")
-    norms = _norms(weights)
+    kinds = {"fc_norm": "each", "input_norm": "joined"}
+    present = {name.split(".")[0] for name in weights}
+    norms = frozenset(kind for name, kind in kinds.items() if name in present)
     if settings.norm_before_fc and not norms:
         _refuse("norm_before_fc", True, "there is neither input_norm nor fc_norm")
-    features = features_of(weights, config, NAME, parts.dim)
-    if not settings.projected:
-        features = (1,)
-        if dim != parts.dim:
-            _refuse("hidden_size", dim, f"there is no fc from the target's {parts.dim}")
-    trunk = len(parts.layers)
-    layers = layer_readings(config, trunk, features, layer_ids).usual
-    return _Plan(settings, len(layers), layers, ends, norms)
+    if not settings.projected and dim != parts.dim:
+        _refuse("hidden_size", dim, f"there is no fc from the target's {parts.dim}")
+    return ends, norms
 
 
 def _by_tensors(settings: EagleSettings, weights: Weights) -> EagleSettings:
@@ -172,18 +150,18 @@ def _by_tensors(settings: EagleSettings, weights: Weights) -> EagleSettings:
     )
 
 
-def _check_mask(plan: _Plan, weights: Weights, model: nn.Module) -> None:
+def _check_mask(
+    settings: EagleSettings, weights: Weights, width: int, rows: int
+) -> None:
     """Refuse a mask that does not fit, and make `mask_hidden` one vector."""
-    mask, state = plan.settings.mask, weights.get("mask_hidden")
-    width = plan.features * plan.settings.target_dim
+    mask, state = settings.mask, weights.get("mask_hidden")
     if mask is None:
         _refuse("no mask_token_id or ptd_token_id", "", "masks need a token")
-    rows = plan.ends.embedding or logit_width(model)
     if mask.token >= rows:
         _refuse("mask_token_id", mask.token, f"there are {rows} embeddings")
     if state is None or state.size != width:
         raise ModelFolderError(
-            f"mask_hidden of the {PARALLEL_NAME} has "
+            f"mask_hidden of the {NAMES['peagle']} has "
             f"{0 if state is None else state.size} numbers, and fc takes {width}. Take "
             "a whole checkpoint."
         )
@@ -192,13 +170,11 @@ def _check_mask(plan: _Plan, weights: Weights, model: nn.Module) -> None:
 
 def _renamed(weights: Weights) -> Weights:
     result: Weights = {}
-    for name, value in weights.items():
-        for theirs, ours in _OTHER_NAMES.items():
-            if name.startswith(theirs):
-                name = ours + name.removeprefix(theirs)
+    for name, value in renamed(weights, _OTHER_NAMES).items():
         layer, _, rest = name.removeprefix("layers.").partition(".")
         if name.startswith("layers.") and layer.isdigit():
-            rest = _LATER_NAMES.get(rest, rest)
+            if rest == "hidden_norm.weight":  # in some files
+                rest = "input_layernorm.weight"
             name = f"later.{int(layer) - 1}.{rest}"
         result[name] = value
     return result
@@ -210,12 +186,6 @@ def _file_name(name: str) -> str:
         return name
     _, layer, rest = name.split(".", 2)
     return f"layers.{int(layer) + 1}.{rest}"
-
-
-def _norms(weights: Weights) -> frozenset[str]:
-    kinds = {"fc_norm": "each", "input_norm": "joined"}
-    result = {name.split(".")[0] for name in weights}
-    return frozenset(kind for name, kind in kinds.items() if name in result)
 
 
 def _refuse(key: str, value: Any, instead: str) -> NoReturn:

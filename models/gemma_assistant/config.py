@@ -1,7 +1,6 @@
 """Configuration of Gemma 4 assistants, from config.json."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from mlx_lm.models import gemma4_text
 
@@ -9,10 +8,10 @@ from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models.checkpoints.draft_checkpoint import (
     Config,
     layer_part,
+    layer_windows,
     number,
 )
 from mlx_speculation.models.checkpoints.gemma_layers import with_rotations
-from mlx_speculation.models.checkpoints.rotation import FULL, SLIDING
 
 NAME = "Gemma 4 assistant"
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
@@ -74,13 +73,7 @@ def _layers(config: Config) -> gemma4_text.ModelArgs:
     wanted = ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim")
     for key in (*wanted, "vocab_size", "sliding_window"):
         number(text, key, NAME)
-    types: Any = text.get("layer_types")
-    named = isinstance(types, list) and all(each in (SLIDING, FULL) for each in types)
-    if not named or len(types) != count:
-        raise ModelFolderError(
-            f"config.json of the {NAME} says layer_types {types!r}, and one of "
-            f"{SLIDING!r} and {FULL!r} for each of {count} layers is needed."
-        )
+    layer_windows(text.get("layer_types"), count, text, "sliding_window", NAME)
     for key in ("hidden_size_per_layer_input", "enable_moe_block", "attention_bias"):
         if text.get(key):
             raise ModelFolderError(

@@ -121,10 +121,6 @@ class Assistant(nn.Module):
         return (rows @ hidden[..., None])[..., 0], ids
 
 
-# The output layer is the embedding; some files hold it again under this name.
-_COPIES = ("lm_head.weight",)
-
-
 def load_assistant(folder: str | Path) -> Assistant:
     """Load the assistant in a folder of its own.
 
@@ -137,7 +133,6 @@ def load_assistant(folder: str | Path) -> Assistant:
     folder = Path(folder).expanduser()
     assistant = Assistant(read_assistant_settings(read_config(folder)))
     weights = read_tensors(folder, NAME)
-    for copy in _COPIES:
-        weights.pop(copy, None)
+    weights.pop("lm_head.weight", None)  # some files hold the embedding twice
     load_into(assistant, weights, NAME)
     return assistant

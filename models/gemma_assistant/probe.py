@@ -52,58 +52,37 @@ def probe_anchor(
     Raises:
         ConventionError: the chosen anchor is not above chance.
     """
-    taps = HiddenStates(model, before_norm=True, after_norm=True)
+    taps = HiddenStates(model, after_norm=True)
     try:
-        trial = AssistantProbe(assistant, model, taps, OwnText.of(model, taps, starts))
-        others = [anchor for anchor in get_args(Anchor) if anchor != USUAL]
+        text, shared = OwnText.of(model, taps, starts), SharedKv(model, assistant)
+        embedded, states = taps.embed(text.tokens, scaled=True), text.states.after_norm
+        caches: Any = make_prompt_cache(model)
+        model(text.tokens[:, :-1], cache=caches)
+        first, vocab = max(text.written, 2), text.target_log_probs.shape[-1]
+
+        def score(anchor: Anchor) -> Score:
+            """Score the first drafts of rounds, one at each token of the text."""
+            drafted = []
+            for known in range(first - 1, text.positions - 1):
+                read, _ = shared.read(caches, text.positions - 1 - known)
+                hidden = assistant.run(
+                    embedded[:, known : known + 1],
+                    states[:, known - 1 : known],
+                    read,
+                    position_of(anchor, known),
+                )
+                rows = [_whole(*assistant.logits(row), vocab) for row in hidden]
+                drafted.append(mx.stack(rows))
+                mx.async_eval(drafted[-1])
+            return text.score(mx.concatenate(drafted, axis=1), first)
+
         advice = (
             "name the anchor: AssistantDraft.from_folder(folder, model, "
             f"anchor={USUAL!r})"
         )
-        return ranked(trial.score, USUAL, others, advice)
+        return ranked(score, USUAL, get_args(Anchor), advice)
     finally:
         taps.remove()
-
-
-class AssistantProbe:
-    """An assistant on a text that its target wrote."""
-
-    def __init__(
-        self,
-        assistant: Assistant,
-        model: nn.Module,
-        taps: HiddenStates,
-        text: OwnText,
-    ) -> None:
-        self._assistant, self._text = assistant, text
-        self._shared = SharedKv(model, assistant)
-        self._embedded = taps.embed(text.tokens, scaled=True)
-        self._caches: Any = make_prompt_cache(model)
-        model(text.tokens[:, :-1], cache=self._caches)
-
-    def score(self, anchor: Anchor) -> Score:
-        """Score the first drafts of rounds, with a round at each token of the text."""
-        first = max(self._text.written, 2)
-        places = range(first, self._text.positions)
-        drafted = [self._rows_at(place, anchor) for place in places]
-        return self._text.score(mx.concatenate(drafted, axis=1), first)
-
-    def _rows_at(self, place: int, anchor: Anchor) -> mx.array:
-        """Return logits [rows, 1, vocab] for a place, from the text before it."""
-        known = place - 1  # positions before the newest token's
-        left_out = self._text.positions - 1 - known
-        read, _ = self._shared.read(self._caches, left_out)
-        hidden = self._assistant.run(
-            self._embedded[:, known : known + 1],
-            self._text.after_norm[:, known - 1 : known],
-            read,
-            position_of(anchor, known),
-        )
-        vocab = self._text.target_log_probs.shape[-1]
-        rows = [_whole(*self._assistant.logits(row), vocab) for row in hidden]
-        drafted = mx.stack(rows)
-        mx.async_eval(drafted)
-        return drafted
 
 
 def _whole(logits: mx.array, ids: mx.array | None, vocab: int) -> mx.array:

@@ -134,13 +134,11 @@ def test_what_else_is_in_the_folder_goes_along(tmp_path: Path) -> None:
     made = write(tmp_path / "model", "mimo")
     (made.folder / "more").mkdir()
     (made.folder / "more" / "notes.txt").write_text("notes", encoding="utf-8")
-    (made.folder / "mtp_convention.json").write_text("{}", encoding="utf-8")
     done = split_head(made.folder, tmp_path / "out")
     assert (done.folder / "more" / "notes.txt").read_text(encoding="utf-8") == "notes"
     for name in ("config.json", "tokenizer.json"):
         same = (done.folder / name).read_bytes() == (made.folder / name).read_bytes()
         assert same
-    assert not (done.folder / "mtp_convention.json").exists()
 
 
 def test_what_cannot_be_split_is_refused_and_leaves_nothing(tmp_path: Path) -> None:

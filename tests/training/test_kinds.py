@@ -62,7 +62,7 @@ def test_an_eagle_head_is_loaded_as_it_was_written(
     ids = np.arange(2, 256, 2)
     made = EagleTrainee(target(), config, ids, None, seed=1)
     made.save(tmp_path, bits)
-    head, layers = load_eagle_head(tmp_path, target())
+    head, layers, _ = load_eagle_head(tmp_path, target())
     assert layers == made.layers == usual_layers(8)
     assert head.ids is not None
     assert head.ids.tolist() == ids.tolist()

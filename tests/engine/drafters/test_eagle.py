@@ -135,7 +135,7 @@ def test_the_reading_that_a_probe_puts_first_is_taken(
     def others_first(head: Any, model: Any, readings: Any, starts: Any) -> Any:
         return dict.fromkeys(reversed(readings.layers))
 
-    home = "mlx_speculation.engine.drafters.eagle.probe_layers"
+    home = "mlx_speculation.models.eagle.load.probe_layers"
     monkeypatch.setattr(home, others_first)
     folder, target = write_eagle(tmp_path, "specforge", (1, 2, 3)), target_of("llama")
     usual = EagleDraft.from_folder(folder, target)

@@ -70,7 +70,6 @@ def test_a_trained_head_is_found_probed_and_drafts(draft: str, hybrid: Path) -> 
     head: Any = members_of(made._setup.draft)[0]
     assert (draft == "auto") == (members_of(made._setup.draft)[-1].kind == "lookup")
     assert head.mtp.head.convention == MtpConvention(norms="stored")
-    assert (hybrid / "mtp_convention.json").is_file()
     prompt = made.tokenizer.encode("def add(first, second):\n")
     result = made.generate(prompt, max_tokens=16)
     assert result.tokens == plain_text(made.model, prompt, 16)

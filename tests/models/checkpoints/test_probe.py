@@ -13,6 +13,7 @@ from mlx_speculation.models.checkpoints.probe import (
     log_probs,
 )
 from mlx_speculation.models.checkpoints.probe_text import OwnText
+from mlx_speculation.models.introspect.taps import States
 
 seeds = st.integers(0, 2**31)
 
@@ -144,13 +145,11 @@ def test_what_a_text_says_again_counts_once(
     rows, steps = 3, 9
     ids = drawn.integers(0, 2, size=(rows, prompt_tokens + steps))
     target, drafted = logits(seed, rows, steps, 2), logits(seed + 1, rows, steps, 2)
-    text = OwnText(
-        mx.array(ids), prompt_tokens, log_probs(target), mx.zeros(1), mx.zeros(1)
-    )
+    text = OwnText(mx.array(ids), prompt_tokens, log_probs(target), States(()))
     first = prompt_tokens + later
     score = text.score(drafted[:, later:], first)
     seen: list[tuple[int, ...]] = []
-    values = []
+    values, missed = [], []
     for row in range(rows):
         for at in range(first, prompt_tokens + steps):
             key = tuple(ids[row, max(0, at - 2) : at + 1].tolist())
@@ -159,4 +158,7 @@ def test_what_a_text_says_again_counts_once(
                 probs = np.exp(np.array(log_probs(target[row, at - prompt_tokens])))
                 guess = np.array(log_probs(drafted[row, at - prompt_tokens]))
                 values.append((probs * guess).sum())
+                missed.append(-50 * probs[0])  # only id 1 has a column
     assert np.allclose(score.values, values, atol=1e-5)
+    reached = text.score(drafted[:, later:, :1], first, mx.array([1]))
+    assert np.allclose(reached.values, missed, atol=1e-4)

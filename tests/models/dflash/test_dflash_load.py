@@ -155,7 +155,10 @@ def test_layers_that_do_not_fit_are_refused(
         ({"mask_token_id": None}, "mask_token_id None"),
         ({"block_size": 1}, "block_size 1"),
         ({"use_swa": True}, "use_swa True and layer_types"),
-        ({"layer_types": ["full_attention"]}, "2 of full_attention and sliding"),
+        (
+            {"layer_types": ["full_attention"]},
+            "a list of 2 entries is needed",
+        ),
     ],
 )
 def test_a_config_that_is_not_known_is_refused(

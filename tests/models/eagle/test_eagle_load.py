@@ -16,7 +16,6 @@ from mlx_speculation.models.eagle import (
     AFTER_NORM,
     is_eagle,
     load_eagle_head,
-    load_peagle_head,
 )
 from mlx_speculation.models.eagle.config import layer_readings
 from support.models.eagle_checkpoints import (
@@ -57,7 +56,7 @@ def test_every_dialect_is_known_and_read(dialect: str, tmp_path: Path) -> None:
     write_eagle(tmp_path, dialect)
     config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     assert is_eagle(config)
-    head, layers = load_eagle_head(tmp_path, build("qwen3_5", layers=8))
+    head, layers, _ = load_eagle_head(tmp_path, build("qwen3_5", layers=8))
     usual = {"authors": (1, 3, 4), "last state": (AFTER_NORM,)}
     assert layers == usual.get(dialect, (0, 1, 3))
     assert len(head.new_caches()[0]) == DIALECTS[dialect].layers
@@ -75,13 +74,14 @@ def test_every_dialect_is_known_and_read(dialect: str, tmp_path: Path) -> None:
 def test_every_parallel_dialect_is_known_and_read(dialect: str, tmp_path: Path) -> None:
     folder = write_eagle(tmp_path, dialect)
     assert draft_folder(folder) == (folder, PEagleDraft)
-    head, layers = load_peagle_head(folder, build("llama", layers=4))
+    model = build("llama", layers=4)
+    head, layers, _ = load_eagle_head(folder, model, kind="peagle")
     assert layers == (0, 1, 3)
     assert head.depth == (5 if dialect == "peagle" else None)
     assert len(head.new_caches()[0]) == PARALLEL[dialect].layers
     assert head.mask_hidden.shape == (192,)
     with pytest.raises(ModelFolderError, match=r"EAGLE-3 head, .* of a P-EAGLE head"):
-        load_eagle_head(folder, build("llama", layers=4))
+        load_eagle_head(folder, model)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_masks_that_do_not_fit_are_refused(
     changed(folder, **keys)
     change_tensors(folder, **tensors)
     with pytest.raises(ModelFolderError, match=message):
-        load_peagle_head(folder, build("llama", layers=4))
+        load_eagle_head(folder, build("llama", layers=4), kind="peagle")
 
 
 def test_later_layers_may_have_another_name_for_their_first_norm(
@@ -159,7 +159,7 @@ def test_layers_that_do_not_exist_are_refused() -> None:
 def test_a_quantized_head_is_read_by_its_shapes(tmp_path: Path) -> None:
     write_eagle(tmp_path, "specforge")
     model = build("llama", layers=4)
-    full, _ = load_eagle_head(tmp_path, model)
+    full = load_eagle_head(tmp_path, model).head
     name = "midlayer.mlp.down_proj"
     packed: Any = mx.quantize(full.midlayer.mlp.down_proj.weight, group_size=32, bits=8)
     words, scales, biases = packed
@@ -171,7 +171,7 @@ def test_a_quantized_head_is_read_by_its_shapes(tmp_path: Path) -> None:
             f"{name}.biases".replace(".", "__"): biases,
         },
     )
-    loaded, _ = load_eagle_head(tmp_path, model)
+    loaded = load_eagle_head(tmp_path, model).head
     weight = loaded.midlayer.mlp.down_proj.weight
     expected = mx.dequantize(words, scales, biases, group_size=32, bits=8)
     assert mx.array_equal(weight, expected)

@@ -93,7 +93,12 @@ def test_an_assistant_that_is_not_whole_is_refused(
         ("", "num_centroids", 15, "256 tokens in 15 groups"),
         ("", "centroid_intermediate_top_k", 17, "in 16 groups and looks in 17"),
         ("text_config", "layer_types", None, "layer_types None"),
-        ("text_config", "layer_types", [FULL, "linear"], "of 4 layers is needed"),
+        (
+            "text_config",
+            "layer_types",
+            [FULL, "linear"],
+            "a list of 4 entries",
+        ),
         ("text_config", "enable_moe_block", True, "enable_moe_block True"),
         ("text_config", "hidden_size_per_layer_input", 8, "per_layer_input 8"),
         ("text_config", "sliding_window", 0, "sliding_window 0"),

@@ -8,15 +8,11 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_speculation import DraftNotice, MtpDraft, SpeculativeGenerator
-from mlx_speculation.demo import demo_prompts
+from mlx_speculation import CostFileWarning, DraftNotice
 from mlx_speculation.errors import ConventionError, ModelFolderError
 from mlx_speculation.models import MtpConvention, load
-from mlx_speculation.models.checkpoints import probe_text
-from mlx_speculation.models.checkpoints.convention import NORM_NAMES
 from mlx_speculation.models.checkpoints.probe_text import STARTS
-from mlx_speculation.models.mtp import MtpHead, load_mtp_head, load_with_convention
-from mlx_speculation.models.mtp.convention_store import NAME
+from mlx_speculation.models.mtp import load_mtp_head, load_with_convention
 from support.models.demo_folders import copy_of
 from support.models.mtp_checkpoints import LAYOUTS, family, flat, save, write
 from support.models.trained_head import trained
@@ -33,8 +29,7 @@ class Untouched:
 
 @pytest.fixture(name="cache", autouse=True)
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.delenv("MLX_SPECULATION_CACHE", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path / "cache"))
     # A text of half as many rows is enough to tell conventions apart.
     monkeypatch.setattr(load_with_convention, "STARTS", STARTS[:2])
     return tmp_path / "cache"
@@ -48,7 +43,7 @@ def _hybrid(tmp_path: Path) -> Path:
 @pytest.mark.openblas
 @pytest.mark.usefixtures("short_probe")
 def test_a_probe_finds_the_convention_once_and_saves_it(
-    hybrid: Path, monkeypatch: pytest.MonkeyPatch
+    hybrid: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The probe finds it even if heads of the family usually have another one."""
     model = trained().model
@@ -57,10 +52,9 @@ def test_a_probe_finds_the_convention_once_and_saves_it(
         patch.setattr(load_with_convention, "decided", lambda usual, probed: wrong)
         head = load_mtp_head(hybrid, model)
     assert head.convention == RIGHT
-    saved = json.loads((hybrid / NAME).read_text(encoding="utf-8"))
+    (file,) = cache.glob("conventions/*.json")
+    saved = json.loads(file.read_text(encoding="utf-8"))
     assert saved["convention"]["order"] == "embedding_first"
-    assert len(saved["scores"]["first draft"]) >= 5
-    assert len(saved["scores"]["second draft"]) == 2
     again = load_mtp_head(hybrid, model, tokenizer=Untouched())
     named = load_mtp_head(hybrid, model, convention=RIGHT, tokenizer=Untouched())
     for other in (again, named):
@@ -70,71 +64,48 @@ def test_a_probe_finds_the_convention_once_and_saves_it(
         assert all(mx.array_equal(weights[name], expected[name]) for name in weights)
     # A saved convention is used unchecked as long as the files have its hashes.
     saved["convention"]["recycled"] = "before_norm"
-    (hybrid / NAME).write_text(json.dumps(saved), encoding="utf-8")
+    file.write_text(json.dumps(saved), encoding="utf-8")
     kept = load_mtp_head(hybrid, model, tokenizer=Untouched())
     assert kept.convention.recycled == "before_norm"
+    file.write_text("{", encoding="utf-8")
+    with (
+        pytest.warns(CostFileWarning, match="is probed again"),
+        pytest.raises(AssertionError, match="a probe ran"),
+    ):
+        load_mtp_head(hybrid, model, tokenizer=Untouched())
     change(hybrid / "model.safetensors", "mtp.layers.0.mlp.up_proj.biases")
     with pytest.raises(AssertionError, match="a probe ran"):
         load_mtp_head(hybrid, model, tokenizer=Untouched())
 
 
 def mix_norms(hybrid: Path) -> None:
-    """Claim that all norms are stored less one, and store q_norm and k_norm whole."""
-    config = json.loads((hybrid / "config.json").read_text(encoding="utf-8"))
-    config["mtp_norm_encoding"] = "delta"
-    (hybrid / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    """Store norm_e without its one beside the target, where no file says the form."""
     shard = hybrid / "model.safetensors"
     weights: Any = mx.load(str(shard))
-    for name, weight in weights.items():
-        whole = "q_norm" in name or "k_norm" in name
-        if name.startswith("mtp.") and "norm" in name and not whole:
-            weights[name] = (weight.astype(mx.float32) - 1).astype(mx.float32)
+    head = {name: value for name, value in weights.items() if name.startswith("mtp.")}
     mx.eval(weights)
-    save(shard, dict(weights), kind="mlx")
+    rest = {name: value for name, value in weights.items() if name not in head}
+    name = "mtp.pre_fc_norm_embedding.weight"
+    head[name] = head[name].astype(mx.float32) - 1
+    save(shard, rest, kind="mlx")
+    save(hybrid / "mtp.safetensors", head, kind="mlx")
 
 
 @pytest.mark.openblas
 def test_norms_in_two_forms_are_found_and_said(
     hybrid: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half a passage is enough here; test_convention_probe.py reads a whole one."""
-    monkeypatch.setattr(probe_text, "LONGEST_PASSAGE", 128)
+    monkeypatch.setattr(load_with_convention, "STARTS", STARTS)
     mix_norms(hybrid)
     made = trained()
-    with pytest.warns(DraftNotice, match=r"as w, applied as 1 \+ w, for norm_e, .*"):
+    with pytest.warns(DraftNotice, match=r"as w, applied as 1 \+ w, for norm_e alone"):
         head = load_mtp_head(hybrid, made.model)
-    names = tuple(name for name in NORM_NAMES if name not in ("q_norm", "k_norm"))
-    assert head.convention == replace(RIGHT, norms=names)
+    assert head.convention == replace(RIGHT, norms=("norm_e",))
     applied = flat(head)
     for name, weight in made.stored.items():
         assert mx.allclose(applied[name], weight, atol=1e-2), name
     again = load_mtp_head(hybrid, made.model, tokenizer=Untouched())
     assert again.convention == head.convention
-
-
-@pytest.mark.openblas
-@pytest.mark.slow
-def test_norms_in_two_forms_cost_no_acceptance(hybrid: Path) -> None:
-    right = accepted(load_mtp_head(hybrid, trained().model, convention=RIGHT))
-    mix_norms(hybrid)
-    said = MtpConvention(norms="plus_one")
-    worse = accepted(load_mtp_head(hybrid, trained().model, convention=said))
-    with pytest.warns(DraftNotice, match="seem to be stored"):
-        probed = accepted(load_mtp_head(hybrid, trained().model))
-    assert abs(probed - right) < 0.01
-    assert probed > worse + 0.03
-
-
-def accepted(head: MtpHead) -> float:
-    """Return the share of drafted tokens that the target accepts."""
-    made = trained()
-    draft = MtpDraft(made.model, head)
-    generator = SpeculativeGenerator(
-        made.model, made.tokenizer, draft=draft, draft_length=1
-    )
-    prompts = [prompt.text for prompt in demo_prompts()[9::18]]
-    stats = [generator.generate(text, max_tokens=50).stats for text in prompts]
-    return sum(s.accepted for s in stats) / sum(s.drafted for s in stats)
 
 
 def change(file: Path, name: str) -> None:
@@ -147,12 +118,14 @@ def change(file: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "mimo", "deepseek_v3"])
-def test_a_random_head_needs_a_convention(name: str, tmp_path: Path) -> None:
+def test_a_random_head_needs_a_convention(
+    name: str, tmp_path: Path, cache: Path
+) -> None:
     made = write(tmp_path / "model", name)
     model, tokenizer = load(made.folder)
     with pytest.raises(ConventionError, match=r"(?s)the shards guesses.*no convention"):
         load_mtp_head(made.folder, model, tokenizer=tokenizer)
-    assert not (made.folder / NAME).exists()
+    assert not cache.exists()
     convention = family(LAYOUTS[name]).convention
     head = load_mtp_head(
         made.folder, model, convention=convention, tokenizer=Untouched()
@@ -191,19 +164,3 @@ def test_a_mixed_convention_can_be_named(tmp_path: Path) -> None:
     ):
         weight = loaded[f"layers.0.{ours}.weight"]
         assert mx.array_equal(weight, stored[f"{theirs}.weight"] + one), ours
-
-
-@pytest.mark.openblas
-@pytest.mark.slow
-def test_a_sidecar_has_its_convention_beside_it(hybrid: Path) -> None:
-    shard = hybrid / "model.safetensors"
-    weights: Any = mx.load(str(shard))
-    ours = {name: value for name, value in weights.items() if name.startswith("mtp.")}
-    mx.eval(weights)
-    rest = {name: value for name, value in weights.items() if name not in ours}
-    save(shard, rest, kind="mlx")
-    (hybrid / "mtp").mkdir()
-    save(hybrid / "mtp" / "weights.safetensors", ours, kind="mlx")
-    assert load_mtp_head(hybrid, trained().model).convention == RIGHT
-    assert (hybrid / "mtp" / NAME).is_file()
-    assert not (hybrid / NAME).exists()

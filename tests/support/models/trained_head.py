@@ -16,7 +16,7 @@ import mlx.nn as nn
 
 from mlx_speculation import demo_models
 from mlx_speculation.models import HiddenStates, MtpConvention, load
-from mlx_speculation.models.checkpoints.probe_text import PASSAGE, STARTS, OwnText
+from mlx_speculation.models.checkpoints.probe_text import STARTS, OwnText
 from mlx_speculation.models.mtp import MtpHead
 from mlx_speculation.models.mtp.convention_probe import HeadProbe
 from mlx_speculation.models.mtp.load import build_mtp_head, find_mtp_head
@@ -39,7 +39,6 @@ class Trained:
         stored: weights of its norms, none of them stored minus one.
         taps: the taps on the target.
         text: texts that the target has generated.
-        passage: a text that the target has read.
         convention: the convention that the head was trained with.
     """
 
@@ -49,16 +48,12 @@ class Trained:
     stored: Mapping[str, mx.array]
     taps: HiddenStates
     text: OwnText
-    passage: OwnText
     convention: MtpConvention
 
-    def trial(
-        self, stored: Mapping[str, mx.array] | None = None, *, passage: bool = False
-    ) -> HeadProbe:
+    def trial(self, stored: Mapping[str, mx.array] | None = None) -> HeadProbe:
         """Return a probe of the head, with its norms or with others."""
         norms = self.stored if stored is None else stored
-        text = self.passage if passage else self.text
-        return HeadProbe(self.head, dict(norms), self.taps, text)
+        return HeadProbe(self.head, dict(norms), self.taps, self.text)
 
 
 @cache
@@ -81,10 +76,8 @@ def trained(truth: Truth = "as trained") -> Trained:
     if truth == "before_norm":
         convention = MtpConvention("before_norm", "before_norm", norms="stored")
     taps = HiddenStates(model, before_norm=True, after_norm=True)
-    starts = [tokenizer.encode(start) for start in STARTS[:2]]
-    text = OwnText.of(model, taps, starts, steps=8)  # fewer than usual, to be quick
-    passage = OwnText.read(model, taps, tokenizer.encode(PASSAGE))
-    return Trained(model, tokenizer, head, stored, taps, text, passage, convention)
+    text = OwnText.of(model, taps, [tokenizer.encode(start) for start in STARTS])
+    return Trained(model, tokenizer, head, stored, taps, text, convention)
 
 
 def _spread(model: nn.Module, factor: mx.array) -> mx.array:

@@ -133,7 +133,6 @@ def _as_in_tests() -> Iterator[None]:
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("error")
         patch.setattr(probe_text.OwnText, "of", of)
-        patch.setattr(probe_text, "LONGEST_PASSAGE", 64)
         patch.setattr(calibration, "PASSES", 1)
         yield
 
