@@ -8,7 +8,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_speculation import DraftNotice, SpeculativeGenerator, demo_models
 from mlx_speculation.errors import ModelFolderError
 from mlx_speculation.models.checkpoints.joined_head import features_of
 from mlx_speculation.models.checkpoints.layer_readings import Layers, stated_list
@@ -173,17 +172,3 @@ def test_a_packed_head_without_a_list_is_read_by_its_width(tmp_path: Path) -> No
             text = json.dumps(config | said)
             (folder / "config.json").write_text(text, encoding="utf-8")
         assert load_eagle_head(folder, model).layers == usual
-
-
-@pytest.mark.slow
-def test_the_trained_head_is_read_right_without_a_list(tmp_path: Path) -> None:
-    """The head was trained on other layers than usual, and guesses best with them."""
-    home = demo_models()["eagle"]
-    config = json.loads((home / "config.json").read_text(encoding="utf-8"))
-    del config["eagle_config"][IDS]
-    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    (tmp_path / "model.safetensors").symlink_to(home / "model.safetensors")
-    dense = demo_models()["dense"]
-    with pytest.warns(DraftNotice, match=r"It reads \[1, 3, 5\], found by a probe"):
-        made = SpeculativeGenerator.from_pretrained(dense, draft=tmp_path)
-    assert len(made.notices) == 1

@@ -9,8 +9,8 @@ import pytest
 from mlx_speculation.models.mtp import MtpCache
 from support.covering import covering
 from support.drafters.mtp_bench import Bench, assert_close, make_bench, states
+from support.references.blocks.primitives import Array
 from support.references.mtp.families import FAMILIES
-from support.references.numerics import Array
 
 PROMPT = 6
 # Accepted and drafted tokens of each round.

@@ -10,9 +10,9 @@ import numpy as np
 from mlx_speculation.models import HiddenStates, MtpConvention
 from mlx_speculation.models.mtp import Mtp
 from support.models.mtp_checkpoints import read_mtp_head
-from support.references.mtp.base import Family, MtpRows, rows
+from support.references.blocks.primitives import Array
+from support.references.mtp.base import Family, Ids, MtpRows, rows
 from support.references.mtp.folders import MtpFolder, write_mtp_folder
-from support.references.numerics import Array, Ids
 
 # More slots than the windows of 4, and more than the 4 keys that indexers choose.
 SLOTS = 11

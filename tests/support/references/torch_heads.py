@@ -8,13 +8,22 @@ import torch
 from numpy.typing import NDArray
 from transformers.utils import logging
 
-from support.references.numerics import Tensors
+from support.references.blocks.primitives import Weights
 
 logging.disable_progress_bar()
 torch.set_num_threads(1)
 
 
-def fill(module: Any, tensors: Tensors) -> None:
+def below(tensors: Weights, prefix: str) -> dict[str, NDArray[Any]]:
+    """Return the tensors under a prefix, by their names without the prefix."""
+    return {
+        name.removeprefix(prefix): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(prefix)
+    }
+
+
+def fill(module: Any, tensors: Weights) -> None:
     """Load all weights of a module, with experts stacked as in transformers."""
     stacks: dict[tuple[str, str], list[NDArray[Any]]] = defaultdict(list)
     state = {}

@@ -12,10 +12,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from support.references.numerics import Array, Ids, Tensors, linear, rms_norm, weight
+from support.references.blocks.primitives import Array, Weights, linear, rms
 from support.references.tiny_files import Draws
 
 Config = dict[str, Any]
+Ids = NDArray[np.int64]
 Named = dict[str, NDArray[Any]]
 
 
@@ -77,7 +78,7 @@ class Family:
     module: str
     config: Config
     names: Sequence[Names]
-    block: Callable[["Family", Tensors, int, Array], Array]
+    block: Callable[["Family", Weights, int, Array], Array]
     tensors: Mapping[str, Sequence[int]]
     layers: int = 1
     used: int | None = None
@@ -141,7 +142,7 @@ def _drawn(draws: Draws, name: str, shape: Sequence[int]) -> NDArray[Any]:
 
 def rows(
     family: Family,
-    tensors: Tensors,
+    tensors: Weights,
     hidden: Array,
     tokens: Ids,
     *,
@@ -161,29 +162,24 @@ def rows(
         head: [V, H], the target's output matrix, for layers without one.
         layer: number of the layer.
     """
-    if family.plus_one:
-        tensors = {
-            name: np.asarray(tensor, dtype=np.float64) + 1 if _is_norm(name) else tensor
-            for name, tensor in tensors.items()
-        }
+    tensors = {
+        name: tensor.astype(np.float64) + (family.plus_one and _is_norm(name))
+        for name, tensor in tensors.items()
+    }
     config = family.text
     names = family.names[layer]
     eps = epsilon(config)
-    token = rms_norm(
-        embedding[tokens], weight(tensors, f"{names.token_norm}.weight"), eps
-    )
-    state = rms_norm(hidden, weight(tensors, f"{names.state_norm}.weight"), eps)
+    token = rms(embedding[tokens], tensors[f"{names.token_norm}.weight"], eps)
+    state = rms(hidden, tensors[f"{names.state_norm}.weight"], eps)
     both = [state, token] if family.hidden_first else [token, state]
     x = linear(tensors, names.project, np.concatenate(both, axis=-1))
     x = family.block(family, tensors, layer, x)
     y = x
     if names.last_norm is not None:
-        y = rms_norm(x, weight(tensors, f"{names.last_norm}.weight"), eps)
-    head_weight = (
-        head if names.head is None else weight(tensors, f"{names.head}.weight")
-    )
+        y = rms(x, tensors[f"{names.last_norm}.weight"], eps)
+    output = head if names.head is None else tensors[f"{names.head}.weight"]
     return MtpRows(
-        logits=y @ head_weight.T, recycled=y if family.recycles == "after_norm" else x
+        logits=y @ output.T, recycled=y if family.recycles == "after_norm" else x
     )
 
 

@@ -11,9 +11,9 @@ import torch
 from mlx.utils import tree_flatten
 from transformers import AutoConfig
 
+from support.references.blocks.primitives import Array, Weights
 from support.references.mtp.base import Family
-from support.references.numerics import Array, Tensors, below
-from support.references.torch_heads import fill, to_torch
+from support.references.torch_heads import below, fill, to_torch
 
 _TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
 _ROUND = ("enorm", "hnorm", "eh_proj", "shared_head.", "embed_tokens.", "final_layern")
@@ -45,7 +45,7 @@ class TorchLayer:
     skipped: Sequence[str] = _ROUND
     norms_less_one: bool = False
 
-    def __call__(self, family: Family, tensors: Tensors, layer: int, x: Array) -> Array:
+    def __call__(self, family: Family, tensors: Weights, layer: int, x: Array) -> Array:
         """Run the block of a head's first layer on [n, H]."""
         assert not layer
         below_block = below(tensors, self.block)
@@ -68,7 +68,7 @@ class TorchLayer:
             out = self.run(family, config, below_block, to_torch(x)[None])
         return out[0].numpy().astype(np.float64)  # type: ignore[no-any-return]
 
-    def run(self, family: Family, config: Any, tensors: Tensors, x: Any) -> Any:
+    def run(self, family: Family, config: Any, tensors: Weights, x: Any) -> Any:
         """Run transformers' layer with the block's tensors on x [1, n, H]."""
         block = getattr(self.classes(family), f"{self.prefix}DecoderLayer")
         block = block(config, self.index)
@@ -112,7 +112,7 @@ class TorchLayer:
 class MimoProLayer(TorchLayer):
     """MiMo-V2's layer, with one projection for queries, keys and values."""
 
-    def __call__(self, family: Family, tensors: Tensors, layer: int, x: Array) -> Array:
+    def __call__(self, family: Family, tensors: Weights, layer: int, x: Array) -> Array:
         """Split the projection, and run the layer."""
         name = f"{self.block}self_attn.qkv_proj.weight"
         sizes = [heads * family.config["swa_head_dim"] for heads in (4, 4 + 2)]
@@ -125,7 +125,7 @@ class MimoProLayer(TorchLayer):
 class LongcatLayer(TorchLayer):
     """LongCat's attention and MLP; its decoder layer has two of each."""
 
-    def run(self, family: Family, config: Any, tensors: Tensors, x: Any) -> Any:
+    def run(self, family: Family, config: Any, tensors: Weights, x: Any) -> Any:
         """Run attention and an MLP."""
         classes = self.classes(family)
         attention = classes.LongcatFlashMLA(config, 0)
@@ -142,7 +142,7 @@ class LongcatLayer(TorchLayer):
 class NemotronLayer(TorchLayer):
     """Nemotron's two blocks, of kinds that the target has too."""
 
-    def run(self, family: Family, config: Any, tensors: Tensors, x: Any) -> Any:
+    def run(self, family: Family, config: Any, tensors: Weights, x: Any) -> Any:
         """Run both blocks in order."""
         for number, index in enumerate((1, 2)):
             block = self.classes(family).NemotronHBlock(config, index)
@@ -165,7 +165,7 @@ class MlxLayer:
 
     name: str
 
-    def __call__(self, family: Family, tensors: Tensors, layer: int, x: Array) -> Array:
+    def __call__(self, family: Family, tensors: Weights, layer: int, x: Array) -> Array:
         """Run a layer's block on [n, H]."""
         index = family.config["num_hidden_layers"] + layer
         module = importlib.import_module(f"mlx_lm.models.{family.module}")
