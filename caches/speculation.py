@@ -15,7 +15,6 @@ from itertools import pairwise
 from typing import Any, NoReturn
 
 from mlx_speculation.caches.journal import Journal, Keep
-from mlx_speculation.caches.journals.checked_writes import check_together
 from mlx_speculation.caches.journals.kv import KVJournals
 from mlx_speculation.caches.keep_counts import check_written, numbers, per_row, shown
 from mlx_speculation.caches.nbytes import bytes_beside
@@ -60,9 +59,7 @@ class Speculation:
             calls `rerun(keep)`, which costs one more forward.
         isolated: leave the live caches unchanged until the commit: the model writes to
             a copy of each cache, and `commit` transfers the kept part to the live ones.
-            Writes of a wrong rank, batch, head count or dtype are refused; see
-            `caches/journals/checked_writes.py` for the checks of an empty cache. The
-            first write copies every buffer; see `caches/journals/isolated.py`.
+            The first write copies every buffer; see `caches/journals/isolated.py`.
         key_steps: show the model keys in whole steps of rows where that is faster, see
             `caches/types/padded_kv.py`; only for models that were tested with it.
             Without effect under `isolated`.
@@ -117,8 +114,6 @@ class Speculation:
                 self._live, whole=whole, isolated=isolated, steps=steps
             )
             self._presented = presented(caches, iter(self._opened))
-        if isolated:
-            check_together([journal.presented for journal in self._opened])
         # The journals that `commit` calls, or one `KVJournals` instead.
         self._to_change: list[Any] = []
         self._prepared: int | tuple[int, ...] | None = None

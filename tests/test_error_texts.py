@@ -4,6 +4,7 @@ A text says what is wrong, gives the two values, and says what to do.
 """
 
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,7 +38,7 @@ def generator(**options: Any) -> SpeculativeGenerator:
 
 def odd_attribute() -> None:
     caches = make_prompt_cache(build("llama"))
-    caches[1].note = object()
+    caches[1].note = threading.Lock()
     Speculation(caches, isolated=True).__enter__()
 
 
@@ -72,7 +73,7 @@ def no_prompts(folder: Path) -> None:
 ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     "isolated": (
         odd_attribute,
-        "KVCache.note holds a object, and isolated=True can copy arrays, numbers, tex",
+        "A KVCache cannot be copied (cannot pickle '_thread.lock' object), and isolat",
     ),
     "no window": (
         lambda: SlidingKVCache(0),

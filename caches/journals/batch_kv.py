@@ -7,13 +7,11 @@
     rollback()                                      _idx 5, nothing is copied
 
 In a ragged commit, rows that keep fewer positions move right. That copies the buffers
-once, as mlx-lm's `finalize` does; full acceptance costs nothing. If a ragged commit
-could leave more than `LOOSE` positions of left padding that all rows share, it drops
-them, so the buffer stays about as wide as the longest row. That reads back
-`left_padding`, a few numbers that the round's forward has already computed.
+once, as mlx-lm's `finalize` does; full acceptance costs nothing. Left padding that all
+rows share then goes, so the buffer stays as wide as the longest row. For that the host
+reads `left_padding`, a few numbers that the round's forward has already computed.
 """
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,40 +23,19 @@ from mlx_speculation.caches.journals.kv import even_out
 from mlx_speculation.caches.journals.live import LiveJournal
 from mlx_speculation.errors import InvalidRequestError
 
-LOOSE = 64
 
-# By cache: upper bound of the shared padding from ragged commits since the last drop.
-_loose: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
-
-
-def loose(cache: Any) -> int:
-    """Return an upper bound of the shared padding from ragged commits in `cache`."""
-    return _loose.get(cache, 0)
-
-
-def set_loose(cache: Any, added: int) -> None:
-    """Set that bound, as after a commit that is undone."""
-    _loose[cache] = added
-
-
-def removable(cache: Any, padding: mx.array, keep: Sequence[int]) -> int:
-    """Return how many positions of left padding all rows of `cache` can lose.
+def shared_padding(padding: mx.array, keep: Sequence[int]) -> int:
+    """Return how many positions of left padding all rows have after a commit.
 
     Args:
-        cache: the batch cache; the padding added to it is counted here.
-        padding: its left padding [rows] before the round.
+        padding: the left padding [rows] before the round.
         keep: how many positions each row keeps; a row gets `max(keep) - keep[row]` more
             padding.
     """
     longest = max(keep)
-    added = _loose.get(cache, 0) + longest - min(keep)
-    _loose[cache] = added
-    if added <= LOOSE:
-        return 0
-    _loose[cache] = 0
-    paddings: Any = padding.tolist()
-    common = min(p + longest - k for p, k in zip(paddings, keep, strict=True))
-    return max(0, int(common))
+    before: Any = padding.tolist()
+    shared = min(p + longest - k for p, k in zip(before, keep, strict=True))
+    return max(0, int(shared))
 
 
 def moved(x: mx.array, right: mx.array, width: int) -> mx.array:
@@ -97,7 +74,7 @@ class BatchKVJournal(LiveJournal):
         self._offset = self._cache.offset
         self._padding = self._cache.left_padding
         self._was_empty = self._cache.keys is None
-        self._replaced: tuple[mx.array, mx.array, int] | None = None
+        self._replaced: tuple[mx.array, mx.array] | None = None
 
     @property
     def rows(self) -> int:
@@ -125,11 +102,11 @@ class BatchKVJournal(LiveJournal):
             self._commit_rows(keep)
 
     def _commit_rows(self, keep: Sequence[int]) -> None:
-        cache, longest, added = self._cache, max(keep), loose(self._cache)
-        spare = min(removable(cache, self._padding, keep), self._start + longest)
+        cache, longest = self._cache, max(keep)
+        spare = min(shared_padding(self._padding, keep), self._start + longest)
         kept = mx.array(list(keep), dtype=self._offset.dtype)
         right = longest - spare - kept
-        self._replaced = (cache.keys, cache.values, added)
+        self._replaced = cache.keys, cache.values
         capacity = cache.keys.shape[2]
         cache.keys = moved(cache.keys, right, capacity)
         cache.values = moved(cache.values, right, capacity)
@@ -143,8 +120,7 @@ class BatchKVJournal(LiveJournal):
         """Move the end back; an empty cache becomes empty again."""
         cache = self._cache
         if self._replaced is not None:
-            cache.keys, cache.values, added = self._replaced
-            set_loose(cache, added)
+            cache.keys, cache.values = self._replaced
         cache._idx, cache.offset = self._start, self._offset
         cache.left_padding = self._padding
         if self._was_empty:

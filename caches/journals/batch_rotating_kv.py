@@ -10,8 +10,8 @@ to each:
 
 So a row that keeps nothing has its old window again. After such a commit the buffer has
 at most as many columns as the window, so padding does not grow. Before the window is
-full, padding is bounded as in `caches.journals.batch_kv`. A commit of a part costs one
-copy of the window. A commit of all positions costs nothing.
+full, padding that all rows share goes, as in `caches.journals.batch_kv`. A commit of a
+part costs one copy of the window. A commit of all positions costs nothing.
 """
 
 from typing import Any
@@ -22,10 +22,8 @@ from mlx_lm.models.cache import BatchRotatingKVCache
 from mlx_speculation.caches.journal import Keep
 from mlx_speculation.caches.journals.batch_kv import (
     check_no_right_padding,
-    loose,
     moved,
-    removable,
-    set_loose,
+    shared_padding,
 )
 from mlx_speculation.caches.journals.live import ListenedTo
 from mlx_speculation.caches.journals.ring import RingJournal
@@ -86,8 +84,7 @@ class BatchRotatingJournal(RingJournal):
 
     def __init__(self, cache: BatchRotatingKVCache, whole: bool = False) -> None:
         super().__init__(cache, whole, PresentedBatchRing)
-        # The fields and the bound of the shared padding before a commit of a part.
-        self._replaced: tuple[dict[str, Any], int] | None = None
+        self._replaced: dict[str, Any] = {}  # the fields before a commit of a part
 
     @property
     def rows(self) -> int:
@@ -111,16 +108,13 @@ class BatchRotatingJournal(RingJournal):
         )
         super().rollback()
         cache = self._cache
-        before = {"keys": cache.keys, "values": cache.values, **self._fields()}
-        self._replaced = before, loose(cache)
+        arrays = {"keys": cache.keys, "values": cache.values}
+        self._replaced = arrays | self._fields()
         self._append(keys, values, each)
 
     def rollback(self) -> None:
         """Undo a commit of a part, then every write, the last one first."""
-        if self._replaced is not None:
-            before, padding = self._replaced
-            vars(self._cache).update(before)
-            set_loose(self._cache, padding)
+        vars(self._cache).update(self._replaced)
         super().rollback()
 
     def _rows_to_hold(
@@ -137,7 +131,7 @@ class BatchRotatingJournal(RingJournal):
             columns = old_keys.shape[2]
             keys = mx.concatenate([old_keys, keys], axis=2)
             values = mx.concatenate([old_values, values], axis=2)
-        width = keys.shape[2] - removable(cache, padding, keep)
+        width = keys.shape[2] - shared_padding(padding, keep)
         width = min(width, cache.max_size)
         kept = mx.array(keep, dtype=cache.offset.dtype)
         right = width - columns - kept

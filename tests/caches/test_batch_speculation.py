@@ -15,7 +15,6 @@ from mlx_lm.models.cache import (
 
 from mlx_speculation.caches import Speculation, position
 from mlx_speculation.caches.journal import Journal
-from mlx_speculation.caches.journals import batch_kv
 from mlx_speculation.caches.journals.arrays import ArraysJournal
 from mlx_speculation.caches.journals.batch_kv import BatchKVJournal
 from mlx_speculation.caches.journals.batch_rotating_kv import BatchRotatingJournal
@@ -212,19 +211,16 @@ def test_the_width_stays_bounded_over_a_thousand_rounds(
         if count % 7 == 0:
             mx.eval(cache.state[:4])
         needed_rows = min(max(lengths), window or max(lengths))
-        assert cache._idx <= needed_rows + batch_kv.LOOSE + 3
+        assert cache._idx <= needed_rows
         assert window is None or cache._idx <= window
         widest = max(widest, cache.keys.shape[2])
     assert cache.offset.tolist() == lengths
     longest = max(lengths)
-    assert widest <= (window or longest + batch_kv.LOOSE + 3) + 2 * 32
+    assert widest <= (window or longest + 3) + 2 * 32
 
 
-def test_a_turned_ring_that_loses_its_common_padding_is_in_order_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_turned_ring_that_loses_its_common_padding_is_in_order_again() -> None:
     """The long row leaves, and the rest of the ring is shorter than a window."""
-    monkeypatch.setattr(batch_kv, "LOOSE", 0)
     cache = merged(RING, [6, 2, 1])
     for step in range(2):
         write(cache, [6 + step, 2 + step, 1 + step], 1)
