@@ -5,7 +5,7 @@
     registry      the supported cache classes, and the journal of each
     types         this project's cache classes, conversions, caches inside `CacheList`s
     journals      one journal for each class
-    snapshots     copy-on-write snapshots: take, restore, merge, split
+    snapshots     the contents of caches: take, restore, merge, split
     prefix        the prefix cache: snapshots of earlier requests, by their tokens
     files         prompt-cache files in mlx-lm's layout
 
@@ -15,7 +15,6 @@ The package knows mlx-lm's caches, but no models, tokens, samplers or text.
 from mlx_speculation.caches.files import (
     LoadedCaches,
     load_caches,
-    load_into,
     save_caches,
 )
 from mlx_speculation.caches.journal import Journal, Keep
@@ -91,7 +90,6 @@ __all__ = [
     "holds_trees",
     "leaves",
     "load_caches",
-    "load_into",
     "meets_plans",
     "merge",
     "merged",

@@ -3,15 +3,14 @@
     save, load     the entry points; `fit` checks a file against live caches
     mlx_lm_format  the layouts of mlx-lm 0.32 and 0.31
     extension      further metadata: tokens, the drafter, a digest
-    fields, tree   a cache as plain fields, and lists of caches as trees of them
-    codecs         the cache classes of files; `field_checks` checks each
+    kinds          the cache classes of files; `field_checks` checks each
     safetensors_*  the file itself
 
 A reader trusts no file: it checks sizes, offsets, dtypes and the relations between
 fields before it builds a cache, and loads a file as a whole or refuses it.
 """
 
-from mlx_speculation.caches.files.load import LoadedCaches, load_caches, load_into
+from mlx_speculation.caches.files.load import LoadedCaches, load_caches
 from mlx_speculation.caches.files.save import save_caches
 
-__all__ = ["LoadedCaches", "load_caches", "load_into", "save_caches"]
+__all__ = ["LoadedCaches", "load_caches", "save_caches"]

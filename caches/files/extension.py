@@ -16,28 +16,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_speculation.caches.files import tree
-from mlx_speculation.caches.files.fields import need
-from mlx_speculation.caches.files.safetensors_reader import parse_json, shown
-from mlx_speculation.caches.files.tree import Node, Rows
+from mlx_speculation.caches.files.safetensors_reader import need, parse_json, shown
+
+Rows = tuple[tuple[int, ...], ...]  # the tokens of each row of a batch
 
 VERSION = "1"
 MAX_TOKEN = 2**31 - 1
 PREFIX = "mlx_speculation."
 _KEYS = {f"{PREFIX}{key}" for key in ("version", "description", "digest")}
 _DESCRIPTION = {"rows", "target_caches", "draft_seen", "window_sizes"}
-
-
-@dataclass(frozen=True, slots=True)
-class Content:
-    """The checked content of a file, before caches are built."""
-
-    target: tuple[Node, ...]
-    drafter: tuple[Node, ...] | None
-    rows: Rows | None
-    draft_seen: tuple[int, ...] | None
-    metadata: dict[str, str]
-    layout: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,24 +35,6 @@ class Description:
     target_caches: int  # the caches after these are the drafter's
     draft_seen: tuple[int, ...] | None
     window_sizes: dict[str, int]
-
-    def content(
-        self, nodes: Sequence[Node], metadata: dict[str, str], layout: str
-    ) -> Content:
-        """Return the content with these nodes; refuse those that do not fit `rows`."""
-        counts, first = [len(row) for row in self.rows], self.target_caches
-        target = tree.check(nodes[:first], "target cache ")
-        tree.check_tokens(target, counts, "target")
-        drafter, seen = None, self.draft_seen
-        need(
-            (seen is None) == (first == len(nodes)) and first <= len(nodes),
-            f"it has {len(nodes)} caches, {first} of the target, and draft_seen is "
-            f"{shown(seen)}",
-        )
-        if seen is not None:
-            drafter = tree.check(nodes[first:], "drafter cache ")
-            tree.check_tokens(drafter, list(seen), "drafter")
-        return Content(target, drafter, self.rows, seen, metadata, layout)
 
     def texts(self) -> dict[str, str]:
         """Return the metadata of this description, without the digest."""

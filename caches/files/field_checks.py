@@ -1,7 +1,8 @@
 """Checks of the fields of one cache against each other.
 
-Each check refuses fields that no mlx-lm cache can have, and returns the leaf without
-unused rows:
+Each function gets a cache whose numbers are not negative. It returns the number of its
+rows in use, to which keys and values can be cut, or None for fields that no mlx-lm
+cache can have:
 
 | kind | conditions, with R rows in keys and values |
 |---|---|
@@ -16,221 +17,179 @@ unused rows:
 | | left_padding + offset >= _idx (max_size if rotated) in every row |
 | arrays | one batch size in all slots, lengths and left_padding |
 | DeepSeek V4.1 layer | window rows = min(offset, window_size); groups fit offset |
-
-A cache without used rows is saved without arrays.
 """
+
+from typing import Any
 
 import mlx.core as mx
 
-from mlx_speculation.caches.files.fields import (
-    Leaf,
-    cut,
-    need,
-    need_floats,
-    need_integers,
-    rows_of,
-)
-
+MAX_COUNT = 2**30  # mlx-lm's positions are int32; this leaves room for more tokens
 MAX_SLOTS = 64  # the models of mlx-lm have up to 4
+FLOATS = (mx.float32, mx.float16, mx.bfloat16)
+INTEGERS = (mx.int32, mx.int64)
+MISFIT = -1  # instead of a number of rows
 
 
-def check_kv(leaf: Leaf) -> Leaf:
+def _is_float(array: Any, ndim: int) -> bool:
+    """Return whether it is an array of floats, with rows on the last axis but one."""
+    fits = isinstance(array, mx.array) and array.ndim == ndim
+    return fits and array.dtype in FLOATS and 0 not in array.shape[: ndim - 2]
+
+
+def _rows(cache: Any) -> int:
+    """Return the rows of keys and values [batch, heads, rows, dim], or `MISFIT`."""
+    keys, values = cache.keys, cache.values
+    if keys is None and values is None:
+        return 0
+    fits = _is_float(keys, 4) and _is_float(values, 4) and keys.shape[3] > 0
+    return keys.shape[2] if fits and keys.shape[:3] == values.shape[:3] else MISFIT
+
+
+def _integers(array: Any) -> list[int]:
+    """Return one integer for each row of a batch; none if they are no such array."""
+    fits = isinstance(array, mx.array) and array.ndim == 1 and array.dtype in INTEGERS
+    values: list[int] = array.tolist() if fits else []
+    return values if max(map(abs, values), default=0) <= MAX_COUNT else []
+
+
+def kv(cache: Any) -> int | None:
     """Check a `KVCache`."""
-    need_floats(leaf, "keys", "values")
-    offset, rows = leaf.numbers["offset"], rows_of(leaf)
-    need(offset <= rows, f"its offset is {offset} and it has {rows} rows")
-    return cut(leaf, offset)
+    return cache.offset if cache.offset <= _rows(cache) else None
 
 
-def check_concatenate(leaf: Leaf) -> Leaf:
+def concatenate(cache: Any) -> int | None:
     """Check a `ConcatenateKVCache`; one that was trimmed has too many rows."""
-    need_floats(leaf, "keys", "values")
-    offset, rows = leaf.numbers["offset"], rows_of(leaf)
-    need(offset == rows, f"its offset is {offset} and it has {rows} rows")
-    return cut(leaf, rows)
+    return cache.offset if cache.offset == _rows(cache) else None
 
 
-QUANTIZED = tuple(f"{name}.{i}" for name in ("keys", "values") for i in range(3))
-
-
-def check_quantized(leaf: Leaf) -> Leaf:
+def quantized(cache: Any) -> int | None:
     """Check a `QuantizedKVCache`: packed rows, scales, biases of keys and values."""
-    group, bits = leaf.numbers["group_size"], leaf.numbers["bits"]
-    need(
-        group in (32, 64, 128) and bits in (2, 3, 4, 5, 6, 8),
-        f"groups of {group} with {bits} bits are none that mlx quantizes to",
-    )
-    rows = rows_of(leaf, "keys.0", "values.0")
-    need(
-        all((name in leaf.arrays) == ("keys.0" in leaf.arrays) for name in QUANTIZED),
-        "it lacks some of the packed rows, scales and biases",
-    )
-    if rows:
-        _check_packed(leaf, "keys", group, bits)
-        _check_packed(leaf, "values", group, bits)
-    offset = leaf.numbers["offset"]
-    need(offset <= rows, f"its offset is {offset} and it has {rows} rows")
-    return cut(leaf, offset, QUANTIZED)
+    group, bits = cache.group_size, cache.bits
+    if group not in (32, 64, 128) or bits not in (2, 3, 4, 5, 6, 8):
+        return None
+    if cache.keys is None and cache.values is None:
+        return 0 if cache.offset == 0 else None
+    shapes = [_packed(parts, group, bits) for parts in (cache.keys, cache.values)]
+    fits = shapes[0] is not None and shapes[0] == shapes[1]
+    return cache.offset if fits and cache.offset <= shapes[0][2] else None
 
 
-def _check_packed(leaf: Leaf, name: str, group: int, bits: int) -> None:
-    packed, scales, biases = (leaf.arrays[f"{name}.{i}"] for i in range(3))
-    need(packed.dtype == mx.uint32, f"the packed {name} are {packed.dtype}, not uint32")
-    need_floats(leaf, f"{name}.1", f"{name}.2")
-    need(
-        scales.shape == biases.shape and scales.dtype == biases.dtype,
-        f"the scales of {name} are {scales.shape} {scales.dtype} and the biases "
-        f"{biases.shape} {biases.dtype}",
-    )
-    dim = scales.shape[-1] * group if scales.ndim == 4 else 0
-    need(
-        dim > 0
-        and packed.shape[:3] == scales.shape[:3]
-        and packed.shape[3] * 32 == dim * bits,
-        f"the packed {name} are {packed.shape} and their scales {scales.shape}, which "
-        f"do not fit groups of {group} with {bits} bits",
-    )
+def _packed(parts: Any, group: int, bits: int) -> Any:
+    """Return the shape of packed rows, without their width; None: a misfit."""
+    if not isinstance(parts, (list, tuple)) or len(parts) != 3:
+        return None
+    packed, scales, biases = parts
+    if not _is_float(scales, 4) or not _is_float(biases, 4):
+        return None
+    alike = scales.shape == biases.shape and scales.dtype == biases.dtype
+    if not alike or not isinstance(packed, mx.array) or packed.dtype != mx.uint32:
+        return None
+    dim = scales.shape[3] * group
+    whole = (*scales.shape[:3], dim * bits // 32)
+    return packed.shape[:3] if dim > 0 and packed.shape == whole else None
 
 
-def check_chunked(leaf: Leaf) -> Leaf:
+def chunked(cache: Any) -> int | None:
     """Check a `ChunkedKVCache`."""
-    need_floats(leaf, "keys", "values")
-    numbers = leaf.numbers
-    offset, start, rows = numbers["offset"], numbers["start_position"], rows_of(leaf)
-    need(numbers["chunk_size"] > 0, "its chunk_size is 0")
-    need(
-        0 <= offset - start <= rows,
-        f"its positions are [{start}, {offset}) and it has {rows} rows",
-    )
-    return cut(leaf, offset - start)
+    used = cache.offset - cache.start_position
+    return used if 0 <= used <= _rows(cache) and cache.chunk_size > 0 else None
 
 
-def check_ring(leaf: Leaf) -> Leaf:
+def ring(cache: Any) -> int | None:
     """Check a `RotatingKVCache`."""
-    need_floats(leaf, "keys", "values")
-    numbers = leaf.numbers
-    offset, index, size = numbers["offset"], numbers["_idx"], numbers["max_size"]
-    keep = numbers["keep"]
-    need(keep < size, f"it keeps {keep} rows of a window of {size}")
-    return _cut_ring(leaf, offset, index, size, wrapped=index > keep)
+    if cache.keep >= cache.max_size:
+        return None
+    return _used_of_ring(cache, cache.offset, wrapped=cache._idx > cache.keep)
 
 
-def _cut_ring(leaf: Leaf, offset: int, index: int, size: int, wrapped: bool) -> Leaf:
-    """Refuse an index that does not fit the rows; `wrapped`: allow a wrapped ring."""
-    rows = rows_of(leaf)
+def _used_of_ring(cache: Any, offset: int, wrapped: bool) -> int | None:
+    """Return the rows in use; `wrapped`: allow a wrapped ring."""
+    rows, index, size = _rows(cache), cache._idx, cache.max_size
     if index == offset <= rows and (rows <= size or rows == offset):
-        return cut(leaf, offset)
+        return offset
     ordered = index == rows < offset and rows >= size
     inside = index < rows == size < offset and wrapped
-    need(
-        ordered or inside,
-        f"its offset is {offset}, its index {index}, its window {size} and it has "
-        f"{rows} rows, which do not fit",
-    )
-    return leaf
+    return rows if ordered or inside else None
 
 
-def check_arrays(leaf: Leaf) -> Leaf:
+def arrays(cache: Any) -> int | None:
     """Check an `ArraysCache`."""
-    slots = leaf.numbers["slots"]
-    need(1 <= slots <= MAX_SLOTS, f"it has {slots} slots of 1 to {MAX_SLOTS}")
-    sizes = set()
-    for name, array in leaf.arrays.items():
-        if name in ("lengths", "left_padding"):
-            need_integers(leaf, name)
-        else:
-            need(int(name.split(".")[1]) < slots, f"it has {name} and {slots} slots")
-        need(array.ndim > 0 and array.shape[0] > 0, f"{name} is {array.shape}")
-        sizes.add(array.shape[0])
-    need(len(sizes) < 2, f"its arrays are for batches of {sorted(sizes)}")
-    return leaf
+    slots = cache.cache
+    if not isinstance(slots, list) or not 1 <= len(slots) <= MAX_SLOTS:
+        return None
+    extents = [x for x in (cache.lengths, cache.left_padding) if x is not None]
+    filled = [*(slot for slot in slots if slot is not None), *extents]
+    fits = all(isinstance(x, mx.array) and x.ndim > 0 for x in filled)
+    if not fits or not all(_integers(extent) for extent in extents):
+        return None
+    sizes = {array.shape[0] for array in filled}
+    return 0 if len(sizes) < 2 and 0 not in sizes else None
 
 
-def _check_batch(leaf: Leaf) -> tuple[list[int], list[int]]:
-    need_floats(leaf, "keys", "values")
-    rows_of(leaf)
-    offsets, padding = need_integers(leaf, "offset", "left_padding")
-    batch = leaf.arrays["keys"].shape[0] if "keys" in leaf.arrays else len(offsets)
-    need(
-        batch == len(offsets),
-        f"keys are for a batch of {batch} and offset for {len(offsets)}",
-    )
-    return offsets, padding
+def _of_batch(cache: Any) -> list[tuple[int, int]]:
+    """Return offset and left padding of each row; none if the fields do not fit."""
+    offsets, padding = _integers(cache.offset), _integers(cache.left_padding)
+    if _rows(cache) == MISFIT:
+        return []
+    sizes = {len(offsets), len(padding)}
+    if cache.keys is not None:
+        sizes.add(cache.keys.shape[0])
+    return list(zip(offsets, padding, strict=True)) if len(sizes) == 1 else []
 
 
-def check_batch_kv(leaf: Leaf) -> Leaf:
+def batch_kv(cache: Any) -> int | None:
     """Check a `BatchKVCache`."""
-    offsets, padding = _check_batch(leaf)
-    index, rows = leaf.numbers["_idx"], rows_of(leaf)
-    need(index <= rows, f"its index is {index} and it has {rows} rows")
-    need(min(padding) >= 0, f"a row's left_padding is {min(padding)}")
-    for row, (offset, pad) in enumerate(zip(offsets, padding, strict=True)):
-        need(
-            offset == index - pad,
-            f"row {row} has offset {offset}, padding {pad} and the index is {index}",
-        )
-    return cut(leaf, index)
+    index, pairs = cache._idx, _of_batch(cache)
+    ends = all(pad >= 0 and offset == index - pad for offset, pad in pairs)
+    return index if pairs and ends and index <= _rows(cache) else None
 
 
-def check_batch_ring(leaf: Leaf) -> Leaf:
+def batch_ring(cache: Any) -> int | None:
     """Check a `BatchRotatingKVCache`."""
-    offsets, padding = _check_batch(leaf)
-    numbers = leaf.numbers
-    index, size, rotated = numbers["_idx"], numbers["max_size"], numbers["rotated"]
-    written, rows = numbers["_offset"], rows_of(leaf)
-    need(size > 0, "its max_size is 0")
-    if rotated:
-        need(
-            rows == size < written and 0 < index <= rows,
-            f"it is rotated, with {rows} rows of {size}, index {index} after {written}",
-        )
+    index, size, rotated = cache._idx, cache.max_size, cache.rotated
+    written, rows, pairs = cache._offset, _rows(cache), _of_batch(cache)
     base = size if rotated else index
-    for row, (offset, pad) in enumerate(zip(offsets, padding, strict=True)):
-        need(
-            offset + pad >= base and pad >= -written,
-            f"row {row} has offset {offset} and padding {pad}, after {written} and "
-            f"with {base} rows in order",
-        )
-    return leaf if rotated else _cut_ring(leaf, written, index, size, wrapped=False)
+    if not pairs or size == 0:
+        return None
+    if not all(offset + pad >= base and pad >= -written for offset, pad in pairs):
+        return None
+    if not rotated:
+        return _used_of_ring(cache, written, wrapped=False)
+    return rows if rows == size < written and 0 < index <= rows else None
 
 
-def check_layer(leaf: Leaf) -> Leaf:
+LAYER = ("window", "compress_kv", "index_k", "pending_kv", "pending_gate")
+
+
+def layer(cache: Any) -> int | None:
     """Check a `LayerCache` of DeepSeek V4.1; arrays are [batch, rows, dim]."""
-    arrays, numbers = leaf.arrays, leaf.numbers
-    offset, size = numbers["offset"], numbers["window_size"]
-    need(size > 0, "its window_size is 0")
-    need(bool(arrays) == (offset > 0), f"its offset is {offset}, arrays {len(arrays)}")
-    if not arrays:
-        return leaf
-    need_floats(leaf, *arrays)
-    need("window" in arrays, "it has no window")
-    for name, array in arrays.items():
-        need(array.ndim == 3, f"{name} has the shape {array.shape} and not 3 axes")
-    rows = {name: array.shape[1] for name, array in arrays.items()}
-    dims = {arrays[name].shape[2] for name in arrays if name != "index_k"}
-    batches = {array.shape[0] for array in arrays.values()}
-    need(
-        len(dims) == len(batches) == 1 and min(min(dims), min(batches)) > 0,
-        f"its arrays are for batches of {sorted(batches)} and dims of {sorted(dims)}",
-    )
-    need(
-        rows["window"] == min(offset, size),
-        f"its window has {rows['window']} rows of {size} at offset {offset}",
-    )
-    _check_groups(offset, rows)
-    return leaf
+    offset, size = cache.offset, cache.window_size
+    filled = {name: getattr(cache, name) for name in LAYER}
+    filled = {name: array for name, array in filled.items() if array is not None}
+    if size == 0 or bool(filled) != (offset > 0):
+        return None
+    if not filled:
+        return 0
+    if "window" not in filled or not all(_is_float(x, 3) for x in filled.values()):
+        return None
+    rows = {name: array.shape[1] for name, array in filled.items()}
+    dims = {filled[name].shape[2] for name in filled if name != "index_k"}
+    batches = {array.shape[0] for array in filled.values()}
+    alike = len(dims) == len(batches) == 1 and 0 not in dims
+    fits = alike and rows["window"] == min(offset, size) and _groups_fit(offset, rows)
+    return 0 if fits else None
 
 
-def _check_groups(offset: int, rows: dict[str, int]) -> None:
-    """Require `offset` to be closed groups of one size, and fewer pending rows."""
+def _groups_fit(offset: int, rows: dict[str, int]) -> bool:
+    """Return whether `offset` is closed groups of one size, and fewer pending rows."""
     groups, pending = rows.get("compress_kv"), rows.get("pending_kv")
-    need(pending == rows.get("pending_gate"), f"pending rows differ: {rows}")
-    need(rows.get("index_k") in (None, groups), f"index keys and groups differ: {rows}")
-    need(groups is None or 1 <= groups <= offset, f"{groups} groups at {offset}")
-    if pending is not None:
-        closed = offset - pending
-        fits = closed == 0 if groups is None else closed % groups == 0
-        need(
-            fits and (groups is None or closed // groups > pending),
-            f"{groups} groups and {pending} pending rows do not make {offset} tokens",
-        )
+    if pending != rows.get("pending_gate") or rows.get("index_k") not in (None, groups):
+        return False
+    if groups is not None and not 1 <= groups <= offset:
+        return False
+    if pending is None:
+        return True
+    closed = offset - pending
+    if groups is None:
+        return closed == 0
+    return closed % groups == 0 and closed // groups > pending

@@ -20,17 +20,15 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
+from mlx_lm.models.cache import CacheList
 from mlx_lm.models.deepseek_v41 import LayerCache
 
-from mlx_speculation.caches.files import tree
-from mlx_speculation.caches.files.codecs import KINDS, MAX_DEPTH, MEMBERS
-from mlx_speculation.caches.files.fields import INTEGERS, Leaf, need
-from mlx_speculation.caches.files.safetensors_reader import shown
-from mlx_speculation.caches.files.tree import Node, need_known
+from mlx_speculation.caches.files.field_checks import INTEGERS
+from mlx_speculation.caches.files.kinds import KINDS, KNOWN_KINDS, built
+from mlx_speculation.caches.files.safetensors_reader import need, shown
+from mlx_speculation.caches.types.leaves import leaves
 
-Path = tuple[int, ...]  # (0, 1, 2) for the tensor or text at `0.1.2`
-Values = dict[Path, Any]
-
+MAX_DEPTH = 8
 _PATH = re.compile(r"(0|[1-9][0-9]{0,5})(\.(0|[1-9][0-9]{0,5}))*")
 _NUMBER = re.compile(r"[0-9]{1,10}")
 
@@ -65,12 +63,11 @@ def user_metadata(layout: str, metadata: dict[str, str]) -> dict[str, str]:
 
 
 def native_parts(
-    nodes: Sequence[Node], user: dict[str, str]
+    caches: Sequence[Any], user: dict[str, str]
 ) -> tuple[dict[str, mx.array], dict[str, str]]:
     """Return tensors and metadata in the 0.32 layout; the writer adds the digest."""
     arrays: dict[str, mx.array] = {}
     kinds: list[Any] = [""]
-    caches = tree.build_all(nodes)
     states: Any = tree_flatten([cache.state for cache in caches])
     for place, value in states:
         if isinstance(value, mx.array):
@@ -93,59 +90,81 @@ def read_native(
     layout: str,
     metadata: dict[str, str],
     arrays: dict[str, mx.array],
-    like: Sequence[Any],
     window_sizes: dict[str, int],
-) -> list[Node]:
-    """Return the unchecked nodes of a file in this layout."""
-    mine, classes = ("1", "1") if layout == "0.32" else ("0", "2")
+) -> list[Any]:
+    """Return the unchecked caches of a file in this layout."""
     texts = {k: v for k, v in metadata.items() if not k.startswith(_USER[layout])}
-    said = _grouped({_path_of(key): text for key, text in texts.items()})
-    names = _items(said.get(int(classes), {}), "class names")
-    values: Values = {_path_of(name): array for name, array in arrays.items()}
+    names = _tree(_part(texts, "1" if layout == "0.32" else "2"))
+    need(isinstance(names, list) and bool(names), "it names no classes of caches")
+    values: dict[str, Any] = dict(arrays)
     if layout == "0.32":
-        values = _with_scalars(values, said.get(2, {}))
-    each = _grouped(values)
-    infos = _grouped(said.get(int(mine), {}))
-    for index in each:
-        need(index < len(names), f"cache {index} follows the {len(names)} named caches")
-    if layout == "0.31":
+        values |= _scalars(arrays, _tree(_part(texts, "2")))
+    states = _tree(values)
+    need(
+        isinstance(states, list) and len(states) == len(names),
+        f"it has {len(states)} caches and names {len(names)}",
+    )
+    if layout == "0.32":
         return [
-            _leaf31(name, each.get(i, {}), infos.get(i, {}), f"{i}", 0)
+            _cache32(name, states[i], f"{i}", window_sizes)
             for i, name in enumerate(names)
         ]
-    sizes = window_sizes_of(like) | window_sizes
-    return [
-        _leaf32(name, each.get(i, {}), f"{i}", sizes, 0) for i, name in enumerate(names)
-    ]
+    infos = _tree(_part(texts, "0"))
+    need(
+        isinstance(infos, list) and len(infos) == len(names),
+        f"it has {len(names)} caches, and other numbers",
+    )
+    return [_cache31(name, states[i], infos[i], f"{i}") for i, name in enumerate(names)]
 
 
-def window_sizes_of(caches: Sequence[Any], prefix: str = "") -> dict[str, int]:
+def window_sizes_of(caches: Sequence[Any]) -> dict[str, int]:
     """Return the window sizes of live `LayerCache`s by their place."""
-    sizes: dict[str, int] = {}
-    for i, cache in enumerate(caches):
-        place = f"{prefix}{i}"
-        if isinstance(cache, LayerCache):
-            sizes[place] = cache.window_size
-        sizes |= window_sizes_of(getattr(cache, "caches", ()), f"{place}.")
-    return sizes
+    return {
+        place: leaf.window_size
+        for place, leaf in leaves(caches)
+        if isinstance(leaf, LayerCache)
+    }
 
 
-def _with_scalars(values: Values, kinds: Values) -> Values:
-    """Replace arrays that stand for numbers, texts and None by these values."""
-    values = dict(values)
-    for index, entry in _grouped(kinds).items():
-        if index == 0:
-            continue
-        pair = _items(entry, "numbers")
-        need(len(pair) == 2, f"2.{index} has {len(pair)} texts, not name and kind")
-        path, kind = _path_of(pair[0]), pair[1]
-        array = values.get(path)
-        need(isinstance(array, mx.array), f"it has no tensor {shown(pair[0])}")
-        values[path] = _scalar(array, kind, pair[0])
+def _part(texts: dict[str, str], first: str) -> dict[str, Any]:
+    """Return the texts below a first step of their names."""
+    parts = {key.partition(".")[::2]: text for key, text in texts.items()}
+    return {rest: text for (step, rest), text in parts.items() if step == first}
+
+
+def _tree(named: dict[str, Any]) -> Any:
+    """Return values with names such as `0.1.2` as nested lists; refuse gaps."""
+    for name in named:
+        need(
+            _PATH.fullmatch(name) is not None and len(name) < 100,
+            f"{shown(name)} is no place of a tensor or a text in mlx-lm's layout",
+        )
+    return _nested({tuple(map(int, k.split("."))): v for k, v in named.items()})
+
+
+def _nested(values: dict[tuple[int, ...], Any]) -> Any:
+    if () in values:
+        need(len(values) == 1, "a value stands where a list is due")
+        return values[()]
+    groups: dict[int, dict[tuple[int, ...], Any]] = {}
+    for (first, *rest), value in values.items():
+        groups.setdefault(first, {})[tuple(rest)] = value
+    need(groups.keys() == set(range(len(groups))), "a list has gaps")
+    return [_nested(groups[i]) for i in range(len(groups))]
+
+
+def _scalars(arrays: dict[str, mx.array], kinds: Any) -> dict[str, Any]:
+    """Return the numbers, texts and None that arrays stand for, by their names."""
+    need(isinstance(kinds, list), "its list of numbers is none")
+    values = {}
+    for index, pair in enumerate(kinds[1:], 1):
+        fits = isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str)
+        need(fits and pair[0] in arrays, f"2.{index} names no tensor and its kind")
+        values[pair[0]] = _scalar(arrays[pair[0]], pair[1], pair[0])
     return values
 
 
-def _scalar(array: Any, kind: str, name: str) -> Any:
+def _scalar(array: mx.array, kind: str, name: str) -> Any:
     if kind == "scalar":
         fits = array.ndim == 0 and array.dtype in (*INTEGERS, mx.bool_)
         need(fits, f"{name} is {array.shape} {array.dtype} and no whole number")
@@ -153,7 +172,7 @@ def _scalar(array: Any, kind: str, name: str) -> Any:
     if kind == "string":
         fits = array.ndim == 1 and array.dtype in INTEGERS and 0 < array.size < 100
         need(fits, f"{name} is {array.shape} {array.dtype} and no text")
-        codes = array.tolist()
+        codes: Any = array.tolist()
         need(all(32 <= code < 127 for code in codes), f"{name} is no plain text")
         return "".join(map(chr, codes))
     need(kind == "none", f"{name} is of the kind {shown(kind)}")
@@ -161,112 +180,109 @@ def _scalar(array: Any, kind: str, name: str) -> Any:
     return None
 
 
-def _leaf32(
-    name: Any, values: Values, place: str, sizes: dict[str, int], depth: int
-) -> Node:
-    if name == MEMBERS:
-        need(depth < MAX_DEPTH, f"cache {place} is nested more than {MAX_DEPTH} deep")
-        groups = _grouped(values)
-        members = []
-        for i in range(len(groups)):
-            need(i in groups, f"the members of cache {place} have gaps")
-            pair = _grouped(groups[i])
-            need(
-                pair.keys() == {0, 1} and () in pair[1],
-                f"cache {place}.{i} is not a pair of a state and a class name",
-            )
-            members.append(
-                _leaf32(pair[1][()], pair[0], f"{place}.{i}", sizes, depth + 1)
-            )
-        return tuple(members)
-    need_known(name, place)
-    leaf = Leaf(name, {}, {})
-    layout = KINDS[name].layout
-    groups = _grouped(values)
+def _need_known(name: Any, place: str) -> None:
+    """Refuse a class name that is not in `KINDS`."""
     need(
-        groups.keys() == set(range(len(layout))),
-        f"cache {place}, a {name}, has {len(groups)} fields and needs {len(layout)}",
+        isinstance(name, str) and name in KINDS,
+        f"cache {place} is of the class {shown(name)}; known are "
+        f"{', '.join(KNOWN_KINDS)}",
     )
-    for index, parts in groups.items():
-        for path, value in parts.items():
-            _put(leaf, ".".join([layout[index], *map(str, path)]), value)
-    if name == "ArraysCache":
-        leaf.numbers["slots"] = len(_items(groups[0], "slots"))
-    elif name == "ConcatenateKVCache":
-        leaf.numbers["offset"] = _rows_of_keys(leaf)
-    elif name == "LayerCache":
-        _complete_layer(leaf, place, sizes.get(place, 0))
-    return leaf
 
 
-def _put(leaf: Leaf, field: str, value: Any) -> None:
-    if isinstance(value, mx.array):
-        leaf.arrays[field] = value
-    elif value is not None:
-        leaf.numbers[field] = value
+def _need_depth(place: str) -> None:
+    depth = place.count(".")
+    need(depth < MAX_DEPTH, f"cache {place} is nested more than {MAX_DEPTH} deep")
 
 
-def _complete_layer(leaf: Leaf, place: str, size: int) -> None:
-    """Move the offset from arrays to numbers, and add the missing window size."""
-    offset, window = leaf.arrays.pop("offset", None), leaf.arrays.get("window")
+def _cache32(name: Any, state: Any, place: str, sizes: dict[str, int]) -> Any:
+    """Return the unchecked cache of a `state`."""
+    if name == CacheList.__name__:
+        _need_depth(place)
+        need(
+            isinstance(state, list)
+            and all(isinstance(pair, list) and len(pair) == 2 for pair in state),
+            f"the members of cache {place} are no pairs of a state and a class name",
+        )
+        each = enumerate(state)
+        return CacheList(
+            *(_cache32(kind, one, f"{place}.{i}", sizes) for i, (one, kind) in each)
+        )
+    _need_known(name, place)
+    layout = KINDS[name].layout
+    count = len(state) if isinstance(state, list) else 1
     need(
-        offset is not None and offset.ndim == 0 and offset.dtype in INTEGERS,
+        count == len(layout),
+        f"cache {place}, a {name}, has {count} fields and needs {len(layout)}",
+    )
+    fields = dict(zip(layout, state, strict=True))
+    if name == "ConcatenateKVCache":
+        fields["offset"] = _rows_of_keys(fields)
+    elif name == "LayerCache":
+        _complete_layer(fields, place, sizes.get(place, 0))
+    return built(name, fields)
+
+
+def _complete_layer(fields: dict[str, Any], place: str, size: int) -> None:
+    """Make a number of the offset, and add the missing window size."""
+    offset, window = fields["offset"], fields["window"]
+    scalar = isinstance(offset, mx.array) and offset.ndim == 0
+    need(
+        scalar and offset.dtype in INTEGERS,
         f"cache {place}, a LayerCache, has no offset",
     )
-    assert offset is not None
-    value: Any = offset.item()
-    leaf.numbers["offset"] = int(value)
-    width = window.shape[1] if window is not None and window.ndim == 3 else 0
-    if width < leaf.numbers["offset"]:
-        leaf.numbers["window_size"] = width
+    fields["offset"] = offset.item()
+    sized = isinstance(window, mx.array) and window.ndim == 3
+    width = window.shape[1] if sized else 0
+    if width < fields["offset"]:
+        fields["window_size"] = width
     else:
         need(
             size > 0,
             f"cache {place}, a LayerCache, does not tell its window_size: pass like=, "
             "the model's own empty caches",
         )
-        leaf.numbers["window_size"] = size
+        fields["window_size"] = size
 
 
-def _leaf31(name: Any, values: Values, info: Values, place: str, depth: int) -> Node:
-    """Return the unchecked node of a cache from its arrays and its `meta_state`."""
-    if name == MEMBERS:
-        return _list31(values, info, place, depth)
+def _cache31(name: Any, state: Any, info: Any, place: str) -> Any:
+    """Return the unchecked cache of the arrays of a `state` and its `meta_state`."""
+    need(isinstance(state, list), f"cache {place} has no list of arrays")
+    if name == CacheList.__name__:
+        _need_depth(place)
+        fits = isinstance(info, list) and [type(x) for x in info] == [list, list]
+        need(fits, f"cache {place}, a CacheList, does not name its members, {OLDER}")
+        names, infos = info
+        fits = len(names) == len(infos) == len(state)
+        need(fits, f"cache {place} has {len(state)} members and {len(names)} names")
+        each = enumerate(zip(names, state, infos, strict=True))
+        return CacheList(*(_cache31(*one, f"{place}.{i}") for i, one in each))
     need(name != "MambaCache", f"cache {place} is a MambaCache, {OLDER}")
-    need_known(name, place)
+    _need_known(name, place)
     need(name != "LayerCache", f"cache {place}: mlx-lm 0.31 had no LayerCache")
-    leaf = Leaf(name, _numbers31(name, info, place), {})
-    layout = KINDS[name].arrays
-    for path, array in values.items():
-        if name == "ArraysCache":
-            path = (0, *path)
-        fits = bool(path) and path[0] < len(layout)
-        need(fits, f"cache {place} has an array at {path}")
-        leaf.arrays[".".join([layout[path[0]], *map(str, path[1:])])] = array
-    _complete31(leaf, len(values), place)
-    return leaf
+    fields: dict[str, Any] = dict(_numbers31(name, info, place))
+    names = KINDS[name].arrays
+    if name == "ArraysCache":
+        return built(name, {"cache": state, "left_padding": None, "lengths": None})
+    need(len(state) == len(names), f"cache {place} has {len(state)} arrays")
+    fields |= dict(zip(names, state, strict=True))
+    if name == "ChunkedKVCache":
+        start = fields["start_position"]
+        need(
+            start == 0,
+            f"cache {place}, a ChunkedKVCache of mlx-lm 0.31 or older, has dropped "
+            f"{start} positions and does not tell its offset",
+        )
+    for number in KINDS[name].numbers:
+        if number not in fields:
+            fields[number] = _rows_of_keys(fields)
+    return built(name, fields)
 
 
-def _list31(values: Values, info: Values, place: str, depth: int) -> Node:
-    need(depth < MAX_DEPTH, f"cache {place} is nested more than {MAX_DEPTH} deep")
-    need(
-        () not in info,
-        f"cache {place}, a CacheList, does not name its members, {OLDER}",
-    )
-    groups, said = _grouped(values), _grouped(info)
-    names, infos = _items(said.get(0, {}), "members"), _grouped(said.get(1, {}))
-    need(groups.keys() <= set(range(len(names))), f"cache {place} has odd arrays")
-    return tuple(
-        _leaf31(member, groups.get(i, {}), infos.get(i, {}), f"{place}.{i}", depth + 1)
-        for i, member in enumerate(names)
-    )
-
-
-def _numbers31(name: str, info: Values, place: str) -> dict[str, int]:
+def _numbers31(name: str, info: Any, place: str) -> dict[str, int]:
     if name not in NUMBERS_031:
-        need(info == {(): ""}, f"cache {place}, a {name}, has numbers it should not")
+        need(info == "", f"cache {place}, a {name}, has numbers it should not")
         return {}
-    texts, fields = _items(info, f"numbers of cache {place}"), NUMBERS_031[name]
+    texts, fields = info if isinstance(info, list) else [info], NUMBERS_031[name]
     need(
         len(texts) == len(fields),
         f"cache {place}, a {name}, has {len(texts)} numbers and not {len(fields)}, "
@@ -278,57 +294,16 @@ def _numbers31(name: str, info: Values, place: str) -> dict[str, int]:
             need(text in ("True", "False"), f"rotated is {shown(text)}")
             numbers[field] = text == "True"
         else:
-            need(_NUMBER.fullmatch(text) is not None, f"{field} is {shown(text)}")
+            number = isinstance(text, str) and _NUMBER.fullmatch(text)
+            need(bool(number), f"{field} is {shown(text)}")
             numbers[field] = int(text)
     return numbers
 
 
-def _complete31(leaf: Leaf, count: int, place: str) -> None:
-    """Compute from the arrays the numbers that are not in the 0.31 layout."""
-    if leaf.name in ("KVCache", "ConcatenateKVCache"):
-        leaf.numbers["offset"] = _rows_of_keys(leaf)
-    elif leaf.name == "BatchKVCache":
-        leaf.numbers["_idx"] = _rows_of_keys(leaf)
-    elif leaf.name == "ArraysCache":
-        leaf.numbers["slots"] = count
-    elif leaf.name == "ChunkedKVCache":
-        need(
-            leaf.numbers["start_position"] == 0,
-            f"cache {place}, a ChunkedKVCache of mlx-lm 0.31 or older, has dropped "
-            f"{leaf.numbers['start_position']} positions and does not tell its offset",
-        )
-        leaf.numbers["offset"] = _rows_of_keys(leaf)
-
-
-def _path_of(text: str) -> Path:
-    """Return the path of a name such as `0.1.2`."""
-    need(
-        _PATH.fullmatch(text) is not None and len(text) < 100,
-        f"{shown(text)} is no place of a tensor or a text in mlx-lm's layout",
-    )
-    return tuple(int(part) for part in text.split("."))
-
-
-def _grouped(values: Values) -> dict[int, Values]:
-    """Return the values by the first step of their path, and then by the rest."""
-    result: dict[int, Values] = {}
-    for path, value in values.items():
-        need(bool(path), "a value stands where a list is due")
-        result.setdefault(path[0], {})[path[1:]] = value
-    return result
-
-
-def _items(values: Values, what: str) -> list[Any]:
-    """Return the items of a list; refuse gaps and nested lists."""
-    need(
-        all((i,) in values for i in range(len(values))) and bool(values),
-        f"its list of {what} has gaps",
-    )
-    return [values[(i,)] for i in range(len(values))]
-
-
-def _rows_of_keys(leaf: Leaf) -> int:
+def _rows_of_keys(fields: dict[str, Any]) -> int:
     """Return the number of rows of keys [batch, heads, rows, dim]; 0 without keys."""
-    keys = leaf.arrays.get("keys")
-    need(keys is None or keys.ndim == 4, "keys has not 4 axes")
-    return 0 if keys is None else int(keys.shape[2])
+    keys = fields["keys"]
+    if keys is None:
+        return 0
+    need(isinstance(keys, mx.array) and keys.ndim == 4, "keys has not 4 axes")
+    return int(keys.shape[2])

@@ -53,6 +53,12 @@ class FlawError(Exception):
     """A flaw of a file or a cache. The caller adds the name of the file or cache."""
 
 
+def need(truth: bool, flaw: str) -> None:
+    """Raise `flaw` unless `truth` holds."""
+    if not truth:
+        raise FlawError(flaw)
+
+
 @dataclass(frozen=True, slots=True)
 class Tensor:
     """One entry of a header; its data are the bytes [start, stop) after it."""

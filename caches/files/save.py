@@ -16,17 +16,16 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_speculation.caches.files import mlx_lm_format, safetensors_writer, tree
-from mlx_speculation.caches.files.codecs import KNOWN_KINDS, is_known
+from mlx_speculation.caches.files import kinds, mlx_lm_format, safetensors_writer
 from mlx_speculation.caches.files.extension import (
     MAX_TOKEN,
     PREFIX,
     Description,
+    Rows,
     check_seen,
 )
 from mlx_speculation.caches.files.safetensors_reader import FlawError
-from mlx_speculation.caches.files.tree import Node, Rows
-from mlx_speculation.caches.types.leaves import checked_leaves
+from mlx_speculation.caches.types.leaves import checked_leaves, flat
 from mlx_speculation.errors import CacheFileError, InvalidRequestError
 
 Tokens = Sequence[int] | Sequence[Sequence[int]]
@@ -60,16 +59,16 @@ def save_caches(
         UnsupportedCacheError: a cache is of an unknown kind. Nothing was written.
         CacheFileError: the file cannot be written. An old file stays as it was.
     """
-    target = _nodes(caches, "target")
-    drafter = None if draft_caches is None else _nodes(draft_caches, "drafter")
-    nodes, rows = (*target, *(drafter or ())), _rows(tokens)
+    target = _checked(caches, "target")
+    drafter = None if draft_caches is None else _checked(draft_caches, "drafter")
+    rows = _rows(tokens)
     try:
         counts = [len(row) for row in rows]
-        tree.check_tokens(target, counts, "target")
+        kinds.check_tokens(target, counts, "target")
         seen = None
         if drafter is not None:
             seen = _draft_seen(drafter, draft_seen, counts)
-            tree.check_tokens(drafter, list(seen), "drafter")
+            kinds.check_tokens(drafter, list(seen), "drafter")
     except FlawError as error:
         raise InvalidRequestError(
             f"The tokens do not fit the caches: {error}. Pass the tokens that the "
@@ -78,14 +77,18 @@ def save_caches(
     sizes = mlx_lm_format.window_sizes_of([*caches, *(draft_caches or ())])
     description = Description(rows, len(target), seen, sizes)
     user = _texts(metadata or {}) | description.texts()
-    _write(path, *mlx_lm_format.native_parts(nodes, user))
+    _write(path, *mlx_lm_format.native_parts([*target, *(drafter or ())], user))
 
 
-def _nodes(caches: Sequence[Any], whose: str) -> tuple[Node, ...]:
-    checked_leaves(caches, is_known, "saved", KNOWN_KINDS, f"The {whose}'s cache")
+def _checked(caches: Sequence[Any], whose: str) -> list[Any]:
+    """Return copies of caches whose fields fit each other, without unused rows."""
+    checked_leaves(
+        caches, kinds.is_known, "saved", kinds.KNOWN_KINDS, f"The {whose}'s cache"
+    )
     try:
-        nodes = tuple(tree.read(cache) for cache in caches)
-        return tree.check(nodes)
+        result = kinds.copies(caches)
+        kinds.check(result)
+        return result
     except FlawError as error:
         raise InvalidRequestError(
             f"The {whose}'s caches cannot be saved: {error}. Save caches between two "
@@ -109,13 +112,13 @@ def _rows(tokens: Tokens) -> Rows:
 
 
 def _draft_seen(
-    nodes: tuple[Node, ...], given: int | Sequence[int] | None, counts: list[int]
+    caches: Sequence[Any], given: int | Sequence[int] | None, counts: list[int]
 ) -> tuple[int, ...]:
     """Return how many tokens of each row the drafter's caches hold."""
     if given is not None:
         seen = [given] if isinstance(given, int) else list(given)
     else:
-        said = map(tree.positions, tree.leaves(nodes))
+        said = map(kinds.positions, flat(caches))
         seen = next((count for count in said if count is not None), counts)
     check_seen(seen, counts)
     return tuple(seen)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_speculation.caches.files.fields import need
+from mlx_speculation.caches.files.safetensors_reader import need
 from mlx_speculation.caches.prefix.restore_points import Point
 from mlx_speculation.caches.prefix.roles import Role
 from mlx_speculation.caches.snapshots.snapshot import Snapshot

@@ -28,11 +28,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_speculation.caches.files.fields import need
 from mlx_speculation.caches.files.safetensors_reader import (
     DIGEST,
     FlawError,
     Header,
+    need,
     opened,
     read_arrays,
     read_header,

@@ -16,12 +16,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
-from mlx_speculation.caches import (
-    KVQuantization,
-    LoadedCaches,
-    load_caches,
-    load_into,
-)
+from mlx_speculation.caches import KVQuantization, LoadedCaches, load_caches
 from mlx_speculation.errors import InvalidRequestError
 
 
@@ -41,8 +36,7 @@ def load_prompt(path: str | Path, model: nn.Module) -> LoadedCaches:
             f"The caches in {str(path)!r} hold 0 tokens, and at least 1 is needed. "
             "Make the file of a prompt, with mlx_lm.cache_prompt."
         )
-    fresh = _used(model, kinds)
-    return load_into(path, fresh, cast=True)
+    return load_caches(path, like=_used(model, kinds), cast=True)
 
 
 def _used(model: nn.Module, kinds: list[Any]) -> list[Any]:

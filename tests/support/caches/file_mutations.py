@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mlx_speculation.caches.files.codecs import KINDS
+from mlx_speculation.caches.files.kinds import KINDS
 from mlx_speculation.caches.files.safetensors_reader import (
     DIGEST,
     DTYPES,
