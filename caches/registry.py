@@ -38,12 +38,10 @@ from mlx_speculation.caches.types.leaves import checked_leaves, flat
 from mlx_speculation.caches.types.padded_kv import KeySteps
 from mlx_speculation.caches.types.ragged_kv import RaggedKVCache
 from mlx_speculation.caches.types.ragged_quantized_kv import RaggedQuantizedKVCache
-from mlx_speculation.caches.types.shared_rows import WATCHED_TYPES, native_type
 from mlx_speculation.caches.types.sliding_kv import SlidingKVCache
 
-OpenJournal = Callable[[Any, bool], Journal]
-
-JOURNALS: dict[type, OpenJournal] = {
+# Each is called with the cache and `whole`; a few kinds take `steps` or `shape` too.
+JOURNALS: dict[type, Callable[..., Journal]] = {
     KVCache: KVJournal,
     QuantizedKVCache: KVJournal,
     ConcatenateKVCache: ConcatenateJournal,
@@ -58,17 +56,6 @@ JOURNALS: dict[type, OpenJournal] = {
     RaggedQuantizedKVCache: RaggedJournal,
 }
 KNOWN = (*JOURNALS, CacheList)
-_FIXED: dict[type, Any] = {
-    KVCache: KVJournal,
-    QuantizedKVCache: KVJournal,
-    SlidingKVCache: SlidingJournal,
-}
-# A cache has a watched class as long as a snapshot shares its rows.
-JOURNALS |= {
-    watched: JOURNALS[native]
-    for native, watched in WATCHED_TYPES.items()
-    if native in JOURNALS
-}
 
 
 def check_supported(caches: Sequence[Any]) -> list[Any]:
@@ -98,7 +85,7 @@ def check_fixed(caches: Sequence[Any]) -> list[Any]:
     kinds = [*FIXED, ArraysCache]
     result = checked_leaves(
         caches,
-        lambda leaf: native_type(leaf) in kinds,
+        lambda leaf: type(leaf) in kinds,
         "shown in a fixed shape (a RotatingKVCache with keep=0: by "
         "mlx_speculation.caches.with_slack)",
         (kind.__name__ for kind in kinds),
@@ -109,9 +96,9 @@ def check_fixed(caches: Sequence[Any]) -> list[Any]:
 def open_fixed(result: Sequence[Any], shape: FixedShape) -> list[Journal]:
     """Return a journal for each of the leaves that `check_fixed` returned."""
     return [
-        JOURNALS[type(leaf)](leaf, False)
+        ArraysJournal(leaf)
         if type(leaf) is ArraysCache
-        else _FIXED[native_type(leaf)](leaf, shape=shape)
+        else JOURNALS[type(leaf)](leaf, shape=shape)
         for leaf in result
     ]
 
@@ -131,11 +118,9 @@ def open_journals(
 
 def _opened(leaf: Any, whole: bool, isolated: bool, steps: KeySteps | None) -> Journal:
     """Return a journal: on a copy if `isolated`, else in key steps if it can."""
-    if steps is not None and native_type(leaf) is KVCache:
-        return KVJournal(leaf, whole, steps)
-    if steps is not None and type(leaf) is SlidingKVCache:
-        return SlidingJournal(leaf, whole, steps)
     opened = JOURNALS[type(leaf)]
+    if steps is not None and type(leaf) in (KVCache, SlidingKVCache):
+        return opened(leaf, whole, steps)
     if isolated:
         return isolate(leaf, lambda twin: opened(twin, whole))
     return opened(leaf, whole)

@@ -18,7 +18,6 @@ from mlx_lm.models.deepseek_v41 import LayerCache
 from mlx_speculation.caches.files import field_checks
 from mlx_speculation.caches.files.safetensors_reader import FlawError, need, shown
 from mlx_speculation.caches.types.leaves import flat
-from mlx_speculation.caches.types.shared_rows import native_type
 from mlx_speculation.caches.types.sliding_kv import SlidingKVCache
 
 
@@ -122,7 +121,7 @@ def kind_of(cache: Any) -> Kind:
 def is_known(cache: Any) -> bool:
     """Return whether the class of a live leaf is one of the kinds, not a subclass."""
     kind = KINDS.get(type(cache).__name__)
-    known = kind is not None and native_type(cache) is kind.cls
+    known = kind is not None and type(cache) is kind.cls
     return known or type(cache) is SlidingKVCache
 
 

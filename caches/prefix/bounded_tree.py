@@ -65,7 +65,7 @@ class BoundedTree(PrefixTree):
         """
         for which, (rows, point) in kept.items():
             part = self._roles[which].part(rows, node.start, node.stop)
-            if which not in node.rows and self._room(part.size, claim):
+            if which not in node.rows and self._room(part.nbytes, claim):
                 node.rows[which] = part.copied()
                 self._budget.stored += node.rows[which].nbytes
             if end and point is not None:
@@ -134,7 +134,7 @@ class BoundedTree(PrefixTree):
             for which, rows in kept.items()
             if which not in node.rows
         ]
-        size = sum(rows.size for _, _, rows in lacking)
+        size = sum(rows.nbytes for _, _, rows in lacking)
         while not self._room(size, claim):
             later = [each for each in taken if each and each[-1].stop > len(tokens)]
             if not later:
@@ -150,7 +150,7 @@ class BoundedTree(PrefixTree):
         """Make a node a restore point, if there is room for the states."""
         if which in node.points or which not in node.rows:
             return
-        if self._room(point.size, claim):
+        if self._room(point.nbytes, claim):
             node.points[which] = point
             self._budget.stored += point.nbytes
 

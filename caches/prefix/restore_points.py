@@ -22,13 +22,8 @@ class Point(NamedTuple):
     hidden: mx.array | None = None
 
     @property
-    def size(self) -> int:
-        """Bytes of all arrays of the point, also of those shared with live caches."""
-        return self.states.size + (0 if self.hidden is None else self.hidden.nbytes)
-
-    @property
     def nbytes(self) -> int:
-        """Bytes that the point keeps in memory beyond those of live caches."""
+        """Bytes of all its arrays."""
         return self.states.nbytes + (0 if self.hidden is None else self.hidden.nbytes)
 
 

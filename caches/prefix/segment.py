@@ -19,8 +19,7 @@ import mlx.core as mx
 from mlx_speculation.caches.files.safetensors_reader import need
 from mlx_speculation.caches.prefix.restore_points import Point
 from mlx_speculation.caches.prefix.roles import Role
-from mlx_speculation.caches.snapshots.snapshot import Snapshot
-from mlx_speculation.caches.types.shared_rows import Rows
+from mlx_speculation.caches.snapshots.snapshot import Rows, Snapshot
 
 Arrays = dict[str, mx.array]
 
@@ -39,7 +38,7 @@ def encoded(kept: Mapping[int, Held], marks: Sequence[str]) -> tuple[Arrays, Any
     for which, (rows, point) in kept.items():
         counts = []
         for number, leaf in enumerate(rows.leaves):
-            parts = leaf.rows[0].slices() if leaf.rows else ()
+            parts = leaf.rows[0].arrays if leaf.rows else ()
             counts.append(len(parts))
             for place, array in enumerate(parts):
                 arrays[f"{which}.rows.{number}.{place}"] = array
@@ -87,7 +86,7 @@ def _held(
             arrays[f"{name}.rows.{number}.{i}"] for i in range(counts[number])
         )
         need(all(x.shape[-2] == last - first for x in parts), "its rows are others")
-        rows = (Rows(parts, first, first, last),) if parts else ()
+        rows = (Rows(first, last, parts),) if parts else ()
         leaves.append(replace(leaf, rows=rows, state=None))
         if fields is not None:
             state = _field(fields[number], arrays, f"{name}.states.")

@@ -1,8 +1,8 @@
-"""Copy-on-write snapshots of a model's caches for a range of tokens.
+"""Snapshots of a model's caches for a range of tokens.
 
     snapshot         defines a snapshot; joins and cuts snapshots
     take             takes a snapshot, and restores live caches from it
-    per_kind         defines what is saved of each class; `per_kind_batch` for batches
+    per_kind         defines what is saved of each class
     read_rows        reads rows of another model's caches without changing them
 
 The package does not know requests or files.

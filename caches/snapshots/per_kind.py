@@ -1,19 +1,17 @@
 """Snapshots of each cache kind: as rows, or as a whole state.
 
     kind                                              saved as
-    KVCache, QuantizedKVCache, ConcatenateKVCache,    rows, which can be cut anywhere
-    BatchKVCache
+    KVCache, QuantizedKVCache, ConcatenateKVCache     rows, which can be cut anywhere
     RotatingKVCache, SlidingKVCache, ChunkedKVCache,  a state, which exists only at
     ArraysCache, deepseek_v41.LayerCache,             the offset where it was taken
-    BatchRotatingKVCache
+    BatchKVCache, BatchRotatingKVCache
 
-A ring has overwritten or dropped the rows that it does not need at its offset, and a
-recurrent state never had rows. A state is copied when it is taken: a ring is written in
-place, and recurrent slots are often small views of large arrays, which they would keep
-in memory. This costs one copy of the window or of the slots.
+A ring has overwritten or dropped the rows that it does not need at its offset, a
+recurrent state never had rows, and the rows of a batch are at different positions. A
+state is copied when it is taken: a ring is written in place, and recurrent slots are
+often small views of large arrays, which they would keep in memory.
 
-A further kind needs one more line in `HOLDINGS`. A batch is saved as a whole, see
-`caches.snapshots.per_kind_batch`.
+A further kind needs one more line in `HOLDINGS`.
 """
 
 from collections.abc import Callable
@@ -34,12 +32,7 @@ from mlx_lm.models.cache import (
 )
 from mlx_lm.models.deepseek_v41 import LayerCache
 
-from mlx_speculation.caches.snapshots.per_kind_batch import (
-    Lags,
-    batch_fields,
-    batch_ring_state,
-)
-from mlx_speculation.caches.types.shared_rows import Arrays, native_type, own
+from mlx_speculation.caches.types.buffers import Arrays, own
 from mlx_speculation.caches.types.sliding_kv import SlidingKVCache
 
 Fields = dict[str, Any]
@@ -50,85 +43,58 @@ class Holding:
     """Snapshot form of one kind."""
 
     # The fields in which the source and the target must agree.
-    settings: Callable[[Any], tuple[Any, ...]]
-    # Returns the fields of a whole state, not copied; None: the kind is saved as rows.
-    state: Callable[[Any], Fields] | None = None
+    settings: tuple[str, ...] = ()
+    whole: bool = True  # whether the kind is saved as a state, else as rows
 
-    @property
-    def whole(self) -> bool:
-        """Return whether the kind is saved as a state."""
-        return self.state is not None
-
-
-def _ring_state(cache: Any) -> Fields:
-    """Return the fields with only the rows that later writes can see.
-
-    A ring that is not full has unused slots at its end. After a write of many rows, a
-    ring has more rows than its window; the next write drops the oldest.
-    """
-    keys, values, index = cache.keys, cache.values, cache._idx
-    if keys is not None:
-        excess = keys.shape[2] - cache.max_size
-        if excess > 0 and index == keys.shape[2]:
-            keys, values = cache._trim(excess, keys), cache._trim(excess, values)
-            index = cache.max_size
-        elif index == cache.offset:
-            keys, values = keys[..., :index, :], values[..., :index, :]
-    return {"keys": keys, "values": values, "offset": cache.offset, "_idx": index}
-
-
-def _sliding_state(cache: Any) -> Fields:
-    """Return the fields with the window only; earlier rows are only for an undo."""
-    keys, values = cache.keys, cache.values
-    count = min(cache.offset, cache.max_size)
-    if keys is not None:
-        rows = slice(cache._end - count, cache._end)
-        keys, values = keys[..., rows, :], values[..., rows, :]
-    fields = {"keys": keys, "values": values, "offset": cache.offset}
-    return {**fields, "_first": 0, "_end": count}
-
-
-def _chunk_state(cache: Any) -> Fields:
-    keys, values = (None, None) if cache.keys is None else cache.keys_and_values()
-    return {
-        "keys": keys,
-        "values": values,
-        "offset": cache.offset,
-        "start_position": cache.start_position,
-    }
-
-
-def _arrays_state(cache: Any) -> Fields:
-    return {
-        "cache": list(cache.cache),
-        "lengths": cache.lengths,
-        "left_padding": cache.left_padding,
-    }
-
-
-def _layer_state(cache: Any) -> Fields:
-    return {name: x for name, x in vars(cache).items() if name != "window_size"}
+    def settings_of(self, cache: Any) -> tuple[Any, ...]:
+        """Return the values of these fields, and the number of recurrent slots."""
+        slots = (len(cache.cache),) if isinstance(cache, ArraysCache) else ()
+        return (*(getattr(cache, name) for name in self.settings), *slots)
 
 
 HOLDINGS: dict[type, Holding] = {
-    KVCache: Holding(lambda cache: ()),
-    QuantizedKVCache: Holding(lambda cache: (cache.group_size, cache.bits)),
-    ConcatenateKVCache: Holding(lambda cache: ()),
-    RotatingKVCache: Holding(lambda ring: (ring.max_size, ring.keep), _ring_state),
-    SlidingKVCache: Holding(
-        lambda cache: (cache.max_size, cache.slack), _sliding_state
-    ),
-    ChunkedKVCache: Holding(lambda cache: (cache.chunk_size,), _chunk_state),
-    ArraysCache: Holding(lambda cache: (len(cache.cache),), _arrays_state),
-    LayerCache: Holding(lambda cache: (cache.window_size,), _layer_state),
-    BatchKVCache: Holding(lambda cache: ()),
-    BatchRotatingKVCache: Holding(lambda ring: (ring.max_size,), batch_ring_state),
+    KVCache: Holding(whole=False),
+    QuantizedKVCache: Holding(("group_size", "bits"), whole=False),
+    ConcatenateKVCache: Holding(whole=False),
+    RotatingKVCache: Holding(("max_size", "keep")),
+    SlidingKVCache: Holding(("max_size", "slack")),
+    ChunkedKVCache: Holding(("chunk_size",)),
+    ArraysCache: Holding(),
+    LayerCache: Holding(("window_size",)),
+    BatchKVCache: Holding(),
+    BatchRotatingKVCache: Holding(("max_size",)),
 }
 
 
-def copied(fields: Fields) -> Any:
-    """Return the fields with copies of their arrays, not evaluated."""
-    return tree_map(lambda x: own(x) if isinstance(x, mx.array) else x, fields)
+def state_of(cache: Any) -> Fields:
+    """Return copies of the fields of a cache that is saved as a state, not evaluated.
+
+    Rows that no later write can see are left out: those before a sliding window, those
+    that a ring has beyond its window after a write of many rows, and its free slots.
+    """
+    fields, both = dict(vars(cache)), ("keys", "values")
+    if isinstance(cache, SlidingKVCache) and cache.keys is not None:
+        count = min(cache.offset, cache.max_size)
+        rows = slice(cache._end - count, cache._end)
+        fields |= {name: fields[name][..., rows, :] for name in both}
+        fields |= {"_first": 0, "_end": count}
+    elif isinstance(cache, RotatingKVCache) and cache.keys is not None:
+        ring: Any = cache
+        excess = ring.keys.shape[2] - ring.max_size
+        if excess > 0 and ring._idx == ring.keys.shape[2]:
+            fields |= {name: ring._trim(excess, fields[name]) for name in both}
+            fields["_idx"] = ring.max_size
+        elif ring._idx == ring.offset:
+            fields |= {name: fields[name][..., : ring.offset, :] for name in both}
+    return changed(fields, own)
+
+
+def changed(fields: Fields, change: Callable[[mx.array], mx.array]) -> Fields:
+    """Return the fields with `change` of each array in them."""
+    result: Fields = tree_map(
+        lambda x: change(x) if isinstance(x, mx.array) else x, fields
+    )
+    return result
 
 
 def arrays_of(fields: Fields | None) -> list[mx.array]:
@@ -154,10 +120,8 @@ def with_room(cache: Any, parts: list[Arrays], rows: int) -> Arrays:
     return tuple(map(joined, zip(*parts, strict=True)))
 
 
-def row_fields(cache: Any, arrays: Arrays, rows: int, lags: Lags) -> Fields:
+def row_fields(arrays: Arrays, rows: int) -> Fields:
     """Return the fields of a cache with these arrays, up to position `rows`."""
-    if native_type(cache) is BatchKVCache:
-        return batch_fields(arrays, rows, lags)
     half = len(arrays) // 2
     keys, values = arrays[:half], arrays[half:]
     if half == 1:

@@ -17,7 +17,6 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
-from mlx_speculation.caches.types.shared_rows import native_type
 from mlx_speculation.caches.types.sliding_kv import SlidingKVCache
 from mlx_speculation.errors import InvalidRequestError, UnsupportedCacheError
 
@@ -31,7 +30,7 @@ def check_readable(cache: Any, place: int) -> None:
     Raises:
         UnsupportedCacheError: it is of another kind, or its `keep` is above 0.
     """
-    known = native_type(cache) in READABLE
+    known = type(cache) in READABLE
     kept = getattr(cache, "keep", 0)
     if known and kept == 0:
         return
@@ -68,7 +67,8 @@ def read_rows(cache: Any, stop: int, count: int | None) -> tuple[mx.array, mx.ar
             f"which holds [{first}, {cache.offset}). Read it before it moves on."
         )
     rows = slice(start - first, stop - first)
-    if native_type(cache) is QuantizedKVCache:
+    kind: Any = type(cache)
+    if kind is QuantizedKVCache:
         form = {"group_size": cache.group_size, "bits": cache.bits}
         keys, values = (
             mx.dequantize(*(part[..., rows, :] for part in parts), **form)
@@ -76,7 +76,7 @@ def read_rows(cache: Any, stop: int, count: int | None) -> tuple[mx.array, mx.ar
         )
         return keys, values
     keys, values = cache.keys, cache.values
-    wrapped = native_type(cache) is RotatingKVCache and not _in_order(cache)
+    wrapped = kind is RotatingKVCache and not _in_order(cache)
     if wrapped and rows != slice(0, kept):
         keys, values = map(cache._temporal_order, (keys, values))
     return keys[..., rows, :], values[..., rows, :]
@@ -86,7 +86,7 @@ def _held_rows(cache: Any) -> int:
     """Return the number of rows in a cache's buffers, up to its offset."""
     if cache.keys is None:
         return 0
-    kind = native_type(cache)
+    kind = type(cache)
     if kind in _FROM_THE_START:
         return int(cache.offset)
     if kind is SlidingKVCache:

@@ -1,38 +1,47 @@
 """Snapshots: the contents of a model's caches for a range of tokens.
 
-    before = snapshot(caches)                        tokens [0, 40), nothing is copied
+    before = snapshot(caches)                        tokens [0, 40)
     ...                                              the model reads on, to 90
     rest = snapshot(caches, 40)                      tokens [40, 90)
     both = merge(before, rest)                       tokens [0, 90)
     head, tail = split(both, 64)                     tokens [0, 64) and [64, 90)
     restore(head, make_prompt_cache(model))          holds 64 tokens
 
-A snapshot has all caches of a model. KV rows can be cut anywhere. Rings, chunks and
-recurrent states exist only at the offset where they were taken, the snapshot's `stop`.
-To cut a snapshot with such layers elsewhere, separate the states:
+A snapshot has all caches of a model. KV rows can be cut anywhere. Rings, chunks,
+batches and recurrent states exist only at the offset where they were taken, the
+snapshot's `stop`. To cut a snapshot with such layers elsewhere, separate the states:
 
     ranges, states = both.ranges, both.states        rows of [0, 90); states at 90
     head, tail = split(ranges, 64)                   legal; neither can be restored
     merge(merge(head, tail), states)                 the same as `both`
 
-The rows of a batch stay together, see `caches.snapshots.per_kind_batch`.
-
-Sizes in bytes count only memory beyond the live caches. Snapshots share arrays after a
-split, a merge or `ranges`; `held_bytes` counts these once. While a snapshot shares rows
-with live caches, use it only in the thread that writes to the caches; a `copied()`
-snapshot can be used in any thread.
+KV rows are views, so taking them copies nothing. While a view lives, the next write to
+its cache copies the whole buffer, as mlx does with every array that has two owners; a
+`copied()` snapshot has rows of its own, and can be used in any thread.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from mlx_speculation.caches.snapshots.per_kind import HOLDINGS, Fields, arrays_of
-from mlx_speculation.caches.snapshots.per_kind_batch import Lags
-from mlx_speculation.caches.types.shared_rows import Rows
+from mlx_speculation.caches.types.buffers import Arrays
 from mlx_speculation.errors import InvalidRequestError, UnsupportedCacheError
+
+
+class Rows(NamedTuple):
+    """Rows [start, stop) of one cache, by position."""
+
+    start: int
+    stop: int
+    arrays: Arrays  # with these rows only, on axis -2
+
+    def cut(self, start: int, stop: int) -> "Rows":
+        """Return a view of the rows [start, stop)."""
+        rows = slice(start - self.start, stop - self.start)
+        return Rows(start, stop, tuple(array[..., rows, :] for array in self.arrays))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,10 +61,9 @@ class HeldLeaf:
         """Return whether its kind is saved as a state, not as rows."""
         return HOLDINGS[self.kind].whole
 
-    def buffers(self) -> list[mx.array]:
-        """Return the arrays that the leaf keeps in memory beyond live caches."""
-        kept = [array for rows in self.rows for array in rows.buffers()]
-        return kept + arrays_of(self.state)
+    def arrays(self) -> list[mx.array]:
+        """Return the arrays of its rows and of its state."""
+        return [x for rows in self.rows for x in rows.arrays] + arrays_of(self.state)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,23 +73,11 @@ class Snapshot:
     start: int  # the first position
     stop: int  # the position after the last; states are those after `stop` tokens
     leaves: tuple[HeldLeaf, ...]  # one item for every leaf cache
-    # For a batch, how many tokens each row is behind the furthest row, to which `start`
-    # and `stop` belong; empty for one sequence
-    lags: Lags = ()
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the snapshot keeps in memory beyond those of live caches."""
-        return held_bytes([self])
-
-    @property
-    def size(self) -> int:
-        """Bytes of all rows and states, shared or not: the bytes of a copy."""
-        slices = (
-            x for leaf in self.leaves for rows in leaf.rows for x in rows.slices()
-        )
-        states = (x for leaf in self.leaves for x in arrays_of(leaf.state))
-        return sum(x.nbytes for x in (*slices, *states))
+        """Bytes of all rows and states: the bytes of a copy."""
+        return sum(x.nbytes for leaf in self.leaves for x in leaf.arrays())
 
     @property
     def stateless(self) -> HeldLeaf | None:
@@ -98,7 +94,7 @@ class Snapshot:
     def states(self) -> "Snapshot":
         """A snapshot of the states without the rows, for the empty range at `stop`."""
         bare = tuple(replace(leaf, rows=()) for leaf in self.leaves)
-        return Snapshot(self.stop, self.stop, bare, self.lags)
+        return Snapshot(self.stop, self.stop, bare)
 
     def copied(self) -> "Snapshot":
         """Return a snapshot with its own copies of the rows.
@@ -106,17 +102,6 @@ class Snapshot:
         The states are shared with this snapshot; they are copies already.
         """
         return replace(self, leaves=tuple(_with_own_rows(x) for x in self.leaves))
-
-
-def held_bytes(snapshots: Iterable[Snapshot]) -> int:
-    """Return the bytes that the snapshots keep in memory; shared arrays count once."""
-    arrays = {
-        id(array): array.nbytes
-        for one in snapshots
-        for leaf in one.leaves
-        for array in leaf.buffers()
-    }
-    return sum(arrays.values())
 
 
 def merge(parent: Snapshot, child: Snapshot) -> Snapshot:
@@ -134,7 +119,6 @@ def merge(parent: Snapshot, child: Snapshot) -> Snapshot:
             "Pass snapshots that adjoin."
         )
     check_same(parent.leaves, child.leaves)
-    check_lags(parent.lags, child.lags)
     empty = child.start == child.stop
     joined = tuple(
         replace(
@@ -144,7 +128,7 @@ def merge(parent: Snapshot, child: Snapshot) -> Snapshot:
         )
         for one, other in zip(parent.leaves, child.leaves, strict=True)
     )
-    return Snapshot(parent.start, child.stop, joined, child.lags)
+    return Snapshot(parent.start, child.stop, joined)
 
 
 def split(whole: Snapshot, at: int) -> tuple[Snapshot, Snapshot]:
@@ -198,12 +182,11 @@ def _cut(leaf: HeldLeaf, start: int, stop: int, with_state: bool) -> HeldLeaf:
 def _with_own_rows(leaf: HeldLeaf) -> HeldLeaf:
     if not leaf.rows:
         return leaf
-    parts = [rows.slices() for rows in leaf.rows]
-    parts.append(tuple(array[..., :0, :] for array in parts[0]))
+    parts = [rows.arrays for rows in leaf.rows]
+    parts.append(tuple(array[..., :0, :] for array in parts[0]))  # forces a copy
     arrays = tuple(mx.concatenate([*x], axis=-2) for x in zip(*parts, strict=True))
     mx.eval(arrays)
-    start, stop = leaf.rows[0].start, leaf.rows[-1].stop
-    return replace(leaf, rows=(Rows(arrays, start, start, stop),))
+    return replace(leaf, rows=(Rows(leaf.rows[0].start, leaf.rows[-1].stop, arrays),))
 
 
 def check_same(some: Sequence[HeldLeaf], others: Sequence[HeldLeaf]) -> None:
@@ -222,14 +205,3 @@ def check_same(some: Sequence[HeldLeaf], others: Sequence[HeldLeaf]) -> None:
                 f"{other.settings} on the other. Snapshots fit the caches of the model "
                 "that they were taken of."
             )
-
-
-def check_lags(one: Lags, other: Lags) -> None:
-    """Refuse parts of a batch whose rows have different lags."""
-    if one != other:
-        raise InvalidRequestError(
-            f"The rows are {list(one)} tokens behind the furthest on one side, and "
-            f"{list(other)} on the other. Parts of a batch adjoin while its rows move "
-            "together: take a snapshot from 0 after rows kept different numbers, or "
-            "came or went."
-        )

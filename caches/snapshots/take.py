@@ -13,25 +13,19 @@ from mlx_speculation.caches.snapshots.per_kind import (
     HOLDINGS,
     Fields,
     Holding,
-    copied,
+    changed,
     row_fields,
+    state_of,
     with_room,
 )
-from mlx_speculation.caches.snapshots.per_kind_batch import Lags, batch_extent
 from mlx_speculation.caches.snapshots.snapshot import (
     HeldLeaf,
+    Rows,
     Snapshot,
-    check_lags,
     check_same,
 )
-from mlx_speculation.caches.types.leaves import (
-    assign,
-    checked_leaves,
-    is_batch,
-    leaves,
-    position,
-)
-from mlx_speculation.caches.types.shared_rows import Rows, aliased, buffers, native_type
+from mlx_speculation.caches.types.buffers import buffers
+from mlx_speculation.caches.types.leaves import assign, checked_leaves, flat
 from mlx_speculation.errors import InvalidRequestError, UnsupportedCacheError
 
 
@@ -54,7 +48,7 @@ def snapshot(
             different numbers of tokens.
     """
     result = _supported(caches)
-    extent, lags = _extent(caches)
+    extent = _extent(caches)
     if stop is None:
         stop = extent
     if stop is None:
@@ -69,9 +63,9 @@ def snapshot(
         )
     for place, leaf, _ in result:
         _check_offset(place, leaf, extent, stop)
-    taken = tuple(_taken(*one, extent, start, stop) for one in result)
+    taken = tuple(_taken(*one, start, stop) for one in result)
     mx.eval([leaf.state for leaf in taken])
-    return Snapshot(start, stop, taken, lags)
+    return Snapshot(start, stop, taken)
 
 
 def restore(saved: Snapshot, target: Sequence[Any]) -> None:
@@ -111,32 +105,43 @@ def _supported(caches: Sequence[Any]) -> list[tuple[str, Any, Holding]]:
     """Return place, cache and `Holding` of every leaf; refuse unknown kinds."""
     result = checked_leaves(
         caches,
-        lambda leaf: native_type(leaf) in HOLDINGS,
+        lambda leaf: type(leaf) in HOLDINGS,
         "held by a snapshot",
         (kind.__name__ for kind in HOLDINGS),
     )
-    return [(place, leaf, HOLDINGS[native_type(leaf)]) for place, leaf in result]
+    return [(place, leaf, HOLDINGS[type(leaf)]) for place, leaf in result]
 
 
-def _extent(caches: Sequence[Any]) -> tuple[int | None, Lags]:
-    """Return the number of tokens in the caches (None: unknown) and the rows' lags."""
-    batches = [(place, leaf) for place, leaf in leaves(caches) if is_batch(leaf)]
-    return batch_extent(batches) if batches else (position(caches), ())
+def _extent(caches: Sequence[Any]) -> int | None:
+    """Return the number of tokens in the caches; None: no leaf counts them.
+
+    For a batch, this is the position of the furthest row.
+    """
+    offsets = (_offset(leaf) for leaf in flat(caches))
+    return max((each for each in offsets if each is not None), default=None)
+
+
+def _offset(leaf: Any) -> int | None:
+    offset: Any = getattr(leaf, "offset", None)
+    if not isinstance(offset, mx.array):
+        return offset  # type: ignore[no-any-return]
+    furthest: Any = offset.max().item()
+    return int(furthest)
 
 
 def _check_offset(place: str, leaf: Any, extent: int | None, stop: int) -> None:
     """Refuse a leaf that does not hold `stop` tokens and cannot be cut there."""
-    kind = native_type(leaf)
-    # `batch_extent` has compared the rows of batch caches.
-    offset = extent if is_batch(leaf) else getattr(leaf, "offset", extent)
-    if (offset == 0 or is_batch(leaf)) and leaf.empty():
-        return  # the model does not use this layer, or nothing was fed
+    kind, offset = type(leaf), extent
+    if hasattr(leaf, "offset"):
+        if leaf.empty():
+            return  # the model does not use this layer, or nothing was fed
+        offset = _offset(leaf)
     if HOLDINGS[kind].whole and offset is not None and offset != stop:
         raise UnsupportedCacheError(
             f"Layer {place} is a {kind.__name__}, which can be cut at {offset} only, "
             f"where it stands, and not at {stop}. Take the snapshot there."
         )
-    if offset is not None and extent is not None and offset != extent:
+    if offset != extent:
         raise InvalidRequestError(
             f"Layer {place} holds {offset} tokens, and another {extent}. The layers of "
             "a model move together: pass caches that were fed the same tokens."
@@ -144,51 +149,38 @@ def _check_offset(place: str, leaf: Any, extent: int | None, stop: int) -> None:
 
 
 def _bare(place: str, leaf: Any, holding: Holding) -> HeldLeaf:
-    return HeldLeaf(place, native_type(leaf), holding.settings(leaf))
+    return HeldLeaf(place, type(leaf), holding.settings_of(leaf))
 
 
-def _taken(
-    place: str, leaf: Any, holding: Holding, extent: int | None, start: int, stop: int
-) -> HeldLeaf:
+def _taken(place: str, leaf: Any, holding: Holding, start: int, stop: int) -> HeldLeaf:
     bare = _bare(place, leaf, holding)
-    if holding.state is not None:
-        return replace(bare, state=copied(holding.state(leaf)))
-    empty = leaf.empty() if is_batch(leaf) else leaf.offset == 0
-    if start == stop or empty:
+    if holding.whole:
+        return replace(bare, state=state_of(leaf))
+    if start == stop or leaf.offset == 0:
         return bare
-    first = _first_position(leaf, extent)
-    return replace(bare, rows=(Rows(buffers(leaf), first, start, stop, leaf),))
-
-
-def _first_position(leaf: Any, extent: int | None) -> int:
-    """Return the position of row 0 of the buffers; negative if it is padding."""
-    return 0 if extent is None or not is_batch(leaf) else extent - leaf._idx
+    return replace(bare, rows=(Rows(0, stop, buffers(leaf)).cut(start, stop),))
 
 
 def _check_continues(target: Sequence[Any], saved: Snapshot) -> None:
     """Refuse caches that do not hold exactly the tokens before the snapshot."""
-    offset, lags = _extent(target)
+    offset = _extent(target)
     if offset is not None and offset != saved.start:
         raise InvalidRequestError(
             f"The caches hold {offset} tokens, and the snapshot of "
             f"[{saved.start}, {saved.stop}) goes on from {saved.start}. Restore "
             "what is before it first, or merge the two."
         )
-    check_lags(lags, saved.lags)
 
 
 def _restored(cache: Any, leaf: HeldLeaf, saved: Snapshot) -> Fields:
     """Return new fields for a cache, with the contents of a leaf of the snapshot."""
-    if leaf.whole:
-        return aliased(leaf.state)  # type: ignore[no-any-return]
+    if leaf.state is not None:
+        # Views, so that writes in place do not change the snapshot.
+        return changed(leaf.state, lambda array: array[...])
+    before = buffers(cache) if saved.start else ()
     if not leaf.rows:
-        kept = buffers(cache)
-        return {} if saved.start and kept else row_fields(cache, (), 0, saved.lags)
-    parts = []
-    if saved.start:
-        rows = slice(-_first_position(cache, saved.start), None)
-        before = (array[..., rows, :] for array in buffers(cache))
-        parts.append(tuple(array[..., : saved.start, :] for array in before))
-    parts += [rows.slices() for rows in leaf.rows]
+        return {} if before else row_fields((), 0)
+    parts = [Rows(0, saved.start, before).cut(0, saved.start).arrays] if before else []
+    parts += [rows.arrays for rows in leaf.rows]
     stop = leaf.rows[-1].stop
-    return row_fields(cache, with_room(cache, parts, stop), stop, saved.lags)
+    return row_fields(with_room(cache, parts, stop), stop)

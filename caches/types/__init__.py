@@ -6,7 +6,7 @@
     padded_kv     keys padded to whole steps of rows, for cuDNN
     fixed_view    keys in views of fixed sizes, for exact mode
     tree_view     caches as a model sees them while it is fed a tree
-    shared_rows   rows that a snapshot shares with a live cache
+    buffers       the arrays with the rows of a cache
     leaves        the leaf caches in a list of caches, and the positions they hold
     convert       whole lists of caches from one class to another
 

@@ -25,7 +25,6 @@ from mlx_speculation.caches.types.leaves import flat, is_batch, states
 from mlx_speculation.caches.types.padded_kv import asks_cudnn
 from mlx_speculation.caches.types.ragged_kv import RaggedKVCache
 from mlx_speculation.caches.types.ragged_quantized_kv import RaggedQuantizedKVCache
-from mlx_speculation.caches.types.shared_rows import native_type
 from mlx_speculation.caches.types.sliding_kv import SlidingKVCache
 
 
@@ -83,9 +82,9 @@ def _merged(rows: Sequence[Sequence[Any]]) -> list[Any]:
     for layer in zip(*rows, strict=True):
         if type(layer[0]) is CacheList:
             result.append(CacheList(*_merged([one.caches for one in layer])))
-        elif native_type(layer[0]) is KVCache:
+        elif type(layer[0]) is KVCache:
             result.append(RaggedKVCache.merge(layer))
-        elif native_type(layer[0]) is QuantizedKVCache:
+        elif type(layer[0]) is QuantizedKVCache:
             result.append(RaggedQuantizedKVCache.merge(layer))
         else:
             result.append(type(layer[0]).merge(list(layer)))

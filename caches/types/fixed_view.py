@@ -30,8 +30,8 @@ import mlx.core as mx
 from mlx.utils import tree_map
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
+from mlx_speculation.caches.types.buffers import buffers
 from mlx_speculation.caches.types.padded_kv import with_room
-from mlx_speculation.caches.types.shared_rows import buffers, native_type
 from mlx_speculation.caches.types.sliding_kv import SlidingKVCache
 from mlx_speculation.errors import InvalidRequestError
 
@@ -101,7 +101,6 @@ class _FixedRows:
     """Fixed view of a live cache that keeps all rows."""
 
     __slots__ = ()
-    _live: Any
     _shape: FixedShape
 
     def make_mask(
@@ -111,9 +110,9 @@ class _FixedRows:
         window_size: int | None = None,
     ) -> mx.array:
         """Return the mask of the next rows, bool [N, V(offset)]."""
-        offset = self._live.offset
-        stop = self._shape.shown(offset)
-        return fixed_mask(N, offset, 0, stop, window_size)
+        live: Any = self
+        stop = self._shape.shown(live.offset)
+        return fixed_mask(N, live.offset, 0, stop, window_size)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         """Write the rows that fit into the view, and return the view.
@@ -122,38 +121,38 @@ class _FixedRows:
             keys: [batch, heads, rows, key dim].
             values: [batch, heads, rows, value dim].
         """
-        live = self._live
+        live: Any = self
         start, rows = live.offset, keys.shape[2]
         stop = self._shape.shown(start)
-        fits = min(rows, stop - start)
-        _fit(live, stop)
-        # Through the live cache, which may be watched for snapshots that share rows.
-        live.update_and_fetch(keys[..., :fits, :], values[..., :fits, :])
-        _fit(live, stop)  # after a first write, buffers have mlx-lm's size
+        fits = slice(min(rows, stop - start))
+        _fit(self, stop)
+        super().update_and_fetch(keys[..., fits, :], values[..., fits, :])  # type: ignore[misc]
+        _fit(self, stop)  # after a first write, buffers have mlx-lm's size
         live.offset = start + rows
         return live.keys, live.values
 
     def keys_and_values(self) -> Any:
         """Return the view as after the last write."""
-        return self._live.keys, self._live.values
+        live: Any = self
+        return live.keys, live.values
 
 
 class FixedKVCache(_FixedRows, KVCache):
     """A `KVCache` in a fixed view."""
 
-    __slots__ = ("_live", "_shape")
+    __slots__ = ("_shape",)
 
 
 class FixedQuantizedKVCache(_FixedRows, QuantizedKVCache):
     """A `QuantizedKVCache` in a fixed view."""
 
-    __slots__ = ("_live", "_shape")
+    __slots__ = ("_shape",)
 
 
 class FixedSlidingKVCache(SlidingKVCache):
     """A `SlidingKVCache` in a fixed view, whose first row is row 0 of the buffers."""
 
-    __slots__ = ("_live", "_shape")
+    __slots__ = ("_shape",)
     _shape: FixedShape
 
     def make_mask(
@@ -217,9 +216,9 @@ FIXED: dict[type, Any] = {
 
 def in_fixed_view(cache: Any, shape: FixedShape) -> Any:
     """Return the view to pass to a model, of a live cache of a kind in `FIXED`."""
-    shown = object.__new__(FIXED[native_type(cache)])
+    shown = object.__new__(FIXED[type(cache)])
     shown.__dict__ = cache.__dict__
-    shown._live, shown._shape = cache, shape
+    shown._shape = shape
     return shown
 
 

@@ -17,7 +17,6 @@ from mlx_lm.models.cache import (
 
 from mlx_speculation.caches.types.ragged_kv import RaggedKVCache
 from mlx_speculation.caches.types.ragged_quantized_kv import RaggedQuantizedKVCache
-from mlx_speculation.caches.types.shared_rows import native_type
 from mlx_speculation.errors import InvalidRequestError, UnsupportedCacheError
 
 BATCHES = frozenset(
@@ -27,7 +26,7 @@ BATCHES = frozenset(
 
 def is_batch(leaf: Any) -> bool:
     """Return whether a leaf is of a kind that counts the positions of each row."""
-    return native_type(leaf) in BATCHES
+    return type(leaf) in BATCHES
 
 
 def leaves(caches: Sequence[Any]) -> Iterator[tuple[str, Any]]:

@@ -29,9 +29,8 @@ import numpy as np
 from mlx.utils import tree_map
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
+from mlx_speculation.caches.types.buffers import buffers
 from mlx_speculation.caches.types.padded_kv import asks_cudnn, whole_steps
-from mlx_speculation.caches.types.shared_rows import buffers
-from mlx_speculation.errors import UnsupportedCacheError
 
 Pair = tuple[Any, Any]  # keys and values, an array or several of each
 
@@ -196,31 +195,10 @@ class RaggedKVCache(BatchKVCache):
         """Bytes of all its arrays, free columns included."""
         return sum(array.nbytes for array in buffers(self))
 
-    @property
+    @property  # type: ignore[misc]  # it is not loaded
     def state(self) -> Any:
         """Its arrays, to evaluate them."""
         return self.keys, self.values
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        raise _refused("state")
-
-    def prepare(self, **padding: Any) -> None:
-        """Refuse padding: each prompt is read in a cache of its own."""
-        raise _refused("prepare()")
-
-    def finalize(self) -> None:
-        """Do nothing: there is no padding."""
-
-    def trim(self, n: int) -> int:
-        """Drop the last n positions of every row, at most all of the shortest row."""
-        n = min(n, min(self.lengths, default=0))
-        self.lengths = [length - n for length in self.lengths]
-        return n
-
-    def size(self) -> int:
-        """Return the number of columns of the longest row."""
-        return self.columns
 
     def _shown(self, columns: int) -> int:
         """Return how many columns the model sees if so many are written."""
@@ -281,10 +259,3 @@ def places_of(lengths: tuple[int, ...], width: int) -> mx.array:
     """Return the next `width` columns of each row, int32 [rows, 1, width, 1]."""
     places = np.add.outer(np.array(lengths), np.arange(width)).astype(np.int32)
     return mx.array(places[:, None, :, None])
-
-
-def _refused(what: str) -> UnsupportedCacheError:
-    return UnsupportedCacheError(
-        f"{what} of a RaggedKVCache was asked for, and its rows have no padding and "
-        "are not loaded. Extract a row, or read prompts alone and merge their caches."
-    )

@@ -15,8 +15,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import QuantizedKVCache
 
+from mlx_speculation.caches.types.buffers import buffers
 from mlx_speculation.caches.types.ragged_kv import RaggedKVCache, places_of
-from mlx_speculation.caches.types.shared_rows import buffers
 from mlx_speculation.errors import InvalidRequestError
 
 

@@ -163,10 +163,6 @@ class SlidingKVCache:
         """Bytes of the buffers, slack included."""
         return 0 if self.keys is None else int(self.keys.nbytes + self.values.nbytes)
 
-    def can_trim(self, n: int) -> bool:
-        """Return whether the window before the last `n` rows is still complete."""
-        return 0 <= n <= self.offset and self._held_without(n)
-
     def is_trimmable(self) -> bool:
         """Return whether any number of rows can be trimmed: no row was dropped yet."""
         return self._end == self.offset
@@ -178,11 +174,11 @@ class SlidingKVCache:
             InvalidRequestError: rows of the earlier window are gone; nothing changed.
         """
         n = min(n, self.offset)
-        if not self.can_trim(n):
+        if n < 0 or self._end - n < min(self.offset - n, self.max_size):
             raise InvalidRequestError(
                 f"trim({n}) was asked of a sliding cache at offset {self.offset}, "
                 f"which holds its last {self._end} rows, and {self.max_size} have to "
-                "remain. Ask can_trim first, and feed the tokens again where it denies."
+                "remain. Feed the tokens again."
             )
         self._drop(n)
         return n
@@ -192,24 +188,6 @@ class SlidingKVCache:
         """Arrays and plain numbers of the cache, as mlx-lm's caches return them."""
         sizes = self.max_size, self.slack
         return self.keys, self.values, self.offset, *sizes, self._first, self._end
-
-    @state.setter
-    def state(self, state: State) -> None:
-        self.keys, self.values, self.offset, *rest = state
-        self.max_size, self.slack, self._first, self._end = rest
-
-    @classmethod
-    def from_state(cls, state: State) -> "SlidingKVCache":
-        """Return a cache with this state."""
-        cache = object.__new__(cls)
-        cache.state = state
-        return cache
-
-    def __copy__(self) -> "SlidingKVCache":
-        """Return an independent copy; the next write to either copies the buffers."""
-        keys, values, *rest = self.state
-        copies = (None if a is None else a[...] for a in (keys, values))
-        return SlidingKVCache.from_state((*copies, *rest))  # type: ignore[arg-type]
 
     def _append(
         self, keys: mx.array, values: mx.array, undo: int
@@ -248,11 +226,8 @@ class SlidingKVCache:
         grown = -(-rows // self.step) * self.step
         return max(rows, limit if rows > self.max_size else min(grown, limit))
 
-    def _held_without(self, n: int) -> bool:
-        return self._end - n >= min(self.offset - n, self.max_size)
-
     def _drop(self, n: int) -> None:
-        """Drop the last `n` rows, for which `can_trim` holds."""
+        """Drop the last `n` rows; the window before them has to be complete."""
         self.offset -= n
         self._end -= n
         last = self._end - self.max_size

@@ -5,7 +5,6 @@ test_twins.py. During a round, each forward is compared with a native copy that 
 same writes: every query has to see the same rows, and our rows have to be in order.
 """
 
-import copy
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -45,7 +44,7 @@ class StopError(Exception):
 
 def twin(cache: Any) -> Any:
     """Return an independent copy of a cache of either kind."""
-    return copy.copy(cache) if type(cache) is SlidingKVCache else detached(cache)
+    return detached(cache)
 
 
 def forward(cache: Any, rows: Rows, narrow: int | None) -> Visible:

@@ -12,7 +12,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mlx_speculation.caches import PrefixCache
-from mlx_speculation.caches.snapshots.snapshot import held_bytes
 from support.caches.prefix_roles import RING, ROWS, Kind, bound, request, snapshots
 
 KINDS = {
@@ -66,7 +65,9 @@ def check_nodes(prefixes: PrefixCache, kinds: tuple[Kind, ...]) -> None:
             places = (max(0, node.start - lag), max(0, node.stop - lag))
             assert (rows.start, rows.stop) == places
     kept = snapshots(prefixes)
-    assert prefixes.nbytes == held_bytes(kept) == sum(each.nbytes for each in kept)
+    arrays = [x for each in kept for leaf in each.leaves for x in leaf.arrays()]
+    assert len({id(array) for array in arrays}) == len(arrays)  # none is shared
+    assert prefixes.nbytes == sum(array.nbytes for array in arrays)
     assert prefixes.nbytes <= prefixes.max_bytes
 
 

@@ -20,7 +20,6 @@ from mlx_speculation.caches import (
     Speculation,
     check_readable,
     read_rows,
-    snapshot,
 )
 from mlx_speculation.errors import InvalidRequestError, UnsupportedCacheError
 
@@ -78,16 +77,6 @@ def test_what_is_read_are_the_last_rows_before_a_position(
     least = wanted[-max(1, WINDOW - left_out) :]
     assert read == list(wanted[-len(read) :])
     assert len(read) >= len(least) or read == list(wanted)
-
-
-def test_rows_of_a_shared_snapshot_are_read_too() -> None:
-    cache = KVCache()
-    cache.update_and_fetch(*tagged(0, 5))
-    taken = snapshot([cache])
-    assert type(cache) is not KVCache
-    check_readable(cache, 0)
-    assert positions(cache, 5, 3) == [2, 3, 4]
-    del taken
 
 
 @pytest.mark.parametrize("kind", MAKE)

@@ -1,6 +1,5 @@
 """The sliding cache, case by case; test_sliding_twins.py draws the rest."""
 
-import copy
 from typing import Any
 
 import mlx.core as mx
@@ -18,28 +17,6 @@ from mlx_speculation.caches.types.sliding_kv import default_slack
 from mlx_speculation.errors import InvalidRequestError
 from support.caches.cache_twins import Rows, tagged
 from support.each import each
-
-# Writes that bring a ring of 8 rows into each of its states: growing, full, just
-# wrapped, wrapped, longer than the window, cut back, and from one write alone.
-HISTORIES: list[list[int]] = [
-    [],
-    [1],
-    [3],
-    [5, 1],
-    [8],
-    [7, 1],
-    [1] * 8,
-    [1] * 9,
-    [1] * 13,
-    [12],
-    [12, 1],
-    [12, 1, 1],
-    [30],
-    [3, 9],
-    [1] * 10 + [4],
-    [1] * 10 + [4, 1, 1, 1],
-    [9, 20, 1],
-]
 
 
 def write(cache: Any, width: int, serial: int = 0) -> Any:
@@ -122,7 +99,8 @@ def test_rows_are_trimmed_where_the_window_remains(widths: list[int], n: int) ->
     cache, total = fed(SlidingKVCache(5, 4), widths), sum(widths)
     n = min(n, total)
     left = total - n
-    if cache.can_trim(n):
+    # The buffer holds 9 rows; a write without room moves the last 5 to its beginning.
+    if cache._end - n >= min(left, 5):
         assert cache.trim(n if n < total else n + 100) == n
         native = cache.to_native()
         assert native.empty() == (left == 0)
@@ -138,33 +116,9 @@ def test_rows_are_trimmed_where_the_window_remains(widths: list[int], n: int) ->
         assert cache.state[2:] == before
 
 
-def test_how_many_rows_can_be_trimmed() -> None:
-    """The buffer holds 9 rows: after 9 all can be trimmed, after 10 it has moved."""
-    cache = fed(SlidingKVCache(5, 4), [1] * 9)
-    assert cache.is_trimmable()
-    assert all(cache.can_trim(n) for n in range(10))
-    write(cache, 1)
-    assert not cache.is_trimmable()
-    assert [cache.can_trim(n) for n in range(4)] == [True, True, False, False]
-
-
 def test_a_negative_number_of_rows_is_not_trimmed() -> None:
     with pytest.raises(InvalidRequestError, match=r"trim\(-1\)"):
         fed(SlidingKVCache(5, 4), [3]).trim(-1)
-
-
-@each(history=HISTORIES)
-def test_a_state_makes_an_equal_cache(history: list[int]) -> None:
-    cache = fed(SlidingKVCache(8, 3), history)
-    again = SlidingKVCache.from_state(cache.state)
-    assert vars(again) == vars(cache)
-    copies = copy.copy(cache), copy.deepcopy(cache)
-    for serial, other in enumerate((*copies, cache), 500):
-        shown = write(other, 1, serial=serial)
-        assert positions(shown)[-1] == sum(history)
-        assert np.array(shown[0])[0, 0, -1, 1] == serial
-    for serial, other in enumerate((*copies, cache), 500):
-        assert np.array(other.keys_and_values()[0])[0, 0, -1, 1] == serial
 
 
 def test_it_is_what_models_expect() -> None:

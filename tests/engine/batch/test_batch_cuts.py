@@ -101,9 +101,7 @@ def in_order(leaf: Any) -> list[mx.array]:
 
 def slices(leaf: Any) -> list[list[mx.array]]:
     """Return each buffer of a leaf, split by rows of the batch."""
-    return [
-        [*each] for each in zip(*(rows.slices() for rows in leaf.rows), strict=True)
-    ]
+    return [[*each] for each in zip(*(rows.arrays for rows in leaf.rows), strict=True)]
 
 
 KINDS = {

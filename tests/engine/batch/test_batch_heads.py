@@ -452,7 +452,7 @@ def _head_rows(prefixes: PrefixCache) -> list[list[int]]:
         while above is not None:
             text, above = [*above.tokens, *text], above.parent
         for part in node.rows[1].leaves[0].rows if 1 in node.rows else ():
-            rows: Any = part.slices()[0][0, 0].astype(mx.int32).tolist()
+            rows: Any = part.arrays[0][0, 0].astype(mx.int32).tolist()
             places = range(part.start, part.stop)
             assert rows == [[place, text[place + 1]] for place in places]
             result += rows

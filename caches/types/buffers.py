@@ -1,0 +1,24 @@
+"""The arrays of a cache that hold its rows, and copies of arrays."""
+
+from typing import Any
+
+import mlx.core as mx
+
+Arrays = tuple[mx.array, ...]
+
+
+def buffers(cache: Any) -> Arrays:
+    """Return the arrays with a cache's rows, on axis -2; none for an empty cache."""
+    if cache.keys is None:
+        return ()
+    if isinstance(cache.keys, mx.array):
+        return cache.keys, cache.values
+    return *cache.keys, *cache.values
+
+
+def own(array: mx.array) -> mx.array:
+    """Return a copy in a new buffer of exactly its size, not evaluated.
+
+    `mx.contiguous` would share the buffer if the slice is nearly all of it.
+    """
+    return mx.concatenate([array, array[:0]])
