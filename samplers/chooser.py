@@ -98,24 +98,12 @@ class Chooser:
         return self.pick(self.processed(logits, rows), rows)
 
     def pick(self, processed: mx.array, rows: Rows) -> mx.array:
-        """Return the ids with the largest scores, uint32 [rows].
-
-        If top-k leaves few of many ids, noise is drawn for those ids only, with the
-        same result.
-        """
+        """Return the ids with the largest scores, uint32 [rows]."""
         if self.sampling.sampler is not None:
             return called_on_rows(self.sampling.sampler, processed)
         if self.greedy:
             return mx.argmax(processed, axis=-1)
-        k = self.sampling.top_k
-        if k == 0 or not self._noise.prefers_few(k):
-            return mx.argmax(self.scores(processed, rows), axis=-1)
-        log_probs = self.log_probs(processed, rows)
-        ids = mx.argpartition(log_probs, max(log_probs.shape[-1] - k, 0), axis=-1)
-        ids = mx.sort(ids[..., -k:], axis=-1)  # of equal scores the lowest id wins
-        few = mx.take_along_axis(log_probs, ids, axis=-1)
-        best = mx.argmax(few + self._noise.at(rows.positions, ids), axis=-1)
-        return mx.take_along_axis(ids, best[..., None], axis=-1)[..., 0]
+        return mx.argmax(self.scores(processed, rows), axis=-1)
 
     def scores(self, processed: mx.array, rows: Rows) -> mx.array:
         """Return scores [rows, ids], which `pick` maximizes; float32 unless greedy."""

@@ -43,10 +43,6 @@ class _NoiseOfNodes:
     def __init__(self, noise: GumbelNoise, depths: mx.array) -> None:
         self._noise, self._depths = noise, depths
 
-    def prefers_few(self, count: int) -> bool:
-        """Return False: all ids of these few positions are drawn."""
-        return False
-
     def rows(self, positions: Sequence[int]) -> mx.array:
         """Return the noise of each row's position, float32 [rows, width]."""
         return self._noise.rows(positions)[self._depths]

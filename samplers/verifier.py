@@ -29,13 +29,12 @@ from mlx_speculation.samplers.acceptance import (
     reported,
 )
 from mlx_speculation.samplers.chooser import Chooser
-from mlx_speculation.samplers.noise.gumbel import stream_key
+from mlx_speculation.samplers.noise.gumbel import gumbel_of, stream_key
 from mlx_speculation.samplers.noise.round_keys import (
     COIN,
     DRAFT,
     RESIDUAL,
     coins,
-    gumbel_rows,
     round_keys,
 )
 from mlx_speculation.samplers.row_context import Rows
@@ -125,7 +124,7 @@ class Verifier:
         probs = self._probs(chooser, processed, rows)
         start, places = mx.array([rows.round_start]), mx.array(list(rows.positions))
         keys = round_keys(self._stream(DRAFT), start, places)
-        return Choice(draw(probs, gumbel_rows(keys, probs.shape[-1])), probs)
+        return Choice(draw(probs, gumbel_of(keys, probs.shape[-1])), probs)
 
     def verify(
         self,
@@ -229,7 +228,7 @@ class Verifier:
 
     def _draw(self, probs: mx.array, starts: mx.array, places: mx.array) -> mx.array:
         keys = round_keys(self._stream(RESIDUAL), starts, places)
-        return draw(probs, gumbel_rows(keys, probs.shape[-1]))
+        return draw(probs, gumbel_of(keys, probs.shape[-1]))
 
     def _probs(self, chooser: Chooser, processed: mx.array, rows: Rows) -> mx.array:
         """Return probabilities over all token ids, float32 [rows, width]."""

@@ -85,12 +85,8 @@ def frequency(logits: mx.array, windows: Windows, penalty: float) -> mx.array:
     width = logits.shape[-1]
     tokens, valid = windows.tokens, windows.valid & (windows.tokens < width)
     amounts = mx.where(valid, mx.array(penalty, logits.dtype), 0)
-    tokens = mx.where(valid, tokens, 0)
-    flat = logits.reshape(-1, width)
-    size = tokens.shape[-1]
-    numbers = mx.arange(flat.shape[0], dtype=mx.uint32)[:, None]
-    places = numbers, tokens.reshape(-1, size)
-    return flat.at[places].subtract(amounts.reshape(-1, size)).reshape(logits.shape)
+    rows = mx.arange(len(logits), dtype=mx.uint32)[:, None]
+    return logits.at[rows, mx.where(valid, tokens, 0)].subtract(amounts)
 
 
 def _own(windows: Windows, width: int) -> tuple[mx.array, mx.array]:

@@ -15,11 +15,8 @@ from functools import cache
 
 import mlx.core as mx
 
-from mlx_speculation.samplers.noise.threefry import gumbel_at
-
 BLOCK_VALUES = 2**20  # at most, in a block of noise
 MOST_ROWS = 64
-FEWEST = 1024  # ids; fewer take as long, since the operations are small
 
 CHOICE = 1  # a purpose; `round_keys` has more of them
 
@@ -70,9 +67,6 @@ class GumbelNoise:
     down a small model. With blocks most steps only take a slice, and draft and target
     share the block. At most two blocks are held, 8 MiB.
 
-    If a filter leaves a known number of ids, as top-k does, `at` draws noise for those
-    only. Only the device knows how many ids top-p or min-p leave, so all are drawn.
-
     Args:
         key: uint32 [2], from `stream_key`.
         width: the number of token ids.
@@ -83,20 +77,6 @@ class GumbelNoise:
         self._width = width
         self._block = max(1, min(MOST_ROWS, BLOCK_VALUES // width))
         self._drawn: dict[int, mx.array] = {}
-
-    def prefers_few(self, count: int) -> bool:
-        """Return whether `at` for this many ids of a row is faster than `rows`.
-
-        On a CPU, for 5 rows and a count of 50, finding the ids included: 1.4 against
-        6.4 ms with 151,936 ids, 0.4 against 0.2 ms with 4096. On a GPU it never is.
-        """
-        on_gpu = mx.default_device().type == mx.DeviceType.gpu
-        return not on_gpu and max(count, FEWEST) * 16 <= self._width
-
-    def at(self, positions: Sequence[int], ids: mx.array) -> mx.array:
-        """Return the noise of some ids, [rows, k] of them: float32 [rows, k]."""
-        keys = position_keys(self._key, mx.array(list(positions)))
-        return gumbel_at(keys, ids, self._width)
 
     def rows(self, positions: Sequence[int]) -> mx.array:
         """Return the noise of these positions, float32 [rows, width]."""

@@ -15,8 +15,6 @@ from functools import cache
 
 import mlx.core as mx
 
-from mlx_speculation.samplers.noise.gumbel import gumbel_of
-
 # Purposes, for `noise.stream_key`; noise.CHOICE is 1.
 COIN = 2  # accepts or rejects a drafted token
 RESIDUAL = 3  # draws the correction or the bonus
@@ -47,8 +45,3 @@ def _coins() -> Callable[[mx.array], mx.array]:
 def coins(keys: mx.array) -> mx.array:
     """Return a uniform number from [0, 1) for each key: uint32 [rows, 2] to [rows]."""
     return _coins()(keys)
-
-
-def gumbel_rows(keys: mx.array, width: int) -> mx.array:
-    """Return Gumbel noise for all token ids [rows, width], one row for each key."""
-    return gumbel_of(keys, width)

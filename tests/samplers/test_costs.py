@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-import pytest
 
 from mlx_speculation.samplers.noise import gumbel
 from mlx_speculation.samplers.row_context import KnownTokens, Rows
@@ -12,27 +11,6 @@ from mlx_speculation.samplers.row_context import KnownTokens, Rows
 
 def test_the_draw_of_a_width_is_traced_once() -> None:
     assert gumbel._gumbel(48) is gumbel._gumbel(48)
-
-
-@pytest.mark.skipif(
-    mx.default_device().type == mx.DeviceType.gpu, reason="a GPU draws them all"
-)
-@pytest.mark.parametrize(
-    ("width", "count", "few"),
-    [
-        (151_936, 50, True),
-        (151_936, 9_496, True),
-        (151_936, 9_497, False),
-        (16_384, 1, True),
-        (16_383, 1, False),
-        (4_096, 50, False),
-    ],
-)
-def test_noise_of_few_ids_is_drawn_for_those_alone(
-    width: int, count: int, few: bool
-) -> None:
-    drawn = gumbel.GumbelNoise(gumbel.stream_key(0, gumbel.CHOICE), width)
-    assert drawn.prefers_few(count) is few
 
 
 def test_a_growing_text_is_moved_seldom() -> None:

@@ -6,14 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_speculation.samplers.noise import round_keys as round_noise
-from mlx_speculation.samplers.noise.gumbel import CHOICE, stream_key
+from mlx_speculation.samplers.noise.gumbel import CHOICE, gumbel_of, stream_key
 from mlx_speculation.samplers.noise.round_keys import (
     COIN,
     DRAFT,
     RESIDUAL,
     XTC,
     coins,
-    gumbel_rows,
     round_keys,
 )
 
@@ -53,14 +52,14 @@ def test_a_draw_depends_on_no_other_row(
     starts, positions = mx.array(pairs, dtype=mx.uint32).T
     keys = round_keys(stream, starts, positions)
     assert keys.shape == (len(pairs), 2)
-    together, noise = coins(keys), gumbel_rows(keys, width)
+    together, noise = coins(keys), gumbel_of(keys, width)
     assert together.dtype == noise.dtype == mx.float32
     assert noise.shape == (len(pairs), width)
     for row, (start, position) in enumerate(pairs):
         one, other = (mx.array([n], dtype=mx.uint32) for n in (start, position))
         alone = round_keys(stream, one, other)
         assert coins(alone).item() == together[row].item()
-        assert mx.array_equal(gumbel_rows(alone, width)[0], noise[row]).item()
+        assert mx.array_equal(gumbel_of(alone, width)[0], noise[row]).item()
         assert mx.random.uniform(key=alone[0]).item() == together[row].item()
         row_noise = mx.random.gumbel((width,), key=alone[0])
         assert mx.array_equal(row_noise, noise[row]).item()
@@ -89,7 +88,7 @@ def test_draws_differ_by_seed_purpose_round_and_position() -> None:
     ]
     together = mx.concatenate(keys)
     assert np.unique(np.array(coins(together))).size == len(keys)
-    rows = np.array(gumbel_rows(together, 20)).tolist()
+    rows = np.array(gumbel_of(together, 20)).tolist()
     assert len({tuple(row) for row in rows}) == len(keys)
 
 
@@ -97,7 +96,7 @@ def test_coins_are_uniform_and_gumbel_rows_follow_their_distribution() -> None:
     """Kolmogorov-Smirnov at 90,000 coins and 200,000 values; odds of 1e-6."""
     starts, positions = mx.repeat(mx.arange(300), 300), mx.tile(mx.arange(300), 300)
     keys = round_keys(stream_key(1, COIN), starts, positions)
-    noise = np.array(gumbel_rows(keys[:2000], 100), dtype=np.float64).ravel()
+    noise = np.array(gumbel_of(keys[:2000], 100), dtype=np.float64).ravel()
     for values in (np.array(coins(keys), dtype=np.float64), np.exp(-np.exp(-noise))):
         observed = (np.arange(values.size) + 0.5) / values.size
         assert np.abs(np.sort(values) - observed).max() < 2.7 / np.sqrt(values.size)
