@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from mlx_lm.models import deepseek_v41
 from mlx_lm.models.cache import (
-    CacheList,
     ChunkedKVCache,
     ConcatenateKVCache,
     KVCache,
@@ -16,12 +15,10 @@ from mlx_lm.models.cache import (
 )
 from mlx_lm.models.deepseek_v41 import LayerCache
 
-from mlx_speculation.caches import Speculation, leaves, position
+from mlx_speculation.caches import Speculation
 from mlx_speculation.errors import UnsupportedCacheError
 from mlx_speculation.models import ModelHooks
 from support.caches.cache_twins import (
-    KVKind,
-    ListKind,
     Rows,
     assert_same,
     detached,
@@ -29,10 +26,7 @@ from support.caches.cache_twins import (
     tagged,
 )
 from support.caches.rare_cache_twins import (
-    ChunkedKind,
-    ConcatenateKind,
     LayerKind,
-    QuantizedKind,
     attentions,
 )
 
@@ -60,52 +54,6 @@ def positions(cache: ChunkedKVCache) -> list[int]:
     np.testing.assert_array_equal(np.array(values[..., :2]), -np.array(keys))
     result: list[int] = np.array(keys[0, 0, :, 0]).astype(int).tolist()
     return result
-
-
-def chunk_with_rows_3_to_7() -> ChunkedKVCache:
-    cache = ChunkedKVCache(4)
-    write(cache, 0, 6)
-    cache.maybe_trim_front()  # drops 2
-    write(cache, 6, 1)
-    cache.maybe_trim_front()  # drops 1
-    assert positions(cache) == [3, 4, 5, 6]
-    return cache
-
-
-@pytest.mark.parametrize(
-    ("keep", "kept_positions"),
-    [
-        (0, [3, 4, 5, 6]),
-        (1, [3, 4, 5, 6, 7]),
-        (3, [3, 4, 5, 6, 7, 8, 9]),
-        (4, [6, 7, 8, 9, 10]),
-        (5, [6, 7, 8, 9, 10, 11]),
-    ],
-)
-def test_rows_dropped_after_the_kept_ones_come_back(
-    keep: int, kept_positions: list[int]
-) -> None:
-    cache = chunk_with_rows_3_to_7()
-    with Speculation([cache]) as speculation:
-        write(speculation.caches[0], 7, 3)
-        write(speculation.caches[0], 10, 2)
-        speculation.commit(keep)
-    assert positions(cache) == kept_positions
-    assert (cache.start_position, cache.offset) == (
-        kept_positions[0],
-        kept_positions[-1] + 1,
-    )
-
-
-def test_the_presented_chunk_shares_its_attributes_with_the_live_one() -> None:
-    cache = chunk_with_rows_3_to_7()
-    with Speculation([cache]) as speculation:
-        chunk = speculation.caches[0]
-        write(chunk, 7, 3)
-        assert chunk.offset == cache.offset == 10
-        assert chunk.keys is cache.keys
-    assert type(cache) is ChunkedKVCache
-    assert set(vars(cache)) == set(vars(ChunkedKVCache(4)))
 
 
 def test_a_front_trim_of_a_layer_that_is_then_not_written_is_undone() -> None:
@@ -141,23 +89,6 @@ def layer_with(rows: int) -> Any:
 
 def image(cache: LayerCache) -> Any:
     return read(LAYER.content(cache, 1))
-
-
-@pytest.mark.parametrize("keep", range(1, 6))
-def test_an_open_group_of_a_kept_prefix_has_its_rows_again(
-    keep: int, hooked: None
-) -> None:
-    """2 of 4 rows are pending; a write of 5 rows closes a group at its second row."""
-    cache, twin = layer_with(6), layer_with(6)
-    with Speculation([cache]) as speculation:
-        forward(speculation.caches[0], 6, 5)
-        assert speculation.written == 5
-        speculation.commit(keep)
-    forward(twin, 6, keep)
-    assert cache.pending_kv.shape[1] == (6 + keep) % 4
-    assert cache.compress_kv.shape[1] == (6 + keep) // 4
-    assert_same(image(cache), image(twin), "a layer with an open group")
-    assert position([cache]) == 6 + keep
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -230,31 +161,6 @@ def test_compressed_rows_from_elsewhere_are_not_taken_for_this_round_s(
         forward(shown, 6, 5)
         assert speculation.written is None
     assert cache.compress_kv.shape[1] == 1
-
-
-@pytest.mark.parametrize("keep", range(6))
-def test_lists_in_lists_move_with_their_members(keep: int, hooked: None) -> None:
-    kind = ListKind(
-        (
-            KVKind(4),
-            ListKind((ChunkedKind(4, 4), ListKind((QuantizedKind(4, 8), LAYER)))),
-            ConcatenateKind(),
-        )
-    )
-    cache, twin = kind.make(), kind.make()
-    for each in (cache, twin):
-        kind.forward(each, Rows(0, tuple(range(7))))
-    with Speculation([cache]) as speculation:
-        shown = speculation.caches[0]
-        assert isinstance(shown, CacheList)
-        kind.forward(shown, Rows(7, (7, 8, 9)))
-        kind.forward(shown, Rows(10, (10, 11)))
-        speculation.commit(keep)
-    kind.forward(twin, Rows(7, (7, 8, 9)[:keep])) if keep else None
-    kind.forward(twin, Rows(10, (10, 11)[: keep - 3])) if keep > 3 else None
-    assert {leaf.offset for _, leaf in leaves([cache])} == {7 + keep}
-    actual, expected = read([kind.content(each, 2) for each in (cache, twin)])
-    assert_same(actual, expected, "lists in lists")
 
 
 @pytest.mark.parametrize("kind", ["quantized", "chunked"])

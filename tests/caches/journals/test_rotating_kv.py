@@ -52,26 +52,6 @@ def test_a_row_that_was_undone_is_not_saved_for_later() -> None:
     assert np.array(cache.keys[0, 0, :, 1]).tolist() == [0, 1, 600]
 
 
-@pytest.mark.parametrize("native", [False, True])
-def test_a_round_longer_than_the_ring_leaves_no_extra_row(native: bool) -> None:
-    cache = filled(window=3, rows=3)
-    with Speculation([cache]) as first:
-        for position in range(3, 9):
-            write(first.caches[0], position, serial=500)
-        first.commit(2)
-    if native:
-        write(cache, 5, serial=600)
-    else:
-        with Speculation([cache]) as single:
-            write(single.caches[0], 5, serial=600)
-            single.commit(1)
-    with Speculation([cache]) as last:
-        for position in (6, 7, 8):
-            write(last.caches[0], position, serial=700)
-    assert cache.keys is not None
-    assert np.array(cache.keys[0, 0, :, 1]).tolist() == [500, 500, 600]
-
-
 def test_rows_saved_before_the_state_was_replaced_are_not_used() -> None:
     """A user may load another text into the same object, at the same position."""
     cache, other = filled(window=4, rows=6), RotatingKVCache(max_size=4)
@@ -84,29 +64,6 @@ def test_rows_saved_before_the_state_was_replaced_are_not_used() -> None:
         write(second.caches[0], 6)
     assert cache.keys is not None
     assert np.array(cache.keys[0, 0, :, 1]).tolist() == [704, 705, 702, 703]
-
-
-def test_the_presented_ring_shares_its_attributes_with_the_live_one() -> None:
-    cache = filled(window=4, rows=6)
-    with Speculation([cache]) as speculation:
-        ring = speculation.caches[0]
-        write(ring, 6)
-        assert ring.offset == cache.offset == 7
-        assert ring.keys is cache.keys
-        ring.max_size = 5
-        assert cache.max_size == 5
-        ring.max_size = 4
-    assert "_journal" not in vars(cache)
-    assert type(cache) is RotatingKVCache
-
-
-def test_a_shallow_copy_of_the_live_ring_is_native_again() -> None:
-    cache = filled(window=4, rows=6)
-    with Speculation([cache]) as speculation:
-        write(speculation.caches[0], 6)
-        speculation.commit(1)
-    assert type(copy.copy(cache)) is RotatingKVCache
-    assert sorted(positions(cache)) == [3, 4, 5, 6]
 
 
 def peak_of_a_write(cache: RotatingKVCache, row: mx.array, keep: int) -> int:
@@ -238,13 +195,3 @@ def test_rows_of_a_round_see_what_they_would_see_one_by_one(
             with Speculation([filled(window, kept_rows, keep)]) as speculation:
                 (ring,) = speculation.caches
                 assert visible(ring, Rows(kept_rows, serials)) == expected
-
-
-def test_a_prompt_gets_the_native_mask() -> None:
-    """A prompt is kept whole, so it has to equal mlx-lm's prefill."""
-    for kept_rows, width in ((3, 4), (12, 3)):
-        rows = Rows(kept_rows, tuple(range(kept_rows, kept_rows + width)))
-        expected = visible(filled(5, kept_rows, keep=2), rows)
-        with Speculation([filled(5, kept_rows, keep=2)], whole=True) as speculation:
-            assert visible(speculation.caches[0], rows) == expected
-            speculation.commit(width)

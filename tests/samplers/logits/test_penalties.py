@@ -3,15 +3,13 @@
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.sample_utils import make_logits_processors
 
 from mlx_speculation.samplers import Rows, Sampling
 from mlx_speculation.samplers.logits.penalties import Penalties
-from mlx_speculation.samplers.row_context import KnownTokens, Windows
+from mlx_speculation.samplers.row_context import KnownTokens
 from support.sampling.sampling_options import penalty_options
 
 VOCAB = 12
@@ -71,18 +69,6 @@ def test_ids_past_the_width_change_nothing(
     wide = penalties.apply(logits, rows)
     narrow = penalties.apply(logits[:, :5], rows)
     assert mx.array_equal(narrow, wide[:, :5]).item()
-
-
-@given(options=penalty_options(VOCAB), rows=some_rows(), key=st.integers(0, 10**6))
-def test_rows_together_equal_each_row_alone(
-    options: dict[str, Any], rows: Rows, key: int
-) -> None:
-    logits = some_logits(rows.count, mx.float32, key)
-    penalties = Penalties(Sampling(**options))
-    together = penalties.apply(logits, rows)
-    for index in range(rows.count):
-        alone = penalties.apply(logits[index : index + 1], rows.some(index))
-        assert mx.array_equal(together[index], alone[0]).item()
 
 
 @given(rows=some_rows(), size=st.integers(0, 20), keep=st.booleans())
@@ -146,26 +132,3 @@ def test_a_prefix_stays_as_it_is_when_the_text_goes_on() -> None:
     text += [7] * 500
     Rows(text).prefixes(known)
     assert prefix.tolist() == list(range(300))
-
-
-@pytest.mark.parametrize("kind", ["repetition", "presence", "frequency"])
-def test_penalties_take_leading_axes(kind: str) -> None:
-    """Two sequences of three rows equal the six rows one by one."""
-    from mlx_speculation.samplers.logits import penalties
-
-    penalize = getattr(penalties, kind)
-    logits = some_logits(6, mx.float32, 3)
-    tokens = mx.random.randint(0, VOCAB, (6, 4), key=mx.random.key(1)).astype(mx.uint32)
-    valid = mx.random.bernoulli(0.7, (6, 4), key=mx.random.key(2))
-    flat = penalize(logits, Windows(tokens, valid), 1.7)
-    shape = Windows(tokens.reshape(2, 3, 4), valid.reshape(2, 3, 4))
-    nested = penalize(logits.reshape(2, 3, VOCAB), shape, 1.7)
-    assert mx.array_equal(nested.reshape(6, VOCAB), flat).item()
-    assert not np.array_equal(np.array(flat), np.array(logits))
-
-
-def test_a_repetition_is_multiplied_below_0_and_divided_above() -> None:
-    logits = mx.array([[-0.5, 0.5, 3.0]])
-    rows = Rows([0, 1], None, 1, 0)
-    got = Penalties(Sampling(repetition_penalty=2.0)).apply(logits, rows)
-    assert got.tolist() == [[-1.0, 0.25, 3.0]]

@@ -172,13 +172,6 @@ def test_a_draft_that_begins_later_knows_nothing_of_the_draft_before() -> None:
     assert mx.array_equal(got, expected).item()
 
 
-def test_serial_processors_are_kept_from_drafts() -> None:
-    chooser, processors = a_chooser(Sampling(seed=0), ["serial", "forkable"])
-    draft_tokens(chooser, [1, 2], [None, None])
-    assert [p.calls for p in processors] == [[], []]
-    assert not chooser.processors.parallel
-
-
 @pytest.mark.parametrize("width", [6, VOCAB, 14])
 def test_processors_see_a_drafts_logits_at_the_targets_width(width: int) -> None:
     seen = []

@@ -1,12 +1,8 @@
 """Acceptance rules: coins, edge cases, shapes, batches and laziness."""
 
-from collections.abc import Callable
-
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from mlx_speculation.errors import InvalidRequestError
@@ -15,9 +11,6 @@ from mlx_speculation.samplers.rules.verification import BLOCK, REJECTION
 from support.each import each
 from support.sampling.closed_form import (
     block_accepted,
-    keyed_acceptance,
-    keyed_agreement,
-    tokenwise_acceptance,
 )
 from support.sampling.distribution_pairs import KINDS
 from support.sampling.enumeration import acceptance_probs, next_probs
@@ -354,53 +347,6 @@ def test_float32_is_near_float64(rule: Rule, kind: str) -> None:
         assert (off * mass <= 8 * unit).all()
 
 
-@given(
-    vocab=st.integers(2, 60),
-    kind=st.sampled_from(list(KINDS)),
-    seed=st.integers(0, 1000),
-)
-def test_the_sorted_form_of_keyed_agreement_equals_the_sum(
-    vocab: int, kind: str, seed: int
-) -> None:
-    draws = np.random.default_rng(seed)
-    target, draft = KINDS[kind](draws, (3, vocab))
-    expected = np.zeros((3, vocab))
-    for index in np.ndindex(3, vocab):
-        p, q = target[index[0]], draft[index[0]]
-        x = index[1]
-        if p[x] > 0 and q[x] > 0:
-            expected[index] = 1 / np.maximum(p / p[x], q / q[x]).sum()
-    with mx.stream(mx.cpu):
-        fine = arrays(mx.float64, target, draft)
-        agreement = np.array(keyed_agreement(*fine))
-        coarse = np.array(keyed_agreement(*arrays(mx.float32, target, draft)))
-    np.testing.assert_allclose(agreement, expected, rtol=1e-12, atol=1e-300)
-    np.testing.assert_allclose(coarse, expected, rtol=2e-5, atol=1e-30)
-
-
-def test_expected_acceptance_is_ordered_as_the_theory_says() -> None:
-    """Independent draws agree least, token-wise rejection most, keyed in between."""
-    target, draft, drafted = distributions("spread", (300,), 3, 8)
-    t, d = arrays(mx.float64, target, draft)
-    rows = t[:, :3]
-    keyed, tokenwise = (
-        keyed_acceptance(rows, d),
-        tokenwise_acceptance(rows, d),
-    )
-    assert keyed.shape == tokenwise.shape == (300, 3)
-    assert ((rows * d).sum(-1) < keyed).all().item()
-    assert (keyed < tokenwise).all().item()
-    assert (keyed >= tokenwise / (2 - tokenwise) - 1e-12).all().item()
-    assert block_accepted(t, d, mx.array(drafted)).shape == (300,)
-
-
-def test_equal_distributions_agree_always_and_disjoint_ones_never() -> None:
-    p, q = mx.array([0.5, 0.5, 0, 0]), mx.array([0, 0, 0.25, 0.75])
-    for acceptance in (keyed_acceptance, tokenwise_acceptance):
-        assert acceptance(p, p).item() == 1
-        assert acceptance(p, q).item() == 0
-
-
 def test_a_draw_is_the_choice_of_log_probability_plus_noise() -> None:
     probs, _ = KINDS["spread"](np.random.default_rng(1), (200, 30))
     distribution = mx.array(probs, dtype=mx.float32)
@@ -429,38 +375,3 @@ def test_draws_follow_the_distribution() -> None:
     expected = distribution * size
     observed = np.bincount(drawn, minlength=16)
     assert ((observed - expected) ** 2 / expected).sum() < 59
-
-
-Judge = Callable[..., RuleOutcome]
-
-
-def emitted_counts(judge: Judge, size: int) -> tuple[Array, Array]:
-    """Two drafted tokens of 3, judged and completed: counts and distribution."""
-    draws = np.random.default_rng(7)
-    target, draft = (draws.dirichlet(np.ones(3), size=3) for _ in range(2))
-    key = mx.random.split(mx.random.key(8), 5)
-    p = mx.broadcast_to(mx.array(target, dtype=mx.float32), (size, 3, 3))
-    q = mx.broadcast_to(mx.array(draft[:2], dtype=mx.float32), (size, 2, 3))
-    drafted = draw(q, mx.random.gumbel(q.shape, key=key[0]))
-    coins = mx.random.uniform(shape=(size, 2), key=key[1])
-    verdict = judge(p, q, drafted, coins)
-    next_tokens = draw(verdict.next_probs, mx.random.gumbel((size, 3), key=key[2]))
-    rest = draw(p, mx.random.gumbel(p.shape, key=key[3]))
-    places = mx.arange(3)
-    n = verdict.accepted[:, None]
-    padded = mx.concatenate([drafted, drafted[:, :1]], axis=-1)
-    tokens = mx.where(
-        places < n, padded, mx.where(places == n, next_tokens[:, None], rest)
-    )
-    numbers = np.array((tokens * mx.array([9, 3, 1])).sum(-1))
-    distribution = np.einsum("a,b,c->abc", *target).reshape(-1)
-    return np.bincount(numbers, minlength=27).astype(np.float64), distribution * size
-
-
-@RULES
-def test_rounds_drawn_with_coins_follow_the_joint_distribution(
-    rule: Rule,
-) -> None:
-    """Chi-square over 100,000 rounds, 26 degrees of freedom; odds of 1e-6 at 75."""
-    observed, expected = emitted_counts(rule.verify, 100_000)
-    assert ((observed - expected) ** 2 / expected).sum() < 75
