@@ -13,14 +13,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mlx_speculation.cli.commands.serve import agent_lines
-from mlx_speculation.server.request import GenerationRequest
+from mlx_speculation.server.request.request import GenerationRequest
 from support.processes.scripted_servers import call, scripted
 
 pytestmark = pytest.mark.slow
@@ -35,10 +35,15 @@ BEFORE, AFTER = (
 )
 RUN = "python3 -c 'import a; print(a.add(2, 3))'"
 END = "All done: add is right now."
-SETTINGS = {  # packages with which OpenCode speaks each of the three APIs
-    "chat": "@ai-sdk/openai-compatible",
-    "messages": "@ai-sdk/anthropic",
-    "responses": "@ai-sdk/openai",
+# Packages with which OpenCode speaks each of the three APIs
+OPENCODE_APIS = ("@ai-sdk/openai-compatible", "@ai-sdk/anthropic", "@ai-sdk/openai")
+QUIET = {  # so that agents ask no other servers
+    "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    "DISABLE_TELEMETRY": "1",
+    "DISABLE_AUTOUPDATER": "1",
+    "IS_SANDBOX": "1",
+    "OPENCODE_DISABLE_AUTOUPDATE": "1",
+    "OPENCODE_DISABLE_MODELS_FETCH": "1",
 }
 
 
@@ -115,15 +120,26 @@ class Session:
         return steps[results] if results < len(steps) else END
 
 
-def claude_steps(file: Path, names: Sequence[str]) -> list[str]:
-    path = str(file)
-    edit = {"file_path": path, "old_string": "a - b", "new_string": "a + b"}
-    ran = call("Bash", json.dumps({"command": RUN, "description": "Runs it"}))
+def file_steps(
+    tools: Sequence[str], fields: Sequence[str], file: Path, names: Sequence[str]
+) -> list[str]:
+    """Return steps for tools that read, edit and run, and fields of the first two."""
+    (read, edit, shell), (path, old, new) = tools, fields
+    changed = {path: str(file), old: "a - b", new: "a + b"}
+    ran = call(shell, json.dumps({"command": RUN, "description": "Runs it"}))
     return [
-        sample("read") + call("Read", json.dumps({"file_path": path})),
-        call("Edit", json.dumps(edit)),
+        sample("read") + call(read, json.dumps({path: str(file)})),
+        call(edit, json.dumps(changed)),
         f"Now it runs.\n{ran}",
     ]
+
+
+claude_steps = partial(
+    file_steps, ("Read", "Edit", "Bash"), ("file_path", "old_string", "new_string")
+)
+open_steps = partial(
+    file_steps, ("read", "edit", "bash"), ("filePath", "oldString", "newString")
+)
 
 
 def codex_steps(file: Path, names: Sequence[str]) -> list[str]:
@@ -136,122 +152,41 @@ def codex_steps(file: Path, names: Sequence[str]) -> list[str]:
     return [sample("read") + shell("cat a.py"), edit, f"Now it runs.\n{shell(RUN)}"]
 
 
-def opencode_steps(file: Path, names: Sequence[str]) -> list[str]:
-    path = str(file)
-    edit = {"filePath": path, "oldString": "a - b", "newString": "a + b"}
-    ran = call("bash", json.dumps({"command": RUN, "description": "Runs it"}))
-    return [
-        sample("read") + call("read", json.dumps({"filePath": path})),
-        call("edit", json.dumps(edit)),
-        f"Now it runs.\n{ran}",
-    ]
+def environment(work: Path, home: Path) -> dict[str, str]:
+    private = {"HOME": str(home), "PWD": str(work)}
+    kept = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
+    return {**kept, **private, **QUIET}
 
 
-def claude(url: str, work: Path, home: Path) -> Any:
-    """Run Claude Code."""
-    names = {
-        "ANTHROPIC_BASE_URL": url,
-        "ANTHROPIC_AUTH_TOKEN": "x",
-        "ANTHROPIC_MODEL": "local",
-        "ANTHROPIC_DEFAULT_HAIKU_MODEL": "local",
-        "CLAUDE_CODE_MAX_CONTEXT_TOKENS": "65536",
-        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-        "DISABLE_TELEMETRY": "1",
-        "DISABLE_AUTOUPDATER": "1",
-        "IS_SANDBOX": "1",
-    }
-    program = npm(CLAUDE, "claude")
-    env = {**environment(work, home), **names}
-    options = ("-p", "Fix add in a.py", "--dangerously-skip-permissions")
-    return run(program, *options, cwd=work, env=env)
-
-
-def codex(url: str, work: Path, home: Path) -> Any:
-    """Run Codex."""
-    (home / "config.toml").write_text(
-        'model = "local"\nmodel_provider = "local"\nmodel_context_window = 65536\n'
-        'check_for_update_on_startup = false\nweb_search = "disabled"\n'
-        "[analytics]\nenabled = false\n[features]\nmulti_agent = false\n"
-        '[model_providers.local]\nname = "local"\nwire_api = "responses"\n'
-        f'base_url = "{url}/v1"\nstream_idle_timeout_ms = 1800000\n'
-    )
-    options = ("--skip-git-repo-check", "--sandbox", "danger-full-access")
-    env = {**environment(work, home), "CODEX_HOME": str(home)}
-    program = npm(CODEX, "codex")
-    return run(program, "exec", *options, "Fix add in a.py", cwd=work, env=env)
-
-
-def opencode(api: str) -> Callable[[str, Path, Path], Any]:
-    """Return a function that starts OpenCode with one of the APIs."""
-
-    def start(url: str, work: Path, home: Path) -> Any:
-        limit = {"context": 65536, "output": 8192}
-        provider = {
-            "npm": SETTINGS[api],
-            "options": {"baseURL": f"{url}/v1", "apiKey": "x"},
-            "models": {"local": {"tool_call": True, "limit": limit}},
-        }
-        config = {"autoupdate": False, "share": "disabled", "provider": {"X": provider}}
-        (work / "opencode.json").write_text(json.dumps(config))
-        off = {"OPENCODE_DISABLE_AUTOUPDATE": "1", "OPENCODE_DISABLE_MODELS_FETCH": "1"}
-        env = {**environment(work, home), **off}
-        options = ("run", "--model", "X/local", "Fix add in a.py")
-        return run(npm(OPENCODE, "opencode"), *options, cwd=work, env=env)
-
-    return start
-
-
-LINES = {  # arguments after the command lines that `serve` prints
+# The agent's name in `agent_lines`, its package and program, arguments, and steps.
+AGENTS: dict[str, tuple[str, str, str, str, Any]] = {
     "claude": (
         "Claude Code",
-        " -p 'Fix add' --dangerously-skip-permissions",
+        CLAUDE,
+        "claude",
+        "-p 'Fix add in a.py' --dangerously-skip-permissions",
         claude_steps,
     ),
     "codex": (
         "Codex",
-        " exec --skip-git-repo-check --sandbox danger-full-access 'Fix add'",
+        CODEX,
+        "codex",
+        "exec --skip-git-repo-check --sandbox danger-full-access 'Fix add in a.py'",
         codex_steps,
     ),
-    "opencode": ("OpenCode", " run 'Fix add'", opencode_steps),
-}
-
-
-@pytest.mark.parametrize("name", LINES)
-def test_the_commands_that_serve_prints_connect_an_agent(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    agent, options, steps = LINES[name]
-    package = {"claude": CLAUDE, "codex": CODEX, "opencode": OPENCODE}[name]
-    folder = npm(package, name).parent
-    (tmp_path / "a.py").write_text(BEFORE)
-    session = Session(steps, tmp_path)
-    with scripted(session.script, monkeypatch, names=("local",)) as server:
-        line = agent_lines(server.url, "local", 65536)[agent] + options
-        env = environment(tmp_path, tmp_path)
-        more = {"IS_SANDBOX": "1", "PATH": f"{folder}:{env['PATH']}"}
-        done = run("sh", "-c", line, cwd=tmp_path, env={**env, **more})
-    assert done.returncode == 0, (done.stdout[-2000:], done.stderr[-2000:])
-    assert (tmp_path / "a.py").read_text() == AFTER
-
-
-def environment(work: Path, home: Path) -> dict[str, str]:
-    private = {"HOME": str(home), "PWD": str(work)}
-    kept = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
-    return {**kept, **private}
-
-
-AGENTS: dict[str, tuple[Any, Any]] = {
-    "claude": (claude, claude_steps),
-    "codex": (codex, codex_steps),
-    **{f"opencode {api}": (opencode(api), opencode_steps) for api in SETTINGS},
+    **dict.fromkeys(
+        OPENCODE_APIS,
+        ("OpenCode", OPENCODE, "opencode", "run 'Fix add in a.py'", open_steps),
+    ),
 }
 
 
 @pytest.mark.parametrize("name", AGENTS)
-def test_an_agent_reads_edits_runs_and_ends(
+def test_an_agent_that_serve_connects_reads_edits_runs_and_ends(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start, steps = AGENTS[name]
+    agent, package, program, options, steps = AGENTS[name]
+    folder = npm(package, program).parent
     said = []
     for draft in (None, "near"):
         work, home = tmp_path / f"work {draft}", tmp_path / f"home {draft}"
@@ -262,7 +197,11 @@ def test_an_agent_reads_edits_runs_and_ends(
         with scripted(
             session.script, monkeypatch, draft=draft, names=("local",)
         ) as server:
-            done = start(server.url, work, home)
+            line = agent_lines(server.url, "local", 65536)[agent]
+            line = line.replace(OPENCODE_APIS[0], name)
+            env = environment(work, home)
+            env["PATH"] = f"{folder}:{env['PATH']}"
+            done = run("sh", "-c", f"{line} {options}", cwd=work, env=env)
         assert done.returncode == 0, (done.stdout[-2000:], done.stderr[-2000:])
         assert (work / "a.py").read_text() == AFTER
         assert END in done.stdout
