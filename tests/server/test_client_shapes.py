@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mlx_speculation.server import Server
-from mlx_speculation.server.request import GenerationRequest
+from mlx_speculation.server.request.request import GenerationRequest
 from support.processes.scripted_servers import call, scripted
 from support.processes.servers import Answer, post
 
@@ -94,22 +94,18 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         prompt_cache_key="thread-1",
         reasoning_effort=None,
     ),
-    "zed, a result of parts": of_chat(
+    "zed and continue, results of all kinds": of_chat(
         USER,
         said("assistant", None, tool_calls=[called()]),
         said("tool", [text("x"), text("y")], tool_call_id="call_1"),
-        tools=[function()],
-    ),
-    "zed, an image in a result of a text model": of_chat(
-        USER,
-        said("assistant", None, tool_calls=[called()]),
+        said("assistant", " ", tool_calls=[called(arguments="", id="call_2")]),
         said(
             "tool",
             [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}],
-            tool_call_id="call_1",
+            tool_call_id="call_2",
         ),
+        tools=[function()],
     ),
-    "zed, no tools chosen": of_chat(USER, tools=[], tool_choice=None, stop=None),
     "cline": of_chat(
         said("system", "S"),
         said("user", [text("a"), text("go")]),
@@ -125,25 +121,17 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         stream_options={"include_usage": True},
         temperature=0,
     ),
-    "cline, reasoning of openrouter": of_chat(
+    "continue and aider, an empty answer and no tools": of_chat(
         USER,
-        reasoning={"max_tokens": 1024, "exclude": False},
-        include_reasoning=True,
-        provider={"order": ["x"]},
-    ),
-    "continue": of_chat(
-        said("user", [text("go")]),
-        tools=[function()],
-        parallel_tool_calls=False,
-        max_tokens=4096,
-        stop=["<|im_end|>"],
+        said("assistant", ""),
+        said("system", "S2"),
+        said("user", "go"),
+        tools=[],
+        tool_choice=None,
+        stop=None,
+        n=1,
         prediction=None,
-    ),
-    "continue, an empty answer in the history": of_chat(
-        USER, said("assistant", ""), said("user", "go"), n=1
-    ),
-    "continue, a call with no arguments": of_chat(
-        USER, said("assistant", " ", tool_calls=[called(arguments="")]), RESULT
+        temperature=0,
     ),
     "langchain": of_chat(
         said("system", "S", name=None),
@@ -200,8 +188,16 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "ai sdk, an object": of_chat(
         said("user", "{"), response_format={"type": "json_object"}, max_tokens=16
     ),
-    "ai sdk, thinking": of_chat(
-        USER, thinking={"type": "enabled", "budget_tokens": 64}, enable_thinking=True
+    "ai sdk and cline of openrouter, thinking": of_chat(
+        USER,
+        thinking={"type": "enabled", "budget_tokens": 64},
+        enable_thinking=True,
+        reasoning={"max_tokens": 1024, "exclude": False},
+        include_reasoning=True,
+        provider={"order": ["x"]},
+        moderation={"model": "m"},
+        max_tokens=4096,
+        stop=["<|im_end|>"],
     ),
     "openai sdk": of_chat(
         said("developer", [text("S")]),
@@ -216,7 +212,6 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         web_search_options=None,
         stream_options={"include_usage": True, "include_obfuscation": False},
     ),
-    "openai sdk, a moderation": of_chat(USER, moderation={"model": "m"}),
     "openai sdk, a custom tool": of_chat(
         USER,
         tools=[
@@ -235,14 +230,6 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "openai sdk, two calls": of_chat(said("user", "two"), tools=[function()]),
-    "aider": of_chat(
-        said("system", "S"),
-        USER,
-        said("assistant", "Ok."),
-        said("system", "S2"),
-        said("user", "go"),
-        temperature=0,
-    ),
     "copilot": of_chat(
         USER,
         tools=[function(parameters=None, description=None)],
@@ -277,15 +264,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         diagnostics={"previous_message_id": None},
     ),
     "claude code, tools run by the provider": of_messages(
-        USER,
-        tools=[
-            TOOL,
-            {"type": "web_search_20250305", "name": "web_search", "max_uses": 8},
-            {"type": "mcp_toolset", "mcp_server_name": "m"},
-            {"type": "computer_20251124", "name": "computer", "display_width_px": 1},
-        ],
-    ),
-    "claude code, results of such tools": of_messages(
+        said("assistant", [{"type": "compaction", "content": "Before."}]),
         USER,
         said(
             "assistant",
@@ -294,32 +273,16 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
                 {"type": "redacted_thinking", "data": "x"},
                 {"type": "server_tool_use", "id": "s", "name": "w", "input": {}},
                 {"type": "web_search_tool_result", "tool_use_id": "s", "content": []},
+                {"type": "mcp_tool_use", "id": "m", "name": "f", "input": {}},
+                {"type": "mcp_tool_result", "tool_use_id": "m", "content": "x"},
                 text("Hm.", citations=[{"type": "char_location"}]),
                 {**USE, "caller": {"type": "direct"}},
-            ],
-        ),
-        said("user", [DONE, text("go")]),
-        tools=[TOOL],
-    ),
-    "claude code, mcp of the provider": of_messages(
-        USER,
-        said(
-            "assistant",
-            [
-                {
-                    "type": "mcp_tool_use",
-                    "id": "m",
-                    "name": "f",
-                    "server_name": "s",
-                    "input": {},
-                },
-                {"type": "mcp_tool_result", "tool_use_id": "m", "content": "x"},
-                text("Hm."),
             ],
         ),
         said(
             "user",
             [
+                DONE,
                 {"type": "container_upload", "file_id": "f"},
                 {"type": "mcp_tool_listing", "server_name": "s", "tools": []},
                 {"type": "tool_addition", "tool_name": "f"},
@@ -327,11 +290,12 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
                 text("go"),
             ],
         ),
-    ),
-    "claude code, a compaction": of_messages(
-        said("assistant", [{"type": "compaction", "content": "Before."}]),
-        USER,
-        tools=[{**TOOL, "type": "custom"}],
+        tools=[
+            {**TOOL, "type": "custom"},
+            {"type": "web_search_20250305", "name": "web_search", "max_uses": 8},
+            {"type": "mcp_toolset", "mcp_server_name": "m"},
+            {"type": "computer_20251124", "name": "computer", "display_width_px": 1},
+        ],
     ),
     "claude code, an error and nothing": of_messages(
         USER,
@@ -359,6 +323,8 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         speed="standard",
         mcp_servers=[],
         betas=["x"],
+        thinking={"type": "enabled", "budget_tokens": 1024},
+        temperature=1,
         tool_choice=None,
         cache_control={"type": "ephemeral"},
     ),
@@ -395,11 +361,6 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         tool_choice={"type": "tool", "name": "read"},
         max_tokens=64,
         stream=None,
-    ),
-    "cline of anthropic": of_messages(
-        said("user", [text("go", cache_control={"type": "ephemeral"})]),
-        thinking={"type": "enabled", "budget_tokens": 1024},
-        temperature=1,
     ),
     "a title in json": of_messages(
         said("user", "{"),

@@ -6,6 +6,7 @@ from mlx_speculation import PrefixCache, SpeculativeGenerator
 from mlx_speculation.server.metrics import Metrics
 from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer
+from support.processes.servers import nearly
 
 PROMPT = [(7 * i * i + 3) % 251 for i in range(120)]
 SOURCES = ("memory", "disk", "read")
@@ -54,6 +55,30 @@ def test_tokens_of_prompts_are_counted_by_where_they_come_from(tmp_path: Path) -
     assert sums["vllm:prompt_tokens_total{}"] == sum(counted)
     assert sums["vllm:prefix_cache_queries_total{}"] == sum(counted)
     assert sums["vllm:prefix_cache_hits_total{}"] == sum(counted[:2])
+
+
+def test_a_text_is_counted_under_the_names_of_vllm() -> None:
+    metrics, model = Metrics("model"), build("llama")
+    draft = nearly(model, build("llama"), 0.03, 1)
+    ours = SpeculativeGenerator(model, byte_tokenizer(), draft=draft, draft_length=3)
+    result = ours.generate([1, 2, 3, 4] * 9, max_tokens=16)
+    metrics.began(0.1)
+    metrics.ended(result, 36, 0.5)
+    stats, sums = result.stats, values(metrics)
+    assert stats.drafted > stats.accepted > 0
+    positions = [sums[name] for name in sums if "_per_pos_total" in name]
+    assert positions == stats.reached
+    expected = {
+        "prompt_tokens_total{}": 36,
+        "generation_tokens_total{}": 16,
+        "spec_decode_num_drafts_total{}": stats.drafts,
+        "spec_decode_num_draft_tokens_total{}": stats.drafted,
+        "spec_decode_num_accepted_tokens_total{}": stats.accepted,
+        'request_success_total{finished_reason="length",}': 1,
+        "time_to_first_token_seconds_count{}": 1,
+        "e2e_request_latency_seconds_count{}": 1,
+    }
+    assert {name: sums[f"vllm:{name}"] for name in expected} == expected
 
 
 def test_restore_points_and_evictions_are_those_of_the_cache() -> None:

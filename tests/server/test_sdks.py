@@ -3,7 +3,7 @@
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import anthropic
@@ -11,10 +11,9 @@ import openai
 import pytest
 
 from mlx_speculation.server import Server, answering
-from mlx_speculation.server.request import GenerationRequest
+from mlx_speculation.server.request.request import GenerationRequest
 from support.processes.scripted_servers import call, scripted
-from support.processes.servers import client_of, get, post, rows_held
-from support.processes.wait_until import until
+from support.processes.servers import client_of, get, post
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -22,7 +21,6 @@ SCHEMA: dict[str, Any] = {
     "required": ["a"],
     "additionalProperties": False,
 }
-READ = {"name": "read", "description": "Reads.", "parameters": {"type": "object"}}
 TOOLS: Any = [
     {"name": "read", "description": "Reads.", "input_schema": {"type": "object"}},
     {"name": "look", "input_schema": {"type": "object"}},
@@ -73,10 +71,10 @@ def _gpt(server: Server) -> Iterator[openai.OpenAI]:
 
 
 @contextmanager
-def claude_of(server: Server, key: str = "none") -> Iterator[anthropic.Anthropic]:
+def claude_of(server: Server) -> Iterator[anthropic.Anthropic]:
     with anthropic.Anthropic(
         base_url=server.url,
-        api_key=key,
+        api_key="none",
         max_retries=0,
         http_client=anthropic.DefaultHttpxClient(verify=False),
     ) as client:
@@ -98,9 +96,8 @@ def shown(blocks: Any) -> list[tuple[str, Any]]:
     return [(each.type, getattr(each, fields[each.type])) for each in blocks]
 
 
-THOUGHT = "\nHm.\n"
 CALLED = [
-    ("thinking", THOUGHT),
+    ("thinking", "\nHm.\n"),
     ("text", "I look.\n"),
     ("tool_use", {"path": "a b"}),
     ("tool_use", {}),
@@ -137,36 +134,6 @@ def test_messages_whole_and_streamed_are_the_same(
     assert usage.cache_read_input_tokens
 
 
-def test_the_events_of_messages_come_in_order(server: Server) -> None:
-    answer = post(
-        server, message_body("tools", tools=TOOLS, stream=True), path="/v1/messages"
-    )
-    lines = answer.body.decode().split("\n")
-    names = [line[7:] for line in lines if line.startswith("event: ")]
-    data = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
-    assert names == [each["type"] for each in data]
-    blocks: list[str] = []
-    opened = None
-    for each in data:
-        kind = each["type"].removeprefix("content_block_")
-        if kind == "start":
-            assert opened is None
-            assert each["index"] == len(blocks)
-            opened = each["content_block"]["type"]
-            blocks.append(opened)
-        elif kind == "delta":
-            assert each["index"] == len(blocks) - 1
-            fits = {"text": ["text_delta"], "tool_use": ["input_json_delta"]}
-            fits["thinking"] = ["thinking_delta", "signature_delta"]
-            assert each["delta"]["type"] in fits[opened or ""]
-        elif kind == "stop":
-            opened = None
-    assert blocks == ["thinking", "text", "tool_use", "tool_use"]
-    assert [name for name in names if "content" not in name] == [
-        *("message_start", "ping", "message_delta", "message_stop")
-    ]
-
-
 def test_messages_end_by_a_stop_text_and_by_their_length(
     claude: anthropic.Anthropic,
 ) -> None:
@@ -187,25 +154,10 @@ def test_tokens_are_counted_as_they_are_read(claude: anthropic.Anthropic) -> Non
     assert count == usage.input_tokens + (usage.cache_read_input_tokens or 0)
 
 
-def test_a_key_is_shown_as_either_client_does() -> None:
-    with ExitStack() as stack:
-        patch = stack.enter_context(pytest.MonkeyPatch.context())
-        server = stack.enter_context(scripted(script, patch, api_key="sesame"))
-        claude = stack.enter_context(claude_of(server, "sesame"))
-        assert claude.models.list().data[0].id == "tiny"
-        with pytest.raises(anthropic.AuthenticationError):
-            claude.with_options(api_key="other").models.list()
-        bearer = claude.with_options(api_key=None, auth_token="sesame")
-        assert bearer.models.list().data[0].type == "model"
-
-
-def test_models_are_listed_for_both(
-    claude: anthropic.Anthropic, gpt: openai.OpenAI
-) -> None:
+def test_models_are_listed(claude: anthropic.Anthropic) -> None:
     assert [each.id for each in claude.models.list()] == ["local"]
     assert claude.models.retrieve("local").display_name == "local"
     assert claude.models.list().data[0].created_at.year > 2000
-    assert [each.id for each in gpt.models.list()] == ["local"]
 
 
 @pytest.mark.parametrize(
@@ -278,7 +230,7 @@ def test_a_schema_and_a_forced_tool_constrain_messages(
 
 BROKEN = {"type": "function_call", "name": "f", "call_id": "1", "arguments": "{"}
 OF_RESPONSES: Any = [
-    {"type": "function", **READ},
+    {"type": "function", "name": "read", "parameters": {"type": "object"}},
     {"type": "custom", "name": "look", "description": "Looks."},
     {"type": "web_search"},
 ]
@@ -369,57 +321,13 @@ def test_what_responses_cannot_do_is_named(
     with pytest.raises(openai.BadRequestError) as refused:
         gpt.responses.create(**{"model": "local", "input": "x", **more})
     assert refused.value.param == param
-
-
-def test_a_reference_to_a_stored_item_says_how_to_do_without(
-    gpt: openai.OpenAI,
-) -> None:
-    items: Any = [{"role": "user", "content": "x"}, {"type": "item_reference"}]
-    with pytest.raises(openai.BadRequestError, match="store: false"):
-        gpt.responses.create(model="local", input=items)
+    assert "item_reference" not in str(more) or "store: false" in str(refused.value)
 
 
 def test_a_schema_constrains_a_response(gpt: openai.OpenAI) -> None:
     form: Any = {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}
     made = gpt.responses.create(model="local", input="x", text={"format": form})
     assert json.loads(made.output_text)["a"] in ("x", "y")
-
-
-def test_chat_streams_its_calls_and_reasoning(gpt: openai.OpenAI) -> None:
-    tools: Any = [{"type": "function", "function": READ}]
-    request: Any = {"model": "local", "messages": user("tools"), "tools": tools}
-    whole = gpt.chat.completions.create(**request).choices[0]
-    assert whole.finish_reason == "tool_calls"
-    calls: dict[int, Any] = {}
-    content, thought = "", ""
-    chunks = list(gpt.chat.completions.create(**request, stream=True))
-    assert chunks[0].choices[0].delta.role == "assistant"
-    for chunk in chunks:
-        delta = chunk.choices[0].delta
-        content += delta.content or ""
-        thought += (delta.model_extra or {}).get("reasoning_content") or ""
-        for each in delta.tool_calls or ():
-            if each.id:
-                calls[each.index] = [each.function.name, ""]
-            calls[each.index][1] += each.function.arguments
-    assert content == whole.message.content
-    assert thought == THOUGHT
-    assert calls == {0: ["read", '{"path": "a b"}'], 1: ["look", "{}"]}
-    assert chunks[-1].choices[0].finish_reason == "tool_calls"
-
-
-def test_a_prediction_is_drafted_and_counted(gpt: openai.OpenAI) -> None:
-    text = "One fine day we went to the sea and came back late in the night."
-    request: Any = {"model": "local", "messages": user(text)}
-    plain = gpt.chat.completions.create(**request)
-    predicted: Any = {"type": "content", "content": [{"type": "text", "text": text}]}
-    made = gpt.chat.completions.create(**request, prediction=predicted)
-    assert made.choices[0].message.content == plain.choices[0].message.content == text
-    assert made.usage is not None
-    details = made.usage.completion_tokens_details
-    assert details is not None
-    assert details.accepted_prediction_tokens is not None
-    assert details.rejected_prediction_tokens is not None
 
 
 @pytest.mark.parametrize(
@@ -438,17 +346,6 @@ def test_a_silent_stream_says_that_it_goes_on(
     assert raw.count(b": keepalive\n" if "chat" in path else b"in_progress") > 2 or (
         raw.count(b"event: ping") > 2
     )
-
-
-def test_a_client_that_leaves_cancels_its_request(
-    claude: anthropic.Anthropic, gpt: openai.OpenAI, server: Server
-) -> None:
-    long = "word " * 400
-    with claude.messages.stream(**message_body(long, max_tokens=4000)) as stream:
-        next(iter(stream))
-    with gpt.responses.stream(model="local", input=long) as other:
-        next(iter(other))
-    until(lambda: server.worker.taken == 0 and rows_held(server.worker) == 0)
 
 
 def test_tokens_are_counted_while_the_engine_is_busy(server: Server) -> None:

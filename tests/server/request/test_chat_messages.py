@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mlx_speculation import PrefixCache, SpeculativeGenerator
 from mlx_speculation.server.api_errors import ApiError
-from mlx_speculation.server.schemas import call_grammar
+from mlx_speculation.server.schemas.tool_calls import call_grammar
 from support.models.tiny_models import build
 from support.processes.servers import NAME, client_of, get, serving
 
@@ -106,15 +106,6 @@ def test_thoughts_text_and_tool_calls_are_kept_apart(chat: Callable[..., Any]) -
     assert json.loads(call.function.arguments) == {"a": 1}
     assert choice.finish_reason == "tool_calls"
     assert answer.usage.completion_tokens == 2
-
-
-def test_a_stream_tells_them_apart_too(chat: Callable[..., Any]) -> None:
-    pieces = list(chat(tools=[TOOL], stream=True, **said(SAID, END)))
-    deltas = [piece.choices[0].delta for piece in pieces]
-    assert "".join(delta.content or "" for delta in deltas) == "YES"
-    calls = [call for delta in deltas for call in delta.tool_calls or ()]
-    assert [call.function.name for call in calls] == ["add", None]
-    assert pieces[-1].choices[0].finish_reason == "tool_calls"
 
 
 def test_what_only_begins_like_a_mark_is_text(chat: Callable[..., Any]) -> None:

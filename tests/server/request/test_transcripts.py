@@ -15,7 +15,7 @@ from mlx_speculation.server.apis.responses import ResponsesBody, responses_reque
 from mlx_speculation.server.prompts.fitted import fitted
 from mlx_speculation.server.prompts.rendering import ChatTemplate
 from mlx_speculation.server.prompts.traits import Traits
-from mlx_speculation.server.request import Chat, GenerationRequest
+from mlx_speculation.server.request.request import Chat, GenerationRequest
 from support.models.tiny_tokenizer import byte_tokenizer
 from support.processes.servers import read_body
 
