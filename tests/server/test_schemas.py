@@ -28,7 +28,7 @@ from mlx_speculation.server.answering import Answering
 from mlx_speculation.server.api_errors import ApiError
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.schemas import SchemaCompilers, SchemaConstraint, compilers
-from mlx_speculation.server.schemas.template import Template
+from mlx_speculation.server.schemas.compilers import Template
 from support.processes import servers
 from support.processes.server_processes import (
     DRAFT,

@@ -2,8 +2,8 @@
 
     template_process   the program of the template process, which reads the tokenizer
                        once, then forks a child for each schema
-    template           starts the template process, forks and ends its children
-    compilers          number of children, their limits, and errors for clients
+    compilers          starts the template process, forks and ends its children; their
+                       number and limits, and errors for clients
     constraint         a `Constraint` whose masks a child computes
     tool_calls         the grammar of a tool call that a request forces
     after_thinking     a constraint that begins after the thinking, and its budget

@@ -27,11 +27,12 @@ class AfterThinking:
     ) -> None:
         self.mark, self.inner, self.budget = tuple(mark), inner, budget
         self.anything = np.ones(ids, dtype=np.bool_)
-        self.only = {token: _only(token, ids) for token in self.mark}
+        # Ids past the end of a mask are not allowed.
+        self.only = {token: np.arange(token + 1) == token for token in self.mark}
 
     def begin(self) -> "ThinkingState":
         """Return a state before the first generated token."""
-        return ThinkingState(self, 0, 0, None)
+        return ThinkingState(self, 0, (), None)
 
 
 class ThinkingState:
@@ -41,18 +42,18 @@ class ThinkingState:
         self,
         whole: AfterThinking,
         count: int,  # tokens of thinking so far
-        matched: int,  # how many first tokens of the mark end the text
+        tail: tuple[int, ...],  # the last ones, as many as the mark has
         answer: ConstraintState | None,  # None: still thinking, or no inner constraint
     ) -> None:
         self._whole, self._count = whole, count
-        self._matched, self._answer = matched, answer
+        self._tail, self._answer = tail, answer
 
     def allowed(self) -> NDArray[np.bool_]:
         """Return which token ids may come next, bool [ids]."""
         if self._answer is not None:
             return self._answer.allowed()
         if self._forced:
-            return self._whole.only[self._whole.mark[self._matched]]
+            return self._whole.only[self._next]
         return self._whole.anything
 
     @property
@@ -68,7 +69,7 @@ class ThinkingState:
         if self._answer is not None:
             self._answer.advance(token)
             return
-        if self._forced and token != whole.mark[self._matched]:
+        if self._forced and token != self._next:
             raise ConstraintError(
                 f"Token {token} is not allowed: the thinking has had its "
                 f"{whole.budget} tokens. Take one that allowed() names."
@@ -76,41 +77,27 @@ class ThinkingState:
         self._count += 1
         if self._ended:
             return
-        self._matched = _matched(whole.mark, self._matched, token)
+        self._tail = (*self._tail, token)[-len(whole.mark) :]
         if self._ended and whole.inner is not None:
             self._answer = whole.inner.begin()
 
     def fork(self) -> "ThinkingState":
         """Return an independent state at the same position of the text."""
         answer = None if self._answer is None else self._answer.fork()
-        return ThinkingState(self._whole, self._count, self._matched, answer)
+        return ThinkingState(self._whole, self._count, self._tail, answer)
 
     @property
     def _ended(self) -> bool:
-        return self._matched == len(self._whole.mark)
+        return self._tail == self._whole.mark
 
     @property
     def _forced(self) -> bool:
         budget = self._whole.budget
         return budget is not None and self._count >= budget and not self._ended
 
-
-def _matched(mark: Sequence[int], count: int, token: int) -> int:
-    """Return how many of a mark's first tokens end the text, with `token` added.
-
-    Args:
-        mark: the tokens of the mark.
-        count: how many of them ended the text before `token`.
-        token: the next token of the text.
-    """
-    seen = (*mark[:count], token)
-    for start in range(len(seen)):
-        if tuple(mark[: len(seen) - start]) == seen[start:]:
-            return len(seen) - start
-    return 0
-
-
-def _only(token: int, ids: int) -> NDArray[np.bool_]:
-    mask = np.zeros(ids, dtype=np.bool_)
-    mask[token] = True
-    return mask
+    @property
+    def _next(self) -> int:
+        """The token of the mark after those with which the text ends."""
+        mark, tail = self._whole.mark, self._tail
+        ends = range(len(tail) + 1)
+        return mark[max(n for n in ends if tail[len(tail) - n :] == mark[:n])]

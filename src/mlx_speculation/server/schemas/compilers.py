@@ -1,47 +1,162 @@
 """Schema compilers: the number of child processes, their limits and errors.
 
 A child lives from the compilation of its schema to the end of the text. There are at
-most `Limits.schemas` children, of which at most `COMPILING` compile at the same time.
-Further requests wait. This bounds the memory of all children together.
+most `Limits.schemas` children, and further requests wait. This bounds the memory of all
+children together.
 """
 
 import json
 import logging
+import os
 import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
+from pathlib import Path
 from typing import Any
 
 from mlx_speculation.samplers.constraints.llguidance import (
+    PortableVocabulary,
     not_enforced,
     portable_vocabulary,
+    unreadable_tokenizer,
     unusable,
 )
 from mlx_speculation.server.api_errors import ApiError, invalid, unavailable
 from mlx_speculation.server.config import Limits
 from mlx_speculation.server.schemas.constraint import SchemaConstraint
-from mlx_speculation.server.schemas.template import (
-    POLL_SECONDS,
-    ChildProcess,
-    Template,
-    TemplateLostError,
-    received,
+from mlx_speculation.server.schemas.template_process import (
+    FORK,
+    LARK,
+    NOT_ENFORCED,
+    OUT_OF_MEMORY,
+    UNUSABLE,
 )
 
 LOG = logging.getLogger("mlx_speculation.server")
-COMPILING = 2
+PROGRAM = Path(__file__).with_name("template_process.py")
+POLL_SECONDS = 0.05
+# Time limits of the template: to read the tokenizer, and to fork or end a child.
+START_SECONDS, ANSWER_SECONDS = 60.0, 5.0
 # Seconds that each mask adds to the time that all masks of a text may take.
 STEP_SECONDS = 0.02
 # Seconds after its time limit at which the server ends a child that has not ended.
 OVERDUE_SECONDS = 1.0
-OUT_OF_MEMORY = 3 << 8  # exit status 3 of template_process, as waitpid encodes it
-UNUSABLE, NOT_ENFORCED = b"u", b"w"
-# Prefix of a grammar; the same as in template_process, which cannot be imported
-LARK = "lark:"
-FIELD, CODE = "response_format", "schema_limit"
-TOOLS = "tools"  # the field that errors of a tool call's grammar name
+FIELD = "response_format"
 CLOSING = "The server is shutting down."
 LOST = "The process that compiles schemas has ended. Try again."
+
+
+@dataclass(frozen=True, slots=True)
+class ChildProcess:
+    """A child process, forked for one schema."""
+
+    channel: Connection  # to the child
+    process: int  # the child's process id
+
+
+class Template:
+    """The template process, from which children are forked.
+
+    It leads a process group of its own. So signals of a terminal do not reach it, and
+    one signal to the group kills it and all children.
+
+    Raises:
+        ApiError: the process has not started.
+        InvalidRequestError: llguidance cannot read the tokenizer.
+    """
+
+    def __init__(
+        self,
+        vocabulary: PortableVocabulary,
+        limits: dict[str, Any],
+        check: Callable[[], None],
+    ) -> None:
+        self._lock = threading.Lock()
+        self.end_token = vocabulary.end  # the largest id: the end of a text
+        self._control, other = Pipe()
+        with other:
+            # The template needs no library that is preloaded here, such as a BLAS.
+            environment = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(PROGRAM), str(other.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(other.fileno(),),
+                start_new_session=True,
+                env=environment,
+            )
+        answer: bytes | None = None
+        settings = {"end": vocabulary.end, "limits": limits}
+        try:
+            with suppress(OSError, EOFError):
+                self._control.send_bytes(json.dumps(settings).encode())
+                self._control.send_bytes(vocabulary.text.encode())
+                answer = received(self._control, START_SECONDS, check)
+            if answer is None:
+                raise unavailable(LOST)
+            if answer != b"ready":
+                raise unreadable_tokenizer(answer.decode())
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def alive(self) -> bool:
+        """True while the process runs."""
+        return self._process.poll() is None
+
+    def fork(self) -> ChildProcess:
+        """Return a new child, which may already have ended.
+
+        Raises:
+            ApiError: the template does not answer, or has ended.
+        """
+        channel, theirs = Pipe()
+        try:
+            with theirs:
+                return ChildProcess(channel, self._ask(FORK, theirs.fileno()))
+        except ApiError:
+            channel.close()
+            raise
+
+    def end(self, child: ChildProcess) -> int | None:
+        """End a child, and return its status as `os.waitpid` does; None: unknown."""
+        child.channel.close()
+        try:
+            return self._ask(b"%d" % child.process)
+        except ApiError:
+            return None
+
+    def close(self) -> None:
+        """Kill the template and all children."""
+        if self._process.returncode is None:
+            try:
+                os.killpg(self._process.pid, signal.SIGKILL)
+            except OSError:  # the process has no group yet, or has ended
+                self._process.kill()
+            self._process.wait()
+        with self._lock:
+            self._control.close()
+
+    def _ask(self, command: bytes, descriptor: int | None = None) -> int:
+        """Send a command, and return the number that the template answers."""
+        with self._lock, suppress(OSError, EOFError):
+            self._control.send_bytes(command)
+            if descriptor is not None:
+                send_handle(self._control, descriptor, self._process.pid)
+            if self._control.poll(ANSWER_SECONDS):
+                return int(self._control.recv_bytes())
+        self.close()
+        raise unavailable(LOST)
 
 
 class SchemaCompilers:
@@ -50,7 +165,6 @@ class SchemaCompilers:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._places = threading.BoundedSemaphore(limits.schemas)
-        self._compiling = threading.BoundedSemaphore(COMPILING)
         self._lock = threading.Lock()
         self._template: Template | None = None
         self._closed = False
@@ -79,13 +193,11 @@ class SchemaCompilers:
             check()
 
         text = schema if isinstance(schema, str) else json.dumps(schema)
-        _take(self._places, waiting)
+        waiting()
+        while not self._places.acquire(timeout=POLL_SECONDS):
+            waiting()
         try:
-            _take(self._compiling, waiting)
-            try:
-                return self._compiled(text, tokenizer, waiting)
-            finally:
-                self._compiling.release()
+            return self._compiled(text, tokenizer, waiting)
         except BaseException:
             self._places.release()
             raise
@@ -102,7 +214,7 @@ class SchemaCompilers:
         self, schema: str, tokenizer: Any, waiting: Callable[[], None]
     ) -> SchemaConstraint:
         template, child = self._fork(tokenizer, waiting)
-        limits = self._limits
+        limits, answer = self._limits, b""
 
         def leave(needed: bool) -> str:
             status = template.end(child)
@@ -110,8 +222,11 @@ class SchemaCompilers:
             return self._refusal(status, masks=True).message if needed else ""
 
         try:
-            answer = _answer(child, schema, limits.schema_seconds, waiting)
-            if answer is not None:
+            with suppress(OSError, EOFError):  # the exit status gives the reason
+                child.channel.send_bytes(schema.encode())
+                seconds = limits.schema_seconds + OVERDUE_SECONDS
+                answer = received(child.channel, seconds, waiting) or b""
+            if answer:
                 if answer[:1] in (UNUSABLE, NOT_ENFORCED):
                     raise _refused(schema, answer)
                 seconds, end = limits.mask_seconds + OVERDUE_SECONDS, template.end_token
@@ -133,21 +248,16 @@ class SchemaCompilers:
                 LOG.error("the process that schemas are compiled from was lost")
                 self._template.close()
                 self._template = None
-            try:
-                if self._template is None:
-                    vocabulary = portable_vocabulary(tokenizer)
-                    limits = {
-                        "seconds": self._limits.schema_seconds,
-                        "mask_seconds": self._limits.mask_seconds,
-                        "step_seconds": STEP_SECONDS,
-                        "bytes": self._limits.schema_megabytes << 20,
-                    }
-                    self._template = Template(vocabulary, limits, waiting)
-                return self._template, self._template.fork()
-            except TemplateLostError as error:
-                if self._template is not None:
-                    self._template.close()
-                raise unavailable(LOST) from error
+            if self._template is None:
+                limits = {
+                    "seconds": self._limits.schema_seconds,
+                    "mask_seconds": self._limits.mask_seconds,
+                    "step_seconds": STEP_SECONDS,
+                    "bytes": self._limits.schema_megabytes << 20,
+                }
+                vocabulary = portable_vocabulary(tokenizer)
+                self._template = Template(vocabulary, limits, waiting)
+            return self._template, self._template.fork()
 
     def _refusal(self, status: int | None, *, masks: bool = False) -> ApiError:
         """Return the error for a client whose child has ended.
@@ -161,54 +271,43 @@ class SchemaCompilers:
             return unavailable(CLOSING)
         if status is None:
             return unavailable(LOST)
-        if status == OUT_OF_MEMORY:
+        said = "The schema {}, which is the limit of this server ({}). Simplify it: "
+        said += "patterns under allOf cost most."
+        if status == OUT_OF_MEMORY << 8:
             what = f"needs more than {limits.schema_megabytes} MiB of memory"
-            option = "--max-schema-megabytes"
+            said = said.format(what, "--max-schema-megabytes")
         elif status in (signal.SIGALRM, signal.SIGKILL) and masks:
             what = f"needs more than {limits.mask_seconds:g} seconds for its masks"
-            option = "--max-mask-seconds"
+            said = said.format(what, "--max-mask-seconds")
         elif status in (signal.SIGALRM, signal.SIGKILL):
             what = f"takes more than {limits.schema_seconds:g} seconds to compile"
-            option = "--max-schema-seconds"
+            said = said.format(what, "--max-schema-seconds")
         else:
             LOG.error("the compiler of a schema has ended with status %d", status)
-            return invalid(
+            said = (
                 "The compiler has failed on this schema, as it may where memory is "
                 f"short ({limits.schema_megabytes} MiB, --max-schema-megabytes). "
-                "Simplify it.",
-                FIELD,
-                code=CODE,
+                "Simplify it."
             )
-        return invalid(
-            f"The schema {what}, which is the limit of this server ({option}). "
-            "Simplify it: patterns under allOf cost most.",
-            FIELD,
-            code=CODE,
-        )
+        return invalid(said, FIELD, code="schema_limit")
 
 
 def _refused(schema: str, answer: bytes) -> ApiError:
     """Return the error for a client whose schema llguidance refuses."""
     calls, reason = schema.startswith(LARK), answer[1:].decode()
-    field, kind = (TOOLS, "grammar of the tools") if calls else (FIELD, "JSON schema")
+    field, kind = ("tools", "grammar of the tools") if calls else (FIELD, "JSON schema")
     if answer[:1] == NOT_ENFORCED:
         return invalid(str(not_enforced(reason, kind)), field)
     return invalid(str(unusable(reason, schema, kind)), field)
 
 
-def _take(places: threading.Semaphore, waiting: Callable[[], None]) -> None:
-    """Acquire a semaphore; call `waiting` repeatedly until then."""
-    waiting()
-    while not places.acquire(timeout=POLL_SECONDS):
-        waiting()
-
-
-def _answer(
-    child: ChildProcess, schema: str, seconds: float, waiting: Callable[[], None]
+def received(
+    channel: Connection, seconds: float, check: Callable[[], None]
 ) -> bytes | None:
-    """Return a child's answer to a schema; None: it has ended or is late."""
-    try:
-        child.channel.send_bytes(schema.encode())
-        return received(child.channel, seconds + OVERDUE_SECONDS, waiting)
-    except (OSError, EOFError):
-        return None  # the caller reads the exit status
+    """Return the next message; None: none came within `seconds`."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if channel.poll(POLL_SECONDS):
+            return channel.recv_bytes()
+        check()
+    return None

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from mlx_speculation.errors import ConstraintError
 from mlx_speculation.samplers.constraints.llguidance import failed_here
-
-FAILED = b"f"  # as in template_process, which cannot be imported here
+from mlx_speculation.server.schemas.template_process import FAILED
 
 
 class SchemaConstraint:

@@ -29,8 +29,6 @@ from multiprocessing.reduction import recv_handle
 from pathlib import Path
 from typing import Any
 
-import llguidance
-
 FORK = b"fork"
 OUT_OF_MEMORY = 3  # the exit status
 WATCH_SECONDS = 0.05
@@ -41,70 +39,56 @@ LARK = "lark:"  # prefix of a grammar; a text without it is a JSON schema
 COMPACT: Any = {"whitespace_flexible": False}
 
 
-class Child:
-    """One schema, from its compilation to the last mask."""
-
-    def __init__(
-        self,
-        channel: Connection,  # to the server
-        tokens: Any,  # the tokenizer, as llguidance has read it
-        limits: dict[str, Any],  # seconds, mask_seconds, step_seconds, bytes
-    ) -> None:
-        self._channel, self._tokens, self._limits = channel, tokens, limits
-        self._spare = limits["mask_seconds"]
-        # Matchers of the schema: before the first token, and after the last step.
-        self._first: Any = None
-        self._matcher: Any = None
-
-    def run(self) -> None:
-        """Answer until the server closes the channel."""
-        schema = self._channel.recv_bytes().decode()
-        signal.setitimer(signal.ITIMER_REAL, self._limits["seconds"])
-        answer = self._compiled(schema)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        self._channel.send_bytes(answer)
-        while True:
-            self._channel.send_bytes(self._timed_step(self._channel.recv_bytes()))
-
-    def _compiled(self, schema: str) -> bytes:
-        library = llguidance.LLMatcher
-        if schema.startswith(LARK):
-            grammar = library.grammar_from_lark(schema.removeprefix(LARK))
-        else:
-            grammar = library.grammar_from_json_schema(schema, overrides=COMPACT)
-        limits = llguidance.LLParserLimits(verbose_errors=False)
-        matcher = llguidance.LLMatcher(
-            self._tokens, grammar, log_level=0, limits=limits
-        )
-        if matcher.is_error():
-            return UNUSABLE + str(matcher.get_error()).encode()
-        if warnings := matcher.get_grammar_warnings():
-            return NOT_ENFORCED + "; ".join(warnings).encode()
-        self._first, self._matcher = matcher.deep_copy(), matcher
-        return _mask(matcher)
-
-    def _timed_step(self, message: bytes) -> bytes:
-        """Do a step within `step_seconds` and the rest of `mask_seconds`."""
-        limit = self._limits["step_seconds"]
-        signal.setitimer(signal.ITIMER_REAL, limit + self._spare)
+def _serve_schema(
+    channel: Connection,  # to the server, which closes it in the end
+    tokens: Any,  # the tokenizer, as llguidance has read it
+    limits: dict[str, Any],  # seconds, mask_seconds, step_seconds, bytes
+) -> None:
+    """Receive a schema, answer with its first mask, then answer each step."""
+    schema = channel.recv_bytes().decode()
+    signal.setitimer(signal.ITIMER_REAL, limits["seconds"])
+    matcher = _matcher(schema, tokens)
+    if matcher.is_error():
+        answer = UNUSABLE + str(matcher.get_error()).encode()
+    elif warnings := matcher.get_grammar_warnings():
+        answer = NOT_ENFORCED + "; ".join(warnings).encode()
+    else:
+        first = matcher.deep_copy()
+        answer = _mask(matcher)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    channel.send_bytes(answer)
+    spare = limits["mask_seconds"]  # beside `step_seconds` of each step
+    while True:
+        message = channel.recv_bytes()
+        signal.setitimer(signal.ITIMER_REAL, limits["step_seconds"] + spare)
         started = time.monotonic()
-        answer = self._step(message)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        over = max(0.0, time.monotonic() - started - limit)
-        self._spare = max(0.0, self._spare - over)  # timers are not exact
-        return answer
-
-    def _step(self, message: bytes) -> bytes:
-        """Roll back and append tokens; return the mask after them, or an error."""
-        back, *tokens = json.loads(message)
-        matcher = self._matcher
-        if (back and not matcher.rollback(back)) or not matcher.consume_tokens(tokens):
-            answer = _failed(matcher)
-        else:
-            answer = _mask(matcher)
+        answer = _step(matcher, message)
         if matcher.is_error():  # it cannot be used any more
-            self._matcher = self._first.deep_copy()
-        return answer
+            matcher = first.deep_copy()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        over = max(0.0, time.monotonic() - started - limits["step_seconds"])
+        spare = max(0.0, spare - over)  # timers are not exact
+        channel.send_bytes(answer)
+
+
+def _matcher(schema: str, tokens: Any) -> Any:
+    import llguidance
+
+    library = llguidance.LLMatcher
+    if schema.startswith(LARK):
+        grammar = library.grammar_from_lark(schema.removeprefix(LARK))
+    else:
+        grammar = library.grammar_from_json_schema(schema, overrides=COMPACT)
+    limits = llguidance.LLParserLimits(verbose_errors=False)
+    return library(tokens, grammar, log_level=0, limits=limits)
+
+
+def _step(matcher: Any, message: bytes) -> bytes:
+    """Roll back and append tokens; return the mask after them, or an error."""
+    back, *tokens = json.loads(message)
+    if (back and not matcher.rollback(back)) or not matcher.consume_tokens(tokens):
+        return _failed(matcher)
+    return _mask(matcher)
 
 
 def _mask(matcher: Any) -> bytes:
@@ -142,7 +126,7 @@ def _child(descriptor: int, tokens: Any, limits: dict[str, Any]) -> None:
     status = 1
     try:
         _limit_memory(limits["bytes"])
-        Child(Connection(descriptor), tokens, limits).run()
+        _serve_schema(Connection(descriptor), tokens, limits)
     except (EOFError, ConnectionError):
         status = 0
     except MemoryError:
@@ -178,6 +162,8 @@ def _serve(control: Connection, tokens: Any, limits: dict[str, Any]) -> None:
 
 def main() -> None:
     """Read the tokenizer, then execute commands until the connection is closed."""
+    import llguidance  # here, so that the server can import this module
+
     os.nice(NICE)
     control = Connection(int(sys.argv[1]))
     settings, tokenizer = json.loads(control.recv_bytes()), control.recv_bytes()

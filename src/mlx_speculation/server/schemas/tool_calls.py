@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlx_speculation.server.api_errors import invalid
-from mlx_speculation.server.schemas.compilers import LARK
+from mlx_speculation.server.schemas.template_process import LARK
 
 # Whitespace as in the templates: the model was trained on it.
 SPACING = {
