@@ -19,12 +19,12 @@ import ssl
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
-from http.client import HTTPConnection, HTTPException, HTTPResponse
+from contextlib import ExitStack, closing, contextmanager, suppress
+from http.client import HTTPConnection, HTTPException
 from urllib.parse import SplitResult, urlsplit
 
 from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.server.config import Limits
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 _PORTS = {"http": 80, "https": 443}
@@ -32,37 +32,30 @@ _CHUNK = 1 << 16  # bytes
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
-@dataclass(frozen=True, slots=True)
-class FetchLimits:
-    """Limits of a fetch."""
-
-    bytes: int
-    seconds: float
-    private: bool = False  # whether other than public addresses are allowed
-
-
-def fetch_image(url: str, limits: FetchLimits) -> bytes:
-    """Return the bytes behind a URL.
+def fetch_image(url: str, limits: Limits, *, private: bool = False) -> bytes:
+    """Return the bytes behind a URL; `private`: its host need not be public.
 
     Raises:
         InvalidRequestError: the URL may not be fetched, its host has an address that is
             not public, or the answer is not 200, too large or too late.
     """
     parts = _checked_url(url)
-    deadline = time.monotonic() + limits.seconds
+    deadline = time.monotonic() + limits.fetch_seconds
     try:
         port = parts.port or _PORTS[parts.scheme]
-        addresses = _addresses(parts.hostname or "", port, private=limits.private)
+        addresses = _addresses(parts.hostname or "", port, private=private)
         with _socket_to(addresses, port, parts, deadline) as opened:
-            result = _answer(opened, parts, limits)
+            result = _body(opened, parts, limits.image_bytes)
         if time.monotonic() >= deadline:  # cut, which looks like the end of the answer
             raise TimeoutError
         return result
     except (OSError, HTTPException, ValueError) as error:
         if isinstance(error, InvalidRequestError):
             raise
-        late = time.monotonic() >= deadline
-        why = f"it took longer than {limits.seconds:g} s" if late else _why(error)
+        text = " ".join(str(error).split()).rstrip(".")
+        why = text[:80] or type(error).__name__
+        if time.monotonic() >= deadline:
+            why = f"it took longer than {limits.fetch_seconds:g} s"
         raise InvalidRequestError(
             f"The image could not be fetched from its URL: {why}. Pass it as a data "
             "URL."
@@ -144,9 +137,7 @@ def _socket_to(
 def _connected(addresses: list[Address], port: int, deadline: float) -> socket.socket:
     error: OSError = TimeoutError()
     for address in addresses:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            break
+        left = max(0.001, deadline - time.monotonic())
         try:
             return socket.create_connection((str(address), port), timeout=left)
         except OSError as failed:
@@ -164,56 +155,46 @@ def _context() -> ssl.SSLContext:
 
 
 def _cut(opened: socket.socket) -> None:
-    try:
+    with suppress(OSError):  # the connection has ended
         socket.socket.shutdown(opened, socket.SHUT_RDWR)  # below TLS
-    except OSError:  # the connection has ended
-        return
 
 
-def _answer(opened: socket.socket, parts: SplitResult, limits: FetchLimits) -> bytes:
-    """Send the request, and return the body of the answer."""
+def _body(opened: socket.socket, parts: SplitResult, most: int) -> bytes:
+    """Send the request, check the answer, and return its body of at most that size."""
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     headers = {"Accept": "image/*", "Accept-Encoding": "identity"}
+    result = bytearray()
     with closing(HTTPConnection(parts.netloc)) as connection:
         connection.sock = opened  # so that it does not connect by itself
         connection.request("GET", path, headers={**headers, "Connection": "close"})
         with connection.getresponse() as answer:
-            return _body(answer, limits)
-
-
-def _body(answer: HTTPResponse, limits: FetchLimits) -> bytes:
-    """Check the status and size of an answer, and return its body."""
-    if answer.status != 200:
-        also = ", and redirects are not followed" if answer.status // 100 == 3 else ""
-        raise InvalidRequestError(
-            f"The image's URL was answered with status {answer.status}{also}. Pass one "
-            "that is answered with the image."
-        )
-    coding = answer.headers.get("Content-Encoding", "identity").lower()
-    if coding != "identity":
-        raise InvalidRequestError(
-            f"The image's URL was answered in the encoding {coding[:20]!r}, which was "
-            "not asked for."
-        )
-    if answer.length is not None and answer.length > limits.bytes:
-        raise _too_large(answer.length, limits)
-    result = bytearray()
-    while chunk := answer.read1(_CHUNK):
-        result += chunk
-        if len(result) > limits.bytes:
-            raise _too_large(len(result), limits)
-    if answer.length:  # bytes of Content-Length that have not come
-        raise HTTPException(f"{answer.length} bytes are missing")
+            _check_head(answer.status, answer.headers.get("Content-Encoding"))
+            _check_size(answer.length or 0, most)
+            while chunk := answer.read1(_CHUNK):
+                result += chunk
+                _check_size(len(result), most)
+            if answer.length:  # bytes of Content-Length that have not come
+                raise HTTPException(f"{answer.length} bytes are missing")
     return bytes(result)
 
 
-def _too_large(count: int, limits: FetchLimits) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"The image behind the URL has {count} bytes or more, and at most "
-        f"{limits.bytes} are read. Pass a smaller one."
-    )
+def _check_head(status: int, coding: str | None) -> None:
+    if status != 200:
+        also = ", and redirects are not followed" if status // 100 == 3 else ""
+        raise InvalidRequestError(
+            f"The image's URL was answered with status {status}{also}. Pass one that "
+            "is answered with the image."
+        )
+    if coding is not None and coding.lower() != "identity":
+        raise InvalidRequestError(
+            f"The image's URL was answered in the encoding {coding[:20].lower()!r}, "
+            "which was not asked for."
+        )
 
 
-def _why(error: Exception) -> str:
-    text = " ".join(str(error).split()).rstrip(".")
-    return text[:80] or type(error).__name__
+def _check_size(count: int, most: int) -> None:
+    if count > most:
+        raise InvalidRequestError(
+            f"The image behind the URL has {count} bytes or more, and at most {most} "
+            "are read. Pass a smaller one."
+        )

@@ -16,7 +16,7 @@ from mlx_speculation.models.vision.open_image import (
 )
 from mlx_speculation.server.api_errors import invalid
 from mlx_speculation.server.config import Settings
-from mlx_speculation.server.request.fetch_image import FetchLimits, fetch_image
+from mlx_speculation.server.request.fetch_image import fetch_image
 
 
 def image_part(
@@ -44,11 +44,9 @@ def image_part(
 def _bytes_of(url: str, where: str, settings: Settings) -> bytes:
     try:
         if url.startswith("data:"):
-            return data_of_url(url, limits_of(settings))
+            return data_of_url(url, _limits(settings))
         if settings.fetch_images and url.lower().startswith(("http://", "https://")):
-            limits, private = settings.limits, settings.fetch_private
-            most, seconds = limits.image_bytes, limits.fetch_seconds
-            return fetch_image(url, FetchLimits(most, seconds, private=private))
+            return fetch_image(url, settings.limits, private=settings.fetch_private)
         return _read(url, where, settings)
     except InvalidRequestError as error:
         raise invalid(f"{where}: {error}", where) from error
@@ -59,7 +57,7 @@ def opened(images: Sequence[bytes], settings: Settings) -> tuple[Any, ...]:
     result = []
     for number, data in enumerate(images, 1):
         try:
-            result.append(open_image(data, limits_of(settings)))
+            result.append(open_image(data, _limits(settings)))
         except InvalidRequestError as error:
             raise invalid(
                 f"Image {number} of {len(images)}: {error}", "messages"
@@ -67,10 +65,8 @@ def opened(images: Sequence[bytes], settings: Settings) -> tuple[Any, ...]:
     return tuple(result)
 
 
-def limits_of(settings: Settings) -> ImageLimits:
-    """Return the limits of the size of an image."""
-    limits = settings.limits
-    return ImageLimits(limits.image_bytes, limits.image_pixels)
+def _limits(settings: Settings) -> ImageLimits:
+    return ImageLimits(settings.limits.image_bytes, settings.limits.image_pixels)
 
 
 def _read(url: str, where: str, settings: Settings) -> bytes:
