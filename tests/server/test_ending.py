@@ -3,15 +3,13 @@
 import signal
 import subprocess
 import time
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from support.processes.programs import python
-from support.processes.server_processes import DRAFT, Streaming, server_process
-from support.processes.wait_until import until
+from support.processes.server_processes import DRAFT, server_process, streaming
 
 PROGRAM = """
 import sys
@@ -64,12 +62,9 @@ def test_a_second_signal_ends_a_server_at_once(
     sent = getattr(signal, number)
     with (
         server_process(*options, model=DRAFT, before="") as server,
-        closing(Streaming(server, body)) as stream,
+        streaming(server, body, 4 if "grace" in options[0] else 0),
     ):
-        if "grace" in options[0]:
-            until(lambda: stream.events > 3)
-        else:
-            time.sleep(0.5)
+        time.sleep(0.5)
         server.popen.send_signal(sent)
         with pytest.raises(subprocess.TimeoutExpired):
             server.popen.wait(0.5)

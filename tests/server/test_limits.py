@@ -1,7 +1,6 @@
 """Limits of the server: refused requests, and released resources."""
 
 import asyncio
-import gc
 import json
 import select
 import socket
@@ -12,7 +11,6 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import mlx.core as mx
 import openai
 import pytest
 from starlette.datastructures import Headers
@@ -29,7 +27,7 @@ from mlx_speculation.server import job as jobs
 from mlx_speculation.server.api_errors import ApiError
 from mlx_speculation.server.engine_thread import Worker
 from mlx_speculation.server.middleware import check_permission
-from mlx_speculation.server.request import GenerationRequest
+from mlx_speculation.server.request.request import GenerationRequest
 from support.models.position_tables import TABLES, with_table
 from support.models.tiny_tokenizer import letter_tokenizer
 from support.processes.servers import (
@@ -66,7 +64,7 @@ def test_a_body_that_is_too_large_is_refused_unread(server: Server) -> None:
     error = post(server, b"[" * 2001).refused(413)
     assert error["code"] == "body_too_large"
     assert "2001 bytes, and 2000" in error["message"]
-    assert post(server, b" " * 10_000_000).refused(413)["code"] == "body_too_large"
+    post(server, b"[" * 2000).refused(400)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
     exchange(server, head % 10**17).refused(413)
 
@@ -163,20 +161,6 @@ def test_a_request_that_does_not_arrive_is_given_up(server: Server) -> None:
         for connection in (silent, cut, drips):
             answer_on(connection).refused(408)
     assert 0.4 < time.monotonic() - started < 60
-
-
-def test_a_client_that_leaves_frees_its_row(server: Server) -> None:
-    worker = server.worker
-    for stream in (False, True):
-        connection = connect(server)
-        connection.sendall(packet({**LONG, "stream": stream}))
-        until(lambda: worker.taken > 0)
-        if stream:
-            assert b"200" in connection.recv(100)
-        connection.close()
-        until(lambda: worker.taken == 0)
-        until(lambda: rows_held(worker) == 0)
-    assert b"requests_cancelled_total" in get(server, "/metrics").body
 
 
 def cancelled(server: Server) -> float:
@@ -337,23 +321,6 @@ def test_web_pages_may_not_use_it_unless_they_are_named(server: Server) -> None:
     names = answer.headers["access-control-allow-headers"].split(",")
     assert {"authorization", "content-type"} <= set(names)
     assert get(server, "/health", **good).headers[ALLOW_ORIGIN] == GOOD_PAGE
-
-
-def test_nothing_is_held_when_requests_have_ended() -> None:
-    prefixes = PrefixCache(1 << 24)
-    with serving(prefixes=prefixes) as server:
-        post(server, {**SHORT, "max_tokens": 20, "temperature": 1})
-        prefixes.clear()
-        gc.collect()
-        until(lambda: server.worker.taken == 0)
-        memory_before = mx.get_active_memory()
-        for seed in range(3):
-            body = {**SHORT, "max_tokens": 20, "seed": seed, "temperature": 1}
-            assert post(server, body).status == 200
-        prefixes.clear()
-        gc.collect()  # the nodes of a cleared prefix cache refer to each other
-        until(lambda: mx.get_active_memory() <= memory_before + 4096)
-        assert rows_held(server.worker) == 0
 
 
 def test_the_last_event_of_an_engine_that_is_gone_is_read() -> None:

@@ -5,9 +5,10 @@ import random
 import shutil
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,18 +28,12 @@ from mlx_speculation.server import Limits, Server
 from mlx_speculation.server.answering import Answering
 from mlx_speculation.server.api_errors import ApiError
 from mlx_speculation.server.config import Settings
-from mlx_speculation.server.schemas import SchemaCompilers, SchemaConstraint, compilers
-from mlx_speculation.server.schemas.compilers import Template
+from mlx_speculation.server.schemas import compilers
+from mlx_speculation.server.schemas.compilers import SchemaCompilers, Template
+from mlx_speculation.server.schemas.constraint import SchemaConstraint
 from support.processes import servers
-from support.processes.server_processes import (
-    DRAFT,
-    Asked,
-    Process,
-    Streaming,
-    processes,
-    server_process,
-)
-from support.processes.servers import connect, get, packet, post
+from support.processes.server_processes import DRAFT, server_process, streaming
+from support.processes.servers import Answer, Listening, connect, get, packet, post
 from support.processes.wait_until import until
 from support.sampling.schemas import SCHEMAS, Schema
 
@@ -88,18 +83,42 @@ def _server() -> Iterator[Server]:
         assert get(server, "/health").status == 200
 
 
-def template_of(server: Server) -> Process:
-    """Return the process that a server's compilers are forked from."""
+def processes() -> dict[int, tuple[int, float]]:
+    """Return the parent's id and the megabytes of each running process, by its id."""
+    command = ["ps", "-A", "-o", "pid=,ppid=,rss=,stat="]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True)
+    rows = [line.split() for line in listed.stdout.splitlines()]
+    return {
+        int(child): (int(parent), int(size) / 1024)
+        for child, parent, size, state in rows
+        if not state.startswith("Z")
+    }
+
+
+def children(*parents: int) -> set[int]:
+    return {child for child, (parent, _) in processes().items() if parent in parents}
+
+
+def template_of(server: Server) -> int:
+    """Return the id of the process that a server's compilers are forked from."""
     template = server.worker.schemas._template
     assert template is not None
-    return processes()[template._process.pid]
+    return template._process.pid
 
 
 def compilers_of(server: Server) -> set[int]:
     """Return the ids of the processes that hold a server's schemas."""
     if server.worker.schemas._template is None:
         return set()
-    return {child.id for child in template_of(server).children}
+    return children(template_of(server))
+
+
+def asked(server: Listening, body: Any, **options: Any) -> Future[Answer]:
+    """Return the coming answer to a request."""
+    pool = ThreadPoolExecutor(1)
+    answer = pool.submit(post, server, body, **options)
+    pool.shutdown(wait=False)
+    return answer
 
 
 def test_other_texts_go_on_while_a_schema_compiles_until_its_client_leaves(
@@ -115,8 +134,7 @@ def test_other_texts_go_on_while_a_schema_compiles_until_its_client_leaves(
         until(lambda: bool(compilers_of(server)))
         compiler = compilers_of(server)
         text = {"prompt": "A long text", "max_tokens": 8000}
-        with closing(Streaming(server, text)) as stream:
-            until(lambda: stream.events > 10, SLACK)
+        with streaming(server, text, 11):
             assert compilers_of(server) == compiler
     until(lambda: not compilers_of(server), SLACK)
 
@@ -124,7 +142,7 @@ def test_other_texts_go_on_while_a_schema_compiles_until_its_client_leaves(
 def test_many_such_schemas_take_turns_and_one_that_crashes_is_one_answer(
     server: Server,
 ) -> None:
-    many = [Asked(server, asking(hostile())) for _ in range(3)]
+    many = [asked(server, asking(hostile())) for _ in range(3)]
     until(lambda: len(compilers_of(server)) == 2)
     first = compilers_of(server)
     end = time.monotonic() + 0.3
@@ -136,7 +154,7 @@ def test_many_such_schemas_take_turns_and_one_that_crashes_is_one_answer(
     (last,) = compilers_of(server) - first
     os.kill(last, signal.SIGSEGV)
     for request in many:
-        error = request.result().refused(400)
+        error = request.result(60).refused(400)
         assert error["code"] == "schema_limit"
         assert error["param"] == "response_format"
         assert "The compiler has failed on this schema" in error["message"]
@@ -146,7 +164,7 @@ def test_many_such_schemas_take_turns_and_one_that_crashes_is_one_answer(
 
 def test_what_compilers_are_forked_from_is_started_again(server: Server) -> None:
     assert post(server, asking(PERSON)).status == 200
-    os.kill(template_of(server).id, signal.SIGKILL)
+    os.kill(template_of(server), signal.SIGKILL)
     until(lambda: post(server, asking(PERSON)).status == 200)
 
 
@@ -155,20 +173,20 @@ def test_ending_waits_for_no_schema_and_for_no_client_that_does_not_read(
 ) -> None:
     monkeypatch.setattr("mlx_speculation.server.server.PARTING_SECONDS", 0.2)
     with serving() as server, socket.socket() as connection:
-        server._listener.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         host, port = server.url.removeprefix("http://").split(":")
         connection.connect((host, int(port)))
         body = {"prompt": "x", "max_tokens": 8000, "logprobs": 20, "stream": True}
         connection.sendall(packet(body))
         assert connection.recv(1)
-        request = Asked(server, asking(hostile()))
+        request = asked(server, asking(hostile()))
         until(lambda: bool(compilers_of(server)))
-        kept_processes = {template_of(server).id, *compilers_of(server)}
+        kept_processes = {template_of(server), *compilers_of(server)}
         started = time.monotonic()
         assert server.stop(grace=0.5)
         assert time.monotonic() - started < 0.5 + SLACK
-        error = request.result().refused(503)
+        error = request.result(60).refused(503)
         assert error["message"] == "The server is shutting down."
         until(lambda: not kept_processes & processes().keys())
 
@@ -185,14 +203,14 @@ def test_ending_does_not_wait_for_a_template_that_hangs(tmp_path: Path) -> None:
     with server_process(*options, model=folder, before=sooner) as server:
         chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
         path = "/v1/chat/completions"
-        requests = [Asked(server, chat, path) for _ in range(2)]
+        requests = [asked(server, chat, path=path) for _ in range(2)]
         # One of the two requests is turned away once the other has been taken.
-        until(lambda: any(one.answer is not None for one in requests))
+        until(lambda: any(one.done() for one in requests))
         started = time.monotonic()
         server.popen.send_signal(signal.SIGTERM)
         assert server.popen.wait(60) == 0
         assert time.monotonic() - started < 0.3 + 0.5 + SLACK
-        assert sorted(one.result().status for one in requests) == [429, 503]
+        assert sorted(one.result(60).status for one in requests) == [429, 503]
 
 
 class Compilers:
@@ -245,8 +263,9 @@ def refusal_of(schema: Schema, **limits: Any) -> tuple[str, float, float]:
     with ThreadPoolExecutor(1) as pool:
         refused = pool.submit(made, schema)
         while not refused.done():
-            process = processes()[template]
-            beside = [one.megabytes - process.megabytes for one in process.children]
+            running = processes()
+            sizes = [size for parent, size in running.values() if parent == template]
+            beside = [size - running[template][1] for size in sizes]
             most_megabytes = max([most_megabytes, *beside])
     took = time.monotonic() - began
     made(PERSON).close()
@@ -254,7 +273,7 @@ def refusal_of(schema: Schema, **limits: Any) -> tuple[str, float, float]:
     with pytest.raises(ApiError) as error:
         refused.result()
     assert error.value.status == 400
-    assert error.value.body["error"]["code"] == "schema_limit"
+    assert error.value.code == "schema_limit"
     return error.value.message, took, most_megabytes
 
 
@@ -356,26 +375,21 @@ def test_a_process_that_does_not_answer_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(compilers, "OVERDUE_SECONDS", 0.1)
-    others = _grandchildren()
+    others = children(*children(os.getpid()))
     made = Compilers(mask_seconds=0.2, schemas=1)
     schema = made(PERSON)
     state = schema.begin()
-    (child,) = _grandchildren() - others
+    (child,) = children(*children(os.getpid())) - others
     os.kill(child, signal.SIGSTOP)
     with pytest.raises(ConstraintError, match="--max-mask-seconds"):
         state.advance(int(np.flatnonzero(state.allowed())[0]))
-    assert child not in _grandchildren()
+    assert child not in processes()
     made(PERSON).close()  # the place of the killed compiler is free again
     schema.close()
     made(PERSON).close()
     made.compilers.close()
     with pytest.raises(ApiError, match="shutting down"):
         made(PERSON)
-
-
-def _grandchildren() -> set[int]:
-    children = processes()[os.getpid()].children
-    return {child.id for one in children for child in one.children}
 
 
 def test_a_client_that_leaves_as_its_schema_is_ready_gives_its_place_back() -> None:
@@ -395,11 +409,12 @@ def test_a_client_that_leaves_as_its_schema_is_ready_gives_its_place_back() -> N
             stack.close()
             return constraint
 
-    models = SimpleNamespace(tokenizer=TOKENIZER, template=None, reads_images=False)
+    generator = SimpleNamespace(tokenizer=TOKENIZER, model=None)
     worker: Any = SimpleNamespace(
         check_alive=lambda: None,
         schemas=Leaving(),
-        loaded=SimpleNamespace(result=lambda: models),
+        template=None,
+        main=SimpleNamespace(generator=generator),
     )
     unused: Any = None
     answering = Answering(worker, Settings(names=("x",), limits=limits), unused)

@@ -1,7 +1,6 @@
 """The server `mlx-speculation serve`: HTTP and its APIs, answered by one engine.
 
     server          starts and stops HTTP and the engine
-    listener        the listening socket, with uvicorn in its own thread
     http_protocol   one connection, with deadlines
     middleware      refuses requests by their headers: framing, access, size
     routes          one route for each path
@@ -11,8 +10,7 @@
     answering       answers a request of any API
     answer_parts    text, reasoning and tool calls of an answer
     job             passes one text between its connection and the engine
-    engine_thread   takes jobs, and runs rounds
-    generators      one generator for each draft and mode that requests ask for
+    engine_thread   takes jobs, and runs rounds for each draft and mode
     batch_runner    runs jobs as rows of a `BatchGenerator`
     schemas/        JSON schemas, compiled in processes with limits
 

@@ -21,6 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from mlx_speculation.models.vision import VisionTarget
 from mlx_speculation.server.answer_parts import (
     NORMAL,
     REASONING,
@@ -30,18 +31,20 @@ from mlx_speculation.server.answer_parts import (
     joined,
     read_calls,
 )
-from mlx_speculation.server.api_errors import invalid, late
+from mlx_speculation.server.api_errors import as_api_error, invalid, late
 from mlx_speculation.server.apis.base import Ending, Face, WholeText
-from mlx_speculation.server.batch_runner import logged_api_error
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.engine_thread import Worker
-from mlx_speculation.server.job import ClientLeftError, Job, Piece, Read, Token
+from mlx_speculation.server.job import ClientLeftError, Job, Piece, Token
 from mlx_speculation.server.metrics import Metrics
-from mlx_speculation.server.request import Chat, GenerationRequest, opened
-from mlx_speculation.server.schemas import AfterThinking, call_grammar
+from mlx_speculation.server.request.images import opened
+from mlx_speculation.server.request.request import Chat, GenerationRequest
+from mlx_speculation.server.schemas.after_thinking import AfterThinking
+from mlx_speculation.server.schemas.tool_calls import call_grammar
 
 LOG = logging.getLogger("mlx_speculation.server")
 T = TypeVar("T")
+Check = Callable[[], None]  # raises if the client has left, or the engine is gone
 POLL_SECONDS = 0.1
 # Seconds of silence after which a stream sends a keep-alive.
 KEEP_ALIVE_SECONDS = 5.0
@@ -54,60 +57,79 @@ class Answering:
 
     def __init__(self, worker: Worker, settings: Settings, metrics: Metrics) -> None:
         self._worker, self._metrics = worker, metrics
-        self._models = worker.loaded.result()
-        self._settings = replace(settings, reads_images=self._models.reads_images)
+        self._template = worker.template
+        self._tokenizer = tokenizer = worker.main.generator.tokenizer
+        self._token_ids = 1 + max(tokenizer.get_vocab().values(), default=0)
+        reads_images = isinstance(worker.main.generator.model, VisionTarget)
+        self._settings = replace(settings, reads_images=reads_images)
 
     async def answer(self, http: Request, make: Callable[[Settings], Face]) -> Response:
         """Return the answer to a request whose body was read; `make` makes its face."""
         with ExitStack() as stack:
-            exchange = _Exchange(http, stack, self._worker.check_alive)
+            check = self._watching(http, stack)
             try:
-                face = await exchange.in_thread(partial(make, self._settings))
+                face = await in_thread(partial(make, self._settings), check)
                 jobs = [
-                    await self._submitted(each, exchange)
+                    await self._submitted(each, check, stack)
                     for each in face.request.texts()
                 ]
-                while await jobs[0].next(POLL_SECONDS, exchange.check) is None:
+                while await jobs[0].next(POLL_SECONDS, check) is None:
                     pass
                 if face.request.stream:
-                    stream = self._stream(face, jobs, exchange)
+                    stream = self._stream(face, jobs, check)
                     return EventStream(stream, stack.pop_all())
                 texts = [
-                    await self._whole(job, face, i, exchange)
-                    for i, job in enumerate(jobs)
+                    await self._whole(job, face, i, check) for i, job in enumerate(jobs)
                 ]
             except ClientLeftError:
                 raise
             except Exception as error:
-                raise logged_api_error(error) from error
+                raise as_api_error(error) from error
         body = json.dumps(face.whole(texts)).encode()
         return Response(body, media_type="application/json")
 
     async def count(self, http: Request, make: Callable[[Settings], Any]) -> int:
         """Return the number of tokens of a chat's prompt, without the engine."""
         with ExitStack() as stack:
-            exchange = _Exchange(http, stack, self._worker.check_alive)
+            check = self._watching(http, stack)
 
             def counted() -> int:
                 request: GenerationRequest = make(self._settings)
                 assert request.chat is not None
                 chat = _without_images(request.chat)
-                return len(self._models.template.rendered(chat))
+                return len(self._template.rendered(chat))
 
-            return await exchange.in_thread(counted)
+            return await in_thread(counted, check)
+
+    def _watching(self, http: Request, stack: ExitStack) -> Check:
+        """Watch the client of a request, whose body was read, until the stack ends."""
+
+        async def left() -> None:
+            while (await http.receive())["type"] != "http.disconnect":
+                pass
+
+        watch = asyncio.create_task(left())
+        stack.callback(watch.cancel)
+
+        def check() -> None:
+            if watch.done():
+                raise ClientLeftError
+            self._worker.check_alive()
+
+        return check
 
     async def _submitted(
-        self, request: GenerationRequest, exchange: "_Exchange"
+        self, request: GenerationRequest, check: Check, stack: ExitStack
     ) -> Job:
-        """Prepare and submit one text; the end of `exchange` cancels it."""
+        """Prepare and submit one text; the end of the stack cancels it."""
         job = Job(request, self._settings.limits.seconds)
         self._worker.take()
-        exchange.stack.callback(job.cancel)
+        stack.callback(job.cancel)
         try:
-            await exchange.in_thread(partial(self._prepare, job, exchange.stack))
+            await in_thread(partial(self._prepare, job, stack), check)
         except BaseException as error:
             if isinstance(error, ClientLeftError):
-                self._metrics.cancelled()
+                self._metrics.add("requests_cancelled")
             self._worker.done()
             raise
         self._worker.submit(job)
@@ -115,12 +137,11 @@ class Answering:
 
     def _prepare(self, job: Job, stack: ExitStack) -> None:
         """Set the prompt, parser and constraint of a text."""
-        request, models = job.request, self._models
-        template, chat = models.template, request.chat
+        request, chat, template = job.request, job.request.chat, self._template
         state, marks, known = NORMAL, None, tuple[dict[str, Any], ...]()
         if chat is None:
             assert request.prompt is not None
-            job.prompt = models.encode(request.prompt)
+            job.prompt = self._worker.main.generator.encode(request.prompt)
         else:
             tokens = template.rendered(_without_images(chat))
             state, known = template.state_after(tokens), (*chat.tools, *chat.deferred)
@@ -130,7 +151,8 @@ class Answering:
                 job.request = replace(request, chat=replace(chat, images=images))
             else:
                 job.prompt = tokens
-        models.check_length(len(job.prompt), "messages" if chat else "prompt")
+        field = "messages" if chat else "prompt"
+        self._worker.main.check_length(len(job.prompt), field)
         read = partial(read_calls, parser=template.tool_parser, tools=known)
         job.parser = AnswerParser(
             marks, state, read=read, most_calls=request.most_calls
@@ -139,11 +161,10 @@ class Answering:
 
     def _constraint(self, job: Job, state: str, stack: ExitStack) -> Any:
         """Return the constraint of a text and its thinking; None: no constraint."""
-        request, worker = job.request, self._worker
-        tokenizer, template = self._models.tokenizer, self._models.template
+        request, worker, tokenizer = job.request, self._worker, self._tokenizer
         wanted: Any = request.schema
         if request.calls is not None:
-            parser, marks = template.tool_parser, template.call_marks
+            parser, marks = self._template.tool_parser, self._template.call_marks
             wanted = call_grammar(request.calls, tokenizer, parser, marks)
         inner = None
         if wanted is not None:
@@ -174,15 +195,14 @@ class Answering:
                 "the end of thinking. Switch thinking off.",
                 request.constrained or "thinking",
             )
-        ids = self._models.token_ids
-        return AfterThinking(mark, ids, inner=inner, budget=budget)
+        return AfterThinking(mark, self._token_ids, inner=inner, budget=budget)
 
     async def _whole(
-        self, job: Job, face: Face, choice: int, exchange: "_Exchange"
+        self, job: Job, face: Face, choice: int, check: Check
     ) -> WholeText:
         parts: list[Part] = []
         tokens: list[Token] = []
-        async for event in self._events(job, face, choice, exchange):
+        async for event in self._events(job, face, choice, check):
             if isinstance(event, Ending):
                 return WholeText(parts, tokens, event)
             if isinstance(event, tuple):
@@ -191,53 +211,46 @@ class Answering:
         raise AssertionError("a text has no end")
 
     async def _stream(
-        self, face: Face, jobs: Sequence[Job], exchange: "_Exchange"
+        self, face: Face, jobs: Sequence[Job], check: Check
     ) -> AsyncIterator[bytes]:
         """Yield the events of a stream, with keep-alives and an error if it fails."""
         sent = time.monotonic()
+        endings: list[Ending] = []
         try:
-            async for made in self._sent(face, jobs, exchange):
-                if data := b"".join(made):
-                    yield data
-                    sent = time.monotonic()
-                if time.monotonic() - sent > KEEP_ALIVE_SECONDS:
-                    yield b"".join(face.keep_alive())
-                    sent = time.monotonic()
+            yield b"".join(face.open(jobs[0].prompt_tokens))
+            for choice, job in enumerate(jobs):
+                async for event in self._events(job, face, choice, check):
+                    made: Iterable[bytes] = ()
+                    if isinstance(event, Ending):
+                        endings.append(event)
+                        made = face.end_text(choice, event)
+                    elif isinstance(event, tuple):
+                        made = face.parts(choice, *event)
+                    elif event:
+                        made = face.reading(event, job.prompt_tokens)
+                    if data := b"".join(made):
+                        yield data
+                        sent = time.monotonic()
+                    if time.monotonic() - sent > KEEP_ALIVE_SECONDS:
+                        yield b"".join(face.keep_alive())
+                        sent = time.monotonic()
+            yield b"".join(face.close(endings))
         except ClientLeftError:
             LOG.info("a client went away")
         except Exception as error:
-            answer = logged_api_error(error)
-            self._metrics.refused(answer.status)
+            answer = as_api_error(error)
+            self._metrics.add("requests_refused", answer.status)
             yield b"".join(face.failed(answer))
 
-    async def _sent(
-        self, face: Face, jobs: Sequence[Job], exchange: "_Exchange"
-    ) -> AsyncIterator[Iterable[bytes]]:
-        """Yield the face's events, one text after the other; (): nothing new."""
-        endings = []
-        yield face.open(jobs[0].prompt_tokens)
-        for choice, job in enumerate(jobs):
-            async for event in self._events(job, face, choice, exchange):
-                if isinstance(event, Ending):
-                    endings.append(event)
-                    yield face.end_text(choice, event)
-                elif isinstance(event, tuple):
-                    yield face.parts(choice, *event)
-                elif isinstance(event, Read):
-                    yield face.reading(event.tokens, job.prompt_tokens)
-                else:
-                    yield ()
-        yield face.close(endings)
-
     async def _events(
-        self, job: Job, face: Face, choice: int, exchange: "_Exchange"
-    ) -> AsyncIterator[Ending | Read | tuple[list[Part], tuple[Token, ...]] | None]:
-        """Yield prefill progress, parts and end of a text; None: nothing new."""
+        self, job: Job, face: Face, choice: int, check: Check
+    ) -> AsyncIterator[Ending | int | tuple[list[Part], tuple[Token, ...]]]:
+        """Yield the prompt tokens read, parts and end of a text; 0: nothing new."""
         parser, reasoning, called = job.parser, 0, False
         while True:
-            event = await job.next(POLL_SECONDS, exchange.check)
+            event = await job.next(POLL_SECONDS, check)
             if not isinstance(event, Piece):
-                yield event if isinstance(event, Read) else None
+                yield event or 0
                 continue
             parts: list[Part] = []
             for text in event.texts:
@@ -265,7 +278,7 @@ class Answering:
 
     def _stop_text(self, job: Job, tokens: list[int]) -> str | None:
         """Return the stop text that has ended a text; None: none has."""
-        stops, tokenizer = job.request.options.get("stop"), self._models.tokenizer
+        stops, tokenizer = job.request.options.get("stop"), self._tokenizer
         if not stops or not tokens or tokens[-1] in tokenizer.eos_token_ids:
             return None
         text = tokenizer.decode(tokens)
@@ -286,48 +299,20 @@ def _without_images(chat: Chat) -> Chat:
     return replace(chat, messages=tuple(messages), images=())
 
 
-class _Exchange:
-    """One request of a client: watches for a disconnection, and holds the stack."""
+async def in_thread(act: Callable[[], T], check: Check) -> T:
+    """Return the result of a slow call, made in a thread of its own.
 
-    def __init__(
-        self,
-        http: Request,  # whose body was read
-        stack: ExitStack,  # ends the texts and constraints that were made for it
-        alive: Callable[[], None],  # raises if the engine does not answer
-    ) -> None:
-        self.stack, self._alive, self._left = stack, alive, False
-        watch = asyncio.create_task(self._watch(http.receive))
-        stack.callback(watch.cancel)
-
-    def check(self) -> None:
-        """Raise if the client has left, or the engine does not answer."""
-        if self._left:
-            raise ClientLeftError
-        self._alive()
-
-    async def in_thread(self, act: Callable[[], T]) -> T:
-        """Return the result of a slow call, made in a thread of its own.
-
-        Raises:
-            ClientLeftError: the client has left.
-        """
-        outcome: Future[T] = Future()
-        outcome.set_running_or_notify_cancel()
-        done = asyncio.wrap_future(outcome)
-        # Reads the exception: asyncio would log one that nobody has read.
-        done.add_done_callback(lambda it: it.cancelled() or it.exception())
-        thread = threading.Thread(target=_run, args=(act, outcome), daemon=True)
-        thread.start()
-        while True:
-            await asyncio.wait([done], timeout=POLL_SECONDS)
-            if done.done():
-                return done.result()
-            self.check()
-
-    async def _watch(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self._left = True
+    Raises:
+        Exception: any error of the call, or of `check` before its end.
+    """
+    outcome: Future[T] = Future()
+    done = asyncio.wrap_future(outcome)
+    # Reads the exception: asyncio would log one that nobody has read.
+    done.add_done_callback(lambda it: it.exception())
+    threading.Thread(target=_run, args=(act, outcome), daemon=True).start()
+    while not (await asyncio.wait([done], timeout=POLL_SECONDS))[0]:
+        check()
+    return done.result()
 
 
 def _run(act: Callable[[], T], outcome: "Future[T]") -> None:
@@ -349,7 +334,7 @@ class EventStream(StreamingResponse):
         self._events, self._stack = events, stack
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events. `_Exchange` watches the client, instead of Starlette."""
+        """Send the events. The client is watched already, instead of by Starlette."""
         with self._stack:
             async with aclosing(self._events):  # type: ignore[type-var]
                 await self.stream_response(send)

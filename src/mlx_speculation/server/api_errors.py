@@ -6,6 +6,7 @@
 """
 
 import json
+import logging
 from typing import Any
 
 from mlx_speculation.errors import (
@@ -14,7 +15,8 @@ from mlx_speculation.errors import (
     MissingLibraryError,
 )
 
-INVALID, OVERLOADED = "invalid_request_error", "overloaded_error"
+LOG = logging.getLogger("mlx_speculation.server")
+INVALID = "invalid_request_error"
 MESSAGES = "/v1/messages"  # prefix of the Messages API's paths
 _TYPES = {
     408: "timeout_error",
@@ -23,10 +25,9 @@ _TYPES = {
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",
-    503: OVERLOADED,
+    503: "overloaded_error",
     504: "timeout_error",
 }
-RETRY_SECONDS = 1
 
 
 class ApiError(Exception):
@@ -37,8 +38,6 @@ class ApiError(Exception):
         status: int,  # HTTP status
         message: str,  # for people
         *,
-        # OpenAI's type of the error; by default that of the status
-        type: str | None = None,
         param: str | None = None,  # the request field at fault
         code: str | None = None,  # a more specific type, for programs
         # Whether the client should send the request again; None: not stated
@@ -46,28 +45,19 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status, self.message = status, message
-        usual = INVALID if status < 500 else "server_error"
-        self.type = type or (usual if status == 413 else _TYPES.get(status, usual))
         self.param, self.code, self.retry = param, code, retry
+        usual = INVALID if status < 500 else "server_error"
+        # The type in OpenAI's form
+        self.type = usual if status == 413 else _TYPES.get(status, usual)
 
-    @property
-    def body(self) -> dict[str, Any]:
-        """The JSON object, in OpenAI's form."""
-        return {
-            "error": {
-                "message": self.message,
-                "type": self.type,
-                "param": self.param,
-                "code": self.code,
-            }
-        }
-
-    def body_for(self, path: str) -> dict[str, Any]:
+    def body_for(self, path: str = "") -> dict[str, Any]:
         """Return the object in the form of the API that a path belongs to."""
-        if not path.startswith(MESSAGES):
-            return self.body
-        kind = _TYPES.get(self.status, INVALID if self.status < 500 else "api_error")
-        return {"type": "error", "error": {"type": kind, "message": self.message}}
+        named = {"message": self.message, "type": self.type}
+        if path.startswith(MESSAGES):
+            usual = INVALID if self.status < 500 else "api_error"
+            named["type"] = _TYPES.get(self.status, usual)
+            return {"type": "error", "error": named}
+        return {"error": {**named, "param": self.param, "code": self.code}}
 
     def closing(self, path: str = "") -> tuple[dict[str, str], bytes]:
         """Return headers and body of an answer after which the connection closes."""
@@ -85,9 +75,7 @@ class ApiError(Exception):
         """Headers about retries; the openai package reads both kinds."""
         if self.retry is None:
             return {}
-        if self.retry:
-            return {"Retry-After": str(RETRY_SECONDS)}
-        return {"x-should-retry": "false"}
+        return {"Retry-After": "1"} if self.retry else {"x-should-retry": "false"}
 
 
 def invalid(message: str, param: str | None = None, **more: Any) -> ApiError:
@@ -121,12 +109,13 @@ def as_api_error(error: BaseException) -> ApiError:
     """Return the error that a client gets for an exception.
 
     If the request is not at fault, the client gets the type of the exception only:
-    messages of other libraries may hold paths of this machine.
+    messages of other libraries may hold paths of this machine. They are logged.
     """
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InvalidRequestError | ConstraintError | MissingLibraryError):
         return invalid(str(error))
+    LOG.error("a request failed", exc_info=error)
     return ApiError(
         500, f"The server failed ({type(error).__name__}); its log has the details."
     )

@@ -14,9 +14,9 @@ from mlx_speculation.engine.mlx_lm_compat.prompt_cache import limited
 from mlx_speculation.engine.options import StreamKeywords
 from mlx_speculation.engine.prompt import Prompt
 from mlx_speculation.models import position_table
-from mlx_speculation.server.api_errors import ApiError, as_api_error, late
+from mlx_speculation.server.api_errors import ApiError, as_api_error, invalid, late
 from mlx_speculation.server.config import Settings
-from mlx_speculation.server.job import Alternative, Job, Piece, Token
+from mlx_speculation.server.job import Job, Piece, Token
 from mlx_speculation.server.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -39,20 +39,39 @@ class Rows:
         self.generator = generator
         self._settings, self._metrics, self._done = settings, metrics, done
         length = settings.limits.model_len or generator.context_length or sys.maxsize
-        self.positions = position_table(generator.model) or sys.maxsize
-        self.longest = min(length, self.positions)  # tokens of prompt and text together
-        draft = generator.draft
+        self._positions = position_table(generator.model) or sys.maxsize
+        # The maximum number of tokens of a prompt and its text
+        self.longest = min(length, self._positions)
+        members = () if generator.draft is None else generator.draft.members()
         # Whether a lookup is among the drafters; no other drafter uses a prediction.
-        self.predicts = draft is not None and any(each.free for each in draft.members())
+        self._predicts = any(each.free for each in members)
         self._kv = settings.kv.limits()
         limited(generator.model, sys.maxsize, **self._kv)  # raises before a request
         self._batch = BatchGenerator(generator, max_rows=settings.max_rows)
         self._jobs: dict[int, Job] = {}
-        self._texts: dict[int, TokenTexts] = {}  # of rows with log-probabilities
 
     def __len__(self) -> int:
         """The number of requests."""
         return len(self._jobs)
+
+    def check_length(self, tokens: int, field: str) -> None:
+        """Raise if a prompt is too long.
+
+        Clients recognize the words of this error, and then shorten the history.
+        """
+        longest = self._settings.limits.prompt_tokens or sys.maxsize
+        most = min(longest, self.longest - 1)  # room for a token of the answer
+        if tokens <= most:
+            return
+        option = "max-prompt-tokens" if most == longest else "max-model-len"
+        more = f", or start the server with a larger --{option}"
+        if most == self._positions - 1:
+            more = f": the model has a table of {self._positions} positions"
+        raise invalid(
+            f"prompt is too long: {tokens} tokens > {most} maximum. Shorten it{more}.",
+            field,
+            code="context_length_exceeded",
+        )
 
     @property
     def running(self) -> int:
@@ -64,11 +83,11 @@ class Rows:
         uid = self._batch.insert(prompt, **self._options(job, length))
         self._jobs[uid] = job
         if "logprobs" in job.request.options:
-            self._texts[uid] = TokenTexts(self.generator.tokenizer)
+            job.texts = TokenTexts(self.generator.tokenizer)
         job.prompt_tokens = length
         job.alone = self._batch.why_alone(uid)
         if job.alone is not None:
-            self._metrics.alone(job.alone)
+            self._metrics.add("rows_alone", job.alone)
 
     def round(self) -> None:
         """Remove cancelled and late requests, and run a round of the rest.
@@ -79,9 +98,15 @@ class Rows:
             for uid, job in tuple(self._jobs.items()):
                 if job.cancelled or job.late:
                     self._remove(uid)
-            self._run()
+            if not self._jobs:
+                return
+            pieces: dict[int, list[BatchResponse]] = {}
+            for one in self._batch.next():
+                pieces.setdefault(one.uid, []).append(one)
+            for uid, responses in pieces.items():
+                self._hand_out(uid, responses)
         except Exception as error:
-            self.end(logged_api_error(error))
+            self.end(as_api_error(error))
             self._batch = BatchGenerator(
                 self.generator, max_rows=self._settings.max_rows
             )
@@ -92,17 +117,7 @@ class Rows:
             job.put(why)
             self._done()
         self._jobs.clear()
-        self._texts.clear()
         self._batch.close()
-
-    def _run(self) -> None:
-        if not self._jobs:
-            return
-        pieces: dict[int, list[BatchResponse]] = {}
-        for one in self._batch.next():
-            pieces.setdefault(one.uid, []).append(one)
-        for uid, responses in pieces.items():
-            self._hand_out(uid, responses)
 
     def _options(self, job: Job, length: int) -> StreamKeywords:
         """Return the options of a stream whose prompt has `length` tokens."""
@@ -112,7 +127,7 @@ class Rows:
             ends = [int(token) for token in (*line, *tokenizer.eos_token_ids)]
             sampling = replace(sampling, xtc_special_tokens=ends)
         options = job.request.options.copy()
-        if not self.predicts:
+        if not self._predicts:
             options.pop("prediction", None)
         drafted, fixed = options.get("draft_length"), self.generator.draft_length
         if isinstance(drafted, int) and fixed is not None:
@@ -139,11 +154,10 @@ class Rows:
             self._metrics.began(job.began - job.arrived)
         chunks = [one.chunk for one in responses if one.chunk is not None]
         pieces = tuple(chunk.text for chunk in chunks)
-        texts = self._texts.get(uid)
-        tokens = () if texts is None else tuple(map(texts.token, chunks))
+        tokens = () if job.texts is None else tuple(map(job.texts.token, chunks))
         result = None if last.finish_reason is None else self._let_go(uid)
         if last.error is not None:
-            job.put(logged_api_error(last.error))
+            job.put(as_api_error(last.error))
         else:
             job.put(Piece(pieces, tokens, result))
 
@@ -151,7 +165,6 @@ class Rows:
         """Remove a row, count it in the metrics, and return its result."""
         result = self._batch.remove(uid)
         job = self._jobs.pop(uid)
-        self._texts.pop(uid, None)
         self._done()
         read = job.prompt_tokens if job.began is not None else 0
         self._metrics.ended(result, read, time.monotonic() - job.arrived)
@@ -163,9 +176,10 @@ class Rows:
         """End a row whose client has gone, or whose time is over."""
         job = self._jobs[uid]
         if job.cancelled:
-            self._metrics.cancelled()
+            self._metrics.add("requests_cancelled")
         else:
-            job.put(late(self._settings.limits.seconds, began=job.has_begun))
+            began = bool(job.reading or job.began)
+            job.put(late(self._settings.limits.seconds, began=began))
         self._let_go(uid)
 
 
@@ -179,17 +193,13 @@ class TokenTexts:
     def token(self, chunk: "Chunk") -> Token:
         """Return the next token of the row, with its text and alternatives."""
         assert chunk.logprob is not None
-        ids, values = zip(
-            (chunk.token, chunk.logprob.value), *chunk.logprob.top, strict=True
-        )
-        places = self._text.next_texts(ids)
+        shown = ((chunk.token, chunk.logprob.value), *chunk.logprob.top)
+        places = self._text.next_texts([token for token, _ in shown])
         start = self._length + places[0][0]
         self._length += len(self._text.add(chunk.token)[0])
-        chosen, *top = (
-            Alternative(token, text, value)
-            for token, (_, text), value in zip(ids, places, values, strict=True)
-        )
-        return Token(chosen, tuple(top), start)
+        pairs = zip(shown, places, strict=True)
+        chosen, *top = (Token(one, text, value) for (one, value), (_, text) in pairs)
+        return replace(chosen, top=tuple(top), start=start)
 
 
 def _line(job: Job, result: "Result") -> str:
@@ -211,11 +221,3 @@ def _line(job: Job, result: "Result") -> str:
         f"queued {queued:.2f} s, prefill {began - job.arrived - queued:.2f} s, "
         f"decode {now - began:.2f} s{paused}{alone}"
     )
-
-
-def logged_api_error(error: Exception) -> ApiError:
-    """Return the error that a client gets; log an exception of the server itself."""
-    answer = as_api_error(error)
-    if answer.status >= 500 and answer is not error:
-        LOG.error("a request failed", exc_info=error)
-    return answer

@@ -11,7 +11,9 @@ from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.option_fields import KvLimits, option
 
 
-def _limit(default: float, help: str, name: str, least: float) -> Any:
+def _limit(default: float, help: str, name: str, least: float | None = None) -> Any:
+    if least is None:
+        least = 1e-3 if isinstance(default, float) else 1
     return option(default, help, f"--max-{name}", min=least)
 
 
@@ -21,7 +23,7 @@ class Limits:
 
     panel: ClassVar[str] = "Limits"
 
-    body_bytes: int = _limit(32 << 20, "Maximum size of a request.", "body-bytes", 1)
+    body_bytes: int = _limit(32 << 20, "Maximum size of a request.", "body-bytes")
     prompt_tokens: int = _limit(
         0,
         "Maximum length of a prompt; 0: what the context has room for.",
@@ -44,39 +46,34 @@ class Limits:
     draft_tokens: int = _limit(64, "Maximum draft length of a request.", "draft", 0)
     queue: int = _limit(64, "Maximum number of waiting requests.", "queue", 0)
     # From the arrival of a request to the end of its answer.
-    seconds: float = _limit(3600.0, "Maximum time for a request.", "seconds", 1e-3)
+    seconds: float = _limit(3600.0, "Maximum time for a request.", "seconds")
     # Also the time in which a client has to read each piece of an answer.
     read_seconds: float = _limit(
-        30.0, "Maximum time to receive a request.", "read-seconds", 1e-3
+        30.0, "Maximum time to receive a request.", "read-seconds"
     )
-    connections: int = _limit(
-        256, "Maximum number of open connections.", "connections", 1
-    )
+    connections: int = _limit(256, "Maximum number of open connections.", "connections")
     schemas: int = _limit(
-        16, "Maximum number of JSON schemas in use, each in a process.", "schemas", 1
+        16, "Maximum number of JSON schemas in use, each in a process.", "schemas"
     )
     schema_seconds: float = _limit(
-        5.0, "Maximum time to compile a schema.", "schema-seconds", 1e-3
+        5.0, "Maximum time to compile a schema.", "schema-seconds"
     )
     schema_megabytes: int = _limit(
-        128, "Maximum memory of a schema, in MiB.", "schema-megabytes", 1
+        128, "Maximum memory of a schema, in MiB.", "schema-megabytes"
     )
     mask_seconds: float = _limit(
-        1.0,
-        "Time for the masks of a text, beside 20 ms per token.",
-        "mask-seconds",
-        1e-3,
+        1.0, "Time for the masks of a text, beside 20 ms per token.", "mask-seconds"
     )
 
     images: int = _limit(8, "Maximum number of images in a request.", "images", 0)
     image_bytes: int = _limit(
-        16 << 20, "Maximum size of an image as it is stored.", "image-bytes", 1
+        16 << 20, "Maximum size of an image as it is stored.", "image-bytes"
     )
     image_pixels: int = _limit(
-        16_000_000, "Maximum number of pixels of an image.", "image-pixels", 1
+        16_000_000, "Maximum number of pixels of an image.", "image-pixels"
     )
     fetch_seconds: float = _limit(
-        10.0, "Maximum time to fetch an image.", "fetch-seconds", 1e-3
+        10.0, "Maximum time to fetch an image.", "fetch-seconds"
     )
 
     def __post_init__(self) -> None:

@@ -5,26 +5,35 @@ cannot be computed by another thread than the one that made it.
 """
 
 import atexit
+import gc
 import logging
 import queue
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
 from mlx_speculation.engine import SpeculativeGenerator
-from mlx_speculation.errors import InvalidRequestError
-from mlx_speculation.server.api_errors import ApiError, unavailable
-from mlx_speculation.server.batch_runner import logged_api_error
+from mlx_speculation.engine.options import GeneratorKeywords
+from mlx_speculation.errors import InvalidRequestError, SpeculationError
+from mlx_speculation.server.api_errors import (
+    ApiError,
+    as_api_error,
+    invalid,
+    unavailable,
+)
+from mlx_speculation.server.batch_runner import Rows
 from mlx_speculation.server.config import Settings
-from mlx_speculation.server.generators import Generators
-from mlx_speculation.server.job import Job, Started
+from mlx_speculation.server.job import Job
 from mlx_speculation.server.metrics import Metrics
-from mlx_speculation.server.schemas import SchemaCompilers
+from mlx_speculation.server.prompts.rendering import ChatTemplate, refused
+from mlx_speculation.server.schemas.compilers import SchemaCompilers
 
 if TYPE_CHECKING:
     from mlx_speculation import PrefixCache
@@ -37,9 +46,12 @@ MakeGenerator = Callable[["PrefixCache | None"], SpeculativeGenerator]
 
 
 class Worker:
-    """The engine of a server."""
+    """The engine of a server, with rows for each draft and mode that requests ask for.
 
-    _generators: Generators
+    Any thread may use `main` and the template; the rest of the rows is the engine's.
+    """
+
+    template: ChatTemplate  # set when the models are loaded
 
     def __init__(
         self,
@@ -58,17 +70,21 @@ class Worker:
         self._make_generator, self._prefixes = make_generator, prefixes
         if prefixes is not None:
             metrics.watch(prefixes)
+        self._rows: dict[tuple[str | None, bool], Rows] = {}
+        self._rows_of = partial(
+            Rows, settings=settings, metrics=metrics, done=self.done
+        )
         self._arrived: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self.taken = 0  # requests that have not ended
         self._lock = threading.Lock()
         self._closed: str | None = None
-        self._abandoned = False  # the thread hangs, and no call waits for it
         self.schemas = SchemaCompilers(settings.limits)
-        self.loaded: Future[Generators] = Future()  # or the error of loading
-        self._stop = self._failed = False
-        self._starter = threading.current_thread()
+        self.loaded: Future[None] = Future()  # or the error of loading
+        self._stop = False
+        self._failed = False  # or it hangs, and no call waits for it
         atexit.register(self.end, EXIT_SECONDS)
-        self._thread = threading.Thread(target=self._run)
+        # A daemon: Python would wait for others before it calls `end`.
+        self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     @property
@@ -78,22 +94,20 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """True while the thread runs and has not failed."""
+        """True while the thread can answer."""
         return self._thread.is_alive() and not self._failed
 
     @property
-    def stopping(self) -> bool:
-        """True if the thread has to end.
+    def main(self) -> Rows:
+        """The rows of requests that choose neither draft nor mode.
 
-        Also if the program exits, since Python then waits for this thread.
+        Raises:
+            ApiError: the engine has ended.
         """
-        users = threading.main_thread(), self._starter
-        return self._stop or not any(each.is_alive() for each in users)
-
-    @property
-    def longest(self) -> int:
-        """Maximum number of tokens of a prompt and its text."""
-        return self._generators.longest
+        try:
+            return self._rows[None, False]
+        except KeyError as error:
+            raise unavailable(self._closed or "The engine is not there.") from error
 
     def refuse(self, why: str) -> None:
         """Refuse new requests."""
@@ -108,8 +122,7 @@ class Worker:
         most = self._settings.max_rows + self._settings.limits.queue
         with self._lock:
             if not self.ready:
-                why = self._closed or "The engine is not there."
-                raise unavailable(why)
+                raise unavailable(self._closed or "The engine is not there.")
             if self.taken >= most:
                 raise ApiError(
                     429,
@@ -127,13 +140,12 @@ class Worker:
     def done(self) -> None:
         """Count a request no more: it has ended, or is not submitted after `take`."""
         with self._lock:
-            self.taken = max(0, self.taken - 1)  # `_leave` sets it to 0
+            self.taken -= 1
 
     def check_alive(self) -> None:
         """Raise if the engine cannot answer any more."""
-        if not self.alive or self._abandoned:
-            why = self._closed or "The engine has failed."
-            raise unavailable(why, retry=None)
+        if not self.alive:
+            raise unavailable(self._closed or "The engine has failed.", retry=None)
 
     def end(self, seconds: float) -> bool:
         """Ask the thread to end, and return whether it has.
@@ -150,28 +162,26 @@ class Worker:
         left = Path(f"/proc/self/task/{thread.native_id}")
         while not thread.is_alive() and left.exists() and time.monotonic() < until:
             time.sleep(POLL_SECONDS)
-        self._abandoned = thread.is_alive()
-        return not self._abandoned
+        self._failed |= thread.is_alive()
+        return not thread.is_alive()
 
     def _run(self) -> None:
-        """Load the models, then serve until `stopping`."""
+        """Load the models, then serve until `end` is called."""
         try:
-            self._generators = Generators(
-                self._make_generator(self._prefixes),
-                self._settings,
-                self._metrics,
-                self._prefixes,
-                self.done,
-            )
+            rows = self._rows_of(self._make_generator(self._prefixes))
+            self._rows[None, False] = rows
+            args = self._settings.chat_template_args
+            self.template = ChatTemplate(rows.generator.tokenizer, args)
             self._note_levels()
         except BaseException as error:
             self.loaded.set_exception(error)
             return
-        self.loaded.set_result(self._generators)
+        self.loaded.set_result(None)
         try:
-            while not self.stopping:
+            while not self._stop:
                 self._admit()
-                self._generators.round()
+                for rows in tuple(self._rows.values()):
+                    rows.round()
                 self._note_levels()
         except Exception:
             self._failed = True
@@ -184,7 +194,7 @@ class Worker:
 
         At most one before each round, so that running requests do not wait for many.
         """
-        wait = 0.0 if self._generators else IDLE_SECONDS
+        wait = 0.0 if any(map(len, self._rows.values())) else IDLE_SECONDS
         while True:
             try:
                 job = self._arrived.get(timeout=wait)
@@ -192,13 +202,39 @@ class Worker:
                 return
             try:
                 if not job.cancelled:
-                    self._generators.insert(job)
-                    job.put(Started())
+                    self._insert(job)
+                    job.put(0)
                     return
-                self._metrics.cancelled()
+                self._metrics.add("requests_cancelled")
             except Exception as error:
-                job.put(logged_api_error(error))
+                job.put(as_api_error(error))
             self.done()
+
+    def _insert(self, job: Job) -> None:
+        """Give a request a row."""
+        request, main = job.request, self.main.generator
+        draft, chat = request.draft, request.chat
+        if draft is None and request.options.get("prediction") and main.draft is None:
+            draft = "lookup"
+        # In exact mode every generator is.
+        key = draft, request.exact and main.exact is None
+        if key not in self._rows:
+            self._rows[key] = self._rows_of(_beside(main, *key, self._prefixes))
+        rows = self._rows[key]
+        if chat is None or not chat.images:
+            ids = job.prompt
+            if not isinstance(request.prompt, list):  # the prompt is text
+                ids = rows.generator.replayed(ids)
+            rows.insert(job, ids, len(ids))
+            return
+        model: Any = rows.generator.model
+        messages, args = self.template.with_images(chat)
+        try:
+            prompt = model.image_prompt(messages, chat.images, args)
+        except Exception as error:  # a template may raise any error
+            raise refused(error) from error
+        rows.check_length(len(prompt.tokens), "messages")
+        rows.insert(job, prompt, len(prompt.tokens))
 
     def _leave(self) -> None:
         """End all requests, and free the arrays of this thread."""
@@ -206,14 +242,48 @@ class Worker:
         end = unavailable(self._closed)
         while not self._arrived.empty():
             self._arrived.get().put(end)
-        self._generators.end(end)
-        self.taken = 0
+            self.done()
+        for rows in self._rows.values():
+            rows.end(end)
+        self._rows.clear()
+        gc.collect()
 
     def _note_levels(self) -> None:
-        running = self._generators.running
+        running = sum(rows.running for rows in self._rows.values())
         self._metrics.level(
-            running=running,
-            waiting=max(0, self.taken - running),
-            cached=0 if self._prefixes is None else self._prefixes.nbytes,
-            active=mx.get_active_memory(),
+            num_requests_running=running,
+            num_requests_waiting=max(0, self.taken - running),
+            prefix_cache_bytes=0 if self._prefixes is None else self._prefixes.nbytes,
+            active_memory_bytes=mx.get_active_memory(),
         )
+
+
+def _beside(
+    generator: SpeculativeGenerator,
+    draft: str | None,
+    exact: bool,
+    prefixes: "PrefixCache | None",
+) -> SpeculativeGenerator:
+    """Return a generator of the same target, with another draft or mode.
+
+    It shares the prefix cache, unless the cache also holds caches of a draft model, or
+    this is exact mode: forwards of another shape have computed what the cache holds.
+
+    Raises:
+        ApiError: the target cannot be decoded in exact mode.
+    """
+    options: GeneratorKeywords = {
+        "draft": generator.draft if draft is None else draft,
+        "draft_length": generator.draft_length if draft is None else None,
+        "exact": exact or generator.exact or False,
+    }
+    make = partial(SpeculativeGenerator, generator.model, generator.tokenizer)
+    if not exact:
+        shared: GeneratorKeywords = {**options, "prefix_cache": prefixes}
+        with suppress(InvalidRequestError):
+            return make(**shared)
+    try:
+        return make(**options)
+    except SpeculationError as error:
+        field = "exact" if exact else "draft"
+        raise invalid(str(error), f"speculative.{field}") from error

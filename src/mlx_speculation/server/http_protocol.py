@@ -7,7 +7,6 @@ each piece of its answer. Paths and JSON are not known here.
 
 import asyncio
 import sys
-from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -15,6 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mlx_speculation.server.api_errors import ApiError, invalid
 from mlx_speculation.server.config import Limits
+from mlx_speculation.server.metrics import Metrics
 
 # Seconds for a refused client to read its answer: closing a socket with unread bytes
 # resets it, and the answer is lost.
@@ -24,15 +24,9 @@ DRAIN_SECONDS = 2.0
 class BoundedProtocol(H11Protocol):
     """One connection."""
 
-    def __init__(
-        self,
-        *,
-        limits: Limits,
-        refused: Callable[[int], None],  # called with the status of each refusal
-        **of_uvicorn: Any,
-    ) -> None:
+    def __init__(self, *, limits: Limits, metrics: Metrics, **of_uvicorn: Any) -> None:
         super().__init__(**of_uvicorn)
-        self._limits, self._refused = limits, refused
+        self._limits, self._metrics = limits, metrics
         self._deadline: asyncio.TimerHandle | None = None  # for the request to arrive
         self._stalled: asyncio.TimerHandle | None = None  # for the client to read
         self._refusing = False  # further bytes are dropped
@@ -45,15 +39,11 @@ class BoundedProtocol(H11Protocol):
             self._arm()
             return
         self.transport = transport
-        count = len(self.connections)
-        self._refuse(
-            ApiError(
-                503,
-                f"There are {count} connections, and no more may be. Try again later.",
-                code="too_many_connections",
-                retry=True,
-            )
+        text = (
+            f"There are {len(self.connections)} connections, and no more may be. Try "
+            "again later."
         )
+        self._refuse(ApiError(503, text, code="too_many_connections", retry=True))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the deadlines of this client."""
@@ -95,16 +85,14 @@ class BoundedProtocol(H11Protocol):
     def pause_writing(self) -> None:
         """Start the deadline for the client to read."""
         super().pause_writing()
-        if self._stalled is None:
-            seconds = self._limits.read_seconds
-            self._stalled = self.loop.call_later(seconds, self.transport.abort)
+        seconds = self._limits.read_seconds
+        self._stalled = self.loop.call_later(seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
         """Cancel the deadline for the client to read."""
         super().resume_writing()
         if self._stalled is not None:
             self._stalled.cancel()
-            self._stalled = None
 
     @property
     def _answering(self) -> bool:
@@ -120,14 +108,14 @@ class BoundedProtocol(H11Protocol):
         if self._answering and self.cycle.response_started:
             self.transport.abort()
             return
-        seconds = self._limits.read_seconds
-        text = f"The request did not arrive within {seconds:g} seconds."
+        within = f"{self._limits.read_seconds:g} seconds"
+        text = f"The request did not arrive within {within}."
         self._refuse(ApiError(408, text, retry=False))
 
     def _refuse(self, error: ApiError) -> None:
         """Send an error, and close after `DRAIN_SECONDS`."""
         self._refusing = True
-        self._refused(error.status)
+        self._metrics.add("requests_refused", error.status)
         if self.cycle is not None:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -135,6 +123,5 @@ class BoundedProtocol(H11Protocol):
         lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
         lines += [f"{name}: {value}" for name, value in headers.items()]
         self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
-        if self.transport.can_write_eof():
-            self.transport.write_eof()
+        self.transport.write_eof()
         self.loop.call_later(DRAIN_SECONDS, self.transport.abort)

@@ -2,8 +2,8 @@
 
 connection                     engine
 submit(job)          ->        queues it
-job.next()           <-        `Started`, or an error
-job.next()           <-        `Read`, then `Piece`; the last piece has the result
+job.next()           <-        0: the request is valid and queued; or an error
+job.next()           <-        numbers of prompt tokens read so far, then `Piece`s
 job.cancel()         ->        removes the request before the next round
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mlx_speculation.server.api_errors import ApiError
-from mlx_speculation.server.request import GenerationRequest
+from mlx_speculation.server.request.request import GenerationRequest
 
 if TYPE_CHECKING:
     from mlx_speculation.engine import Result
@@ -32,33 +32,14 @@ class ClientLeftError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Alternative:
-    """A token that could come next, and its probability."""
-
-    id: int  # of the token
-    text: str  # of the token, after the tokens before it
-    value: float  # the natural logarithm of its probability
-
-
-@dataclass(frozen=True, slots=True)
 class Token:
-    """A token of an answer."""
+    """A token of an answer, or one that could stand in its place."""
 
-    alternative: Alternative  # the token that was chosen
-    top: tuple[Alternative, ...]  # the most probable ones
-    start: int  # number of characters of the text before it
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    """The request is valid, and queued."""
-
-
-@dataclass(frozen=True, slots=True)
-class Read:
-    """Tokens of the prompt read so far."""
-
-    tokens: int
+    id: int
+    text: str  # after the tokens before it
+    logprob: float  # the natural logarithm of its probability
+    top: tuple["Token", ...] = ()  # the most probable ones in its place
+    start: int = 0  # number of characters of the text before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +51,14 @@ class Piece:
     result: "Result | None" = None  # of the whole text, in the last piece
 
 
-Event = Started | Read | Piece
+Event = int | Piece
 
 
 class Job:
     """One text, which has to be complete within `seconds`."""
 
     parser: "AnswerParser"  # divides the answer, once the prompt is known
+    texts: Any = None  # `TokenTexts`, if probabilities are asked for
 
     def __init__(self, request: GenerationRequest, seconds: float) -> None:
         self.request = request
@@ -93,11 +75,6 @@ class Job:
         self._events: asyncio.Queue[Event | Exception] = asyncio.Queue()
 
     @property
-    def has_begun(self) -> bool:
-        """True once a part of its prompt was read."""
-        return self.began is not None or self._read > 0
-
-    @property
     def late(self) -> bool:
         """True past the deadline."""
         return time.monotonic() > self.deadline
@@ -110,7 +87,7 @@ class Job:
         """Report that `tokens` more tokens of the prompt were read."""
         self.reading = self.reading or time.monotonic()
         self._read += tokens
-        self.put(Read(self._read))
+        self.put(self._read)
 
     def put(self, event: Event | Exception) -> None:
         """Pass on an event, or an error that ends the request, from any thread."""

@@ -9,9 +9,7 @@ An ASGI middleware, which reads headers and paths, and parses no body.
 
 import asyncio
 import hmac
-import time
 import uuid
-from collections.abc import Callable
 from contextlib import suppress
 
 from starlette.datastructures import Headers
@@ -20,8 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mlx_speculation.server.api_errors import ApiError, invalid
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.http_protocol import DRAIN_SECONDS
+from mlx_speculation.server.metrics import Metrics
 
-DRAIN_BYTES = 64 << 20
 MOST_HEADERS, LARGEST_HEAD = 100, 1 << 15
 # Paths that need no API key: they say that a server runs, and how to use it.
 OPEN = ("/", "/health", "/api/hello", "/docs", "/openapi.json")
@@ -31,19 +29,11 @@ JSON = (b"content-type", b"application/json")
 class Gate:
     """Refuses requests by their headers."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        settings: Settings,
-        refused: Callable[[int], None],  # called with the status of each refusal
-    ) -> None:
-        self._app, self._settings, self._refused = app, settings, refused
+    def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics) -> None:
+        self._app, self._settings, self._metrics = app, settings, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer it with an error."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         headers = Headers(scope=scope)
         named = (b"request-id", f"req_{uuid.uuid4().hex}".encode())
 
@@ -56,28 +46,15 @@ class Gate:
             check_framing(scope)
             check_permission(headers, scope["path"], self._settings)
             if scope["method"] == "POST":
-                self._check_size(headers)
+                check_size(headers, self._settings.limits.body_bytes)
                 # A body is read as JSON, whatever its Content-Type.
                 kept = [each for each in scope["headers"] if each[0] != JSON[0]]
                 scope = {**scope, "headers": [*kept, JSON]}
         except ApiError as error:
-            self._refused(error.status)
+            self._metrics.add("requests_refused", error.status)
             await refuse(error, scope, receive, send_named)
             return
         await self._app(scope, receive, send_named)
-
-    def _check_size(self, headers: Headers) -> None:
-        given = headers.get("content-length")
-        if given is None:
-            raise ApiError(411, "Content-Length is missing, and has to be sent.")
-        length, most = int(given), self._settings.limits.body_bytes
-        if length > most:
-            raise ApiError(
-                413,
-                f"The body has {length} bytes, and {most} may be. Send less, or start "
-                "the server with a larger --max-body-bytes.",
-                code="body_too_large",
-            )
 
 
 def check_framing(scope: Scope) -> None:
@@ -131,6 +108,20 @@ def check_permission(headers: Headers, path: str, settings: Settings) -> None:
         )
 
 
+def check_size(headers: Headers, most: int) -> None:
+    """Refuse a body without a length, or with a larger one than `most` bytes."""
+    given = headers.get("content-length")
+    if given is None:
+        raise ApiError(411, "Content-Length is missing, and has to be sent.")
+    if int(given) > most:
+        raise ApiError(
+            413,
+            f"The body has {given} bytes, and {most} may be. Send less, or start the "
+            "server with a larger --max-body-bytes.",
+            code="body_too_large",
+        )
+
+
 async def refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
     """Answer with an error, and close once the client has sent its body."""
     headers, body = error.closing(scope["path"])
@@ -140,14 +131,6 @@ async def refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) ->
     await send({"type": "http.response.body", "body": body, "more_body": True})
     with suppress(TimeoutError):
         async with asyncio.timeout(DRAIN_SECONDS):
-            await _drain(receive)
+            while (await receive()).get("more_body"):
+                pass
     await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _drain(receive: Receive) -> None:
-    end, left = time.monotonic() + DRAIN_SECONDS, DRAIN_BYTES
-    while left > 0 and time.monotonic() < end:
-        message: Message = await receive()
-        if message["type"] == "http.disconnect" or not message.get("more_body"):
-            return
-        left -= len(message.get("body", b""))

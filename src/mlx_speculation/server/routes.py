@@ -1,10 +1,10 @@
 """Routes of all paths, with the body models that OpenAPI shows."""
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -19,21 +19,24 @@ from mlx_speculation import __version__
 from mlx_speculation.server.answering import Answering
 from mlx_speculation.server.api_errors import ApiError, as_api_error
 from mlx_speculation.server.apis.chat_completions import ChatBody, ChatFace
-from mlx_speculation.server.apis.completions import CompletionBody, CompletionFace
 from mlx_speculation.server.apis.messages import (
     CountBody,
     MessagesBody,
     MessagesFace,
     messages_request,
 )
-from mlx_speculation.server.apis.openai import FINGERPRINT
+from mlx_speculation.server.apis.openai import (
+    FINGERPRINT,
+    CompletionBody,
+    CompletionFace,
+)
 from mlx_speculation.server.apis.responses import ResponsesBody, ResponsesFace
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.engine_thread import Worker
 from mlx_speculation.server.job import ClientLeftError
 from mlx_speculation.server.metrics import Metrics
 from mlx_speculation.server.middleware import Gate
-from mlx_speculation.server.request import as_invalid, parsed
+from mlx_speculation.server.request.models import as_invalid, parsed
 
 LOG = logging.getLogger("mlx_speculation.server")
 CHATS = ("/v1/chat/completions", "/chat/completions")
@@ -46,8 +49,7 @@ WELCOME = {
     "api": "OpenAI's Chat Completions, Responses and completions; Anthropic's Messages",
     "paths": [CHATS[0], *POSTED[2:], MODELS, *OTHERS],
 }
-# Bodies of this many bytes or more are parsed in a thread: other requests do not wait.
-LARGE_BODY = 1 << 16
+FAILURES = (ApiError, HTTPException, RequestValidationError, Exception)
 
 
 class JsonRequest(Request):
@@ -55,10 +57,7 @@ class JsonRequest(Request):
 
     async def json(self) -> Any:
         """Return the object that the body holds; see `parsed`."""
-        raw = await self.body()
-        if len(raw) < LARGE_BODY:
-            return parsed(raw)
-        return await asyncio.to_thread(parsed, raw)
+        return parsed(await self.body())
 
 
 class JsonRoute(APIRoute):
@@ -77,16 +76,15 @@ class JsonRoute(APIRoute):
 class Api:
     """The routes and their state."""
 
-    answering: Answering  # set once the models are loaded
-
-    def __init__(self, settings: Settings, metrics: Metrics) -> None:
-        self._settings, self._metrics = settings, metrics
+    def __init__(
+        self,
+        worker: Worker,  # whose models are loaded
+        settings: Settings,
+        metrics: Metrics,
+    ) -> None:
+        self._worker, self._settings, self._metrics = worker, settings, metrics
+        self._answering = Answering(worker, settings, metrics)
         self._created = int(time.time())
-
-    def begin(self, worker: Worker) -> None:
-        """Set the engine, whose models are loaded."""
-        self._worker = worker
-        self.answering = Answering(worker, self._settings, self._metrics)
 
     def app(self) -> ASGIApp:
         """Return the app within its middleware."""
@@ -95,18 +93,15 @@ class Api:
             version=__version__,
             redoc_url=None,
             exception_handlers={
-                ApiError: self._failed,
-                HTTPException: self._failed,
-                RequestValidationError: self._failed,
+                **dict.fromkeys(FAILURES, self._failed),
                 ClientLeftError: self._left,
-                Exception: self._failed,
             },
             redirect_slashes=False,
         )
         app.router.route_class = JsonRoute
         self._add_posted(app)
         self._add_gotten(app)
-        gate: ASGIApp = Gate(app, self._settings, self._metrics.refused)
+        gate: ASGIApp = Gate(app, self._settings, self._metrics)
         if self._settings.allowed_origins:
             gate = CORSMiddleware(
                 gate,
@@ -117,7 +112,8 @@ class Api:
         return gate
 
     def _add_posted(self, app: FastAPI) -> None:
-        answer = self._answer
+        async def answer(http: Request, face: Any, body: Any) -> Response:
+            return await self._answering.answer(http, partial(face, body))
 
         async def chat(body: ChatBody, http: Request) -> Response:
             """Answer a chat, rendered by the tokenizer's template."""
@@ -133,10 +129,8 @@ class Api:
 
         async def count(body: CountBody, http: Request) -> dict[str, int]:
             """Count the tokens of a prompt."""
-            tokens = await self.answering.count(
-                http, lambda settings: messages_request(body, settings)
-            )
-            return {"input_tokens": tokens}
+            make = partial(messages_request, body)
+            return {"input_tokens": await self._answering.count(http, make)}
 
         async def responses(body: ResponsesBody, http: Request) -> Response:
             """Answer in OpenAI's Responses API, which stores nothing here."""
@@ -199,13 +193,10 @@ class Api:
             "owned_by": "mlx-speculation",
         }
 
-    async def _answer(self, http: Request, face: Any, body: Any) -> Response:
-        return await self.answering.answer(http, lambda settings: face(body, settings))
-
     async def _failed(self, http: Request, error: Any) -> Response:
         """Return an error in the form of the API that the path belongs to."""
         answer = _as_error(http, error)
-        self._metrics.refused(answer.status)
+        self._metrics.add("requests_refused", answer.status)
         path = http.url.path
         return JSONResponse(
             answer.body_for(path), answer.status, headers=answer.headers

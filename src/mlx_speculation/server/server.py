@@ -1,13 +1,22 @@
-"""The server: starts and stops HTTP and the engine."""
+"""The server: starts and stops HTTP and the engine.
+
+uvicorn serves HTTP in a thread of its own.
+"""
 
 import logging
+import socket
+import threading
 import time
+from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
+import uvicorn
+
+from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.engine_thread import MakeGenerator, Worker
-from mlx_speculation.server.listener import POLL_SECONDS, Listener
+from mlx_speculation.server.http_protocol import BoundedProtocol
 from mlx_speculation.server.metrics import Metrics
 from mlx_speculation.server.routes import Api
 
@@ -15,6 +24,7 @@ if TYPE_CHECKING:
     from mlx_speculation import PrefixCache
 
 LOG = logging.getLogger("mlx_speculation.server")
+POLL_SECONDS = 0.02
 # Time for the current round or prompt chunk to end; then for clients to read.
 ENGINE_SECONDS, PARTING_SECONDS = 5.0, 2.0
 
@@ -27,7 +37,6 @@ class Server:
 
     Raises:
         InvalidRequestError: the address cannot be used.
-        MissingLibraryError: prometheus-client is not installed.
     """
 
     worker: Worker  # the engine, set by `start`
@@ -43,27 +52,18 @@ class Server:
         host: str = "127.0.0.1",  # the address to listen at
         port: int = 0,  # 0: any free port
     ) -> None:
-        self.metrics = Metrics(settings.names[0])
-        self._ended = self._engine_ended = False
-        self._api = Api(settings, self.metrics)
-        self._listener = Listener(
-            self._api.app(),
-            settings.limits,
-            self.metrics.refused,
-            host=host,
-            port=port,
-        )
-        self._make = partial(Worker, settings, self.metrics, make_generator, prefixes)
+        self._settings, self._metrics = settings, Metrics(settings.names[0])
+        self._make_generator, self._prefixes = make_generator, prefixes
+        self._engine_ended: bool | None = None  # None: `stop` was not called
+        self._socket = _bound(host, port)
+        name = self._socket.getsockname()
+        shown = f"[{name[0]}]" if ":" in name[0] else name[0]
+        self.url = f"http://{shown}:{name[1]}"  # without a path
 
     @property
     def connections(self) -> int:
         """Number of open connections."""
-        return self._listener.connections
-
-    @property
-    def url(self) -> str:
-        """URL without a path."""
-        return self._listener.url
+        return len(self._http.server_state.connections)
 
     def start(self) -> None:
         """Load the models, and take requests.
@@ -71,15 +71,35 @@ class Server:
         Raises:
             Exception: any error of loading the models.
         """
-        self.worker = self._make()
+        settings, metrics = self._settings, self._metrics
+        self.worker = Worker(settings, metrics, self._make_generator, self._prefixes)
         try:
             self.worker.loaded.result()
         except BaseException:
-            self._listener.close(0.0)
+            self._socket.close()
             self.worker.end(PARTING_SECONDS)
             raise
-        self._api.begin(self.worker)
-        self._listener.start()
+        # uvicorn calls it for each connection, as it would call a protocol class.
+        protocol = partial(BoundedProtocol, limits=settings.limits, metrics=metrics)
+        config = uvicorn.Config(
+            Api(self.worker, settings, metrics).app(),
+            http=cast("Any", protocol),
+            loop="asyncio",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+        )
+        self._http = uvicorn.Server(config)
+        self._thread = threading.Thread(
+            target=self._http.run, kwargs={"sockets": [self._socket]}, daemon=True
+        )
+        self._thread.start()
+        while not self._http.started and self._thread.is_alive():
+            time.sleep(POLL_SECONDS)
 
     def stop(self, grace: float = 0.0) -> bool:
         """Refuse new requests, and end. A second call does nothing.
@@ -92,18 +112,30 @@ class Server:
             Whether the engine has ended. If it hangs, its thread goes on, and this
             process cannot end by itself.
         """
-        if self._ended:
+        if self._engine_ended is not None:
             return self._engine_ended
-        self._ended = True
+        self._engine_ended = False
         self.worker.refuse("The server is shutting down.")
         end = time.monotonic() + grace
         while self.worker.taken and time.monotonic() < end:
             time.sleep(POLL_SECONDS)
         self._engine_ended = self.worker.end(ENGINE_SECONDS)
-        self._listener.close(PARTING_SECONDS)
+        self._close()
         if not self._engine_ended:
             LOG.error("the engine has not ended within %g seconds", ENGINE_SECONDS)
         return self._engine_ended
+
+    def _close(self) -> None:
+        """Accept no more connections, and close the open ones once they are read."""
+        self._http.should_exit = True
+        self._thread.join(PARTING_SECONDS)
+        for each in tuple(self._http.server_state.connections):
+            connection = cast("Any", each)
+            with suppress(RuntimeError):  # the loop has ended
+                connection.loop.call_soon_threadsafe(connection.transport.abort)
+        self._http.force_exit = True
+        self._thread.join()
+        self._socket.close()
 
     def __enter__(self) -> "Server":
         self.start()
@@ -111,3 +143,17 @@ class Server:
 
     def __exit__(self, *error: object) -> None:
         self.stop()
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    try:
+        result = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        family, _, _, _, address = result[0]
+        return socket.create_server(address[:2], family=family)
+    except OSError as error:
+        raise InvalidRequestError(
+            f"The server cannot listen at {host!r}, port {port}: {error.strerror}. "
+            "Choose others with --host and --port."
+        ) from error

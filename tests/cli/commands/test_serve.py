@@ -143,9 +143,13 @@ def test_without_its_library_it_says_what_to_install(
 
     def without(name: str, *rest: Any) -> Any:
         if name == "prometheus_client":
-            raise ImportError(name)
+            raise ModuleNotFoundError(name=name)
         return real(name, *rest)
 
+    for module in ("metrics", "server"):  # to be imported anew
+        monkeypatch.delitem(
+            sys.modules, f"mlx_speculation.server.{module}", raising=False
+        )
     monkeypatch.setattr(builtins, "__import__", without)
     said = commands.refused("serve", DRAFT, "--port", "0")
     assert "pip install 'mlx-speculation[serve]'" in said

@@ -10,19 +10,18 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools
-from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from mlx_speculation import PrefixCache, SpeculativeGenerator, demo_models
+from mlx_speculation.samplers.constraints.base import TokenAutomaton
 from mlx_speculation.server import Defaults, Server
 from mlx_speculation.server.answering import Answering
 from mlx_speculation.server.job import Job
-from mlx_speculation.server.request import GenerationRequest
+from mlx_speculation.server.request.request import GenerationRequest
 from support.models.tiny_models import build
 from support.processes.servers import nearly, serving
 
@@ -57,33 +56,6 @@ TEMPLATE = """\
 {%- if enable_thinking is defined and enable_thinking is false %}
 {{- '<think>\\n\\n</think>\\n\\n' }}{% endif %}
 {%- endif %}"""
-
-
-class Forced:
-    """Constraint that allows one text; see `Constraint`."""
-
-    def __init__(self, tokens: list[int], ids: int, place: int = 0) -> None:
-        self._tokens, self._ids, self._place = tokens, ids, place
-
-    def begin(self) -> "Forced":
-        return Forced(self._tokens, self._ids)
-
-    def allowed(self) -> NDArray[np.bool_]:
-        mask = np.zeros(self._ids, dtype=np.bool_)
-        if not self.may_end:
-            mask[self._tokens[self._place]] = True
-        return mask
-
-    @property
-    def may_end(self) -> bool:
-        return self._place == len(self._tokens)
-
-    def advance(self, token: int) -> None:
-        assert token == self._tokens[self._place]
-        self._place += 1
-
-    def fork(self) -> "Forced":
-        return Forced(self._tokens, self._ids, self._place)
 
 
 @cache
@@ -147,9 +119,9 @@ def scripted(
         text = script(job.request)
         if text is None:
             return real(answering, job, state, more)
-        ids = answering._models.token_ids
         tokens = agent_tokenizer().encode(text, add_special_tokens=False)
-        return Forced(tokens, ids)
+        steps = {place: {token: place + 1} for place, token in enumerate(tokens)}
+        return TokenAutomaton(steps, accepting={len(tokens)})
 
     monkeypatch.setattr(Answering, "_constraint", constraint)
     usual = {"max_tokens": 0, "prompt_tokens": 0, "read_seconds": 30.0}

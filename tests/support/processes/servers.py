@@ -12,7 +12,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import openai
 from mlx.utils import tree_map
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 from pydantic import ValidationError
 
 from mlx_speculation import PrefixCache, SpeculativeGenerator
@@ -109,10 +108,7 @@ def client_of(server: Server, key: str = "none") -> Iterator[openai.OpenAI]:
 class Listening(Protocol):
     """A server of this process or of another one."""
 
-    @property
-    def url(self) -> str:
-        """Its address, without a path."""
-        ...
+    url: str  # without a path
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,11 +170,6 @@ def answer_on(connection: socket.socket) -> Answer:
     received = b""
     while more := connection.recv(1 << 16):
         received += more
-    return answer_of(received)
-
-
-def answer_of(received: bytes) -> Answer:
-    """Parse an answer."""
     if not received:
         return Answer(0, {}, b"")
     head, _, body = received.partition(b"\r\n\r\n")
@@ -189,15 +180,9 @@ def answer_of(received: bytes) -> Answer:
     return Answer(int(status), {k.lower(): v.strip() for k, v in pairs}, body)
 
 
-def post(
-    server: Listening,
-    body: Any,
-    *,
-    path: str = "/v1/completions",
-    headers: Mapping[str, str] | None = None,
-) -> Answer:
-    """Send a request whose body is JSON, or bytes as they are."""
-    return exchange(server, packet(body, path=path, headers=headers))
+def post(server: Listening, body: Any, **options: Any) -> Answer:
+    """Send a request whose body is JSON, or bytes as they are; see `packet`."""
+    return exchange(server, packet(body, **options))
 
 
 def packet(
@@ -205,25 +190,24 @@ def packet(
     *,
     path: str = "/v1/completions",
     headers: Mapping[str, str] | None = None,
+    method: str = "POST",
 ) -> bytes:
-    """Return the bytes of a request; see `post`."""
+    """Return the bytes of a request."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     usual = {"Host": "here", "Connection": "close", "Content-Length": str(len(raw))}
     lines = {**usual, **(headers or {})}
     head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
-    return f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + raw
+    return f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + raw
 
 
 def get(server: Listening, path: str, **headers: str) -> Answer:
     """Send a GET request."""
-    lines = {"Host": "here", "Connection": "close", **headers}
-    head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
-    return exchange(server, f"GET {path} HTTP/1.1\r\n{head}\r\n".encode())
+    return post(server, b"", path=path, headers=headers, method="GET")
 
 
 def rows_held(worker: Worker) -> int:
     """Return the number of waiting and running rows, of all drafts."""
-    batches = [rows._batch for rows in tuple(worker._generators._rows.values())]
+    batches = [rows._batch for rows in tuple(worker._rows.values())]
     return sum(len(batch.waiting) + len(batch.running) for batch in batches)
 
 
@@ -236,17 +220,12 @@ def bytes_in_use(server: Server, prefixes: PrefixCache) -> int:
     return mx.get_active_memory()
 
 
-def wrapped_letters() -> TokenizerWrapper:
-    """Return the tokenizer of a tiny pair."""
-    return letter_tokenizer(LETTERS)
-
-
 def refusal(act: Callable[[], Any]) -> int:
     """Return the status of the refusal that a call raises; 0: no refusal."""
     try:
         act()
     except ApiError as error:
-        json.dumps(error.body)
+        json.dumps(error.body_for())
         return error.status
     return 0
 

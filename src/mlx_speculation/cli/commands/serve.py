@@ -199,7 +199,7 @@ def _until_stopped(
     server.start()
     with suppress(KeyboardInterrupt):
         screen.say(f"{settings.names[0]} is served at {server.url}/v1")
-        context = min(server.worker.longest, MOST_CONTEXT)
+        context = min(server.worker.main.longest, MOST_CONTEXT)
         screen.say("To use an agent with it, run its command in another terminal:")
         for agent, line in agent_lines(server.url, settings.names[0], context).items():
             typer.echo(f"\n# {agent}\n{line}", err=True)  # unwrapped, to be copied

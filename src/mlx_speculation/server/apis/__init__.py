@@ -1,9 +1,8 @@
 """Faces: request and response formats of each API, over one internal request.
 
     base          the protocol of a face, the end of a text, server-sent events
-    openai        fields and choices that chats and completions share
+    openai        legacy completions, and what chats share with them
     chat_completions    Chat Completions: messages in and out
-    completions   legacy completions
     messages      the Messages API: bodies, blocks, pings
     responses     the Responses API: items in and out, sequence numbers
 

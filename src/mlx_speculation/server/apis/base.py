@@ -12,7 +12,7 @@ from mlx_speculation.server.answer_parts import Part, Reasoning, Text, ToolCall,
 from mlx_speculation.server.api_errors import ApiError
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.job import Token
-from mlx_speculation.server.request import GenerationRequest
+from mlx_speculation.server.request.request import GenerationRequest
 
 if TYPE_CHECKING:
     from mlx_speculation.engine import Result
@@ -62,22 +62,15 @@ def speculative(endings: Sequence[Ending], draft: str | None) -> dict[str, Any]:
     """Return drafting statistics of texts; a draft "auto" is shown as its sources."""
     every = [each.result.stats for each in endings]
     reached = zip_longest(*(each.reached for each in every), fillvalue=0)
-    stats = Statistics(
-        rounds=sum(each.rounds for each in every),
-        drafts=sum(each.drafts for each in every),
-        drafted=sum(each.drafted for each in every),
-        accepted=sum(each.accepted for each in every),
-        reached=[sum(place) for place in reached],
-    )
+    names = ("rounds", "drafts", "drafted", "accepted")
+    sums: Any = {name: sum(getattr(one, name) for one in every) for name in names}
+    stats = Statistics(**sums, reached=[sum(place) for place in reached])
     sources = dict.fromkeys(name for each in every for name in each.sources)
     drafted = ", ".join(sources) or None
     return {
         "draft": drafted if draft == "auto" else draft,
         "seed": endings[0].result.seed,
-        "rounds": stats.rounds,
-        "drafts": stats.drafts,
-        "drafted": stats.drafted,
-        "accepted": stats.accepted,
+        **sums,
         "acceptance_rate": stats.acceptance_rate,
         "mean_accepted_length": stats.mean_accepted_length,
         "accepted_per_position": list(stats.accepted_per_position),
@@ -183,8 +176,15 @@ class BlockFace(Face):
         """Send a piece of the open block."""
         raise NotImplementedError
 
-    def _closed(self) -> Iterable[bytes]:
+    def _closed(self, status: str = "completed") -> Iterable[bytes]:
         """Complete the open block, if there is one, and clear `_spaces`."""
+        self._spaces = ""
+        if self._open is not None:
+            yield from self._ended(status)
+            self._open = None
+
+    def _ended(self, status: str) -> Iterable[bytes]:
+        """End the open block, which becomes a complete one."""
         raise NotImplementedError
 
     def _call(self, call: ToolCall) -> Iterable[bytes]:

@@ -18,8 +18,7 @@ from mlx_speculation.server.apis.openai import (
     openai_request,
 )
 from mlx_speculation.server.config import Settings
-from mlx_speculation.server.job import Alternative, Token
-from mlx_speculation.server.request import Conversation, GenerationRequest
+from mlx_speculation.server.job import Token
 from mlx_speculation.server.request.content import (
     Block,
     Content,
@@ -29,8 +28,9 @@ from mlx_speculation.server.request.content import (
 )
 from mlx_speculation.server.request.models import Loose, Object, RequestModel
 from mlx_speculation.server.request.options import Natural, Switch, thinking
+from mlx_speculation.server.request.request import GenerationRequest
 from mlx_speculation.server.request.tools import Choice, ToolBody, Toolbox
-from mlx_speculation.server.request.transcript import Arguments
+from mlx_speculation.server.request.transcript import Arguments, Conversation
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 # Keywords of `apply_chat_template` that a request may not set. For example, a client's
@@ -134,14 +134,14 @@ def chat_request(body: ChatBody, settings: Settings) -> GenerationRequest:
         budget=body.thinking_budget,
     )
     conversation = _conversation(body.messages, settings)
-    tools = Toolbox(body.tools).chosen(body.tool_choice)
+    tools, calls = Toolbox(body.tools).chosen(body.tool_choice)
     return openai_request(
         body,
         settings,
         prediction=None if body.prediction is None else body.prediction.text,
         default_length=settings.defaults.max_tokens,
         chat=conversation.chat(tools, {**args, **body.chat_template_kwargs}),
-        tools=tools,
+        calls=calls,
         thinking_budget=budget,
     )
 
@@ -167,10 +167,8 @@ class ChatFace(OpenAIFace):
     prefix = "chatcmpl"
     kinds = ("chat.completion", "chat.completion.chunk")
     fields = ("message", "delta")
-
-    def __init__(self, body: ChatBody, settings: Settings) -> None:
-        super().__init__(body, chat_request(body, settings), settings)
-        self._calls = 0
+    read = staticmethod(chat_request)
+    _calls = 0  # of the text so far
 
     def open(self, prompt_tokens: int) -> Iterable[bytes]:
         """Send the role of the first text."""
@@ -192,7 +190,7 @@ class ChatFace(OpenAIFace):
         if not tokens:
             return None
         content = [
-            {**_entry(token.alternative), "top_logprobs": [*map(_entry, token.top)]}
+            {**_entry(token), "top_logprobs": [*map(_entry, token.top)]}
             for token in tokens
         ]
         return {"content": content, "refusal": None}
@@ -227,7 +225,7 @@ def _call(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _entry(one: Alternative) -> dict[str, Any]:
+def _entry(one: Token) -> dict[str, Any]:
     """Return one token, with its id as in mlx-lm's server.
 
     If its text is a part of a character, its bytes are unknown.
@@ -236,6 +234,6 @@ def _entry(one: Alternative) -> dict[str, Any]:
     return {
         "id": one.id,
         "token": one.text,
-        "logprob": one.value,
+        "logprob": one.logprob,
         "bytes": list(one.text.encode("utf-8")) if known else None,
     }

@@ -25,7 +25,6 @@ from mlx_speculation.server.apis.base import (
     speculative,
 )
 from mlx_speculation.server.config import Settings
-from mlx_speculation.server.request import Conversation, GenerationRequest
 from mlx_speculation.server.request.content import Content
 from mlx_speculation.server.request.models import RequestModel
 from mlx_speculation.server.request.options import (
@@ -37,7 +36,9 @@ from mlx_speculation.server.request.options import (
     generation,
     thinking,
 )
+from mlx_speculation.server.request.request import GenerationRequest
 from mlx_speculation.server.request.tools import Choice, ToolBody, Toolbox
+from mlx_speculation.server.request.transcript import Conversation
 
 SIGNATURE = "mlx-speculation"  # clients drop thinking without a signature
 
@@ -74,7 +75,7 @@ class MessagesBody(CountBody):
 def messages_request(body: CountBody, settings: Settings) -> GenerationRequest:
     """Check a request, and return it in the common form."""
     toolbox, choice, config = Toolbox(body.tools), body.tool_choice, body.output_config
-    tools = toolbox.chosen(choice)
+    tools, calls = toolbox.chosen(choice)
     conversation = Conversation(settings, "\n", toolbox.deferred)
     conversation.system(body.system, "system")
     for i, message in enumerate(body.messages):
@@ -85,7 +86,7 @@ def messages_request(body: CountBody, settings: Settings) -> GenerationRequest:
         body,
         settings,
         chat=conversation.chat(tools, args),
-        tools=tools,
+        calls=calls,
         form=config.format,
         parallel=not (choice and choice.disable_parallel_tool_use),
         thinking_budget=budget,
@@ -148,10 +149,7 @@ class MessagesFace(BlockFace):
         delta = {"type": f"{name}_delta", name: text}
         return self._sent("content_block_delta", delta=delta)
 
-    def _closed(self) -> Iterator[bytes]:
-        self._spaces = ""
-        if self._open is None:
-            return
+    def _ended(self, status: str) -> Iterator[bytes]:
         if self._open is Reasoning:
             delta = {"type": "signature_delta", "signature": SIGNATURE}
             yield self._sent("content_block_delta", delta=delta)
@@ -168,7 +166,6 @@ class MessagesFace(BlockFace):
     def _stop(self, block: Block) -> bytes:
         stop = self._sent("content_block_stop")
         self._blocks.append(block)
-        self._open = None
         return stop
 
     def _sent(self, name: str, **fields: Any) -> bytes:

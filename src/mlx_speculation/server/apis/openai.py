@@ -1,20 +1,22 @@
-"""Base of Chat Completions and legacy completions: shared fields, chunks, choices."""
+"""Legacy completions, which continue texts or lists of token ids.
+
+Chat Completions share their fields, chunks and choices.
+"""
 
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, StrictBool
 
 from mlx_speculation import __version__
 from mlx_speculation.engine.stats import SourceCounts
-from mlx_speculation.server.answer_parts import Part
+from mlx_speculation.server.answer_parts import Part, Text
 from mlx_speculation.server.api_errors import ApiError, invalid
 from mlx_speculation.server.apis.base import Ending, Face, WholeText, event, speculative
 from mlx_speculation.server.config import Settings
 from mlx_speculation.server.job import Token
-from mlx_speculation.server.request import GenerationRequest
 from mlx_speculation.server.request.models import Object, StrictModel
 from mlx_speculation.server.request.options import (
     Count,
@@ -22,7 +24,11 @@ from mlx_speculation.server.request.options import (
     TextFormat,
     generation,
 )
+from mlx_speculation.server.request.request import GenerationRequest
 
+# Length if neither the request nor --max-tokens gives one: a text has no end of turn at
+# which the model would stop.
+TEXT_LENGTH = 512
 FINGERPRINT = f"mlx-speculation-{__version__}"
 Alternatives = Annotated[int, Field(ge=-1, le=20)]  # -1: none, as in mlx-lm
 NOT_OFFERED = {  # fields of OpenAI's and mlx-lm's servers, and what to do instead
@@ -133,11 +139,10 @@ class OpenAIFace(Face):
 
     prefix = ""
     kinds = fields = ("", "")  # of a whole answer, and of a chunk
+    read: Callable[[Any, Settings], GenerationRequest]  # the request of a body
 
-    def __init__(
-        self, body: OpenAIBody, request: GenerationRequest, settings: Settings
-    ) -> None:
-        super().__init__(request, settings)
+    def __init__(self, body: OpenAIBody, settings: Settings) -> None:
+        super().__init__(type(self).read(body, settings), settings)
         self._counts = bool(body.stream_options and body.stream_options.include_usage)
         self._head = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
@@ -172,7 +177,7 @@ class OpenAIFace(Face):
 
     def failed(self, error: ApiError) -> Iterable[bytes]:
         """End with an error."""
-        yield event(error.body)
+        yield event(error.body_for())
 
     def whole(self, texts: Sequence[WholeText]) -> dict[str, Any]:
         """Return all texts."""
@@ -234,3 +239,56 @@ class OpenAIFace(Face):
             },
             "speculative": speculative(endings, self._draft),
         }
+
+
+class CompletionBody(OpenAIBody):
+    """A request to continue texts."""
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+
+
+def completion_request(body: CompletionBody, settings: Settings) -> GenerationRequest:
+    """Check a request to continue texts, and return it in the common form."""
+    prompts: Any = body.prompt
+    if not isinstance(prompts, list) or not prompts or isinstance(prompts[0], int):
+        prompts = [prompts]
+    length = settings.defaults.max_tokens or TEXT_LENGTH
+    return openai_request(body, settings, prompts=prompts, default_length=length)
+
+
+class CompletionFace(OpenAIFace):
+    """Legacy completions."""
+
+    prefix = "cmpl"
+    kinds = ("text_completion", "text_completion")
+    fields = ("text", "text")
+    read = staticmethod(completion_request)
+
+    def end_text(self, choice: int, ending: Ending) -> Iterable[bytes]:
+        """Send the reason for the end of a text."""
+        yield self._chunk(choice, "", self._reason(ending))
+
+    def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
+        if not tokens:
+            return None
+        return {
+            "tokens": [each.text for each in tokens],
+            "token_ids": [each.id for each in tokens],
+            "token_logprobs": [each.logprob for each in tokens],
+            "top_logprobs": [_by_text(each.top) for each in tokens],
+            "text_offset": [each.start for each in tokens],
+        }
+
+    def _pieces(self, parts: Sequence[Part]) -> Iterable[str]:
+        return [self._whole(parts)] if parts else ()
+
+    def _whole(self, parts: Sequence[Part]) -> str:
+        return "".join(part.text for part in parts if isinstance(part, Text))
+
+
+def _by_text(top: Sequence[Token]) -> dict[str, float]:
+    """Return the log-probability of each text: that of its most probable token."""
+    values: dict[str, float] = {}
+    for one in top:
+        values.setdefault(one.text, one.logprob)
+    return values

@@ -30,7 +30,6 @@ from mlx_speculation.server.apis.base import (
     speculative,
 )
 from mlx_speculation.server.config import Settings
-from mlx_speculation.server.request import Conversation, GenerationRequest
 from mlx_speculation.server.request.content import (
     Content,
     TextBlock,
@@ -46,8 +45,9 @@ from mlx_speculation.server.request.options import (
     generation,
     thinking,
 )
+from mlx_speculation.server.request.request import GenerationRequest
 from mlx_speculation.server.request.tools import Choice, Kind, ToolBody, Toolbox, flat
-from mlx_speculation.server.request.transcript import Arguments
+from mlx_speculation.server.request.transcript import Arguments, Conversation
 
 STATEFUL = {  # fields that refer to stored objects, with the codes of errors
     "previous_response_id": "previous_response_not_found",
@@ -175,14 +175,14 @@ class ResponsesBody(TextOptions):
 
 def responses_request(body: ResponsesBody, settings: Settings) -> GenerationRequest:
     """Check a request, and return it in the common form."""
-    tools = Toolbox(body.tools).chosen(body.tool_choice)
+    tools, calls = Toolbox(body.tools).chosen(body.tool_choice)
     effort = body.reasoning.effort
     args, _ = thinking(on=effort != "none" if effort else None, effort=effort)
     return generation(
         body,
         settings,
         chat=_conversation(body, settings).chat(tools, args),
-        tools=tools,
+        calls=calls,
         form=body.text.format,
         parallel=body.parallel_tool_calls,
     )
@@ -278,17 +278,13 @@ class ResponsesFace(BlockFace):
     def _delta(self, text: str) -> bytes:
         return self._of_part(f"{NAMES[self._open][2]}.delta", delta=text)
 
-    def _closed(self, status: str = "completed") -> Iterator[bytes]:
-        self._spaces = ""
-        if self._open is None:
-            return
+    def _ended(self, status: str) -> Iterator[bytes]:
         yield self._of_part(f"{NAMES[self._open][2]}.done", text=self._text)
         if self._open is Text:
             yield self._of_part("content_part.done", part=self._part())
         item = self._item(status)
         yield self._of_item("output_item.done", item=item)
         self._blocks.append(item)
-        self._open = None
 
     def _item(self, status: str) -> Block:
         """Return the open item."""

@@ -17,7 +17,7 @@ from mlx_speculation.server.answer_parts import NORMAL, REASONING, Marks
 from mlx_speculation.server.api_errors import ApiError, invalid
 from mlx_speculation.server.prompts.fitted import fitted
 from mlx_speculation.server.prompts.traits import Message, Traits, probed
-from mlx_speculation.server.request import Chat
+from mlx_speculation.server.request.request import Chat
 
 
 class ChatTemplate:

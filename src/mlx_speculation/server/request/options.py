@@ -18,7 +18,7 @@ from mlx_speculation.server.request.models import (
     short,
 )
 from mlx_speculation.server.request.request import Chat, GenerationRequest
-from mlx_speculation.server.request.tools import Tools
+from mlx_speculation.server.request.tools import Function
 
 SEEDS = 2**64
 # Each token is compared with every beginning of a stop text.
@@ -156,7 +156,7 @@ def generation(
     *,
     default_length: int = 0,  # of a body without one; 0: up to the limits
     chat: Chat | None = None,
-    tools: Tools | None = None,
+    calls: Sequence[Function] | None = None,
     form: TextFormat | None = None,
     parallel: bool = True,
     logprobs: int | None = None,  # the number of alternatives; None: no logprobs
@@ -166,7 +166,6 @@ def generation(
     """Return a request with the options that all APIs have, and further fields."""
     _check_model(body, settings)
     schema = None if form is None else form.wanted
-    calls = None if tools is None else tools.needed
     if schema is not None and calls is not None:
         raise invalid(
             "response_format asks for JSON, and tool_choice for a call. Leave one of "

@@ -1,5 +1,6 @@
 """One request in the form that all APIs share."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,7 +40,7 @@ class GenerationRequest:
     options: StreamKeywords = field(default_factory=StreamKeywords)
     schema: dict[str, Any] | None = None  # that the text has to fit; None: any text
     # The functions of which one has to be called; None: no call is needed.
-    calls: tuple[dict[str, Any], ...] | None = None
+    calls: Sequence[dict[str, Any]] | None = None
     most_calls: int | None = None  # tool calls of an answer; None: any number
     thinking_budget: int | None = None  # tokens of thinking; None: any number
     draft: str | None = None  # name of the draft; None: that of the server

@@ -18,7 +18,8 @@ from pydantic import AliasChoices, Field
 from mlx_speculation.server.api_errors import ApiError, invalid
 from mlx_speculation.server.request.models import Loose, Object, RequestModel
 
-Tool = dict[str, Any]  # in OpenAI's form: {"type": "function", "function": {...}}
+Function = dict[str, Any]
+Tool = dict[str, Any]  # in OpenAI's form: {"type": "function", "function": Function}
 INPUT = {
     "type": "object",
     "properties": {"input": {"type": "string"}},
@@ -70,15 +71,6 @@ class Kind:
     custom: bool = False  # whether it takes a text
 
 
-@dataclass(frozen=True, slots=True)
-class Tools:
-    """Tools that the model may call, and those of which it has to call one."""
-
-    shown: tuple[Tool, ...] = ()
-    # The functions of which one has to be called; None: no call is needed.
-    needed: tuple[dict[str, Any], ...] | None = None
-
-
 def flat(name: str, namespace: str | None) -> str:
     """Return the name of a tool in the chat template."""
     return f"{namespace}__{name}" if namespace else name
@@ -99,8 +91,12 @@ class Toolbox:
             else:
                 self._add(tool, f"tools[{i}]", None)
 
-    def chosen(self, choice: str | Choice | None) -> Tools:
-        """Return the tools for the model, and those of which it has to call one.
+    def chosen(
+        self, choice: str | Choice | None
+    ) -> tuple[Sequence[Tool], Sequence[Function] | None]:
+        """Return the tools to show, and the functions of which one has to be called.
+
+        None: no call is needed.
 
         Raises:
             ApiError: the choice is invalid, or names an unknown tool.
@@ -118,13 +114,13 @@ class Toolbox:
             functions = {name: functions[name] for name in functions if name in names}
             mode = choice.mode
         if mode in ("auto", "none"):
-            return Tools(tuple(shown) if mode == "auto" else ())
+            return shown if mode == "auto" else [], None
         if mode not in ("required", "any"):
             name = self._named(choice, functions, forced=True)
             functions = {name: functions[name]}
         if not functions:
             raise self._unknown(mode, functions)
-        return Tools(tuple(shown), tuple(functions.values()))
+        return shown, [*functions.values()]
 
     def _named(
         self, choice: Choice, functions: Collection[str], *, forced: bool = False

@@ -35,7 +35,7 @@ from mlx_speculation.server.request.content import (
 from mlx_speculation.server.request.images import image_part
 from mlx_speculation.server.request.models import DEEPEST
 from mlx_speculation.server.request.request import Chat
-from mlx_speculation.server.request.tools import Tool, Tools
+from mlx_speculation.server.request.tools import Tool
 
 Part = dict[str, Any]  # of a content: a text, or an image with its bytes
 Content = str | list[Part]
@@ -117,7 +117,15 @@ class Conversation:
         said = [None if isinstance(each, other) else each for each in blocks]
         text = "".join(part.get("text", "") for part in self._parts(said, where))
         thoughts = [each.thinking for each in blocks if isinstance(each, ThinkingBlock)]
-        calls = [_call(each) for each in blocks if isinstance(each, UseBlock)]
+        calls = [
+            {
+                "id": each.id,
+                "type": "function",
+                "function": {"name": each.name, "arguments": each.input},
+            }
+            for each in blocks
+            if isinstance(each, UseBlock)
+        ]
         self._called |= {call["id"] for call in calls}
         more = {"reasoning_content": "".join(thoughts), "tool_calls": calls}
         last = self._messages[-1] if self._messages else {}
@@ -182,7 +190,7 @@ class Conversation:
         texts += [self._text(each, where) for each in block.content]
         return "\n".join(text for text in texts if text)
 
-    def chat(self, tools: Tools, template_args: dict[str, Any]) -> Chat:
+    def chat(self, tools: Sequence[Tool], template_args: dict[str, Any]) -> Chat:
         """Return all messages in order, with the images of their parts."""
         images: list[Any] = []
         placed: list[Message] = []
@@ -199,7 +207,7 @@ class Conversation:
             placed.append({**more, "content": message["content"]})
         return Chat(
             messages=tuple(placed),
-            tools=tools.shown,
+            tools=tuple(tools),
             deferred=tuple(self._deferred.values()),
             template_args=template_args,
             images=tuple(images),
@@ -226,12 +234,6 @@ class Conversation:
                 calls = message.get("tool_calls", ())
                 order = {call["id"]: place for place, call in enumerate(calls)}
                 yield message
-
-
-def _call(block: UseBlock) -> dict[str, Any]:
-    """Return a call in the form that chat templates take."""
-    function = {"name": block.name, "arguments": block.input}
-    return {"id": block.id, "type": "function", "function": function}
 
 
 def _without_images(results: Sequence[Message]) -> Iterator[Message]:
