@@ -11,17 +11,3 @@
 
 Connections, threads, models, chat templates and events of APIs are not known here.
 """
-
-from mlx_speculation.server.request.images import opened
-from mlx_speculation.server.request.models import as_invalid, parsed
-from mlx_speculation.server.request.request import Chat, GenerationRequest
-from mlx_speculation.server.request.transcript import Conversation
-
-__all__ = [
-    "Chat",
-    "Conversation",
-    "GenerationRequest",
-    "as_invalid",
-    "opened",
-    "parsed",
-]

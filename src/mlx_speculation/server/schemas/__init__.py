@@ -11,10 +11,3 @@
 Compiling a schema of 1 KB can take any amount of time and memory. A child process has
 limits of both. The engine waits for single masks only.
 """
-
-from mlx_speculation.server.schemas.after_thinking import AfterThinking
-from mlx_speculation.server.schemas.compilers import SchemaCompilers
-from mlx_speculation.server.schemas.constraint import SchemaConstraint
-from mlx_speculation.server.schemas.tool_calls import call_grammar
-
-__all__ = ["AfterThinking", "SchemaCompilers", "SchemaConstraint", "call_grammar"]
