@@ -409,7 +409,7 @@ def test_an_engine_that_has_died_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
         raise RuntimeError("dead")
 
     with serving() as server:
-        monkeypatch.setattr(Worker, "_note_levels", fail)
+        monkeypatch.setattr(Worker, "_admit", fail)
         until(lambda: not server.worker.alive)
         assert get(server, "/health").status == 503
         post(server, SHORT).refused(503)

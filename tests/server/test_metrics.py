@@ -1,5 +1,6 @@
 """Metrics of prompts and of the prefix cache agree with those objects' own counts."""
 
+from functools import partial
 from pathlib import Path
 
 from mlx_speculation import PrefixCache, SpeculativeGenerator
@@ -83,7 +84,8 @@ def test_a_text_is_counted_under_the_names_of_vllm() -> None:
 
 def test_restore_points_and_evictions_are_those_of_the_cache() -> None:
     metrics, prefixes = Metrics("model"), PrefixCache(300_000, every=16)
-    metrics.watch(prefixes)
+    for name in ("restore_points", "evictions"):
+        metrics.watch(f"prefix_cache_{name}", partial(getattr, prefixes, name))
     points = "mlx_speculation:prefix_cache_restore_points{}"
     evictions = "mlx_speculation:prefix_cache_evictions{}"
     assert (values(metrics)[points], values(metrics)[evictions]) == (0, 0)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("mlx_speculation.server")
 IDLE_SECONDS, POLL_SECONDS = 0.1, 0.01
-EXIT_SECONDS = 5.0  # for the thread to end when the program exits
+EXIT_SECONDS = 60.0  # for the thread to end when the program exits
 
 MakeGenerator = Callable[["PrefixCache | None"], SpeculativeGenerator]
 
@@ -68,8 +68,14 @@ class Worker:
             )
         self._settings, self._metrics = settings, metrics
         self._make_generator, self._prefixes = make_generator, prefixes
+        metrics.watch("num_requests_running", lambda: self.running)
+        metrics.watch("num_requests_waiting", lambda: max(0, self.taken - self.running))
+        metrics.watch("active_memory_bytes", mx.get_active_memory)
         if prefixes is not None:
-            metrics.watch(prefixes)
+            points = "prefix_cache_restore_points"
+            metrics.watch(points, lambda: prefixes.restore_points)
+            metrics.watch("prefix_cache_bytes", lambda: prefixes.nbytes)
+            metrics.watch("prefix_cache_evictions", lambda: prefixes.evictions)
         self._rows: dict[tuple[str | None, bool], Rows] = {}
         self._rows_of = partial(
             Rows, settings=settings, metrics=metrics, done=self.done
@@ -96,6 +102,11 @@ class Worker:
     def alive(self) -> bool:
         """True while the thread can answer."""
         return self._thread.is_alive() and not self._failed
+
+    @property
+    def running(self) -> int:
+        """Number of rows that have begun."""
+        return sum(rows.running for rows in tuple(self._rows.values()))
 
     @property
     def main(self) -> Rows:
@@ -172,7 +183,6 @@ class Worker:
             self._rows[None, False] = rows
             args = self._settings.chat_template_args
             self.template = ChatTemplate(rows.generator.tokenizer, args)
-            self._note_levels()
         except BaseException as error:
             self.loaded.set_exception(error)
             return
@@ -182,7 +192,6 @@ class Worker:
                 self._admit()
                 for rows in tuple(self._rows.values()):
                     rows.round()
-                self._note_levels()
         except Exception:
             self._failed = True
             LOG.exception("the engine has failed")
@@ -247,15 +256,6 @@ class Worker:
             rows.end(end)
         self._rows.clear()
         gc.collect()
-
-    def _note_levels(self) -> None:
-        running = sum(rows.running for rows in self._rows.values())
-        self._metrics.level(
-            num_requests_running=running,
-            num_requests_waiting=max(0, self.taken - running),
-            prefix_cache_bytes=0 if self._prefixes is None else self._prefixes.nbytes,
-            active_memory_bytes=mx.get_active_memory(),
-        )
 
 
 def _beside(

@@ -1,6 +1,6 @@
 """Prometheus metrics. Those that vLLM also has are named as in vLLM."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,6 @@ from prometheus_client import (
 )
 
 if TYPE_CHECKING:
-    from mlx_speculation import PrefixCache
     from mlx_speculation.engine import Result
 
 _SECONDS = (
@@ -88,21 +87,14 @@ class Metrics:
             made[name.partition(":")[2]] = one if labels else one.labels(self._model)
         return made
 
-    def level(self, **levels: int) -> None:
-        """Set gauges."""
-        for name, value in levels.items():
-            self._levels[name].set(value)
-
     def add(self, name: str, *label: str | int, count: int = 1) -> None:
         """Add to a counter, one with a label by the value of that."""
         counter = self._counts[name]
         (counter.labels(self._model, *label) if label else counter).inc(count)
 
-    def watch(self, prefixes: "PrefixCache") -> None:
-        """Let gauges read a prefix cache each time the metrics are served."""
-        for name in ("restore_points", "evictions"):
-            read = partial(getattr, prefixes, name)
-            self._levels[f"prefix_cache_{name}"].set_function(read)
+    def watch(self, name: str, read: Callable[[], float]) -> None:
+        """Let a gauge read its value each time the metrics are served."""
+        self._levels[name].set_function(read)
 
     def began(self, seconds: float) -> None:
         """Record the time to a first token."""
@@ -117,28 +109,21 @@ class Metrics:
             seconds: the time from the request to the last token.
         """
         stats, disk = result.stats, result.stats.reused_from_disk
-        sources = {
-            "memory": stats.reused - disk,
-            "disk": disk,
-            "read": max(0, prompt - stats.reused),
-        }
-        counts = {
-            "prompt_tokens": prompt,
-            "generation_tokens": len(result.tokens),
-            "prefix_cache_queries": prompt,
-            "prefix_cache_hits": stats.reused,
-            "spec_decode_num_drafts": stats.drafts,
-            "spec_decode_num_draft_tokens": stats.drafted,
-            "spec_decode_num_accepted_tokens": stats.accepted,
-            "drafter_faults": len(stats.drafter_faults),
-        }
-        for name, count in counts.items():
-            self.add(name, count=count)
-        for source, count in sources.items():
-            self.add("prompt_tokens_by_source", source, count=count)
+        self.add("prompt_tokens", count=prompt)
+        self.add("generation_tokens", count=len(result.tokens))
+        self.add("prefix_cache_queries", count=prompt)
+        self.add("prefix_cache_hits", count=stats.reused)
+        sources = "prompt_tokens_by_source"
+        self.add(sources, "memory", count=stats.reused - disk)
+        self.add(sources, "disk", count=disk)
+        self.add(sources, "read", count=max(0, prompt - stats.reused))
+        self.add("spec_decode_num_drafts", count=stats.drafts)
+        self.add("spec_decode_num_draft_tokens", count=stats.drafted)
+        self.add("spec_decode_num_accepted_tokens", count=stats.accepted)
         for position, accepted in enumerate(stats.reached):
             name = "spec_decode_num_accepted_tokens_per_pos"
             self.add(name, position, count=accepted)
+        self.add("drafter_faults", count=len(stats.drafter_faults))
         if result.finish_reason in ("stop", "length"):
             self.add("request_success", result.finish_reason)
             self._times["e2e_request_latency_seconds"].observe(seconds)
