@@ -94,10 +94,8 @@ class Answering:
             check = self._watching(http, stack)
 
             def counted() -> int:
-                request: GenerationRequest = make(self._settings)
-                assert request.chat is not None
-                chat = _without_images(request.chat)
-                return len(self._template.rendered(chat))
+                chat = make(self._settings).chat
+                return len(self._template.rendered(_without_images(chat)))
 
             return await in_thread(counted, check)
 

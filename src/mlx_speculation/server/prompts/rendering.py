@@ -58,8 +58,7 @@ class ChatTemplate:
                 messages = fitted(chat.messages, chat.tools, traits)
                 tools = list(chat.tools) if traits.tools and chat.tools else None
                 if not self._has_template:
-                    texts = [{**m, "content": m["content"] or ""} for m in messages]
-                    return list(self._tokenizer.encode(convert_chat(texts)))
+                    return list(self._tokenizer.encode(convert_chat(messages)))
                 tokens = self._tokenizer.apply_chat_template(
                     messages, add_generation_prompt=True, tools=tools, **args
                 )

@@ -117,7 +117,7 @@ class Conversation:
         said = [None if isinstance(each, other) else each for each in blocks]
         text = "".join(part.get("text", "") for part in self._parts(said, where))
         thoughts = [each.thinking for each in blocks if isinstance(each, ThinkingBlock)]
-        calls = [
+        calls: list[dict[str, Any]] = [
             {
                 "id": each.id,
                 "type": "function",
@@ -197,14 +197,9 @@ class Conversation:
         for message in _with_reminders(self._sorted()):
             content = message["content"]
             if isinstance(content, list):
-                images += [part["data"] for part in content if part["type"] == "image"]
-                shown = [
-                    {"type": "image"} if part["type"] == "image" else part
-                    for part in content
-                ]
-                message = {**message, "content": shown}
+                images += [part.pop("data") for part in content if "data" in part]
             more = {name: value for name, value in message.items() if value}
-            placed.append({**more, "content": message["content"]})
+            placed.append({**more, "content": content})
         return Chat(
             messages=tuple(placed),
             tools=tuple(tools),

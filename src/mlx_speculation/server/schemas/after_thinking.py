@@ -28,7 +28,9 @@ class AfterThinking:
         self.mark, self.inner, self.budget = tuple(mark), inner, budget
         self.anything = np.ones(ids, dtype=np.bool_)
         # Ids past the end of a mask are not allowed.
-        self.only = {token: np.arange(token + 1) == token for token in self.mark}
+        self.only: dict[int, NDArray[np.bool_]] = {
+            token: np.arange(token + 1) == token for token in self.mark
+        }
 
     def begin(self) -> "ThinkingState":
         """Return a state before the first generated token."""
