@@ -237,7 +237,7 @@ class Worker:
             rows.insert(job, ids, len(ids))
             return
         model: Any = rows.generator.model
-        messages, args = self.template.with_images(chat)
+        messages, args = self.template.fit(chat)
         try:
             prompt = model.image_prompt(messages, chat.images, args)
         except Exception as error:  # a template may raise any error

@@ -51,23 +51,20 @@ class ChatTemplate:
         Raises:
             ApiError: the template refuses the messages.
         """
-        args = {**self._args, **chat.template_args}
         try:
             with self._lock:
-                traits = self.traits
-                messages = fitted(chat.messages, chat.tools, traits)
-                tools = list(chat.tools) if traits.tools and chat.tools else None
+                messages, args = self.fit(chat)
                 if not self._has_template:
                     return list(self._tokenizer.encode(convert_chat(messages)))
                 tokens = self._tokenizer.apply_chat_template(
-                    messages, add_generation_prompt=True, tools=tools, **args
+                    messages, add_generation_prompt=True, **args
                 )
         except Exception as error:  # a template may raise any error
             raise refused(error) from error
         return [int(token) for token in tokens]
 
-    def with_images(self, chat: Chat) -> tuple[list[Message], dict[str, Any]]:
-        """Return the messages of a chat with images, and arguments of its template."""
+    def fit(self, chat: Chat) -> tuple[list[Message], dict[str, Any]]:
+        """Return messages that the template renders completely, and its arguments."""
         args = {**self._args, **chat.template_args}
         if chat.tools and self.traits.tools:
             args["tools"] = list(chat.tools)
