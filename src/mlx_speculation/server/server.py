@@ -109,8 +109,8 @@ class Server:
                 then are cut off, and their clients get an error.
 
         Returns:
-            Whether the engine has ended. If it hangs, its thread goes on, and this
-            process cannot end by itself.
+            Whether the engine has ended. If it hangs, its thread goes on, and mlx may
+            abort this process at its exit.
         """
         if self._engine_ended is not None:
             return self._engine_ended

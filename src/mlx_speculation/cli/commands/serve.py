@@ -209,7 +209,7 @@ def _until_stopped(
     screen.say("ending")
     if not server.stop(grace):
         logging.shutdown()
-        os._exit(1)  # a normal exit would wait for the engine's thread
+        os._exit(1)  # a normal exit would free what the engine's thread uses
 
 
 def agent_lines(url: str, model: str, context: int) -> dict[str, str]:
