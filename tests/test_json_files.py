@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
@@ -74,18 +74,22 @@ def test_nesting_is_read_as_far_as_is_said() -> None:
     ]
 
 
-@pytest.mark.parametrize("text", ['{"a": 1, "a": 2}', '[{"b": {"a": 1, "a": 1}}]'])
-def test_a_key_that_stands_twice_is_refused_where_it_shall_be(text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "option", "said"),
+    [
+        ('{"a": 1, "a": 2}', "unique_keys", "has the key 'a' twice"),
+        ('[{"b": {"a": 1, "a": 1}}]', "unique_keys", "has the key 'a' twice"),
+        ("NaN", "finite", "no number of JSON"),
+        ("[-Infinity]", "finite", "no number of JSON"),
+        ('{"a": Infinity}', "finite", "no number of JSON"),
+    ],
+)
+def test_what_python_reads_is_refused_where_it_shall_be(
+    text: str, option: Literal["unique_keys", "finite"], said: str
+) -> None:
     assert parse_json(text)
-    with pytest.raises(JsonFlawError, match="has the key 'a' twice"):
-        parse_json(text, unique_keys=True)
-
-
-@pytest.mark.parametrize("text", ["NaN", "[-Infinity]", '{"a": Infinity}'])
-def test_numbers_that_json_lacks_are_refused_where_they_shall_be(text: str) -> None:
-    parse_json(text)
-    with pytest.raises(JsonFlawError, match="no number of JSON"):
-        parse_json(text, finite=True)
+    with pytest.raises(JsonFlawError, match=said):
+        parse_json(text, unique_keys=option == "unique_keys", finite=option == "finite")
 
 
 def test_a_file_is_read_up_to_a_size(tmp_path: Path) -> None:

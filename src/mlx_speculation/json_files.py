@@ -8,7 +8,8 @@ import os
 import re
 import stat
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -85,24 +86,32 @@ def load_json(file: Path, *, most: int = LARGEST, unique_keys: bool = False) -> 
     return parse_json(text, unique_keys=unique_keys)
 
 
+@contextmanager
+def replaced(file: Path) -> Iterator[Path]:
+    """Yield a temporary path beside a file; what is written there then replaces it.
+
+    After an error an earlier file stays as it was.
+    """
+    temporary = file.with_name(f".{os.urandom(8).hex()}.tmp{file.suffix}")
+    try:
+        yield temporary
+        temporary.replace(file)
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
 def write_json(file: Path, value: dict[str, Any]) -> None:
     """Write a file atomically, and make its folder.
 
     Raises:
         OSError: the file cannot be written; an earlier file stays as it was.
     """
-    temporary = file.with_name(f".{file.name}.{os.urandom(8).hex()}.tmp")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("x", encoding="utf-8") as opened:
-            opened.write(json.dumps(value, indent=2) + "\n")
-            opened.flush()
-            os.fsync(opened.fileno())
-        temporary.replace(file)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with replaced(file) as temporary, temporary.open("x", encoding="utf-8") as opened:
+        opened.write(json.dumps(value, indent=2) + "\n")
+        opened.flush()
+        os.fsync(opened.fileno())
 
 
 def deeper_than(levels: int, text: str) -> bool:

@@ -8,7 +8,6 @@ and 25 MB. It is kept under `cache_folder`; if that cannot be written, it is tem
 """
 
 import importlib.util
-import os
 import platform
 import re
 import shutil
@@ -21,6 +20,7 @@ from pathlib import Path
 
 from mlx_speculation.environment import cache_folder, installed
 from mlx_speculation.errors import BlasError
+from mlx_speculation.json_files import replaced
 
 WHEEL = "scipy-openblas32"
 _PACKAGE = "scipy_openblas32"
@@ -60,12 +60,8 @@ def _kept(copy: Path) -> Path:
     """Return the copy at this path; write it first if it does not exist."""
     if not copy.is_file():
         copy.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = copy.with_name(f".{copy.name}.{os.urandom(8).hex()}.tmp")
-        try:
+        with replaced(copy) as unfinished:
             _write(unfinished)
-            unfinished.replace(copy)
-        finally:
-            unfinished.unlink(missing_ok=True)
     return copy
 
 

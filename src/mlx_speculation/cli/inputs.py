@@ -7,12 +7,12 @@ fails, for instance on a full disk, raises a `SpeculationError`.
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from mlx_speculation.errors import InvalidRequestError, SpeculationError
-from mlx_speculation.json_files import JsonFlawError, parse_json
+from mlx_speculation.json_files import JsonFlawError, parse_json, replaced
 
 
 def read_prompt(prompt: str | None) -> str:
@@ -21,8 +21,9 @@ def read_prompt(prompt: str | None) -> str:
         raise InvalidRequestError(
             "There is no prompt. Give --prompt, or a text on standard input."
         )
-    text = _standard_input() if prompt in (None, "-") else str(prompt)
-    text = sound_text("The prompt", text)
+    if prompt is None or prompt == "-":
+        prompt = decoded("Standard input", sys.stdin.buffer.read())
+    text = sound_text("The prompt", prompt)
     if not text:
         raise InvalidRequestError(
             "The prompt is empty, and at least one character is needed. Give --prompt "
@@ -44,12 +45,6 @@ def sound_text(name: str, text: str) -> str:
             f"{name} is not UTF-8: byte 0x{ord(text[start]) & 0xFF:02x} stands at "
             f"character {start}. Convert it, for example with iconv."
         ) from error
-
-
-def _standard_input() -> str:
-    source = getattr(sys.stdin, "buffer", None)
-    content = sys.stdin.read() if source is None else source.read()
-    return content if isinstance(content, str) else decoded("Standard input", content)
 
 
 def decoded(name: str, content: bytes) -> str:
@@ -136,29 +131,30 @@ def parsed_json(name: str, text: str) -> Any:
         ) from error
 
 
+def json_object(option: str, text: str) -> dict[str, Any]:
+    """Return the object of an option, or refuse another value."""
+    value = parsed_json(option, text)
+    if not isinstance(value, dict):
+        raise InvalidRequestError(f"{option} is {text}, and a JSON object is needed.")
+    return value
+
+
 def check_output(option: str, path: Path) -> None:
     """Refuse a file that could not be written; called before the work begins."""
+    folder, why = path.absolute().parent, ""
     try:
-        result = _unwritable(path)
+        if path.is_dir():
+            why = "which is a folder"
+        elif not folder.is_dir():
+            why = f"and there is no folder {str(folder)!r}"
+        elif not os.access(path if path.exists() else folder, os.W_OK):
+            why = "which may not be written"
     except OSError as error:
-        result = f"which cannot be written: {error.strerror}"
-    if result is None:
-        return
-    raise InvalidRequestError(
-        f"{option} is {str(path)!r}, {result}. Name a file in a folder of yours."
-    )
-
-
-def _unwritable(path: Path) -> str | None:
-    """Return why a file cannot be written; None: no reason is known."""
-    folder = path.absolute().parent
-    if path.is_dir():
-        return "which is a folder"
-    if not folder.is_dir():
-        return f"and there is no folder {str(folder)!r}"
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        return "which may not be written"
-    return None
+        why = f"which cannot be written: {error.strerror}"
+    if why:
+        raise InvalidRequestError(
+            f"{option} is {str(path)!r}, {why}. Name a file in a folder of yours."
+        )
 
 
 @contextmanager
@@ -168,18 +164,14 @@ def writing(option: str, path: Path) -> Iterator[Path]:
     Raises:
         SpeculationError: the file cannot be written.
     """
-    whole = part = path.resolve()
-    replaced = whole.is_file() or not whole.exists()  # a device is written directly
-    if replaced and os.access(whole.parent, os.W_OK):
-        part = whole.with_name(f".{os.urandom(8).hex()}{path.suffix}")
+    whole = path.resolve()
+    regular = whole.is_file() or not whole.exists()  # a device is written directly
+    atomic = regular and os.access(whole.parent, os.W_OK)
     try:
-        yield part
-        part.replace(whole)
+        with replaced(whole) if atomic else nullcontext(whole) as part:
+            yield part
     except OSError as error:
         raise SpeculationError(
             f"{option} is {str(path)!r}, which cannot be written: {error.strerror}. "
             "Name another file."
         ) from error
-    finally:
-        if part != whole:
-            part.unlink(missing_ok=True)
