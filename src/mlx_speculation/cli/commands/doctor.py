@@ -1,7 +1,7 @@
 """`doctor`: reports the installation, its faults and its slow settings."""
 
 import os
-import subprocess
+import platform
 import sys
 from importlib.metadata import requires
 from pathlib import Path
@@ -10,9 +10,8 @@ from typing import Any
 import typer
 from rich.table import Table
 
-from mlx_speculation.blas import better_kernels, blas_in_use, thread_settings
+from mlx_speculation.blas import blas_in_use, thread_settings
 from mlx_speculation.blas.automatic import VARIABLE, wanted_blas
-from mlx_speculation.blas.kernels import CORE_TYPE
 from mlx_speculation.blas.threads import NAMES, TIMEOUT
 from mlx_speculation.cli.console import Screen
 from mlx_speculation.cli.doctor_advice import (
@@ -28,26 +27,19 @@ from mlx_speculation.cli.options import Json
 from mlx_speculation.cli.run_app import FAILED
 from mlx_speculation.environment import cache_folder, cpu_model, installed, usable_cores
 
+# Beside those that this package requires
 PACKAGES = (
     "mlx-speculation",
-    "mlx",
     "mlx-metal",
     "mlx-cpu",
     "mlx-cuda-13",
     "mlx-cuda-12",
     *OPENBLAS,
-    "mlx-lm",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "numpy",
-    "typer",
-    "rich",
     *OPTIONAL,
 )
 VARIABLES = (
     CUDNN,
-    CORE_TYPE,
+    "OPENBLAS_CORETYPE",
     VARIABLE,
     *NAMES,
     TIMEOUT,
@@ -78,12 +70,10 @@ def find_facts() -> tuple[Facts, dict[str, Any]]:
     error, backend, device = _mlx()
     folder, writable = _cache_folder() if error is None else (None, True)
     blas = blas_in_use()
-    chooses = sys.platform == "linux" and backend == "cpu"
-    early, late = _blas_of_programs() if chooses else (None, None)
     requirements = requires("mlx-speculation") or []
     names = [*PACKAGES, *required_names(requirements)]
     facts = Facts(
-        python=(sys.version_info[0], sys.version_info[1], sys.version_info[2]),
+        python=platform.python_version(),
         system=sys.platform,
         packages={name: installed(name) for name in dict.fromkeys(names)},
         requirements=requirements,
@@ -92,10 +82,7 @@ def find_facts() -> tuple[Facts, dict[str, Any]]:
         gpus=len(list(Path("/proc/driver/nvidia/gpus").glob("*"))),
         blas=blas,
         openblas=blas.startswith("OpenBLAS"),
-        kernels=better_kernels(),
         threads=thread_settings(),
-        program_blas=early,
-        late_program_blas=late,
         cores=usable_cores(),
         environment={n: os.environ[n] for n in VARIABLES if n in os.environ},
         cache_folder=None if folder is None else str(folder),
@@ -112,32 +99,9 @@ def _mlx() -> tuple[str | None, str | None, dict[str, Any]]:
         device = dict(mx.device_info())
     except (ImportError, RuntimeError) as error:
         return str(error), None, {}
-    if mx.metal.is_available():
-        backend = "metal"
-    elif mx.cuda.is_available():
-        backend = "cuda"
-    else:
-        backend = "cpu"
+    gpus = {"metal": mx.metal.is_available(), "cuda": mx.cuda.is_available()}
+    backend = next((name for name, there in gpus.items() if there), "cpu")
     return None, backend, {"device": str(mx.default_device()), **device}
-
-
-def _blas_of_programs() -> tuple[str | None, str | None]:
-    """Return the BLAS of two programs: one imports this package first, one mlx.
-
-    Both programs are run. None: the program failed, as mlx does there.
-    """
-    asking = "; from mlx_speculation.blas import blas_in_use; print(blas_in_use())"
-    programs = [
-        subprocess.Popen(
-            [sys.executable, "-c", f"import {first}, mlx.core{asking}"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        for first in ("mlx_speculation", "mlx.core")
-    ]
-    early, late = (program.communicate()[0].strip() or None for program in programs)
-    return early, late
 
 
 def _cache_folder() -> tuple[Path | None, bool]:
@@ -153,7 +117,7 @@ def _cache_folder() -> tuple[Path | None, bool]:
 
 def _table(facts: Facts, device: dict[str, Any]) -> Table:
     table = Table("what", "here", title="This installation")
-    table.add_row("Python", ".".join(map(str, facts.python)))
+    table.add_row("Python", facts.python)
     for name, there in facts.packages.items():
         if there is not None:
             table.add_row(name, there)
@@ -163,16 +127,10 @@ def _table(facts: Facts, device: dict[str, Any]) -> Table:
         if name in device:
             table.add_row(name.replace("_", " "), str(device[name]))
     if facts.backend == "cpu":
-        table.add_row("BLAS of the commands", facts.blas)
+        table.add_row("BLAS", facts.blas)
         if facts.openblas:
             set_by = facts.threads or "as they were when it was loaded"
             table.add_row("its threads", set_by)
-    for name, result in (
-        ("BLAS of Python programs", facts.program_blas),
-        ("where mlx is imported first", facts.late_program_blas),
-    ):
-        if result is not None:
-            table.add_row(name, result)
     for name, value in facts.environment.items():
         table.add_row(name, value)
     table.add_row("costs are kept in", facts.cache_folder or "nothing")
