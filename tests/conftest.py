@@ -23,6 +23,7 @@ from support.processes.reader import Reader
 
 if TYPE_CHECKING:
     from support.caches.cache_twins import Mixers
+    from support.processes.commands import Commands
 
 # Programs that a shell runs in the background ignore Ctrl-C; programs that tests start
 # would inherit this.
@@ -145,6 +146,26 @@ def _short_probe(monkeypatch: pytest.MonkeyPatch) -> None:
 
     of = partial(probe_text.OwnText.of, steps=8)
     monkeypatch.setattr(probe_text.OwnText, "of", of)
+
+
+@pytest.fixture(name="commands")
+def _commands(monkeypatch: pytest.MonkeyPatch) -> "Commands":
+    from support.processes.commands import Commands
+
+    return Commands(monkeypatch)
+
+
+@pytest.fixture(name="small_demo")
+def _small_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the command `demo` run the smallest model on two prompts."""
+    from mlx_speculation.cli.commands import demo
+    from mlx_speculation.demo import DemoPrompt, demo_models
+
+    small = demo_models()["draft"]
+    monkeypatch.setattr(demo, "demo_models", lambda: {"dense": small, "draft": small})
+    text = "def add(first, second):\n"
+    prompts = [DemoPrompt(group, "a test", text) for group in ("code", "prose")]
+    monkeypatch.setattr(demo, "one_prompt_per_group", lambda: prompts)
 
 
 @pytest.fixture(name="note_rounds")

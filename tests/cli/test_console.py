@@ -24,7 +24,7 @@ def shown(*, terminal: bool) -> str:
     screen.notes = Console(file=written, force_terminal=terminal, width=80)
     with screen.progress("reading") as report:
         report(3, 12)
-    with screen.busy("loading"):
+    with screen.progress("loading"):
         pass
     return written.getvalue()
 

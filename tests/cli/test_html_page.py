@@ -106,19 +106,11 @@ def test_a_page_shows_the_text_whatever_it_holds(
     chunks: list[Chunk], prompt: str, name: str
 ) -> None:
     result = result_of(chunks)
-    page = page_of(
-        result,
-        chunks,
-        TOKENIZER,
-        model=name,
-        draft=name,
-        finish_reason="length",
-        prompt=prompt,
-    )
+    page = page_of(result, chunks, TOKENIZER, name, "length", prompt)
     read = Reader(page)
     assert "".join(text for _, text in read.spans) == result.text
     assert read.prompt == prompt
-    assert read.titles == 2 * f"{name}, drafted by {name}"
+    assert read.titles == 2 * name
     assert [classes.split()[1] for classes, _ in read.spans] == [
         {"accepted": "a", "correction": "c", "bonus": "b", "step": "s"}[o.writer]
         for o in result.origins
@@ -150,15 +142,7 @@ def test_a_page_of_a_real_generation_marks_rounds_and_counts() -> None:
     generator = SpeculativeGenerator(model, TOKENIZER, draft=drafter, draft_length=3)
     stream = generator.stream(prompt, max_tokens=30, stop_tokens=(), logprobs=3)
     chunks = list(stream)
-    page = page_of(
-        stream.result,
-        chunks,
-        TOKENIZER,
-        model="m",
-        draft="d",
-        finish_reason="length",
-        prompt="x",
-    )
+    page = page_of(stream.result, chunks, TOKENIZER, "m", "length", "x")
     read = Reader(page)
     stats = stream.stats
     assert sum("first" in classes for classes, _ in read.spans) == stats.rounds

@@ -7,76 +7,51 @@ from typing import Any
 
 import pytest
 
-from mlx_speculation.cli.measure import Spread
-from mlx_speculation.cli.plots import (
-    Curve,
-    Panel,
-    check_plot,
-    draw,
-    save_plot,
-)
+from mlx_speculation.cli.measure import Arm, arms_of
+from mlx_speculation.cli.plots import check_plot, draw
+from mlx_speculation.engine import Statistics
 from mlx_speculation.errors import InvalidRequestError
 
-FAR = Spread(220.0, 180.0, 230.0)
-NEAR_AND_FAR = {1: Spread(130.0, 120.0, 135.0), 4: FAR}
-MODEL = Curve(
-    "model",
-    NEAR_AND_FAR,
-    Spread(205.0, 201.0, 207.0),
-    (0.9, 0.5),
-)
-LOOKUP = Curve("lookup", {4: FAR}, None, (0.25,))
 
-
-def panel(title: str, plain: float, *curves: Curve) -> Panel:
-    level, half = (Spread(x, 0.9 * x, 1.1 * x) for x in (plain, plain / 2))
-    return Panel(title, level, curves, {"other": half})
+def arms() -> list[Arm]:
+    """Return plain arms at 110 and 55, and two drafts at lengths 1, 4 and adaptive."""
+    made = arms_of(["model", "lookup"], [None, 1, 4])
+    for number, arm in enumerate(made[2:]):
+        arm.speeds = [120.0 + number, 130.0 + number, 135.0 + number]
+        reached = [9, 5][: arm.length] if arm.draft == 0 else [2]
+        arm.totals = Statistics(drafts=10, reached=reached)
+    made[0].speeds, made[1].speeds = [110.0], [50.0, 55.0, 60.0]
+    return made
 
 
 def points(line: Any) -> list[tuple[float, float]]:
-    return list(zip(line.get_xdata(), line.get_ydata(), strict=True))
+    return [(round(x), y) for x, y in zip(*line.get_data(), strict=True)]
 
 
 def test_measured_points_and_levels_stand_where_they_belong() -> None:
-    figure = draw(panel("one", 110.0, MODEL))
+    figure = draw("one", ["model", "lookup"], arms())
     speeds, accepted = figure.axes
     assert speeds.get_title() == "one"
-    fixed, adaptive = speeds.containers
-    marks, _, (ends,) = fixed
-    assert points(marks) == [(1, 130), (4, 220)]
-    mark, _, (end,) = adaptive
-    assert points(mark) == [(5, 205)]  # right of the longest draft length
-    assert [(x, y) for x, y in end.get_segments()[0]] == [(5, 201), (5, 207)]
-    assert speeds.get_ylim() == pytest.approx((0, 1.08 * 230))
-    assert [[(x, y) for x, y in each] for each in ends.get_segments()] == [
-        [(1, 120), (1, 135)],
-        [(4, 180), (4, 230)],
+    containers: Any = speeds.containers
+    (model, _, (bars,)), (lookup, _, _) = containers
+    assert points(model) == [(5, 130), (1, 131), (4, 132)]  # 5: the adaptive length
+    assert [[y for _, y in each] for each in bars.get_segments()] == [
+        [120, 135],
+        [121, 136],
+        [122, 137],
     ]
+    assert points(lookup) == [(5, 133), (1, 134), (4, 135)]
+    assert [each.get_text() for each in speeds.get_xticklabels()] == [*"1234", "auto"]
+    assert speeds.get_ylim()[0] == 0
     drawn = [points(line) for line in speeds.lines]
     assert [(0, 110), (1, 110)] in drawn
     assert [(0, 55), (1, 55)] in drawn
-    assert points(accepted.lines[0]) == [(1, 90), (2, 50)]
-    assert [t.get_text() for t in figure.legends[0].get_texts()] == [
-        "model",
-        "plain",
-        "other",
-        "bars and bands: slowest to fastest pass",
-    ]
-
-
-def test_a_drafter_has_the_same_colour_above_and_below() -> None:
-    speeds, accepted = draw(panel("both", 1.0, MODEL, LOOKUP)).axes
-    model, lookup = (line.get_color() for line in accepted.lines)
-    assert model != lookup
-    containers: Any = speeds.containers
-    above = [bars.lines[0].get_color() for bars in containers]
-    assert above == [model, model, lookup]
-
-
-def test_a_picture_is_written(tmp_path: Path) -> None:
-    path = tmp_path / "plot.png"
-    save_plot(panel("one", 1.0, MODEL), path)
-    assert path.read_bytes().startswith(b"\x89PNG")
+    assert [points(line) for line in accepted.lines] == [[(1, 90), (2, 50)], [(1, 20)]]
+    shown = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert sorted(shown) == ["lookup", "mlx-lm, plain", "model", "ours, plain"]
+    colours = [line.get_color() for line in accepted.lines]
+    assert colours == [model.get_color(), lookup.get_color()]
+    assert len(set(colours)) == 2
 
 
 def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
@@ -89,7 +64,6 @@ def test_without_matplotlib_the_extra_is_named() -> None:
     code = (
         "import sys; sys.modules['matplotlib.figure'] = None\n"
         "from mlx_speculation import errors\nfrom mlx_speculation.cli import plots\n"
-        "plots.Curve('model', {}, None, ())\n"
         "try:\n    plots.check_plot('plot.png')\n"
         "except errors.MissingLibraryError as error:\n    print(error)\n"
     )

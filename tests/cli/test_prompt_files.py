@@ -1,6 +1,5 @@
 """`generate --prompt-cache-file`: tokens read by mlx_lm.cache_prompt are kept."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -20,11 +19,6 @@ MODELS = demo_models()
 DRAFT = str(MODELS["draft"])
 BEGIN, REST = "def add(first, second):\n    return", " first + second\n\ndef sub("
 PAIR = ["--draft", DRAFT, "--draft-length", "3", "-m", "14"]
-
-
-@pytest.fixture(name="commands")
-def _commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
-    return Commands(monkeypatch)
 
 
 def made_by_mlx_lm(file: Path, model: str, *options: str) -> Path:
@@ -99,12 +93,10 @@ def test_a_template_goes_on_with_the_message(
     commands: Commands, tmp_path: Path
 ) -> None:
     folder = copy_of("draft", tmp_path / "chat")
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    config["chat_template"] = (
+    (folder / "chat_template.jinja").write_text(
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
     file = made_by_mlx_lm(tmp_path / "begun.safetensors", str(folder))
     report = commands.object(
         "generate", folder, *PAIR, "-p", REST, "--prompt-cache-file", file

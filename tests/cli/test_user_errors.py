@@ -22,11 +22,6 @@ PLAIN = ["generate", DRAFT, "-m", "2"]
 HI = [*PLAIN, "-p", "hi"]
 
 
-@pytest.fixture(name="commands")
-def _commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
-    return Commands(monkeypatch)
-
-
 NUMBERS = [
     ("--temperature", "-1", "temperature is -1.0, and a finite number from 0"),
     ("--temp", "nan", "temperature is nan, and a finite number from 0"),
@@ -55,6 +50,7 @@ NUMBERS = [
     ("--draft", "", "--draft is empty. Give a folder, 'mtp'"),
     ("--draft", "nowhere", "There is no folder 'nowhere'"),
     ("--draft", "mtp", "whose MTP heads are known"),
+    ("--draft=none --draft-length", "4", "--draft-length is 4, and --draft is none"),
     ("--draft=none --quantize-draft", "4", "quantize_draft is 4, and draft is None"),
     ("--draft=mtp --history", "4", "history is 4, and draft is 'mtp'"),
     ("--quantize-draft", "7", "one of 2, 3, 4, 5, 6, 8 bits is needed"),
@@ -120,12 +116,6 @@ def test_the_status_says_whose_fault_it_is(commands: Commands, tmp_path: Path) -
     assert [commands(*each).exit_code for each in folders] == [1] * len(folders)
 
 
-def test_a_draft_length_needs_a_draft(commands: Commands) -> None:
-    said = commands.refused(*HI, "--draft", "none", "--draft-length", "4")
-    assert "--draft-length is 4, and --draft is none" in said
-    assert commands(*HI, "--draft-length", "0").exit_code == 0
-
-
 def test_the_version_is_printed(commands: Commands) -> None:
     done = commands("--version")
     assert done.stdout == f"mlx-speculation {__version__}\n"
@@ -157,14 +147,6 @@ def test_models_that_are_none_are_refused(commands: Commands, tmp_path: Path) ->
     (ends / "generation_config.json").write_text('{"eos_token_id": ["x"]}')
     assert "says eos_token_id 'x', and whole numbers are needed" in said(ends)
 
-    old = copy_of("draft", tmp_path / "old")
-    shutil.copy(old / "model.safetensors", old / "model-old.safetensors")
-    assert "'model-old.safetensors' and 'model.safetensors' in" in said(old)
-
-    for drafter in ("eagle", "assistant"):
-        message = said(demo_models()[drafter])
-        assert "this is a drafter for another model" in message
-        assert "--draft" in message
     assert "this is a drafter" in commands.refused("serve", demo_models()["eagle"])
 
     unknown = copy_of("draft", tmp_path / "unknown")
@@ -233,15 +215,13 @@ def test_a_draft_with_another_tokenizer_is_refused(
     assert "Choose a draft that was trained with the target's tokenizer" in said
 
 
-def test_an_empty_prompt_is_refused(commands: Commands) -> None:
+def test_an_empty_prompt_is_refused(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert "The prompt is empty" in commands.refused(*PLAIN, "-p", "")
     assert "The prompt is empty" in commands.refused(*PLAIN, text="")
     assert "The prompt is empty" in commands.refused(*PLAIN, "-p", "-", text=b"")
-
-
-def test_nobody_waits_for_a_prompt_on_a_terminal(
-    commands: Commands, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    # Nobody waits for one on a terminal.
     terminal = SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True))
     monkeypatch.setattr("mlx_speculation.cli.inputs.sys", terminal)
     said = commands.refused(*PLAIN)
@@ -312,9 +292,8 @@ def test_schemas_that_cannot_be_used_are_refused(
 
 def test_a_template_that_refuses_is_a_line(commands: Commands, tmp_path: Path) -> None:
     folder = copy_of("draft", tmp_path / "chat")
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    config["chat_template"] = "{{ raise_exception('no system message, please') }}"
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    template = "{{ raise_exception('no system message, please') }}"
+    (folder / "chat_template.jinja").write_text(template)
     said = commands.refused("generate", folder, "-p", "hi", "--system-prompt", "x")
     assert "The chat template refused 2 messages" in said
     assert "no system message, please" in said

@@ -6,7 +6,7 @@ such functions. A field or parameter is an `option`, or has an annotation of typ
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Annotated, Any, get_type_hints
 
@@ -84,15 +84,17 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
             group = groups[parameter.name] = parameter.annotation
             hints = get_type_hints(group, include_extras=True)
             flat += [_parameter(x.name, hints[x.name], x, group) for x in fields(group)]
-        elif isinstance(parameter.default, Field):
-            name, hint = parameter.name, parameter.annotation
-            flat.append(_parameter(name, hint, parameter.default, None, name=name))
+        elif isinstance(default := parameter.default, Field):
+            flat.append(_parameter(parameter.name, parameter.annotation, default, None))
         else:
             flat.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
 
     def run(**values: Any) -> None:
         for name, group in groups.items():
-            members = {x.name: values.pop(_flat_name(x.name, x)) for x in fields(group)}
+            members = {
+                x.name: values.pop(_identifier(_names(x.name, x)))
+                for x in fields(group)
+            }
             values[name] = group(**members)
         command(**values)
 
@@ -103,41 +105,31 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _parameter(
-    default_name: str,
-    hint: Any,
-    field: "Field[Any]",
-    group: Any,
-    *,
-    name: str | None = None,
-) -> Parameter:
-    """Return a field as a parameter, named by `name` or else by its option."""
+def _parameter(name: str, hint: Any, field: "Field[Any]", group: Any) -> Parameter:
+    """Return a field as a parameter, named by its option."""
+    names = _names(name, field)
     option = {**field.metadata.get("option", {})}
     if option:
         del option["names"]
         panel = option.pop("panel") or getattr(group, "panel", None)
-        made = typer.Option(
-            *_names(default_name, field), rich_help_panel=panel, **option
-        )
-        hint = Annotated[hint, made]
+        hint = Annotated[hint, typer.Option(*names, rich_help_panel=panel, **option)]
     return Parameter(
-        name or _flat_name(default_name, field),
+        _identifier(names),
         Parameter.KEYWORD_ONLY,
         default=Parameter.empty if field.default is MISSING else field.default,
         annotation=hint,
     )
 
 
-def _names(default_name: str, field: "Field[Any]") -> tuple[str, ...]:
+def _names(name: str, field: "Field[Any]") -> Sequence[str]:
     """Return the names of an option; the default is from its field or parameter."""
-    return field.metadata.get("option", {}).get("names") or (
-        f"--{default_name.replace('_', '-')}",
-    )
+    given: Sequence[str] = field.metadata.get("option", {}).get("names", ())
+    return given or (f"--{name.replace('_', '-')}",)
 
 
-def _flat_name(default_name: str, field: "Field[Any]") -> str:
+def _identifier(names: Sequence[str]) -> str:
     """Return the option's first name as an identifier, unique among all groups."""
-    return _names(default_name, field)[0].removeprefix("--").replace("-", "_")
+    return names[0].removeprefix("--").replace("-", "_")
 
 
 for command in COMMANDS:

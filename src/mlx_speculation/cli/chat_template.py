@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mlx_speculation.cli.inputs import parsed_json, sound_text
+from mlx_speculation.cli.inputs import json_object, sound_text
 from mlx_speculation.cli.options import TEMPLATE
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.option_fields import option
@@ -100,13 +100,7 @@ class TemplateOptions:
     def _config(self) -> dict[str, Any]:
         if self.chat_template_config is None:
             return {}
-        config = parsed_json("--chat-template-config", self.chat_template_config)
-        if not isinstance(config, dict):
-            raise InvalidRequestError(
-                f"--chat-template-config is {self.chat_template_config}, and a JSON "
-                "object is needed."
-            )
-        return config
+        return json_object("--chat-template-config", self.chat_template_config)
 
 
 def encode(tokenizer: Any, text: str, *, rendered: bool) -> list[int]:

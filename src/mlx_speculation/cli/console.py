@@ -91,14 +91,11 @@ class Screen:
             typer.echo(json.dumps(plain(fields), allow_nan=False))
 
     @contextmanager
-    def busy(self, what: str) -> Iterator[None]:
-        """Show that a task of unknown length is running."""
-        with self.progress(what):
-            yield
-
-    @contextmanager
     def progress(self, what: str) -> Iterator[Report]:
-        """Show progress; yield a function that takes the number done and the total."""
+        """Show progress; yield a function that takes the number done and the total.
+
+        Until it is called, the task is shown as one of unknown length.
+        """
         bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),

@@ -36,11 +36,15 @@ class Conversation:
             InvalidRequestError: the template refuses the message, which is not added.
         """
         said: Message = {"role": "user", "content": message}
-        text = self._render([*self._messages, said])
-        self._messages.append(said)
+        messages = [*self._messages, said]
+        if self.rendered:
+            text = self._template.render(self._tokenizer, messages)
+        else:
+            text = "".join(f"{message['content']}\n" for message in messages)
+        self._messages = messages
         if self._replay and self._ids and text.startswith(self._text):
             rest = text[len(self._text) :]
-            self._ids = [*self._ids, *self._encode(rest)] if rest else self._ids
+            self._ids += encode(self._tokenizer, rest, rendered=True) if rest else []
         else:
             self._ids = encode(self._tokenizer, text, rendered=self.rendered)
         self._text = text
@@ -51,12 +55,3 @@ class Conversation:
         self._messages.append({"role": "assistant", "content": text})
         self._ids += tokens
         self._text += self._tokenizer.decode(list(tokens))
-
-    def _encode(self, text: str) -> list[int]:
-        ids = self._tokenizer.encode(text, add_special_tokens=False)
-        return [int(token) for token in ids]
-
-    def _render(self, messages: Sequence[Message]) -> str:
-        if self.rendered:
-            return self._template.render(self._tokenizer, messages)
-        return "".join(f"{message['content']}\n" for message in messages)

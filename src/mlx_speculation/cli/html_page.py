@@ -12,6 +12,8 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
 
+from mlx_speculation.cli.stream_view import figures
+
 if TYPE_CHECKING:
     from mlx_speculation.engine import Chunk, Origin, Result
 
@@ -29,20 +31,16 @@ def page_of(
     result: "Result",
     chunks: Sequence["Chunk"],
     tokenizer: Any,
-    *,
-    model: str,
-    draft: str | None,
-    finish_reason: str,
+    title: str,
+    ended: str,
     prompt: str,
 ) -> str:
     """Return the page as HTML; hovering over a token shows its log-probabilities."""
-    drafted = "plain decoding" if draft is None else f"drafted by {draft}"
-    title = f"{model}, {drafted}"
     return Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(
         title=escape(title),
         heading=escape(title),
         subtitle=escape(
-            f"mlx-speculation; finish reason: {finish_reason}; seed: {result.seed}"
+            f"mlx-speculation; finish reason: {ended}; seed: {result.seed}"
         ),
         numbers=_numbers(result),
         legend=_legend(result),
@@ -54,34 +52,20 @@ def page_of(
 
 
 def _numbers(result: "Result") -> str:
-    stats = result.stats
-    shown = {
-        "tokens": str(len(result.tokens)),
-        "rounds": str(stats.rounds),
-        "tokens per round": f"{stats.tokens_per_round:.2f}",
-        "drafted": str(stats.drafted),
-        "accepted": str(stats.accepted),
-        "acceptance rate": f"{stats.acceptance_rate:.0%}",
-        "mean accepted length": f"{stats.mean_accepted_length:.2f}",
-        "tokens per second": f"{stats.tokens_per_second:.1f}",
-    }
     return "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
-        for name, value in shown.items()
+        for name, value in figures(result).items()
     )
 
 
 def _legend(result: "Result") -> str:
     """Return a row with the share of each origin that occurs in the text."""
     counts = Counter(result.origins)
-    places = sorted(o.place for o in counts if o.place is not None)
-    keys = [o for place in places for o in counts if o.place == place]
-    for writer in ("correction", "bonus", "step"):
-        keys += [o for o in counts if o.writer == writer]
-    rows = []
-    for origin in keys:
+    order, rows = [*_CLASSES], []
+    for origin in sorted(counts, key=lambda o: (order.index(o.writer), o.place or 0)):
         count, share = counts[origin], counts[origin] / len(result.origins)
-        swatch = f'<span class="t swatch {_classes(origin)}"{_shade(origin)}>abc</span>'
+        kind = f"t swatch {_CLASSES[origin.writer]}"
+        swatch = f'<span class="{kind}"{_shade(origin)}>abc</span>'
         rows.append(
             f"<tr><td>{swatch}</td><td>{escape(_writer(origin))}</td>"
             f'<td class="n">{count}</td><td class="n">{share:.0%}</td>'
@@ -95,7 +79,8 @@ def _spans(chunks: Sequence["Chunk"]) -> str:
     spans = []
     ends = [True, *(one.origin.place is None for one, _ in pairwise(chunks))]
     for index, (chunk, first) in enumerate(zip(chunks, ends, strict=False)):
-        classes = f"t {_classes(chunk.origin)}{' first' if first else ''}"
+        kind = _CLASSES[chunk.origin.writer]
+        classes = f"t {kind}{' first' if first else ''}"
         text = escape(chunk.text).replace("\n", "<i>⏎</i>\n") or "<i>·</i>"
         spans.append(
             f'<span class="{classes}"{_shade(chunk.origin)} data-n="{index}" '
@@ -130,10 +115,6 @@ def _writer(origin: "Origin") -> str:
     if origin.place is not None:
         return f"draft, accepted at place {origin.place + 1}"
     return _WORDS[origin.writer]
-
-
-def _classes(origin: "Origin") -> str:
-    return _CLASSES[origin.writer]
 
 
 def _shade(origin: "Origin") -> str:

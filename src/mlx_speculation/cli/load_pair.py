@@ -4,18 +4,16 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mlx_speculation.blas import BlasChoice, BlasName, use_blas
+from mlx_speculation.blas import BlasName, use_blas
 from mlx_speculation.cli.console import Screen
 from mlx_speculation.cli.options import PairOptions
+from mlx_speculation.environment import versions
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.option_fields import option
 
 if TYPE_CHECKING:
     from mlx_speculation import PrefixCache, SpeculativeGenerator
     from mlx_speculation.engine import Statistics
-
-ADAPTER, TRUST = "adapter_path", "trust_remote_code"
-LOADING = ("quantize_draft", "history")
 
 CACHE_SIZE = "Size of the prefix cache; 0: off. Default: a quarter of free memory."
 NO_REPLAY = "Encode earlier answers again instead of replaying their token ids."
@@ -27,12 +25,7 @@ class CacheOptions:
 
     panel: ClassVar[str] = "Prefix cache"
 
-    cache_gigabytes: float | None = option(
-        None,
-        CACHE_SIZE,
-        min=0.0,
-        max=1e6,
-    )
+    cache_gigabytes: float | None = option(None, CACHE_SIZE, min=0.0, max=1e6)
     cache_folder: Path | None = option(
         None, "Folder that keeps it for later processes too. Default: none."
     )
@@ -60,20 +53,17 @@ class CacheOptions:
         )
 
 
-DERIVED = (
-    "acceptance_rate",
-    "mean_accepted_length",
-    "accepted_per_position",
-    "tokens_per_round",
-    "tokens_per_second",
-)
+def short_name(path_or_repo: str) -> str:
+    """Return the last part of a folder's path, or a repository's name unchanged."""
+    path = Path(path_or_repo).expanduser()
+    return path.resolve().name if path.exists() else path_or_repo
 
 
-def begin(blas: BlasName, screen: Screen) -> BlasChoice:
-    """Choose and print the BLAS; called before mlx is imported."""
+def begin(blas: BlasName, screen: Screen) -> dict[str, Any]:
+    """Choose and print the BLAS, before mlx is imported; return it for JSON."""
     chosen = use_blas(blas)
     screen.say(f"BLAS: {chosen.detail}")
-    return chosen
+    return {"blas": chosen, "versions": versions()}
 
 
 def open_pair(
@@ -105,7 +95,7 @@ def open_pair(
             f"--draft-length is {pair.draft_length}, and --draft is none. Give a "
             "folder, 'mtp', 'lookup' or 'auto', or leave --draft-length out."
         )
-    with screen.busy(f"loading {Path(pair.model).name}"):
+    with screen.progress(f"loading {short_name(pair.model)}"):
         generator = SpeculativeGenerator.from_pretrained(
             pair.model,
             prefix_cache=prefix_cache,
@@ -128,8 +118,9 @@ def beside(
     from mlx_speculation.engine.drafters.resolve import find_draft
 
     options = pair.for_loading()
-    loading = {name: options.pop(name) for name in (*LOADING, ADAPTER, TRUST)}
-    del loading[ADAPTER]  # the target is loaded already
+    del options["adapter_path"]  # the target is loaded already
+    names = ("quantize_draft", "history", "trust_remote_code")
+    loading = {name: options.pop(name) for name in names}
     if pair.draft == "lookup":  # the dropped options are for draft models
         loading["quantize_draft"] = None
         options = {"draft_length": pair.draft_length}
@@ -139,7 +130,7 @@ def beside(
 
 def as_object(statistics: "Statistics") -> dict[str, Any]:
     """Return statistics and values derived from them, for JSON."""
-    values = {
-        field.name: getattr(statistics, field.name) for field in fields(statistics)
-    }
-    return {**values, **{name: getattr(statistics, name) for name in DERIVED}}
+    every = vars(type(statistics)).items()
+    derived = [name for name, value in every if isinstance(value, property)]
+    names = [*(field.name for field in fields(statistics)), *derived]
+    return {name: getattr(statistics, name) for name in names}

@@ -123,40 +123,29 @@ def measure(
             which, runs = number % len(prompts), {}
             prompt = prompts[which]
             if which not in sizes:
-                sizes[which] = _size(generators[0], sampling, prompt, tokens)
+                text = generators[0].generate(
+                    prompt, max_tokens=tokens, draft_length=0, sampling=sampling
+                )
+                sizes[which] = max(2, len(text.tokens))
             first = number % len(arms)
             for arm in [*arms[first:], *arms[:first]]:
                 generator = generators[arm.draft]
                 runs[arm.name] = _run(generator, sampling, arm, prompt, sizes[which])
                 report(number * len(arms) + len(runs), passes * len(arms))
-            results = {name: result for name, (_, result) in runs.items()}
+            plain = runs["plain"][1]
             partings = {
-                name: _parting(
-                    generators[0], sampling, prompt, results["plain"], result
-                )
-                for name, result in results.items()
+                name: parting_of(generators[0], sampling, prompt, plain, result)
+                for name, (_, result) in runs.items()
+                if plain and result and plain.tokens != result.tokens
             }
             for arm in arms:  # only after a complete pass
                 arm.add(*runs[arm.name])
-                if (parting := partings[arm.name]) is not None:
+                if (parting := partings.get(arm.name)) is not None:
                     arm.partings.append(parting)
             done += 1
     except KeyboardInterrupt:
         pass
     return done
-
-
-def _size(
-    generator: "SpeculativeGenerator",
-    sampling: "Sampling",
-    prompt: list[int],
-    most: int,
-) -> int:
-    """Return the number of tokens that plain decoding generates, at least two."""
-    result = generator.generate(
-        prompt, max_tokens=most, draft_length=0, sampling=sampling
-    )
-    return max(2, len(result.tokens))
 
 
 def _run(
@@ -176,19 +165,6 @@ def _run(
         prompt, max_tokens=tokens, draft_length=arm.length, **options
     )
     return result.stats.tokens_per_second, result
-
-
-def _parting(
-    generator: "SpeculativeGenerator",
-    sampling: "Sampling",
-    prompt: list[int],
-    plain: "Result | None",
-    ours: "Result | None",
-) -> "Parting | None":
-    """Return the first difference of a text from plain decoding's; None: none."""
-    if plain is None or ours is None or ours.tokens == plain.tokens:
-        return None
-    return parting_of(generator, sampling, prompt, plain, ours)
 
 
 def parting_of(

@@ -19,10 +19,6 @@ DRAFT = "Draft and its length"
 VISION = "Load a target that reads images, with mlx-vlm."
 TEMPLATE = "Prompt and chat template"
 
-AdapterPath = Annotated[
-    Path | None,
-    typer.Option(help="Folder of a LoRA adapter of the target, made by mlx_lm.lora."),
-]
 Blas = Annotated[
     BlasName,
     typer.Option(
@@ -70,10 +66,24 @@ TrustRemoteCode = Annotated[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TargetOptions:
-    """Options of a target, its draft length and its BLAS."""
+class ModelOptions:
+    """Options of a target and its BLAS."""
 
     model: Model
+    adapter_path: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of a LoRA adapter of the target, made by mlx_lm.lora."
+        ),
+    ] = None
+    trust_remote_code: TrustRemoteCode = False
+    blas: Blas = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetOptions(ModelOptions):
+    """Options of a target and its draft length."""
+
     draft_length: DraftLength = None
     draft_tree: int | None = option(
         None,
@@ -95,9 +105,6 @@ class TargetOptions:
         "machine.",
         panel=DRAFT,
     )
-    adapter_path: AdapterPath = None
-    trust_remote_code: TrustRemoteCode = False
-    blas: Blas = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

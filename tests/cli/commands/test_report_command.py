@@ -20,11 +20,6 @@ def _unseen(done: int, total: int) -> None:
     """Show no progress."""
 
 
-@pytest.fixture(name="commands")
-def _commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
-    return Commands(monkeypatch)
-
-
 @pytest.mark.slow
 def test_a_report_has_the_figures_of_all_commands_and_nothing_personal(
     commands: Commands, tmp_path: Path

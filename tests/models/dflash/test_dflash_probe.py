@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,14 +82,13 @@ def test_a_guess_is_said_to_who_loads_the_drafter(tmp_path: Path) -> None:
     (notice,) = made.notices
     assert notice == str(said[0].message)
     target = save_tiny(tmp_path / "target")
-    offer = pair._folder(str(folder), target, model, byte_tokenizer(), False)
-    assert offer.detail == f"of kind 'dflash', with the target's token ids. {notice}"
+    resolve = partial(pair._resolved, target, model, byte_tokenizer(), False)
+    kind = "of kind 'dflash', with the target's token ids"
+    assert pair._folder(str(folder), resolve) == f"{kind}. {notice}"
     (target / "speculation.json").write_text('{"draft": "../d"}', encoding="utf-8")
-    auto = pair._auto(target, model, byte_tokenizer())
-    assert auto.detail.startswith(
-        "takes a DFlash drafter and a lookup: speculation.json names it"
-    )
-    assert auto.detail.endswith(notice)
+    auto = pair._auto(target, resolve)
+    assert auto.startswith("takes dflash and lookup: speculation.json names it")
+    assert auto.endswith(notice)
     result = made.generate(list(STARTS[0]), max_tokens=12, draft_length=1)
     assert result.stats.acceptance_rate > 0.3
     with pytest.warns(DraftNotice, match="not probed"):

@@ -1,7 +1,7 @@
 """`benchmark`: measures the speed-up of drafts over plain decoding."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from mlx_speculation.cli.inputs import (
     writing,
 )
 from mlx_speculation.cli.load_pair import as_object, begin, beside, open_pair
-from mlx_speculation.cli.measure import MLX_LM, Arm, Spread, arms_of, measure
+from mlx_speculation.cli.measure import Arm, Spread, arms_of, measure
 from mlx_speculation.cli.options import (
     DRAFT,
     TEMPLATE,
@@ -28,14 +28,12 @@ from mlx_speculation.cli.options import (
 )
 from mlx_speculation.cli.run_app import FAILED, INTERRUPTED
 from mlx_speculation.demo import chat_prompts, one_prompt_per_group
-from mlx_speculation.environment import machine, versions
+from mlx_speculation.environment import machine
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.option_fields import option
 
 if TYPE_CHECKING:
     from mlx_speculation import SpeculativeGenerator
-    from mlx_speculation.cli.plots import Curve, Panel
-    from mlx_speculation.engine import Statistics
 
 
 LENGTHS = (1, 2, 4, 8)
@@ -77,8 +75,10 @@ class MeasureOptions:
     plot: Path | None = option(None, "Save a plot of the results to this file.")
 
     def texts(self) -> list[str]:
-        """Return the prompts of --prompt and --prompts-file."""
+        """Return the prompts of --prompt and --prompts-file; refuse empty ones."""
         texts = [sound_text("--prompt", text) for text in self.prompt or ()]
+        if not all(texts):
+            raise InvalidRequestError("A --prompt is empty. Give it a text.")
         if self.prompts_file is not None:
             texts += read_prompts("--prompts-file", self.prompts_file)
         return texts
@@ -98,23 +98,21 @@ def benchmark(
     """
     screen = Screen(json=json)
     pairs = drafts.pairs()
-    _check(pairs, run.prompt, run.plot)
+    _check(pairs, run.plot)
     template.check()
     given = run.texts()
-    blas = begin(drafts.blas, screen)
+    here = begin(drafts.blas, screen)
     sampling.check()
     names = [str(pair.draft) for pair in pairs]
+    labels = [Path(name).name or name for name in names]
     lengths = _lengths(drafts.draft_length, run.compare_length or ())
     generators = _generators(pairs, lengths, screen)
     tokenizer = generators[0].tokenizer
     chance = sampling.sampling(tokenizer).with_seed()
     chat = template.applies(tokenizer)
-    prompts = [
-        _encoded(tokenizer, template, text, chat=chat)
-        for text in given or _bundled(chat=chat)
-    ]
+    prompts = _prompts(tokenizer, template, given, chat=chat)
     passes = run.passes or max(5, len(prompts))
-    arms = arms_of([_label(name) for name in names], lengths)
+    arms = arms_of(labels, lengths)
     size: dict[str, Any] = {"tokens": run.tokens, "sampling": chance, "passes": passes}
     with screen.progress("measuring") as report:
         done = measure(generators, arms, prompts, **size, report=report)
@@ -132,13 +130,17 @@ def benchmark(
         chat=chat,
         sampling={"temperature": chance.temperature, "seed": chance.seed},
         notices=[notice for each in generators for notice in each.notices],
-        blas=blas,
+        **here,
     )
     if run.plot is not None:  # last: writing may fail, and the figures are printed
-        _save_plot(run.plot, _panel(drafts.model, names, arms, _plain(arms)), screen)
+        from mlx_speculation.cli.plots import draw
+
+        with writing("--plot", run.plot) as file:
+            draw(Path(drafts.model).name, labels, arms).savefig(file, dpi=130)
+        screen.say(f"the plot is {run.plot}")
     if done < passes:
         raise typer.Exit(INTERRUPTED)
-    if not _same(arms):
+    if not all(arm.same for arm in arms):
         raise typer.Exit(FAILED)
 
 
@@ -158,7 +160,8 @@ def _report(
     screen: Screen, arms: Sequence[Arm], names: Sequence[str], title: str, **more: Any
 ) -> None:
     """Print the table and the advice, or the JSON object with the fields `more`."""
-    plain, same = _plain(arms), _same(arms)
+    plain = max(arms[:2], key=lambda arm: Spread.of(arm.speeds).median)
+    same = all(arm.same for arm in arms)
     advice = _advice(arms, plain, names)
     screen.table(_table(arms, plain, title))
     screen.text(f"{_result(arms, same)}\n{advice}\n")
@@ -170,28 +173,11 @@ def _report(
         advice=advice,
         same=same,
         machine=machine(),
-        versions=versions(),
         **more,
     )
 
 
-def _same(arms: Sequence[Arm]) -> bool:
-    """Return whether all texts equal plain decoding's, apart from near-ties."""
-    return all(arm.same for arm in arms)
-
-
-def _save_plot(plot: Path, panel: "Panel", screen: Screen) -> None:
-    """Save the plot of the results, and print its path."""
-    from mlx_speculation.cli.plots import save_plot
-
-    with writing("--plot", plot) as file:
-        save_plot(panel, file)
-    screen.say(f"the plot is {plot}")
-
-
-def _check(
-    pairs: Sequence[PairOptions], prompts: Sequence[str] | None, plot: Path | None
-) -> None:
+def _check(pairs: Sequence[PairOptions], plot: Path | None) -> None:
     """Refuse unusable options; called before models are loaded."""
     if not pairs:
         raise InvalidRequestError(
@@ -203,10 +189,6 @@ def _check(
             "--draft-length is 0, which is plain decoding. Leave it out, or give 1 or "
             "more."
         )
-    for text in prompts or ():
-        sound_text("--prompt", text)
-        if not text:
-            raise InvalidRequestError("A --prompt is empty. Give it a text.")
     if plot is not None:
         from mlx_speculation.cli.plots import check_plot
 
@@ -221,24 +203,16 @@ def _lengths(given: int | None, others: Sequence[int]) -> list[int | None]:
     return [given, *sorted(set(others) - {given})]
 
 
-def _bundled(*, chat: bool) -> list[str]:
-    """Return the bundled messages for a chat model, or bundled texts to continue."""
-    result = chat_prompts() if chat else reversed(one_prompt_per_group())
-    return [each.text for each in result]
-
-
-def _encoded(
-    tokenizer: Any, template: TemplateOptions, text: str, *, chat: bool
-) -> list[int]:
-    """Return the ids of a prompt, with `chat` as the first message of a chat."""
+def _prompts(
+    tokenizer: Any, template: TemplateOptions, given: Sequence[str], *, chat: bool
+) -> list[list[int]]:
+    """Return the ids of the given prompts or the bundled ones, as texts or messages."""
+    bundled = chat_prompts() if chat else reversed(one_prompt_per_group())
+    texts = given or [each.text for each in bundled]
     if chat:
-        text = template.render(tokenizer, [{"role": "user", "content": text}])
-    return encode(tokenizer, text, rendered=chat)
-
-
-def _label(name: str) -> str:
-    """Return the name of a draft in the table; of a path the last part."""
-    return Path(name).name or name
+        said = [[{"role": "user", "content": text}] for text in texts]
+        texts = [template.render(tokenizer, messages) for messages in said]
+    return [encode(tokenizer, text, rendered=chat) for text in texts]
 
 
 def _advice(arms: Sequence[Arm], plain: Arm, names: Sequence[str]) -> str:
@@ -252,11 +226,6 @@ def _advice(arms: Sequence[Arm], plain: Arm, names: Sequence[str]) -> str:
         )
     length = "" if best.length is None else f" --draft-length {best.length}"
     return f"Best here: --draft {names[best.draft]}{length}, {gain:.2f} times plain."
-
-
-def _plain(arms: Sequence[Arm]) -> Arm:
-    """Return the faster plain arm."""
-    return max(arms[:2], key=lambda arm: Spread.of(arm.speeds).median)
 
 
 def _table(arms: Sequence[Arm], plain: Arm, title: str) -> Table:
@@ -292,62 +261,17 @@ def _result(arms: Sequence[Arm], same: bool) -> str:
 
 
 def _object(arm: Arm, plain: Arm) -> dict[str, Any]:
+    """Return the figures of an arm; its counts are without times and speeds."""
+    counts = None
+    if arm.totals is not None:
+        every = as_object(arm.totals).items()
+        counts = {k: v for k, v in every if not k.endswith(("seconds", "second"))}
     return {
         "name": arm.name,
         "draft_length": arm.length,
         "tokens_per_second": arm.speeds,
         "speed": Spread.of(arm.speeds),
         "over_plain": arm.over(plain.speeds),
-        "partings": [asdict(parting) for parting in arm.partings],
-        "statistics": None if arm.totals is None else _counts(arm.totals),
+        "partings": arm.partings,
+        "statistics": counts,
     }
-
-
-def _counts(totals: "Statistics") -> dict[str, Any]:
-    """Return the counts of all passes, without times and speeds."""
-    return {
-        name: value
-        for name, value in as_object(totals).items()
-        if not name.endswith(("seconds", "second"))
-    }
-
-
-def _panel(
-    model: str, names: Sequence[str], arms: Sequence[Arm], plain: Arm
-) -> "Panel":
-    """Return the measurements as a panel of a plot."""
-    from mlx_speculation.cli.plots import Panel
-
-    curves = [
-        _curve(_label(name), [arm for arm in arms[2:] if arm.draft == index])
-        for index, name in enumerate(names)
-    ]
-    others = {arm.name: Spread.of(arm.speeds) for arm in arms[:2]}
-    del others[plain.name]
-    shown = {MLX_LM: "mlx-lm, plain", "plain": "ours, plain"}
-    return Panel(
-        title=Path(model).name,
-        plain=Spread.of(plain.speeds),
-        curves=curves,
-        others={shown[name]: speed for name, speed in others.items()},
-    )
-
-
-def _curve(name: str, arms: Sequence[Arm]) -> "Curve":
-    """Return the curve of one draft, over all its lengths."""
-    from mlx_speculation.cli.plots import Curve
-
-    # Acceptance of the longest drafts; prefer a fixed length, since adaptive ones vary.
-    totals = [
-        (len(arm.totals.reached), arm.length is not None, arm.totals)
-        for arm in arms
-        if arm.totals is not None
-    ]
-    most = max(totals, key=lambda each: each[:2])[2]
-    speeds = {arm.length: Spread.of(arm.speeds) for arm in arms}
-    return Curve(
-        name=name,
-        measured={n: each for n, each in speeds.items() if n is not None},
-        adaptive=speeds.get(None),
-        accepted=most.accepted_per_position if most.drafts else (),
-    )

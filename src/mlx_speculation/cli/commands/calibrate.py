@@ -1,6 +1,6 @@
 """`calibrate`: measures the costs of rounds."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict
 from typing import TYPE_CHECKING, Any
 
@@ -8,16 +8,7 @@ from rich.table import Table
 
 from mlx_speculation.cli.console import Screen
 from mlx_speculation.cli.load_pair import begin, open_pair
-from mlx_speculation.cli.options import (
-    DRAFT,
-    AdapterPath,
-    Blas,
-    Json,
-    Model,
-    PairOptions,
-    TrustRemoteCode,
-)
-from mlx_speculation.environment import versions
+from mlx_speculation.cli.options import DRAFT, Json, ModelOptions, PairOptions
 from mlx_speculation.option_fields import option
 
 if TYPE_CHECKING:
@@ -27,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def calibrate(
-    model: Model,
+    target: ModelOptions,
     draft: str = option(
         MISSING,
         "Draft to measure, as in `generate`.",
@@ -47,31 +38,30 @@ def calibrate(
         min=1,
         max=1 << 10,
     ),
-    adapter_path: AdapterPath = None,
-    trust_remote_code: TrustRemoteCode = False,
-    blas: Blas = "auto",
     json: Json = False,
 ) -> None:
     """Measure what rounds cost here by draft length, and keep it for later runs."""
     screen = Screen(json=json)
-    chosen = begin(blas, screen)
-    pair = PairOptions(
-        model=model,
-        draft=draft,
-        adapter_path=adapter_path,
-        trust_remote_code=trust_remote_code,
-    )
-    generator = open_pair(pair, screen)
+    here = begin(target.blas, screen)
+    generator = open_pair(PairOptions(**asdict(target), draft=draft), screen)
     costs, batches = _measured(generator, context or [64], batch or [], screen)
-    _show(generator, costs, batches, screen)
+    title = "Milliseconds of a round by draft length"
+    screen.table(_table(title, costs, generator.round_parts))
+    part = generator.lengths.part
+    when = f"after every {part} layers" if part else "as a whole"
+    screen.say(f"Rounds are submitted {when}.")
+    for rows, table in batches.items():
+        screen.table(_table(f"Milliseconds of a round of {rows} requests", table, {}))
     screen.object(
         command="calibrate",
-        model=model,
+        model=target.model,
         draft=draft,
-        **_as_object(generator, costs, batches),
+        seconds_by_context=_by_context(costs),
+        seconds_by_rows={rows: _by_context(one) for rows, one in batches.items()},
+        parts_by_context=_by_context(generator.round_parts),
+        layers_of_a_part=generator.lengths.part,
         notices=generator.notices,
-        blas=chosen,
-        versions=versions(),
+        **here,
     )
 
 
@@ -96,43 +86,8 @@ def _measured(
         raise
 
 
-def _show(
-    generator: "SpeculativeGenerator",
-    costs: "CostTable",
-    batches: dict[int, "CostTable"],
-    screen: Screen,
-) -> None:
-    """Print tables of milliseconds, and the number of layers submitted at once."""
-    title = "Milliseconds of a round by draft length"
-    screen.table(_table(title, costs, generator.round_parts))
-    part = generator.lengths.part
-    screen.say(
-        f"Rounds are submitted after every {part} layers."
-        if part
-        else "Rounds are submitted as a whole."
-    )
-    for rows, table in batches.items():
-        screen.table(_table(f"Milliseconds of a round of {rows} requests", table, {}))
-
-
-def _as_object(
-    generator: "SpeculativeGenerator",
-    costs: "CostTable",
-    batches: dict[int, "CostTable"],
-) -> dict[str, Any]:
-    """Return the measured costs in seconds, for --json."""
-    return {
-        "seconds_by_context": _by_context(costs),
-        "seconds_by_rows": {rows: _by_context(one) for rows, one in batches.items()},
-        "parts_by_context": {
-            512 * 2**bucket: {length: asdict(one) for length, one in table.items()}
-            for bucket, table in generator.round_parts.items()
-        },
-        "layers_of_a_part": generator.lengths.part,
-    }
-
-
-def _by_context(costs: "CostTable") -> dict[int, dict[int, float]]:
+def _by_context(costs: Mapping[int, Any]) -> dict[int, Any]:
+    """Return a table by context length instead of its bucket."""
     return {512 * 2**bucket: table for bucket, table in costs.items()}
 
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -15,7 +16,6 @@ from mlx_speculation.cli.load_pair import (
     CACHE_SIZE,
     NO_REPLAY,
     CacheOptions,
-    as_object,
     begin,
     open_pair,
 )
@@ -27,8 +27,7 @@ from mlx_speculation.cli.options import (
     SamplingOptions,
 )
 from mlx_speculation.cli.run_app import INTERRUPTED, note
-from mlx_speculation.cli.stream_view import PromptBar, lines, show
-from mlx_speculation.environment import versions
+from mlx_speculation.cli.stream_view import PromptBar, as_fields, lines, show
 from mlx_speculation.option_fields import option
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ def chat(
     screen = Screen(json=json, quiet=quiet)
     template.check()
     end.check()
-    blas = begin(pair.blas, screen)
+    here = begin(pair.blas, screen)
     sampling.check()
     generator = open_pair(
         pair, screen, prefix_cache=CacheOptions(cache_gigabytes=cache_gigabytes).made()
@@ -64,7 +63,11 @@ def chat(
     conversation = Conversation(generator.tokenizer, template, replay=not no_replay)
     if not conversation.rendered:
         note("no chat template is used: messages are continued as plain text")
-    talk = _Talk(generator, conversation, sampling, end, screen, colour=colour)
+    options: StreamKeywords = {
+        "sampling": sampling.sampling(generator.tokenizer),
+        **end.for_stream(generator.tokenizer),
+    }
+    talk = _Talk(generator, conversation, options, screen, colour)
     interrupted = talk.run()
     screen.say(talk.summary)
     screen.object(
@@ -74,37 +77,23 @@ def chat(
         turns=talk.turns,
         interrupted=interrupted,
         notices=generator.notices,
-        blas=blas,
-        versions=versions(),
+        **here,
     )
     if interrupted:
         raise typer.Exit(INTERRUPTED)
 
 
+@dataclass(slots=True)
 class _Talk:
-    """The turns of a conversation.
+    """The turns of a conversation."""
 
-    Attributes:
-        turns: the texts and statistics of each turn, for JSON.
-    """
-
-    def __init__(
-        self,
-        generator: "SpeculativeGenerator",
-        conversation: Conversation,
-        sampling: SamplingOptions,
-        end: EndOptions,
-        screen: Screen,
-        *,
-        colour: bool,
-    ) -> None:
-        self._generator, self._conversation = generator, conversation
-        self._options: StreamKeywords = {
-            "sampling": sampling.sampling(generator.tokenizer),
-            **end.for_stream(generator.tokenizer),
-        }
-        self._screen, self._colour = screen, colour
-        self.turns: list[dict[str, Any]] = []
+    generator: "SpeculativeGenerator"
+    conversation: Conversation
+    options: "StreamKeywords"
+    screen: Screen
+    colour: bool
+    # The texts and statistics of each turn, for JSON
+    turns: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def summary(self) -> str:
@@ -119,55 +108,41 @@ class _Talk:
     def run(self) -> bool:
         """Answer every message; return whether Ctrl-C has ended the chat."""
         try:
-            for message in _messages(self._screen):
+            for message in _messages(self.screen):
                 if message in ("/quit", "/exit"):
                     break
                 if message == "/reset":
-                    self._conversation.clear()
+                    self.conversation.clear()
                 elif message == "/help":
-                    self._screen.say(HELP)
+                    self.screen.say(HELP)
                 elif message.strip():
                     self._turn(message)
         except KeyboardInterrupt:
-            self._screen.say("")
+            self.screen.say("")
             return True
         return False
 
     def _turn(self, message: str) -> None:
-        ids = self._conversation.ask(sound_text("The message", message))
+        ids = self.conversation.ask(sound_text("The message", message))
         bar = PromptBar(len(ids) - 1)
-        options: StreamKeywords = {
-            **self._options,
-            "prompt_progress": bar.advance,
-        }
-        stream = self._generator.stream(ids, **options)
+        options: StreamKeywords = {**self.options, "prompt_progress": bar.advance}
+        stream = self.generator.stream(ids, **options)
         chunks: list[Chunk] = []
-        interrupted = show(stream, self._screen, chunks, bar, colour=self._colour)
+        ended = show(stream, self.screen, chunks, bar, colour=self.colour)
         result = stream.result
-        self._conversation.answer(result.text, result.tokens)
-        ended = "interrupted" if interrupted else result.finish_reason
-        self.turns.append(
-            {
-                "message": message,
-                "text": result.text,
-                "tokens": result.tokens,
-                "prompt_tokens": len(ids),
-                "finish_reason": ended,
-                "statistics": as_object(result.stats),
-            }
-        )
-        self._screen.say(lines(result, ended, len(ids), bar))
-        if interrupted:
+        self.conversation.answer(result.text, result.tokens)
+        fields = as_fields(result, ended, len(ids))
+        self.turns.append({"message": message, **fields})
+        self.screen.say(lines(result, ended, len(ids), bar))
+        if ended == "interrupted":
             signals.resume()
 
 
 def _messages(screen: Screen) -> Iterator[str]:
     """Yield the lines of standard input, with a prompt if it is a terminal."""
     if not sys.stdin.isatty():
-        source = getattr(sys.stdin, "buffer", sys.stdin)
-        for line in source:
-            text = line if isinstance(line, str) else decoded("Standard input", line)
-            yield text.rstrip("\r\n")
+        for line in sys.stdin.buffer:
+            yield decoded("Standard input", line).rstrip("\r\n")
         return
     screen.say(HELP)
     interrupted = False

@@ -15,7 +15,7 @@ from mlx_speculation.cli.measure import Compared, parting_of
 from mlx_speculation.cli.options import Json, PairOptions, SamplingOptions
 from mlx_speculation.cli.run_app import FAILED, INTERRUPTED
 from mlx_speculation.demo import demo_prompts
-from mlx_speculation.environment import machine, versions
+from mlx_speculation.environment import machine
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.option_fields import option
 
@@ -83,23 +83,24 @@ def check(
         _check_exact(pair, compare.context, screen)
         return
     text = compare.text()
-    blas = begin(pair.blas, screen)
+    here = begin(pair.blas, screen)
     sampling.check()
     generator = open_pair(pair, screen)
     ids = encode(generator.tokenizer, text, rendered=False)
     result: list[Place] = []
     compared, interrupted = None, False
     try:
-        _rows(
-            generator, ids, compare.tokens, compare.rows, compare.places, screen, result
-        )
+        _rows(generator, ids, compare, screen, result)
         if pair.draft is not None:
             compared = _compare(pair, generator, ids, compare.tokens, sampling, screen)
     except KeyboardInterrupt:
         interrupted = True
     if not result:
         raise KeyboardInterrupt
-    judged = _judged(result, compare.tolerance)
+    from mlx_speculation.engine.equivalence.verdict import judge, usual_tolerance
+
+    tolerance = compare.tolerance
+    judged = judge(result, usual_tolerance(result) if tolerance is None else tolerance)
     same = judged.verdict != "different" and (compared is None or compared.same)
     screen.table(_table(result))
     texts = "" if pair.draft is None else ", and not at the texts"
@@ -117,8 +118,7 @@ def check(
         text=None if compared is None else _object(compared),
         notices=generator.notices,
         machine=machine(),
-        blas=blas,
-        versions=versions(),
+        **here,
     )
     if interrupted or not same:
         raise typer.Exit(FAILED if not same else INTERRUPTED)
@@ -135,7 +135,7 @@ def _verdict(judged: "RowVerdict", compared: Compared | None, *, same: bool) -> 
 
 def _check_exact(pair: PairOptions, context: int, screen: Screen) -> None:
     """Check exact mode up to a context, print the verdict, and save it."""
-    blas = begin(pair.blas, screen)
+    here = begin(pair.blas, screen)
     from mlx_speculation.caches import FixedShape
     from mlx_speculation.engine.equivalence.exact_rows import check_exact
     from mlx_speculation.engine.exact_verdict import save_verdict
@@ -161,8 +161,7 @@ def _check_exact(pair: PairOptions, context: int, screen: Screen) -> None:
         same=value.same,
         found=asdict(value),
         machine=machine(),
-        blas=blas,
-        versions=versions(),
+        **here,
     )
     if not value.same:
         raise typer.Exit(FAILED)
@@ -171,9 +170,7 @@ def _check_exact(pair: PairOptions, context: int, screen: Screen) -> None:
 def _rows(
     generator: "SpeculativeGenerator",
     prompt: list[int],
-    tokens: int,
-    rows: int,
-    places: int,
+    compare: CompareOptions,
     screen: Screen,
     result: list["Place"],
 ) -> None:
@@ -181,19 +178,14 @@ def _rows(
     from mlx_speculation.engine.equivalence.rows import greedy_text, verify_both_ways
     from mlx_speculation.models import wired
 
-    model = generator.model
-    options: dict[str, Any] = {"draft_length": rows, "places": places, "seed": 0}
+    model, places = generator.model, compare.places
+    options: dict[str, Any] = {"draft_length": compare.rows, "places": places}
     with wired(model), screen.progress("verifying drafts") as report:
-        text = greedy_text(model, prompt, tokens)
-        for place in verify_both_ways(model, prompt, text, sliding="slack", **options):
+        text = greedy_text(model, prompt, compare.tokens)
+        options |= {"seed": 0, "sliding": "slack"}
+        for place in verify_both_ways(model, prompt, text, **options):
             result.append(place)
             report(len(result), places)
-
-
-def _judged(result: Sequence["Place"], tolerance: float | None) -> "RowVerdict":
-    from mlx_speculation.engine.equivalence.verdict import judge, usual_tolerance
-
-    return judge(result, usual_tolerance(result) if tolerance is None else tolerance)
 
 
 def _table(result: Sequence["Place"]) -> Table:
@@ -217,12 +209,9 @@ def _compare(
 ) -> Compared:
     """Generate the text with and without the draft."""
     sampling = options.sampling(generator.tokenizer).with_seed()
-    arguments: dict[str, Any] = {
-        "max_tokens": tokens,
-        "sampling": sampling,
-        "stop_tokens": (),
-    }
-    with screen.busy("generating with and without the draft"):
+    arguments: dict[str, Any] = {"max_tokens": tokens, "stop_tokens": ()}
+    arguments["sampling"] = sampling
+    with screen.progress("generating with and without the draft"):
         plain = generator.generate(prompt, draft_length=0, **arguments)
         length = USUAL_LENGTH if pair.draft_length is None else pair.draft_length
         drafted = generator.generate(prompt, draft_length=length, **arguments)

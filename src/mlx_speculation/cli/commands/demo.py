@@ -26,7 +26,6 @@ from mlx_speculation.errors import DemoModelsMissingError
 
 if TYPE_CHECKING:
     from mlx_speculation import SpeculativeGenerator
-    from mlx_speculation.engine.options import GeneratorKeywords
 
 CACHE_GIGABYTES = 1.0
 ADVICE = """\
@@ -56,15 +55,12 @@ def demo(
     screen = Screen(json=json)
     begin(blas, screen)
     folder = None if model == "bundled" else _fetched(screen, needed=model != "auto")
-    started = (
-        _bundled(draft_length, max_tokens, screen)
-        if folder is None
-        else _published(folder, draft_length, max_tokens, screen)
-    )
     comparisons: list[_Comparison] = []
     interrupted = False
     try:
-        comparisons.extend(started)
+        for target in _bundled() if folder is None else _published(folder):
+            teller = _Teller(target, max_tokens, draft_length, screen)
+            comparisons.extend(map(teller.compare, target.stories))
     except KeyboardInterrupt:
         if not comparisons:
             raise
@@ -127,50 +123,36 @@ class _Comparison:
         }
 
 
-def _bundled(
-    draft_length: int | None, max_tokens: int, screen: Screen
-) -> Iterator[_Comparison]:
-    """Yield the comparisons of the bundled targets with the bundled draft model."""
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """A model, its draft, and the stories that it tells."""
+
+    name: str
+    model: Any
+    tokenizer: Any
+    draft: Any
+    stories: Sequence[Story]
+    chat: bool  # whether the stories go through the chat template
+
+
+def _bundled() -> Iterator[_Target]:
+    """Yield the bundled targets with the bundled draft model."""
     from mlx_speculation import load
 
     folders = demo_models()
-    prompts = one_prompt_per_group()
+    stories = [Story(each.group, [each.text]) for each in one_prompt_per_group()]
     for name in (name for name in DEMO_TARGETS if name in folders):
-        model, tokenizer = load(folders[name])
-        options: GeneratorKeywords = {"draft": folders["draft"]}
-        teller = _Teller(
-            name, model, tokenizer, options, max_tokens, screen, chat=False
-        )
-        teller.warm(draft_length, prompts[0].text)
-        for prompt in prompts:
-            yield teller.compare(Story(prompt.group, [prompt.text]))
+        pair = load(folders[name])
+        yield _Target(name, *pair, folders["draft"], stories, chat=False)
 
 
-def _published(
-    folder: Path, draft_length: int | None, max_tokens: int, screen: Screen
-) -> Iterator[_Comparison]:
-    """Yield the comparisons of a chat model.
+def _published(folder: Path) -> Iterator[_Target]:
+    """Yield a chat model with the bundled head and a lookup; without it with "auto"."""
+    from mlx_speculation import CascadeDraft, load
 
-    The drafts are the bundled head and a lookup; without the head they are "auto".
-    """
-    import mlx.core as mx
-
-    from mlx_speculation import CascadeDraft
-    from mlx_speculation.models import load
-
-    model, tokenizer = load(folder)
-    if mx.default_device() == mx.cpu:  # bfloat16 is slow there
-        model.set_dtype(mx.float32)
     head = smollm2_head()
-    drafts = "auto" if head is None else CascadeDraft(str(head), "lookup")
-    options: GeneratorKeywords = {"draft": drafts}
-    teller = _Teller(
-        "smollm2", model, tokenizer, options, max_tokens, screen, chat=True
-    )
-    stories = chat_stories()
-    teller.warm(draft_length, stories[0].turns[0])
-    for story in stories:
-        yield teller.compare(story)
+    draft = "auto" if head is None else CascadeDraft(str(head), "lookup")
+    yield _Target("smollm2", *load(folder), draft, chat_stories(), chat=True)
 
 
 class _Teller:
@@ -180,35 +162,28 @@ class _Teller:
     """
 
     def __init__(
-        self,
-        name: str,
-        model: Any,
-        tokenizer: Any,
-        options: "GeneratorKeywords",
-        max_tokens: int,
-        screen: Screen,
-        *,
-        chat: bool,
+        self, target: _Target, max_tokens: int, length: int | None, screen: Screen
     ) -> None:
         from mlx_speculation import SpeculativeGenerator
 
-        def make(**more: Any) -> "SpeculativeGenerator":
+        def make(draft: Any) -> "SpeculativeGenerator":
             cache = CacheOptions(cache_gigabytes=CACHE_GIGABYTES).made()
-            return SpeculativeGenerator(model, tokenizer, prefix_cache=cache, **more)
+            return SpeculativeGenerator(
+                target.model, target.tokenizer, draft=draft, prefix_cache=cache
+            )
 
-        self._name, self._screen, self._chat = name, screen, chat
-        self._plain, self._drafted = make(), make(**options)
-        self._max_tokens = max_tokens
-        self._draft_length: int | None = None
+        self._name, self._chat, self._screen = target.name, target.chat, screen
+        self._plain, self._drafted = make(None), make(target.draft)
+        self._max_tokens, self._draft_length = max_tokens, length
+        self._warm(target.stories[0].turns[0][:200])
 
-    def warm(self, draft_length: int | None, text: str) -> None:
-        """Measure the costs of rounds, and run both generators once."""
-        self._draft_length = draft_length
-        if draft_length is None:
-            with self._screen.busy(f"calibrating {self._name}"):
+    def _warm(self, text: str) -> None:
+        """Measure the costs of rounds if needed, and run both generators once."""
+        if self._draft_length is None:
+            with self._screen.progress(f"calibrating {self._name}"):
                 self._drafted.calibrate()
         for generator in (self._plain, self._drafted):
-            generator.generate(text[:200], max_tokens=8, draft_length=draft_length)
+            generator.generate(text, max_tokens=8, draft_length=self._draft_length)
 
     def compare(self, story: Story) -> _Comparison:
         """Stream each answer with drafts, then generate the plain one."""
@@ -220,7 +195,7 @@ class _Teller:
             if not screen.json:
                 self._announce(story, place)
             messages.append({"role": "user", "content": turn})
-            tokens = self._tokens(messages)
+            tokens = self._drafted.encode(messages if self._chat else turn)
             one = self._answer(tokens, story.prediction)
             messages.append({"role": "assistant", "content": one.drafted.text})
             compared.turns.append(one)
@@ -232,16 +207,6 @@ class _Teller:
         turns = len(story.turns)
         turn = f" ({place} of {turns})" if turns > 1 else ""
         self._screen.out.rule(escape(f"{self._name}: {story.name}{about}{turn}"))
-
-    def _tokens(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Return the ids of a chat; without a chat template, of the last message."""
-        generator = self._drafted
-        if not self._chat:
-            return generator.encode(messages[-1]["content"])
-        made = generator.tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True
-        )
-        return list(made)
 
     def _answer(self, tokens: list[int], prediction: str | None) -> Compared:
         """Return one answer, decoded with and without drafts."""
@@ -259,7 +224,7 @@ class _Teller:
             for chunk in stream:
                 self._screen.text(chunk.text)
         drafted = stream.result
-        with self._screen.busy("the same without drafts"):
+        with self._screen.progress("the same without drafts"):
             plain = self._plain.generate(tokens, max_tokens=self._max_tokens, **stops)
         seconds = [
             stats.prefill_seconds + stats.decode_seconds

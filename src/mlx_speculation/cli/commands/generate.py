@@ -1,5 +1,6 @@
 """`generate`: continues a prompt."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,6 +9,7 @@ import typer
 
 from mlx_speculation.cli.chat_template import TemplateOptions, encode
 from mlx_speculation.cli.console import Screen
+from mlx_speculation.cli.html_page import page_of
 from mlx_speculation.cli.inputs import (
     check_output,
     checked_images,
@@ -17,7 +19,7 @@ from mlx_speculation.cli.inputs import (
     writing,
 )
 from mlx_speculation.cli.kv_options import KvOptions
-from mlx_speculation.cli.load_pair import as_object, begin, open_pair
+from mlx_speculation.cli.load_pair import begin, open_pair
 from mlx_speculation.cli.options import (
     TEMPLATE,
     EndOptions,
@@ -27,13 +29,19 @@ from mlx_speculation.cli.options import (
     SamplingOptions,
 )
 from mlx_speculation.cli.run_app import INTERRUPTED
-from mlx_speculation.cli.stream_view import PromptBar, lines, show, summary
-from mlx_speculation.environment import versions
+from mlx_speculation.cli.stream_view import (
+    PromptBar,
+    as_fields,
+    lines,
+    show,
+    summary,
+)
 from mlx_speculation.option_fields import option
 
 if TYPE_CHECKING:
     from mlx_speculation import Constraint, SpeculativeGenerator
-    from mlx_speculation.engine import Chunk, Result
+    from mlx_speculation.caches import LoadedCaches
+    from mlx_speculation.engine import Chunk
     from mlx_speculation.engine.options import StreamKeywords
     from mlx_speculation.engine.prompt import Prompt
 
@@ -64,6 +72,13 @@ class OutputOptions:
         if self.json_schema is None:
             return None
         return read_json_file("--json-schema", self.json_schema)
+
+    def write_page(self, page: str, screen: Screen) -> None:
+        """Write the page of --html, and print its path."""
+        assert self.html is not None
+        with writing("--html", self.html) as file:
+            file.write_text(page, encoding="utf-8")
+        screen.say(f"the page is {self.html}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,20 +122,12 @@ def generate(
     end.check()
     said = read_prompt(asks.prompt)
     prefix = sound_text("--prefill-response", asks.prefill_response or "")
-    blas = begin(pair.blas, screen)
+    here = begin(pair.blas, screen)
     sampling.check()
     images = checked_images(asks.image or (), prefix)
     generator = open_pair(pair, screen, vision=True if images else None)
     before = kv.before(pair.model, generator)
-    prompt: Prompt
-    if images:
-        made = template.with_images(generator, said, images)
-        prompt, tokens, text = made, made.tokens, said
-    else:
-        text, rendered = _prompt_text(
-            generator, template, said, prefix, follows=before is not None
-        )
-        prompt = tokens = encode(generator.tokenizer, text, rendered=rendered)
+    prompt, tokens, text = _prompt_of(generator, template, said, prefix, images, before)
     bar = PromptBar(len(tokens) - 1)
     options: StreamKeywords = {
         **end.for_stream(generator.tokenizer),
@@ -131,95 +138,66 @@ def generate(
     }
     stream = generator.stream(prompt, **options)
     chunks: list[Chunk] = []
-    interrupted = show(stream, screen, chunks, bar, colour=output.colour)
+    ended = show(stream, screen, chunks, bar, colour=output.colour)
     result = stream.result
-    ended = "interrupted" if interrupted else result.finish_reason
     if output.stats:
         screen.table(summary(result, ended), result=False)
     else:
         screen.say(lines(result, ended, len(tokens), bar))
-    _print_object(screen, pair, generator, result, ended, len(tokens), blas)
-    if output.html is not None:  # last: writing may fail, and the text is printed
-        page = _page(pair, generator, result, chunks, ended, text)
-        with writing("--html", output.html) as file:
-            file.write_text(page, encoding="utf-8")
-        screen.say(f"the page is {output.html}")
-    if interrupted:
-        raise typer.Exit(INTERRUPTED)
-
-
-def _print_object(
-    screen: Screen,
-    pair: PairOptions,
-    generator: "SpeculativeGenerator",
-    result: "Result",
-    ended: str,
-    prompt_tokens: int,
-    blas: Any,
-) -> None:
-    """Print the JSON object of a text."""
     screen.object(
         command="generate",
         model=pair.model,
         draft=pair.draft,
-        prompt_tokens=prompt_tokens,
-        text=result.text,
-        tokens=result.tokens,
+        **as_fields(result, ended, len(tokens)),
         origins=[[origin.writer, origin.place] for origin in result.origins],
-        finish_reason=ended,
         seed=result.seed,
-        statistics=as_object(result.stats),
         memory=asdict(result.memory),
         notices=generator.notices,
-        blas=blas,
-        versions=versions(),
+        **here,
     )
+    if output.html is not None:  # last: writing may fail, and the text is printed
+        title = _title(pair)
+        page = page_of(result, chunks, generator.tokenizer, title, ended, text)
+        output.write_page(page, screen)
+    if ended == "interrupted":
+        raise typer.Exit(INTERRUPTED)
 
 
-def _page(
-    pair: PairOptions,
-    generator: "SpeculativeGenerator",
-    result: "Result",
-    chunks: "list[Chunk]",
-    ended: str,
-    prompt: str,
-) -> str:
-    """Return the HTML page that shows the origin of each token."""
-    from mlx_speculation.cli.html_page import page_of
-
-    return page_of(
-        result,
-        chunks,
-        generator.tokenizer,
-        model=Path(pair.model).name,
-        draft=None if pair.draft is None else Path(pair.draft).name,
-        finish_reason=ended,
-        prompt=prompt,
-    )
+def _title(pair: PairOptions) -> str:
+    drafted = f"drafted by {Path(pair.draft).name}" if pair.draft else "plain decoding"
+    return f"{Path(pair.model).name}, {drafted}"
 
 
-def _prompt_text(
+def _prompt_of(
     generator: "SpeculativeGenerator",
     template: TemplateOptions,
     said: str,
     prefix: str,
-    *,
-    follows: bool,
-) -> tuple[str, bool]:
-    """Return the text to continue, and whether to encode it without special tokens.
+    images: Sequence[Path],
+    before: "LoadedCaches | None",
+) -> "tuple[Prompt, list[int], str]":
+    """Return the prompt, its token ids, and its text.
 
-    With `follows` (tokens in a prompt cache come before it), the template's part before
-    the message is left out, as in mlx-lm: `mlx_lm.cache_prompt` has already read it.
+    After the tokens of a prompt cache, the template's part before the message is left
+    out, as in mlx-lm: `mlx_lm.cache_prompt` has already read it.
     """
-    if not template.applies(generator.tokenizer):
-        return said + prefix, follows
+    if images:
+        made = template.with_images(generator, said, images)
+        return made, made.tokens, said
+    tokenizer = generator.tokenizer
 
     def rendered(content: str) -> str:
         message = [{"role": "user", "content": content}]
-        return template.render(generator.tokenizer, message, prefix or None)
+        return template.render(tokenizer, message, prefix or None)
 
-    start = rendered(PLACE).find(PLACE) if follows else 0
-    return rendered(said)[max(0, start) :], True
+    templated = template.applies(tokenizer)
+    if templated:
+        start = rendered(PLACE).find(PLACE) if before is not None else 0
+        text = rendered(said)[max(0, start) :]
+    else:
+        text = said + prefix
+    ids = encode(tokenizer, text, rendered=templated or before is not None)
+    return ids, ids, text
 
 
 def _constraint(schema: Any, generator: "SpeculativeGenerator") -> "Constraint | None":

@@ -12,8 +12,9 @@ from typing import Any
 
 import typer
 
-from mlx_speculation.cli.console import Report, Screen, plain
+from mlx_speculation.cli.console import Report, Screen
 from mlx_speculation.cli.inputs import check_output, writing
+from mlx_speculation.cli.load_pair import short_name
 from mlx_speculation.cli.options import DRAFT, Model, TrustRemoteCode
 from mlx_speculation.cli.run_app import FAILED, INTERRUPTED
 from mlx_speculation.environment import machine, versions
@@ -75,7 +76,7 @@ def report(
     }
     measured, stopped = _run(stages, screen)
     page = {
-        "model": _shared_name(model),
+        "model": short_name(model),
         "machine": machine(),
         "versions": versions(),
         **({} if stopped is None else {"stopped": stopped}),
@@ -129,16 +130,15 @@ def _stage(name: str, words: Sequence[str], progress: Report) -> Measured:
         return {"error": _without_paths(said)}
     shared = {key: fields[key] for key in SHARED[name]}
     if name == "doctor":
-        shared["threads"] = fields["facts"]["threads"]
-        shared["blas"] = fields["facts"]["blas"]
-        shared["packages"] = fields["facts"]["packages"]
+        facts = fields["facts"]
+        shared |= {key: facts[key] for key in ("threads", "blas", "packages")}
     if name == "benchmark":
-        shared["drafts"] = [_shared_name(each) for each in shared["drafts"]]
+        shared["drafts"] = [short_name(each) for each in shared["drafts"]]
     for place in (shared.get("rows"), *shared.get("arms", ())):
         if isinstance(place, dict):  # these two fields have tokens of texts
             place.pop("first", None)
             place.pop("partings", None)
-    result: Measured = json.loads(_without_paths(json.dumps(plain(shared))))
+    result: Measured = json.loads(_without_paths(json.dumps(shared)))
     return result
 
 
@@ -166,11 +166,6 @@ def _printed(words: Sequence[str], progress: Report) -> tuple[list[str], int, st
         return lines, status, output.read()
 
 
-def _shared_name(model: str) -> str:
-    """Return the last part of a folder's path, or a repository's name unchanged."""
-    return Path(model).resolve().name if Path(model).exists() else model
-
-
 def _without_paths(text: str) -> str:
     """Return a text with only the last part of each path, so that it names no user."""
     return _FOLDERS.sub("", text.replace(str(Path.home()), ""))
@@ -190,21 +185,17 @@ def markdown(page: Measured) -> str:
     for name, write in _SECTIONS.items():
         if name in page:
             measured = page[name]
-            result = (
-                [f"not measured: {measured['error']}"]
-                if "error" in measured
-                else write(measured)
-            )
+            error = measured.get("error")
+            result = [f"not measured: {error}"] if error else write(measured)
             lines += ["", f"## {name}", "", *result]
     return "\n".join(lines) + "\n"
 
 
 def _doctor(measured: Measured) -> list[str]:
-    lines = [f"- BLAS: {measured['blas']}"]
-    if measured["threads"] is not None:
-        lines.append(f"- threads: {measured['threads']}")
+    threads = measured["threads"]
     return [
-        *lines,
+        f"- BLAS: {measured['blas']}",
+        *([f"- threads: {threads}"] if threads else []),
         *(f"- {each['level']}: {each['finding']}" for each in measured["advice"]),
     ]
 

@@ -9,16 +9,20 @@ import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import typer
 
 from mlx_speculation.cli.console import Screen
-from mlx_speculation.cli.inputs import parsed_json
-from mlx_speculation.cli.load_pair import CacheOptions, begin, open_pair
+from mlx_speculation.cli.inputs import json_object
+from mlx_speculation.cli.load_pair import (
+    CacheOptions,
+    begin,
+    open_pair,
+    short_name,
+)
 from mlx_speculation.cli.options import VISION, PairOptions
 from mlx_speculation.cli.run_app import note
-from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.option_fields import KvLimits, option
 from mlx_speculation.server.config import Defaults, Limits, Settings
 
@@ -73,16 +77,6 @@ class AccessOptions:
         """The web origins that may use the server."""
         given = (origin.strip() for origin in self.allowed_origins.split(","))
         return tuple(origin for origin in given if origin)
-
-
-def _template_args(text: str) -> dict[str, Any]:
-    """Return the keyword arguments for the chat template."""
-    result = parsed_json("--chat-template-args", text)
-    if not isinstance(result, dict):
-        raise InvalidRequestError(
-            f"--chat-template-args is {text}, and a JSON object is needed."
-        )
-    return result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,21 +143,23 @@ def serve(
 ) -> None:
     """Serve a model over HTTP with OpenAI's APIs and Anthropic's."""
     screen = Screen()
-    template_args = _template_args(serving.chat_template_args)
+    args = json_object("--chat-template-args", serving.chat_template_args)
     begin(pair.blas, screen)
     from mlx_speculation.server import Server
 
     logging.basicConfig(
         level=serving.log_level, format="%(asctime)s %(levelname)s %(message)s"
     )
+    name = short_name(pair.model)
     settings = Settings(
-        names=_names(pair.model, access.model_name),
-        draft=None if pair.draft is None else _shown(pair.draft),
+        # Responses use the first one.
+        names=tuple(dict.fromkeys((access.model_name or name, pair.model))),
+        draft=None if pair.draft is None else short_name(pair.draft),
         api_key=access.key,
         allowed_origins=access.origins,
         max_rows=serving.max_rows,
         prefill_step=serving.prefill_step_size,
-        chat_template_args=template_args,
+        chat_template_args=args,
         defaults=defaults,
         limits=limits,
         kv=kv,
@@ -250,17 +246,6 @@ def agent_lines(url: str, model: str, context: int) -> dict[str, str]:
         "Codex": f"codex {settings}",
         "OpenCode": f"OPENCODE_CONFIG_CONTENT={config} opencode --model {name}",
     }
-
-
-def _names(model: str, name: str | None) -> tuple[str, ...]:
-    """Return the model's names in requests; responses use the first one."""
-    return tuple(dict.fromkeys((name or _shown(model), model)))
-
-
-def _shown(path_or_repo: str) -> str:
-    """Return a name for clients: the last part of a folder's path, or a repository."""
-    path = Path(path_or_repo).expanduser()
-    return path.resolve().name if path.is_dir() else path_or_repo
 
 
 def _is_loopback(host: str) -> bool:
