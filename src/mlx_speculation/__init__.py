@@ -140,43 +140,27 @@ __all__ = [
     "vision_stream_generate",
 ]
 
-# The module of each lazily loaded name. Add a new name here, to __all__ and, for type
-# checkers, under TYPE_CHECKING above.
+# Modules of the lazily loaded names that are not in `mlx_speculation.engine`. Add a new
+# name here, to __all__ and, for type checkers, under TYPE_CHECKING above.
 _HOMES = {
-    "AssistantDraft": "mlx_speculation.engine",
-    "BatchGenerator": "mlx_speculation.engine",
-    "BatchResponse": "mlx_speculation.engine",
-    "CascadeDraft": "mlx_speculation.engine",
-    "Constraint": "mlx_speculation.samplers",
-    "ConstraintState": "mlx_speculation.samplers",
-    "MtpConvention": "mlx_speculation.models",
-    "DFlash2Draft": "mlx_speculation.engine",
-    "DFlashDraft": "mlx_speculation.engine",
-    "DSparkDraft": "mlx_speculation.engine",
-    "EagleDraft": "mlx_speculation.engine",
-    "PEagleDraft": "mlx_speculation.engine",
-    "ForkableProcessor": "mlx_speculation.samplers",
-    "LookupDraft": "mlx_speculation.engine",
-    "MtpDraft": "mlx_speculation.engine",
-    "PrefixCache": "mlx_speculation.caches",
-    "Sampling": "mlx_speculation.samplers",
-    "Speculation": "mlx_speculation.caches",
-    "SpeculativeGenerator": "mlx_speculation.engine",
-    "SpeculativeResponse": "mlx_speculation.engine",
-    "TokenAutomaton": "mlx_speculation.samplers",
-    "allowed_tokens": "mlx_speculation.samplers",
-    "demo_models": "mlx_speculation.demo",
-    "derived_seed": "mlx_speculation.samplers",
-    "generate": "mlx_speculation.engine",
-    "json_schema": "mlx_speculation.samplers.constraints.llguidance",
-    "lark": "mlx_speculation.samplers.constraints.llguidance",
-    "load": "mlx_speculation.models",
-    "make_sampler": "mlx_speculation.samplers",
-    "pure": "mlx_speculation.samplers",
-    "reduced_vocabulary": "mlx_speculation.engine",
-    "regex": "mlx_speculation.samplers.constraints.llguidance",
-    "stream_generate": "mlx_speculation.engine",
-    "vision_stream_generate": "mlx_speculation.engine.mlx_lm_compat.vision_generate",
+    "Constraint": "samplers",
+    "ConstraintState": "samplers",
+    "ForkableProcessor": "samplers",
+    "MtpConvention": "models",
+    "PrefixCache": "caches",
+    "Sampling": "samplers",
+    "Speculation": "caches",
+    "TokenAutomaton": "samplers",
+    "allowed_tokens": "samplers",
+    "demo_models": "demo",
+    "derived_seed": "samplers",
+    "json_schema": "samplers.constraints.llguidance",
+    "lark": "samplers.constraints.llguidance",
+    "load": "models",
+    "make_sampler": "samplers",
+    "pure": "samplers",
+    "regex": "samplers.constraints.llguidance",
+    "vision_stream_generate": "engine.mlx_lm_compat.vision_generate",
 }
 
 watch()
@@ -189,9 +173,10 @@ def __getattr__(name: str) -> object:
     value: object
     if name == "__version__":
         value = import_module("importlib.metadata").version("mlx-speculation")
-    elif name in _HOMES:
+    elif name in __all__:
+        home = f"mlx_speculation.{_HOMES.get(name, 'engine')}"
         try:
-            value = getattr(import_module(_HOMES[name]), name)
+            value = getattr(import_module(home), name)
         except ImportError as error:
             said = import_module("mlx_speculation.environment").missing_backend(error)
             if said is None:
