@@ -253,10 +253,10 @@ def test_a_line_is_printed_at_least_every_15_seconds(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(command, "_QUIET", 1.2)
-    with command._Heartbeat(Screen()) as beat:
-        beat.begin("timing a step")
+    with command._shown(Screen()) as reports:
+        reports.phase("timing a step")
         time.sleep(1.6)
-        beat.say("one line")
+        reports.say("one line")
     lines = [line for line in capsys.readouterr().err.splitlines() if line]
     assert any("timing a step" in line for line in lines)
     assert lines[-1] == "one line"

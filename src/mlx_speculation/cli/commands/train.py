@@ -1,7 +1,7 @@
 """`train`: trains a draft for a target."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING
 from pathlib import Path
@@ -14,11 +14,18 @@ from rich.table import Table
 from mlx_speculation.cli.console import Screen
 from mlx_speculation.cli.load_pair import begin
 from mlx_speculation.cli.options import Blas, Json, Model, TrustRemoteCode
-from mlx_speculation.environment import versions
 from mlx_speculation.option_fields import option
 from mlx_speculation.training.options import TrainOptions
 
 _QUIET = 15.0  # the most seconds without a printed line
+_ENDED = {
+    "steps": "All steps were taken.",
+    "stale": "It ended early: evaluations no longer gained.",
+    "data": "The dialogues are written; the same command without --data-only trains on "
+    "them.",
+    "time": "The time is up; the same command goes on from here.",
+    "interrupt": "Interrupted; the same command goes on from here.",
+}
 
 if TYPE_CHECKING:
     from mlx_speculation.training.loop import Reports
@@ -39,7 +46,7 @@ def train(
     """
     screen = Screen(json=json)
     options.check()
-    chosen = begin(blas, screen)
+    here = begin(blas, screen)
     from mlx_speculation.training.training_run import train as run
 
     with _shown(screen) as reports:
@@ -48,8 +55,15 @@ def train(
         )
     if result.ended != "data":
         screen.table(_table(result))
-    for line in _closing(result):
-        screen.say(line)
+    screen.say(_ENDED[result.ended])
+    if (speeds := result.speeds) is not None:
+        screen.say(
+            f"{speeds.drafted:.1f} tokens/s with it and {speeds.plain:.1f} without, "
+            f"{speeds.length:.2f} tokens a round; {speeds.equal} of {speeds.texts} "
+            "texts are the same."
+        )
+    if result.pairing:
+        screen.say(result.pairing)
     screen.object(
         command="train",
         model=model,
@@ -57,8 +71,7 @@ def train(
         ended=result.ended,
         record=result.record,
         pairing=result.pairing,
-        blas=chosen,
-        versions=versions(),
+        **here,
     )
 
 
@@ -77,89 +90,60 @@ def _shown(screen: Screen) -> Iterator["Reports"]:
         transient=True,
         disable=not screen.notes.is_terminal,
     )
-    with bars, _Heartbeat(screen) as beat:
-        tasks: dict[str, Any] = {}
+    tasks: dict[str, Any] = {}
+    phase, ended = "loading the target", Event()
+    started = said = time.monotonic()
 
-        def update(name: str, done: int, total: int, more: str = "") -> None:
-            if name not in tasks:
-                tasks[name] = bars.add_task(name, total=total, more="")
-            bars.update(tasks[name], completed=done, total=total, more=more)
+    def say(line: str) -> None:
+        nonlocal said
+        said = time.monotonic()
+        screen.say(line)
 
-        def wrote(done: int, whole: int) -> None:
-            update("dialogues", done, whole)
-            beat.phase = f"the target writes dialogues: {done} of {whole}"
+    def begin(name: str) -> None:
+        nonlocal phase
+        phase = name
 
-        def stepped(progress: Any, loss: float) -> None:
-            update("steps", progress.step, progress.steps, f"loss {loss:.3f}")
-            beat.phase = f"step {progress.step} of {progress.steps}, loss {loss:.3f}"
+    def update(name: str, done: int, total: int, more: str = "") -> None:
+        if name not in tasks:
+            tasks[name] = bars.add_task(name, total=total, more="")
+        bars.update(tasks[name], completed=done, total=total, more=more)
+        begin(f"{name}: {done} of {total} {more}".rstrip())
 
-        yield Reports(
-            say=beat.say,
-            data=wrote,
-            step=stepped,
-            evaluated=_line(beat.say),
-            phase=beat.begin,
-        )
+    def beat() -> None:
+        while not ended.wait(1.0):
+            if time.monotonic() - said >= _QUIET - 1:
+                say(f"{time.monotonic() - started:.0f} s: {phase}")
 
-
-class _Heartbeat:
-    """Prints the current phase if no line was printed for 15 seconds.
-
-    On a terminal the bars show progress, so it prints nothing.
-
-    Attributes:
-        phase: the current phase.
-    """
-
-    def __init__(self, screen: Screen) -> None:
-        self._screen = screen
-        self.phase = "loading the target"
-        self._started = self._said = time.monotonic()
-        self._ended = Event()
-        self._thread = Thread(target=self._run, daemon=True)
-
-    def say(self, line: str) -> None:
-        """Print a line."""
-        self._said = time.monotonic()
-        self._screen.say(line)
-
-    def begin(self, phase: str) -> None:
-        """Set the current phase."""
-        self.phase = phase
-
-    def _run(self) -> None:
-        while not self._ended.wait(1.0):
-            now = time.monotonic()
-            if now - self._said >= _QUIET - 1:
-                self.say(f"{now - self._started:.0f} s: {self.phase}")
-
-    def __enter__(self) -> "_Heartbeat":
-        if not self._screen.notes.is_terminal:
-            self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._ended.set()
-        if self._thread.is_alive():
-            self._thread.join()
+    if not screen.notes.is_terminal:
+        Thread(target=beat, daemon=True).start()
+    with bars:
+        try:
+            yield Reports(
+                say=say,
+                data=lambda done, whole: update("dialogues", done, whole),
+                step=lambda progress, loss: update(
+                    "steps", progress.step, progress.steps, f"loss {loss:.3f}"
+                ),
+                evaluated=lambda progress: say(_evaluated(progress)),
+                phase=begin,
+            )
+        finally:
+            ended.set()
 
 
-def _line(say: Callable[[str], None]) -> Callable[[Any], None]:
-    def evaluated(progress: Any) -> None:
-        newest = progress.history[-1]
-        loss = f", loss {progress.losses[-1][1]:.3f}" if progress.losses else ""
-        parts = [
-            f"{name} {rates['length']:.3f} ("
-            + " ".join(f"{share:.2f}" for share in rates["positions"])
-            + ")"
-            for name, rates in newest["acceptance"].items()
-        ]
-        say(
-            f"step {newest['step']}, {newest['seconds']:.0f} s{loss}: "
-            f"{', '.join(parts)}"
-        )
+def _evaluated(progress: Any) -> str:
+    """Return a line on the newest evaluation."""
+    newest = progress.history[-1]
+    loss = f", loss {progress.losses[-1][1]:.3f}" if progress.losses else ""
+    parts = [
+        f"{name} {rates['length']:.3f} ({_shares(rates)})"
+        for name, rates in newest["acceptance"].items()
+    ]
+    return f"step {newest['step']}, {newest['seconds']:.0f} s{loss}: {', '.join(parts)}"
 
-    return evaluated
+
+def _shares(rates: dict[str, Any]) -> str:
+    return " ".join(f"{share:.2f}" for share in rates["positions"])
 
 
 def _table(result: "TrainingResult") -> Table:
@@ -180,28 +164,7 @@ def _table(result: "TrainingResult") -> Table:
         table.add_row(
             name,
             f"{rates['length']:.2f}",
-            " ".join(f"{share:.2f}" for share in rates["positions"]),
+            _shares(rates),
             "-" if lookup is None else f"{lookup['length']:.2f}",
         )
     return table
-
-
-def _closing(result: "TrainingResult") -> Iterator[str]:
-    why = {
-        "steps": "All steps were taken.",
-        "stale": "It ended early: evaluations no longer gained.",
-        "data": "The dialogues are written; the same command without --data-only "
-        "trains on them.",
-        "time": "The time is up; the same command goes on from here.",
-        "interrupt": "Interrupted; the same command goes on from here.",
-    }
-    yield why[result.ended]
-    if result.speeds is not None:
-        yield (
-            f"{result.speeds.drafted:.1f} tokens/s with it and "
-            f"{result.speeds.plain:.1f} without, "
-            f"{result.speeds.length:.2f} tokens a round; "
-            f"{result.speeds.equal} of {result.speeds.texts} texts are the same."
-        )
-    if result.pairing:
-        yield result.pairing
