@@ -32,39 +32,17 @@ class Signals:
 
     def __init__(self, numbers: list[signal.Signals]) -> None:
         self._numbers = numbers
-        self._read, self._write = os.pipe()
-        os.set_blocking(self._write, False)
+        self._read, self.pipe = os.pipe()
+        os.set_blocking(self.pipe, False)
         self.first: int | None = None
 
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Handle the signals inside the block."""
-        before = {each: signal.getsignal(each) for each in self._numbers}
-        watch = threading.Thread(target=self._watch, name="signals", daemon=True)
-        watch.start()
-        wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        try:
-            for each in self._numbers:
-                signal.signal(each, self._interrupt)
-            yield
-        finally:
-            for each, handler in before.items():
-                signal.signal(each, handler)
-            signal.set_wakeup_fd(wakeup)
-            os.write(self._write, bytes([_LEFT]))
-            os.close(self._write)
-
-    def resume(self) -> None:
-        """Continue after the first signal; the next signal counts as a first one."""
-        self.first = None
-        os.write(self._write, bytes([_RESUMED]))
-
-    def _interrupt(self, number: int, _: FrameType | None) -> None:
+    def interrupt(self, number: int, _: FrameType | None) -> None:
+        """Handle a signal."""
         if self.first is None:
             self.first = number
             raise KeyboardInterrupt
 
-    def _watch(self) -> None:
+    def watch(self) -> None:
         """Count signals, and end the process after the second."""
         count, number = 0, _RESUMED
         while count < 2:
@@ -86,18 +64,30 @@ def interruptible() -> Iterator[None]:
     Outside the main thread this does nothing.
     """
     global _current
-    both = (signal.SIGINT, signal.SIGTERM)
-    numbers = [each for each in both if signal.getsignal(each) is not signal.SIG_IGN]
-    if threading.current_thread() is not threading.main_thread() or not numbers:
+    handlers = {
+        each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)
+    }
+    before = {n: each for n, each in handlers.items() if each is not signal.SIG_IGN}
+    if threading.current_thread() is not threading.main_thread() or not before:
         yield
         return
-    _current = Signals(numbers)
-    with _current.installed():
+    _current = Signals(list(before))
+    threading.Thread(target=_current.watch, name="signals", daemon=True).start()
+    wakeup = signal.set_wakeup_fd(_current.pipe, warn_on_full_buffer=False)
+    try:
+        for each in before:
+            signal.signal(each, _current.interrupt)
         yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+        signal.set_wakeup_fd(wakeup)
+        os.write(_current.pipe, bytes([_LEFT]))
+        os.close(_current.pipe)
 
 
 def resume() -> None:
-    """Continue after Ctrl-C.
+    """Continue after Ctrl-C; the next signal counts as a first one.
 
     Raises:
         KeyboardInterrupt: the signal was SIGTERM, which ends the command.
@@ -106,7 +96,8 @@ def resume() -> None:
         return
     if _current.first == signal.SIGTERM:
         raise KeyboardInterrupt
-    _current.resume()
+    _current.first = None
+    os.write(_current.pipe, bytes([_RESUMED]))
 
 
 def status() -> int:
