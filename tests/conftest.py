@@ -164,7 +164,7 @@ def _small_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     small = demo_models()["draft"]
     monkeypatch.setattr(demo, "demo_models", lambda: {"dense": small, "draft": small})
     text = "def add(first, second):\n"
-    prompts = [DemoPrompt(group, "a test", text) for group in ("code", "prose")]
+    prompts = [DemoPrompt(group, text) for group in ("code", "prose")]
     monkeypatch.setattr(demo, "one_prompt_per_group", lambda: prompts)
 
 

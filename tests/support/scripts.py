@@ -14,10 +14,10 @@ from support.models.tiny_models import TINY_MODELS, build
 from support.models.tiny_tokenizer import byte_tokenizer
 
 PROMPTS = [
-    DemoPrompt("code", "a", "def f(n):\n    return"),
-    DemoPrompt("code", "b", "def g(n):\n    return"),
-    DemoPrompt("prose", "c", "The first of them, and the first"),
-    DemoPrompt("edit", "d", "x = 1\ny = 2\nx = 1\n"),
+    DemoPrompt("code", "def f(n):\n    return", "a"),
+    DemoPrompt("code", "def g(n):\n    return", "b"),
+    DemoPrompt("prose", "The first of them, and the first", "c"),
+    DemoPrompt("edit", "x = 1\ny = 2\nx = 1\n", "d"),
 ]
 
 

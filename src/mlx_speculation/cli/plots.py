@@ -75,6 +75,7 @@ def draw(title: str, names: Sequence[str], arms: Sequence[Arm]) -> "Figure":
     speeds.set_ylim(bottom=0)
     accepted.set_xlabel("position in the draft")
     accepted.set_ylabel("accepted, % of drafts")
+    accepted.xaxis.get_major_locator().set_params(integer=True)
     accepted.set_ylim(0, 103)
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
     return figure

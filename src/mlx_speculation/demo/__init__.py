@@ -25,8 +25,8 @@ class DemoPrompt:
     """One bundled prompt."""
 
     group: str  # the kind of text, such as "code"
-    source: str  # origin of the text; empty: it was written for the demo
     text: str
+    source: str = ""  # origin of the text; empty: it was written for the demo
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def demo_prompts() -> list[DemoPrompt]:
     Raises:
         DemoModelsMissingError: The file is not in this installation.
     """
-    return _prompts("prompts.json")
+    return [DemoPrompt(**row) for row in _rows("prompts.json")]
 
 
 def chat_prompts() -> list[DemoPrompt]:
@@ -80,7 +80,7 @@ def chat_prompts() -> list[DemoPrompt]:
     Raises:
         DemoModelsMissingError: The file is not in this installation.
     """
-    return _prompts("chat_prompts.json")
+    return [DemoPrompt(**row) for row in _rows("chat_prompts.json")]
 
 
 def chat_stories() -> list[Story]:
@@ -90,10 +90,6 @@ def chat_stories() -> list[Story]:
         DemoModelsMissingError: The file is not in this installation.
     """
     return [Story(**row) for row in _rows("stories.json")]
-
-
-def _prompts(name: str) -> list[DemoPrompt]:
-    return [DemoPrompt(**{"source": "", **row}) for row in _rows(name)]
 
 
 def _rows(name: str) -> list[dict[str, Any]]:
