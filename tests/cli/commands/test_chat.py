@@ -3,6 +3,7 @@
 import json
 import sys
 import warnings
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -230,19 +231,14 @@ def test_ids_begin_with_what_was_generated_unless_it_was_rewritten(
         talk.answer(shown, known[len(ids) :])
 
 
-_TOKENIZERS: dict[bool, Any] = {}
-
-
+@cache
 def _tokenizer(strip: bool) -> Any:
     """Return the draft's tokenizer with a template, which may strip the messages."""
-    if strip not in _TOKENIZERS:
-        tokenizer = SpeculativeGenerator.from_pretrained(DRAFT).tokenizer
-        content = "m.content | trim" if strip else "m.content"
-        template = TEMPLATE.replace("m.content", content)
-        tokenizer._tokenizer.chat_template = template
-        tokenizer.has_chat_template = True
-        _TOKENIZERS[strip] = tokenizer
-    return _TOKENIZERS[strip]
+    tokenizer = SpeculativeGenerator.from_pretrained(DRAFT).tokenizer
+    content = "m.content | trim" if strip else "m.content"
+    tokenizer._tokenizer.chat_template = TEMPLATE.replace("m.content", content)
+    tokenizer.has_chat_template = True
+    return tokenizer
 
 
 @pytest.mark.filterwarnings("default:other b")
