@@ -24,17 +24,13 @@ _RESUMED, _LEFT = 0, 255  # written to the pipe, in addition to numbers of signa
 
 
 class Signals:
-    """Signals of one command.
-
-    Attributes:
-        first: the signal that ends the command; None: no signal has arrived.
-    """
+    """Signals of one command."""
 
     def __init__(self, numbers: list[signal.Signals]) -> None:
         self._numbers = numbers
         self._read, self.pipe = os.pipe()
         os.set_blocking(self.pipe, False)
-        self.first: int | None = None
+        self.first: int | None = None  # the signal that ends the command
 
     def interrupt(self, number: int, _: FrameType | None) -> None:
         """Handle a signal."""

@@ -52,15 +52,10 @@ class BlasChoice:
 
 
 class _Process:
-    """State of this process.
+    """State of this process."""
 
-    Attributes:
-        choice: result of the last `use_blas`; None: it was not called.
-        threads: of the OpenBLAS that this module has loaded; None: it has loaded none.
-    """
-
-    choice: BlasChoice | None = None
-    threads: TextThreads | None = None
+    choice: BlasChoice | None = None  # by the last `use_blas`
+    threads: TextThreads | None = None  # of the OpenBLAS that this module has loaded
 
 
 def use_blas(name: BlasName = "auto") -> BlasChoice:

@@ -99,12 +99,7 @@ def report(
 def _run(
     stages: Mapping[str, Sequence[str]], screen: Screen
 ) -> tuple[dict[str, Measured], str | None]:
-    """Run each command in its own process, up to Ctrl-C.
-
-    Returns:
-        The shared fields, or the error, of each command by its name; the name of the
-        command that Ctrl-C has ended, or None.
-    """
+    """Run each command; return its shared fields, and the one that Ctrl-C ended."""
     measured: dict[str, Measured] = {}
     for number, (name, words) in enumerate(stages.items(), 1):
         title = f"{number} of {len(stages)}: {name}"
