@@ -27,7 +27,7 @@ from mlx_speculation.engine.drafters.base import NOTHING, OpenDrafter, Proposal
 from mlx_speculation.engine.drafters.fault_guard import CheckedChoose
 from mlx_speculation.engine.round.outcome import Cut, Pending, Read, RoundOutcome
 from mlx_speculation.engine.round.request import Running
-from mlx_speculation.engine.round.sequential import Turn, decide_sequentially
+from mlx_speculation.engine.round.sequential import Turn, decide_sequentially, turn_of
 from mlx_speculation.engine.round.tree_round import submit_tree
 from mlx_speculation.engine.round.verify import submit_step, submit_verify
 from mlx_speculation.engine.shared_drafters.shared import SharedDrafter
@@ -287,7 +287,7 @@ class Rounds:
                 text = None if request.masks is None else request.masks.text
                 if pending is not None and place in pending.turns:
                     k = len(drafts[place].tokens)
-                    turns[place] = Turn(pending.turns[place], cuts[place], text, k)
+                    turns[place] = turn_of(pending.turns[place], cuts[place], text, k)
                     continue
                 result[place] = cuts[place](one if text is None else one.under(text))
             except BaseException as error:
@@ -296,7 +296,7 @@ class Rounds:
             for place, one in decide_sequentially(turns, running.failure).items():
                 result[place] = one
                 if isinstance(one, RoundOutcome):
-                    reads = len(one.tokens) - 1 + (turns[place].drafted > 0)
+                    reads = len(one.tokens) - 1 + (len(drafts[place].tokens) > 0)
                     running.requests[place].statistics.reads += reads
             running.clock.note("sampler")
         return result

@@ -6,12 +6,13 @@ end the text. The host reads each decision, with one read a position for all suc
 requests of a round. No step is submitted ahead.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
 
 import mlx.core as mx
 
 from mlx_speculation.engine.round.outcome import (
+    Cut,
     Read,
     RoundOutcome,
     origin_of,
@@ -19,42 +20,44 @@ from mlx_speculation.engine.round.outcome import (
 )
 from mlx_speculation.samplers import Constrained, Verified
 
+# Yields the arrays of a row that it has decided, and goes on once they are evaluated.
+Turn = Generator[list[mx.array], None, RoundOutcome]
 
-@dataclass(slots=True)
-class Turn:
-    """The rows of one request."""
 
-    rows: Iterator[Verified]  # each `next` decides one more row
-    cut: Callable[[RoundOutcome], RoundOutcome]  # gets each token once it is known
-    text: Constrained | None  # the text under its constraint, if there is one
-    drafted: int  # how many tokens were drafted
-    whole: RoundOutcome = field(default_factory=lambda: RoundOutcome([], []))
-
-    def take(self, verified: Verified) -> bool:
-        """Take a decided row; return whether the next one is to be decided."""
-        one, whole, text = outcome_of(verified), self.whole, self.text
+def turn_of(
+    rows: Iterator[Verified],  # each `next` decides one more row
+    cut: Cut,  # gets each token once it is known
+    text: Constrained | None,  # the text under its constraint, if there is one
+    drafted: int,  # how many tokens were drafted
+) -> Turn:
+    """Decide the rows of one request up to a rejection, the text's end or the last."""
+    whole = RoundOutcome([], [])
+    for verified in rows:
+        yield verified.arrays
+        one = outcome_of(verified)
         accepted = whole.accepted + one.accepted
-        origin = origin_of(len(whole.tokens), accepted, self.drafted)
-        whole = self.whole = RoundOutcome(
+        origin = origin_of(len(whole.tokens), accepted, drafted)
+        whole = RoundOutcome(
             whole.tokens + one.tokens,
             [*whole.origins, origin],
-            self.drafted,
+            drafted,
             accepted,
             [*whole.log_probs, *one.log_probs],
         )
         stays = whole if text is None else whole.under(text)
-        reason = self.cut(_last_of(stays)).reason
+        reason = cut(_last_of(stays)).reason
         if reason is not None or not one.accepted:
-            self.whole = replace(whole, reason=reason)
-            return False
+            return replace(whole, reason=reason)
         place = None if text is None else text.place(stays.tokens)
-        return place is None or place.goes_on
+        if place is not None and not place.goes_on:
+            break
+    return whole
 
 
 def decide_sequentially(
     turns: dict[int, Turn], failure: Callable[[BaseException], Exception]
 ) -> dict[int, Read]:
-    """Decide rows up to a rejection, the end of each text, or the last row.
+    """Decide all rows; evaluate those of one position together.
 
     Args:
         turns: of the requests, by their places.
@@ -64,32 +67,18 @@ def decide_sequentially(
         The outcome of each request over all its rows, or its error, by place.
     """
     result: dict[int, Read] = {}
-    live = dict(turns)
-
-    def attempt(place: int, act: Callable[[], bool]) -> None:
-        try:
-            if act():
-                return
-            result[place] = turns[place].whole
-        except BaseException as error:
-            result[place] = failure(error)
-        del live[place]
-
-    while live:
-        rows: dict[int, Verified] = {}
-
-        def decides(place: int, rows: dict[int, Verified] = rows) -> bool:
-            verified = next(live[place].rows, None)
-            if verified is not None:
-                rows[place] = verified
-            return verified is not None
-
-        for place in [*live]:
-            attempt(place, lambda place=place: decides(place))  # type: ignore[misc]
-        mx.eval([verified.arrays for verified in rows.values()])
-        for place, verified in rows.items():
-            turn = live[place]
-            attempt(place, lambda turn=turn, v=verified: turn.take(v))  # type: ignore[misc]
+    while len(result) < len(turns):
+        arrays: list[mx.array] = []
+        for place, turn in turns.items():
+            if place in result:
+                continue
+            try:
+                arrays += next(turn)
+            except StopIteration as end:
+                result[place] = end.value
+            except BaseException as error:
+                result[place] = failure(error)
+        mx.eval(arrays)
     return result
 
 
