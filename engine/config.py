@@ -153,10 +153,10 @@ def _lengths(
     return PolicyFactory(
         model,
         resolved.draft,
-        options.sliding,
         resolved.length if length is None else length,
-        compiled=options.compile_draft,
         shape=options.shape,
+        sliding=options.sliding,
+        compiled=options.compile_draft,
         tree=options.tree,
     )
 

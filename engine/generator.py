@@ -7,10 +7,15 @@ from typing import Any, Unpack
 
 import mlx.nn as nn
 
-from mlx_speculation.engine.batch.calibration import calibrate_batches
+from mlx_speculation.engine.batch.calibration import (
+    Progress,
+    calibrate,
+    calibrate_batches,
+    follow,
+)
 from mlx_speculation.engine.batch.prompt_list import generate_batch
 from mlx_speculation.engine.config import make_config
-from mlx_speculation.engine.draft_length.calibration import PartsTable, Progress, follow
+from mlx_speculation.engine.draft_length.calibration import PartsTable
 from mlx_speculation.engine.draft_length.costs import CostTable
 from mlx_speculation.engine.draft_length.policy_factory import PolicyFactory
 from mlx_speculation.engine.drafters.draft import Draft
@@ -211,8 +216,7 @@ class SpeculativeGenerator:
         if not self._setup.decides:
             follow(start, contexts, self._setup.lengths.longest)
             return {}
-        part = self.ranks == 1 and self.exact is None
-        return self._setup.lengths.calibrate(start, contexts, progress, part=part)
+        return calibrate(self, start, contexts, progress)
 
     def calibrate_batches(
         self,

@@ -188,7 +188,6 @@ class Generation:
         logprobs = [one.logprob for one in taken if one.logprob is not None]
         self.chunks.ready.clear()
         self._open.close()
-        self.request.policy.end()  # learns from the text as a whole
         self._note_pause()
         self.result = Result(
             text="".join(chunk.text for chunk in taken),

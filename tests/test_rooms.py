@@ -140,7 +140,6 @@ NAMED_ALIKE = {
     "stream": "one running generation, and its options",
     "registry": "the table of the kinds that are known",
     "families": "which families are known, and what of them",
-    "acceptance": "how often drafted tokens are accepted",
     "restore_points": "states that are taken on the way",
     "ragged_kv": "RaggedKVCache and its journal",
     "sliding_kv": "SlidingKVCache and its journal",

@@ -1,11 +1,13 @@
-"""Measures the costs of a batch's rounds before there are requests.
+"""Measures the costs of rounds before there are requests, of streams and of batches.
 
-Rows with the same prompt run together until every draft length was measured. Their
+A stream, or rows with the same prompt, run until every draft length was measured. Their
 texts do not matter: the cost of a round depends on the number of rows, the draft length
 and the context.
 """
 
 from collections.abc import Callable, Sequence
+from statistics import median
+from time import perf_counter
 
 from mlx_speculation.engine.batch.request import (
     BatchRequest,
@@ -14,19 +16,55 @@ from mlx_speculation.engine.batch.request import (
 )
 from mlx_speculation.engine.batch.results import BatchStatistics
 from mlx_speculation.engine.batch.running import RunningTogether
-from mlx_speculation.engine.draft_length.base import DraftLengthPolicy
+from mlx_speculation.engine.draft_length.base import DraftLengthPolicy, FixedDraftLength
 from mlx_speculation.engine.draft_length.calibration import (
     Calibration,
-    Progress,
     calibration_prompt,
-    part_of,
+    most_tokens,
 )
 from mlx_speculation.engine.draft_length.costs import CostTable
 from mlx_speculation.engine.stream import Stream
 from mlx_speculation.errors import InvalidRequestError
-from mlx_speculation.models import PrefillBudget, RowSizes
+from mlx_speculation.models import (
+    PART_SIZES,
+    PrefillBudget,
+    RowSizes,
+    position_table,
+    usual_part,
+)
 
+# Starts a stream on a prompt with a policy.
 StartStream = Callable[[list[int], DraftLengthPolicy], Stream]
+# Called with the number of finished rounds, and of all rounds.
+Progress = Callable[[int, int], None]
+
+# Rounds with each part size, their draft length, and the least share of a round that
+# another part size than the usual one has to save.
+PART_ROUNDS, PART_DRAFT, PART_GAIN = 5, 4, 0.05
+
+
+def calibrate(
+    generator: StreamSource,
+    start: StartStream,
+    contexts: Sequence[int],
+    progress: Progress | None = None,
+) -> CostTable:
+    """Measure all draft lengths; see `SpeculativeGenerator.calibrate`."""
+    _check(generator, contexts)
+    if generator.ranks == 1 and generator.exact is None:
+        generator.lengths.calibrated().part = measure_part(start, min(contexts))
+    cases = [(0, context) for context in sorted(contexts)]
+    return _measured(generator, start, cases, progress)[0]
+
+
+def follow(start: StartStream, contexts: Sequence[int], longest: int) -> None:
+    """Run the rounds of a calibration on a rank that does not decide their lengths."""
+    for context in sorted(contexts):
+        # Only rank 0's policy is used. This one is of the same class, since the options
+        # of all ranks are compared.
+        policy = Calibration(context, longest)
+        for _ in start(policy.prompt, policy):
+            pass  # until rank 0 ends it
 
 
 def calibrate_batches(
@@ -37,8 +75,7 @@ def calibrate_batches(
     progress: Progress | None = None,
 ) -> dict[int, CostTable]:
     """Measure all draft lengths; see `SpeculativeGenerator.calibrate_batches`."""
-    lengths = generator.lengths
-    lengths.check_calibration(contexts)
+    _check(generator, contexts)
     if generator.ranks > 1:
         raise InvalidRequestError(
             f"Rounds of a batch were to be measured, and the target is on "
@@ -50,23 +87,70 @@ def calibrate_batches(
             f"rows is {list(rows)}, and at least one number of rows from 1 is needed."
         )
     cases = [(count, n) for count in sorted(set(rows)) for n in sorted(contexts)]
+    return _measured(generator, start, cases, progress)
+
+
+def _check(generator: StreamSource, contexts: Sequence[int]) -> None:
+    """Refuse a calibration without a draft, or at impossible context lengths."""
+    if generator.draft is None:
+        raise InvalidRequestError(
+            "The generator has no draft, and there is nothing to calibrate. Pass "
+            "one as draft=..."
+        )
+    if not contexts or any(context < 1 for context in contexts):
+        raise InvalidRequestError(
+            f"contexts is {list(contexts)}, and at least one number of tokens from "
+            "1 is needed."
+        )
+    positions = position_table(generator.model)
+    tokens = most_tokens(generator.lengths.longest)
+    if positions is not None and max(contexts) + tokens > positions:
+        raise InvalidRequestError(
+            f"The rounds of a calibration may write {tokens} tokens behind a "
+            f"context of {max(contexts)}, and the target has a table of "
+            f"{positions} positions. Measure at {max(0, positions - tokens)} "
+            "tokens at most."
+        )
+
+
+def _measured(
+    generator: StreamSource,
+    start: StartStream,
+    cases: Sequence[tuple[int, int]],
+    progress: Progress | None,
+) -> dict[int, CostTable]:
+    """Measure and keep each case, a number of rows (0: a stream) and a context."""
     result: dict[int, CostTable] = {}
     for number, (count, context) in enumerate(cases):
-        report = part_of(progress, number, len(cases))
-        policy = Calibration(context, lengths.longest)
-        kept_as = _measure(generator, start, policy, (count, context), report)
-        result[kept_as] = lengths.calibrated(kept_as).take(policy)
+        policy = Calibration(context, generator.lengths.longest)
+
+        def report(policy: Calibration = policy, number: int = number) -> bool:
+            done, total = min(policy.done, policy.rounds), policy.rounds
+            if progress is not None:
+                progress(number * total + done, len(cases) * total)
+            return done < total
+
+        if count:
+            kept_as = _run_batch(generator, start, policy, count, report)
+        else:
+            kept_as = 0
+            with start(policy.prompt, policy) as stream:
+                for _ in stream:
+                    if not report():
+                        break
+        source = generator.lengths.calibrated(kept_as)
+        result[kept_as] = source.take(policy.measured)
     return result
 
 
-def _measure(
+def _run_batch(
     generator: StreamSource,
     start: StartStream,
     policy: Calibration,
-    what: tuple[int, int],
-    report: Progress,
+    count: int,
+    report: Callable[[], bool],
 ) -> int:
-    """Run the rounds of `what`, a number of rows and a context.
+    """Run the rounds of a calibration with `count` rows.
 
     Returns:
         The key of the measured costs: `count` rounded up to a power of two.
@@ -74,11 +158,9 @@ def _measure(
     Raises:
         Exception: the error that ended a row.
     """
-    count, context = what
     model, lengths = generator.model, generator.lengths.for_batch()
     decoder = RunningTogether(model, lengths, BatchStatistics(), RowSizes())
-    prompt = calibration_prompt(context)
-    streams = [start(prompt, policy) for _ in range(count)]
+    streams = [start(policy.prompt, policy) for _ in range(count)]
     rows = [BatchRequest(uid, stream) for uid, stream in enumerate(streams)]
     alone = reason_alone(streams[0], model, {})
     if alone is not None:
@@ -88,13 +170,12 @@ def _measure(
         )
     try:
         for row in rows:
-            row.begin(PrefillBudget(len(prompt)).fits)
+            row.begin(PrefillBudget(len(policy.prompt)).fits)
         decoder.join(rows)
-        while policy.done < policy.rounds:
+        while report():
             decoder.next_round()
             if len(decoder.rows) < count:
                 raise next(row.error for row in rows if row.error is not None)
-            report(policy.done, policy.rounds)
     finally:
         for row in rows:
             if not row.ended:
@@ -102,3 +183,22 @@ def _measure(
                 row.stream.close()
             row.let_go()
     return lengths.bucket
+
+
+def measure_part(start: StartStream, context: int) -> int:
+    """Return the fastest part size: how many layers a forward submits at once.
+
+    See `models.submit_layers`; 0: all layers. Rounds of all sizes alternate.
+    """
+    seconds: dict[int, list[float]] = {size: [] for size in PART_SIZES}
+    with start(calibration_prompt(context), FixedDraftLength(PART_DRAFT)) as stream:
+        stream.next_round()  # reads the prompt
+        for size in PART_SIZES * PART_ROUNDS:
+            stream.request.target.part = size
+            started = perf_counter()
+            stream.next_round()
+            seconds[size].append(perf_counter() - started)
+    usual = usual_part()
+    medians = {size: median(each) for size, each in seconds.items()}
+    best = min(medians, key=medians.__getitem__)
+    return best if medians[best] < (1 - PART_GAIN) * medians[usual] else usual

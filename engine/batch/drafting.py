@@ -6,8 +6,10 @@ first draft; all drafters together read at most one chunk between two rounds.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from mlx_speculation.engine.batch.request import BatchRequest
+from mlx_speculation.engine.draft_length.base import Plan
 from mlx_speculation.engine.draft_length.batched import BatchDraftLength
 from mlx_speculation.engine.drafters.base import NOTHING, OpenDrafter, Proposal
 from mlx_speculation.engine.drafters.fault_guard import CheckedChoose
@@ -46,11 +48,11 @@ class BatchDrafting:
             self._sequential = shared is None or alone
         self._rows = rows
         self._started &= {row.uid for row in rows}
-        self.lengths.rows_changed()
+        self.lengths.take(rows)
 
     def _shared_by(self, row: BatchRequest) -> SharedDrafter | None:
         """Return a drafter shared by requests like this one; None: it cannot be."""
-        lane, head = row.drafter.batch_lane, row.drafter.batch_head
+        lane, head = row.drafter.batch_lane, row.drafter.head
         if lane is not None:
             return SharedModel(BatchLane(lane.model, self._sizes))
         return None if head is None else SharedHead()
@@ -143,14 +145,15 @@ class BatchDrafting:
         A request whose source no rule chooses uses the shared drafter, if there is one.
         """
         rows, shared, self._waits = self._rows, self._proposals.shared, False
-        index, width = self._choose(limits, ahead)
+        plan = self._choose(limits, ahead)
+        costly = plan.source is not None and not plan.source.free
         sequential, most = [], []
         for row, limit in zip(rows, limits, strict=True):
             started = row.uid in self._started and self._own(row) is not None
             sequential.append(limit if started else 0)
-            costs = row.ruled is None or row.ruled.costs(index)
-            limit = limit if row.ruled is None else min(limit, width)
-            most.append(limit if costs else 0)
+            if row.ruled is not None:
+                limit = min(limit, plan.length) if costly else 0
+            most.append(limit)
         if shared is None:
             return sequential, []
         drafts = max(most) > 0
@@ -160,22 +163,18 @@ class BatchDrafting:
                     row.ruled.chosen = None
             return [0] * len(rows), shared.within(self._running.requests, most)
         waits = drafts or self.lengths.expects(rows)
-        self._waits = bool(ahead) and not width and waits
+        self._waits = bool(ahead) and not plan.length and waits
         return sequential, []
 
-    def _choose(self, limits: list[int], ahead: int) -> tuple[int, int]:
-        """Let the rule choose a source for the requests with a `RuledDrafter`.
-
-        Returns:
-            The index of the source, and the draft length; (0, 0): no such request.
-        """
+    def _choose(self, limits: list[int], ahead: int) -> Plan:
+        """Let the rule choose a source for the requests with a `RuledDrafter`."""
         members = [
             (row, drafter, limit)
             for row, limit in zip(self._rows, limits, strict=True)
             if (drafter := row.ruled) and limit > 0 and row.uid in self._started
         ]
         if not members:
-            return 0, 0
+            return Plan(0, "plain")
         offered = [
             drafter.offer(
                 row.request.sequence,
@@ -189,5 +188,5 @@ class BatchDrafting:
         most = max(limit for _, _, limit in members)
         chosen = self.lengths.choose(context, most, offered, behind=ahead > 0)
         for _, drafter, limit in members:
-            drafter.chosen = chosen[0], min(limit, chosen[1])
+            drafter.chosen = replace(chosen, length=min(limit, chosen.length))
         return chosen

@@ -203,8 +203,6 @@ class BatchGenerator:
         with DeferredSignals(), ExitStack() as stack:  # calls all, the last one first
             self._closed = True
             stack.callback(self._open.close)
-            for group in self._groups.values():
-                stack.callback(group.end)
             for row in reversed(self._rows.values()):
                 stack.callback(self._queue.close, row)
 

@@ -1,12 +1,12 @@
 """Queue of a batch: requests wait, join, run together or alone, and end."""
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 
-from mlx_speculation.caches import array_bytes
+from mlx_speculation.caches import KVQuantization, array_bytes
 from mlx_speculation.engine.batch.request import BatchRequest
 from mlx_speculation.engine.batch.results import BatchResponse, BatchStatistics
-from mlx_speculation.engine.batch.running import RowGroups, RunningTogether
+from mlx_speculation.engine.batch.running import RunningTogether
 from mlx_speculation.interrupts import raised_by_signal
 from mlx_speculation.models import PrefillBudget
 
@@ -18,7 +18,7 @@ class BatchQueue:
         rows: all requests that were not removed, by uid.
         waiting: requests whose prompts are not completely read, in order of insertion.
         running: requests that are generating, in the order of their responses.
-        groups: the requests that share forwards.
+        groups: the requests that share forwards, by the quantization of their caches.
         ready: responses that were not handed out yet.
     """
 
@@ -31,7 +31,7 @@ class BatchQueue:
         self.rows: dict[int, BatchRequest] = {}
         self.waiting: deque[BatchRequest] = deque()
         self.running: list[BatchRequest] = []
-        self.groups = RowGroups(new_group)
+        self.groups = defaultdict[KVQuantization | None, RunningTogether](new_group)
         self.ready: list[BatchResponse] = []
         self._joining: list[BatchRequest] = []  # prompts are read, to join a group
         self._statistics, self._most = statistics, most
@@ -81,7 +81,9 @@ class BatchQueue:
                 rows.remove(row)
         self._statistics.finished += 1
         try:
-            self.groups.leave(row)
+            for group in self.groups.values():
+                if row in group.rows:
+                    group.release(row)
             row.stream.close()
         except Exception:  # such as running out of memory
             row.fail()
@@ -110,8 +112,17 @@ class BatchQueue:
             self.running.append(self.waiting.popleft())
             if row.ended:
                 self._respond([row])
-        for row in self.groups.join(self._joining):
-            self._count_alone(row)
+        joining = defaultdict[KVQuantization | None, list[BatchRequest]](list)
+        for row in self._joining:
+            if not row.ended:
+                joining[row.quantization].append(row)
+        for key, rows in joining.items():
+            try:
+                self.groups[key].join(rows)
+            except Exception as error:  # no request has joined
+                for row in rows:
+                    row.alone = f"its caches cannot be put beside others: {error}"
+                    self._count_alone(row)
         self._joining = []
 
     def _count_alone(self, row: BatchRequest) -> None:

@@ -7,10 +7,11 @@ from typing import Any, Protocol, Unpack
 import mlx.nn as nn
 
 from mlx_speculation.caches import KVQuantization, has_states
-from mlx_speculation.engine.draft_length.base import DraftLengthPolicy, Plan
+from mlx_speculation.engine.draft_length.base import DraftLengthPolicy
 from mlx_speculation.engine.draft_length.policy_factory import PolicyFactory
 from mlx_speculation.engine.draft_length.ruled import RuledDrafter, RuleDraftLength
 from mlx_speculation.engine.drafters.base import OpenDrafter
+from mlx_speculation.engine.drafters.draft import Draft
 from mlx_speculation.engine.options import StreamKeywords
 from mlx_speculation.engine.prompt import Prompt
 from mlx_speculation.engine.result import Chunk
@@ -21,11 +22,16 @@ from mlx_speculation.models import Lane, why_alone
 
 
 class StreamSource(Protocol):
-    """The members of a `SpeculativeGenerator` that a batch uses."""
+    """The members of a `SpeculativeGenerator` that a batch or a calibration uses."""
 
     @property
     def model(self) -> nn.Module:
         """The target."""
+        ...
+
+    @property
+    def draft(self) -> Draft | None:
+        """The draft."""
         ...
 
     @property
@@ -36,6 +42,11 @@ class StreamSource(Protocol):
     @property
     def ranks(self) -> int:
         """The number of ranks over which the target is sharded."""
+        ...
+
+    @property
+    def exact(self) -> int | None:
+        """The rows of every forward in exact mode; None: not in exact mode."""
         ...
 
     def stream(self, prompt: Prompt, **options: Unpack[StreamKeywords]) -> Stream:
@@ -50,10 +61,6 @@ class BatchRequest:
     uid: int  # returned by `BatchGenerator.insert`
     stream: Stream  # turns its tokens into text, and ends it
     alone: str | None = None  # why it cannot share forwards; None: it can
-    # Draft length that its policy plans for the next round; None: the batch decides
-    planned: Plan | None = None
-    # The same for the round after the next, planned early
-    next_plan: Plan | None = None
     error: Exception | None = None  # the error that ended it
     # Of its last round, not handed out yet
     chunks: list[Chunk] = field(default_factory=list)
@@ -62,6 +69,7 @@ class BatchRequest:
     generation: Generation = field(init=False)  # of its stream
     request: Request = field(init=False)  # its lane, drafter, policy and verifier
     policy: DraftLengthPolicy = field(init=False)  # its policy when it runs alone
+    planner: Any = field(init=False)  # plans its drafts in a batch
     # Its drafter, if a rule chooses among the proposals that it offers; else None
     ruled: RuledDrafter | None = field(init=False)
     # Its drafter, or the member of a cascade that rows can share; for plain decoding

@@ -10,13 +10,12 @@ An error that concerns all requests, such as a lack of memory, is raised after t
 is rolled back; the round can be run again. An error of one request ends that request.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
 import mlx.nn as nn
 
-from mlx_speculation.caches import KVQuantization
 from mlx_speculation.engine.batch.drafting import BatchDrafting
 from mlx_speculation.engine.batch.request import BatchRequest
 from mlx_speculation.engine.batch.results import BatchStatistics
@@ -80,16 +79,19 @@ class RunningTogether:
         self._running.take([row.request for row in rows])
         self._drafting.take(rows)
 
-    def end(self) -> None:
-        """Charge the draft sources for reading prompts without a gain."""
-        self._drafting.lengths.end()
-
     def give_back(self, row: BatchRequest) -> None:
         """Copy a request's caches to its own lane, for the prefix cache to keep."""
         if row.generation.prefixes is not None:
             row.request.target.caches = self._lane.extract(self.rows.index(row))
             if self._rounds.proposals.shared is not None:
                 self._rounds.proposals.shared.give_back(row.request)
+
+    def release(self, row: BatchRequest) -> None:
+        """Let a request leave, with a copy of its caches in its own lane."""
+        try:
+            self.give_back(row)
+        finally:
+            self.leave([row])
 
     def leave(self, gone: Sequence[BatchRequest]) -> None:
         """Let requests leave. Legal between any two rounds."""
@@ -205,11 +207,10 @@ class RunningTogether:
     def _emit(self, result: Sequence[Read]) -> list[int]:
         """Turn outcomes into chunks; return how many tokens each request accepted."""
         accepted = []
-        common = self._drafting.lengths.plan
         for row, one in zip(self.rows, result, strict=True):
             generation, right = row.generation, 0
-            plan = row.planned or common
-            if plan is not None and plan.compared:
+            plan = self._drafting.lengths.plans[id(row.planner)]
+            if plan.compared:
                 generation.decoder.followed = plan
             try:
                 if isinstance(one, Exception):
@@ -240,48 +241,3 @@ class RunningTogether:
             row.request.target.caches = []
             if self._rounds.proposals.shared is not None:
                 self._rounds.proposals.shared.take_back(row.request)
-
-
-class RowGroups(dict[KVQuantization | None, RunningTogether]):
-    """Groups of requests that share forwards, by the quantization of their caches.
-
-    Args:
-        new: makes an empty group.
-    """
-
-    def __init__(self, new: Callable[[], RunningTogether]) -> None:
-        super().__init__()
-        self._new = new
-
-    def __missing__(self, key: KVQuantization | None) -> RunningTogether:
-        self[key] = self._new()
-        return self[key]
-
-    def join(self, rows: Sequence[BatchRequest]) -> list[BatchRequest]:
-        """Let requests join their groups.
-
-        Returns:
-            The requests that cannot join. Their `alone` gives the reason.
-        """
-        groups: dict[KVQuantization | None, list[BatchRequest]] = {}
-        for row in rows:
-            if not row.ended:
-                groups.setdefault(row.quantization, []).append(row)
-        refused: list[BatchRequest] = []
-        for key, joining in groups.items():
-            try:
-                self[key].join(joining)
-            except Exception as error:  # no request has joined
-                for row in joining:
-                    row.alone = f"its caches cannot be put beside others: {error}"
-                refused += joining
-        return refused
-
-    def leave(self, row: BatchRequest) -> None:
-        """Remove a request from its group, and copy its caches to its own lane."""
-        for group in self.values():
-            if row in group.rows:
-                try:
-                    group.give_back(row)
-                finally:
-                    group.leave([row])

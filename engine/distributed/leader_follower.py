@@ -131,11 +131,6 @@ class RankedPolicy:
         if self._leads:
             self._policy.note(context, plan, feedback)
 
-    def end(self) -> None:
-        """Let the leader's policy learn from the whole stream."""
-        if self._leads:
-            self._policy.end()
-
 
 class RankedDrafter(WrappedDrafter):
     """The drafter of the leader, on every rank.

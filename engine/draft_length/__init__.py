@@ -4,8 +4,8 @@
     rule                        the adaptive rule: the most tokens for their time
     ruled, batched              the rule for a stream, and for a batch
     policy_factory              makes the policy of a stream or a batch
-    costs, acceptance           seconds of rounds, and acceptance rates of tokens
-    calibration, cost_store     measurement and storage of costs
+    costs                       seconds of rounds
+    calibration, cost_store     measurement and storage of the costs of a source
 
 A policy calls no model and sees no token. A cascade asks the policy which of its
 drafters drafts.

@@ -5,7 +5,7 @@ A policy makes its plans from counts and seconds alone.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 from mlx_speculation.engine.timing import NO_TIME, RoundSeconds
 
@@ -35,40 +35,34 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A source of drafts with the draft lengths that the rule compared.
+    """A source of drafts with the draft lengths that the rule compared."""
 
-    Attributes:
-        source: a `Source` of `rule`.
-        survival: the survival of its proposal or forecast; the mean over requests.
-        options: the lengths that may pay.
-        credit: what its drafts may lose, in plain steps, see `rule`.
-    """
-
-    source: Any
+    name: str  # the kind of its drafts
+    index: int  # its index among the sources of the rule
+    free: bool  # whether its proposals cost nothing
+    # The survival of its proposal or forecast; the mean over requests
     survival: Sequence[float]
-    options: tuple[Option, ...]
-    credit: float
+    options: tuple[Option, ...]  # the lengths that may pay
+    credit: float  # what its drafts may lose, in plain steps, see `rule`
 
     @property
     def drawback(self) -> str:
         """The reason why this source does not draft."""
         if not self.survival:
-            return f"{self.source.name} has no proposal"
+            return f"{self.name} has no proposal"
         if self.credit <= 0:
-            return f"{self.source.name} has no credit ({self.credit:.1f} steps)"
+            return f"{self.name} has no credit ({self.credit:.1f} steps)"
         if not self.options:
             credit = f"credit {self.credit:.1f} steps"
-            return f"drafts of {self.source.name} take too long ({credit})"
+            return f"drafts of {self.name} take too long ({credit})"
         best = max(self.options, key=lambda option: option.speed)
-        return (
-            f"{self.source.name}: {best.tokens:.2f} tokens in {best.seconds * 1e3:.1f} "
-            "ms"
-        )
+        seconds = f"{best.seconds * 1e3:.1f} ms"
+        return f"{self.name}: {best.tokens:.2f} tokens in {seconds}"
 
     def __str__(self) -> str:
         survival = " ".join(f"{chance:.2f}" for chance in self.survival)
         options = "  ".join(map(str, self.options))
-        return f"{self.source.name} {survival}  {options}  credit {self.credit:.1f}"
+        return f"{self.name} {survival}  {options}  credit {self.credit:.1f}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,21 +80,16 @@ class Plan:
 
     length: int  # tokens to draft; 0 is a plain step
     reason: Reason
-    source: Any = None  # the `Source` of `rule` that drafts; None: no source
+    source: Compared | None = None  # the source that drafts; None: any
     compared: tuple[Compared, ...] = ()
     seconds: float = 0.0  # of a plain step
-
-    @property
-    def pick(self) -> tuple[int, int]:
-        """The index of the source that drafts, and the length."""
-        return self.source.index if self.length else 0, self.length
 
     def __str__(self) -> str:
         said = f"draft {self.length} ({self.reason})"
         if not self.compared:
             return said
         compared = [str(Option(0, 1.0, self.seconds)), *map(str, self.compared)]
-        by = f" by {self.source.name}" if self.length else ""
+        by = "" if self.source is None else f" by {self.source.name}"
         return f"{said}{by}  {' | '.join(compared)}"
 
     @property
@@ -176,10 +165,6 @@ class DraftLengthPolicy(Protocol):
         """
         ...
 
-    def end(self) -> None:
-        """Learn from the whole stream after its end."""
-        ...
-
 
 class FixedDraftLength:
     """The same length in every round, whatever it costs."""
@@ -192,7 +177,4 @@ class FixedDraftLength:
         return Plan(max(0, min(self.longest, limit)), "fixed")
 
     def note(self, context: int, plan: Plan, feedback: Feedback) -> None:
-        """Learn nothing."""
-
-    def end(self) -> None:
         """Learn nothing."""

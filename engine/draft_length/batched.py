@@ -12,24 +12,25 @@ length keep it.
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
-from typing import Protocol
+from operator import attrgetter
+from typing import Any, Protocol
 
 from mlx_speculation.engine.draft_length.base import DraftLengthPolicy, Feedback, Plan
-from mlx_speculation.engine.draft_length.costs import RoundCosts
+from mlx_speculation.engine.draft_length.cost_store import Source
 from mlx_speculation.engine.draft_length.rule import Credit, DraftRule, Offered
 from mlx_speculation.engine.draft_length.ruled import RuleDraftLength
+
+_NO_PLAN = Plan(0, "plain")
 
 
 class BatchMember(Protocol):
     """The members of a batch's request that concern its draft length.
 
     Attributes:
-        planned: its own plan for the next round; None: the batch decides.
-        next_plan: its own plan for the round after that; None: the batch decides.
+        planner: plans for it; set by `BatchDraftLength.take`.
     """
 
-    planned: Plan | None
-    next_plan: Plan | None
+    planner: Any
 
     @property
     def policy(self) -> DraftLengthPolicy:
@@ -46,26 +47,36 @@ class BatchDraftLength:
     """Decides the draft length of every round of a batch.
 
     Args:
-        rule: the rule; each request has its sources.
-        costs: returns the costs of each source for a number of requests.
-        alone: the credit of a batch of one request; None: the credit of `rule`.
+        sources: returns the sources for a number of requests.
+        together: the credit of a batch.
+        alone: the credit of a batch of one request.
+        longest: the longest draft.
 
     Attributes:
-        plan: the round's plan for requests without their own draft length.
+        rule: the rule; it plans for all requests with adaptive draft lengths.
+        plans: the plans of this round, by the id of the planner of a request.
         bucket: the number of requests under which the costs of this round are kept.
     """
 
     def __init__(
         self,
-        rule: DraftRule,
-        costs: Callable[[int], SequenceOf[RoundCosts]],
-        alone: Credit | None = None,
+        sources: Callable[[int], SequenceOf[Source]],
+        together: Credit,
+        alone: Credit,
+        longest: int,
     ) -> None:
-        self._rule, self._costs = rule, costs
-        self._alone, self._together = alone or rule.credit, rule.credit
+        self._sources, self._together, self._alone = sources, together, alone
+        self.rule = DraftRule(sources(1), together, longest)
         self.bucket = self._context = 0
-        self.plan: Plan | None = None
-        self._next: Plan | None = None
+        self.plans: dict[int, Plan] = {}
+        self._next: dict[int, Plan] = {}
+
+    def take(self, rows: SequenceOf[BatchMember]) -> None:
+        """Begin to plan for other requests, and drop the plans."""
+        self.plans, self._next = {}, {}
+        for row in rows:
+            ruled = isinstance(row.policy, RuleDraftLength)
+            row.planner = self.rule if ruled else row.policy
 
     def limits(
         self,
@@ -78,18 +89,13 @@ class BatchDraftLength:
         """Return how many tokens each request may draft in the next round."""
         bucket = row_bucket(len(rows)) if size is None else size
         if bucket != self.bucket:
-            self.bucket, self.plan = bucket, None
-            self._rule.credit = self._alone if bucket == 1 else self._together
-            each = zip(self._rule.sources, self._costs(bucket), strict=True)
-            for source, costs in each:
-                source.costs = costs
-        if self.plan is None:
-            self.plan = self._planned(rows, context, room)
-        _plan_alone(rows, context, room, "planned")
+            self.bucket, self.plans = bucket, {}
+            self.rule.credit = self._alone if bucket == 1 else self._together
+            self.rule.sources = self._sources(bucket)
+        self._fill(self.plans, rows, context, room)
         result = []
         for row, limit in zip(rows, room, strict=True):
-            plan = self.plan if row.planned is None else row.planned
-            most = min(limit, row.policy.longest, 0 if plan is None else plan.length)
+            most = min(limit, row.policy.longest, self.plans[id(row.planner)].length)
             result.append(max(0, most))
         return result
 
@@ -97,44 +103,43 @@ class BatchDraftLength:
         self, rows: SequenceOf[BatchMember], context: int, room: list[int]
     ) -> bool:
         """Plan the round after a plain step; return whether it drafts."""
-        if self._next is None:
-            self._next = self._planned(rows, context, room)
-        _plan_alone(rows, context, room, "next_plan")
-        if self._next is not None and self._next.length > 0:
-            return True
-        for row in rows:  # faster than any(...) with a generator
-            if row.next_plan is not None and row.next_plan.length > 0:
-                return True
-        return False
+        self._fill(self._next, rows, context, room)
+        # Faster than a generator, which costs a call for each plan
+        return any(map(attrgetter("length"), self._next.values()))
+
+    def _fill(
+        self,
+        plans: dict[int, Plan],
+        rows: SequenceOf[BatchMember],
+        context: int,
+        room: list[int],
+    ) -> None:
+        """Let each planner plan that has no plan yet."""
+        for row, limit in zip(rows, room, strict=True):
+            planner = row.planner
+            if planner is self.rule and id(planner) not in plans:
+                plans[id(planner)] = self._planned(rows, context, room)
+            elif id(planner) not in plans:
+                plans[id(planner)] = planner.plan(context, limit)
 
     def _planned(
         self, rows: SequenceOf[BatchMember], context: int, room: list[int]
-    ) -> Plan | None:
-        """Return the plan of the rule; None: all requests have their own lengths."""
-        result = [
-            (row.policy, limit)
-            for row, limit in zip(rows, room, strict=True)
-            if isinstance(row.policy, RuleDraftLength)
-        ]
-        if not result:
-            return None
-        most = max(
-            min(limit, member.longest, self._rule.longest) for member, limit in result
-        )
+    ) -> Plan:
+        """Return the plan of the rule for all requests without their own length."""
+        limits, offered = [], []
+        for row, limit in zip(rows, room, strict=True):
+            if isinstance(row.policy, RuleDraftLength):
+                limits.append(max(0, min(limit, row.policy.longest)))
+                if not self.rule.late:
+                    survivals = row.policy.survivals()
+                    offered.append([each[: limits[-1]] for each in survivals])
         self._context = context
-        return self._rule.plan(
-            context,
-            most,
-            lambda: [
-                [survival[: max(0, limit)] for survival in member.survivals()]
-                for member, limit in result
-            ],
-        )
+        return self.rule.first_plan(context, max(limits), offered)
 
     def choose(
         self, context: int, limit: int, offered: Offered, *, behind: bool
-    ) -> tuple[int, int]:
-        """Return the index of the source that drafts for all, and the draft length.
+    ) -> Plan:
+        """Return the plan with the source that drafts for all, and the draft length.
 
         Args:
             context: how many tokens the longest request has in the target's caches.
@@ -142,15 +147,15 @@ class BatchDraftLength:
             offered: the survivals of requests without their own draft length.
             behind: whether a plain step is in flight.
         """
-        self._context = context
-        self.plan = self._rule.choose(context, limit, offered, behind=behind)
-        return self.plan.pick
+        plan = self.rule.choose(context, limit, offered, behind=behind)
+        self.plans[id(self.rule)] = plan
+        return plan
 
     def expects(self, rows: SequenceOf[BatchMember]) -> bool:
         """Return whether costly sources would draft if no plain step were in flight."""
         ruled = [p for row in rows if isinstance(p := row.policy, RuleDraftLength)]
         costly = [policy.survivals() for policy in ruled]
-        return self._rule.expects(self._context, costly)
+        return self.rule.expects(self._context, costly)
 
     def note(
         self,
@@ -165,41 +170,15 @@ class BatchDraftLength:
         A round without drafts counts as plain, even if it had tokens that a constraint
         forced: they come from no source.
         """
-        plan, noted = self.plan, set[int]()
+        plans, self.plans, self._next = self.plans, self._next, {}
+        common = plans.pop(id(self.rule), None)
         for row, count, right in zip(rows, drafted, accepted, strict=True):
-            policy = row.policy
-            if row.planned is None:
-                if count and plan is not None and isinstance(policy, RuleDraftLength):
-                    policy.rates[plan.source.index].note(count, right)
-            elif id(policy) not in noted:
+            planner = row.planner
+            if id(planner) in plans:
                 counted = replace(feedback, drafted=count, accepted=right)
-                policy.note(context, row.planned, counted)
-                noted.add(id(policy))
-            row.planned, row.next_plan = row.next_plan, None
-        if plan is not None:
+                planner.note(context, plans.pop(id(planner)), counted)
+            elif planner is self.rule and count and common and common.source:
+                planner.sources[common.source.index].rates.note(range(count), right)
+        if common is not None:
             mean = replace(feedback, accepted=sum(accepted) / len(rows))
-            followed = plan if any(drafted) else Plan(0, "plain")
-            self._rule.note(context, followed, mean)
-        self.plan, self._next = self._next, None
-
-    def rows_changed(self) -> None:
-        """Drop the plans, which were made for other requests."""
-        self.plan = self._next = None
-
-    def end(self) -> None:
-        """Charge the time of reading prompts; see `DraftRule.end`."""
-        self._rule.end()
-
-
-def _plan_alone(
-    rows: SequenceOf[BatchMember], context: int, room: list[int], name: str
-) -> None:
-    """Let policies that do not follow the rule plan; each shared policy plans once."""
-    plans: dict[int, Plan] = {}
-    for row, limit in zip(rows, room, strict=True):
-        policy = row.policy
-        if isinstance(policy, RuleDraftLength) or getattr(row, name) is not None:
-            continue
-        if id(policy) not in plans:
-            plans[id(policy)] = policy.plan(context, limit)
-        setattr(row, name, plans[id(policy)])
+            self.rule.learn(context, common if any(drafted) else _NO_PLAN, mean)

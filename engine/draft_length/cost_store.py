@@ -15,14 +15,14 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_speculation.blas import blas_in_use
-from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
-from mlx_speculation.engine.draft_length.calibration import Calibration, PartsTable
+from mlx_speculation.engine.draft_length.calibration import PartsTable
 from mlx_speculation.engine.draft_length.costs import CostTable, RoundCosts
+from mlx_speculation.engine.lookup.survival import AcceptanceRates
 from mlx_speculation.engine.timing import RoundSeconds
 from mlx_speculation.measured_file import MeasuredFile
 from mlx_speculation.models import PART_SIZES
 
-_VERSION = 7
+_VERSION = 8
 
 
 def machine() -> dict[str, Any]:
@@ -37,84 +37,82 @@ def machine() -> dict[str, Any]:
     }
 
 
-@dataclass(slots=True)
-class Known:
-    """Costs and acceptance of rounds of one target with one draft.
+@dataclass(slots=True, eq=False)
+class Source:
+    """A source of drafts for one target: costs of its rounds, and its acceptance.
 
     Attributes:
-        seconds: the seconds of calibrated rounds.
-        parts: the same seconds by part of the round.
-        free: whether the draft costs nothing.
-        name: the kind of the draft.
+        costs: costs of rounds, which streams measure.
+        rates: acceptance rates by position, which streams learn.
+        free: whether its proposals cost nothing, and are made before the rule chooses.
+        name: the kind of its drafts.
+        measured: the times of calibrated rounds.
         part: how many layers a round's forward submits at once; None: not measured.
+        file: keeps what was calibrated; None: nothing does.
     """
 
     costs: RoundCosts = field(default_factory=RoundCosts)
     rates: AcceptanceRates = field(default_factory=AcceptanceRates)
-    seconds: CostTable = field(default_factory=dict)
-    parts: PartsTable = field(default_factory=dict)
     free: bool = False
     name: str = "draft"
+    measured: PartsTable = field(default_factory=dict)
     part: int | None = None
     file: MeasuredFile | None = None
 
     @classmethod
     def read(
         cls, key: dict[str, Any] | None, *, free: bool = False, name: str = "draft"
-    ) -> "Known":
-        """Return the calibrated costs stored under a key; None: they are not stored."""
+    ) -> "Source":
+        """Return a source with the costs stored under a key; None: none are."""
         key = key and {"machine": machine(), **key}
         file = MeasuredFile(
             "costs", _VERSION, key, "What rounds cost is measured again."
         )
-        known = file.read(_parsed) or cls()
-        known.file, known.free, known.name = file, free, name
-        return known
+        measured, part = file.read(_parsed) or ({}, None)
+        costs = RoundCosts(kept=totals(measured))
+        return cls(costs, free=free, name=name, measured=measured, part=part, file=file)
 
-    def take(self, measured: Calibration) -> CostTable:
+    def take(self, measured: PartsTable) -> CostTable:
         """Learn from a calibration, and write the file; return all known costs."""
-        table = measured.costs.table()
-        self.costs.take(table)
-        self.seconds |= table
-        self.parts |= measured.parts
+        self.costs.take(totals(measured))
+        self.measured |= measured
         parts = {
             bucket: {length: astuple(one) for length, one in each.items()}
-            for bucket, each in self.parts.items()
+            for bucket, each in self.measured.items()
         }
         if self.file is not None:
-            kept = {"seconds": self.seconds, "parts": parts, "part": self.part}
-            self.file.write(kept)
+            self.file.write({"parts": parts, "part": self.part})
         return self.costs.table()
 
 
-def _parsed(fields: Any) -> Known:
-    """Return the costs in the fields of a file.
+def totals(measured: PartsTable) -> CostTable:
+    """Return the seconds of whole rounds."""
+    return {
+        bucket: {length: one.total for length, one in each.items()}
+        for bucket, each in measured.items()
+    }
+
+
+def _parsed(fields: Any) -> tuple[PartsTable, int | None]:
+    """Return the times and the part in the fields of a file.
 
     Raises:
         ValueError: a number is out of range.
     """
-    costs = {
-        int(bucket): {int(length): seconds for length, seconds in each.items()}
-        for bucket, each in fields["seconds"].items()
-    }
-    parts = {
+    measured = {
         int(bucket): {
             int(length): RoundSeconds(draft, verify, sampler, host)
             for length, (draft, verify, sampler, host) in each.items()
         }
         for bucket, each in fields["parts"].items()
     }
-    if not all(0 < one < math.inf for each in costs.values() for one in each.values()):
-        raise ValueError("the seconds of a round are 0 or less, or infinite")
-    if not all(0 <= part < math.inf for each in parts.values() for part in _each(each)):
+    rounds = [one for each in measured.values() for one in each.values()]
+    if not all(0 <= part < math.inf for one in rounds for part in astuple(one)):
         raise ValueError("the seconds of a part of a round are negative or infinite")
-    if any(each and min(each) != 0 for each in costs.values()):
+    if not all(one.total for one in rounds):
+        raise ValueError("a round takes no time")
+    if any(each and min(each) != 0 for each in measured.values()):
         raise ValueError("the cost of a plain step is not in it")
     if fields["part"] not in (None, *PART_SIZES):
         raise ValueError(f"a part has {fields['part']} layers")
-    kept = RoundCosts(kept=costs)
-    return Known(kept, seconds=costs, parts=parts, part=fields["part"])
-
-
-def _each(parts: dict[int, RoundSeconds]) -> list[float]:
-    return [part for one in parts.values() for part in astuple(one)]
+    return measured, fields["part"]

@@ -36,21 +36,6 @@ def few_lengths(longest: int) -> tuple[int, ...]:
     return (0, *(n for n in range(1, longest + 1) if row_size(n) == n))
 
 
-def left_of_step(plain: float, cold: float) -> float:
-    """Return the seconds that a step in flight still needs when a round begins.
-
-    A GPU still needs nearly the whole step. A CPU needs hardly any time, since it
-    computes a step while submitting it; the first of several plain steps then takes the
-    time of two.
-
-    Args:
-        plain: seconds of a plain step.
-        cold: seconds of a plain step that began with no step in flight and submitted
-            the next one; 0: not known.
-    """
-    return min(plain, max(0.0, 2 * plain - cold)) if cold else plain
-
-
 def bucket_of(context: int) -> int:
     """Return the bucket of a context length: 0 up to 512, 1 up to 1,024, ..."""
     return ((max(1, context) - 1) // SHORT_CONTEXT).bit_length()
@@ -110,10 +95,6 @@ class RoundCosts:
                     if length and (bucket, length) not in self._recent:
                         del samples[length], self._medians[bucket][length]
             self.kept, self._recent = {}, set()
-
-    def knows(self, context: int, length: int) -> bool:
-        """Return whether the cost of a length was measured in this context's bucket."""
-        return length in self._medians.get(bucket_of(context), ())
 
     def longest(self) -> int:
         """Return the longest measured draft."""

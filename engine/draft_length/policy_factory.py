@@ -1,9 +1,8 @@
-"""The factory of draft length policies, which also stores the costs they measure.
+"""The factory of draft length policies, which share costs, acceptance and credit.
 
 The adaptive rule itself is in `rule`.
 """
 
-from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 import mlx.nn as nn
@@ -12,28 +11,13 @@ from mlx_speculation.caches import FixedShape
 from mlx_speculation.engine.argument_checks import checked_count
 from mlx_speculation.engine.draft_length.base import DraftLengthPolicy, FixedDraftLength
 from mlx_speculation.engine.draft_length.batched import BatchDraftLength
-from mlx_speculation.engine.draft_length.calibration import (
-    PartsTable,
-    Progress,
-    Start,
-    measure,
-    measure_part,
-    most_tokens,
-    part_of,
-)
-from mlx_speculation.engine.draft_length.cost_store import Known
-from mlx_speculation.engine.draft_length.costs import CostTable, RoundCosts
-from mlx_speculation.engine.draft_length.rule import (
-    BATCH_CREDIT,
-    PAUSE,
-    Credit,
-    DraftRule,
-    Source,
-)
+from mlx_speculation.engine.draft_length.calibration import PartsTable
+from mlx_speculation.engine.draft_length.cost_store import Source
+from mlx_speculation.engine.draft_length.rule import BATCH_CREDIT, Credit
 from mlx_speculation.engine.draft_length.ruled import RuleDraftLength
 from mlx_speculation.engine.drafters.draft import Draft, members_of, shape_of
 from mlx_speculation.errors import InvalidRequestError
-from mlx_speculation.models import Sliding, position_table, usual_part
+from mlx_speculation.models import usual_part
 
 # The longest adaptive draft. In repetitive greedy text longer drafts would be accepted
 # too, but each drafted token adds to the time of the target's forward.
@@ -46,13 +30,11 @@ class PolicyFactory:
     Args:
         model: the target.
         draft: the draft; None: plain decoding.
-        sliding: the kind of sliding caches.
         usual: the draft length of streams that pass none; None: adaptive.
-        compiled: whether the draft model is compiled.
         shape: the fixed shape of exact mode, which limits the draft length; None: not
             in exact mode.
-        tree: how many nodes a drafted tree has; 0: drafts are chains. The draft length
-            of a tree is its number of levels.
+        others: other options of the generator on which costs depend, in JSON types. The
+            draft length of a tree is its number of levels.
 
     Raises:
         InvalidRequestError: the usual length is not a number of tokens.
@@ -62,19 +44,17 @@ class PolicyFactory:
         self,
         model: nn.Module,
         draft: Draft | None,
-        sliding: Sliding,
         usual: int | None,
         *,
-        compiled: bool = False,
         shape: FixedShape | None = None,
-        tree: int = 0,
+        **others: Any,
     ) -> None:
         self.usual = _checked(usual, "draft_length")
-        self._model, self._draft, self._sliding = model, draft, sliding
-        self._compiled, self._shape, self._tree = compiled, shape, tree
+        self._model, self._draft = model, draft
+        self._others = {"exact": shape and shape.rows, **others}
         self.longest = LONGEST if shape is None else min(LONGEST, shape.rows - 1)
         self._each = members_of(draft)
-        self._known: dict[int, list[Known]] = {}  # by rows of a batch; 0: of streams
+        self._known: dict[int, list[Source]] = {}  # by rows of a batch; 0: of streams
         self._credit, self._batch_credit = Credit(), Credit(*BATCH_CREDIT)
 
     def for_stream(
@@ -106,38 +86,33 @@ class PolicyFactory:
         if self._draft is None or length is not None or not longest:
             length = length or 0
             return FixedDraftLength(length if most is None else min(length, most))
-        return RuleDraftLength(self.known(), self._credit, longest)
+        return RuleDraftLength(self.sources(), self._credit, longest)
 
     def for_batch(self) -> BatchDraftLength:
         """Return the policy of a batch."""
-        sources = [
-            Source(RoundCosts(), each.free, each.kind, PAUSE) for each in self._each
-        ]
-        rule = DraftRule(sources, self._batch_credit, self.longest)
-        return BatchDraftLength(rule, self.batch_costs, self._credit)
+        both = self._batch_credit, self._credit
+        return BatchDraftLength(self.batch_sources, *both, self.longest)
 
-    def batch_costs(self, rows: int) -> list[RoundCosts]:
-        """Return the costs of rounds of a batch with so many rows, for each drafter.
+    def batch_sources(self, rows: int) -> list[Source]:
+        """Return the sources of a batch with so many rows.
 
         If no batch of this size was measured, the costs are those of the next larger
         measured batch, which leads to drafts that are rather too short. If there is
         none, they are those of the next smaller one.
         """
-        result = self.known(rows)
-        for index, known in enumerate(result):
-            if known.costs.table():
-                continue
-            others = [
-                (n < rows, abs(n - rows), n) for n in self._known if n and n != rows
-            ]
-            tables = (self.known(n)[index].costs.table() for _, _, n in sorted(others))
-            known.costs.kept = next(filter(None, tables), {})
-        return [known.costs for known in result]
+        result = self.sources(rows)
+        others = [(n < rows, abs(n - rows), n) for n in self._known if n and n != rows]
+        for index, source in enumerate(result):
+            if not source.costs.table():
+                sizes = [n for _, _, n in sorted(others)]
+                tables = (self._known[n][index].costs.table() for n in sizes)
+                source.costs.kept = next(filter(None, tables), {})
+        return result
 
     @property
     def parts(self) -> PartsTable:
         """Median seconds of calibrated rounds by part."""
-        return self.calibrated().parts
+        return self.calibrated().measured
 
     @property
     def part(self) -> int:
@@ -145,70 +120,26 @@ class PolicyFactory:
         measured = self.calibrated().part
         return usual_part() if measured is None else measured
 
-    def calibrate(
-        self,
-        start: Start,
-        contexts: SequenceOf[int],
-        progress: Progress | None = None,
-        *,
-        part: bool = False,
-    ) -> CostTable:
-        """Measure the cost of every draft length; see the generator's `calibrate`.
-
-        Args:
-            start: starts the streams that are measured.
-            contexts: the context lengths to measure at, in tokens.
-            progress: called with the number of rounds that are done, and of all rounds.
-            part: whether to measure the best `part` first.
-        """
-        self.check_calibration(contexts)
-        if part:
-            self.calibrated().part = measure_part(start, min(contexts))
-        for number, context in enumerate(sorted(contexts)):
-            report = part_of(progress, number, len(contexts))
-            self.calibrated().take(measure(start, context, self.longest, report))
-        return self.calibrated().costs.table()
-
-    def check_calibration(self, contexts: SequenceOf[int]) -> None:
-        """Refuse a calibration without a draft, or at impossible context lengths."""
-        if self._draft is None:
-            raise InvalidRequestError(
-                "The generator has no draft, and there is nothing to calibrate. Pass "
-                "one as draft=..."
-            )
-        if not contexts or any(context < 1 for context in contexts):
-            raise InvalidRequestError(
-                f"contexts is {list(contexts)}, and at least one number of tokens from "
-                "1 is needed."
-            )
-        positions, tokens = position_table(self._model), most_tokens(self.longest)
-        if positions is not None and max(contexts) + tokens > positions:
-            raise InvalidRequestError(
-                f"The rounds of a calibration may write {tokens} tokens behind a "
-                f"context of {max(contexts)}, and the target has a table of "
-                f"{positions} positions. Measure at {max(0, positions - tokens)} "
-                "tokens at most."
-            )
-
-    def known(self, rows: int = 0) -> list[Known]:
-        """Return the measured costs of each drafter.
+    def sources(self, rows: int = 0) -> list[Source]:
+        """Return the sources of drafts, which share acceptance between sizes.
 
         Args:
             rows: the number of rows of a batch; 0: those of a single stream.
         """
         if rows not in self._known:
             more = {"rows": rows} if rows else {}
-            self._known[rows] = [
-                Known.read(self._key(draft, **more), free=draft.free, name=draft.kind)
+            self._known[rows] = result = [
+                Source.read(self._key(draft, **more), free=draft.free, name=draft.kind)
                 for draft in self._each
             ]
+            for source, usual in zip(result, self.sources(), strict=True):
+                source.rates = usual.rates
         return self._known[rows]
 
-    def calibrated(self, rows: int = 0) -> Known:
-        """Return the costs of the drafter that a calibration measures: a costly one."""
-        each = list(zip(self._each, self.known(rows), strict=True))
-        costly = [known for draft, known in each if not draft.free]
-        return [*costly, *self.known(rows), Known()][0]
+    def calibrated(self, rows: int = 0) -> Source:
+        """Return the source that a calibration measures: a costly one if there is."""
+        sources = self.sources(rows)
+        return [*(one for one in sources if not one.free), *sources, Source()][0]
 
     def _key(self, draft: Draft, **more: int) -> dict[str, Any] | None:
         """Return the key that costs are stored by; None: they are not stored."""
@@ -218,10 +149,7 @@ class PolicyFactory:
         return {
             "target": shape_of(self._model),
             "draft": [name],
-            "sliding": self._sliding,
-            "compiled": self._compiled,
-            "exact": self._shape and self._shape.rows,
-            **({"tree": self._tree} if self._tree else {}),
+            **self._others,
             **more,
         }
 

@@ -20,16 +20,13 @@ the loss of one more round, if no round takes unusually long.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, zip_longest
 
 from mlx_speculation.engine.draft_length.base import Compared, Feedback, Option, Plan
-from mlx_speculation.engine.draft_length.costs import (
-    RoundCosts,
-    few_lengths,
-    left_of_step,
-)
+from mlx_speculation.engine.draft_length.cost_store import Source
+from mlx_speculation.engine.draft_length.costs import few_lengths
 
 # In plain steps: the first, the largest and the smallest credit, and what a plain step
 # adds. So 200 plain steps make up for one round on a very busy machine.
@@ -45,9 +42,6 @@ LEAST_GAIN = 1.2
 FIRST_LENGTH = 2
 # A slower round counts as this many times the usual seconds.
 SLOWEST = 2.0
-# Rounds between trials of a source, doubled after each trial with a rejected token, and
-# the most doublings.
-PAUSE, MOST_DOUBLED = 8, 4
 # After this many rounds with drafts, this many plain steps are measured again.
 REVIEW_ROUNDS, REVIEW_STEPS = 128, 4
 # The usual rate is an average over about this many plain steps.
@@ -100,58 +94,34 @@ class Credit:
         self.steps[index] = max(steps, LEAST_CREDIT)
 
 
-@dataclass(slots=True)
-class Source:
-    """State of one source of drafts.
-
-    Attributes:
-        costs: seconds of its rounds, by draft length.
-        free: whether its proposals cost nothing, and are made before the rule chooses.
-        name: the kind of its drafts.
-        pause: rounds until it may be tried again.
-        vain: the number of last trials in a row that had a rejected token.
-        lag: the number of known tokens that it has not read.
-        reading: its time for reading the prompt, in plain steps.
-        gained: what its drafts have gained, in plain steps.
-        index: its index among the sources of a rule.
-    """
-
-    costs: RoundCosts
-    free: bool = False
-    name: str = "draft"
-    pause: int = 0
-    vain: int = 0
-    lag: float = 0.0
-    reading: float = 0.0
-    gained: float = 0.0
-    index: int = 0
-
-
 class DraftRule:
     """Chooses the source and the length of each round of a stream or a batch.
 
     Args:
-        sources: the sources; the streams of a generator share their costs.
-        credit: the credit of the sources, which the streams of a generator share.
+        sources: the sources, which the streams of a generator share.
+        credit: the credit of the sources, which these streams share too.
         longest: the longest draft.
+
+    Attributes:
+        sources, credit, longest: as passed.
+        late: whether it decides in `choose`, after the free sources have proposed.
     """
 
     def __init__(self, sources: Sequence[Source], credit: Credit, longest: int) -> None:
-        self.sources, self.credit, self.longest = list(sources), credit, longest
-        for index, source in enumerate(self.sources):
-            source.index = index
-        # Whether it decides in `choose`, after the free sources have proposed
-        self.late = len(self.sources) > 1 or any(one.free for one in self.sources)
+        self.sources, self.credit, self.longest = sources, credit, longest
+        self.late = len(sources) > 1 or any(one.free for one in sources)
         self._measure = 1  # plain steps to measure before the next draft
         self._since_plain = 0  # rounds with drafts since a plain step was measured
-        self._cold = 0.0  # see `left_of_step`
+        # Seconds of a plain step that began with no step in flight and submitted the
+        # next one; 0: not known
+        self._cold = 0.0
+        self._unread = True  # whether the drafters have yet to read the prompt
 
-    def plan(self, context: int, limit: int, forecasts: Callable[[], Offered]) -> Plan:
+    def first_plan(self, context: int, limit: int, offered: Offered) -> Plan:
         """Plan by forecasts; if the rule is `late`, plan the longest draft instead."""
-        if not self.late or self.measures(context):
-            return self.choose(context, limit, forecasts())
-        longest = min(limit, self.longest)
-        return Plan(longest, "free") if longest > 0 else Plan(0, "budget")
+        if self.late and limit > 0 and not self._measures(context):
+            return Plan(min(limit, self.longest), "free")
+        return self.choose(context, limit, offered)
 
     def choose(
         self, context: int, limit: int, offered: Offered, *, behind: bool = False
@@ -167,7 +137,7 @@ class DraftRule:
         longest, plain = min(limit, self.longest), self.plain(context)
         if longest <= 0:
             return Plan(0, "budget")
-        if plain is None or self.measures(context):
+        if plain is None or self._measures(context):
             self._measure = max(0, self._measure - 1)
             return Plan(0, "measure")
         return self._decided(context, longest, offered, plain, behind)
@@ -175,11 +145,11 @@ class DraftRule:
     def expects(self, context: int, offered: Offered) -> bool:
         """Return whether one of these drafts would be made without a step in flight."""
         plain = self.plain(context)
-        if plain is None or self.measures(context):
+        if plain is None or self._measures(context):
             return False
         return self._decided(context, self.longest, offered, plain, False).length > 0
 
-    def measures(self, context: int) -> bool:
+    def _measures(self, context: int) -> bool:
         """Return whether the next round has to be a plain step, to measure its cost."""
         if self._since_plain >= REVIEW_ROUNDS:
             self._since_plain, self._measure = 0, REVIEW_STEPS
@@ -195,46 +165,47 @@ class DraftRule:
     ) -> Plan:
         """Return the plan that is worth most, or a trial if no draft pays."""
         rate = self.credit.rate / plain
-        judged = [
+        judged = tuple(
             self._judged(
-                context, source, _mean(offered, source, longest + behind), plain, behind
+                context, index, _mean(offered, index, longest + behind), plain, behind
             )
-            for source in sorted(self.sources, key=lambda source: not source.free)
-        ]
-        known = (tuple(judged), plain)
-        best, worth = Plan(0, "plain", None, *known), 1.0 - rate * plain
+            for index in sorted(
+                range(len(self.sources)), key=lambda i: not self.sources[i].free
+            )
+        )
+        best, worth = Plan(0, "plain", compared=judged, seconds=plain), 1 - rate * plain
         trial: Plan | None = None
         for each in judged:
             if not each.options or each.credit <= 0:
                 continue
-            source = each.source
             option = max(each.options, key=lambda option: option.worth(rate))
             if option.worth(rate) > worth:
-                best = Plan(option.length, "best", source, *known)
+                best = Plan(option.length, "best", each, judged, plain)
                 worth = option.worth(rate)
-            elif not source.free and trial is None and source.pause <= 0:
+            elif not each.free and trial is None:
                 option = max(each.options, key=lambda option: option.speed)
-                unread = 0.0 if source.reading else context * source.costs.reading
-                if each.credit >= (option.seconds + unread) / plain - 1:
-                    trial = Plan(option.length, "trial", source, *known)
+                reading = self.sources[each.index].costs.reading * self._unread
+                seconds = option.seconds + context * reading
+                if each.credit >= seconds / plain - 1:
+                    trial = Plan(option.length, "trial", each, judged, plain)
         return best if best.length or trial is None else trial
 
     def _judged(
         self,
         context: int,
-        source: Source,
+        index: int,
         survival: list[float],
         plain: float,
         behind: bool,
     ) -> Compared:
         """Return a source with the lengths that may pay and whose loss is affordable.
 
-        A round may lose the credit, or half of the first credit if that is more: with
-        costly rounds, a partly spent credit would otherwise end drafting for good. A
-        draft is at most twice as long as the longest measured one. A free draft costs
-        at most as much as a costly one of its length. With a plain step in flight, its
-        token counts too, and the first drafted token stands for it.
+        A round may lose the credit. A draft is at most twice as long as the longest
+        measured one. A free draft costs at most as much as a costly one of its length.
+        With a plain step in flight, its token counts too, and the first drafted token
+        stands for it.
         """
+        source = self.sources[index]
         tokens = [*accumulate(survival[behind:], initial=1.0 + behind)]
         known = [source.costs]
         if source.free:
@@ -246,83 +217,72 @@ class DraftRule:
             for costs in known
             if costs is known[0] or costs.longest() > known[0].longest()
         ]
-        left = left_of_step(plain, self._cold) if behind else 0.0
-        credit = self.credit.steps[source.index]
-        most = max(credit, self.credit.first / 2)  # plain steps that a round may lose
+        left = self._left_of_step(plain) if behind else 0.0
+        credit = self.credit.steps[index]
         result = []
         for n in sorted({*few_lengths(reach), reach} - {0}):
             seconds = min(curve[n] for curve in curves)
             over = seconds / plain
-            if n + 1 >= LEAST_GAIN * over and over - 1 <= most:
+            if n + 1 >= LEAST_GAIN * over and over - 1 <= credit:
                 result.append(Option(n, tokens[n], seconds + left))
-        return Compared(source, survival, tuple(result), credit)
+        return Compared(
+            source.name, index, source.free, survival, tuple(result), credit
+        )
 
     def plain(self, context: int) -> float | None:
         """Return the seconds of a plain step; None: not measured yet."""
         return self.sources[0].costs.plain(context)
 
-    def note(self, context: int, plan: Plan, feedback: Feedback) -> None:
+    def _left_of_step(self, plain: float) -> float:
+        """Return the seconds that a step in flight still needs when a round begins.
+
+        A GPU still needs nearly the whole step. A CPU needs hardly any time, since it
+        computes a step while submitting it; the first of several plain steps then takes
+        the time of two.
+        """
+        return min(plain, max(0.0, 2 * plain - self._cold)) if self._cold else plain
+
+    def learn(self, context: int, plan: Plan, feedback: Feedback) -> None:
         """Learn from a committed round. Must not raise."""
-        source = plan.source
-        if not feedback.drafted or source is None:
-            self._note_plain(context, feedback)
-            return
-        lag, source.lag = source.lag, 0.0
-        for other in self.sources:
-            if other is not source:
-                other.lag += feedback.accepted + 1
-                other.pause -= 1
-        self._since_plain += 1
-        if plan.reason == "trial":
-            right = feedback.drafted == feedback.accepted
-            source.vain = 0 if right else min(source.vain + 1, MOST_DOUBLED)
-            source.pause = (PAUSE << source.vain) + 1 if source.vain else 0
         plain = self.plain(context)
+        if not feedback.drafted or plan.source is None:
+            self._learn_plain(context, feedback)
+            return
+        self._since_plain += 1
         if plain is None:
             return
-        costs = source.costs
+        index = plan.source.index
+        costs, gain = self.sources[index].costs, 0.0
         if feedback.reading:
-            costs.reading = feedback.reading / max(1, context)
-            source.reading = feedback.reading / plain
+            self._unread, costs.reading = False, feedback.reading / max(1, context)
+            gain -= feedback.reading / plain if plan.reason == "trial" else 0.0
         seconds = feedback.seconds
         if feedback.behind:
-            seconds -= left_of_step(plain, self._cold)
-        knows = costs.knows(context, feedback.drafted)
-        if not feedback.fresh and (lag <= 1 or not knows):
+            seconds -= self._left_of_step(plain)
+        if not feedback.fresh:
             costs.note(context, feedback.drafted, max(seconds, 0.1 * plain))
         # A round on a busy machine says nothing about drafts.
         usual = costs.curve(context, feedback.drafted, plain)[-1]
         steps = min(seconds, SLOWEST * usual) / plain
-        gain = feedback.accepted + 1 - steps
-        source.gained += gain
-        self.credit.add(source.index, gain)
+        self.credit.add(index, gain + feedback.accepted + 1 - steps)
         self.credit.count(feedback.accepted + 1, steps)
 
-    def _note_plain(self, context: int, feedback: Feedback) -> None:
-        for source in self.sources:
-            source.lag += 1
-            source.pause -= 1
+    def _learn_plain(self, context: int, feedback: Feedback) -> None:
         if feedback.steady:
             self._since_plain = 0
-            share = self.credit.share / len(self.sources)
-            for source in self.sources:
-                self.credit.add(source.index, share)
+            for index in range(len(self.sources)):
+                self.credit.add(index, self.credit.share / len(self.sources))
             self.credit.count(1, 1)
-        if feedback.ahead and not feedback.fresh:
-            if feedback.behind:
-                for source in self.sources:
-                    source.costs.note(context, 0, feedback.seconds)
-            else:
-                self._cold = feedback.seconds
-
-    def end(self) -> None:
-        """Charge the credits with the reading of prompts, minus the gain of drafts."""
+        if not feedback.ahead or feedback.fresh:
+            return
+        if not feedback.behind:
+            self._cold = feedback.seconds
+            return
         for source in self.sources:
-            vain = source.reading - max(0.0, source.gained)
-            self.credit.add(source.index, -max(0.0, vain))
+            source.costs.note(context, 0, feedback.seconds)
 
 
-def _mean(offered: Offered, source: Source, longest: int) -> list[float]:
+def _mean(offered: Offered, index: int, longest: int) -> list[float]:
     """Return the mean survival of a source's drafts over the requests, by token."""
-    each = [survivals[source.index][:longest] for survivals in offered]
+    each = [survivals[index][:longest] for survivals in offered]
     return [sum(column) / len(each) for column in zip_longest(*each, fillvalue=0.0)]

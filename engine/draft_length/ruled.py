@@ -1,4 +1,4 @@
-"""The rule for the drafts of one stream.
+"""The rule for the drafts of one stream, and the drafter that it chooses.
 
 A single costly source is planned by its forecast. With a free source, or several
 sources, the rule decides after the free sources have proposed:
@@ -13,11 +13,11 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
 from mlx_speculation.engine.draft_length.base import Feedback, Plan
-from mlx_speculation.engine.draft_length.cost_store import Known
+from mlx_speculation.engine.draft_length.cost_store import Source
 from mlx_speculation.engine.draft_length.rule import (
     Credit,
     DraftRule,
-    Source,
+    Offered,
     Survival,
 )
 from mlx_speculation.engine.drafters.base import (
@@ -26,89 +26,66 @@ from mlx_speculation.engine.drafters.base import (
     OpenDrafter,
     Proposal,
 )
-from mlx_speculation.engine.drafters.cascade import CascadeDrafter, proposed
+from mlx_speculation.engine.drafters.cascade import CascadeDrafter
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.models import Lane
 
-Forecasts = Callable[[int], SequenceOf[Survival | None]]
 
-
-class RuleDraftLength:
+class RuleDraftLength(DraftRule):
     """The policy that follows the rule in one stream.
 
     Args:
-        known: costs and acceptance of each source; the streams of a generator share
-            them.
-        credit: the credit of the sources, which these streams share too.
-        longest: the longest draft.
+        sources: see `DraftRule`.
+        credit: see `DraftRule`.
+        longest: see `DraftRule`.
 
     Attributes:
         forecast: returns each source's own forecast, see `OpenDrafter`.
         drafter: the drafter that calls `choose`, if the rule is `late`.
-        sources: the sources of the rule.
-        credit: as passed.
-        rates: the acceptance rates of each source.
-        late: see `DraftRule`.
     """
 
     def __init__(
-        self,
-        known: SequenceOf[Known],
-        credit: Credit,
-        longest: int,
+        self, sources: SequenceOf[Source], credit: Credit, longest: int
     ) -> None:
-        self.longest = longest
-        self.forecast: Forecasts = lambda _: [None] * len(known)
+        super().__init__(sources, credit, longest)
         self.drafter: RuledDrafter | None = None
-        self.rates = [one.rates.loosened() for one in known]
-        self._known, self.credit = known, credit
-        self.sources = [Source(one.costs, one.free, one.name) for one in known]
-        self._rule = DraftRule(self.sources, credit, longest)
-        self.late = self._rule.late
+        self.forecast: Callable[[int], SequenceOf[Survival | None]] = lambda _: (
+            [None] * len(sources)
+        )
         self._chosen: Plan | None = None  # the plan that `choose` made for this round
-
-    def plan(self, context: int, limit: int) -> Plan:
-        """Return the next round's plan; see `DraftLengthPolicy`."""
-        return self._rule.plan(context, limit, lambda: [self.survivals()])
 
     def survivals(self) -> list[Survival]:
         """Return the survival of each costly source, by its forecast or its rates."""
         longest = self.longest + 1  # one may stand for the token of a step in flight
         result: list[Survival] = []
-        forecasts = zip(self.sources, self.forecast(longest), self.rates, strict=True)
-        for source, forecast, rates in forecasts:
-            survival = rates.survival(longest) if forecast is None else forecast
+        for source, survival in zip(self.sources, self.forecast(longest), strict=True):
+            if survival is None:
+                survival = source.rates.survival(range(longest))
             result.append(() if source.free else survival)
         return result
 
-    def choose(
-        self, context: int, limit: int, survivals: SequenceOf[Survival], *, behind: bool
-    ) -> tuple[int, int]:
-        """Return the index of the source and the length; see `DraftRule.choose`.
+    def plan(self, context: int, limit: int) -> Plan:
+        """Return the next round's plan; see `DraftLengthPolicy`."""
+        offered = [] if self.late else [self.survivals()]
+        return self.first_plan(context, limit, offered)
 
-        Args:
-            context: how many tokens the target's caches hold.
-            limit: the most tokens that may be drafted.
-            survivals: the survival of each source's proposal or forecast.
-            behind: whether a plain step is in flight.
-        """
-        self._chosen = self._rule.choose(context, limit, [survivals], behind=behind)
-        return self._chosen.pick
+    def choose(
+        self, context: int, limit: int, offered: Offered, *, behind: bool = False
+    ) -> Plan:
+        """Return the round's plan, and keep it for `note`; see `DraftRule`."""
+        self._chosen = super().choose(context, limit, offered, behind=behind)
+        return self._chosen
 
     def note(self, context: int, plan: Plan, feedback: Feedback) -> Plan:
         """Learn from a round, and return its plan; see `DraftLengthPolicy`."""
-        plan, self._chosen = self._chosen or plan, None
-        self._rule.note(context, plan, feedback)
+        if plan.reason == "free" and self._chosen is not None:
+            plan = self._chosen
+        self._chosen = None
+        self.learn(context, plan, feedback)
         if feedback.drafted and plan.source is not None:
-            rates = self.rates[plan.source.index]
-            rates.note(feedback.drafted, feedback.accepted)
+            rates = self.sources[plan.source.index].rates
+            rates.note(range(feedback.drafted), feedback.accepted)
         return plan
-
-    def end(self) -> None:
-        """Pass the rates on to later streams."""
-        self._rule.end()
-        for known, rates in zip(self._known, self.rates, strict=True):
-            known.rates = rates
 
 
 class RuledDrafter(CascadeDrafter):
@@ -130,7 +107,7 @@ class RuledDrafter(CascadeDrafter):
         super().__init__(*drafters)
         self._lengths, self._target = lengths, target
         self._proposals: dict[int, Proposal] = {}
-        self.chosen: tuple[int, int] | None = None
+        self.chosen: Plan | None = None
         lengths.drafter = self
 
     @property
@@ -143,10 +120,6 @@ class RuledDrafter(CascadeDrafter):
     def lookups(self) -> CascadeDrafter:
         """A cascade of its free drafters."""
         return CascadeDrafter(*(each for each in self._drafters if each.free))
-
-    def costs(self, index: int) -> bool:
-        """Return whether the source of this index is costly."""
-        return not self._drafters[index].free
 
     def offer(
         self, sequence: Sequence, limit: int, choose: Choose, *, costly: bool = True
@@ -161,7 +134,7 @@ class RuledDrafter(CascadeDrafter):
         self._proposals = {}
         for index, drafter in enumerate(self._drafters):
             if drafter.free:
-                result = proposed(drafter, sequence, limit, choose)
+                result = drafter.propose(sequence, limit, choose)
                 self._proposals[index], offered[index] = result, result.survival or ()
         return offered
 
@@ -170,18 +143,19 @@ class RuledDrafter(CascadeDrafter):
         self._proposing = None
         behind = self._target.seen >= len(sequence.tokens)
         if self.chosen is None:
-            offered = self.offer(sequence, limit, choose)
+            offered = [self.offer(sequence, limit, choose)]
             self.chosen = self._lengths.choose(
                 self._target.seen, limit - behind, offered, behind=behind
             )
-        (index, length), self.chosen = self.chosen, None
+        plan, self.chosen = self.chosen, None
+        index = plan.source.index if plan.source is not None else 0
         for other in self._proposals:
-            if other != index or not length:
+            if other != index or not plan.length:
                 self._drafters[other].discard()
-        result = self._proposals.get(index, NOTHING)
-        if not length:
+        result, length = self._proposals.get(index, NOTHING), plan.length + behind
+        if not plan.length:
             return result.until(0)
         self._proposing = self._drafters[index]
         if self._proposing.free:
-            return result.until(length + behind)
-        return proposed(self._proposing, sequence, length + behind, choose)
+            return result.until(length)
+        return self._proposing.propose(sequence, length, choose)

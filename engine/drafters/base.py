@@ -178,11 +178,10 @@ class OpenDrafter(Drafter):
         return ()
 
     @property
-    def prefix_head(self) -> Any:
-        """The head that reads the target's states, see `MtpDrafter`; None: no head.
+    def head(self) -> Any:
+        """The `MtpDrafter` of a head that reads the target's states; None: no head.
 
-        A head has `again` and `committed`; one whose cache rows are kept also has
-        `kept`, `level` and `resume`.
+        It can draft for a whole batch, and a `PrefixCache` may keep its cache rows.
         """
         return None
 
@@ -194,11 +193,6 @@ class OpenDrafter(Drafter):
     @property
     def batch_lane(self) -> Lane | None:
         """The lane of a draft model that can draft for a whole batch; else None."""
-        return None
-
-    @property
-    def batch_head(self) -> Any:
-        """The `MtpDrafter` of a head that can draft for a whole batch; else None."""
         return None
 
     def read_ahead(self, sequence: Sequence, fits: Callable[[int], bool]) -> bool:
@@ -257,6 +251,7 @@ class DraftChain:
     def __init__(self, choose: Choose, sequence: Sequence) -> None:
         self._choose, self._sequence = choose, sequence
         self.chosen: list[Choice] = []
+        self._tokens: list[mx.array] = []
 
     def add(self, logits: mx.array, ids: mx.array | None = None) -> mx.array:
         """Choose the next token from logits [1, vocab], or [1, n] of the token `ids`.
@@ -264,8 +259,9 @@ class DraftChain:
         Returns:
             The token, uint32 [1], which is computed while the next graph is built.
         """
-        ahead = Proposal.of(self.chosen).tokens if self.chosen else None
+        ahead = mx.concatenate(self._tokens) if self._tokens else None
         self.chosen.append(self._choose(logits, self._sequence.rows(ahead), ids))
         token = self.chosen[-1].tokens
+        self._tokens.append(token)
         mx.async_eval(token)
         return token

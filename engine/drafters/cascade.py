@@ -13,11 +13,7 @@ from mlx_speculation.engine.drafters.base import (
     Proposal,
 )
 from mlx_speculation.engine.drafters.draft import Draft, DraftOptions, TargetInfo
-from mlx_speculation.engine.drafters.fault_guard import (
-    CheckedChoose,
-    FaultGuard,
-    NoteFault,
-)
+from mlx_speculation.engine.drafters.fault_guard import FaultGuard, NoteFault
 from mlx_speculation.engine.drafters.user_drafter import adapted
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.errors import InvalidRequestError
@@ -137,9 +133,9 @@ class CascadeDrafter(OpenDrafter):
         return [lane for each in self._drafters for lane in each.lanes]
 
     @property
-    def prefix_head(self) -> Any:
+    def head(self) -> Any:
         """The head of the first drafter that has one; None: there is no head."""
-        heads = (each.prefix_head for each in self._drafters)
+        heads = (each.head for each in self._drafters if not each.disabled)
         return next((head for head in heads if head is not None), None)
 
     @property
@@ -168,7 +164,7 @@ class CascadeDrafter(OpenDrafter):
         self._proposing = None
         for drafter in self._drafters:
             self._proposing = drafter
-            result = proposed(drafter, sequence, limit, choose)
+            result = drafter.propose(sequence, limit, choose)
             draft = draft if result is NOTHING else result
             if result.length:
                 break
@@ -184,11 +180,3 @@ class CascadeDrafter(OpenDrafter):
         """Discard the last proposal; `propose` has discarded the empty ones before."""
         if self._proposing is not None:
             self._proposing.discard()
-
-
-def proposed(
-    drafter: OpenDrafter, sequence: Sequence, limit: int, choose: Choose
-) -> Proposal:
-    """Return the proposal of one drafter, with a `CheckedChoose` for it alone."""
-    inner = choose.fresh() if isinstance(choose, CheckedChoose) else choose
-    return drafter.propose(sequence, limit, inner)

@@ -10,7 +10,13 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_speculation.caches import check_single, check_supported, leaves, position
-from mlx_speculation.engine.drafters.base import NOTHING, Choose, OpenDrafter, Proposal
+from mlx_speculation.engine.drafters.base import (
+    NOTHING,
+    Choose,
+    DraftChain,
+    OpenDrafter,
+    Proposal,
+)
 from mlx_speculation.engine.drafters.draft import (
     DraftOptions,
     FolderDraft,
@@ -28,7 +34,6 @@ from mlx_speculation.models import (
     logit_width,
     position_table,
 )
-from mlx_speculation.samplers import Choice
 
 # After a round the lane lacks one or two known tokens. It lacks more at a prompt, or
 # after rounds without a draft; they are then fed before the round, and kept.
@@ -206,17 +211,13 @@ class ModelDrafter(OpenDrafter):
         lag = sequence.tokens[self._lane.seen :]
         self._lag, self._fed = len(lag), 0
         self._round = self._lane.begin()
-        inputs = mx.array(lag)
-        chosen: list[Choice] = []
-        for _ in range(limit):
+        inputs, chain = mx.array(lag), DraftChain(choose, sequence)
+        ids = None if self._reduced is None else self._reduced.ids
+        for count in range(limit):
             logits = self._logits(self._round, inputs)
-            self._fed = len(chosen)
-            ahead = Proposal.of(chosen).tokens if chosen else None
-            ids = None if self._reduced is None else self._reduced.ids
-            chosen.append(choose(logits, sequence.rows(ahead), ids))
-            inputs = chosen[-1].tokens
-            mx.async_eval(inputs)  # runs while the next step's graph is built
-        return Proposal.of(chosen, source="model")
+            self._fed = count
+            inputs = chain.add(logits, ids)
+        return Proposal.of(chain.chosen, source="model")
 
     def _most(self, sequence: Sequence) -> int:
         """Return how many tokens can be drafted before the position table is full.

@@ -19,8 +19,8 @@ import math
 import traceback
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
@@ -40,45 +40,14 @@ from mlx_speculation.models import Lane
 from mlx_speculation.samplers import Choice, Rows, Verifier, best_children, peaks
 from mlx_speculation.samplers.constraints.masks import Masks
 
+T = TypeVar("T")
 NoteFault = Callable[[DrafterFault], None]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CheckedProposal:
-    """A proposal that is safe to verify, and the arrays that reveal its faults.
-
-    Attributes:
-        draft: the proposal; every token id has a row in the target's embedding.
-        proposed: integers [k], the token ids as the drafter proposed them.
-        limit: the number of token ids that the target has a row for.
-        peaks: [rows], the largest logit of each row that the drafter passed to
-            `choose`, not finite if the row is unusable; None if it passed none.
-    """
-
-    draft: Proposal
-    proposed: mx.array
-    limit: int
-    peaks: mx.array | None = None
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        """Arrays that are submitted before the target's forward."""
-        arrays = [self.draft.tokens, self.proposed]
-        return arrays if self.peaks is None else [*arrays, self.peaks]
-
-    def faults(self) -> tuple[int, int]:
-        """Return the numbers of unusable rows of logits and of ids the target lacks.
-
-        Waits for the device unless `arrays` have been evaluated.
-        """
-        peaks: Any = [] if self.peaks is None else self.peaks.tolist()
-        proposed: Any = self.proposed.tolist()
-        rows = len(peaks) - sum(map(math.isfinite, peaks))
-        return rows, sum(not 0 <= token < self.limit for token in proposed)
 
 
 class CheckedChoose:
     """A `Choose` for one proposal, and the check of that proposal.
+
+    Some faults show only when the device has computed the arrays of the proposal.
 
     Args:
         verifier: chooses tokens for the request.
@@ -88,6 +57,8 @@ class CheckedChoose:
     Attributes:
         tree: as passed.
         raised: the error of the request's processors or constraint; None: none.
+        arrays: computed tokens, the ids as the drafter proposed them, and the peaks of
+            the rows that it chose from; submitted before the target's forward.
     """
 
     def __init__(
@@ -99,6 +70,7 @@ class CheckedChoose:
         self._drew = False
         self._seen: list[mx.array] = []  # all logits; `checked` checks them together
         self.raised: BaseException | None = None
+        self.arrays: list[mx.array] = []
 
     def __call__(
         self, logits: mx.array, rows: Rows, ids: mx.array | None = None
@@ -134,10 +106,12 @@ class CheckedChoose:
         return best_children(self._verifier, logits, rows, count, ids)
 
     def fresh(self) -> "CheckedChoose":
-        """Return a new `CheckedChoose` for the proposal of another drafter."""
+        """Return itself, or a new one if another drafter has used this one."""
+        if not self._seen and not self.arrays:
+            return self
         return CheckedChoose(self._verifier, self._masks, self.tree)
 
-    def checked(self, draft: Proposal, limit: int) -> CheckedProposal:
+    def checked(self, draft: Proposal, limit: int) -> Proposal:
         """Return the proposal with each id replaced that the target has no row for.
 
         An id without a row would read memory outside of the target's embedding. Wrong
@@ -161,9 +135,9 @@ class CheckedChoose:
                 f"The drafter proposed {length} tokens, and at most {most} were asked "
                 "for. Fix its propose()."
             )
-        chooser, proposed = self._verifier.chooser, draft.tokens
         if not draft.length:
-            return CheckedProposal(draft, proposed, chooser.limit)
+            return draft
+        chooser, proposed = self._verifier.chooser, draft.tokens
         shape = None if draft.probs is None else draft.probs.shape
         if self._drew and shape != (draft.length, chooser.width):
             raise InvalidRequestError(
@@ -172,8 +146,22 @@ class CheckedChoose:
                 "Proposal.of(choices) with every choice, or choose none by chance."
             )
         draft = replace(draft, tokens=_within(proposed, chooser.limit))
-        largest = _peaks_of(self._seen) if self._seen else None
-        return CheckedProposal(draft, proposed, chooser.limit, largest)
+        largest = [_peaks_of(self._seen)] if self._seen else []
+        self.arrays = [draft.tokens, proposed, *largest]
+        return draft
+
+    def faults(self) -> tuple[int, int]:
+        """Return the numbers of unusable rows of logits and of ids the target lacks.
+
+        Waits for the device unless `arrays` have been evaluated.
+        """
+        if not self.arrays:
+            return 0, 0
+        proposed: Any = self.arrays[1].tolist()
+        largest: Any = self.arrays[2].tolist() if len(self.arrays) > 2 else []
+        rows = len(largest) - sum(map(math.isfinite, largest))
+        limit = self._verifier.chooser.limit
+        return rows, sum(not 0 <= token < limit for token in proposed)
 
 
 class FaultGuard(WrappedDrafter):
@@ -188,7 +176,7 @@ class FaultGuard(WrappedDrafter):
         super().__init__(inner)
         self._note = note
         self._target = target
-        self._checked: CheckedProposal | None = None
+        self._choose: CheckedChoose | None = None  # of a proposal that is not settled
         self._disabled = False
         if target is not None and target.follower is not None:
             target.follower.call_through(self._after_chunk)
@@ -203,57 +191,41 @@ class FaultGuard(WrappedDrafter):
         """The drafter's lanes; after a fault None in place of each."""
         return [None if self._disabled else lane for lane in self.inner.lanes]
 
-    @property
-    def prefix_head(self) -> Any:
-        """The head whose cache rows a `PrefixCache` keeps; None after a fault."""
-        return None if self._disabled else self.inner.prefix_head
-
     def remember(self, tokens: SequenceOf[int], answer: int) -> None:
         """Let the drafter keep the tokens of the finished stream."""
-        try:
-            self.inner.remember(tokens, answer)
-        except Exception as error:
-            self.fail("remember", error)
+        self._run("remember", lambda: self.inner.remember(tokens, answer), None)
 
     def read_ahead(self, sequence: Sequence, fits: Callable[[int], bool]) -> bool:
         """Let the drafter read a part of the prompt; return True after a fault."""
-        if not self._disabled:
-            try:
-                return self.inner.read_ahead(sequence, fits)
-            except Exception as error:
-                self._fail("begin", error)
-        return True
+        return self._run("begin", lambda: self.inner.read_ahead(sequence, fits), True)
 
     def forecast(self, sequence: Sequence, limit: int) -> SequenceOf[float] | None:
         """Return the drafter's forecast; after a fault, an empty forecast."""
-        if not self._disabled:
-            try:
-                return self.inner.forecast(sequence, limit)
-            except Exception as error:
-                self._fail("forecast", error)
-        return ()
+        nothing: SequenceOf[float] | None = ()
+        forecast = self.inner.forecast
+        return self._run("forecast", lambda: forecast(sequence, limit), nothing)
 
     def begin(self, sequence: Sequence) -> None:
         """Let the drafter begin."""
-        self._run("begin", lambda: self.inner.begin(sequence))
+        self._run("begin", lambda: self.inner.begin(sequence), None)
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         """Return the drafter's checked proposal, being computed; NOTHING after a fault.
 
-        `choose` is a `CheckedChoose` that was made for this proposal.
+        `choose` is a `CheckedChoose`; other drafters may have called it before.
         """
         assert isinstance(choose, CheckedChoose)
-        self._checked = None
+        self._choose = None
         if self._disabled:
             return NOTHING
+        choose = choose.fresh()
         try:
             draft = self.inner.propose(sequence, limit, choose)
-            checked = choose.checked(draft, limit)
+            draft = choose.checked(draft, limit)
             if choose.raised is None:
-                self._checked = checked
-                if checked.draft.length:  # runs while the target's graph is built
-                    mx.async_eval(*checked.arrays)
-                return checked.draft
+                self._choose = choose
+                mx.async_eval(*choose.arrays)  # runs while the target's graph is built
+                return draft
         except Exception as error:
             if choose.raised is None:
                 self._fail("propose", error)
@@ -267,8 +239,8 @@ class FaultGuard(WrappedDrafter):
 
         Only after the round was read, when the proposal's arrays are evaluated.
         """
-        checked, self._checked = self._checked, None
-        rows, ids = (0, 0) if checked is None else checked.faults()
+        choose, self._choose = self._choose, None
+        rows, ids = (0, 0) if choose is None else choose.faults()
         if rows or ids:
             self._fail("propose", what_is_wrong(rows, ids))
         if not self._disabled:
@@ -279,8 +251,8 @@ class FaultGuard(WrappedDrafter):
 
     def discard(self) -> None:
         """Let the drafter undo the round."""
-        self._checked = None
-        self._run("discard", self.inner.discard)
+        self._choose = None
+        self._run("discard", self.inner.discard, None)
 
     def fail(self, call: str, error: Exception) -> None:
         """Disable the drafter for a fault that the caller of this method detected."""
@@ -289,15 +261,16 @@ class FaultGuard(WrappedDrafter):
 
     def _after_chunk(self, method: Callable[[], None]) -> None:
         """Let the drafter read the hidden states of a chunk of the prompt."""
-        self._run("begin", method)
+        self._run("begin", method, None)
 
-    def _run(self, call: str, act: Callable[[], None]) -> None:
-        if self._disabled:
-            return
-        try:
-            act()
-        except Exception as error:
-            self._fail(call, error)
+    def _run(self, call: str, act: Callable[[], T], default: T) -> T:
+        """Return the result of a call of the drafter; after a fault, the default."""
+        if not self._disabled:
+            try:
+                return act()
+            except Exception as error:
+                self._fail(call, error)
+        return default
 
     def _fail(self, call: str, error: Exception) -> None:
         """Disable the drafter and note why; raise MemoryError and Ctrl-C instead."""

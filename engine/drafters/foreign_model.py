@@ -26,7 +26,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_speculation.engine.drafters.base import Choose, OpenDrafter, Proposal
+from mlx_speculation.engine.drafters.base import (
+    Choose,
+    DraftChain,
+    OpenDrafter,
+    Proposal,
+)
 from mlx_speculation.engine.drafters.draft import (
     DraftOptions,
     TargetInfo,
@@ -337,22 +342,19 @@ class ForeignModelDrafter(OpenDrafter):
         for token in sequence.tokens[self._read :]:
             self._text.tokens += self._common.each(token)
         self._read = len(sequence.tokens)
-        chosen: list[Choice] = []
+        chain = DraftChain(choose, sequence)
 
         def choose_common(
             logits: mx.array, rows: Rows, ids: mx.array | None = None
         ) -> Choice:
-            ahead = Proposal.of(chosen).tokens if chosen else None
-            common = logits[:, self._own_ids]
-            chosen.append(choose(common, sequence.rows(ahead), self._theirs))
-            result = chosen[-1].tokens
+            result = chain.add(logits[:, self._own_ids], self._theirs)
             mapped = self._table[mx.minimum(result, len(self._table) - 1)]
-            return replace(chosen[-1], tokens=mapped)
+            return replace(chain.chosen[-1], tokens=mapped)
 
         made = self._inner.propose(self._text, limit, choose_common)
-        if not chosen:
+        if not chain.chosen:
             return replace(made, source=ForeignModelDraft.kind)
-        return Proposal.of(chosen, source=ForeignModelDraft.kind, reads=made.reads)
+        return Proposal.of(chain.chosen, source=ForeignModelDraft.kind)
 
     def settle(self, accepted: int) -> None:
         """Keep the accepted tokens that the model was fed."""

@@ -207,13 +207,8 @@ class MtpDrafter(OpenDrafter):
         return [self._cache.held, self.committed.arrays]
 
     @property
-    def batch_head(self) -> "MtpDrafter":
-        """Itself: one head can draft for all requests of a batch."""
-        return self
-
-    @property
-    def prefix_head(self) -> "MtpDrafter":
-        """Itself: a `PrefixCache` keeps its cache rows, see `engine.prefix_reuse`."""
+    def head(self) -> "MtpDrafter":
+        """Itself; see `OpenDrafter`."""
         return self
 
     @property

@@ -18,7 +18,11 @@ from mlx_speculation.engine.lookup.automaton import (
 )
 from mlx_speculation.engine.lookup.history import AnswerHistory, TextPool
 from mlx_speculation.engine.lookup.places import CHUNK, Cursor, GrowingIndex
-from mlx_speculation.engine.lookup.survival import PLACES, SurvivalRates
+from mlx_speculation.engine.lookup.survival import (
+    PLACES,
+    lookup_buckets,
+    lookup_rates,
+)
 
 TEXT, PREDICTION, HISTORY, DOCUMENT = range(len(PLACES))
 
@@ -32,7 +36,7 @@ class Found:
         survival: for each token the probability that it and all before are accepted;
             improbable last tokens are left out.
         place: one of `PLACES`; "" if there is no match.
-        buckets: for each token of `survival` its bucket, see `SurvivalRates`.
+        buckets: for each token of `survival` its bucket, see `survival`.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -65,7 +69,7 @@ class SharedPlaces:
         texts: int = 1 << 18,
     ) -> None:
         self.history, self.texts = AnswerHistory(history), TextPool(texts)
-        self.rates = SurvivalRates()
+        self.rates = lookup_rates()
         self.lock = threading.RLock()
         self.documents = SuffixAutomaton()
         for document in documents:
@@ -91,7 +95,6 @@ class Lookup:
         self._prediction = GrowingIndex([*prediction, BREAK] if prediction else ())
         self._cursors = [Cursor() for _ in range(4)]
         self._unjudged: tuple[int, Found] = 0, NOTHING_FOUND
-        self._ended = False
 
     def read_ahead(self, tokens: Sequence[int], limit: int = CHUNK) -> bool:
         """Index at most `limit` new tokens.
@@ -100,47 +103,39 @@ class Lookup:
             Whether all are indexed; until then a proposal searches the indexed part.
         """
         with self._shared.lock:
-            return self._read_ahead(tokens, limit)
-
-    def _read_ahead(self, tokens: Sequence[int], limit: int) -> bool:
-        if self._text is None:
-            self._text = self._shared.texts.take(tokens)
-        self._text.tokens = tokens
-        growing = self._text, self._prediction, *self._shared.history.generations
-        for index in growing:
-            limit -= index.catch_up(limit)
-        return all(index.complete for index in growing)
+            if self._text is None:
+                self._text = self._shared.texts.take(tokens)
+            self._text.tokens = tokens
+            growing = self._text, self._prediction, *self._shared.history.generations
+            for index in growing:
+                limit -= index.catch_up(limit)
+            return all(index.complete for index in growing)
 
     def propose(self, tokens: Sequence[int], limit: int) -> Found:
         """Return at most `limit` tokens that followed the longest match."""
         with self._shared.lock:
-            return self._propose(tokens, limit)
-
-    def _propose(self, tokens: Sequence[int], limit: int) -> Found:
-        self._judge(tokens)
-        self._read_ahead(tokens, CHUNK)
-        matches = self._matches(tokens)
-        if not matches:
-            return NOTHING_FOUND
-        (length, state), place, automaton = max(matches, key=_length)
-        result = automaton.continuation(state, limit)
-        same: int | None = None
-        for (_, other), _, elsewhere in matches:
-            if elsewhere is not automaton:
-                ahead = elsewhere.continuation(other, limit)
-                agreeing = _agreeing(result, ahead)
-                same = agreeing if same is None else min(same, agreeing)
-        shares = automaton.shares(state, result)
-        survival, buckets = self._shared.rates.survival(length, place, shares, same)
-        proposal = Found(result, survival, PLACES[place], buckets)
-        self._unjudged = len(tokens), proposal
-        return proposal
+            self._judge(tokens)
+            self.read_ahead(tokens)
+            matches = self._matches(tokens)
+            if not matches:
+                return NOTHING_FOUND
+            (length, state), place, automaton = max(matches, key=_length)
+            result = automaton.continuation(state, limit)
+            ahead = [
+                _agreeing(result, elsewhere.continuation(other, limit))
+                for (_, other), _, elsewhere in matches
+                if elsewhere is not automaton
+            ]
+            shares = automaton.shares(state, result)
+            same = min(ahead, default=None)
+            buckets = [*lookup_buckets(length, place, shares, same)]
+            chances = self._shared.rates.survival(buckets)
+            proposal = Found(result, chances, PLACES[place], buckets[: len(chances)])
+            self._unjudged = len(tokens), proposal
+            return proposal
 
     def end(self, tokens: Sequence[int], answer: int) -> None:
         """Keep a finished text for later requests; `tokens[answer:]` is its answer."""
-        if self._ended:
-            return
-        self._ended = True
         with self._shared.lock:
             self._judge(tokens)
             self._shared.history.add(tokens, answer)

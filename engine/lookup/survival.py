@@ -1,18 +1,18 @@
-"""The probability that looked-up tokens are accepted, learnt from earlier proposals.
+"""The probability that drafted tokens are accepted, learnt from earlier drafts.
 
-Each token of a proposal belongs to a bucket, which has an acceptance rate:
+Each token of a draft belongs to a bucket, which has an acceptance rate. The probability
+that tokens 1 to i are all accepted is the product of their rates. The bucket of a token
+of a model or a head is its position in the draft; that of a looked-up token has
 
     length   the length of the match, with the proposed tokens before this one
     place    the place of the match, such as the text or a document
     share    how often this token followed the match, of all tokens that did
     others   whether the matches of other places continue with the same tokens
-
-The probability that tokens 1 to i are all accepted is the product of their rates.
 """
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 PLACES = ("text", "prediction", "history", "document")
 # The longest match of each bucket of lengths; the last bucket has no limit.
@@ -22,69 +22,86 @@ _LENGTH_OF = [bisect_left(_LENGTHS, length) for length in range(_LENGTHS[-1] + 2
 _SHARES = 9
 # Buckets of others: 0 if no other place has a match; they agree up to here, or not.
 AGREES, DIFFERS = 1, 2
-# The first rate of a bucket, the tokens that it weighs, and the tokens after which the
-# counts are halved.
-FIRST_RATE, FIRST_WEIGHT, MOST_TOKENS = 0.6, 4.0, 1024.0
-
-
-# A proposal ends at this survival: a token of lower survival is not worth its row.
+# A draft ends at this survival: a token of lower survival is not worth its row.
 LEAST_SURVIVAL = 1 / 64
 
 
-class SurvivalRates:
-    """The acceptance rates of all buckets."""
+class AcceptanceRates:
+    """Exponential averages of the acceptance of each bucket, given that of all before.
 
-    def __init__(self) -> None:
-        size = (len(_LENGTHS) + 1) * len(PLACES) * _SHARES * 3
-        self._hits = array("d", [FIRST_RATE * FIRST_WEIGHT]) * size
-        self._tries = array("d", [FIRST_WEIGHT]) * size
+        rates = AcceptanceRates()
+        rates.note([0, 1, 2, 3], right=2)   # 1, 1, 0; the last one is not counted
+        rates.survival(range(2))            # [r0, r0 r1]
 
-    def survival(
+    The defaults are for buckets that are positions in the drafts of a model or head.
+
+    Args:
+        size: the number of buckets.
+        first: the first rate of a bucket.
+        weight: the number of tokens that it weighs.
+        window: an average is over about this many tokens.
+    """
+
+    def __init__(
         self,
-        length: int,
-        place: int,
-        shares: Iterable[tuple[int, int]],
-        same: int | None,
-    ) -> tuple[list[float], list[int]]:
+        size: int = 32,
+        first: float = 0.7,
+        weight: float = 5.0,
+        window: float = 40.0,
+    ) -> None:
+        self._hits = array("d", [first * weight]) * size
+        self._tries = array("d", [weight]) * size
+        self._keep = 1 - 1 / window
+
+    def survival(self, buckets: Iterable[int]) -> list[float]:
         """Return for each token the probability that it and all before are accepted.
 
-        Args:
-            length: the length of the match.
-            place: the index of its place in `PLACES`.
-            shares: for each token how often it followed, and how often any token did.
-            same: the number of first tokens with which the matches of all other places
-                continue too; None: no other place has a match.
-
-        Returns:
-            The probabilities, and the buckets of the tokens.
+        Improbable last tokens are left out.
         """
-        hits, tries, longest = self._hits, self._tries, len(_LENGTH_OF) - 1
-        chances, buckets, chance = [], [], 1.0
-        for index, (count, total) in enumerate(shares):
-            if count < total:
-                row = 4 + min(4, 5 * count // total)
-            else:
-                row = min(total, 2) if total < 4 else 3
-            by_length = _LENGTH_OF[min(length + index, longest)]
-            each = ((by_length * len(PLACES) + place) * _SHARES + row) * 3
-            if same is not None:
-                each += AGREES if index < same else DIFFERS
-            chance *= hits[each] / tries[each]
-            chances.append(chance)
-            buckets.append(each)
+        hits, tries, chance, result = self._hits, self._tries, 1.0, []
+        for bucket in buckets:
+            chance *= hits[bucket] / tries[bucket]
+            result.append(chance)
             if chance < LEAST_SURVIVAL:
                 break
-        return chances, buckets
+        return result
 
-    def note(self, buckets: Sequence[int], right: int) -> None:
-        """Learn that the first `right` tokens of a proposal were accepted.
+    def note(self, buckets: Sequence[int], right: float) -> None:
+        """Learn that the first `right` tokens of a draft were accepted.
 
         Tokens after the first rejected one are not counted.
         """
-        hits, tries = self._hits, self._tries
-        for index, each in enumerate(buckets[: right + 1]):
-            if tries[each] >= MOST_TOKENS:
-                tries[each] /= 2
-                hits[each] /= 2
-            tries[each] += 1
-            hits[each] += index < right
+        hits, tries, keep = self._hits, self._tries, self._keep
+        for index, bucket in enumerate(buckets[: int(right) + 1]):
+            tries[bucket] = tries[bucket] * keep + 1
+            hits[bucket] = hits[bucket] * keep + (index < right)
+
+
+def lookup_rates() -> AcceptanceRates:
+    """Return rates for `lookup_buckets`."""
+    size = (len(_LENGTHS) + 1) * len(PLACES) * _SHARES * 3
+    return AcceptanceRates(size, 0.6, 4.0, 768.0)
+
+
+def lookup_buckets(
+    length: int, place: int, shares: Iterable[tuple[int, int]], same: int | None
+) -> Iterator[int]:
+    """Yield the bucket of each looked-up token.
+
+    Args:
+        length: the length of the match.
+        place: the index of its place in `PLACES`.
+        shares: for each token how often it followed, and how often any token did.
+        same: the number of first tokens with which the matches of all other places
+            continue too; None: no other place has a match.
+    """
+    for index, (count, total) in enumerate(shares):
+        if count < total:
+            row = 4 + min(4, 5 * count // total)
+        else:
+            row = min(total, 2) if total < 4 else 3
+        by_length = _LENGTH_OF[min(length + index, len(_LENGTH_OF) - 1)]
+        bucket = ((by_length * len(PLACES) + place) * _SHARES + row) * 3
+        if same is not None:
+            bucket += AGREES if index < same else DIFFERS
+        yield bucket

@@ -253,7 +253,7 @@ class StreamFactory:
             lanes,
             reach=request.policy.longest + 2,
             keys=keys,
-            head=lambda: drafter.prefix_head,
+            head=lambda: None if drafter.disabled else drafter.head,
             kept_head=self._setup.kept_head,
             ends=self._setup.tokenizer.eos_token_ids,
         )

@@ -15,6 +15,7 @@ import mlx.nn as nn
 import pytest
 
 from mlx_speculation import CascadeDraft, LookupDraft, SpeculativeGenerator
+from mlx_speculation.engine.draft_length.base import Compared, Plan
 from mlx_speculation.engine.draft_length.rule import DraftRule
 from mlx_speculation.engine.draft_length.ruled import RuleDraftLength
 from mlx_speculation.engine.drafters.base import Choose, Proposal, WrappedDrafter
@@ -90,20 +91,24 @@ def parted(generator: SpeculativeGenerator) -> float:
     return excess(TEXTS.count(generator, OPTIONS, SAMPLES), due)
 
 
+def planned(index: int, length: int) -> Plan:
+    return Plan(length, "best", Compared("", index, False, [], (), 1.0))
+
+
 @pytest.fixture(autouse=True)
 def _choices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a hash of survivals, forecasts and earlier rounds choose."""
     rounds: list[int] = []  # of all requests
 
     def chosen(
-        self: RuleDraftLength, context: int, limit: int, survivals: Any, *, behind: bool
-    ) -> tuple[int, int]:
+        self: RuleDraftLength, context: int, limit: int, offered: Any, *, behind: bool
+    ) -> Plan:
         rounds.append(len(rounds) % 5)
-        said = zlib.crc32(repr((rounds[-9:], context, survivals, behind)).encode())
-        return int(said % 4 > 0), min(limit, 1 + said // 4 % 3)
+        said = zlib.crc32(repr((rounds[-9:], context, offered, behind)).encode())
+        return planned(int(said % 4 > 0), min(limit, 1 + said // 4 % 3))
 
     monkeypatch.setattr(RuleDraftLength, "choose", chosen)
-    monkeypatch.setattr(DraftRule, "measures", lambda *_: False)
+    monkeypatch.setattr(DraftRule, "_measures", lambda *_: False)
 
 
 @pytest.mark.slow
@@ -120,9 +125,9 @@ def test_a_drafter_that_looks_at_what_it_has_drawn_is_found(
     acceptance: Acceptance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def always(
-        self: RuleDraftLength, context: int, limit: int, survivals: Any, *, behind: bool
-    ) -> tuple[int, int]:
-        return 1, min(limit, 3)
+        self: RuleDraftLength, context: int, limit: int, offered: Any, *, behind: bool
+    ) -> Plan:
+        return planned(1, min(limit, 3))
 
     monkeypatch.setattr(RuleDraftLength, "choose", always)
     assert parted(generators(acceptance, looked)) > 1

@@ -13,8 +13,9 @@ from unittest.mock import patch
 
 from bench.replays.sessions import Turn
 from mlx_speculation.engine.draft_length.base import Feedback
+from mlx_speculation.engine.draft_length.cost_store import Source
 from mlx_speculation.engine.draft_length.costs import RoundCosts
-from mlx_speculation.engine.draft_length.rule import Credit, DraftRule, Source
+from mlx_speculation.engine.draft_length.rule import Credit, DraftRule
 from mlx_speculation.engine.lookup.automaton import SuffixAutomaton
 from mlx_speculation.engine.lookup.lookup import Lookup, SharedPlaces
 
@@ -109,7 +110,7 @@ class Ours(Arm):
         """Tell the rule the result of the round."""
         seconds = 1.0 + self._cost * drafted
         feedback = Feedback(drafted, accepted, seconds, not drafted, not drafted)
-        self._rule.note(1, self._last[0], feedback)
+        self._rule.learn(1, self._last[0], feedback)
 
 
 def draft_calls(sessions: Sequence[Sequence[Turn]], cost: float, history: int) -> str:

@@ -122,7 +122,6 @@ def replay(
         result.steps += steps
         result.tokens += emitted
         plan, next_plan = next_plan, None
-    policy.end()
 
 
 def _drafted(

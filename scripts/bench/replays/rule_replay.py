@@ -14,10 +14,10 @@ import numpy as np
 from bench.replays.replay import FIXED, Machine, Replayed, Text, run, texts_of
 from mlx_speculation.engine.draft_length.base import Feedback, FixedDraftLength, Plan
 from mlx_speculation.engine.draft_length.batched import BatchDraftLength
-from mlx_speculation.engine.draft_length.cost_store import Known
-from mlx_speculation.engine.draft_length.rule import PAUSE, Credit, DraftRule, Source
+from mlx_speculation.engine.draft_length.cost_store import Source
+from mlx_speculation.engine.draft_length.rule import Credit
 from mlx_speculation.engine.draft_length.ruled import RuleDraftLength
-from mlx_speculation.engine.lookup.survival import SurvivalRates
+from mlx_speculation.engine.lookup.survival import lookup_buckets, lookup_rates
 
 LONGEST = 16
 
@@ -26,9 +26,15 @@ class Generator:
     """State that the streams of a generator share; empty at first."""
 
     def __init__(self, names: Sequence[str], credit: Credit | None = None) -> None:
-        self.each = [Known(free="lookup" in name, name=name) for name in names]
+        self.each = [Source(free="lookup" in name, name=name) for name in names]
         self.free = [index for index, each in enumerate(self.each) if each.free]
-        self.credit, self.lookups = credit or Credit(), SurvivalRates()
+        self.credit, self.lookups = credit or Credit(), lookup_rates()
+
+    def looked_up(self, count: int) -> tuple[list[float], list[int]]:
+        """Return the survival of a lookup's proposal, and the buckets of its tokens."""
+        buckets = [*lookup_buckets(count, 0, [(0, 0)] * count, None)]
+        survival = self.lookups.survival(buckets)
+        return survival, buckets[: len(survival)]
 
 
 def replay_rule(
@@ -54,10 +60,9 @@ def replay_rule(
             survivals = policy.survivals()
             for index in known.free:
                 count = int(text.proposed[index][at])
-                survivals[index], buckets[index] = known.lookups.survival(
-                    count, 0, [(0, 0)] * count, None
-                )
-            source, length = policy.choose(context, limit, survivals, behind=behind)
+                survivals[index], buckets[index] = known.looked_up(count)
+            chosen = policy.choose(context, limit, [survivals], behind=behind)
+            source, length = _picked(chosen)
         drafted = max(0, min(int(text.proposed[source][at]) - behind, length))
         accepted = 0
         if drafted:
@@ -83,7 +88,11 @@ def replay_rule(
         result.steps += steps
         result.tokens += emitted
         plan, next_plan = next_plan, None
-    policy.end()
+
+
+def _picked(plan: Plan) -> tuple[int, int]:
+    """Return the index of the source that drafts, and the length."""
+    return 0 if plan.source is None else plan.source.index, plan.length
 
 
 @dataclass(frozen=True)
@@ -145,8 +154,7 @@ class Member:
     policy: RuleDraftLength
     text: Text
     at: int = 0
-    planned: Plan | None = None
-    next_plan: Plan | None = None
+    planner: Any = None
 
     def __len__(self) -> int:
         return len(self.text) - self.at
@@ -167,14 +175,13 @@ def replay_batch(
     The device is taken to be busy: a plain step of the remaining requests costs their
     share of a plain step of the whole batch.
     """
-    sources = [Source(one.costs, one.free, one.name, PAUSE) for one in known.each]
-    rule = DraftRule(sources, known.credit, LONGEST)
-    costs = [one.costs for one in known.each]
-    lengths = BatchDraftLength(rule, lambda _: costs)
+    credit = known.credit
+    lengths = BatchDraftLength(lambda _: known.each, credit, credit, LONGEST)
     rows = [
         Member(RuleDraftLength(known.each, Credit(), LONGEST), text) for text in texts
     ]
     late, behind = rows[0].policy.late, False
+    lengths.take(rows)
     while live := [row for row in rows if len(row)]:
         context = max(row.text.context + row.at for row in live)
         room = [len(row) - 1 - behind for row in live]
@@ -183,10 +190,9 @@ def replay_batch(
         probed: list[Probed] = []
         if any(limits) and late:
             offered, probed = _probe_lookups(known, live, limits, behind)
-            source, width = lengths.choose(context, max(limits), offered, behind=behind)
+            chosen = lengths.choose(context, max(limits), offered, behind=behind)
+            source, width = _picked(chosen)
             limits = [min(limit, width) for limit in limits]
-        elif any(limits) and lengths.plan is not None:
-            source = sources.index(lengths.plan.source)
         drafted, accepted = _drafted(live, source, limits, behind)
         width = max(drafted)
         if width:
@@ -209,13 +215,11 @@ def replay_batch(
         for row, index, at, weights in probed:
             hits = min(int(row.text.right[index][at]), row.at - at)
             known.lookups.note(weights[: row.at - at], hits)
-        for row in (row for row in live if not len(row)):
-            row.policy.end()
-            lengths.rows_changed()
+        if not all(map(len, live)):
+            lengths.take(live)
         behind = ahead
         result.steps += steps * len(live) / len(texts)
         result.tokens += sum(emitted)
-    lengths.end()
 
 
 def _probe_lookups(
@@ -229,9 +233,7 @@ def _probe_lookups(
         survivals = row.policy.survivals()
         for index in known.free:
             count = min(limit + behind, int(row.text.proposed[index][row.at]))
-            survivals[index], weights = known.lookups.survival(
-                count, 0, [(0, 0)] * count, None
-            )
+            survivals[index], weights = known.looked_up(count)
             probed.append((row, index, row.at, weights))
         offered.append(survivals)
     return offered, probed

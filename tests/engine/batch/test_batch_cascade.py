@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from mlx_speculation import BatchGenerator, CascadeDraft, LookupDraft
-from mlx_speculation.engine.draft_length.base import Plan
+from mlx_speculation.engine.draft_length.base import Compared, Plan
 from mlx_speculation.engine.draft_length.batched import BatchDraftLength
 from support.drafters.batch_heads import head_bench
 from support.drafters.batches import SAMPLINGS, Bench, Case, bench
@@ -23,7 +23,7 @@ def _script(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
     def choose(
         self: BatchDraftLength, context: int, limit: int, offered: Any, *, behind: bool
-    ) -> tuple[int, int]:
+    ) -> Plan:
         planned = rounds[len(done) % len(rounds)]
         if behind and planned[0] == 0:
             planned = (
@@ -32,8 +32,9 @@ def _script(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
             )  # a shared drafter does not draft behind a step
         done.append(planned)
         index, width = planned[0], min(limit, planned[1])
-        self.plan = Plan(width, "best", source=self._rule.sources[index])
-        return index, width
+        by = Compared("", index, index > 0, [], (), 1.0)
+        plan = self.plans[id(self.rule)] = Plan(width, "best", by)
+        return plan
 
     monkeypatch.setattr(BatchDraftLength, "choose", choose)
     monkeypatch.setattr(BatchDraftLength, "expects", lambda *_: len(done) % 3 == 0)

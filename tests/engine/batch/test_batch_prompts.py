@@ -163,9 +163,6 @@ def test_what_a_draft_has_missed_is_read_in_parts() -> None:
         def note(self, context: int, plan: Plan, outcome: Feedback) -> None:
             pass
 
-        def end(self) -> None:
-            pass
-
     made, step = bench("llama"), 24
     options: dict[str, Any] = {"max_tokens": 90, "stop_tokens": ()}
     generator = made.generator("model")

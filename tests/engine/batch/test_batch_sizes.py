@@ -13,9 +13,8 @@ import pytest
 
 from mlx_speculation import BatchGenerator, NonFiniteLogitsError, Sampling, pure
 from mlx_speculation.caches import RaggedKVCache
-from mlx_speculation.engine.draft_length.acceptance import FIRST_GUESS
 from mlx_speculation.engine.draft_length.base import Feedback, FixedDraftLength
-from mlx_speculation.engine.draft_length.cost_store import Known
+from mlx_speculation.engine.draft_length.cost_store import Source
 from mlx_speculation.engine.draft_length.costs import RoundCosts
 from mlx_speculation.engine.draft_length.rule import Credit
 from mlx_speculation.engine.draft_length.ruled import RuleDraftLength
@@ -305,13 +304,13 @@ def test_a_round_that_fails_for_all_is_run_again(
 
 
 def test_what_the_first_round_of_a_shape_takes_is_not_what_rounds_cost() -> None:
-    known = Known(RoundCosts({0: {0: 1.0, 4: 2.0}}))
+    known = Source(RoundCosts({0: {0: 1.0, 4: 2.0}}))
     lengths = RuleDraftLength([known], Credit(), 8)
     lengths.plan(10, 50)
     plan = replace(lengths.plan(10, 50), length=4)
     lengths.note(10, plan, Feedback(4, 2, 50.0, fresh=True))
     assert known.costs.table() == {0: {0: 1.0, 4: 2.0}}
-    assert lengths.rates[0].rates(1)[0] > FIRST_GUESS  # what was accepted counts
+    assert known.rates.survival([0])[0] > 0.7  # what was accepted counts
     for _ in range(5):
         lengths.note(10, plan, Feedback(4, 2, 50.0))
     assert known.costs.table()[0][4] > 2.0

@@ -8,19 +8,16 @@ import pytest
 
 from mlx_speculation import CascadeDraft, LookupDraft, SpeculativeGenerator
 from mlx_speculation.engine.draft_length import calibration
-from mlx_speculation.engine.draft_length.acceptance import AcceptanceRates
-from mlx_speculation.engine.draft_length.base import Feedback
-from mlx_speculation.engine.draft_length.cost_store import Known
+from mlx_speculation.engine.draft_length.cost_store import Source
 from mlx_speculation.engine.draft_length.costs import RoundCosts
 from mlx_speculation.engine.draft_length.rule import Credit
 from mlx_speculation.engine.draft_length.ruled import RuledDrafter, RuleDraftLength
 from mlx_speculation.engine.drafters.base import Choose, OpenDrafter, Proposal
 from mlx_speculation.engine.drafters.cascade import CascadeDrafter
+from mlx_speculation.engine.lookup.survival import AcceptanceRates
 from mlx_speculation.engine.prompt import Sequence
-from mlx_speculation.errors import DrafterFaultWarning
 from mlx_speculation.models import Lane
 from mlx_speculation.samplers import Choice, Rows
-from support.drafters.scripted_drafter import ScriptedDrafter
 from support.identity import SAMPLED
 from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer
@@ -71,26 +68,15 @@ def _no_choice(logits: mx.array, rows: Rows, ids: mx.array | None = None) -> Cho
     raise AssertionError("nobody chooses here")
 
 
-def test_at_a_fixed_length_the_first_that_proposes_anything_drafts() -> None:
-    lookup, model = Asked(speaks=False), Asked()
-    cascade = CascadeDrafter(lookup, model)
-    assert proposed(cascade, 7) == 7
-    assert lookup.limits == model.limits == [7]
-    assert (lookup.discarded, model.discarded) == (1, 0)
-    lookup.speaks = True
-    assert proposed(cascade, 5) == 5
-    assert (lookup.limits, model.limits) == ([7, 5], [7])
-
-
 def ruled(
     lookup: Asked, model: Asked, right: float, cost: float = 0.1
 ) -> tuple[RuledDrafter, RuleDraftLength]:
     """Return drafters; the second forecasts its own acceptance."""
     both, rounds = [lookup, model], {0: 1.0, LONGEST: 1.0 + LONGEST * cost}
     known = [
-        Known(
+        Source(
             RoundCosts({0: rounds}),
-            AcceptanceRates([right] * LONGEST, 1000.0),
+            AcceptanceRates(first=right),
             free=free,
         )
         for free in (True, False)
@@ -139,21 +125,6 @@ def test_a_drafters_own_forecast_stands_for_its_rates() -> None:
         assert length == 3 if forecast[0] > 0.5 else length <= 2  # a trial
 
 
-def test_acceptance_is_noted_for_the_source_that_drafted() -> None:
-    """A model that is always wrong is soon asked rarely."""
-    lookup, model = Asked(speaks=False), Asked()
-    drafter, lengths = ruled(lookup, model, 0.9)
-    requests = []
-    for _ in range(60):
-        plan = lengths.plan(0, 8)
-        length = proposed(drafter, 8)
-        requests.append(length > 0)
-        seconds = 1 + 0.1 * length
-        lengths.note(0, plan, Feedback(length, 0, seconds, not length, not length))
-    assert sum(requests[:10]) > 3
-    assert sum(requests[-20:]) <= 4
-
-
 @pytest.mark.usefixtures("measured")
 def test_calibrated_costs_are_kept_and_the_text_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -170,27 +141,7 @@ def test_calibrated_costs_are_kept_and_the_text_stays(
     stream = generator.stream(PROMPT, explain=True, **options)
     assert [chunk.token for chunk in stream] == expected
     other = SpeculativeGenerator(model, byte_tokenizer(), draft=small)
-    assert set(other.lengths.known()[0].costs.table()[0]) == set(table[0])
+    assert set(other.lengths.sources()[0].costs.table()[0]) == set(table[0])
     limited = generator.stream(PROMPT, explain=True, max_draft=2, **options)
     assert [chunk.token for chunk in limited] == expected
     assert max(plan.length for plan, _ in limited.decisions) <= 2
-
-
-def test_a_drafter_of_a_cascade_that_fails_is_passed_over() -> None:
-    model = build("llama")
-    plain = SpeculativeGenerator(model, byte_tokenizer())
-    expected = plain.generate(PROMPT, max_tokens=60).tokens
-
-    class Failing(Asked):
-        def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
-            raise RuntimeError("broken")
-
-    right = ScriptedDrafter(PROMPT + expected, right=1.0)
-    generator = SpeculativeGenerator(
-        model, byte_tokenizer(), draft=CascadeDraft(Failing(), right), draft_length=4
-    )
-    stream = generator.stream(PROMPT, max_tokens=60)
-    with pytest.warns(DrafterFaultWarning, match="broken"):
-        assert [chunk.token for chunk in stream] == expected
-    assert [fault.drafter for fault in stream.stats.drafter_faults] == ["Failing"]
-    assert stream.stats.accepted > 20

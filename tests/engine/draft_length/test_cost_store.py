@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from mlx_speculation import CostFileWarning
-from mlx_speculation.engine.draft_length.calibration import Calibration
-from mlx_speculation.engine.draft_length.cost_store import Known
+from mlx_speculation.engine.draft_length.cost_store import Source
 from mlx_speculation.engine.timing import RoundSeconds
 from mlx_speculation.environment import cache_folder
 
 KEY = {"target": "a", "draft": ["b"]}
 COSTS = {0: 0.5, 4: 1.0}
-PARTS = {0: {4: RoundSeconds(draft=0.25, verify=0.5, sampler=0.125, host=0.125)}}
+DRAFTED = RoundSeconds(draft=0.25, verify=0.5, sampler=0.125, host=0.125)
+TIMES = {0: RoundSeconds(verify=0.5), 4: DRAFTED}
 
 
 @pytest.fixture(autouse=True)
@@ -22,18 +22,14 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLX_SPECULATION_CACHE", str(tmp_path))
 
 
-def saved() -> Known:
-    known = Known.read(KEY)
-    measured = Calibration(10, 4)
-    for length, seconds in COSTS.items():
-        for _ in range(3):
-            measured.costs.note(10, length, seconds)
-    known.parts, known.part = PARTS, 4
-    known.take(measured)
+def saved() -> Source:
+    known = Source.read(KEY)
+    known.part = 4
+    assert known.take({0: TIMES}) == {0: COSTS}
     return known
 
 
-def path_of(known: Known) -> Path:
+def path_of(known: Source) -> Path:
     assert known.file is not None
     assert known.file.path is not None
     return known.file.path
@@ -41,9 +37,9 @@ def path_of(known: Known) -> Path:
 
 def test_it_is_read_as_it_was_written() -> None:
     saved()
-    again = Known.read(KEY)
-    assert again.seconds == again.costs.table() == {0: COSTS}
-    assert again.parts == PARTS
+    again = Source.read(KEY)
+    assert again.costs.table() == {0: COSTS}
+    assert again.measured == {0: TIMES}
     assert again.part == 4
     assert again.costs.plain(10) is None  # its ratios count, and not its seconds
     assert again.costs.curve(10, 4, 2.0)[4] == 4.0
@@ -51,20 +47,19 @@ def test_it_is_read_as_it_was_written() -> None:
 
 def test_another_context_is_added(tmp_path: Path) -> None:
     saved()
-    known, more = Known.read(KEY), Calibration(1000, 4)
+    known = Source.read(KEY)
     known.costs.kept = {}  # forgotten by many rounds
-    more.costs.take({1: COSTS})
-    known.take(more)
-    assert Known.read(KEY).seconds == {0: COSTS, 1: COSTS}
+    known.take({1: TIMES})
+    assert Source.read(KEY).measured == {0: TIMES, 1: TIMES}
 
 
 def test_other_models_have_another_file() -> None:
     saved()
-    assert Known.read(KEY | {"target": "c"}).costs.table() == {}
+    assert Source.read(KEY | {"target": "c"}).costs.table() == {}
 
 
 def test_a_draft_without_a_name_keeps_nothing(tmp_path: Path) -> None:
-    Known.read(None).take(Calibration(10, 4))
+    Source.read(None).take({0: TIMES})
     assert not list(tmp_path.iterdir())
 
 
@@ -73,26 +68,24 @@ def test_a_draft_without_a_name_keeps_nothing(tmp_path: Path) -> None:
     [
         {"version": 1},
         {"key": {}},
-        {"seconds": {"0": {"4": 1.0}}},
-        {"seconds": {"0": {"0": -1.0}}},
-        {"seconds": {"0": {"0": "quick"}}},
-        {"seconds": {"0": [1.0]}},
-        {"seconds": None},
-        {"seconds": {"0": {"0": 0.0}}},
-        {"seconds": {"0": {"0": math.inf}}},
-        {"seconds": {"0": {"-1": 1.0, "0": 1.0}}},
         {"parts": None},
+        {"parts": {"0": [1.0]}},
+        {"parts": {"0": {"4": [1.0, 1.0, 1.0, 1.0]}}},
+        {"parts": {"0": {"0": [1.0, 1.0, 1.0, -0.1]}}},
+        {"parts": {"0": {"0": ["quick", 1.0, 1.0, 1.0]}}},
+        {"parts": {"0": {"0": [0.0, 0.0, 0.0, 0.0]}}},
+        {"parts": {"0": {"0": [math.inf, 1.0, 1.0, 1.0]}}},
+        {"parts": {"0": {"-1": [1.0] * 4, "0": [1.0] * 4}}},
+        {"parts": {"0": {"0": [1.0, 2.0]}}},
         {"part": 3},
         {"part": "all"},
-        {"parts": {"0": {"4": [1.0, 2.0]}}},
-        {"parts": {"0": {"4": [1.0, 2.0, -0.1, 0.0]}}},
     ],
 )
 def test_a_broken_file_is_said_and_measured_again(change: dict[str, object]) -> None:
     path = path_of(saved())
     path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | change), "utf-8")
     with pytest.warns(CostFileWarning, match="measured again"):
-        known = Known.read(KEY)
+        known = Source.read(KEY)
     assert known.costs.table() == {}
 
 
@@ -100,7 +93,7 @@ def test_half_a_file_is_said(tmp_path: Path) -> None:
     path = path_of(saved())
     path.write_text(path.read_text("utf-8")[:40], "utf-8")
     with pytest.warns(CostFileWarning, match=str(path)):
-        Known.read(KEY)
+        Source.read(KEY)
 
 
 def test_a_folder_that_cannot_be_written_is_said_once(
@@ -109,10 +102,10 @@ def test_a_folder_that_cannot_be_written_is_said_once(
     file = tmp_path / "file"
     file.write_text("", "utf-8")
     monkeypatch.setenv("MLX_SPECULATION_CACHE", str(file))
-    known = Known.read(KEY)
+    known = Source.read(KEY)
     with pytest.warns(CostFileWarning, match="MLX_SPECULATION_CACHE"):
-        known.take(Calibration(10, 4))
-    known.take(Calibration(10, 4))  # a second warning would be an error
+        known.take({0: TIMES})
+    known.take({0: TIMES})  # a second warning would be an error
 
 
 def test_the_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from mlx_speculation import SpeculativeGenerator
-from mlx_speculation.engine.draft_length import calibration
-from mlx_speculation.engine.draft_length.calibration import PART_ROUNDS, measure_part
+from mlx_speculation.engine.batch import calibration
+from mlx_speculation.engine.batch.calibration import PART_ROUNDS, measure_part
 from mlx_speculation.models import PART_SIZES, usual_part
 from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer
@@ -25,9 +25,6 @@ class Rounds:
         self.run.append(self.request.target.part)
         self.now += self.seconds[self.run[-1]]
         return []
-
-    def __iter__(self) -> Any:
-        raise NotImplementedError
 
     def __enter__(self) -> "Rounds":
         return self
@@ -49,7 +46,8 @@ def test_the_fastest_size_is_taken_where_it_gains(
 ) -> None:
     rounds = Rounds(dict.fromkeys(PART_SIZES, 10.0) | times)
     monkeypatch.setattr(calibration, "perf_counter", lambda: rounds.now)
-    assert measure_part(lambda prompt, lengths: rounds, 64) == best
+    stream: Any = rounds
+    assert measure_part(lambda prompt, lengths: stream, 64) == best
     assert rounds.run[1:] == [*PART_SIZES] * PART_ROUNDS  # by turns
 
 

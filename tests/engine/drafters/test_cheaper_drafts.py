@@ -19,7 +19,7 @@ from mlx_speculation import (
 )
 from mlx_speculation.engine import EagleDraft, MtpDraft
 from mlx_speculation.engine.drafters.base import Proposal
-from mlx_speculation.engine.drafters.fault_guard import CheckedChoose, CheckedProposal
+from mlx_speculation.engine.drafters.fault_guard import CheckedChoose
 from mlx_speculation.models import (
     LaneRound,
     MtpConvention,
@@ -129,15 +129,14 @@ def drafted_ids(generator: SpeculativeGenerator, **options: Any) -> set[int]:
     drafted: list[int] = []
     inner = CheckedChoose.checked
 
-    def noting(self: CheckedChoose, draft: Proposal, limit: int) -> CheckedProposal:
-        checked = inner(self, draft, limit)
-        proposal = checked.draft
+    def noting(self: CheckedChoose, draft: Proposal, limit: int) -> Proposal:
+        proposal = inner(self, draft, limit)
         drafted.extend(int(token) for token in proposal.tokens)
         if proposal.probs is not None:
             outside = [i for i in range(256) if i not in IDS]
             assert proposal.probs[:, mx.array(outside)].max() == 0
             assert mx.abs(proposal.probs.sum(axis=-1) - 1).max() < 1e-5
-        return checked
+        return proposal
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CheckedChoose, "checked", noting)

@@ -5,7 +5,6 @@ import sys
 from itertools import pairwise
 from random import Random
 from threading import Thread
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,79 +14,8 @@ from mlx_speculation.engine.lookup.automaton import BREAK, NO_MATCH, SuffixAutom
 from mlx_speculation.engine.lookup.history import BEFORE, AnswerHistory, TextPool
 from mlx_speculation.engine.lookup.lookup import Found, Lookup, SharedPlaces
 from mlx_speculation.engine.lookup.places import CHUNK, Cursor, GrowingIndex
-from support.processes.interrupts import at_opcode
 
 tokens_of = st.lists(st.integers(0, 3), max_size=40)
-
-
-def interrupt_at(opcode: int, call: Any) -> bool:
-    """Run a call, and raise at an opcode of engine/lookup; return whether it raised."""
-
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    try:
-        with at_opcode(opcode, "lookup", interrupt):
-            call()
-    except KeyboardInterrupt:
-        return True
-    return False
-
-
-def proposals(shared: SharedPlaces, text: list[int]) -> list[int]:
-    """Return the proposal of a new request at the end of a text."""
-    lookup = Lookup(shared)
-    while not lookup.read_ahead(text):
-        pass
-    return lookup.propose(text, 8).tokens
-
-
-def test_a_history_holds_an_answer_whole_or_not_at_all_after_an_interrupt() -> None:
-    first, second = [5, 6, 7, 8, 9], [6, 7, 1, 2, 3]
-
-    def shared(count: int) -> SharedPlaces:
-        made = SharedPlaces(history=100)
-        for answer in (first, second)[:count]:
-            made.history.add(answer, 0)
-            assert proposals(made, [4]) == []  # and all is indexed
-        return made
-
-    requests = [[5, 6, 7], [6, 7], [7, 1]]
-    before, after = ([proposals(shared(n), text) for text in requests] for n in (1, 2))
-    seen = set()
-    for opcode in range(1, 10**6, 9):
-        made = shared(1)
-
-        def update(made: SharedPlaces = made) -> None:
-            made.history.add(second, 0)
-            proposals(made, [4])
-
-        if not interrupt_at(opcode, update):
-            break
-        proposed = [proposals(made, text) for text in requests]
-        assert proposed in (before, after)
-        seen.add(str(proposed))
-    assert len(seen) == 2
-
-
-def test_a_text_is_found_in_as_before_after_an_interrupt() -> None:
-    text = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
-    expected = Lookup(SharedPlaces()).propose(text, 4).tokens
-    for opcode in range(1, 10**6, 3):
-        lookup = Lookup(SharedPlaces())
-        lookup.propose(text[:5], 4)
-        if not interrupt_at(opcode, lambda drafter=lookup: drafter.propose(text, 4)):
-            break
-        assert lookup.propose(text, 4).tokens == expected
-    assert opcode > 1000
-
-
-def test_a_text_that_ends_twice_is_remembered_once() -> None:
-    shared = SharedPlaces(history=100)
-    lookup = Lookup(shared)
-    lookup.end([1, 2, 3], 1)
-    lookup.end([1, 2, 3], 1)
-    assert list(shared.history.generations[0].tokens) == [1, 2, 3, BREAK]
 
 
 @given(tokens_of, tokens_of, st.integers(0, 40))

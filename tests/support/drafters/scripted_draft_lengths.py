@@ -14,7 +14,6 @@ class Planned:
         self.noted: list[tuple[Plan, Feedback]] = []
         self.planned_contexts: list[int] = []  # contexts of all plans
         self.contexts: list[int] = []  # contexts of the noted rounds
-        self.ended = 0
 
     @property
     def longest(self) -> int:
@@ -29,6 +28,3 @@ class Planned:
     def note(self, context: int, plan: Plan, outcome: Feedback) -> None:
         self.contexts.append(context)
         self.noted.append((plan, outcome))
-
-    def end(self) -> None:
-        self.ended += 1

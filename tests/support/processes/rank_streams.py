@@ -163,9 +163,6 @@ class Mixed:
     def note(self, context: int, plan: Plan, outcome: Feedback) -> None:
         """Learn nothing."""
 
-    def end(self) -> None:
-        """Learn nothing."""
-
 
 def _rest(stream: Any) -> list[int]:
     return [chunk.token for chunk in stream]
