@@ -72,12 +72,6 @@ class DFlashDraft(HeadDraft):
         return DFlash(self.head, self.taps, layers)
 
     @classmethod
-    def _of(cls, model: nn.Module, loaded: Loaded) -> Self:
-        made = cls(model, loaded.head, loaded.layers)
-        made.say(loaded.notice)
-        return made
-
-    @classmethod
     def from_folder(
         cls,
         folder: str | Path,
@@ -87,7 +81,7 @@ class DFlashDraft(HeadDraft):
         anchor: Anchor | None = None,
         tokenizer: Any = None,
     ) -> Self:
-        """Load a drafter; see `load_dflash` and `load_dspark`.
+        """Load a drafter; see `load_dflash`, `load_dflash2` and `load_dspark`.
 
         Args:
             folder: the drafter's folder; for DSpark a GGUF file is possible too.
@@ -107,10 +101,11 @@ class DFlashDraft(HeadDraft):
             ConventionError: the drafter predicts no better than chance.
         """
         starts = None if tokenizer is None else starts_for(tokenizer)
-        loaded = cls._load(
-            folder, model, layer_ids=layer_ids, anchor=anchor, starts=starts
-        )
-        return cls._of(model, loaded)
+        more = {} if anchor is None else {"anchor": anchor}
+        loaded = cls._load(folder, model, layer_ids=layer_ids, starts=starts, **more)
+        made = cls(model, loaded.head, loaded.layers)
+        made.say(loaded.notice)
+        return made
 
     def new_cache(self, first: int) -> HeadCache:
         """Return caches of the drafter; see `Draft`."""
@@ -139,23 +134,10 @@ class DFlash2Draft(DFlashDraft):
 
     kind = "dflash2"
     fits = staticmethod(is_dflash2)
+    _load = staticmethod(load_dflash2)  # it has one anchor only
 
     def _on_target(self, layers: tuple[int, ...]) -> DFlash:
         return DFlash2(self.head, self.taps, layers)
-
-    @classmethod
-    def from_folder(  # type: ignore[override]  # it has one anchor only
-        cls,
-        folder: str | Path,
-        model: nn.Module,
-        *,
-        layer_ids: LayerIds | None = None,
-        tokenizer: Any = None,
-    ) -> Self:
-        """Load a drafter; see `load_dflash2` and `DFlashDraft`."""
-        starts = None if tokenizer is None else starts_for(tokenizer)
-        loaded = load_dflash2(folder, model, layer_ids=layer_ids, starts=starts)
-        return cls._of(model, loaded)
 
 
 class DSparkDraft(DFlashDraft):
