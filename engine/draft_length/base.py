@@ -140,7 +140,8 @@ class DraftLengthPolicy(Protocol):
 
     The calls alternate: `plan`, then `note` for the round that followed the plan. But
     during a plain step, `plan` is called for the next round before `note`. A round that
-    failed is not noted; the next round follows its plan.
+    failed is not noted; the next round follows its plan. In a batch, plans are dropped
+    and made again when requests join or leave.
     """
 
     @property

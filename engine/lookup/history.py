@@ -84,10 +84,7 @@ class TextPool:
 
 def _begins(tokens: Sequence[int], kept: "array[int]") -> bool:
     """Return whether `tokens` begin with `kept`; compare the last 64 tokens first."""
-    size = len(kept)
-    if not size or size > len(tokens) or tokens[size - 1] != kept[-1]:
-        return False
-    near = max(0, size - 64)
-    if array("i", tokens[near:size]) != kept[near:]:
+    size, near = len(kept), max(0, len(kept) - 64)
+    if not 0 < size <= len(tokens) or array("i", tokens[near:size]) != kept[near:]:
         return False
     return array("i", tokens[:near]) == kept[:near]
