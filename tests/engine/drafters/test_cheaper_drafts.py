@@ -23,7 +23,6 @@ from mlx_speculation.engine.drafters.fault_guard import CheckedChoose
 from mlx_speculation.models import (
     LaneRound,
     MtpConvention,
-    load,
     quantize_weights,
     wrapped,
 )
@@ -73,21 +72,6 @@ def test_a_quantized_draft_model_leaves_the_text(tmp_path: Path, bits: int) -> N
     assert isinstance(draft.lm_head, nn.QuantizedLinear)
     assert draft.lm_head.bits == bits
     assert weight_bytes(draft) < weight_bytes(generator.model) / 32 * (bits + 1.5)
-
-
-@pytest.mark.parametrize("acceptance", ["rejection", "block"])
-def test_under_other_rules_a_quantized_draft_is_a_draft_like_any_other(
-    tmp_path: Path, acceptance: Any
-) -> None:
-    """Its distribution is that of its logits; test_text_distribution.py has texts."""
-    folder = tmp_path / "llama"
-    write_tiny(folder)
-    generator = SpeculativeGenerator.from_pretrained(
-        folder, draft=folder, quantize_draft=4, acceptance=acceptance
-    )
-    result = generator.generate(PROMPT, max_tokens=TOKENS, sampling=SAMPLED)
-    assert len(result.tokens) == TOKENS
-    assert result.stats.accepted > 0
 
 
 @pytest.mark.parametrize("name", others_slow(["qwen3_5", "mimo", "step3p5"], ["mimo"]))
@@ -297,18 +281,6 @@ def test_what_cannot_be_quantized_is_refused_before_anything_is_loaded(
         SpeculativeGenerator.from_pretrained(
             tmp_path / "missing", draft="mtp", quantize_draft=7
         )
-
-
-def test_the_quantized_draft_is_not_the_targets_own_folder_in_memory(
-    tmp_path: Path,
-) -> None:
-    folder = tmp_path / "llama"
-    write_tiny(folder)
-    model, _ = load(folder)
-    generator = SpeculativeGenerator.from_pretrained(
-        folder, draft=folder, quantize_draft=4
-    )
-    assert weight_bytes(generator.model) == weight_bytes(model)
 
 
 @pytest.mark.parametrize("together", [False, True])

@@ -28,7 +28,6 @@ from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer
 
 PROMPT = "def read(path):"
-SOURCES = {"draft": "model", "eagle": "eagle"}
 
 
 def text(model: Any, tokenizer: Any, **options: Any) -> tuple[list[int], Any]:
@@ -66,13 +65,6 @@ def source(name: Any, model: Any, tokenizer: Any) -> Draft:
     return draft
 
 
-@pytest.fixture(name="dense", scope="module")
-def _dense() -> tuple[Any, Any, list[int]]:
-    """Return the bundled target, its tokenizer and its plain text."""
-    model, tokenizer = load(demo_models()["dense"])
-    return model, tokenizer, text(model, tokenizer)[0]
-
-
 @pytest.fixture(name="tiny", scope="module")
 def _tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a target, a draft model and a head for it."""
@@ -81,24 +73,6 @@ def _tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tiny(made / "draft")
     write_eagle(made / "eagle", "specforge")
     return made
-
-
-@pytest.mark.openblas
-@pytest.mark.usefixtures("short_probe")
-@pytest.mark.parametrize(
-    ("name", "form"),
-    [
-        ("draft", str),
-        pytest.param("draft", Path, marks=pytest.mark.slow),
-        ("eagle", Path),
-    ],
-)
-def test_a_path_names_a_model_or_a_head(name: str, form: Any, dense: Any) -> None:
-    model, tokenizer, plain = dense
-    path = form(demo_models()[name])
-    drafted, stats = text(model, tokenizer, draft_model=path)
-    assert drafted == plain
-    assert stats.sources[SOURCES[name]].accepted > 0
 
 
 def test_the_head_in_the_targets_folder_is_found_by_its_name(tmp_path: Path) -> None:
@@ -113,15 +87,6 @@ def test_the_head_in_the_targets_folder_is_found_by_its_name(tmp_path: Path) -> 
         head, *lookups = members_of(source(name, model, tokenizer))
         assert isinstance(head, MtpDraft)
         assert [each.kind for each in lookups] == ["lookup"] * (name == "auto")
-
-
-def test_auto_is_a_lookup_where_the_folder_offers_nothing(tiny: Path) -> None:
-    model, tokenizer = load(tiny / "target")
-    first, stats = text(model, tokenizer, draft_model="auto")
-    again, _ = text(model, tokenizer, draft_model="auto")
-    assert source("auto", model, tokenizer).kind == "lookup"
-    assert again == first
-    assert not stats.drafter_faults
 
 
 @pytest.mark.usefixtures("usual_layers")
