@@ -2,13 +2,14 @@
 
 import weakref
 from collections.abc import Sequence as SequenceOf
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import mlx.nn as nn
 
-from mlx_speculation.engine.distributed import RankedTarget, all_or_none
+from mlx_speculation.engine.distributed import RankedTarget
 from mlx_speculation.engine.draft_length.policy_factory import PolicyFactory
 from mlx_speculation.engine.drafters.draft import (
     Draft,
@@ -19,7 +20,7 @@ from mlx_speculation.engine.drafters.draft import (
 from mlx_speculation.engine.drafters.reduced_vocabulary import checked_vocabulary
 from mlx_speculation.engine.drafters.resolve import Resolved, resolve
 from mlx_speculation.engine.options import GeneratorOptions
-from mlx_speculation.engine.prompt import Prompts, replay_of
+from mlx_speculation.engine.prompt import Prompts, replayed
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.interrupts import finalize
 from mlx_speculation.models import (
@@ -65,7 +66,7 @@ class GeneratorConfig:
     @property
     def decides(self) -> bool:
         """Return whether this rank drafts and decides: rank 0, or the only rank."""
-        return self.ranked is None or self.ranked.leads
+        return self.ranked is None or self.ranked.group.leads
 
     @property
     def draft_models(self) -> SequenceOf[nn.Module]:
@@ -88,14 +89,14 @@ def make_config(
             "Load one with mlx_speculation.load(path)."
         )
     ranked = RankedTarget.of(model, options.group)
-    with all_or_none(ranked):
+    with nullcontext() if ranked is None else ranked.group.all_or_none():
         wrapper = wrapped(tokenizer)
         ids, width = TokenIds.of(tokenizer), logit_width(model)
         target = TargetInfo(model, wrapper, None, min(ids.width, width) - 1)
         resolved = _resolved(target, options, ranked)
         draft = resolved.draft
         models = [] if draft is None else draft.models
-        shape, sliding = options.shape, options.sliding
+        shape, sliding, length = options.shape, options.sliding, options.draft_length
         for module in (model, *models):  # refuse unknown caches before any stream does
             Lane(module, sliding=sliding, shape=shape if module is model else None)
         prompts = Prompts(
@@ -103,11 +104,19 @@ def make_config(
             target.highest_id,
             context_length(model),
             position_table(model),
-            replay_of(options.prefix_cache, wrapper)
-            if options.replay and ranked is None
+            partial(replayed, options.prefix_cache, wrapper)
+            if options.replay and options.prefix_cache is not None
             else list,
         )
-        drafts = _draft_options(options, draft, target, ranked)
+        reduces = not options.intersection and (ranked is None or ranked.group.leads)
+        drafting = DraftOptions(
+            sliding=options.sliding,
+            vocabulary=_vocabulary(options.draft_vocabulary, draft, target)
+            if reduces
+            else None,
+            history=options.acceptance == "keyed",
+            compiled=compiled_steps if options.compile_draft else None,
+        )
         config = GeneratorConfig(
             model=model,
             tokenizer=wrapper,
@@ -117,18 +126,26 @@ def make_config(
             ranked=ranked,
             draft=draft,
             notices=(*resolved.notices, *_pauses(models, prompts.context_length)),
-            lengths=_lengths(model, resolved, options),
+            lengths=PolicyFactory(
+                model,
+                draft,
+                resolved.length if length is None else length,
+                shape=options.shape,
+                sliding=options.sliding,
+                compiled=options.compile_draft,
+                tree=options.tree,
+            ),
             options=options,
             kept_head=_bind(model, draft, options),
         )
-        return _hooked(config, drafts)
+        return _hooked(config, drafting)
 
 
 def _resolved(
     target: TargetInfo, options: GeneratorOptions, ranked: RankedTarget | None
 ) -> Resolved:
     """Resolve the draft of this rank; check it with the target and the options."""
-    leads = ranked is None or ranked.leads
+    leads = ranked is None or ranked.group.leads
     resolved = resolve(
         options.draft, target, follower=not leads, foreign=options.intersection
     )
@@ -143,40 +160,6 @@ def _resolved(
     if resolved.draft is not None:
         resolved.draft.check(target)
     return resolved
-
-
-def _lengths(
-    model: nn.Module, resolved: Resolved, options: GeneratorOptions
-) -> PolicyFactory:
-    """Return the policy factory; a length in `options` precedes that of `resolved`."""
-    length = options.draft_length
-    return PolicyFactory(
-        model,
-        resolved.draft,
-        resolved.length if length is None else length,
-        shape=options.shape,
-        sliding=options.sliding,
-        compiled=options.compile_draft,
-        tree=options.tree,
-    )
-
-
-def _draft_options(
-    options: GeneratorOptions,
-    draft: Draft | None,
-    target: TargetInfo,
-    ranked: RankedTarget | None,
-) -> DraftOptions:
-    """Return the options for the drafters of this rank."""
-    vocabulary: list[int] | None = None
-    if not options.intersection and (ranked is None or ranked.leads):
-        vocabulary = _vocabulary(options.draft_vocabulary, draft, target)
-    return DraftOptions(
-        sliding=options.sliding,
-        vocabulary=vocabulary,
-        history=options.acceptance == "keyed",
-        compiled=compiled_steps if options.compile_draft else None,
-    )
 
 
 def _hooked(config: GeneratorConfig, options: DraftOptions) -> GeneratorConfig:

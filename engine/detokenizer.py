@@ -7,6 +7,7 @@ possible beginning of a stop string at its end.
 import re
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,22 +26,28 @@ class StopStrings:
     """Holds text back until it is certain that no stop string begins in it.
 
     Attributes:
+        stops: the stop strings.
         unsaid: the held-back text.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
+        self.stops = tuple(stops)
         self.unsaid = ""
 
     def add(self, text: str) -> tuple[str, bool]:
         """Add text; return the text that may be shown, and whether a stop was found."""
         self.unsaid += text
-        result = [i for stop in self._stops if (i := self.unsaid.find(stop)) >= 0]
+        result = [i for stop in self.stops if (i := self.unsaid.find(stop)) >= 0]
         if result:
             shown, self.unsaid = self.unsaid[: min(result)], ""
             return shown, True
-        keep = self._possible_start()
-        split = len(self.unsaid) - keep
+        # The longest end of the text that begins a stop string
+        longest = max((len(stop) - 1 for stop in self.stops), default=0)
+        split = max(0, len(self.unsaid) - longest)
+        while split < len(self.unsaid):
+            if any(stop.startswith(self.unsaid[split:]) for stop in self.stops):
+                break
+            split += 1
         shown, self.unsaid = self.unsaid[:split], self.unsaid[split:]
         return shown, False
 
@@ -48,14 +55,6 @@ class StopStrings:
         """Return the held-back text, at the end of the generation."""
         shown, self.unsaid = self.unsaid, ""
         return shown
-
-    def _possible_start(self) -> int:
-        """Return the length of the longest end of the text that begins a stop."""
-        longest = max((len(stop) - 1 for stop in self._stops), default=0)
-        for length in range(min(longest, len(self.unsaid)), 0, -1):
-            if any(stop.startswith(self.unsaid[-length:]) for stop in self._stops):
-                return length
-        return 0
 
 
 class TextDetokenizer:
@@ -75,7 +74,7 @@ class TextDetokenizer:
     ) -> None:
         self._decode, self._cleans = _decoding(tokenizer)
         self._stop_tokens = frozenset(stop_tokens)
-        self._strings = StopStrings(stop_strings) if stop_strings else None
+        self._strings = StopStrings(stop_strings)
         self._window: list[int] = []
         self._shown = ""  # emitted text of the window
         self._whole = 0  # number of tokens up to the last complete character
@@ -83,14 +82,12 @@ class TextDetokenizer:
 
     def fork(self) -> tuple[Any, ...]:
         """Return the state for `restore`, before tokens that may be undone."""
-        unsaid = None if self._strings is None else self._strings.unsaid
+        unsaid = self._strings.unsaid
         return [*self._window], self._shown, self._whole, self._cut, unsaid
 
     def restore(self, fork: tuple[Any, ...]) -> None:
         """Restore a state that `fork` has returned, at most once."""
-        self._window, self._shown, self._whole, self._cut, unsaid = fork
-        if self._strings is not None:
-            self._strings.unsaid = unsaid
+        self._window, self._shown, self._whole, self._cut, self._strings.unsaid = fork
 
     def add(self, token: int) -> tuple[str, bool]:
         """Add a token; return the text that is now certain, and whether it ends."""
@@ -113,7 +110,7 @@ class TextDetokenizer:
                 self._shorten(text)
         elif whole or len(self._window) - self._whole > HALF:
             new = self._restart(whole)
-        return (new, False) if self._strings is None else self._strings.add(new)
+        return self._strings.add(new) if self._strings.stops else (new, False)
 
     def finish(self) -> tuple[str, bool]:
         """Return the rest of the text, and whether a stop string ended it.
@@ -123,8 +120,6 @@ class TextDetokenizer:
         """
         text = self._decode(self._window) if self._window else ""
         rest = text[len(self._shown) :].rstrip(INCOMPLETE)
-        if self._strings is None:
-            return rest, False
         shown, stopped = self._strings.add(rest)
         return (shown, True) if stopped else (shown + self._strings.flush(), False)
 
@@ -169,23 +164,17 @@ class TextDetokenizer:
         self._cut = len(self._window)
 
 
+@dataclass(eq=False)
 class ChunkQueue:
-    """The chunks of one generation: made by `cut` in each round, taken one by one.
+    """The chunks of one generation: made by `cut` in each round, taken one by one."""
 
-    Attributes:
-        text: turns tokens into text.
-        max_tokens: how many tokens are emitted at most.
-        ready: chunks that were not taken yet.
-        taken: chunks that were taken, without log-probabilities of all ids.
-        reason: why the text ends after the last chunk; None: it goes on.
-    """
-
-    def __init__(self, text: TextDetokenizer, max_tokens: int) -> None:
-        self.text, self.max_tokens = text, max_tokens
-        self.ready: deque[Chunk] = deque()
-        self.taken: list[Chunk] = []
-        self.reason: str | None = None
-        self._before: Any = None  # the text before the first cut of a round
+    text: TextDetokenizer  # turns tokens into text
+    max_tokens: int  # how many tokens are emitted at most
+    ready: deque[Chunk] = field(default_factory=deque)  # not taken yet
+    # Chunks that were taken, without log-probabilities of all ids
+    taken: list[Chunk] = field(default_factory=list)
+    reason: str | None = None  # why the text ends; None: it goes on
+    _before: Any = None  # the text before the first cut of a round
 
     def cut(self, outcome: RoundOutcome) -> RoundOutcome:
         """Turn a round's tokens into chunks, up to a stop or the budget."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -54,26 +53,23 @@ class Memory:
         return self.target_weights + self.draft_weights + caches + self.rounds
 
 
-class Weights:
-    """Byte counts of the weights of a target and its draft, counted once.
+# Bytes of the target's weights, of the draft's alone, and the keys of all arrays
+WeightBytes = tuple[int, int, frozenset[int]]
 
-    Counting a large model takes milliseconds, too long for each row that ends.
+
+def weight_bytes(model: nn.Module, modules: Sequence[nn.Module]) -> WeightBytes:
+    """Count the weights of a target and of the modules of its draft.
+
+    For a large model this takes milliseconds, too long for each row that ends.
     """
-
-    def __init__(self, model: nn.Module, modules: Sequence[nn.Module]) -> None:
-        self._model, self._modules = model, modules
-
-    @cached_property
-    def bytes(self) -> tuple[int, int, frozenset[int]]:
-        """Bytes of the target, bytes of the draft alone, and the keys of all arrays."""
-        target = self._model.parameters()
-        draft = [module.parameters() for module in self._modules]
-        names = frozenset(arrays_in(target, *draft))
-        return array_bytes(target), bytes_beside(draft, [target]), names
+    target = model.parameters()
+    draft = [module.parameters() for module in modules]
+    names = frozenset(arrays_in(target, *draft))
+    return array_bytes(target), bytes_beside(draft, [target]), names
 
 
 def held_memory(
-    weights: Weights,
+    weights: WeightBytes,
     target: Lane,
     draft_lanes: Sequence[Lane | None],
     arrays: Sequence[Any],
@@ -82,13 +78,13 @@ def held_memory(
     """Return the memory of a stream.
 
     Args:
-        weights: byte counts of the weights.
+        weights: see `weight_bytes`.
         target: the lane of the target.
         draft_lanes: lanes of the drafter; None: a lane that was dropped.
         arrays: other arrays and caches of the drafter.
         prefix_cache: the generator's prefix cache; None: there is none.
     """
-    target_weights, draft_weights, names = weights.bytes
+    target_weights, draft_weights, names = weights
     lanes = [target, *draft_lanes]
     known = names | arrays_in(target.caches).keys()
     result = arrays_in(arrays).items()

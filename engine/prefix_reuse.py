@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 from mlx_speculation.caches import Left, PrefixCache
@@ -24,25 +25,20 @@ from mlx_speculation.engine.stats import Statistics
 from mlx_speculation.models import Lane, RestorePoints
 
 
+@dataclass(eq=False)
 class PrefixReuse:
     """The prefix cache for one stream."""
 
-    def __init__(
-        self,
-        cache: PrefixCache,  # the prefix cache of the generator
-        # Returns the lanes of the target and of draft models, in the order in which
-        # `cache` was bound to the models; None: a lane to skip
-        lanes: Callable[[], Sequence[Lane | None]],
-        reach: int,  # how many tokens a round adds to a lane at most
-        keys: Sequence[int] = (),  # cache keys of the tokens of a prompt with images
-        # Returns the head in the drafter, see `OpenDrafter.head`
-        head: Callable[[], Any] = lambda: None,
-        kept_head: int | None = None,  # the index of the head's rows in `cache`
-        ends: Collection[int] = (),  # the ids of tokens that end a turn
-    ) -> None:
-        self._cache, self._lanes, self._reach = cache, lanes, reach
-        self._keys, self._head, self._kept_head = keys, head, kept_head
-        self._ends = ends
+    cache: PrefixCache  # the prefix cache of the generator
+    # Returns the lanes of the target and of draft models, in the order in which `cache`
+    # was bound to the models; None: a lane to skip
+    lanes: Callable[[], Sequence[Lane | None]]
+    reach: int  # how many tokens a round adds to a lane at most
+    keys: Sequence[int]  # cache keys of the tokens of a prompt with images
+    # Returns the head in the drafter, see `OpenDrafter.head`
+    head: Callable[[], Any]
+    kept_head: int | None  # the index of the head's rows in `cache`
+    ends: Collection[int]  # the ids of tokens that end a turn
 
     def begin(self, tokens: Sequence[int], statistics: Statistics) -> None:
         """Resume the lanes from the cached prefix of a prompt, without its last token.
@@ -53,7 +49,7 @@ class PrefixReuse:
         """
         started = time.perf_counter()
         self._thread, self._prompt = threading.get_ident(), len(tokens)
-        cache, named, head = self._cache, self._named(tokens)[:-1], self._head()
+        cache, named, head = self.cache, self._named(tokens)[:-1], self.head()
         again = 0 if head is None else head.again
         in_memory = cache.fetch(named)
         for which, lane in self._each():
@@ -72,8 +68,8 @@ class PrefixReuse:
         if head is not None and (hidden := cache.hidden(named[:seen])) is not None:
             first -= hidden.shape[1]
             head.committed.seed(hidden, seen)
-        if head is not None and self._kept_head is not None:
-            rows = cache.lookup(self._kept_head, named[: first + again])
+        if head is not None and self.kept_head is not None:
+            rows = cache.lookup(self.kept_head, named[: first + again])
             if rows is not None and rows.stop == first:
                 head.resume(rows)
         statistics.prefill_seconds += time.perf_counter() - started
@@ -89,9 +85,9 @@ class PrefixReuse:
         """
         due = [
             (lane.points, lane)
-            for lane in self._lanes()
+            for lane in self.lanes()
             if lane is not None and lane.points is not None
-            if lane.points.due(lane.seen, self._reach)
+            if lane.points.due(lane.seen, self.reach)
         ]
         if due:
             with caches():
@@ -105,21 +101,21 @@ class PrefixReuse:
             tokens: the known tokens.
             ended: whether no round follows.
         """
-        head, left = self._head(), []
+        head, left = self.head(), []
         for which, lane in self._each():
             points = lane.points
             taken, hidden = (
                 (points.running.taken, points.hidden()) if points else ([], None)
             )
             left.append(Left(which, lane.caches, lane.seen, taken, hidden))
-        if head is not None and self._kept_head is not None:
+        if head is not None and self.kept_head is not None:
             if ended:
                 head.level()
             if kept := head.kept():
                 caches, rows = kept
-                left.append(Left(self._kept_head, caches, rows + head.again, []))
+                left.append(Left(self.kept_head, caches, rows + head.again, []))
         named = self._named(tokens)[: self._target.seen]
-        self._cache.store(named, left, self._prompt)
+        self.cache.store(named, left, self._prompt)
 
     def _places(self, tokens: Sequence[int], known: Sequence[int]) -> set[int]:
         """Return the positions at which later prompts are likely to diverge.
@@ -128,12 +124,12 @@ class PrefixReuse:
         begins. The other is where the prompt diverges from earlier prompts.
         """
         places = range(len(known), 0, -1)
-        end = next((at for at in places if tokens[at - 1] in self._ends), 0)
-        return {self._cache.border(known), end}
+        end = next((at for at in places if tokens[at - 1] in self.ends), 0)
+        return {self.cache.border(known), end}
 
     @property
     def _target(self) -> Lane:
-        target = self._lanes()[0]
+        target = self.lanes()[0]
         assert target is not None
         return target
 
@@ -153,7 +149,7 @@ class PrefixReuse:
 
     def _named(self, tokens: Sequence[int]) -> Sequence[int]:
         """Return the keys of the tokens in the cache."""
-        keys = self._keys
+        keys = self.keys
         return [*keys, *tokens[len(keys) :]] if keys else tokens
 
     def _each(self) -> list[tuple[int, Lane]]:
@@ -161,8 +157,8 @@ class PrefixReuse:
 
         The lane of a draft model that a batch shares has no caches, and is left out.
         """
-        result = []
-        for which, lane in enumerate(self._lanes()):
-            if lane is not None and (lane.caches or not which):
-                result.append((which, lane))
-        return result
+        return [
+            (which, lane)
+            for which, lane in enumerate(self.lanes())
+            if lane is not None and (lane.caches or not which)
+        ]

@@ -5,10 +5,10 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeGuard
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_speculation.caches import (
     PrefixCache,
@@ -44,35 +44,24 @@ class Sequence:
         return Rows(self.tokens, ahead, count, self.start)
 
 
+@dataclass(frozen=True, slots=True)
 class Prompts:
-    """Encodes and checks the prompts for one target.
+    """Encodes and checks the prompts for one target."""
 
-    Args:
-        tokenizer: the target's tokenizer, in mlx-lm's wrapper.
-        highest_id: the largest token id of the target.
-        context_length: tokens that the target was made for; None: unknown.
-        positions: size of the target's table of positions; None: it has no table.
-        replay: replaces the ids of earlier answers in a prompt, see `replayed`.
+    tokenizer: Any  # the target's, in mlx-lm's wrapper
+    highest_id: int  # the largest token id of the target
+    # Tokens that the target was made for; None: unknown
+    trained_length: int | None = None
+    # Size of the target's table of positions; None: it has no table
+    positions: int | None = None
+    # Replaces the ids of earlier answers in a prompt, see `replayed`
+    replay: Callable[[list[int]], list[int]] = list
 
-    Attributes:
-        replay: as passed.
-        highest_id: as passed.
-        context_length: the smaller of `context_length` and `positions`.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Any,
-        highest_id: int,
-        context_length: int | None = None,
-        positions: int | None = None,
-        replay: Callable[[list[int]], list[int]] = list,
-    ) -> None:
-        self._tokenizer, self.replay = tokenizer, replay
-        self.highest_id = highest_id
-        lengths = [n for n in (context_length, positions) if n is not None]
-        self.context_length = min(lengths, default=None)
-        self._positions = positions
+    @property
+    def context_length(self) -> int | None:
+        """The smaller one of `trained_length` and `positions`."""
+        lengths = [n for n in (self.trained_length, self.positions) if n is not None]
+        return min(lengths, default=None)
 
     def fitting(self, sequence: Sequence, max_tokens: int) -> int:
         """Return how many of `max_tokens` the target has positions for.
@@ -80,16 +69,16 @@ class Prompts:
         Raises:
             InvalidRequestError: the prompt has more tokens than the target positions.
         """
-        if self._positions is None:
+        if self.positions is None:
             return max_tokens
         count = sequence.start + len(sequence.tokens)
-        if count > self._positions:
+        if count > self.positions:
             raise InvalidRequestError(
                 f"The prompt has {count} tokens, and the model a table of "
-                f"{self._positions} positions, which no forward may leave. Shorten the "
+                f"{self.positions} positions, which no forward may leave. Shorten the "
                 "prompt."
             )
-        return min(max_tokens, self._positions - count)
+        return min(max_tokens, self.positions - count)
 
     def sequence(
         self,
@@ -135,12 +124,12 @@ class Prompts:
                 "list of messages, and several conversations as a list of such lists."
             )
         if isinstance(prompt, str):
-            bos = self._tokenizer.bos_token
+            bos = self.tokenizer.bos_token
             special = bos is None or not prompt.startswith(bos)
-            ids = self._tokenizer.encode(prompt, add_special_tokens=special)
+            ids = self.tokenizer.encode(prompt, add_special_tokens=special)
         elif _has_messages(prompt):
             text = self._render(prompt)
-            ids = self._tokenizer.encode(text, add_special_tokens=False)
+            ids = self.tokenizer.encode(text, add_special_tokens=False)
         tokens = self._checked_ids(ids)
         if not tokens:
             raise InvalidRequestError(
@@ -152,25 +141,25 @@ class Prompts:
         """Encode an expected answer, which may be empty, and check its ids."""
         ids: Any = expected
         if isinstance(expected, str):
-            ids = self._tokenizer.encode(expected, add_special_tokens=False)
+            ids = self.tokenizer.encode(expected, add_special_tokens=False)
         return self._checked_ids(ids)
 
     def _render(self, messages: SequenceOf[Any]) -> str:
         """Render a conversation as text, up to the beginning of the answer."""
-        wrong = next((each for each in messages if not _is_message(each)), None)
-        if wrong is not None:
-            raise InvalidRequestError(
-                f"One of {len(messages)} messages is {wrong!r}. Each is a dictionary "
-                "with a role and a content."
-            )
-        if not self._tokenizer.has_chat_template:
+        for each in messages:
+            if not isinstance(each, Mapping) or "role" not in each:
+                raise InvalidRequestError(
+                    f"One of {len(messages)} messages is {each!r}. Each is a "
+                    "dictionary with a role and a content."
+                )
+        if not self.tokenizer.has_chat_template:
             raise InvalidRequestError(
                 f"The prompt is {len(messages)} messages, and the tokenizer has no "
                 "chat template. Pass a text, or take an instruct model."
             )
         conversation = [{**each, **_as_text(each)} for each in messages]
         try:
-            text: str = self._tokenizer.apply_chat_template(
+            text: str = self.tokenizer.apply_chat_template(
                 conversation,
                 tokenize=False,
                 add_generation_prompt=True,
@@ -183,7 +172,7 @@ class Prompts:
         return text
 
     def _warn_if_long(self, count: int) -> None:
-        if self._positions is not None:
+        if self.positions is not None:
             return  # `fitting` refuses a longer prompt
         if self.context_length is not None and count > self.context_length:
             warnings.warn(
@@ -196,8 +185,9 @@ class Prompts:
 
     def _checked_ids(self, ids: Iterable[int]) -> list[int]:
         """Return the ids as plain integers; refuse ids that the target lacks."""
+        plain = ids.tolist() if isinstance(ids, mx.array | np.ndarray) else ids
         try:
-            tokens = [operator.index(token) for token in _plain(ids)]
+            tokens = [operator.index(token) for token in plain]
         except TypeError as error:
             raise InvalidRequestError(
                 f"Token ids are whole numbers in one dimension, and these are {ids!r}."
@@ -209,21 +199,6 @@ class Prompts:
                 f"{self.highest_id}. Encode the text with the target's tokenizer."
             )
         return tokens
-
-
-def say_out_of_positions() -> None:
-    """Warn that a text ends because the target has no more positions."""
-    warnings.warn(
-        "The text ends where the model's table of positions does, and max_tokens asks "
-        "for more. Shorten the prompt.",
-        ContextLengthNotice,
-        stacklevel=5,
-    )
-
-
-def _plain(ids: Any) -> list[Any]:
-    """Return an iterable, such as an array of mlx or numpy, as a list."""
-    return list(ids.tolist()) if hasattr(ids, "tolist") else list(ids)
 
 
 def _as_text(message: Mapping[str, Any]) -> dict[str, str]:
@@ -249,17 +224,6 @@ def _has_messages(prompt: Any) -> TypeGuard[SequenceOf[Any]]:
     return isinstance(prompt, SequenceOf) and any(
         isinstance(each, Mapping) for each in prompt
     )
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, Mapping) and "role" in value
-
-
-def replay_of(
-    cache: PrefixCache | None, tokenizer: Any
-) -> Callable[[list[int]], list[int]]:
-    """Return the function that replays answers of a cache; None: no change."""
-    return list if cache is None else partial(replayed, cache, tokenizer)
 
 
 def replayed(cache: PrefixCache, tokenizer: Any, ids: SequenceOf[int]) -> list[int]:

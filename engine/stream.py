@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
 
 from mlx_speculation import interrupts
 from mlx_speculation.engine.detokenizer import ChunkQueue
@@ -15,68 +16,42 @@ from mlx_speculation.engine.distributed import ClosedByLeaderError, RankSession
 from mlx_speculation.engine.draft_length.base import Feedback, Plan
 from mlx_speculation.engine.memory import Memory
 from mlx_speculation.engine.prefix_reuse import PrefixReuse
-from mlx_speculation.engine.prompt import say_out_of_positions
 from mlx_speculation.engine.result import Chunk, Result
 from mlx_speculation.engine.round.decoder import Decoder
 from mlx_speculation.engine.round.final_caches import FinalCaches
-from mlx_speculation.engine.round.prefill import Prefill
 from mlx_speculation.engine.round.request import Request
 from mlx_speculation.engine.stats import Statistics
-from mlx_speculation.errors import DrafterFaultWarning, SpeculationError
+from mlx_speculation.errors import (
+    ContextLengthNotice,
+    DrafterFaultWarning,
+    SpeculationError,
+)
 from mlx_speculation.interrupts import DeferredSignals, finalize, raised_by_signal
 
 
+@dataclass(eq=False, kw_only=True)
 class Generation:
-    """One request from its prompt to its result, run by a stream or by a batch.
+    """One request from its prompt to its result, run by a stream or by a batch."""
 
-    Args:
-        decoder: runs the rounds.
-        chunks: turns emitted tokens into chunks.
-        caches: brings the caches to their contents at the end.
-        out_of_positions: whether the target's positions end before `max_tokens`.
-        seed: the seed of the chooser, for the result.
-        running: entered at the first chunk, left at the end.
-        memory: counts the bytes that are held.
-        prefixes: the prefix cache for this request; None: not used.
-        remember: gets the known tokens at the end, except after an error.
-        session: the stream on all ranks; None: there is only one rank.
+    decoder: Decoder  # runs the rounds
+    chunks: ChunkQueue  # turns emitted tokens into chunks
+    caches: FinalCaches  # brings the caches to their contents at the end
+    out_of_positions: bool  # whether the target's positions end before `max_tokens`
+    seed: int  # the seed of the chooser, for the result
+    running: AbstractContextManager[None]  # entered at the first chunk, left at the end
+    memory: Callable[[], Memory]  # counts the bytes that are held
+    prefixes: PrefixReuse | None  # the prefix cache for this request; None: not used
+    # Gets the known tokens at the end, except after an error
+    remember: Callable[[list[int]], None]
+    session: RankSession | None  # the stream on all ranks; None: there is only one rank
+    result: Result | None = None  # None: the generation has not ended
 
-    Attributes:
-        decoder: as passed.
-        chunks: as passed.
-        caches: as passed.
-        seed: as passed.
-        prefixes: as passed.
-        request: the request of the decoder.
-        result: the result; None: the generation has not ended.
-    """
-
-    def __init__(
-        self,
-        *,
-        decoder: Decoder,
-        chunks: ChunkQueue,
-        caches: FinalCaches,
-        out_of_positions: bool = False,
-        seed: int,
-        running: AbstractContextManager[None],
-        memory: Callable[[], Memory],
-        prefixes: PrefixReuse | None = None,
-        remember: Callable[[list[int]], None] | None = None,
-        session: RankSession | None = None,
-    ) -> None:
-        self.decoder, self.request = decoder, decoder.request
-        self._statistics = decoder.request.statistics
-        self._tokens = decoder.request.sequence.tokens
-        self.chunks, self.caches = chunks, caches
-        self._out_of_positions = out_of_positions
-        self.seed = seed
-        self._running, self._memory = running, memory
-        self.prefixes, self._remember = prefixes, remember
-        self._session = session
+    def __post_init__(self) -> None:
+        self.request = self.decoder.request
+        self._statistics = self.request.statistics
+        self._tokens = self.request.sequence.tokens
         self._open = ExitStack()
         self._started = self._prompt_read = self._in_rounds = self._warned = False
-        self.result: Result | None = None
 
     @property
     def cached_tokens(self) -> list[int]:
@@ -97,7 +72,7 @@ class Generation:
         if not self._started:
             self._started = True
             interrupts.close_at_exit(self._open)
-            self._open.enter_context(self._running)
+            self._open.enter_context(self.running)
             if self.prefixes is not None:
                 self.prefixes.begin(self._tokens, self._statistics)
         if not self._prompt_read:
@@ -121,8 +96,8 @@ class Generation:
         try:
             if not self._in_rounds and not (self.begin() and self._in_rounds):
                 return
-            if self._session is not None and self.decoder.planned:
-                self._session.turn()  # else the ranks meet as they exchange the plan
+            if self.session is not None and self.decoder.planned:
+                self.session.turn()  # else the ranks meet as they exchange the plan
             budget = chunks.max_tokens - self._statistics.emitted
             known = len(self._tokens)
             try:
@@ -168,8 +143,13 @@ class Generation:
     def end(self, reason: str) -> None:
         """Settle the caches, set the result and fill the prefix cache."""
         error = sys.exception() if reason == "error" else None
-        if reason == "length" and self._out_of_positions:
-            say_out_of_positions()
+        if reason == "length" and self.out_of_positions:
+            warnings.warn(
+                "The text ends where the model's table of positions does, and "
+                "max_tokens asks for more. Shorten the prompt.",
+                ContextLengthNotice,
+                stacklevel=4,
+            )
         try:
             with DeferredSignals():  # without checkpoints
                 if self._started:
@@ -180,8 +160,8 @@ class Generation:
             error = error or second
             raise
         finally:
-            if self._session is not None:
-                self._session.end(error)
+            if self.session is not None:
+                self.session.end(error)
 
     def _set_result(self, reason: str) -> None:
         known, taken = self.caches.hold_all and reason != "error", self.chunks.taken
@@ -197,7 +177,7 @@ class Generation:
             seed=self.seed,
             cached_tokens=self.cached_tokens,
             next_token=self.caches.next_token() if known else None,
-            memory=self._memory(),
+            memory=self.memory(),
             logprobs=None if self.request.top is None else logprobs,
             origins=tuple(chunk.origin for chunk in taken),
         )
@@ -222,8 +202,7 @@ class Generation:
             return
         if self.prefixes is not None:
             self.prefixes.store(self._tokens)
-        if self._remember is not None:
-            self._remember(self._tokens)
+        self.remember(self._tokens)
 
     def drop(self) -> None:
         """Exit the entered contexts; store committed tokens in the prefix cache."""
@@ -243,7 +222,6 @@ class Stream:
 
     Args:
         generation: runs the rounds.
-        session: the stream on all ranks; None: there is only one rank.
 
     Attributes:
         generation: as passed.
@@ -251,20 +229,13 @@ class Stream:
 
     _ending = staticmethod(sys.is_finalizing)  # globals are None when Python exits
 
-    def __init__(
-        self, generation: Generation, session: RankSession | None = None
-    ) -> None:
-        self.generation, self._session = generation, session
+    def __init__(self, generation: Generation) -> None:
+        self.generation, self._session = generation, generation.session
 
     @property
     def request(self) -> Request:
         """The request."""
         return self.generation.request
-
-    @property
-    def prefill(self) -> Prefill:
-        """The prefill of target and drafter."""
-        return self.generation.decoder.prefill
 
     @property
     def stats(self) -> Statistics:
@@ -327,7 +298,7 @@ class Stream:
         if session is None:
             generation.close(taken_back)
         elif session.leads or not session.running:
-            with session.inside():
+            with session.group.inside():
                 session.close(taken_back)
                 generation.close(taken_back)
         else:
@@ -362,7 +333,7 @@ class Stream:
         count = len(chunks.taken)
         try:
             with (
-                nullcontext() if session is None else session.inside(),
+                nullcontext() if session is None else session.group.inside(),
                 DeferredSignals(checkpoints=True),
             ):
                 generation.advance()

@@ -7,29 +7,24 @@ other connection.
 
     group             the ranks, and the exchange that checks that they are in step
     ring_watch        detection of lost neighbours in mlx's ring
-    session           one stream on all ranks, and the protocol `LeaderFollower`
-    leader_follower   leader and follower, around draft lengths, drafter and verifier
-    consistency       values that have to be equal on all ranks
+    session           one stream on all ranks
+    leader_follower   draft lengths, drafter and verifier of leader and followers
     target            the part of a generator that deals with ranks
 
 A stream runs on all ranks if it is given a session.
 """
 
-from mlx_speculation.engine.distributed.consistency import digest_of, shown
 from mlx_speculation.engine.distributed.leader_follower import never_called, on_ranks
 from mlx_speculation.engine.distributed.session import (
     ClosedByLeaderError,
     RankSession,
 )
-from mlx_speculation.engine.distributed.target import RankedTarget, all_or_none
+from mlx_speculation.engine.distributed.target import RankedTarget
 
 __all__ = [
     "ClosedByLeaderError",
     "RankSession",
     "RankedTarget",
-    "all_or_none",
-    "digest_of",
     "never_called",
     "on_ranks",
-    "shown",
 ]

@@ -11,7 +11,6 @@ An exchange is evaluated before anything else is submitted. No finalizer sends a
 since the ranks collect garbage at different times.
 """
 
-import hashlib
 import json
 import os
 import re
@@ -19,7 +18,6 @@ import secrets
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from importlib.metadata import version
 from typing import Any, NamedTuple, NoReturn
 
@@ -31,8 +29,7 @@ from mlx_speculation.errors import (
     RankLostError,
     RankMismatchError,
 )
-from mlx_speculation.models import Group, broadcast, gathered
-from mlx_speculation.samplers import Sampling
+from mlx_speculation.models import Group, gathered
 
 LINE_BYTES = 256
 # How long to wait after an error of mlx for the system to close a connection
@@ -64,10 +61,17 @@ class RankGroup:
         group: a group of two or more ranks.
         names: the name of each rank in messages.
         word: a random text, equal on all ranks and new at each start of the program.
+
+    Attributes:
+        rank: the number of this rank.
+        size: the number of ranks.
+        leads: whether this is rank 0.
     """
 
     def __init__(self, group: Group, names: Sequence[str], word: str) -> None:
-        self.group, self._names, self._word = group, names, word
+        self.group, self.names, self.word = group, names, word
+        self.rank, self.size = group.rank(), group.size()
+        self.leads = self.rank == 0
         self._count = 0
         self._broken = ""
         connections = ring_connections(self.rank, self.size)
@@ -104,40 +108,10 @@ class RankGroup:
             _met[key] = cls(group, names, result[0]["word"])
         return _met[key]
 
-    @property
-    def rank(self) -> int:
-        """The number of this rank; rank 0 leads."""
-        return self.group.rank()
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return self.group.size()
-
-    @property
-    def leads(self) -> bool:
-        """Return whether this is rank 0."""
-        return self.rank == 0
-
-    def name(self, rank: int) -> str:
-        """Return a rank's name for the beginning of a message."""
-        return self._names[rank].capitalize()
-
-    def from_leader(self, array: mx.array) -> mx.array:
-        """Return rank 0's array on every rank, unevaluated; see `models.sharding`."""
-        return broadcast(array, self.group)
-
     def next_number(self) -> int:
         """Return a number for the next generator or stream, without an exchange."""
         self._count += 1
         return self._count
-
-    def with_seed(self, sampling: Sampling, number: int) -> Sampling:
-        """Return the options; if they have no seed, add one that all ranks share."""
-        if sampling.seed is not None:
-            return sampling
-        digest = hashlib.sha256(f"{self._word} {number}".encode()).digest()
-        return replace(sampling, seed=int.from_bytes(digest[:4]))
 
     def exchange(self, place: Place, said: Sequence[Any]) -> list[list[Any]]:
         """Send values to all ranks, and return those of each rank; waits for all.
@@ -167,8 +141,8 @@ class RankGroup:
         In a ring these learn it at once. Nothing can begin on this group afterwards.
         """
         self._broken = self._broken or (
-            f"{self.name(self.rank)} has failed inside of a round, where the others "
-            f"wait for it: {why} Start the program again on all ranks."
+            f"{self.names[self.rank].capitalize()} has failed inside of a round, where "
+            f"the others wait for it: {why} Start the program again on all ranks."
         )
         self._watch.sever()
 
@@ -241,10 +215,10 @@ class RankGroup:
             raise RankLostError(self._broken)
 
     def _gone(self, ranks: Sequence[int]) -> str:
-        who = " and ".join(self._names[rank] for rank in ranks) or "a rank"
+        who = " and ".join(self.names[rank] for rank in ranks) or "a rank"
         lost = "are lost" if len(ranks) > 1 else "is lost"
         return (
-            f"{who.capitalize()} {lost} to {self._names[self.rank]}: the connection "
+            f"{who.capitalize()} {lost} to {self.names[self.rank]}: the connection "
             "was closed, so the process has ended, or has failed inside of a round, or "
             "has lost a rank itself. The text cannot go on without it. Start the "
             "program again on all ranks."

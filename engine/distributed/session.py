@@ -18,9 +18,10 @@ them have submitted the same forwards, and no rank waits for another.
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 
@@ -33,40 +34,11 @@ from mlx_speculation.errors import (
     RankLostError,
     RankMismatchError,
 )
-from mlx_speculation.samplers import Sampling, Verified
+from mlx_speculation.models import broadcast
+from mlx_speculation.samplers import Sampling
 
 LEFT_BYTES = 600  # the most of an error's text
 _LETTERS = 60  # the most of a drafter's name and of a plan's reason
-
-
-class LeaderFollower(Protocol):
-    """The decisions that could differ between ranks; see `leader_follower`.
-
-    `decide` makes this rank's own decision. The leader calls it, sends the result, and
-    returns it. A follower does not call it, and returns the leader's result. All ranks
-    make the same calls in the same order.
-    """
-
-    def plan(self, decide: Callable[[], Plan]) -> Plan:
-        """Return the leader's plan for a round; check that the ranks are in step."""
-        ...
-
-    def draft(self, decide: Callable[[], Proposal]) -> Proposal:
-        """Return the leader's draft, with unevaluated tokens."""
-        ...
-
-    def verify(
-        self, decide: Callable[[], Verified], logits: mx.array, rows: int, accepts: bool
-    ) -> Verified:
-        """Return the leader's decision on rows of logits, unevaluated.
-
-        Args:
-            decide: makes this rank's own decision.
-            logits: [rows, vocab], the last rows of this rank's forward.
-            rows: the number of rows to decide on.
-            accepts: whether the decision has a number of accepted tokens.
-        """
-        ...
 
 
 class ClosedByLeaderError(Exception):
@@ -80,25 +52,28 @@ class ClosedByLeaderError(Exception):
 class RankSession:
     """This rank's side of one stream.
 
-    `fields` have to be equal on all ranks. `needs` names the parts of the target for
-    which rank 0's drafter needs all ranks, see `STATES` and `OUTPUT`.
+    Attributes:
+        group: the ranks.
+        leads: whether this is rank 0.
+        fields: the values that have to be equal on all ranks, by name.
     """
 
     def __init__(
-        self, group: RankGroup, fields: Mapping[str, Any], *, needs: Sequence[str]
+        self,
+        group: RankGroup,
+        fields: Mapping[str, Any],
+        *,
+        # The parts of the target for which rank 0's drafter needs all ranks, see
+        # `STATES` and `OUTPUT`
+        needs: Sequence[str],
     ) -> None:
-        self.group, self.number = group, group.next_number()
-        self._fields = dict(fields)
-        self._needs = list(needs)
+        self.group, self.leads = group, group.leads
+        self.fields = dict(fields)
+        self._number, self._needs = group.next_number(), list(needs)
         self._step = 0
         self._started = self._ended = False
         # Whether the other ranks may be waiting for a forward of this rank
         self._owes = False
-
-    @property
-    def leads(self) -> bool:
-        """Return whether this is rank 0."""
-        return self.group.leads
 
     @property
     def running(self) -> bool:
@@ -106,12 +81,12 @@ class RankSession:
         return self._started and not self._ended
 
     def with_seed(self, sampling: Sampling) -> Sampling:
-        """Return the options with a seed, the same on all ranks."""
-        return self.group.with_seed(sampling, self.number)
-
-    def expect(self, fields: Mapping[str, Any]) -> None:
-        """Add fields that have to be equal on all ranks."""
-        self._fields |= fields
+        """Return the options; if they have no seed, add one that all ranks share."""
+        if sampling.seed is not None:
+            return sampling
+        text = f"{self.group.word} {self._number}"
+        digest = hashlib.sha256(text.encode()).digest()
+        return replace(sampling, seed=int.from_bytes(digest[:4]))
 
     def begin(self) -> list[str]:
         """Wait for all ranks to begin this stream, with the same options.
@@ -124,7 +99,7 @@ class RankSession:
             RankLostError: a rank is gone.
         """
         self._started = self._owes = True
-        text = json.dumps(self._fields)
+        text = json.dumps(self.fields, default=_named, sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()
         said = [digest[:16], len(text.encode()), self._needs]
         rows = self.group.exchange(self._place("begin"), said)
@@ -161,11 +136,7 @@ class RankSession:
 
     def from_leader(self, array: mx.array) -> mx.array:
         """Return rank 0's array on every rank, unevaluated."""
-        return self.group.from_leader(array)
-
-    def inside(self) -> AbstractContextManager[None]:
-        """Return the context for calls that may wait for other ranks."""
-        return self.group.inside()
+        return broadcast(array, self.group.group)
 
     def settled(self) -> None:
         """Note the end of a round: no rank waits for a forward of this rank."""
@@ -177,7 +148,16 @@ class RankSession:
             self._ended = True
             self.group.exchange(self._place("round"), ["close", taken_back])
 
-    def leave(self, kind: str, error: BaseException) -> None:
+    @contextmanager
+    def leaving(self, kind: str) -> Iterator[None]:
+        """Run a block; if it fails, the stream ends on all ranks in an exchange."""
+        try:
+            yield
+        except BaseException as error:
+            self._leave(kind, error)
+            raise
+
+    def _leave(self, kind: str, error: BaseException) -> None:
         """Tell the other ranks in an exchange that an error has ended the stream here.
 
         Raises:
@@ -204,11 +184,11 @@ class RankSession:
         if self._owes and not alike:
             self.group.leave(f"{type(error).__name__}: {error}")
             return
-        self.leave("round", error)
+        self._leave("round", error)
 
     def _place(self, kind: str) -> Place:
         self._step += 1
-        return Place(kind, self.number, self._step - 1)
+        return Place(kind, self._number, self._step - 1)
 
     def _round(self, said: Sequence[Any]) -> list[Any]:
         """Begin a round on all ranks; return rank 0's values for it."""
@@ -236,20 +216,29 @@ class RankSession:
         rank = next(rank for rank, text in enumerate(texts) if text)
         if texts[rank].partition(":")[0] == message.partition(":")[0]:
             return
+        who = self.group.names[rank].capitalize()
         raise RankLostError(
-            f"{self.group.name(rank)} has left the stream, which has ended on all "
-            f"ranks: {texts[rank]}"
+            f"{who} has left the stream, which has ended on all ranks: {texts[rank]}"
         )
 
 
 def _difference(fields: Sequence[Mapping[str, Any]]) -> str:
     """Return a text that names the first option that differs, and its rank."""
-    for name, first in fields[0].items():
-        for rank, other in enumerate(fields):
-            if other.get(name) != first:
-                return (
-                    f"{name} is {other.get(name)} on rank {rank}, and {first} on rank "
-                    "0. Run the same program with the same models and options on every "
-                    "rank."
-                )
-    return "The options of the ranks differ. Pass the same ones on every rank."
+    first = fields[0]
+    name, rank = next(
+        (name, rank)
+        for name in first
+        for rank, other in enumerate(fields)
+        if other[name] != first[name]
+    )
+    return (
+        f"{name} is {fields[rank][name]} on rank {rank}, and {first[name]} on rank 0. "
+        "Run the same program with the same models and options on every rank."
+    )
+
+
+def _named(value: Any) -> Any:
+    """Return a value that JSON lacks as one that it has, the same on all ranks."""
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    return getattr(value, "__qualname__", type(value).__qualname__)

@@ -1,15 +1,11 @@
 """A generator's target that is sharded over ranks, and its streams on this rank."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import mlx.nn as nn
 
-from mlx_speculation.engine.distributed.consistency import (
-    check_spread,
-    fields_of_model,
-)
 from mlx_speculation.engine.distributed.group import RankGroup
 from mlx_speculation.engine.distributed.session import RankSession
 from mlx_speculation.engine.drafters.draft import Draft, members_of
@@ -18,9 +14,12 @@ from mlx_speculation.models import (
     Group,
     HiddenStates,
     Lane,
+    Parallel,
     can_join_output,
     has_split_output,
     joined_output,
+    keeps_rows_alone,
+    mark_of,
     spread_as,
 )
 
@@ -48,14 +47,9 @@ class RankedTarget:
         """
         result = None if group is None else RankGroup.of(group)
         if result is None:
-            check_spread(model, 1)
+            _check_spread(model, 1)
             return None
         return cls(model, result)
-
-    @property
-    def leads(self) -> bool:
-        """Return whether this is rank 0."""
-        return self.group.leads
 
     def own_draft(self, draft: Draft | None, prefix_cache: Any) -> Draft | None:
         """Check the target, and return the draft on rank 0, or None on other ranks.
@@ -66,15 +60,15 @@ class RankedTarget:
                 different parts.
             UnsupportedModelError: the target cannot be decoded on several ranks.
         """
-        how = check_spread(self._model, self.group.size)
+        how = _check_spread(self._model, self.group.size)
         assert how is not None
-        self._fields = fields_of_model(self._model, how)
+        self._fields = {"the model": mark_of(self._model), "parallel": how}
         if prefix_cache is not None:
             raise InvalidRequestError(
                 f"prefix_cache was passed, and the target is on {self.group.size} "
                 "ranks, which may drop other parts of it. Leave it out."
             )
-        for member in members_of(draft) if self.leads else ():
+        for member in members_of(draft) if self.group.leads else ():
             if any(spread_as(model) is not None for model in member.models):
                 raise InvalidRequestError(
                     "The draft model is spread over ranks, and a draft is whole, on "
@@ -85,8 +79,16 @@ class RankedTarget:
                     f"draft is of kind {member.kind!r}, and for a target on "
                     "ranks a model, a lookup, an MTP head or a Drafter is needed."
                 )
-            self._check_output(member)
-        return draft if self.leads else None
+            # A head that reads the output layer gets a whole copy of it when its first
+            # stream begins.
+            if self._needs_output(member) and not can_join_output(self._model):
+                raise UnsupportedModelError(
+                    "The MTP head reads the output layer of "
+                    f"{type(self._model).__module__}, of which each rank has a part, "
+                    "and more is done to its logits than is known here. Use a draft "
+                    "model or a lookup."
+                )
+        return draft if self.group.leads else None
 
     def next_stream(self, draft: Draft | None) -> RankSession:
         """Return the session of the next stream, which has not begun."""
@@ -109,33 +111,42 @@ class RankedTarget:
                     self._taps = HiddenStates(self._model, after_norm=True)
                 target.taps, target.shows = self._taps, True
             if OUTPUT in needs:
-                self._join_output(session)
+                with self.group.inside():
+                    output = joined_output(self._model, self.group.group)
+                if output is not None:  # on rank 0, whose heads get a whole copy
+                    for member in members_of(self._draft):
+                        member.take_output(output)
             yield
-
-    def _join_output(self, session: RankSession) -> None:
-        """Give rank 0's heads a whole copy of the sharded output layer."""
-        with session.inside():
-            output = joined_output(self._model, self.group.group)
-        if output is not None:  # on rank 0
-            for member in members_of(self._draft):
-                member.take_output(output)
 
     def _needs_output(self, draft: Draft) -> bool:
         return draft.reads_output and has_split_output(self._model)
 
-    def _check_output(self, draft: Draft) -> None:
-        """Refuse a head that needs the output layer if its shards cannot be joined.
 
-        Other heads get a whole copy of it when their first stream begins.
-        """
-        if self._needs_output(draft) and not can_join_output(self._model):
-            raise UnsupportedModelError(
-                f"The MTP head reads the output layer of {type(self._model).__module__}"
-                ", of which each rank has a part, and more is done to its logits than "
-                "is known here. Use a draft model or a lookup."
-            )
+def _check_spread(model: nn.Module, ranks: int) -> Parallel | None:
+    """Return how a target is sharded over a group; None: there is one rank.
 
-
-def all_or_none(target: RankedTarget | None) -> AbstractContextManager[None]:
-    """Return `RankGroup.all_or_none` of a sharded target; for None do nothing."""
-    return nullcontext() if target is None else target.group.all_or_none()
+    Raises:
+        InvalidRequestError: the target is not sharded and there are several ranks, or
+            it is sharded and there is one rank.
+        UnsupportedModelError: a pipeline's caches cannot be cut to a part of a draft.
+    """
+    how = spread_as(model)
+    if ranks > 1 and how is None:
+        raise InvalidRequestError(
+            f"group has {ranks} ranks, and the model is whole on this one. Load it "
+            "with mlx_speculation.load(path, group=group), or call model.shard(group) "
+            "first."
+        )
+    if ranks == 1 and how is not None:
+        raise InvalidRequestError(
+            f"The model is spread over ranks ({how}), and no group of several ranks "
+            "was passed. Pass group=mx.distributed.init()."
+        )
+    if how == "pipeline" and not keeps_rows_alone(model):
+        raise UnsupportedModelError(
+            f"{type(model).__module__} has layers whose caches are no rows of keys and "
+            "values, such as recurrent states. To keep a part of a draft they may have "
+            "to run again, and in a pipeline all ranks with them. Use parallel='tensor'"
+            ", or run it whole on one rank."
+        )
+    return how

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import fields, replace
 from functools import cached_property, partial
+from hashlib import sha256
 from typing import Any
 
 import mlx.nn as nn
@@ -12,20 +13,16 @@ import mlx.nn as nn
 from mlx_speculation.blas import text_threads
 from mlx_speculation.engine.config import GeneratorConfig
 from mlx_speculation.engine.detokenizer import ChunkQueue, TextDetokenizer
-from mlx_speculation.engine.distributed import (
-    RankSession,
-    digest_of,
-    on_ranks,
-    shown,
-)
+from mlx_speculation.engine.distributed import RankSession, on_ranks
 from mlx_speculation.engine.draft_length.base import DraftLengthPolicy
 from mlx_speculation.engine.drafters.draft import Draft, members_of
 from mlx_speculation.engine.lookup.drafter import measured_draft
 from mlx_speculation.engine.memory import (
     CacheSize,
-    Weights,
+    WeightBytes,
     check_prompt,
     held_memory,
+    weight_bytes,
 )
 from mlx_speculation.engine.options import StreamOptions
 from mlx_speculation.engine.prefix_reuse import PrefixReuse
@@ -60,7 +57,6 @@ class StreamFactory:
 
     def __init__(self, setup: GeneratorConfig) -> None:
         self._setup = setup
-        self._weights = Weights(setup.model, _modules_of(setup.draft))
         self._requests = RequestFactory(setup)
         self._busy: weakref.ref[Stream] | None = None
 
@@ -114,13 +110,17 @@ class StreamFactory:
         request = self._requests.make(options, sequence, target, images)
         running: AbstractContextManager[None] = wired(setup.model)
         if ranked is not None and session is not None:
-            session.expect(self._fields(options, sequence, seen))
+            session.fields |= self._fields(options, sequence, seen)
             request = on_ranks(request, session)
             running = ranked.running(session, target, running)
         stream = self._stream(options, request, running, session, images)
         if setup.draft is not None and not setup.draft.reusable:
             self._busy = weakref.ref(stream)
         return stream
+
+    @cached_property
+    def _weights(self) -> WeightBytes:
+        return weight_bytes(self._setup.model, _modules_of(self._setup.draft))
 
     @cached_property
     def _sizes(self) -> list[CacheSize]:
@@ -188,8 +188,7 @@ class StreamFactory:
                 prefixes=self._prefixes(options, request, images),
                 remember=partial(drafter.remember, answer=len(request.sequence.tokens)),
                 session=session,
-            ),
-            session,
+            )
         )
 
     @contextmanager
@@ -211,8 +210,9 @@ class StreamFactory:
         ever. Values that only rank 0 uses, such as its draft, are left out.
         """
         setup, length = self._setup, options.draft_length
-        values = {
-            "the prompt": digest_of(sequence.tokens),
+        digest = sha256(",".join(map(str, sequence.tokens)).encode())
+        values: dict[str, Any] = {
+            "the prompt": f"{len(sequence.tokens)} tokens ({digest.hexdigest()[:16]})",
             "what the caches hold": f"{sequence.start + seen} tokens",
             "stop": options.stops,
             "stop_tokens": sorted(self._requests.end_ids(options)),
@@ -223,7 +223,7 @@ class StreamFactory:
         values |= {name: getattr(options, name) for name in _ON_ALL_RANKS}
         for one in fields(Sampling):
             values[one.name] = getattr(options.sampling, one.name)
-        return {name: shown(value) for name, value in values.items()}
+        return values
 
     def _prefixes(
         self,

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from mlx_speculation.engine.distributed.group import LINE_BYTES, Place, RankGroup
+from mlx_speculation.engine.distributed.session import RankSession
 from mlx_speculation.errors import InvalidRequestError, RankLostError, RankMismatchError
 from mlx_speculation.samplers import Sampling
 
@@ -87,10 +88,16 @@ def test_bytes_of_a_forward_end_the_group(
 def test_a_seed_is_the_same_on_all_ranks_and_another_for_each_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    one, two = group_of(monkeypatch), group_of(monkeypatch)
-    seeds = [made.with_seed(Sampling(), 3).seed for made in (one, two)]
-    assert seeds[0] == seeds[1] != one.with_seed(Sampling(), 4).seed
-    assert one.with_seed(Sampling(seed=5), 3).seed == 5
+    def seeds(sampling: Sampling) -> list[int | None]:
+        """Return the seeds of two streams."""
+        group = group_of(monkeypatch)
+        sessions = [RankSession(group, {}, needs=()) for _ in range(2)]
+        return [session.with_seed(sampling).seed for session in sessions]
+
+    first, second = seeds(Sampling())
+    assert seeds(Sampling()) == [first, second]
+    assert first != second
+    assert seeds(Sampling(seed=5)) == [5, 5]
 
 
 def test_what_is_no_group_is_refused() -> None:

@@ -73,10 +73,10 @@ def test_a_process_that_waits_in_mlx_is_ended_and_says_why(
         assert entered >= known
         watch._end_if_stuck(entered + SAY_SECONDS - 0.1)
         assert capsys.readouterr().err == ""
-        for seconds in (SAY_SECONDS, END_SECONDS - 0.1):
+        for seconds in (SAY_SECONDS + 0.1, END_SECONDS - 0.1):
             watch._end_if_stuck(entered + seconds)
             assert not ended
-        watch._end_if_stuck(entered + END_SECONDS)
+        watch._end_if_stuck(entered + END_SECONDS + 0.1)
         assert ended == [STATUS]
     said = capsys.readouterr().err
     assert said.startswith("RankLostError: Ranks [3] are lost.")

@@ -24,15 +24,13 @@ from mlx_speculation import (
     SpeculationError,
     SpeculativeGenerator,
 )
-from mlx_speculation.demo import demo_models
-from mlx_speculation.engine.drafters.base import Choose, Proposal
 from mlx_speculation.engine.equivalence import texts as identity
-from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.engine.result import Result
 from mlx_speculation.models import Parallel
 from mlx_speculation.models.mtp import MtpHead
 from mlx_speculation.models.sharding import spread
 from mlx_speculation.samplers import Chooser, Rows
+from support.drafters.broken_drafters import broken
 from support.drafters.scripted_drafter import ScriptedDrafter
 from support.identity import GREEDY, SAMPLED, prompt_of
 from support.models import census, mtp_checkpoints
@@ -41,9 +39,6 @@ from support.models.tiny_tokenizer import byte_tokenizer
 
 FOLDER = Path(os.environ.get("RANKS_FOLDER", "."))
 PROMPT, TOKENS = 40, 16  # more than a window of 16
-# Most difference of a logit between a whole target and one on ranks, for tiny models in
-# float32.
-ROUNDING = 1e-3
 
 group = mx.distributed.init()
 rank = group.rank()
@@ -255,16 +250,17 @@ def decisions() -> dict[str, Any]:
         )
     said["closed"] = _closed(made, plain["tokens"])
     said["dropped"] = _dropped(made)
-    said["broken"] = _shown(
-        generator(model, Broken(), draft_length=3).generate(
-            prompt_of(PROMPT), max_tokens=TOKENS
-        )
-    )
+    text = prompt_of(PROMPT) + plain["tokens"]
+    fault, drafter = OSError("the drafter has failed"), ScriptedDrafter(text, 0.0)
+    with broken(ScriptedDrafter, "propose", 3, "before", fault):
+        failing = generator(model, drafter, draft_length=3)
+        result = failing.generate(prompt_of(PROMPT), max_tokens=TOKENS)
+    said["broken"] = _shown(result)
     said["calibrated contexts"] = len(made.calibrate())
     said["after all"] = _shown(made.generate(prompt_of(PROMPT), max_tokens=TOKENS))
-    failing = Sampling(logits_processors=[_failing])
+    sampling = Sampling(logits_processors=[_failing])
     said["rank 0 raises"] = raised(
-        lambda: made.generate(prompt_of(PROMPT), sampling=failing)
+        lambda: made.generate(prompt_of(PROMPT), sampling=sampling)
     )
     said["and then"] = _shown(made.generate(prompt_of(PROMPT), max_tokens=TOKENS))
     return said
@@ -283,29 +279,6 @@ def _failing(tokens: mx.array, logits: mx.array) -> mx.array:
     if len(tokens) > PROMPT + 5:
         raise ValueError("the processor has failed")
     return logits
-
-
-class Broken:
-    """A drafter that fails in its third round."""
-
-    def __init__(self) -> None:
-        self._rounds = 0
-
-    def begin(self, sequence: Sequence) -> None:
-        """Do nothing."""
-
-    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
-        """Propose twice, then fail."""
-        self._rounds += 1
-        if self._rounds == 3:
-            raise OSError("the drafter has failed")
-        return Proposal(mx.zeros((limit,), mx.uint32))
-
-    def settle(self, accepted: int) -> None:
-        """Do nothing."""
-
-    def discard(self) -> None:
-        """Do nothing."""
 
 
 def raised(act: Callable[[], Any]) -> str:
@@ -403,25 +376,6 @@ class Failing:
     def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
         """Fail."""
         raise ValueError("the layer has failed")
-
-
-def mtp() -> list[dict[str, Any]]:
-    """Draft with the trained head of the hybrid demo model."""
-    folder = demo_models()["hybrid"]
-    made = SpeculativeGenerator.from_pretrained(folder, draft="mtp", group=group)
-    prompt = "def add(a, b):\n    return"
-    said = []
-    for sampling in (GREEDY, SAMPLED):
-        result = made.generate(
-            prompt, max_tokens=TOKENS, sampling=sampling, draft_length=3
-        )
-        said.append(_shown(result) | {"case": f"mtp {sampling.temperature}"})
-    plain = SpeculativeGenerator.from_pretrained(folder) if rank == 0 else None
-    for each, sampling in zip(said, (GREEDY, SAMPLED), strict=True):
-        if plain is not None:
-            result = plain.generate(prompt, max_tokens=TOKENS, sampling=sampling)
-            each["plain"] = result.tokens
-    return said
 
 
 def architectures(parallel: Parallel) -> dict[str, Any]:

@@ -51,7 +51,6 @@ def run_ranks(
     ranks: int = 2,
     seconds: float = SECONDS,
     launcher: bool = False,
-    environment: dict[str, str] | None = None,
     meanwhile: Callable[[list[int]], None] | None = None,
 ) -> list[Ended]:
     """Run a program of `rank_programs` on every rank; kill processes left at the end.
@@ -62,11 +61,10 @@ def run_ranks(
         ranks: number of ranks.
         seconds: limit after which processes are killed and the test fails.
         launcher: start them with mlx.launch.
-        environment: further variables.
         meanwhile: called with the process ids once they run; not with the launcher.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    named = dict(os.environ, RANKS_FOLDER=str(folder), **(environment or {}))
+    named = dict(os.environ, RANKS_FOLDER=str(folder))
     paths = [str(ROOT / "src"), str(ROOT / "tests"), named.get("PYTHONPATH", "")]
     named["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     named["MLX_SPECULATION_CACHE"] = str(folder / "measured")
