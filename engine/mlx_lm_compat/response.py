@@ -32,28 +32,37 @@ class SpeculativeResponse(GenerationResponse):
     seed: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ResponseInfo:
-    """Values of a response that do not come from the chunk."""
-
-    detokenizer: Any  # mlx-lm's, new for this text
-    ends: frozenset[int]  # ids that end the text and are no part of it
-    prompt_tokens: int  # the number of tokens of the prompt
-    vocab: int  # the number of log-probabilities of the target
-    seed: int | None  # the seed of the text; None: it has none
-
-
 def responses(
     stream: Stream,
-    info: ResponseInfo,
-    device: mx.Stream | mx.ThreadLocalStream | None,
-    each: Callable[[], None],
+    tokenizer: Any,
+    detokenizer: Any,
     progress: "Progress",
+    vocab: int,
+    *,
+    device: mx.Stream | mx.ThreadLocalStream | None = None,
+    each: Callable[[], None] = lambda: None,
 ) -> Generator[SpeculativeResponse, None, None]:
-    """Yield a response for every token; call `each` after each one and at the end."""
+    """Yield a response for every token.
+
+    Args:
+        stream: the stream, which keeps the log-probabilities of all ids.
+        tokenizer: the target's, whose end-of-text ids are no part of the text.
+        detokenizer: mlx-lm's or mlx-vlm's, new for this text.
+        progress: reports how much of the prompt is read.
+        vocab: the number of log-probabilities of the target.
+        device: the stream that mlx works on; None: the default one.
+        each: called after each response and at the end.
+    """
     # A local name: if Python exits before the text ends, globals are None in `finally`.
     working: Callable[[], AbstractContextManager[Any]] = (
         nullcontext if device is None else partial(mx.stream, device)
+    )
+    sampling = stream.request.verifier.chooser.sampling
+    make = partial(
+        SpeculativeResponse,
+        prompt_tokens=progress.total,
+        stats=stream.stats,
+        seed=None if sampling.greedy or sampling.sampler else stream.seed,
     )
     # `started` is the beginning of the prompt, then the time of the first token
     started, prompt_seconds, tokens = time.perf_counter(), 0.0, 0
@@ -70,8 +79,21 @@ def responses(
                 now = time.perf_counter()
                 prompt_seconds, started = now - started, now
             tokens += 1
-            seconds = prompt_seconds, time.perf_counter() - started
-            yield _response(chunk, info, tokens, seconds, stream.stats)
+            if chunk.token not in tokenizer.eos_token_ids:
+                detokenizer.add_token(chunk.token)
+            if chunk.finish_reason is not None:
+                detokenizer.finalize()
+            yield make(
+                text=detokenizer.last_segment,
+                token=chunk.token,
+                logprobs=_whole_row(chunk, vocab),
+                from_draft=chunk.origin.writer == "accepted",
+                prompt_tps=progress.total / max(prompt_seconds, 1e-9),
+                generation_tokens=tokens,
+                generation_tps=tokens / max(time.perf_counter() - started, 1e-9),
+                peak_memory=mx.get_peak_memory() / 1e9,
+                finish_reason=chunk.finish_reason,
+            )
     finally:
         try:
             with working():
@@ -98,40 +120,10 @@ class Progress:
             self._callback(read, self.total)
 
 
-def _response(
-    chunk: Chunk,
-    info: ResponseInfo,
-    tokens: int,
-    seconds: tuple[float, float],
-    stats: Statistics,
-) -> SpeculativeResponse:
-    """Return the response of a chunk, with the text of mlx-lm's detokenizer.
-
-    `seconds` are those of the prompt, and those since the first token.
-    """
-    if chunk.token not in info.ends:
-        info.detokenizer.add_token(chunk.token)
-    if chunk.finish_reason is not None:
-        info.detokenizer.finalize()
+def _whole_row(chunk: Chunk, vocab: int) -> mx.array:
     assert chunk.logprob is not None
-    assert chunk.logprob.row is not None
-    return SpeculativeResponse(
-        text=info.detokenizer.last_segment,
-        token=chunk.token,
-        logprobs=_whole(chunk.logprob.row, info.vocab),
-        from_draft=chunk.origin.writer == "accepted",
-        prompt_tokens=info.prompt_tokens,
-        prompt_tps=info.prompt_tokens / max(seconds[0], 1e-9),
-        generation_tokens=tokens,
-        generation_tps=tokens / max(seconds[1], 1e-9),
-        peak_memory=mx.get_peak_memory() / 1e9,
-        finish_reason=chunk.finish_reason,
-        stats=stats,
-        seed=info.seed,
-    )
-
-
-def _whole(row: mx.array, vocab: int) -> mx.array:
+    row = chunk.logprob.row
+    assert row is not None
     lacking = vocab - row.shape[0]
     if lacking <= 0:
         return row

@@ -17,7 +17,6 @@ NOTICE = (
     "of its own is called for rejected drafts too. mlx_speculation.make_sampler takes "
     "the options of mlx-lm's and keeps the text; num_draft_tokens=0 drafts nothing."
 )
-_said: set[str] = set()  # warnings that this process has shown
 
 
 def checked_sampling(
@@ -44,21 +43,11 @@ def checked_sampling(
                 "mx.random.seed, or make it with mlx_speculation.make_sampler."
             )
         if drafted:
-            _say_once(NOTICE)
-    options = replace(options, logits_processors=tuple(processors or ()), seed=seed)
+            warnings.warn(NOTICE, SamplerNotice, stacklevel=3)
     if seed is None:
-        chance = not options.greedy and options.sampler is None
-        options = replace(options, seed=drawn_seed() if chance else 0)
-    return options
-
-
-def _say_once(message: str) -> None:
-    if message not in _said:
-        warnings.warn(message, SamplerNotice, stacklevel=4)
-        _said.add(message)
-
-
-def drawn_seed() -> int:
-    """Draw a seed of 62 bits from mlx's global random generator."""
-    drawn: Any = mx.random.randint(0, 2**31 - 1, (2,)).tolist()
-    return int(drawn[0]) << 31 | int(drawn[1])
+        seed = 0
+        if not options.greedy and options.sampler is None:
+            # 62 bits of mlx's global random generator
+            drawn: Any = mx.random.randint(0, 2**31 - 1, (2,)).tolist()
+            seed = int(drawn[0]) << 31 | int(drawn[1])
+    return replace(options, logits_processors=tuple(processors or ()), seed=seed)

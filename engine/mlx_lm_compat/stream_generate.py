@@ -33,7 +33,6 @@ from mlx_speculation.engine.mlx_lm_compat.prompt_cache import (
 )
 from mlx_speculation.engine.mlx_lm_compat.response import (
     Progress,
-    ResponseInfo,
     SpeculativeResponse,
     responses,
 )
@@ -41,7 +40,7 @@ from mlx_speculation.engine.mlx_lm_compat.sampler import checked_sampling
 from mlx_speculation.engine.options import StreamKeywords
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import PREFILL_STEP, logit_width, wrapped
-from mlx_speculation.samplers import LogitsProcessor, Sampler, Sampling
+from mlx_speculation.samplers import LogitsProcessor, Sampler
 
 ENDLESS = 1 << 62
 Responses = Generator[SpeculativeResponse, None, None]
@@ -100,30 +99,15 @@ def stream_generate(
     generator = SpeculativeGenerator(
         model, wrapped(tokenizer), draft=draft_model, draft_length=length, exact=exact
     )
-    kv = quantization_of(kv_bits, kv_group_size, quantized_kv_start)
-    options: StreamKeywords = {"sampling": sampling, "kv_quantization": kv}
-    options["prefill_step_size"] = prefill_step_size
-    passed = (max_tokens, prompt_cache, max_kv_size, prompt_progress_callback, stream)
-    return _responses(generator, prompt, options, *passed)
-
-
-def _responses(
-    generator: SpeculativeGenerator,
-    prompt: Any,
-    options: StreamKeywords,
-    max_tokens: int,
-    prompt_cache: list[Any] | None,
-    max_kv_size: int | None,
-    callback: Callable[[int, int], Any] | None,
-    stream: mx.Stream | mx.ThreadLocalStream | None,
-) -> Responses:
-    """Return the responses of a text; arguments as in `stream_generate`."""
-    model, tokenizer = generator.model, generator.tokenizer
-    tokens = generator.encode(prompt)
+    given: Any = prompt
+    tokens = generator.encode(given)
     caches = Caches.of(model, generator.draft_models, prompt_cache, max_kv_size)
-    progress = Progress(callback, len(tokens))
-    checked_count("prefill_step_size", options["prefill_step_size"], 1)
-    options |= {
+    progress = Progress(prompt_progress_callback, len(tokens))
+    checked_count("prefill_step_size", prefill_step_size, 1)
+    options: StreamKeywords = {
+        "sampling": sampling,
+        "kv_quantization": quantization_of(kv_bits, kv_group_size, quantized_kv_start),
+        "prefill_step_size": prefill_step_size,
         "max_tokens": _checked_budget(max_tokens),
         "prompt_cache": caches.target,
         "draft_cache": caches.draft,
@@ -133,16 +117,15 @@ def _responses(
         "yielded_only": True,
         "level_draft": caches.draft is not None and prompt_cache is not None,
     }
-    sampling = options["sampling"] or Sampling()
-    info = ResponseInfo(
-        detokenizer=tokenizer.detokenizer,
-        ends=frozenset(tokenizer.eos_token_ids),
-        prompt_tokens=len(tokens),
-        vocab=logit_width(model),
-        seed=None if sampling.greedy or sampling.sampler else sampling.seed,
+    return responses(
+        generator.stream(tokens, **options),
+        generator.tokenizer,
+        generator.tokenizer.detokenizer,
+        progress,
+        logit_width(model),
+        device=stream,
+        each=caches.write_back,
     )
-    running = generator.stream(tokens, **options)
-    return responses(running, info, stream, caches.write_back, progress)
 
 
 def generate(

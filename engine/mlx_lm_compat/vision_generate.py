@@ -12,18 +12,14 @@ or without a draft. Filters have the order of `Sampling`. Other keywords are ref
 
 import copy
 from collections.abc import Iterable, Sequence
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 import mlx.nn as nn
 
 from mlx_speculation.engine.argument_checks import checked_count
 from mlx_speculation.engine.drafters.resolve import DraftArgument
 from mlx_speculation.engine.generator import SpeculativeGenerator
-from mlx_speculation.engine.mlx_lm_compat.response import (
-    Progress,
-    ResponseInfo,
-    responses,
-)
+from mlx_speculation.engine.mlx_lm_compat.response import Progress, responses
 from mlx_speculation.engine.mlx_lm_compat.stream_generate import Responses
 from mlx_speculation.engine.options import StreamKeywords
 from mlx_speculation.errors import InvalidRequestError
@@ -31,19 +27,6 @@ from mlx_speculation.models import PREFILL_STEP, logit_width
 from mlx_speculation.models.vision import VisionTarget
 from mlx_speculation.models.vision.load import Processor, tokenizer_of
 from mlx_speculation.samplers import LogitsProcessor, Sampling
-
-
-class VisionSampling(TypedDict, total=False):
-    """The sampling keywords of mlx-vlm that are supported."""
-
-    temperature: float | None
-    top_p: float | None
-    min_p: float
-    top_k: int | None
-    seed: int | None
-    repetition_penalty: float | None
-    repetition_context_size: int | None
-    logits_processors: list[LogitsProcessor] | None
 
 
 def vision_stream_generate(
@@ -58,7 +41,15 @@ def vision_stream_generate(
     num_draft_tokens: int | None = None,
     max_tokens: int = 2048,
     prefill_step_size: int | None = PREFILL_STEP,
-    **sampling: Unpack[VisionSampling],
+    temperature: float | None = 0.0,
+    top_p: float | None = 1.0,
+    min_p: float = 0.0,
+    top_k: int | None = 0,
+    seed: int | None = None,
+    repetition_penalty: float | None = None,
+    repetition_context_size: int | None = 20,
+    logits_processors: Sequence[LogitsProcessor] | None = None,
+    **unknown: Any,
 ) -> Responses:
     """Generate as `mlx_vlm.stream_generate` does, faster if a draft helps.
 
@@ -76,7 +67,15 @@ def vision_stream_generate(
         num_draft_tokens: tokens to draft in a round; None: an adaptive number.
         max_tokens: at least 1.
         prefill_step_size: the most prompt tokens of a forward.
-        sampling: fields of `Sampling`; as in mlx-vlm, None turns an option off.
+        temperature: 0 or None: greedy; for these options see `Sampling`.
+        top_p: 1 or None: all tokens.
+        min_p: 0: all tokens.
+        top_k: 0 or None: all tokens.
+        seed: None: drawn.
+        repetition_penalty: None: no penalty.
+        repetition_context_size: 0 or None: no penalty.
+        logits_processors: called as in plain decoding.
+        unknown: refused.
 
     Raises:
         TypeError: a keyword is unknown.
@@ -84,7 +83,7 @@ def vision_stream_generate(
             values do not fit.
         UnsupportedModelError: the model's family is not supported.
     """
-    _check_keywords(sampling.keys(), audio, video)
+    _check_keywords(unknown, audio, video)
     target = model if isinstance(model, VisionTarget) else VisionTarget(model)
     generator = SpeculativeGenerator(
         target,
@@ -95,62 +94,35 @@ def vision_stream_generate(
     step = prefill_step_size or PREFILL_STEP
     options: StreamKeywords = {
         "max_tokens": checked_count("max_tokens", max_tokens, 1),
-        "sampling": _sampling(**sampling),
+        "sampling": Sampling(
+            temperature=temperature or 0.0,
+            top_p=top_p or 1.0,
+            min_p=min_p,
+            top_k=top_k or 0,
+            seed=seed,
+            repetition_penalty=repetition_penalty,
+            repetition_context_size=repetition_context_size or 0,
+            logits_processors=logits_processors or (),
+        ),
         "logprobs": 0,
         "logprob_rows": True,
         "prefill_step_size": checked_count("prefill_step_size", step, 1),
     }
-    return _responses(generator, processor, prompt, _as_list(image), options)
-
-
-def _responses(
-    generator: SpeculativeGenerator,
-    processor: Any,
-    prompt: str,
-    images: list[Any],
-    options: StreamKeywords,
-) -> Responses:
-    """Return the responses of a text; arguments as in `vision_stream_generate`."""
-    target: Any = generator.model
     encoded: Any = prompt
-    if images:
+    if images := _as_list(image):
         encoded = Processor(processor, target.vlm.config).prompt(prompt, images, {})
     stream = generator.stream(encoded, **options)
-    length = len(stream.request.sequence.tokens)
-    sampling = options["sampling"]
-    greedy = sampling is None or sampling.greedy
-    info = ResponseInfo(
-        detokenizer=_detokenizer(processor, generator.tokenizer),
-        ends=frozenset(generator.tokenizer.eos_token_ids),
-        prompt_tokens=length,
-        vocab=logit_width(target),
-        seed=None if greedy else stream.seed,
-    )
-    return responses(stream, info, None, _nothing, Progress(None, length))
-
-
-def _sampling(
-    temperature: float | None = 0.0,
-    top_p: float | None = 1.0,
-    top_k: int | None = 0,
-    repetition_context_size: int | None = 20,
-    logits_processors: Sequence[LogitsProcessor] | None = None,
-    **others: Any,
-) -> Sampling:
-    """Return the options; None, which mlx-vlm allows for some, turns one off."""
-    return Sampling(
-        temperature=temperature or 0.0,
-        top_p=top_p or 1.0,
-        top_k=top_k or 0,
-        repetition_context_size=repetition_context_size or 0,
-        logits_processors=logits_processors or (),
-        **others,
+    return responses(
+        stream,
+        generator.tokenizer,
+        _detokenizer(processor, generator.tokenizer),
+        Progress(None, len(stream.request.sequence.tokens)),
+        logit_width(target),
     )
 
 
-def _check_keywords(keywords: Iterable[str], audio: Any, video: Any) -> None:
+def _check_keywords(unknown: Iterable[str], audio: Any, video: Any) -> None:
     """Refuse unknown keywords, audio and video."""
-    unknown = [name for name in keywords if name not in VisionSampling.__annotations__]
     if unknown:
         raise TypeError(
             f"vision_stream_generate() takes no keyword "
@@ -181,7 +153,3 @@ def _detokenizer(processor: Any, tokenizer: Any) -> Any:
     result = copy.copy(detokenizer)  # each stream needs its own
     result.reset()
     return result
-
-
-def _nothing() -> None:
-    """Do nothing: there are no caller's caches to write back."""
