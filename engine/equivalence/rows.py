@@ -56,24 +56,10 @@ class Place:
         return max(row.difference for row in self.rows)
 
 
-def greedy_text(model: nn.Module, prompt: Sequence[int], tokens: int) -> list[int]:
-    """Decode greedily, one token per forward, past tokens that would end the text."""
-    lane = Lane(model)
-    lane.feed(prompt[:-1])
-    last, text = prompt[-1], []
-    for _ in range(tokens):
-        with lane.begin(whole=True) as lane_round:
-            choice: Any = mx.argmax(lane_round.forward(mx.array([last]))[-1]).item()
-            last = int(choice)
-            lane_round.commit(1)
-        text.append(last)
-    return text
-
-
 def verify_both_ways(
     model: nn.Module,  # an mlx-lm model
     prompt: Sequence[int],  # token ids, at least one
-    # The continuation of the prompt, see `greedy_text`; at least `draft_length` tokens
+    # The greedy continuation of the prompt; at least `draft_length` tokens
     text: Sequence[int],
     *,
     draft_length: int,  # k, at least 1

@@ -175,13 +175,16 @@ def _rows(
     result: list["Place"],
 ) -> None:
     """Verify drafts at once and token by token; append the places to `result`."""
-    from mlx_speculation.engine.equivalence.rows import greedy_text, verify_both_ways
+    from mlx_speculation.engine.equivalence.rows import verify_both_ways
     from mlx_speculation.models import wired
 
     model, places = generator.model, compare.places
     options: dict[str, Any] = {"draft_length": compare.rows, "places": places}
+    plain = generator.stream(
+        prompt, max_tokens=compare.tokens, draft_length=0, stop_tokens=()
+    )
     with wired(model), screen.progress("verifying drafts") as report:
-        text = greedy_text(model, prompt, compare.tokens)
+        text = [chunk.token for chunk in plain]
         options |= {"seed": 0, "sliding": "slack"}
         for place in verify_both_ways(model, prompt, text, **options):
             result.append(place)
