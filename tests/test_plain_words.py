@@ -27,7 +27,7 @@ WORDS = re.compile(r"(^|_)(indifferent|guesses|in_turn|told|laws?|mend|heard)(_|
 IN_FLIGHT = (
     *("engine/batch", "engine/draft_length", "engine/round", "engine/timing.py"),
     *("scripts/bench/replays", "tests/engine/batch", "tests/engine/draft_length"),
-    *("tests/engine/round", "tests/engine/test_choice_distribution.py"),
+    *("tests/engine/round", "tests/engine/test_text_distribution.py"),
 )
 BEHIND = re.compile(r"(^|_)behind(_|$)")
 SECTION = re.compile(r"^(?:Args|Attributes):\n((?:[ ]+.*\n|\n)+)", re.MULTILINE)

@@ -5,55 +5,69 @@ a residual draw, a bonus and the next round fall into the first three emitted to
 Their joint distribution is computed from the target alone. Each generation has another
 seed.
 
-Sizes are from the table for 64 outcomes at alpha 1e-4 and power .99: 10,009 find a
-total variation of 0.05, 1,112 one of 0.15, 626 one of 0.2 and 156 one of 0.4 (the size
-goes with its square). Texts expected less than five times count as one outcome. The
-control is off by more.
+The number of texts is from the table for 64 outcomes at alpha 1e-4 and power .99:
+10,009 find a total variation of 0.05, and 156 one of 0.4 (the number goes with its
+square). Texts expected less than five times count as one outcome. The controls are off
+by more.
 """
 
 import warnings
+import zlib
+from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import Any, get_args
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 from numpy.typing import NDArray
 
 from mlx_speculation import (
     CascadeDraft,
     DrafterFaultWarning,
     LookupDraft,
+    Sampling,
     SpeculativeGenerator,
 )
+from mlx_speculation.engine.draft_length.rule import DraftRule
+from mlx_speculation.engine.draft_length.ruled import RuleDraftLength
+from mlx_speculation.engine.drafters.base import Choose, Proposal, WrappedDrafter
+from mlx_speculation.engine.drafters.draft import Draft
+from mlx_speculation.engine.drafters.draft_model import ModelDraft
 from mlx_speculation.engine.drafters.resolve import DraftArgument
-from mlx_speculation.models import quantize_weights
-from mlx_speculation.samplers import Acceptance, Sampler, verifier
+from mlx_speculation.engine.prompt import Sequence
+from mlx_speculation.models import Lane, quantize_weights
+from mlx_speculation.samplers import Acceptance, allowed_tokens, verifier
 from support.drafters.broken_drafters import nan_logits
 from support.models.tiny_models import TINY_MODELS, build_tiny
 from support.models.tiny_tokenizer import letter_tokenizer
-from support.sampling.text_counts import Texts, excess
 
-VOCAB = 4
+VOCAB, EMITTED = 4, 3
+ALL = range(VOCAB)
+PROMPT = [0, 2, 1, 3, 3]
+TEXTS = list(product(ALL, repeat=EMITTED))
+NORMAL = 3.719  # a normal variable exceeds it with probability 1e-4
 CONTROL = 100  # generations: the fault is large
-TEXTS = Texts(VOCAB, 3, [0, 2, 1, 3, 3])
+PLAIN: dict[str, Any] = {"temperature": 1.2}
+FILTERED: dict[str, Any] = {"temperature": 1.0, "top_k": 3, "draft_temperature": 0.6}
+QUICK, LONG = 156, 10_009
 
 
 @cache
-def models() -> tuple[nn.Module, nn.Module]:
+def model(seed: int) -> nn.Module:
+    """Return the target, for seed 0, or the draft model."""
     tiny = TINY_MODELS["llama"]
     shallow = replace(tiny, args=tiny.args | {"num_hidden_layers": 1})
-    target, draft = (build_tiny(shallow, seed=seed, vocab=VOCAB) for seed in (0, 3))
-    return target, draft
+    return build_tiny(shallow, seed=seed, vocab=VOCAB)
 
 
 @cache
 def quantized_draft() -> nn.Module:
-    tiny = TINY_MODELS["llama"]
-    shallow = replace(tiny, args=tiny.args | {"num_hidden_layers": 1})
-    draft = build_tiny(shallow, seed=3, vocab=VOCAB)
+    draft = model.__wrapped__(3)
     quantize_weights(draft, 4)
     return draft
 
@@ -61,17 +75,16 @@ def quantized_draft() -> nn.Module:
 def generator_of(
     acceptance: Acceptance, drafting: str = "model"
 ) -> SpeculativeGenerator:
-    target, draft = models()
     lookup = LookupDraft(corpus=[[3, 3, 1, 2, 0, 3, 1, 1, 2, 2]])
     drafts: dict[str, DraftArgument] = {
-        "model": draft,
+        "model": model(3),
         "lookup": lookup,
-        "cascade": CascadeDraft(lookup, draft),
-        "three ids": draft,
+        "cascade": CascadeDraft(lookup, model(3)),
+        "three ids": model(3),
         "four bits": quantized_draft(),
     }
     return SpeculativeGenerator(
-        target,
+        model(0),
         letter_tokenizer(VOCAB),
         draft=drafts[drafting],
         draft_length=3,
@@ -80,40 +93,85 @@ def generator_of(
     )
 
 
-PLAIN, FILTERED = "plain distribution", "filtered, draft at its own temperature"
-CASES: dict[str, dict[str, Any]] = {
-    PLAIN: {"temperature": 1.2},
-    FILTERED: {
-        "temperature": 1.0,
-        "top_k": 3,
-        "draft_temperature": 0.6,
-    },
-}
-QUICK, SHORT, MIDDLE, LONG = 156, 626, 1_112, 10_009
+def distribution(
+    *, temperature: float, top_k: int = 0, allowed: SequenceOf[int] = ALL, **_: Any
+) -> NDArray[np.float64]:
+    """Return the probability of every text, from forwards of the target alone."""
+    prompts = mx.array([[*PROMPT, *text] for text in TEXTS])
+    logits = model(0)(prompts, cache=make_prompt_cache(model(0)))
+    rows = logits[:, len(PROMPT) - 1 : -1].astype(mx.float32)
+    scaled = np.array(rows, dtype=np.float64) / temperature
+    odds = np.exp(scaled - scaled.max(axis=-1, keepdims=True))
+    if top_k:
+        floor = np.sort(odds, axis=-1)[..., -top_k, None]
+        odds = np.where(odds >= floor, odds, 0)
+    odds = np.where(np.isin(ALL, allowed), odds, 0)
+    probs = odds / odds.sum(axis=-1, keepdims=True)
+    each = np.take_along_axis(probs, np.array(TEXTS)[..., None], axis=-1)
+    joint: NDArray[np.float64] = each[..., 0].prod(axis=-1)
+    assert abs(joint.sum() - 1) < 1e-9
+    return joint
+
+
+def count(
+    generator: SpeculativeGenerator,
+    options: dict[str, Any],
+    samples: int,
+    first: int = 0,
+) -> NDArray[np.int64]:
+    """Generate once for each of successive seeds, and count the texts."""
+    places = {text: place for place, text in enumerate(TEXTS)}
+    counts, allowed = np.zeros(len(places), dtype=np.int64), options.get("allowed")
+    sampling = Sampling(**{k: v for k, v in options.items() if k != "allowed"})
+    for seed in range(first, first + samples):
+        result = generator.generate(
+            PROMPT,
+            max_tokens=EMITTED + 2,  # so that no counted token ends the budget
+            stop_tokens=(),
+            sampling=replace(sampling, seed=seed),
+            constraint=None if allowed is None else allowed_tokens(allowed),
+        )
+        counts[places[tuple(result.tokens[:EMITTED])]] += 1
+    return counts
+
+
+def excess(counts: NDArray[np.int64], options: dict[str, Any]) -> float:
+    """Return chi-square over its bound at alpha 1e-4, by Wilson and Hilferty's cube.
+
+    Asserts that no text of probability 0 was counted.
+    """
+    probs = distribution(**options)
+    assert counts[probs == 0].sum() == 0
+    expected = probs * counts.sum()
+    rare = expected < 5
+    seen = np.append(counts[~rare], counts[rare].sum())
+    due = np.append(expected[~rare], expected[rare].sum())
+    seen, due = seen[due > 0], due[due > 0]
+    statistic = float(((seen - due) ** 2 / due).sum())
+    spread = 2 / (9 * (len(due) - 1))
+    cube: float = (1 - spread + NORMAL * spread**0.5) ** 3
+    return statistic / ((len(due) - 1) * cube)
+
+
 RUNS = [
     pytest.param(
         acceptance,
-        case,
+        options,
         samples,
         # Other tests check that keyed text equals plain decoding's, and tests/samplers
         # enumerates the distributions of the two other rules.
         marks=() if (samples, acceptance) == (QUICK, "block") else pytest.mark.slow,
     )
     for acceptance in get_args(Acceptance)
-    for case, samples in [
-        *((FILTERED, samples) for samples in (QUICK, SHORT, MIDDLE, LONG)),
-        (PLAIN, LONG),
-    ]
+    for options, samples in [(FILTERED, QUICK), (FILTERED, LONG), (PLAIN, LONG)]
 ]
 
 
-@pytest.mark.parametrize(("acceptance", "case", "samples"), RUNS)
+@pytest.mark.parametrize(("acceptance", "options", "samples"), RUNS)
 def test_the_first_three_tokens_follow_the_targets_joint_distribution(
-    acceptance: Acceptance, case: str, samples: int
+    acceptance: Acceptance, options: dict[str, Any], samples: int
 ) -> None:
-    options = CASES[case]
-    counts = TEXTS.count(generator_of(acceptance), options, samples)
-    assert excess(counts, TEXTS.distribution(models()[0], **options)) < 1
+    assert excess(count(generator_of(acceptance), options, samples), options) < 1
 
 
 @pytest.mark.slow
@@ -123,9 +181,16 @@ def test_drafts_of_any_length_and_source_leave_the_distribution_as_it_is(
     acceptance: Acceptance, drafting: str
 ) -> None:
     """A lookup sometimes proposes nothing; some rounds are behind a step in flight."""
-    options = CASES["plain distribution"]
-    counts = TEXTS.count(generator_of(acceptance, drafting), options, 2_502)
-    assert excess(counts, TEXTS.distribution(models()[0], **options)) < 1
+    assert excess(count(generator_of(acceptance, drafting), PLAIN, 2_502), PLAIN) < 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("acceptance", ["rejection", "block"])
+def test_the_distribution_is_the_models_among_what_a_constraint_allows(
+    acceptance: Acceptance,
+) -> None:
+    options = PLAIN | {"allowed": [0, 1, 3]}
+    assert excess(count(generator_of(acceptance), options, 2_502), options) < 1
 
 
 @pytest.mark.slow
@@ -134,16 +199,14 @@ def test_a_drafters_nan_leaves_the_distribution_as_it_is(
     acceptance: Acceptance,
 ) -> None:
     """The round with the NaN continues; then the draft is disabled."""
-    options = CASES[PLAIN]
-    generator, counts = generator_of(acceptance), np.zeros(VOCAB**3, dtype=np.int64)
-    _, draft = models()
+    generator, counts = generator_of(acceptance), np.zeros(len(TEXTS), dtype=np.int64)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DrafterFaultWarning)
         for nth in (1, 2, 3):
             for seed in range(834):
-                with nan_logits(draft, nth):
-                    counts += TEXTS.count(generator, options, 1, first=3 * seed + nth)
-    assert excess(counts, TEXTS.distribution(models()[0], **options)) < 1
+                with nan_logits(model(3), nth):
+                    counts += count(generator, PLAIN, 1, first=3 * seed + nth)
+    assert excess(counts, PLAIN) < 1
 
 
 def test_a_draft_that_is_emitted_in_place_of_the_choice_is_found(
@@ -154,26 +217,77 @@ def test_a_draft_that_is_emitted_in_place_of_the_choice_is_found(
         return mx.array(drafted.shape[0])
 
     monkeypatch.setattr(verifier, "count_accepted", emits)
-    options = CASES[PLAIN]
-    counts = TEXTS.count(generator_of("keyed"), options, CONTROL)
-    assert excess(counts, TEXTS.distribution(models()[0], **options)) > 1
+    assert excess(count(generator_of("keyed"), PLAIN, CONTROL), PLAIN) > 1
 
 
-def count_own(sampler: Sampler, samples: int) -> NDArray[np.int64]:
-    """Count the texts of a sampler that draws by itself."""
-    options = {"sampler": sampler}
-    mx.random.seed(17)
-    return TEXTS.count(generator_of("keyed"), options, samples)
+class AdversaryDraft(Draft):
+    """A draft model whose drafters forecast by a hash, or trim by drawn tokens."""
+
+    def __init__(self, *, looks: bool) -> None:
+        self.inner, self.looks = ModelDraft(model(3)), looks
+
+    @property
+    def models(self) -> SequenceOf[nn.Module]:
+        """The draft model."""
+        return self.inner.models
+
+    def open(
+        self, lane: Lane, sequence: Sequence, draft_cache: list[Any] | None = None
+    ) -> "Adversary":
+        """Return the drafter of one stream."""
+        return Adversary(self.inner.open(lane, sequence, draft_cache), self.looks)
 
 
-def hot(log_probs: mx.array) -> mx.array:
-    return mx.random.categorical(log_probs / 1.2)
+class Adversary(WrappedDrafter):
+    def __init__(self, inner: Any, looks: bool) -> None:
+        super().__init__(inner)
+        self.looks = looks
+
+    def forecast(self, sequence: Sequence, limit: int) -> SequenceOf[float]:
+        """Return a forecast from a hash of the known tokens."""
+        said = zlib.crc32(repr(sequence.tokens).encode())
+        return [(said >> n) % 7 / 7 for n in range(limit)]
+
+    def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
+        """Draft with the model; one that looks stops at the first odd token."""
+        proposal: Proposal = self.inner.propose(sequence, limit, choose)
+        if not self.looks:
+            return proposal
+        tokens: Any = proposal.tokens.tolist()
+        odd = next((n for n, token in enumerate(tokens) if token % 2), len(tokens))
+        return proposal.until(odd)
 
 
-@pytest.mark.slow  # test_sampler.py compares texts with mlx-lm's, seed by seed
-@pytest.mark.parametrize("samples", [SHORT, LONG])
-def test_the_distribution_of_a_sampler_that_draws_by_itself_is_its_own(
-    samples: int,
+@pytest.mark.slow
+@pytest.mark.usefixtures("measured")
+@pytest.mark.parametrize("acceptance", ["rejection", "block"])
+@pytest.mark.parametrize("looks", [False, True])
+def test_all_but_drawn_tokens_may_choose_source_and_length(
+    acceptance: Acceptance, looks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    distribution = TEXTS.distribution(models()[0], temperature=1.2)
-    assert excess(count_own(hot, samples), distribution) < 1
+    """A choice may depend on known tokens, earlier rounds and proposals of lookups.
+
+    A hash of these chooses. As a control, a drafter that looks at its drawn tokens is
+    found with the same number of texts.
+    """
+    rounds: list[int] = []
+
+    def chosen(
+        self: RuleDraftLength, context: int, limit: int, survivals: Any, *, behind: bool
+    ) -> tuple[int, int]:
+        if looks:
+            return 1, min(limit, 3)
+        rounds.append(len(rounds) % 5)
+        said = zlib.crc32(repr((rounds[-9:], context, survivals, behind)).encode())
+        return int(said % 4 > 0), min(limit, 1 + said // 4 % 3)
+
+    monkeypatch.setattr(RuleDraftLength, "choose", chosen)
+    monkeypatch.setattr(DraftRule, "measures", lambda *_: False)
+    lookup = LookupDraft(corpus=[[3, 3, 1, 2, 0, 3, 1, 2, 2, 1, 0]], history=200)
+    generator = SpeculativeGenerator(
+        model(0),
+        letter_tokenizer(VOCAB),
+        draft=CascadeDraft(lookup, AdversaryDraft(looks=looks)),
+        acceptance=acceptance,
+    )
+    assert (excess(count(generator, PLAIN, 1_200), PLAIN) > 1) == looks
