@@ -17,7 +17,6 @@ from mlx_speculation import (
     InvalidRequestError,
     ModelFolderError,
     Sampling,
-    SpeculationError,
     SpeculativeGenerator,
     TokenizerMismatchError,
     UnsupportedCacheError,
@@ -86,13 +85,17 @@ def test_tokenizers_that_share_few_ids_are_refused() -> None:
     check_same_ids(byte_tokenizer(("<pad>",)), small)  # one more id is allowed
 
 
-def test_ids_that_the_tokenizer_lacks_are_never_proposed_nor_chosen() -> None:
+@pytest.mark.parametrize(("ids", "target", "draft"), [(256, 300, 320), (296, 256, 296)])
+def test_ids_that_tokenizer_or_target_lack_are_never_proposed_nor_chosen(
+    ids: int, target: int, draft: int
+) -> None:
     """Qwen2.5's small and large models pad their logits to different widths."""
-    target, draft = build("llama", vocab=300), build("qwen3", vocab=320)
+    model = build("llama", vocab=target)
+    tokenizer = byte_tokenizer(tuple(f"<{i}>" for i in range(ids - 256)))
     generator = SpeculativeGenerator(
-        target, byte_tokenizer(), draft=draft, draft_length=3
+        model, tokenizer, draft=build("qwen3", vocab=draft), draft_length=3
     )
-    plain = SpeculativeGenerator(target, byte_tokenizer())
+    plain = SpeculativeGenerator(model, tokenizer)
     for seed in range(3):
         options: dict[str, Any] = {
             "max_tokens": 40,
@@ -101,20 +104,6 @@ def test_ids_that_the_tokenizer_lacks_are_never_proposed_nor_chosen() -> None:
         result = generator.generate([1, 2, 3], **options)
         assert max(result.tokens) < 256
         assert result.tokens == plain.generate([1, 2, 3], **options).tokens
-
-
-def test_ids_past_the_targets_logits_are_never_proposed() -> None:
-    tokenizer = byte_tokenizer(tuple(f"<{i}>" for i in range(40)))
-    target, draft = build("llama"), build("qwen3", vocab=296)
-    generator = SpeculativeGenerator(target, tokenizer, draft=draft)
-    options: dict[str, Any] = {
-        "max_tokens": 40,
-        "sampling": Sampling(temperature=2.0, seed=1),
-    }
-    result = generator.generate([1, 2, 3], **options)
-    plain = SpeculativeGenerator(target, tokenizer).generate([1, 2, 3], **options)
-    assert result.tokens == plain.tokens
-    assert max(result.tokens) < 256
 
 
 def test_a_draft_that_is_the_targets_own_cache_is_refused(
@@ -209,13 +198,6 @@ def test_a_drafter_object_serves_one_open_stream_at_a_time(model: nn.Module) -> 
         generator.stream([1, 2])
     first.close()
     assert len(generator.generate([1, 2], max_tokens=5).tokens) == 5
-
-
-def test_every_error_is_one_of_ours(generator: SpeculativeGenerator) -> None:
-    with pytest.raises(SpeculationError):
-        generator.stream("")
-    with pytest.raises(ValueError, match="0 tokens"):
-        generator.stream("")
 
 
 def test_prompts_may_be_any_sequence_of_ids(generator: SpeculativeGenerator) -> None:

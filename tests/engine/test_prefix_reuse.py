@@ -14,7 +14,6 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_speculation import PrefixCache, Sampling, SpeculativeGenerator
 from mlx_speculation.caches import KVQuantization
-from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.samplers import Chooser
 from support.covering import covering
 from support.identity import assert_same_text
@@ -134,16 +133,6 @@ def test_a_resumed_chat_reads_few_tokens_again(name: str, draft: bool) -> None:
             assert cut - EVERY <= reused <= cut or cut < EVERY
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_the_same_prompt_again_is_not_read_again(name: str) -> None:
-    ours = generator(name, True, PrefixCache(1 << 30))
-    prompt = BLOCKS[0] + BLOCKS[1]
-    one = ours.generate(prompt, max_tokens=9, sampling=SAMPLED)
-    two = ours.generate(prompt, max_tokens=9, sampling=SAMPLED)
-    assert (one.stats.reused, two.stats.reused) == (0, len(prompt) - 1)
-    assert one.tokens == two.tokens
-
-
 @pytest.mark.parametrize("start", [0, 9])
 def test_a_request_with_quantized_caches_passes_it_by(start: int) -> None:
     """A second request with the same prompt takes no rows of the first."""
@@ -196,32 +185,6 @@ def test_a_stream_that_is_dropped_in_another_thread_leaves_nothing() -> None:
     assert prefixes.nbytes == 0
 
 
-def test_restore_points_of_a_long_prompt_are_inside_the_budget() -> None:
-    """A running stream evicts older entries for its points, and then drops points."""
-    prefixes = PrefixCache(400_000, every=EVERY)
-    ours = generator("qwen3_5", False, prefixes)
-    ours.generate(BLOCKS[1], max_tokens=2)
-    earlier = prefixes.nbytes
-    assert 0 < earlier <= 400_000
-    stream = ours.stream([(i * i) % 251 for i in range(200)], max_tokens=20)
-    for _ in stream:
-        taken = [lane.points.running for lane in stream.generation.prefixes._lanes()]
-        total = sum(points.nbytes for points in taken)
-        assert total <= prefixes.nbytes <= 400_000
-        assert stream.ended or total > 100_000
-    assert prefixes.nbytes <= 400_000
-
-
-def test_a_failed_request_leaves_nothing() -> None:
-    prefixes = PrefixCache(1 << 30)
-    model = build("llama")
-    ours = SpeculativeGenerator(model, byte_tokenizer(), prefix_cache=prefixes)
-    model.update({"model": {"norm": {"weight": mx.array([float("nan")] * 64)}}})
-    with pytest.raises(ArithmeticError):
-        ours.generate(BLOCKS[0], max_tokens=3)
-    assert prefixes.nbytes == 0
-
-
 def test_restore_points_of_a_failed_request_go_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -237,15 +200,6 @@ def test_restore_points_of_a_failed_request_go_at_once(
 
 def _failing(*args: Any, **kwargs: Any) -> Any:
     raise ZeroDivisionError
-
-
-def test_it_belongs_to_one_pair_of_models() -> None:
-    prefixes = PrefixCache(1 << 30)
-    generator("llama", False, prefixes)
-    generator("llama", False, prefixes)
-    for name, draft in (("llama", True), ("qwen3_5", False)):
-        with pytest.raises(InvalidRequestError, match="belongs to Model"):
-            generator(name, draft, prefixes)
 
 
 def test_streams_of_several_threads_share_it() -> None:

@@ -13,14 +13,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.sample_utils import make_logits_processors
 
 from mlx_speculation import (
-    BatchGenerator,
     InvalidRequestError,
     Sampling,
     SpeculativeGenerator,
@@ -245,42 +242,6 @@ def test_a_failed_round_puts_a_forkable_state_back(
     assert processor.calls == plain.calls[: len(emitted)]
 
 
-@given(options=OPTIONS, users=st.sampled_from([[], ["pure"], ["serial"]]))
-@settings(max_examples=12)
-def test_greedy_text_is_mlx_lms_with_its_own_processors(
-    options: dict[str, Any], users: list[str]
-) -> None:
-    options["temperature"] = 0.0
-    names = (
-        "logit_bias",
-        "repetition_penalty",
-        "repetition_context_size",
-        "presence_penalty",
-        "frequency_penalty",
-        "frequency_context_size",
-    )
-    theirs = make_logits_processors(**{n: options[n] for n in names if n in options})
-    theirs += [USERS[name]() for name in users]
-    steps = generate_step(
-        mx.array(PROMPT), model_of(0), max_tokens=TOKENS, logits_processors=theirs
-    )
-    expected = [int(token) for token, _ in steps]
-    mine = [USERS[name]() for name in users]
-    assert generate("lookup", 4, options, mine).tokens == expected
-
-
-def test_processors_made_by_mlx_lm_are_taken_as_they_are() -> None:
-    theirs = make_logits_processors({3: -2.0}, repetition_penalty=1.3)
-    steps = generate_step(
-        mx.array(PROMPT), model_of(0), max_tokens=TOKENS, logits_processors=theirs
-    )
-    expected = [int(token) for token, _ in steps]
-    result = generate(model_of(0), 3, {}, theirs)
-    assert result.tokens == expected
-    assert result.stats.accepted > 0
-    assert result.stats.reads == 0
-
-
 def test_sequential_rounds_without_a_draft_read_nothing_beside_their_token() -> None:
     stats = generate(None, 0, {}, [USERS["serial"]()]).stats
     assert stats.rounds == TOKENS
@@ -365,38 +326,3 @@ def test_a_processor_that_raises_ends_the_stream_and_the_caches_are_right(
     assert stream.result.tokens == expected.tokens[: len(stream.result.tokens)]
     assert len(stream.result.tokens) <= call
     assert processor.calls == plain.calls[:call]
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("draft", [None, "lookup"])
-@pytest.mark.parametrize("batch", [False, True])
-def test_the_chosen_token_is_first_at_exact_ties(
-    temperature: float, draft: str | None, batch: bool
-) -> None:
-    """Each token ties with three others, and only two are listed."""
-    tied = build_tiny(TINY_MODELS["llama"], seed=3, vocab=VOCAB)
-    weight: Any = tied.lm_head.weight
-    tied.lm_head.weight = mx.repeat(weight[::4], 4, axis=0)
-    generator = SpeculativeGenerator(
-        tied, letter_tokenizer(VOCAB), draft=draft, draft_length=3
-    )
-    options: dict[str, Any] = {
-        **{"max_tokens": 40, "logprobs": 2, "stop_tokens": ()},
-        "sampling": Sampling(temperature=temperature, seed=1),
-    }
-    if batch:
-        with BatchGenerator(generator) as rows:
-            uids = [rows.insert([*PROMPT, token], **options) for token in (1, 2)]
-            while rows.waiting or rows.running:
-                rows.next()
-            results = [rows.result(uid) for uid in uids]
-    else:
-        results = [generator.generate(PROMPT, **options)]
-    for result in results:
-        assert result.logprobs is not None
-        pairs = [*zip(result.tokens, result.logprobs, strict=True)]
-        likely = [(token, one) for token, one in pairs if one.value == one.top[0][1]]
-        assert [one.top[0] for _, one in likely] == [
-            (t, one.value) for t, one in likely
-        ]
-        assert len(likely) == 40 if temperature == 0 else len(likely) > 5

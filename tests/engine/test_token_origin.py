@@ -5,7 +5,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -125,30 +124,3 @@ def test_origins_are_what_the_statistics_count(
             round_start = next(at for at in (start, start - 1) if at in drafter.drafts)
             assert drafter.drafts[round_start][position - round_start] == token
         position += 1
-
-
-def test_a_stop_cuts_the_origins_with_the_tokens() -> None:
-    model, text = known()
-    drafter = ScriptedDrafter(PROMPT + text, right=1.0)
-    generator = SpeculativeGenerator(
-        model, byte_tokenizer(), draft=drafter, draft_length=4
-    )
-    options: dict[str, Any] = {"max_tokens": TOKENS, "sampling": SAMPLED}
-    result = generator.generate(PROMPT, stop_tokens=(text[2],), **options)
-    count = 1 + text.index(text[2])
-    assert result.tokens == text[:count]
-    assert len(result.origins) == count
-
-
-@pytest.mark.parametrize(
-    ("accepted", "drafted", "last"),
-    [(0, 0, "step"), (0, 1, "correction"), (1, 1, "bonus"), (2, 3, "correction")],
-)
-def test_the_last_token_of_a_round_says_how_its_draft_ended(
-    accepted: int, drafted: int, last: str
-) -> None:
-    from mlx_speculation.engine.round.outcome import origin_of
-
-    origins = [origin_of(row, accepted, drafted) for row in range(accepted + 1)]
-    assert [origin.place for origin in origins] == [*range(accepted), None]
-    assert origins[-1].writer == last

@@ -172,13 +172,6 @@ def test_a_restart_with_the_folder_reads_little_again(kind: str, runs: Runs) -> 
     after_a_restart(kind, runs, HEAD // 16, 2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("runs", [streams, batches])
-def test_a_restart_after_eight_thousand_tokens(kind: str, runs: Runs) -> None:
-    after_a_restart(kind, runs, HEAD, TURNS // 2)
-
-
 def test_where_the_tokens_of_a_prompt_come_from_is_counted(tmp_path: Path) -> None:
     prompt, folder = noise(1, 300), tmp_path / "own"
     for reused in ([0, 299], [299, 299]):

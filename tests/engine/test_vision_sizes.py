@@ -10,7 +10,6 @@ import logging
 import shutil
 from functools import cache
 from importlib.util import find_spec
-from itertools import zip_longest
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -21,13 +20,13 @@ from PIL import Image
 
 from mlx_speculation import (
     LookupDraft,
-    PrefixCache,
     Sampling,
     SpeculativeGenerator,
 )
 from mlx_speculation.models.vision import ImagePrompt, VisionTarget
 from mlx_speculation.models.vision.families import SERVED
 from mlx_speculation.models.vision.load import usable
+from support.covering import others_slow
 from support.drafters.scripted_drafter import ScriptedDrafter, TurningDrafter
 from support.models.tiny_vision import (
     VOCAB,
@@ -60,12 +59,6 @@ UNSAVED = {
     *("muse_glimmer", "glm_ocr", "mage_vl"),
 }
 Messages = list[dict[str, Any]]
-
-
-def families(*quick: str) -> list[Any]:
-    """Return families with a processor; those that are not named are slow."""
-    slow = pytest.mark.slow
-    return [n if n in quick else pytest.param(n, marks=slow) for n in PROCESSORS]
 
 
 @cache
@@ -145,9 +138,15 @@ def theirs(name: str, text: str, images: list[bytes]) -> list[int]:
     return [answer.token for answer in answers][:TOKENS]
 
 
-@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(
-    "name", [*families(), pytest.param(BOTH_WAYS, marks=pytest.mark.slow)]
+    ("name", "size"),
+    [
+        (name, size)
+        if name in QUICK and size == "two"
+        else pytest.param(name, size, marks=pytest.mark.slow)
+        for name in (*PROCESSORS, BOTH_WAYS)
+        for size in SIZES
+    ],
 )
 def test_a_text_is_that_of_mlx_vlm_at_every_size(name: str, size: str) -> None:
     """This holds for right, wrong and random drafts, greedy and sampled."""
@@ -167,60 +166,9 @@ def test_a_text_is_that_of_mlx_vlm_at_every_size(name: str, size: str) -> None:
             assert got == expected, type(draft).__name__
 
 
-@pytest.mark.parametrize("name", QUICK)
-def test_two_images_of_different_sizes_write_what_mlx_vlm_writes(name: str) -> None:
-    images = pictures(name, "two")
-    prompt = prompt_of(name, [user_turn("What is it?", 2)], images)
-    expected = theirs(name, "What is it?", images)
-    draft = TurningDrafter(prompt.tokens + expected, VOCAB)
-    assert tokens(name, prompt, draft=draft, draft_length=3) == expected
-    other = prompt_of(name, [user_turn("What is it?", 2)], images[::-1])
-    keys = [each.prefix_keys(loaded(name)[0].placeholder) for each in (prompt, other)]
-    first = prompt.slots(loaded(name)[0].placeholder)[0][0]
-    assert keys[0][: first + 1] != keys[1][: first + 1]
-
-
-@pytest.mark.parametrize("name", families())
-def test_requests_in_turns_with_images_of_different_sizes(name: str) -> None:
-    sets = [pictures(name, size, seed=3) for size in ("tall", "two", "large")]
-    prompts = [
-        prompt_of(name, [user_turn("What?", len(images))], images) for images in sets
-    ]
-    for sampling in (GREEDY, SAMPLED):
-        alone = [tokens(name, each, sampling) for each in prompts]
-        made = SpeculativeGenerator(*loaded(name), draft="lookup", draft_length=2)
-        rows = zip_longest(*(made.stream(p, **options(sampling)) for p in prompts))
-        columns = zip(*rows, strict=True)
-        got = [[chunk.token for chunk in column if chunk] for column in columns]
-        assert got == alone
-
-
-@pytest.mark.parametrize("name", families("gemma4"))
-def test_a_second_turn_brings_an_image_of_another_size(name: str) -> None:
-    """It reuses the common prefix, and never the rows of another image."""
-    images = pictures(name, "wide", seed=5) + pictures(name, "small", seed=6)
-    first = prompt_of(name, [user_turn("What?", 1)], images[:1])
-    made = SpeculativeGenerator(
-        *loaded(name),
-        draft="lookup",
-        draft_length=2,
-        prefix_cache=PrefixCache(1 << 28, every=4),
-    )
-    result = made.generate(first, **options())
-    assert result.tokens == tokens(name, first)
-    answer = {"role": "assistant", "content": "A thing."}
-    one = SERVED[name].one_image
-    turns = [user_turn("What?", 1), answer, user_turn("And that?", 0 if one else 1)]
-    second = prompt_of(name, turns, images[:1] if one else images)
-    for sampling in (GREEDY, SAMPLED):
-        again = made.generate(second, **options(sampling))
-        assert again.tokens == tokens(name, second, sampling)
-    assert made.generate(first, **options()).tokens == result.tokens
-
-
 @pytest.mark.parametrize(
     "name",
-    [p for p in families("smolvlm") if not UNSAVED & {*getattr(p, "values", ())}],
+    others_slow([each for each in PROCESSORS if each not in UNSAVED], ("smolvlm",)),
 )
 def test_what_transformers_writes_of_a_processor_is_read(
     name: str, tmp_path: Path
@@ -240,7 +188,7 @@ def test_what_transformers_writes_of_a_processor_is_read(
     assert result.tokens == tokens(name, prompt_of(name, asking, images))
 
 
-@pytest.mark.parametrize("name", families("qwen3_vl"))
+@pytest.mark.parametrize("name", others_slow(PROCESSORS, ("qwen3_vl",)))
 def test_a_request_logs_no_warning(name: str, caplog: pytest.LogCaptureFixture) -> None:
     target = loaded(name)[0]
     # The first request loads the processor, whose notices are about the tiny folder.

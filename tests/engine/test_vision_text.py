@@ -157,37 +157,6 @@ def test_a_forward_that_fails_leaves_what_was_committed(name: str) -> None:
     assert made.generate(prompt, **options()).tokens == expected
 
 
-def test_states_of_rejected_drafts_are_undone_without_another_forward() -> None:
-    model, prompt = target("qwen3_5"), prompt_with("qwen3_5", ONE)
-    expected = plain_text("qwen3_5", ONE)
-    draft = TurningDrafter(prompt.tokens + expected, VOCAB)
-    made = generator(model, draft=draft, draft_length=4)
-    result = made.generate(prompt, **options())
-    assert result.tokens == expected
-    assert result.stats.drafted > result.stats.accepted
-    assert result.stats.reruns == 0
-
-
-def test_an_error_of_the_tower_ends_one_stream_and_the_next_is_right() -> None:
-    model = tiny("qwen3_vl")
-    prompt = prompt_with("qwen3_vl", ONE)
-    expected = text(model, prompt, GREEDY)
-    made = generator(model)
-    original = model.vlm.get_input_embeddings
-
-    def failing(*args: Any, **more: Any) -> Any:
-        raise RuntimeError("no memory")
-
-    model.vlm.get_input_embeddings = failing
-    stream = made.stream(prompt, **options())
-    with pytest.raises(RuntimeError, match="no memory"):
-        next(stream)
-    assert stream.result.finish_reason == "error"
-    assert stream.cached_tokens == prompt.tokens[: len(stream.cached_tokens)]
-    model.vlm.get_input_embeddings = original
-    assert made.generate(prompt, **options()).tokens == expected
-
-
 @pytest.mark.parametrize("name", others_slow([*SOME, "qwen3_vl", "smolvlm"], SOME))
 def test_a_second_turn_resumes_the_first_after_its_images(name: str) -> None:
     model, first = target(name), prompt_with(name, TWO)
