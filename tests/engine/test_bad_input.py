@@ -170,7 +170,7 @@ def test_a_name_that_cannot_be_looked_at_is_refused(option: str) -> None:
         SpeculativeGenerator.from_pretrained(**options)
 
 
-def test_wrong_kinds_of_model_draft_and_rule_are_refused(model: nn.Module) -> None:
+def test_wrong_kinds_of_model_and_draft_are_refused(model: nn.Module) -> None:
     tokenizer = byte_tokenizer()
     with pytest.raises(InvalidRequestError, match="model is a str"):
         SpeculativeGenerator("path", tokenizer)  # type: ignore[arg-type]
@@ -178,10 +178,6 @@ def test_wrong_kinds_of_model_draft_and_rule_are_refused(model: nn.Module) -> No
         SpeculativeGenerator(model, tokenizer, draft=3)  # type: ignore[arg-type]
     with pytest.raises(ModelFolderError, match="'path'"):
         SpeculativeGenerator(model, tokenizer, draft="path")
-    with pytest.raises(
-        InvalidRequestError, match=r"'fast'.*'keyed' or 'rejection' or 'block'"
-    ):
-        SpeculativeGenerator(model, tokenizer, acceptance="fast")  # type: ignore[arg-type]
     for draft in ("lookup", "auto"):
         with pytest.raises(InvalidRequestError, match=f"{draft}', not 'mtp'"):
             SpeculativeGenerator.from_pretrained(

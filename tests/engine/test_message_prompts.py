@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from mlx_speculation import BatchGenerator, InvalidRequestError, SpeculativeGenerator
+from mlx_speculation import InvalidRequestError, SpeculativeGenerator
 from support.models.tiny_models import build
 from support.models.tiny_tokenizer import byte_tokenizer
 
@@ -38,11 +38,6 @@ def test_messages_are_rendered_by_the_template_everywhere() -> None:
     assert [c.token for c in generator.stream(CHAT, max_tokens=12)] == expected
     alike = generator.generate_batch([CHAT, raw, TEXT], max_tokens=12)
     assert [each.tokens for each in alike] == [expected] * 3
-    with BatchGenerator(generator) as batch:
-        uid = batch.insert(CHAT, max_tokens=12)
-        while batch.waiting or batch.running:
-            batch.next()
-        assert batch.remove(uid).tokens == expected
 
 
 def test_a_content_in_text_parts_is_their_text() -> None:

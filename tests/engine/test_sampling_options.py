@@ -23,6 +23,7 @@ from mlx_speculation import (
     SpeculativeGenerator,
     pure,
 )
+from mlx_speculation.engine import Stream
 from mlx_speculation.engine.result import Result
 from mlx_speculation.engine.round import outcome
 from support.covering import covering
@@ -211,24 +212,26 @@ def test_holding_all_tokens_asks_no_serial_processor(kind: str) -> None:
     assert result.next_token is None
 
 
+def stream_with(kind: str, text: list[int], processor: Any) -> Stream:
+    generator = SpeculativeGenerator(
+        model_of(0),
+        letter_tokenizer(VOCAB),
+        draft=draft_of(kind, text),
+        draft_length=3,
+    )
+    sampling = Sampling(temperature=0.7, seed=1, logits_processors=(processor,))
+    return generator.stream(
+        PROMPT, max_tokens=TOKENS, sampling=sampling, stop_tokens=()
+    )
+
+
 @pytest.mark.parametrize("kind", ["oracle", "often right"])
 def test_a_failed_round_puts_a_forkable_state_back(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options: dict[str, Any] = {"temperature": 0.7, "seed": 1}
-    plain = Forkable()
-    expected = generate(None, 0, options, [plain]).tokens
-    generator = SpeculativeGenerator(
-        model_of(0),
-        letter_tokenizer(VOCAB),
-        draft=draft_of(kind, expected),
-        draft_length=3,
-    )
-    processor = Forkable()
-    sampling = Sampling(**options, logits_processors=(processor,))
-    stream = generator.stream(
-        PROMPT, max_tokens=TOKENS, sampling=sampling, stop_tokens=()
-    )
+    plain, processor = Forkable(), Forkable()
+    expected = generate(None, 0, {"temperature": 0.7, "seed": 1}, [plain]).tokens
+    stream = stream_with(kind, expected, processor)
     emitted = [next(stream).token]
     while emitted != expected[: stream.stats.emitted]:
         emitted.append(next(stream).token)  # up to the end of a round
@@ -305,21 +308,9 @@ class FailsOnce(Counting):
 def test_a_processor_that_raises_ends_the_stream_and_the_caches_are_right(
     kind: str, call: int
 ) -> None:
-    plain = Counting()
+    plain, processor = Counting(), FailsOnce(call)
     expected = generate(None, 0, {"temperature": 0.7, "seed": 1}, [plain])
-    generator = SpeculativeGenerator(
-        model_of(0),
-        letter_tokenizer(VOCAB),
-        draft=draft_of(kind, expected.tokens),
-        draft_length=3,
-    )
-    processor = FailsOnce(call)
-    stream = generator.stream(
-        PROMPT,
-        max_tokens=TOKENS,
-        sampling=Sampling(temperature=0.7, seed=1, logits_processors=(processor,)),
-        stop_tokens=(),
-    )
+    stream = stream_with(kind, expected.tokens, processor)
     with pytest.raises(RuntimeError, match="the processor failed"):
         list(stream)
     assert stream.result.finish_reason == "error"

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mlx_speculation.engine.distributed.ring_watch import END_SECONDS, STATUS
+from mlx_speculation.engine.distributed.ring_watch import STATUS
 from support.processes.ranks import Ended, run_ranks, wait_for
 
 DENSE_SLIDING_HYBRID = (
@@ -303,29 +303,3 @@ def test_streams_can_be_dropped_and_interleaved_on_three_ranks(tmp_path: Path) -
 @pytest.mark.slow
 def test_programs_that_differ_are_an_error_on_three_ranks(tmp_path: Path) -> None:
     check_apart(said_by(run_ranks("processes.rank_streams.apart", tmp_path, ranks=3)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("who", [0, 1])
-def test_a_stopped_rank_is_waited_for(tmp_path: Path, who: int) -> None:
-    """They wait longer than for a lost rank; later the text is the same."""
-
-    def stop(processes: list[int]) -> None:
-        wait_for(tmp_path / "started0")
-        wait_for(tmp_path / "started1")
-        os.kill(processes[who], signal.SIGSTOP)
-        (tmp_path / "go").write_text("")
-        time.sleep(END_SECONDS + 3)  # what is shown is that nothing happens meanwhile
-        for rank, process in enumerate(processes):
-            assert not (tmp_path / f"rank{rank}.json").exists()
-            os.kill(process, 0)
-        os.kill(processes[who], signal.SIGCONT)
-
-    ended = run_ranks("processes.rank_streams.patient", tmp_path, meanwhile=stop)
-    zero, one = said_by(ended)
-    assert zero == one
-    assert len(zero) == 60
-    (tmp_path / "again").mkdir()
-    (tmp_path / "again" / "go").write_text("")
-    again = run_ranks("processes.rank_streams.patient", tmp_path / "again")
-    assert again[0].said == zero

@@ -3,7 +3,6 @@
 import gc
 from collections.abc import Callable
 from itertools import cycle
-from pathlib import Path
 from typing import Any
 
 from mlx_speculation import Sampling, SpeculativeGenerator
@@ -13,7 +12,6 @@ from mlx_speculation.engine.draft_length.base import Feedback, Plan
 from support.identity import SAMPLED, prompt_of
 from support.models.tiny_models import build
 from support.processes.rank_programs import (
-    FOLDER,
     decisions,
     endless,
     generator,
@@ -24,7 +22,6 @@ from support.processes.rank_programs import (
     say,
     texts,
 )
-from support.processes.ranks import wait_for
 
 ONE, TWO = prompt_of(40), prompt_of(23)
 TOKENS = 6
@@ -261,16 +258,4 @@ def apart() -> dict[str, Any]:
 
 def _text(made: Any) -> list[int]:
     tokens: list[int] = made.generate(ONE, max_tokens=TOKENS).tokens
-    return tokens
-
-
-def patient() -> list[int]:
-    """Generate; in the middle rank 0 waits for the file "go"."""
-    tokens = []
-    for chunk in make(2).stream(ONE, max_tokens=60):
-        tokens.append(chunk.token)
-        if len(tokens) == 5:
-            Path(FOLDER / f"started{rank}").write_text("")
-            if rank == 0:
-                wait_for(FOLDER / "go")
     return tokens
