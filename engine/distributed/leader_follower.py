@@ -43,10 +43,10 @@ class RankedPolicy:
 
     def plan(self, context: int, limit: int) -> Plan:
         """Return the leader's plan; this waits for all ranks."""
-        if not self._session.leads:
-            return self._session.plan(None)
-        with self._session.leaving("round"):
-            plan = self._policy.plan(context, limit)
+        plan = None
+        if self._session.leads:
+            with self._session.leaving("round"):
+                plan = self._policy.plan(context, limit)
         return self._session.plan(plan)
 
     def note(self, context: int, plan: Plan, feedback: Feedback) -> None:
@@ -70,14 +70,14 @@ class RankedDrafter(WrappedDrafter):
 
         Followers get no probabilities.
         """
+        draft = None
         if self._session.leads:
             with self._session.leaving("draft"):
                 draft = self.inner.propose(sequence, limit, choose)
-            self._session.draft(draft)
-        else:
-            length, source = self._session.draft(None)
+        length, source = self._session.draft(draft)
+        if draft is None:
             draft = Proposal(mx.zeros((length,), mx.uint32), source=source)
-        if draft.length == 0:
+        if length == 0:
             return draft
         draft = replace(draft, tokens=self._session.from_leader(draft.tokens))
         mx.async_eval(draft.tokens)

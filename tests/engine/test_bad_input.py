@@ -1,7 +1,8 @@
 """Bad input gets one clear error that names both values and the remedy."""
 
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,6 +22,12 @@ from mlx_speculation import (
     TokenizerMismatchError,
     UnsupportedCacheError,
     demo_models,
+)
+from mlx_speculation.engine.options import (
+    GeneratorKeywords,
+    GeneratorOptions,
+    StreamKeywords,
+    StreamOptions,
 )
 from mlx_speculation.models import check_same_ids
 from mlx_speculation.models.checkpoints.convention import MtpConvention
@@ -249,3 +256,43 @@ def test_draft_caches_that_hold_something_else_are_refused(
         generator.stream([1], prompt_cache=caches, draft_cache=ahead)
     with pytest.raises(InvalidRequestError, match="holds 7 tokens and prompt_cache 0"):
         generator.stream([1], draft_cache=ahead)
+
+
+@pytest.mark.parametrize(
+    ("options", "keywords"),
+    [(GeneratorOptions, GeneratorKeywords), (StreamOptions, StreamKeywords)],
+)
+def test_keywords_are_the_fields_in_names_types_and_order(
+    options: Any, keywords: Any
+) -> None:
+    hints = get_type_hints(options)
+    assert list(get_type_hints(keywords).items()) == [
+        (field.name, hints[field.name]) for field in fields(options)
+    ]
+    assert keywords.__required_keys__ == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("options", "wrong", "said"),
+    [
+        (StreamOptions, {"logprobs": -1}, "logprobs is -1"),
+        (
+            StreamOptions,
+            {"constraint": {}},
+            r"is a dict.*json_schema\(\.\.\.\)",
+        ),
+        (GeneratorOptions, {"acceptance": "fast"}, "'fast'.*'keyed' or 'rejection'"),
+        (GeneratorOptions, {"sliding": "ring"}, "sliding is 'ring'"),
+        (GeneratorOptions, {"exact": 0}, "0"),
+        (GeneratorOptions, {"compile_draft": 1}, "compile_draft is 1"),
+        (GeneratorOptions, {"draft_vocabulary": "all"}, "draft_vocabulary is 'all'"),
+        (GeneratorOptions, {"draft_tree": 1}, "draft_tree is 1"),
+        (GeneratorOptions, {"draft_tree": 65}, "64 nodes are the most"),
+        (GeneratorOptions, {"draft_tree": 8, "exact": 8}, "exact was passed"),
+    ],
+)
+def test_a_wrong_value_is_refused_where_the_options_are_made(
+    options: Any, wrong: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=said):
+        options(**wrong)

@@ -22,7 +22,12 @@ from mlx_speculation.caches import RecordingArraysCache
 from mlx_speculation.caches.journals.rotating_kv import PresentedRing
 from mlx_speculation.engine import Stream
 from mlx_speculation.engine.round import outcome
-from mlx_speculation.models import Lane, LaneRound
+from mlx_speculation.models import (
+    PREFILL_STEP,
+    Lane,
+    LaneRound,
+    usual_prefill_step,
+)
 from support.covering import covering
 from support.drafters.scripted_drafter import ScriptedDrafter
 from support.models.tiny_models import TINY_MODELS, build
@@ -312,6 +317,33 @@ def test_a_drawn_seed_is_reported_and_repeats_the_text() -> None:
     other = plain.generate(PROMPT, max_tokens=20, sampling=sampling)
     assert again.tokens == first.tokens
     assert other.seed != first.seed
+
+
+def test_a_cpu_reads_little_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
+    assert usual_prefill_step() == PREFILL_STEP
+    monkeypatch.setattr(mx, "default_device", lambda: mx.cpu)
+    assert usual_prefill_step() == 256
+
+
+def test_chunks_are_those_of_the_device_or_as_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    generator = SpeculativeGenerator(build("llama"), byte_tokenizer(), draft="lookup")
+
+    def chunks(size: int | None) -> list[int]:
+        read: list[int] = []
+        generator.generate(
+            PROMPT * 29,
+            prefill_step_size=size,
+            max_tokens=1,
+            prompt_progress=read.append,
+        )
+        assert sum(read) == 608  # the first round reads the last
+        return read
+
+    assert chunks(100) == [100] * 6 + [8]
+    assert chunks(None) == ([256, 256, 96] if mx.default_device() == mx.cpu else [608])
 
 
 def _assert_holds(name: str, caches: list[Any], tokens: list[int]) -> None:
