@@ -33,6 +33,7 @@ from mlx_speculation import (
     Sampling,
     SpeculativeGenerator,
 )
+from mlx_speculation.engine.draft_length.base import Compared, Plan
 from mlx_speculation.engine.draft_length.rule import DraftRule
 from mlx_speculation.engine.draft_length.ruled import RuleDraftLength
 from mlx_speculation.engine.drafters.base import Choose, Proposal, WrappedDrafter
@@ -63,6 +64,10 @@ def model(seed: int) -> nn.Module:
     tiny = TINY_MODELS["llama"]
     shallow = replace(tiny, args=tiny.args | {"num_hidden_layers": 1})
     return build_tiny(shallow, seed=seed, vocab=VOCAB)
+
+
+def planned(index: int, length: int) -> Plan:
+    return Plan(length, "best", Compared("", index, False, [], (), 1.0))
 
 
 @cache
@@ -273,16 +278,21 @@ def test_all_but_drawn_tokens_may_choose_source_and_length(
     rounds: list[int] = []
 
     def chosen(
-        self: RuleDraftLength, context: int, limit: int, survivals: Any, *, behind: bool
-    ) -> tuple[int, int]:
+        self: RuleDraftLength,
+        context: int,
+        limit: int,
+        offered: Any,
+        *,
+        behind: bool = False,
+    ) -> Plan:
         if looks:
-            return 1, min(limit, 3)
+            return planned(1, min(limit, 3))
         rounds.append(len(rounds) % 5)
-        said = zlib.crc32(repr((rounds[-9:], context, survivals, behind)).encode())
-        return int(said % 4 > 0), min(limit, 1 + said // 4 % 3)
+        said = zlib.crc32(repr((rounds[-9:], context, offered, behind)).encode())
+        return planned(int(said % 4 > 0), min(limit, 1 + said // 4 % 3))
 
     monkeypatch.setattr(RuleDraftLength, "choose", chosen)
-    monkeypatch.setattr(DraftRule, "measures", lambda *_: False)
+    monkeypatch.setattr(DraftRule, "_measures", lambda *_: False)
     lookup = LookupDraft(corpus=[[3, 3, 1, 2, 0, 3, 1, 2, 2, 1, 0]], history=200)
     generator = SpeculativeGenerator(
         model(0),

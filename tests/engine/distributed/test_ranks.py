@@ -279,6 +279,15 @@ def test_heads_pipelines_and_mlx_launch_write_the_text_of_one(
 
 
 @pytest.mark.slow
+def test_an_mtp_head_drafts_on_rank_0(tmp_path: Path) -> None:
+    """Both ranks load a trained head by `from_pretrained`."""
+    for zero, one in zip(*said_by(run_ranks("mtp", tmp_path)), strict=True):
+        assert zero["tokens"] == one["tokens"] == zero["plain"]
+        assert zero["accepted"] == one["accepted"] > 0
+        assert zero["faults"] == []
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("parallel", "refused"), REFUSED)
 def test_every_architecture_that_can_be_spread_writes_the_text_of_one(
     parallel: str, refused: dict[str, str], tmp_path: Path

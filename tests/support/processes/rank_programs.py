@@ -24,6 +24,7 @@ from mlx_speculation import (
     SpeculationError,
     SpeculativeGenerator,
 )
+from mlx_speculation.demo import demo_models
 from mlx_speculation.engine.equivalence import texts as identity
 from mlx_speculation.engine.result import Result
 from mlx_speculation.models import Parallel
@@ -376,6 +377,25 @@ class Failing:
     def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
         """Fail."""
         raise ValueError("the layer has failed")
+
+
+def mtp() -> list[dict[str, Any]]:
+    """Draft with the trained head of the hybrid demo model."""
+    folder = demo_models()["hybrid"]
+    made = SpeculativeGenerator.from_pretrained(folder, draft="mtp", group=group)
+    prompt = "def add(a, b):\n    return"
+    said = []
+    for sampling in (GREEDY, SAMPLED):
+        result = made.generate(
+            prompt, max_tokens=TOKENS, sampling=sampling, draft_length=3
+        )
+        said.append(_shown(result) | {"case": f"mtp {sampling.temperature}"})
+    plain = SpeculativeGenerator.from_pretrained(folder) if rank == 0 else None
+    for each, sampling in zip(said, (GREEDY, SAMPLED), strict=True):
+        if plain is not None:
+            result = plain.generate(prompt, max_tokens=TOKENS, sampling=sampling)
+            each["plain"] = result.tokens
+    return said
 
 
 def architectures(parallel: Parallel) -> dict[str, Any]:
