@@ -91,8 +91,7 @@ def replay(
     """Replay the named pairs of a file, or all, as requests of `tokens` tokens."""
     import numpy as np
 
-    from bench.replays.replay import machines_of
-    from bench.replays.rule_replay import judged
+    from bench.replays.replay import judged, machines_of
 
     recorded = dict(np.load(file))
     pairs = list(dict.fromkeys(name.partition("/")[0] for name in recorded))

@@ -1,25 +1,36 @@
-"""Replays traces of greedy texts through a draft length policy, without a clock.
+"""Replays traces of texts through draft length policies, without a clock.
 
-A trace has the result of each draft from each position (see `traces`), and a `Machine`
-has the cost of each round, so a policy gets the feedback that it would have got. The
-rounds are those of `engine.round.decoder`: a plain step submits the next one, which is
-in flight when the next round begins; a draft of that round follows the step's token.
+A trace has the result of each draft from each position (see scripts/traces.py), and a
+`Machine` has the cost of each round, so a policy gets the feedback that it would have
+got. The rounds are those of `engine.round.decoder` and `engine.batch.running`: a plain
+step submits the next one, which is in flight when the next round begins; a draft of
+that round follows the step's token. Lookups propose first and at no cost.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle
+from typing import Any
 
 import numpy as np
 
 from mlx_speculation.engine.draft_length.base import (
     DraftLengthPolicy,
     Feedback,
+    FixedDraftLength,
     Plan,
 )
+from mlx_speculation.engine.draft_length.batched import BatchDraftLength
+from mlx_speculation.engine.draft_length.cost_store import Source
+from mlx_speculation.engine.draft_length.rule import Credit
+from mlx_speculation.engine.draft_length.ruled import RuleDraftLength
+from mlx_speculation.engine.lookup.survival import lookup_buckets, lookup_rates
 
+LONGEST = 16
 # The fixed lengths that a policy is compared with.
 FIXED = (0, 1, 2, 3, 4, 6, 8, 12, 15)
 MACHINES = ("cpu", "h100", "mac", "linear")
+Traces = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -66,6 +77,11 @@ class Machine:
     cold: float = 1.0
     noise: Sequence[float] = (1.0,)
 
+    def plain(self, behind: bool, ahead: bool) -> float:
+        """Return the cost of a plain step, with a step in flight before and after."""
+        steps = self.left if behind else self.cold
+        return steps + (1.0 - self.left) * ahead
+
 
 @dataclass
 class Replayed:
@@ -87,62 +103,103 @@ class Replayed:
         return self.tokens / self.steps
 
 
-def replay(
-    policy: DraftLengthPolicy, machine: Machine, text: Text, result: Replayed
+class Generator:
+    """State that the streams of a generator share; empty at first."""
+
+    def __init__(self, names: Sequence[str], credit: Credit | None = None) -> None:
+        self.each = [Source(free="lookup" in name, name=name) for name in names]
+        self.free = [index for index, each in enumerate(self.each) if each.free]
+        self.credit, self.lookups = credit or Credit(), lookup_rates()
+
+    def survival(self, text: Text, index: int, at: int, most: int = LONGEST + 1) -> Any:
+        """Return survival and buckets of what a lookup proposes at a position."""
+        count = min(most, int(text.proposed[index][at]))
+        buckets = [*lookup_buckets(count, 0, [(0, 0)] * count, None)]
+        survival = self.lookups.survival(buckets)
+        return survival, buckets[: len(survival)]
+
+
+def replay_rule(
+    known: Generator, machine: Machine, text: Text, result: Replayed
 ) -> None:
-    """Generate a text, and add its rounds to `result`."""
-    at, behind, rounds = 0, False, 0
+    """Generate a text by the rule, and add its rounds to `result`."""
+    policy = RuleDraftLength(known.each, known.credit, LONGEST)
+    replay(policy, machine, text, result, known)
+
+
+def replay(
+    policy: DraftLengthPolicy,
+    machine: Machine,
+    text: Text,
+    result: Replayed,
+    known: Generator | None = None,
+) -> None:
+    """Generate a text, and add its rounds to `result`; `known` is the rule's."""
+    at, behind = 0, False
     plan: Plan | None = None
     next_plan: Plan | None = None
-    while at < len(text):
+    for noise in cycle(machine.noise):
         budget, context = len(text) - at, text.context + at
+        if not budget:
+            break
         limit = budget - 1 - behind
-        if plan is None:
-            plan = policy.plan(context, limit)
+        plan = plan or policy.plan(context, limit)
         if plan.length == 0 and next_plan is None:
             next_plan = policy.plan(context + 1, budget - 2)
-        drafter, drafted, right = _drafted(plan, text, at, behind, limit)
-        accepted = 0
-        if drafted > 0:
-            accepted = min(max(0, right - behind), drafted)
+        source, length, buckets = 0, max(0, min(plan.length, limit)), {}
+        if known and isinstance(policy, RuleDraftLength) and policy.late and length:
+            survivals = policy.survivals()
+            for index in known.free:
+                survivals[index], buckets[index] = known.survival(text, index, at)
+            chosen = policy.choose(context, limit, [survivals], behind=behind)
+            source, length = _picked(chosen)
+        (drafted,), (accepted,) = _drafted([text], [at], source, [length], behind)
+        if drafted:
             emitted, ahead = accepted + 1 + behind, False
-            steps = machine.rounds[drafter][drafted] + machine.left * behind
+            steps = machine.rounds[source][drafted] + machine.left * behind
         else:
             emitted = 1
             ahead = plan.length > 0 or (next_plan is not None and next_plan.length == 0)
-            steps = machine.left if behind else machine.cold
-            steps += (1.0 - machine.left) * ahead
+            steps = machine.plain(behind, ahead)
         emitted = min(emitted, budget)
-        observed = steps * machine.noise[rounds % len(machine.noise)]
-        outcome = Feedback(drafted, min(accepted, emitted), observed, behind, ahead)
-        policy.note(context, plan, outcome)
+        accepted = min(accepted, emitted)
+        feedback = Feedback(drafted, accepted, steps * noise, behind, ahead)
+        plan = policy.note(context, plan, feedback) or plan
+        for index, table in buckets.items():
+            assert known is not None
+            right = min(int(text.right[index][at]), emitted)
+            known.lookups.note(table[:emitted], right)
         if result.decisions is not None:
-            result.decisions.append((plan, outcome))
-        at, rounds, behind = at + emitted, rounds + 1, ahead
+            result.decisions.append((plan, feedback))
+        at, behind = at + emitted, ahead
         result.steps += steps
         result.tokens += emitted
         plan, next_plan = next_plan, None
 
 
+def _picked(plan: Plan) -> tuple[int, int]:
+    """Return the index of the source that drafts, and the length."""
+    return 0 if plan.source is None else plan.source.index, plan.length
+
+
 def _drafted(
-    plan: Plan, text: Text, at: int, behind: bool, limit: int
-) -> tuple[int, int, int]:
-    """Return the index of the drafter, its drafted tokens and how many are right."""
-    length = min(plan.length, limit)
-    if length <= 0:
-        return 0, 0, 0
-    for drafter, (result, right) in enumerate(
-        zip(text.proposed, text.right, strict=True)
-    ):
-        count = min(int(result[at]), length + behind)
-        if count > 0:
-            return drafter, max(0, count - behind), int(right[at])
-    return 0, 0, 0
+    texts: Sequence[Text],
+    places: Sequence[int],
+    source: int,
+    limits: Sequence[int],
+    behind: bool,
+) -> tuple[list[int], list[int]]:
+    """Return the number of tokens that each text drafts, and how many are right."""
+    drafted, accepted = [], []
+    for text, at, limit in zip(texts, places, limits, strict=True):
+        count = int(text.proposed[source][at]) - behind
+        drafted.append(max(0, min(limit, count)))
+        right = max(0, int(text.right[source][at]) - behind)
+        accepted.append(min(right, drafted[-1]))
+    return drafted, accepted
 
 
-def texts_of(
-    traces: dict[str, np.ndarray], pairs: Sequence[str]
-) -> dict[str, list[Text]]:
+def texts_of(traces: Traces, pairs: Sequence[str]) -> dict[str, list[Text]]:
     """Return the texts of pairs by group; several pairs of a target are a cascade."""
     places = [name.split("/") for name in traces if name.startswith(f"{pairs[0]}/")]
     groups = dict.fromkeys(place[1] for place in places if len(place) == 3)
@@ -176,9 +233,7 @@ _MAC = {0: 1.0, 1: 1.03, 2: 1.22, 3: 1.47, 5: 2.07, 7: 2.69, 11: 3.0, 16: 3.4}
 _LINEAR = {0: 1.0, 16: 17.0}
 
 
-def machines_of(
-    traces: dict[str, np.ndarray], pairs: Sequence[str]
-) -> dict[str, Machine]:
+def machines_of(traces: Traces, pairs: Sequence[str]) -> dict[str, Machine]:
     """Return the machines for a replay of a pair, or of a cascade of several."""
     kinds = [pair.split("-")[1] for pair in pairs]
 
@@ -203,17 +258,144 @@ def _spread(costs: dict[int, float]) -> np.ndarray:
     return np.interp(range(17), list(costs), list(costs.values()))
 
 
-def run(
-    make: Callable[[], DraftLengthPolicy],
+@dataclass(frozen=True)
+class Judged:
+    """Result of a group of texts, beside plain decoding and the best fixed length."""
+
+    group: str
+    ours: Replayed
+    plain: float
+    least: float
+    best: str
+
+    @property
+    def over_plain(self) -> float:
+        """The rule's speed over that of plain decoding."""
+        return self.plain / self.ours.steps
+
+    @property
+    def over_best(self) -> float:
+        """The rule's speed over that of the best fixed length, of a single source."""
+        return self.least / self.ours.steps
+
+
+def judged(
+    traces: Traces,
+    pairs: Sequence[str],
     machine: Machine,
-    texts: Sequence[Text],
     tokens: int,
     *,
     explain: bool = False,
-) -> Replayed:
-    """Generate texts as requests of `tokens` tokens, each with a new policy."""
-    result = Replayed(decisions=[] if explain else None)
-    for text in texts:
-        for request in text.requests(tokens):
-            replay(make(), machine, request, result)
-    return result
+) -> Iterator[Judged]:
+    """Replay each group as the requests of a new generator."""
+    for group, texts in texts_of(traces, pairs).items():
+        requests = [each for text in texts for each in text.requests(tokens)]
+        fixed: dict[str, float] = {}
+        for index, pair in enumerate(pairs):
+            alone = Machine([machine.rounds[index]], machine.left, machine.cold)
+            for length in FIXED:
+                single = Replayed()
+                for one in requests:
+                    rows = (one.right[index],), (one.proposed[index],)
+                    policy = FixedDraftLength(length)
+                    replay(policy, alone, Text(one.context, *rows), single)
+                fixed[f"{pair} {length}" if length else "plain"] = single.steps
+        known = Generator(pairs)
+        ours = Replayed(decisions=[] if explain else None)
+        for request in requests:
+            replay_rule(known, machine, request, ours)
+        best = min(fixed, key=lambda name: fixed[name])
+        yield Judged(group, ours, fixed["plain"], fixed[best], best)
+
+
+@dataclass
+class Member:
+    """A request of a replayed batch."""
+
+    policy: RuleDraftLength
+    text: Text
+    at: int = 0
+    planner: Any = None
+
+    def __len__(self) -> int:
+        return len(self.text) - self.at
+
+
+# A row, the index of its lookup, its position then, and the weights of the proposal.
+Probed = tuple[Member, int, int, Any]
+
+
+def replay_batch(
+    known: Generator,
+    machine: Machine,
+    texts: Sequence[Text],
+    result: Replayed,
+) -> None:
+    """Generate texts as one batch: all requests are fed the same width.
+
+    The device is taken to be busy: a plain step of the remaining requests costs their
+    share of a plain step of the whole batch.
+    """
+    credit = known.credit
+    lengths = BatchDraftLength(lambda _: known.each, credit, credit, LONGEST)
+    rows = [
+        Member(RuleDraftLength(known.each, Credit(), LONGEST), text) for text in texts
+    ]
+    late, behind = rows[0].policy.late, False
+    lengths.take(rows)
+    while live := [row for row in rows if len(row)]:
+        context = max(row.text.context + row.at for row in live)
+        room = [len(row) - 1 - behind for row in live]
+        limits = lengths.limits(live, context, room, 1)
+        source = 0
+        probed: list[Probed] = []
+        if any(limits) and late:
+            offered, probed = _probe_lookups(known, live, limits, behind)
+            chosen = lengths.choose(context, max(limits), offered, behind=behind)
+            source, width = _picked(chosen)
+            limits = [min(limit, width) for limit in limits]
+        each, places = [row.text for row in live], [row.at for row in live]
+        drafted, accepted = _drafted(each, places, source, limits, behind)
+        width = max(drafted)
+        if width:
+            steps, ahead = machine.rounds[source][width] + machine.left * behind, False
+            emitted = [
+                min(len(row), n + 1 + behind)
+                for row, n in zip(live, accepted, strict=True)
+            ]
+        else:
+            emitted = [1] * len(live)
+            after = [limit - 1 + behind for limit in room]
+            ahead = late if any(limits) else not lengths.early(live, context + 1, after)
+            steps = machine.plain(behind, ahead)
+        widest = max(range(len(live)), key=drafted.__getitem__)
+        feedback = Feedback(width, accepted[widest], steps, behind, ahead)
+        lengths.note(live, context, drafted, accepted, feedback)
+        for row, count in zip(live, emitted, strict=True):
+            row.at += count
+        for row, index, at, weights in probed:
+            hits = min(int(row.text.right[index][at]), row.at - at)
+            known.lookups.note(weights[: row.at - at], hits)
+        if not all(map(len, live)):
+            lengths.take(live)
+        behind = ahead
+        result.steps += steps * len(live) / len(texts)
+        result.tokens += sum(emitted)
+
+
+def _probe_lookups(
+    known: Generator, live: list[Member], limits: list[int], behind: bool
+) -> tuple[list[Any], list[Probed]]:
+    """Return the survival of sources for each row with room, and the lookups' finds."""
+    offered, probed = [], []
+    for row, limit in zip(live, limits, strict=True):
+        if limit <= 0:
+            continue
+        survivals = row.policy.survivals()
+        for index in known.free:
+            survivals[index], weights = known.survival(
+                row.text, index, row.at, limit + behind
+            )
+            probed.append((row, index, row.at, weights))
+        offered.append(survivals)
+    return offered, probed

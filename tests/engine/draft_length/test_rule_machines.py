@@ -8,8 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from bench.replays.replay import Machine, Replayed, Text
-from bench.replays.rule_replay import Generator, replay_rule
+from bench.replays.replay import Generator, Machine, Replayed, Text, replay_rule
 from mlx_speculation.engine.draft_length.base import (
     Compared,
     Feedback,

@@ -13,8 +13,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.replays.replay import MACHINES, Machine, Replayed, machines_of, texts_of
-from bench.replays.rule_replay import Generator, judged, replay_batch
+from bench.replays.replay import (
+    MACHINES,
+    Generator,
+    Machine,
+    Replayed,
+    judged,
+    machines_of,
+    replay_batch,
+    texts_of,
+)
 from mlx_speculation.engine.draft_length.rule import BATCH_CREDIT, Credit
 from support.covering import covering
 from support.draft_length import HELD_OUT, TRACES
