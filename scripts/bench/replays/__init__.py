@@ -1,1 +1,1 @@
-"""Records texts with their drafts, and replays draft length policies on them."""
+"""Replays of recorded texts: by draft length policies, and by lookups."""

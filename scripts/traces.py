@@ -4,7 +4,7 @@ Draft length policies are tuned by replaying such traces. The text of a seed doe
 depend on the drafts, and a proposal depends only on the tokens before it. So one long
 draft at each position gives the result of every shorter draft from there.
 
-    python scripts/bench/replays/traces.py traces.npz --model FOLDER --draft lookup \
+    python scripts/traces.py traces.npz --model FOLDER --draft lookup \
         --name smollm2-lookup --prompts question.jsonl --per-group 4
 
 adds the pair, or more texts of it, to traces.npz, and prints one JSON line. The
@@ -15,8 +15,6 @@ A chat model ends its texts itself; other texts end after --tokens. Arrays of a 
 named `NAME/GROUP/...`, one row for each text, with zeros after its end:
     right     uint8 [texts, tokens], number of drafted tokens that agree with the text
     found     uint8 [texts, tokens], number of drafted tokens
-    sure      uint8 [texts, tokens, 8], the drafter's probability of each of the first
-              tokens, 0 to 15 in fifteenths; missing where it has none
     context   int32 [texts], number of tokens of the prompt; `tokens`: of the text
     costs     float32 [lengths], cost of a round that drafts `NAME/lengths` tokens, in
               plain steps: processor time, which does not depend on other processes
@@ -25,7 +23,6 @@ named `NAME/GROUP/...`, one row for each text, with zeros after its end:
 import argparse
 import json
 import time
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -38,18 +35,18 @@ if __name__ == "__main__":
 
 import mlx.core as mx
 
+from bench.prompts import bundled, read_questions
 from mlx_speculation import LookupDraft, SpeculativeGenerator, load
-from mlx_speculation.demo import demo_models, demo_prompts
+from mlx_speculation.demo import demo_models
 from mlx_speculation.engine.draft_length.calibration import calibration_prompt
 from mlx_speculation.engine.drafters.base import NOTHING, Choose, Drafter, Proposal
 from mlx_speculation.engine.drafters.draft import Draft
 from mlx_speculation.engine.lookup.drafter import measured_draft
 from mlx_speculation.engine.prompt import Sequence
 from mlx_speculation.models import Lane
-from mlx_speculation.samplers import Choice, Rows, Sampling
+from mlx_speculation.samplers import Sampling
 
 DRAFTED = 15  # tokens, at each position
-SURE = 8  # tokens of a draft whose probability is kept
 CONTEXT = 256  # tokens in the caches when costs are measured
 LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 ROUNDS, PLAIN_ROUNDS = 16, 48
@@ -61,7 +58,7 @@ class Recorded(Draft):
     def __init__(self, inner: Draft) -> None:
         self.inner = inner
         self.kind, self.follows = inner.kind, inner.follows
-        self.drafts: dict[int, tuple[list[int], list[float]]] = {}
+        self.drafts: dict[int, list[int]] = {}
 
     def open(
         self, lane: Lane, sequence: Sequence, draft_cache: list[Any] | None = None
@@ -74,9 +71,7 @@ class Recorded(Draft):
 class Recorder:
     """The drafter of one stream, which keeps its drafts by the tokens before them."""
 
-    def __init__(
-        self, inner: Drafter, drafts: dict[int, tuple[list[int], list[float]]]
-    ) -> None:
+    def __init__(self, inner: Drafter, drafts: dict[int, list[int]]) -> None:
         self._inner, self._drafts = inner, drafts
 
     def begin(self, sequence: Sequence) -> None:
@@ -85,15 +80,9 @@ class Recorder:
 
     def propose(self, sequence: Sequence, limit: int, choose: Choose) -> Proposal:
         """Keep the drafter's proposal, and propose nothing."""
-        probs: list[mx.array] = []
-
-        def watched(logits: mx.array, rows: Rows, ids: Any = None) -> Choice:
-            probs.append(mx.softmax(logits.astype(mx.float32)[-1]).max())
-            return choose(logits, rows, ids)
-
-        draft = self._inner.propose(sequence, DRAFTED, watched)
+        draft = self._inner.propose(sequence, DRAFTED, choose)
         tokens: Any = draft.tokens.tolist()
-        self._drafts[len(sequence.tokens)] = tokens, [float(one) for one in probs]
+        self._drafts[len(sequence.tokens)] = tokens
         self._inner.discard()
         return NOTHING
 
@@ -125,18 +114,14 @@ def record(
     text, length = [*prompt, *result.tokens], min(tokens, len(result.tokens))
     right = np.zeros(tokens, np.uint8)
     value = np.zeros(tokens, np.uint8)
-    sure = np.zeros((tokens, SURE), np.uint8)
-    for known, (drafted, probs) in source.drafts.items():
+    for known, drafted in source.drafts.items():
         place = known - len(prompt)
         if place >= length:
             continue
         agree = [a == b for a, b in zip(drafted, text[known:], strict=False)]
         right[place] = [*agree, False].index(False)
         value[place] = len(drafted)
-        for index, one in enumerate(probs[:SURE]):
-            sure[place, index] = round(15 * one)
-    count = np.array(length, np.int32)
-    return {"right": right, "found": value, "sure": sure, "tokens": count}
+    return {"right": right, "found": value, "tokens": np.array(length, np.int32)}
 
 
 def costs_of(model: Any, tokenizer: Any, draft: Draft) -> list[float]:
@@ -159,22 +144,6 @@ def costs_of(model: Any, tokenizer: Any, draft: Draft) -> list[float]:
         seconds.append((time.process_time() - started) / rounds)
         stream.close()
     return [each / seconds[0] for each in seconds]
-
-
-def prompts_of(options: argparse.Namespace, tokenizer: Any) -> dict[str, list[Any]]:
-    """Return token ids by group."""
-    result: dict[str, list[Any]] = defaultdict(list)
-    if options.prompts is None:
-        for prompt in demo_prompts():
-            result[prompt.group].append(tokenizer.encode(prompt.text))
-    else:
-        for line in options.prompts.read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
-            said = [{"role": "user", "content": row["turns"][0]}]
-            ids = tokenizer.apply_chat_template(said, add_generation_prompt=True)
-            result[row.get("group", row.get("category"))].append(ids)
-    stop = options.first + options.per_group
-    return {name: each[options.first : stop] for name, each in result.items()}
 
 
 def main() -> None:
@@ -208,23 +177,20 @@ def main() -> None:
         costs = np.array(costs_of(model, tokenizer, usual._setup.draft), np.float32)
         arrays |= {f"{name}/lengths": np.array(LENGTHS), f"{name}/costs": costs}
     mean: dict[str, float] = {}
-    for group, prompts in prompts_of(options, tokenizer).items():
-        if options.group not in (None, group):
-            continue
+    groups, stop = options.group and [options.group], options.first + options.per_group
+    questions = bundled(groups, stop)
+    if options.prompts is not None:
+        questions = read_questions(options.prompts, groups, stop)
+    for group, each_question in questions.items():
         texts = []
-        for seed, each in enumerate(prompts, options.first):
+        for seed, question in enumerate(each_question[options.first :], options.first):
             sampling = Sampling(temperature=options.temperature, seed=seed)
-            text = record(generator, source, each, options.tokens, sampling)
-            texts.append(text)
-        for text, each in zip(texts, prompts, strict=True):
-            text["context"] = np.array(len(each), np.int32)
-            if not text["sure"].any():
-                del text["sure"]
+            prompt = question.prompt(tokenizer)
+            text = record(generator, source, prompt, options.tokens, sampling)
+            texts.append(text | {"context": np.array(len(prompt), np.int32)})
         for key in texts[0]:
-            place, new = (
-                f"{name}/{group}/{key}",
-                np.stack([text[key] for text in texts]),
-            )
+            place = f"{name}/{group}/{key}"
+            new = np.stack([text[key] for text in texts])
             before = [arrays[place]] if place in arrays else []
             arrays[place] = np.concatenate([*before, new])
         mean[group] = round(float(arrays[f"{name}/{group}/right"].mean()), 3)
