@@ -1,4 +1,4 @@
-"""Overhead of rounds over their forwards, and counts of a round.
+"""Overhead of rounds over their forwards.
 
 An ideal round takes the time of the draft's steps and of one forward of the target over
 the draft and the token before it. Each is as fast as in a long run of dependent,
@@ -12,10 +12,6 @@ A lookup is taken to draft in no time; rounds without a draft are plain steps. T
 milliseconds of draft, verify, sampler and host are the parts of `engine.timing`:
 medians over as many rounds of another stream, with `explain=True`. Those of the host
 should not grow with the context.
-
-Counts are the same in every run: forwards of the target and of the draft model, waits
-of the host for the device, and calls of Python functions of this package, all for one
-round in the middle of a text.
 
 Rounds and forwards take turns. Each repeat begins a new stream, so that its rounds have
 the same context as the forwards. On a machine that is busy otherwise, measure with
@@ -94,7 +90,7 @@ def rounds_(
         }
         for key, taken in in_turns(acts, repeats).items():
             names = dict(zip(("target", "draft", "k", "context"), key, strict=True))
-            report.add(**names, **row_of(taken), **cases[key].counts())
+            report.add(**names, **row_of(taken))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +113,6 @@ class Case:
         open: begins a stream whose caches hold the context.
         verify: a forward of a copy of the target, with the same hooks.
         step: a step of the draft, or None if no model drafts.
-        models: the models whose forwards are counted, by name.
     """
 
     draft: str
@@ -125,7 +120,6 @@ class Case:
     open: "Callable[..., Stream]"
     verify: "Step"
     step: "Step | None"
-    models: dict[str, Any]
 
     def repeat(self, rounds: int, count: int, clock: Clock, _: int) -> Taken:
         """Run some rounds, then the forwards that give their ideal time."""
@@ -164,23 +158,6 @@ class Case:
             parts,
         )
 
-    def counts(self) -> dict[str, int]:
-        """Return the counts of one round in the middle of a text."""
-        from bench.forwards import forwards_of, python_calls
-
-        with self.open() as stream, ExitStack() as stack:
-            while stream.stats.rounds < WARM_UP:
-                stream.next_round()
-            before = stream.stats.reads
-            noted = {
-                name: stack.enter_context(forwards_of(model))
-                for name, model in self.models.items()
-            }
-            calls = python_calls(stream.next_round)
-            result = {name: len(rows) for name, rows in noted.items()}
-            reads = 1 + stream.stats.reads - before
-        return {**result, "reads": reads, "python_calls": calls}
-
 
 def parts_of(stream: "Stream", count: int) -> list[dict[str, float]]:
     """Return the seconds of the parts of some rounds, and close the stream."""
@@ -210,9 +187,9 @@ def cases_of(
     hooked: ExitStack,
 ) -> Iterator[Case]:
     """Make the cases of one target; its forwards run on a copy with the same hooks."""
-    from bench.forwards import filled, held_by, holding, step_of
+    from bench.forwards import filled, step_of
     from bench.models import bare
-    from mlx_speculation import SpeculativeGenerator, load
+    from mlx_speculation import PrefixCache, SpeculativeGenerator, load
     from mlx_speculation.models import ModelHooks, stream_resources
 
     def hook(each: Any) -> None:
@@ -225,35 +202,21 @@ def cases_of(
     (question,) = bundled(["code"], 1)["code"]
     prompt = question.prompt(bench.tokenizer)
     prompt = (prompt * (1 + prompt_tokens // len(prompt)))[:prompt_tokens]
-    caches = filled(copy, prompt)
-    kept, verify = held_by(caches, prompt_tokens), step_of(copy, caches)
+    verify = step_of(copy, filled(copy, prompt))
     for name in ["plain", *drafts]:
-        draft, step, snapshot = draft_of(bench, name, copy, prompt, hook)
-        models = {"forwards": bench.model}
-        if name == "model":
-            models["draft_forwards"] = draft
-        generator = SpeculativeGenerator(bench.model, bench.tokenizer, draft=draft)
-
-        def begin(
-            length: int,
-            generator: SpeculativeGenerator = generator,
-            draft: Any = draft,
-            snapshot: Any = snapshot,
-            explain: bool = False,
-        ) -> "Stream":
-            return generator.stream(
-                prompt[-1:],
+        draft, step = draft_of(bench, name, copy, prompt, hook)
+        generator = SpeculativeGenerator(
+            bench.model, bench.tokenizer, draft=draft, prefix_cache=PrefixCache()
+        )
+        for length in lengths if draft is not None else [0]:
+            begin = partial(
+                generator.stream,
+                prompt,
                 max_tokens=ENOUGH,
                 stop_tokens=(),
                 draft_length=length,
-                explain=explain,
-                prompt_cache=holding(bench.model, kept),
-                cached_tokens=prompt,
-                draft_cache=None if snapshot is None else holding(draft, snapshot),
             )
-
-        for length in lengths if draft is not None else [0]:
-            yield Case(name, length, partial(begin, length), verify, step, models)
+            yield Case(name, length, begin, verify, step)
 
 
 def draft_of(
@@ -262,8 +225,8 @@ def draft_of(
     target: Any,
     prompt: list[int],
     hook: Callable[[Any], None],
-) -> tuple[Any, "Step | None", Any]:
-    """Return a draft, one of its steps, and a snapshot of its caches after the prompt.
+) -> tuple[Any, "Step | None"]:
+    """Return a draft, and one of its steps after the prompt.
 
     Args:
         bench: the target and its draft model.
@@ -272,20 +235,20 @@ def draft_of(
         prompt: the tokens of the context.
         hook: puts a generator's hooks on a copy.
     """
-    from bench.forwards import filled, head_step_of, held_by, step_of
+    from bench.forwards import filled, head_step_of, step_of
     from mlx_speculation import MtpDraft, load
 
     if name == "model":
         draft, copy = load(bench.draft_folder)[0], load(bench.draft_folder)[0]
         caches = filled(copy, prompt)
         hook(copy)
-        return draft, step_of(copy, caches, drafts=True), held_by(caches, len(prompt))
+        return draft, step_of(copy, caches, drafts=True)
     if name == "mtp":
         head = MtpDraft.from_folder(bench.folder, target).mtp
         step = head_step_of(head, target, len(prompt))
-        return MtpDraft.from_folder(bench.folder, bench.model), step, None
+        return MtpDraft.from_folder(bench.folder, bench.model), step
     if name in ("plain", "lookup"):
-        return None if name == "plain" else name, None, None
+        return None if name == "plain" else name, None
     raise typer.BadParameter(
         f"the drafts are model, mtp and lookup; there is no {name!r}"
     )

@@ -1,4 +1,4 @@
-"""Steady-state times of forwards, and counts of forwards.
+"""Steady-state times of forwards.
 
 Steady forwards are dependent and pipelined, without other work. Each is fed the choice
 of the previous one and is submitted before that result is read, as in a long run of
@@ -8,25 +8,18 @@ rows run like those of a round if the model has its hooks. The time of a forward
 rows is then that of verifying w rows without sampler, commit and waits for the host.
 """
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
-from types import FrameType
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-import mlx_speculation
 from bench.turns import Clock
 from mlx_speculation.caches import (
-    Snapshot,
     Speculation,
     leaves,
-    restore,
-    snapshot,
     states,
     with_slack,
 )
@@ -39,10 +32,6 @@ WARM_UP = 2  # forwards that are not counted
 
 # A forward that is fed tokens [1, w] and returns the next ones, [1, w].
 Step = Callable[[mx.array], mx.array]
-FOLDERS = tuple(
-    str(Path(mlx_speculation.__file__).parent.joinpath(name).resolve())
-    for name in (".", "engine", "models", "caches", "samplers")
-)
 
 
 def filled(model: nn.Module, tokens: Sequence[int]) -> list[Any]:
@@ -56,19 +45,6 @@ def filled(model: nn.Module, tokens: Sequence[int]) -> list[Any]:
         with rows_of_a_round(len(chunk)):
             model(mx.array([chunk]), cache=caches)
         mx.eval(states(caches))
-    return caches
-
-
-def held_by(caches: list[Any], count: int) -> Snapshot:
-    """Return a snapshot of the first `count` tokens that later writes do not change."""
-    return snapshot(caches, 0, count).copied()
-
-
-def holding(model: nn.Module, snapshot: Snapshot | None) -> list[Any]:
-    """Return new caches of a model that hold a snapshot."""
-    assert snapshot is not None
-    caches: list[Any] = with_slack(make_prompt_cache(model))
-    restore(snapshot, caches)
     return caches
 
 
@@ -136,39 +112,3 @@ def steady_seconds(step: Step, width: int, count: int, clock: Clock) -> float:
     finished = clock()
     mx.eval(tokens)
     return (finished - started) / count
-
-
-@contextmanager
-def forwards_of(model: nn.Module) -> Iterator[list[int]]:
-    """Collect the number of rows of every forward of a model in the block."""
-    kind: Any = type(model)
-    rows: list[int] = []
-
-    class Counted(kind):  # type: ignore[misc]
-        def __call__(self, inputs: mx.array, *arguments: Any, **options: Any) -> Any:
-            rows.append(inputs.shape[-1])
-            return super().__call__(inputs, *arguments, **options)
-
-    Counted.__module__ = kind.__module__
-    model.__class__ = Counted
-    try:
-        yield rows
-    finally:
-        model.__class__ = kind
-
-
-def python_calls(act: Callable[[], object]) -> int:
-    """Return the number of calls of functions of this package."""
-    calls = 0
-
-    def see(frame: FrameType, event: str, argument: object) -> None:
-        nonlocal calls
-        inside = event == "call" and frame.f_code.co_filename.startswith(FOLDERS)
-        calls += inside
-
-    sys.setprofile(see)
-    try:
-        act()
-    finally:
-        sys.setprofile(None)
-    return calls
