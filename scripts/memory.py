@@ -1,8 +1,8 @@
 """Peak memory of speculation over many rounds, beside plain decoding, in bytes.
 
 The bound is 1.05 times the peak of mlx-lm's plain decoding of as many tokens, plus what
-speculation is known to hold: the slack of sliding windows, what one round records for a
-replay, one recurrent state, the draft's weights and caches, and k + 1 rows of logits.
+speculation is known to hold: the slack of sliding windows, the draft's weights and
+caches and what open rounds need, as `Result.memory` has them, and k + 1 rows of logits.
 The peak is measured after the prefill. The script fails if a peak is above its bound.
 
     python scripts/memory.py --target dense --target sliding --target hybrid
@@ -10,7 +10,6 @@ The peak is measured after the prefill. The script fails if a peak is above its 
 
 import gc
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
 from itertools import islice
 from typing import Annotated, Any
 
@@ -65,81 +64,26 @@ def measure(
     prompt = (prompt * (1 + prompt_tokens // len(prompt)))[:prompt_tokens]
     most = SETTLED + rounds * (length + 1)
     plain = peak_after(generate_step(mx.array(prompt), bench.bare, max_tokens=most))
-    recorded, state = recorded_and_state(bench.model, prompt, length + 1)
-    parts = {"slack": slack(bench.model, prompt), "recorded": recorded, "state": state}
-    gc.collect()
-    before = mx.get_active_memory()
-    draft, _ = load(bench.draft_folder)
-    mx.eval(draft.parameters())
-    parts["draft_weights"] = mx.get_active_memory() - before
-    parts["draft_caches"] = cache_bytes(draft, prompt, most)
-    parts["logits"] = (length + 1) * len(bench.tokenizer.get_vocab()) * FLOAT32
     stream = SpeculativeGenerator(
-        bench.model, bench.tokenizer, draft=draft, draft_length=length
+        bench.model,
+        bench.tokenizer,
+        draft=load(bench.draft_folder)[0],
+        draft_length=length,
     ).stream(prompt, max_tokens=most, stop_tokens=())
     peak = peak_after(stream)
     assert stream.stats.rounds >= rounds
+    bytes_of = stream.result.memory
+    parts = {
+        "slack": slack(bench.model, prompt),
+        "round_bytes": bytes_of.rounds,
+        "draft_weights": bytes_of.draft_weights,
+        "draft_caches": bytes_of.draft_caches,
+        "logits": (length + 1) * len(bench.tokenizer.get_vocab()) * FLOAT32,
+    }
     allowed = round(1.05 * plain + sum(parts.values()))
     row = {"target": bench.name, "plain": plain, "peak": peak, "allowed": allowed}
     ratios = {"peak_x": peak / plain, "allowed_x": allowed / plain}
     return {**row, **ratios, "rounds": stream.stats.rounds, **parts}
-
-
-def cache_bytes(draft: Any, prompt: list[int], more: int) -> int:
-    """Return the bytes of a draft's caches at the end of a text."""
-    import mlx.core as mx
-    from mlx_lm.models.cache import make_prompt_cache
-
-    from mlx_speculation.caches import leaves
-
-    caches, half = make_prompt_cache(draft), len(prompt) // 2
-    for part in (prompt[:half], prompt[half:], prompt[:more]):
-        draft(mx.array([part]), cache=caches)
-    mx.eval([cache.state for cache in caches])
-    return sum(int(leaf.nbytes) for _, leaf in leaves(caches))
-
-
-def bytes_of(values: Any) -> int:
-    """Count the bytes of all arrays in nested lists, dicts and dataclasses."""
-    import mlx.core as mx
-    import mlx.nn as nn
-
-    if isinstance(values, mx.array):
-        return values.nbytes
-    if isinstance(values, nn.Module):
-        return 0
-    if isinstance(values, dict):
-        values = list(values.values())
-    elif is_dataclass(values) and not isinstance(values, type):
-        values = [getattr(values, each.name) for each in fields(values)]
-    is_list = isinstance(values, list | tuple)
-    return sum(bytes_of(value) for value in values) if is_list else 0
-
-
-def recorded_and_state(model: Any, prompt: list[int], rows: int) -> tuple[int, int]:
-    """Return the bytes that one round records, and the bytes of a recurrent state."""
-    import mlx.core as mx
-    from mlx_lm.models.cache import ArraysCache, make_prompt_cache
-
-    from mlx_speculation.caches import RecordingArraysCache, Speculation, leaves
-    from mlx_speculation.models import ModelHooks
-
-    caches = make_prompt_cache(model)
-    model(mx.array([prompt[:9]]), cache=caches)
-    recorders = ModelHooks(model)
-    with Speculation(caches) as speculation:
-        model(mx.array([prompt[:rows]]), cache=speculation.caches)
-        shown = [leaf for _, leaf in leaves(speculation.caches)]
-        recorded = sum(
-            bytes_of([forward.calls for forward in leaf.forwards])
-            for leaf in shown
-            if isinstance(leaf, RecordingArraysCache)
-        )
-        state = sum(
-            bytes_of(leaf.cache) for leaf in shown if isinstance(leaf, ArraysCache)
-        )
-    recorders.remove()
-    return recorded, state
 
 
 def slack(model: Any, prompt: list[int]) -> int:
