@@ -2,7 +2,7 @@
 
 The new folder holds the model without its head, which plain mlx-lm can load, and the
 head beside it, where `draft="mtp"` and `draft="auto"` find it. The bytes of all tensors
-are copied from one mapped file into another, whatever their dtype. The last line on
+are copied, whatever their dtype. The last line on
 standard output is one JSON object.
 
     python scripts/split_head.py path/of/model path/of/new/folder
@@ -12,13 +12,11 @@ import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import typer
-from numpy.typing import NDArray
-from safetensors import TensorSpec, serialize_file
 
 from mlx_speculation.cli import run
 from mlx_speculation.errors import ModelFolderError
@@ -40,13 +38,6 @@ from mlx_speculation.models.safetensors_layout import (
 app = typer.Typer(add_completion=False)
 
 SIDECAR = "mtp.safetensors"
-# The names of dtypes in files, and the names that safetensors takes for writing.
-_DTYPES = {
-    "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16",
-    "U32": "uint32", "I32": "int32", "U64": "uint64", "I64": "int64",
-    "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
-    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,24 +148,30 @@ def _write(
     metadata: dict[str, str],
 ) -> None:
     """Write a file of tensors whose bytes lie in other files."""
-    maps: dict[Path, NDArray[np.uint8]] = {
-        source: np.memmap(source, dtype=np.uint8, mode="r")
-        for source in {source for source, _ in tensors.values()}
-    }
-    specs = {}
-    for name, (source, place) in tensors.items():
-        if place.dtype not in _DTYPES:
-            raise ModelFolderError(
-                f"{name!r} in {str(source)!r} is of dtype {place.dtype}, and "
-                f"{', '.join(_DTYPES)} are known."
-            )
-        specs[name] = TensorSpec(
-            dtype=_DTYPES[place.dtype],
-            shape=list(place.shape),
-            data_ptr=maps[source].ctypes.data + place.begin,
-            data_len=place.end - place.begin,
-        )
-    serialize_file(specs, file, metadata)
+
+    def item_size(name: str) -> float:
+        _, place = tensors[name]
+        return (place.end - place.begin) / max(1, prod(place.shape))
+
+    names = sorted(tensors, key=item_size, reverse=True)  # keeps all aligned
+    entries: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for name in names:
+        _, place = tensors[name]
+        begin, end = end, end + place.end - place.begin
+        entries[name] = {
+            "dtype": place.dtype,
+            "shape": list(place.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as written:
+        written.write(len(text).to_bytes(8, "little") + text)
+        for source, place in (tensors[name] for name in names):
+            with source.open("rb") as opened:
+                opened.seek(place.begin)
+                written.write(opened.read(place.end - place.begin))
 
 
 @app.command()
