@@ -1,7 +1,7 @@
 # make demo       sets up .venv and runs a published model with and without drafts, or
 #                 the small bundled ones where that one cannot be had
 # make test       sets up .venv, then the documentation, ruff, mypy and pytest; says
-#                 which tests were slowest, and how long each stage took
+#                 which tests were slowest
 # make docs       builds the documentation into build/site; a warning is an error
 # make test-long  the slow tests too, and more examples for each property;
 #                 TESTS="tests/caches ..." runs a part of them
@@ -41,11 +41,10 @@ docs: environment
 	$(BUILD_DOCS)
 
 test: environment
-	@sh scripts/run_stages.sh \
-		"docs&: exec env $(BUILD_DOCS)" \
-		"ruff: $(BIN)/ruff check && $(BIN)/ruff format --check" \
-		"mypy: $(BIN)/mypy -n auto" \
-		"pytest: $(PYTEST)"
+	$(BUILD_DOCS)
+	$(BIN)/ruff check && $(BIN)/ruff format --check
+	$(BIN)/mypy -n auto
+	$(PYTEST)
 
 test-long: environment
 	$(PYTEST) -m "slow or not slow" --hypothesis-profile=long $(TESTS)
