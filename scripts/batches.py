@@ -169,7 +169,7 @@ def compared(
     bench: "Bench", arms: dict[str, Callable[[Job], Run]], jobs: list[Job]
 ) -> list[dict[str, Any]]:
     """Let the arms take turns, compare their texts, and return the table rows."""
-    acts = {name: partial(_run, act, jobs) for name, act in arms.items()}
+    acts = {name: lambda n, act=act: act(jobs[n]) for name, act in arms.items()}
     runs = in_turns(acts, len(jobs))
     first, second = list(runs)[:2]
     greedy = jobs[0].samplings[0].greedy
@@ -196,10 +196,6 @@ def compared(
             }
         rows.append({**row, "near_ties": ties})
     return rows
-
-
-def _run(act: Callable[[Job], Run], jobs: list[Job], turn: int) -> Run:
-    return act(jobs[turn])
 
 
 def near_ties(bench: "Bench", job: Job, ours: Run, reference: Run) -> int:

@@ -55,7 +55,7 @@ def page() -> str:
                     row.caches,
                     str(row.window or ""),
                     "replay" if "ArraysCache" in row.caches else "rows",
-                    _yes(row.bitwise),
+                    "yes" if row.bitwise else "no",
                     "" if family is None else family.name,
                     "" if row.unequal is None else f"no drafts: {row.unequal}",
                 ]
@@ -70,10 +70,6 @@ def page() -> str:
             _line([name, missing.reason]) for name, missing in census.NOT_BUILT.items()
         ),
     )
-
-
-def _yes(answer: bool) -> str:
-    return "yes" if answer else "no"
 
 
 def _line(cells: Any) -> str:

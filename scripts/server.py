@@ -29,7 +29,7 @@ from bench.turns import in_turns
 from mlx_speculation.cli import run
 
 if TYPE_CHECKING:
-    from bench.servers import Request, Served, Server
+    from bench.servers import Served, Server
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -59,11 +59,9 @@ def server(
         with started(*models, blas, mlx_lm_length) as servers:
             for count in clients or [1, 4, 8]:
                 report.say(f"{count} clients")
-                sessions = [
-                    [*requests_of(number, requests, tokens, temperature)]
-                    for number in range(repeats + 1)
-                ]
-                for row in measured(servers, sessions, count):
+                passes = [prompts_of(n, requests) for n in range(repeats + 1)]
+                options = {"max_tokens": tokens, "temperature": temperature}
+                for row in measured(servers, passes, count, options):
                     report.add(clients=count, **row)
 
 
@@ -90,36 +88,34 @@ def started(
         ]
 
 
-def requests_of(
-    number: int, count: int, tokens: int, temperature: float
-) -> "Iterator[Request]":
-    """Yield the requests of a pass; no two begin alike."""
-    from bench.servers import Request
-
+def prompts_of(number: int, count: int) -> list[str]:
+    """Return the prompts of a pass; no two begin alike."""
     groups = bundled(None, 8).values()
-    prompts = [question.turns[0] for group in groups for question in group]
-    for index in range(count):
-        begin = f"# {number:03d}.{index:03d}\n"
-        text = begin + prompts[(number * count + index) % len(prompts)]
-        yield Request(text, tokens, temperature)
+    texts = [question.turns[0] for group in groups for question in group]
+    return [
+        f"# {number:03d}.{index:03d}\n{texts[(number * count + index) % len(texts)]}"
+        for index in range(count)
+    ]
 
 
 def measured(
-    servers: "list[Server]", requests: "list[list[Request]]", clients: int
+    servers: "list[Server]",
+    passes: list[list[str]],
+    clients: int,
+    options: dict[str, Any],
 ) -> list[dict[str, Any]]:
     """Let each server serve all passes, the first to warm up; return the table rows."""
-    acts = {each.name: partial(_serve, each, requests[1:], clients) for each in servers}
+    first, *others = passes
+
+    def serve(server: "Server", number: int) -> "tuple[list[Served], float]":
+        return server.serve(others[number], clients, **options)
+
+    acts = {each.name: partial(serve, each) for each in servers}
     for each in servers:
-        each.serve(requests[0], clients)
-    runs = in_turns(acts, len(requests) - 1, warm_up=0)
-    (first, *_) = runs.values()
-    return [row_of(name, runs_of_arm, first) for name, runs_of_arm in runs.items()]
-
-
-def _serve(
-    server: "Server", requests: "list[list[Request]]", clients: int, number: int
-) -> "tuple[list[Served], float]":
-    return server.serve(requests[number], clients)
+        each.serve(first, clients, **options)
+    runs = in_turns(acts, len(others), warm_up=0)
+    reference = runs[servers[0].name]
+    return [row_of(name, each_run, reference) for name, each_run in runs.items()]
 
 
 def row_of(

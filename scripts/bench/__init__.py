@@ -7,7 +7,7 @@
     models      a target, and its drafts by name
     arms        ways to decode one prompt, token by token
     series      results of each arm over all prompts: speed, acceptance, compared texts
-    forwards    steady-state times and counts of forwards
+    forwards    steady-state times of forwards
     servers     our server and mlx-lm's, and their clients
     replays     draft length policies and lookups on recorded texts, without a model
 

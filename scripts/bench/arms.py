@@ -23,6 +23,7 @@ from mlx_speculation.engine import Statistics
 from mlx_speculation.models import wired
 
 SLICE = 16  # tokens
+GREEDY = Sampling(seed=0)
 
 # Tokens as they arrive, each with the number of its round.
 Arrivals = Generator[tuple[int, int], None, None]
@@ -35,21 +36,14 @@ class Job:
     Attributes:
         prompt: token ids.
         tokens: most tokens to generate.
-        temperature: of the sampling.
-        seed: of the sampling; mlx-lm draws differently from the same seed.
+        sampling: its options; mlx-lm draws differently from the same seed.
         stop: tokens that end the text; the text includes the one that ended it.
     """
 
     prompt: list[int]
     tokens: int
-    temperature: float = 0.0
-    seed: int = 0
+    sampling: Sampling = GREEDY
     stop: frozenset[int] = frozenset()
-
-    @property
-    def sampling(self) -> Sampling:
-        """Sampling options of our arms."""
-        return Sampling(temperature=self.temperature, seed=self.seed)
 
 
 @dataclass(slots=True)
@@ -205,12 +199,12 @@ def _begin_mlx_lm(bench: Bench, job: Job) -> Run:
     statistics = Statistics()
 
     def arrivals() -> Arrivals:
-        mx.random.seed(job.seed)
+        mx.random.seed(job.sampling.seed or 0)
         steps = generate_step(
             mx.array(job.prompt),
             bench.bare,
             max_tokens=job.tokens,
-            sampler=make_sampler(temp=job.temperature),
+            sampler=make_sampler(temp=job.sampling.temperature or 0.0),
         )
         with closing(steps):
             for token, _ in steps:
@@ -225,14 +219,14 @@ def _begin_mlx_lm_speculative(bench: Bench, length: int, job: Job) -> Run:
 
     def arrivals() -> Arrivals:
         flags: list[bool] = []
-        mx.random.seed(job.seed)
+        mx.random.seed(job.sampling.seed or 0)
         steps = speculative_generate_step(
             mx.array(job.prompt),
             bench.bare,
             bench.bare_draft,
             num_draft_tokens=length,
             max_tokens=job.tokens,
-            sampler=make_sampler(temp=job.temperature),
+            sampler=make_sampler(temp=job.sampling.temperature or 0.0),
         )
         try:
             with closing(steps):

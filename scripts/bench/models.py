@@ -15,7 +15,7 @@ one~1024        limited to the 1,024 most frequent token ids
 import copy
 import sysconfig
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,6 @@ class Bench:
     folder: Path
     draft_folder: Path
     group: Any = None
-    _texts: dict[tuple[Any, ...], list[int]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, target: str, draft_model: str = "draft", group: Any = None) -> "Bench":
@@ -144,23 +143,6 @@ class Bench:
             quantize_draft=int(bits) if bits else None,
         )
 
-    def chooser(self, sampling: Sampling) -> Chooser:
-        """Make the chooser of a text's tokens."""
-        ids = TokenIds.of(self.tokenizer)
-        width = logit_width(self.model)
-        return Chooser(sampling, ids.width, limit=width, missing=ids.missing)
-
-    def plain_text(
-        self, prompt: list[int], tokens: int, sampling: Sampling
-    ) -> list[int]:
-        """Return tokens of plain decoding, which are generated once and kept."""
-        key = (tuple(prompt), tokens, sampling)
-        if key not in self._texts:
-            options: Any = {"max_tokens": tokens, "sampling": sampling}
-            result = self.plain.generate(prompt, stop_tokens=(), **options)
-            self._texts[key] = result.tokens
-        return self._texts[key]
-
     def parting(
         self,
         prompt: Sequence[int],
@@ -172,9 +154,11 @@ class Bench:
         places: int | None = None,
     ) -> Parting | None:
         """Return where a text differs from plain decoding's; see `find_parting`."""
+        ids, limit = TokenIds.of(self.tokenizer), logit_width(self.model)
+        chooser = Chooser(sampling, ids.width, limit=limit, missing=ids.missing)
         return find_parting(
             self.model,
-            self.chooser(sampling),
+            chooser,
             prompt,
             expected,
             got,

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import typer
 
@@ -54,22 +55,13 @@ def reported(context: typer.Context) -> Iterator[Report]:
     chosen = use_blas(context.params["blas"])
     report = Report()
     report.say(f"BLAS: {chosen.detail}")
-    with tempfile.TemporaryDirectory() as folder, _costs_in(folder):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        patch.dict(os.environ, {CACHE: folder}),
+    ):
         yield report
     if not report.quiet:
         _print(report, context, asdict(chosen))
-
-
-@contextmanager
-def _costs_in(folder: str) -> Iterator[None]:
-    before = os.environ.get(CACHE)
-    os.environ[CACHE] = folder
-    try:
-        yield
-    finally:
-        del os.environ[CACHE]
-        if before is not None:
-            os.environ[CACHE] = before
 
 
 def _print(report: Report, context: typer.Context, blas: dict[str, Any]) -> None:
@@ -114,22 +106,17 @@ def table_of(rows: list[dict[str, Any]]) -> Any:
     from rich.table import Table
 
     table = Table(title_justify="left", padding=(0, 1))
-    names = [*dict.fromkeys(name for row in rows for name in row)]
-    names = [name for name in names if all(_is_cell(row.get(name)) for row in rows)]
+    names, shows = dict.fromkeys(name for row in rows for name in row), list[str]()
     for name in names:
+        if any(isinstance(row.get(name), list | dict | tuple) for row in rows):
+            continue
+        shows.append(name)
         words = any(isinstance(row.get(name), str) for row in rows)
-        table.add_column(_heading(name), justify="left" if words else "right")
+        heading = name.replace("_per_second", "/s").replace("_", " ")
+        table.add_column(heading, justify="left" if words else "right")
     for row in rows:
-        table.add_row(*(shown(row.get(name)) for name in names))
+        table.add_row(*(shown(row.get(name)) for name in shows))
     return table
-
-
-def _heading(name: str) -> str:
-    return name.replace("_per_second", "/s").replace("_", " ")
-
-
-def _is_cell(value: Any) -> bool:
-    return not isinstance(value, list | dict | tuple)
 
 
 def shown(value: Any) -> str:

@@ -15,6 +15,7 @@ from bench.models import Bench
 from bench.prompts import Question
 from bench.report import Report
 from bench.turns import Spread
+from mlx_speculation import Sampling
 from mlx_speculation.engine import Statistics
 from mlx_speculation.engine.equivalence.texts import Parting
 
@@ -169,7 +170,7 @@ def _run(bench: Bench, series: list[Series], job: Job) -> dict[str, Run]:
 def _check(
     bench: Bench, series: Series, job: Job, expected: list[int], got: list[int]
 ) -> None:
-    if got == expected or (job.temperature > 0 and not series.arm.ours):
+    if got == expected or (not job.sampling.greedy and not series.arm.ours):
         return
     width = 1 + max(series.arm.length or 0, len(series.runs[-1].statistics.reached))
     result = bench.parting(job.prompt, job.sampling, expected, got, width=width)
@@ -203,20 +204,17 @@ def jobs_of(
     ids = bench.tokenizer.eos_token_ids
     for index, question in enumerate(questions):
         answers: list[str] = []
+        sampling = Sampling(temperature=temperature, seed=seed + index)
         stop = frozenset(int(each) for each in ids) if question.chat else frozenset()
         for _ in question.turns:
             prompt = question.prompt(bench.tokenizer, answers)
-            job = Job(prompt, tokens, temperature, seed + index, stop)
+            job = Job(prompt, tokens, sampling, stop)
             yield job
             if len(question.turns) > 1:
-                answers.append(_answer(bench, job))
-
-
-def _answer(bench: Bench, job: Job) -> str:
-    result = bench.plain.generate(
-        job.prompt, max_tokens=job.tokens, sampling=job.sampling
-    )
-    return result.text
+                answer = bench.plain.generate(
+                    prompt, max_tokens=tokens, sampling=sampling
+                )
+                answers.append(answer.text)
 
 
 def add_groups(

@@ -9,11 +9,11 @@ import re
 import socket
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,15 +29,6 @@ MLX_LM = (
     "from mlx_speculation.blas import use_blas; use_blas({blas!r}); "
     "from mlx_lm.server import main; main()"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """Request for one text."""
-
-    prompt: str
-    tokens: int
-    temperature: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +60,16 @@ class Server:
     name: str
     url: str
 
-    def ask(self, client: openai.OpenAI, request: Request) -> Served:
-        """Send a request and read its answer as a stream."""
+    def ask(self, client: openai.OpenAI, prompt: str, **options: Any) -> Served:
+        """Send a prompt and read its answer as a stream."""
         started = time.perf_counter()
         first, text, tokens = 0.0, "", 0
         for piece in client.completions.create(
             model="default_model",
-            prompt=request.prompt,
-            max_tokens=request.tokens,
-            temperature=request.temperature,
+            prompt=prompt,
             stream=True,
             stream_options={"include_usage": True},
+            **options,
         ):
             if piece.choices and piece.choices[0].text:
                 first = first or time.perf_counter() - started
@@ -89,27 +79,22 @@ class Server:
         return Served(text, first or whole, whole, tokens)
 
     def serve(
-        self, requests: Sequence[Request], clients: int
+        self, prompts: Sequence[str], clients: int, **options: Any
     ) -> tuple[list[Served], float]:
         """Let clients ask concurrently; return answers in order, and the seconds."""
-        result: dict[int, Served] = {}
 
-        def run(which: int) -> None:
-            options = {"base_url": self.url, "api_key": "none", "max_retries": 0}
-            with openai.OpenAI(**options, timeout=600) as client:  # type: ignore[arg-type]
-                for number in range(which, len(requests), clients):
-                    result[number] = self.ask(client, requests[number])
+        def run(which: int) -> list[Served]:
+            with openai.OpenAI(
+                base_url=self.url, api_key="none", max_retries=0, timeout=600
+            ) as client:
+                return [self.ask(client, p, **options) for p in prompts[which::clients]]
 
-        threads = [threading.Thread(target=run, args=(i,)) for i in range(clients)]
         started = time.perf_counter()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(clients) as pool:
+            answers = [*pool.map(run, range(clients))]
         seconds = time.perf_counter() - started
-        if len(result) < len(requests):
-            raise SystemExit(f"{self.name} answered {len(result)} of {len(requests)}.")
-        return [result[number] for number in range(len(requests))], seconds
+        numbers = range(len(prompts))
+        return [answers[n % clients][n // clients] for n in numbers], seconds
 
 
 def widened(source: Path, folder: Path) -> Path:

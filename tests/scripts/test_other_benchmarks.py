@@ -44,7 +44,7 @@ def test_each_round_of_adaptive_lengths_is_counted(folder: Path) -> None:
     assert rows["code"]["rounds"] >= 17
 
 
-def test_rounds_are_compared_with_forwards_and_counted(folder: Path) -> None:
+def test_rounds_are_compared_with_forwards(folder: Path) -> None:
     sizes = "--draft-length 2 --context 32 --context 64 --repeats 2 --rounds 2"
     report = run_script("rounds", folder, f"{sizes} --forwards 2")
     rows = {(row["draft"], row["context"]): row for row in report["results"]}
@@ -55,10 +55,6 @@ def test_rounds_are_compared_with_forwards_and_counted(folder: Path) -> None:
         assert row["tokens_per_second"] > 0
         assert row["verify_ms"] > 0
         assert (row["forward_x"] == 1) == (draft == "plain")
-        assert (row["forwards"], row["reads"]) == (1, 1)
-        assert 20 < row["python_calls"] < 400
-    assert rows["model", 32]["draft_forwards"] == 2
-    assert rows["model", 32]["python_calls"] == rows["model", 64]["python_calls"]
 
 
 def test_memory_is_within_what_is_allowed(folder: Path) -> None:
@@ -69,8 +65,8 @@ def test_memory_is_within_what_is_allowed(folder: Path) -> None:
 
 
 def test_no_prompt_is_met_again_by_a_server() -> None:
-    requests = [one for n in range(5) for one in server.requests_of(n, 16, 8, 0.0)]
-    assert len({one.prompt[:12] for one in requests}) == len(requests)
+    prompts = [one for n in range(5) for one in server.prompts_of(n, 16)]
+    assert len({one[:12] for one in prompts}) == len(prompts)
 
 
 def test_a_row_of_a_server_is_of_all_its_clients() -> None:
