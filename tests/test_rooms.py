@@ -99,8 +99,6 @@ ORDER: dict[str, list[set[str]]] = {
         {f"{FRONT}/training/kinds"},
         {f"{FRONT}/training"},
         {f"{FRONT}/training/output"},
-        {f"{FRONT}/training/reports"},
-        {f"{FRONT}/training/phases"},
         {f"{FRONT}/training/training_run"},
         {
             f"{FRONT}/cli",

@@ -1,7 +1,7 @@
 """A training of a few steps, and the results of its evaluations."""
 
 from mlx_speculation.training.options import TrainOptions
-from mlx_speculation.training.reports import TrainingResult
+from mlx_speculation.training.training_run import TrainingResult
 
 OPTIONS = TrainOptions(
     dialogues=12,

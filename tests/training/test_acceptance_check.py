@@ -19,7 +19,7 @@ from mlx_speculation.training.acceptance_check import (
 from mlx_speculation.training.data.answers import write_answers
 from mlx_speculation.training.data.dialogues import Dialogue
 from mlx_speculation.training.kinds.small_model import SmallModelTrainee
-from mlx_speculation.training.output.summary import pair_with
+from mlx_speculation.training.output.speeds import pair_with
 from mlx_speculation.training.teacher import TargetModel
 from support.models.chat_folders import chat_folder
 
@@ -44,9 +44,8 @@ def test_greedy_text_accepts_what_rounds_accept(same: bool, tmp_path: Path) -> N
     model, tokenizer = load(folder)
     trainee = SmallModelTrainee(model, tokenizer, folder, draft, seed=0)
     dialogues = [spoken(model, prompt, 0.0) for prompt in PROMPTS]
-    acceptance = check_acceptance(
-        trainee, TargetModel(model, trainee), dialogues, rows=2, longest=200
-    )
+    teacher = TargetModel(model, trainee)
+    acceptance = check_acceptance(trainee, teacher, dialogues, 200)
     assert acceptance.keys() == {"greedy"}
     generator = SpeculativeGenerator(
         model, tokenizer, draft=load(draft)[0], draft_length=ROUND
@@ -67,9 +66,8 @@ def test_sampled_text_accepts_the_overlap_of_probabilities(tmp_path: Path) -> No
     draft = chat_folder(tmp_path / "draft", seed=1)
     trainee = SmallModelTrainee(model, tokenizer, folder, draft, seed=0)
     dialogue = spoken(model, [1, 2, 3], 0.8)
-    acceptance = check_acceptance(
-        trainee, TargetModel(model, trainee), [dialogue], rows=1, longest=200
-    )
+    teacher = TargetModel(model, trainee)
+    acceptance = check_acceptance(trainee, teacher, [dialogue], 200)
     tokens = mx.array(dialogue.tokens)[None]
     small: Any = trainee.module
     probs = [
@@ -89,9 +87,7 @@ def test_answers_that_are_too_short_to_draft_are_refused(tmp_path: Path) -> None
     tokens = np.array([1, 2, 3, 4], np.uint32)
     short = Dialogue(tokens, np.arange(4) >= 3, True, False, 0.0)
     with pytest.raises(InvalidRequestError, match=r"1 held-out answers .* 4 tokens"):
-        check_acceptance(
-            trainee, TargetModel(model, trainee), [short], rows=1, longest=200
-        )
+        check_acceptance(trainee, TargetModel(model, trainee), [short], 200)
 
 
 def test_a_lookup_is_right_where_text_repeats() -> None:

@@ -130,16 +130,16 @@ def test_answers_that_are_cut_can_be_evaluated(pair: tuple[Any, Any]) -> None:
 
 def test_own_prompts_stand_in_the_template(pair: tuple[Any, Any]) -> None:
     model, tokenizer = pair
-    frame = frame_of(tokenizer)
-    assert tokenizer.decode(list(frame.before)) == "<user>"
-    assert tokenizer.decode(list(frame.after)) == "<end><assistant>"
+    before, after = frame_of(tokenizer)
+    assert tokenizer.decode(before) == "<user>"
+    assert tokenizer.decode(after) == "<end><assistant>"
     prompts = write_prompts(model, tokenizer, 12, most=10, seed=3)
     assert prompts == write_prompts(model, tokenizer, 12, most=10, seed=3)
     assert prompts
     for prompt in prompts:
-        assert prompt[: len(frame.before)] == list(frame.before)
-        assert prompt[-len(frame.after) :] == list(frame.after)
-        inner = prompt[len(frame.before) : -len(frame.after)]
+        assert prompt[: len(before)] == before
+        assert prompt[-len(after) :] == after
+        inner = prompt[len(before) : -len(after)]
         assert len(inner) >= 4
         assert not {256} & set(inner)
 

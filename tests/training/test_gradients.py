@@ -10,7 +10,6 @@ from mlx.utils import tree_flatten
 
 from mlx_speculation.training.data.row_batches import RowBatch
 from mlx_speculation.training.kinds.eagle_head import EagleTrainee
-from mlx_speculation.training.kinds.trainee import FADING
 from mlx_speculation.training.loss import Teacher, distance
 from mlx_speculation.training.step import HARD, TrainingStep
 from mlx_speculation.training.teacher import TargetModel
@@ -105,7 +104,7 @@ def reference_loss(
     total = torch.zeros((), dtype=torch.float64)
     for depth in range(DEPTHS):
         summed = torch.stack([depth_losses[depth] for depth_losses in parts]).sum()
-        total = total + FADING**depth * summed / sum(n[depth] for n in numbers)
+        total = total + head.fading**depth * summed / sum(n[depth] for n in numbers)
     return total
 
 

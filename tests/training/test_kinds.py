@@ -23,9 +23,10 @@ from mlx_speculation.models.mtp import load_mtp_head
 from mlx_speculation.training.kinds.eagle_head import EagleTrainee, usual_layers
 from mlx_speculation.training.kinds.mtp_head import MtpTrainee
 from mlx_speculation.training.kinds.small_model import SmallModelTrainee
-from mlx_speculation.training.kinds.trainee import Recorded
+from mlx_speculation.training.output import curves
 from mlx_speculation.training.teacher import TargetModel
 from mlx_speculation.training.training_run import train
+from mlx_speculation.training.unroll import Recorded
 from support.models import mtp_checkpoints
 from support.models.chat_folders import VOCAB, chat_folder
 from support.models.demo_folders import copy_of
@@ -39,8 +40,7 @@ HEADS = ["qwen3_next", "mimo", "deepseek_v3", "glm4_moe_lite", "step3p5"]
 @pytest.fixture(autouse=True)
 def _undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw no curves: they take longer than these trainings."""
-    home = "mlx_speculation.training.output.preflight.draw_curves"
-    monkeypatch.setattr(home, lambda *_: None)
+    monkeypatch.setattr(curves, "_draw", lambda *_: None)
 
 
 def flat(module: Any) -> dict[str, mx.array]:
@@ -137,6 +137,7 @@ def draft_config(folder: Path) -> Path:
     """Write the config.json of a model of two layers."""
     folder.mkdir()
     args = {**TINY_MODELS["llama"].args, "vocab_size": VOCAB, "num_hidden_layers": 2}
+    args["intermediate_size"] = 96  # packed in groups of 32, other matrices of 64
     text = json.dumps({"model_type": "llama", **args})
     (folder / "config.json").write_text(text)
     return folder

@@ -5,25 +5,25 @@ import os
 import re
 import signal
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
 
 from mlx_speculation import SpeculativeGenerator
 from mlx_speculation.engine import EagleDraft
 from mlx_speculation.errors import InvalidRequestError, SpeculationError
-from mlx_speculation.models import load
-from mlx_speculation.training import memory_estimate
+from mlx_speculation.models import load, read_config
+from mlx_speculation.training import memory_estimate, training_run
+from mlx_speculation.training.kinds.choose_trainee import make_trainee
 from mlx_speculation.training.loop import Reports
 from mlx_speculation.training.options import TrainOptions
-from mlx_speculation.training.output.curves import PLOT
-from mlx_speculation.training.reports import TrainingResult
+from mlx_speculation.training.output import curves
 from mlx_speculation.training.state import Progress
-from mlx_speculation.training.training_run import train
+from mlx_speculation.training.training_run import TrainingResult, train
 from support.models.chat_folders import chat_folder
 from support.short_training import OPTIONS, lengths
 
@@ -49,8 +49,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 @pytest.fixture(autouse=True)
 def _undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw no curves: they take longer than these trainings."""
-    home = "mlx_speculation.training.output.preflight.draw_curves"
-    monkeypatch.setattr(home, lambda *_: None)
+    monkeypatch.setattr(curves, "_draw", lambda *_: None)
 
 
 class KilledError(Exception):
@@ -77,7 +76,7 @@ def test_a_head_learns_to_draft(
     record = json.loads((out / "training.json").read_text())
     assert record["steps"] == {"planned": 12, "taken": 12}
     assert record["target"] == target.name
-    assert (out / PLOT).is_file()
+    assert (out / curves.PLOT).is_file()
     for name in ("training.json", "README.md"):  # files to publish
         assert str(target.parent) not in (out / name).read_text()
     model, tokenizer = load(target)
@@ -133,23 +132,6 @@ def test_an_interrupted_training_comes_to_the_same_weights(
     assert lengths(resumed) == lengths(result)
 
 
-@pytest.mark.slow
-def test_dialogues_of_a_killed_run_are_taken_up(
-    target: Path, trained: tuple[Path, TrainingResult], tmp_path: Path
-) -> None:
-    def stop(done: int, whole: int) -> None:
-        if done >= 6:
-            raise KilledError
-
-    out = tmp_path / "head"
-    with pytest.raises(KilledError):
-        train(target, out, OPTIONS, reports=Reports(data=stop))
-    file = out / "run" / "dialogues.safetensors"
-    assert file.is_file()
-    train(target, out, OPTIONS)
-    assert same(weights(out), weights(trained[0]))
-
-
 BLOCKS = replace(
     OPTIONS,
     kind="dspark",
@@ -191,22 +173,6 @@ def test_a_drafter_of_blocks_learns_to_draft(
     plain = generator.generate([1, 2, 3], max_tokens=24, draft_length=0)
     assert drafted.tokens == plain.tokens
     assert drafted.stats.drafted > 0
-
-
-@pytest.mark.slow
-def test_a_killed_drafter_of_blocks_comes_to_the_same_weights(
-    target: Path, tmp_path: Path
-) -> None:
-    def stop(progress: Progress, loss: float) -> None:
-        if progress.step == 6:
-            raise KilledError
-
-    whole = train(target, tmp_path / "whole", BLOCKS)
-    with pytest.raises(KilledError):
-        train(target, tmp_path / "killed", BLOCKS, reports=Reports(step=stop))
-    resumed = train(target, tmp_path / "killed", BLOCKS)
-    assert same(weights(tmp_path / "whole"), weights(tmp_path / "killed"))
-    assert resumed.record["losses"] == whole.record["losses"]
 
 
 def test_options_of_another_kind_are_refused() -> None:
@@ -301,8 +267,6 @@ def test_a_training_ends_before_its_time_is_up(target: Path, tmp_path: Path) -> 
 
 
 def test_memory_can_be_limited() -> None:
-    shape = memory_estimate.BatchShape(64, 32, 16, 2, 99, 99, 3, 4, blocks=8, layers=2)
-    module = nn.Linear(16, 16)
     before = mx.set_memory_limit(10**10)
     try:
         with memory_estimate.memory_limit(2):
@@ -310,21 +274,27 @@ def test_memory_can_be_limited() -> None:
         assert mx.set_memory_limit(before) == 10**10
     finally:
         mx.set_memory_limit(before)
-    estimate = memory_estimate.choose_checkpoint
-    plain, most = estimate(module, module, shape, False, 2)
-    again, least = estimate(module, module, shape, False, (most - 1) / 0.9e9)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "dspark"])
+def test_each_depth_is_computed_again_where_memory_is_short(
+    kind: Any, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = load(target)
+    small = replace(OPTIONS, kind=kind, depths=None)
+    trainee = make_trainee(small, model, tokenizer, target, [], range(128))
+
+    def estimate(gb: float) -> tuple[bool, int]:
+        options, config = replace(small, memory_gb=gb), read_config(target)
+        return memory_estimate.choose_checkpoint(options, model, trainee, config, 4)
+
+    plain, most = estimate(2)
+    again, least = estimate((most - 1) / 0.9e9)
     assert (plain, again) == (False, True)
     assert least < most
+    monkeypatch.setattr(training_run, "memory_limit", lambda _: nullcontext())
     with pytest.raises(InvalidRequestError, match=r"needs about .* GB, and 0\.0 GB"):
-        estimate(module, module, shape, False, 1e-6)
-
-
-def test_too_little_memory_is_refused(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(memory_estimate, "available", lambda: 1_000_000)
-    with pytest.raises(InvalidRequestError, match=r"needs about .* GB, and 0\.0 GB"):
-        train(target, tmp_path / "head", OPTIONS)
+        train(target, tmp_path / "head", replace(small, memory_gb=1e-6))
 
 
 @pytest.mark.openblas

@@ -8,27 +8,22 @@ of target P and draft q, given the recorded tokens before the draft.
     length       the mean tokens of a round of `ROUND` drafts, the bonus token included
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_speculation.engine import Sequence as Known
-from mlx_speculation.engine.lookup.drafter import LookupDraft, LookupDrafter
+from mlx_speculation.engine.lookup.lookup import Lookup, SharedPlaces
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.training.data.dialogues import Dialogue
-from mlx_speculation.training.kinds.trainee import (
-    Recorded,
-    Trainee,
-    depths_of,
-    slots_of,
-)
+from mlx_speculation.training.kinds.trainee import Trainee
 from mlx_speculation.training.teacher import TargetModel
+from mlx_speculation.training.unroll import Recorded
 
 ROUND = 4  # drafts of a round, for mean lengths
+_ROWS = 16  # dialogues in a batch
 _ROUNDED = 64  # rows are padded to a multiple of this many tokens
 
 
@@ -51,9 +46,6 @@ def check_acceptance(
     trainee: Trainee,
     target: TargetModel,
     dialogues: Sequence[Dialogue],
-    *,
-    rows: int,
-    depths: int = ROUND,
     longest: int,
 ) -> dict[str, Acceptance]:
     """Return the acceptance of a trainee's drafts on greedy and on sampled text.
@@ -62,23 +54,24 @@ def check_acceptance(
         trainee: the drafter.
         target: the model that wrote the text.
         dialogues: held-out dialogues.
-        rows: dialogues in a batch.
-        depths: tokens drafted from each slot.
         longest: tokens after which a dialogue is cut.
 
     Returns:
         The acceptance under "greedy" and "sampled"; a kind without slots is left out.
 
     Raises:
-        InvalidRequestError: every answer is too short for `depths` drafts.
+        InvalidRequestError: every answer is too short for `ROUND` drafts.
     """
-    depths = depths_of(trainee, depths)
+    depths = trainee.depths(ROUND)
     result: dict[str, list[NDArray[np.float64]]] = {"greedy": [], "sampled": []}
-    for group in _groups(dialogues, rows):
+    for group in _groups(dialogues):
         temperature = group[0].temperature
-        shares = _shares(trainee, target, group, temperature, depths, longest)
+        shares = _shares(trainee, target, group, depths, longest)
         for dialogue, share in zip(group, shares, strict=True):
-            part = _counting(dialogue, share, trainee.first, longest)
+            # Slots that draft answer tokens only; the first drafts the second of them.
+            begin = max(0, int(np.argmax(dialogue.counts)) + 1 - trainee.first)
+            length = min(longest, len(dialogue.tokens))
+            part = share[begin : max(begin, length - trainee.first - depths + 1)]
             result["sampled" if temperature else "greedy"].append(part)
     accepted = {
         name: _summed(parts, walk=name == "greedy")
@@ -99,17 +92,14 @@ def lookup_acceptance(dialogues: Sequence[Dialogue]) -> dict[str, Acceptance]:
     for dialogue in dialogues:
         tokens = dialogue.tokens.tolist()
         at = int(np.argmax(dialogue.counts)) + 1
-        drafter, known = LookupDrafter(LookupDraft(history=0)), Known(tokens[:at])
-        drafter.begin(known)
+        lookup = Lookup(SharedPlaces())
+        while not lookup.read_ahead(tokens[:at]):
+            pass
         counts = result["sampled" if dialogue.temperature else "greedy"]
         while at < len(tokens):
-            known.tokens[:] = tokens[:at]
-            drafted: Any = drafter.propose(known, ROUND, _no_choice).tokens.tolist()
-            right = 0
-            for token, recorded in zip(drafted, tokens[at:], strict=False):
-                if token != recorded:
-                    break
-                right += 1
+            drafted = lookup.propose(tokens[:at], ROUND).tokens
+            agree = [a == b for a, b in zip(drafted, tokens[at:], strict=False)]
+            right = [*agree, False].index(False)
             counts.append([int(depth < right) for depth in range(ROUND)])
             at += right + 1
     return {
@@ -119,24 +109,19 @@ def lookup_acceptance(dialogues: Sequence[Dialogue]) -> dict[str, Acceptance]:
     }
 
 
-def _no_choice(logits: mx.array, rows: Any, ids: mx.array | None = None) -> Any:
-    raise AssertionError("a lookup chooses nothing")
-
-
-def _groups(dialogues: Sequence[Dialogue], rows: int) -> Iterator[list[Dialogue]]:
+def _groups(dialogues: Sequence[Dialogue]) -> Iterator[list[Dialogue]]:
     """Yield groups of dialogues with equal temperatures and similar lengths."""
     for temperature in sorted({each.temperature for each in dialogues}):
         group = [each for each in dialogues if each.temperature == temperature]
         group.sort(key=lambda each: len(each.tokens))
-        for begin in range(0, len(group), rows):
-            yield group[begin : begin + rows]
+        for begin in range(0, len(group), _ROWS):
+            yield group[begin : begin + _ROWS]
 
 
 def _shares(
     trainee: Trainee,
     target: TargetModel,
     group: Sequence[Dialogue],
-    temperature: float,
     depths: int,
     longest: int,
 ) -> NDArray[np.float64]:
@@ -151,45 +136,24 @@ def _shares(
     tokens = mx.array(filled)
     lesson = target.lesson(tokens)
     mx.eval(lesson.inputs, lesson.logits)
-    n, ids = slots_of(trainee, tokens, depths), trainee.ids
+    n, ids = trainee.slots(tokens, depths), trainee.ids
+    temperature = group[0].temperature
 
-    def right(depth: int, logits: mx.array) -> mx.array:
-        column = mx.argmax(logits, axis=-1)
-        drafted = column if ids is None else ids[column]
+    def read(depth: int, logits: mx.array) -> NDArray[np.float64]:
+        """Return shares as numbers, so memory holds the logits of one depth only."""
         after = depth + trainee.first
-        result = drafted == tokens[:, after : after + n]
-        return _evaluated(result)
-
-    def overlap(depth: int, logits: mx.array) -> mx.array:
-        after = depth + trainee.first - 1
-        theirs = lesson.logits[:, after : after + n].astype(mx.float32) / temperature
-        probs = mx.softmax(theirs, axis=-1)
+        if not temperature:
+            column = mx.argmax(logits, axis=-1)
+            drafted = column if ids is None else ids[column]
+            return np.array(drafted == tokens[:, after : after + n], np.float64)
+        theirs = lesson.logits[:, after - 1 : after - 1 + n].astype(mx.float32)
+        probs = mx.softmax(theirs / temperature, axis=-1)
         probs = probs if ids is None else mx.take(probs, ids, axis=-1)
         drafted = mx.softmax(logits.astype(mx.float32) / temperature, axis=-1)
-        return _evaluated(mx.minimum(probs, drafted).sum(axis=-1))
+        return np.array(mx.minimum(probs, drafted).sum(axis=-1), np.float64)
 
-    read: Callable[[int, mx.array], mx.array] = overlap if temperature else right
     made = trainee.run(Recorded(lesson.inputs, tokens, depths), read)
-    return np.stack([np.array(each).astype(np.float64) for each in made], axis=-1)
-
-
-def _evaluated(array: mx.array) -> mx.array:
-    """Evaluate at once, so that memory holds the logits of one depth only."""
-    mx.eval(array)
-    return array
-
-
-def _counting(
-    dialogue: Dialogue, shares: NDArray[np.float64], first: int, longest: int
-) -> NDArray[np.float64]:
-    """Return the shares of the slots that draft answer tokens only, [slots, depths].
-
-    The first such slot drafts the second token of the answer.
-    """
-    depths = shares.shape[-1]
-    begin = int(np.argmax(dialogue.counts)) + 1 - first
-    end = min(longest, len(dialogue.tokens)) - first - depths + 1
-    return shares[max(0, begin) : max(0, begin, end)]
+    return np.stack(made, axis=-1)
 
 
 def _summed(parts: Sequence[NDArray[np.float64]], *, walk: bool) -> Acceptance:

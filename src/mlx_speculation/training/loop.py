@@ -18,6 +18,7 @@ from mlx_speculation.interrupts import DeferredSignals, checkpoint
 from mlx_speculation.training.acceptance_check import Acceptance
 from mlx_speculation.training.data.row_batches import RowBatches
 from mlx_speculation.training.kinds.trainee import Trainee
+from mlx_speculation.training.options import TrainOptions
 from mlx_speculation.training.state import Progress, save_state
 from mlx_speculation.training.step import TrainingStep
 
@@ -25,10 +26,6 @@ _GAIN = 0.002  # the least increase of the mean accepted length that counts
 _SAVED = 45.0  # seconds after which the state is saved again
 _LOOKED = 10  # the most steps of a chunk; losses are read after each chunk
 _CHUNK = 8.0  # the most seconds of a chunk, unless one step takes longer
-_PARTS = ("steps", "evaluation")  # durations that must fit before the deadline
-
-Evaluate = Callable[[], dict[str, Acceptance]]
-Ended = str
 
 
 @dataclass(slots=True)
@@ -52,29 +49,27 @@ class Reports:
 
 @dataclass(slots=True)
 class TrainingLoop:
-    """One training."""
+    """The steps of one training."""
 
-    trainee: Trainee  # the drafter
+    options: TrainOptions
+    fixed: dict[str, Any]  # those that may not differ in a resumed training
+    trainee: Trainee
     stepper: TrainingStep  # makes gradients and applies them
     optimizer: optim.Optimizer
     batches: RowBatches
     progress: Progress
-    options: dict[str, Any]  # those that may not differ in a resumed training
     folder: Path  # of the saved state
-    evaluate: Evaluate  # measures acceptance on held-out text
+    evaluate: Callable[[], dict[str, Acceptance]]  # on held-out text
     # Writes the draft's files; called after each evaluation with a gain
     keep: Callable[[], None]
     reports: Reports
-    accumulate: int  # batches of a step
     between: int  # steps between evaluations
-    patience: int  # consecutive evaluations without gain that end the loop; 0: never
-    deadline: float | None = None  # a time of `time.monotonic`; None: no deadline
-    # Seconds of the last chunk of steps, of one of its steps, and of an evaluation
-    took: dict[str, float] = field(
-        default_factory=lambda: dict.fromkeys((*_PARTS, "step"), 0.0)
-    )
+    deadline: float | None  # a time of `time.monotonic`; None: no deadline
+    each: float  # seconds of a step; 0: not known yet
+    _steps_took: float = field(default=0.0, init=False)  # a chunk of steps
+    _evaluation_took: float = field(default=0.0, init=False)
 
-    def run(self) -> Ended:
+    def run(self) -> str:
         """Train; return why it ended: "steps", "stale", "time" or "interrupt"."""
         progress = self.progress
         if not progress.history:
@@ -107,21 +102,16 @@ class TrainingLoop:
     @property
     def _runs_out(self) -> bool:
         """Return whether the time is too short for more steps and an evaluation."""
-        if self.deadline is None:
-            return False
-        needed = sum(self.took[part] for part in _PARTS)
-        return time.monotonic() + needed >= self.deadline
+        needed = self._steps_took + self._evaluation_took
+        return self.deadline is not None and time.monotonic() + needed >= self.deadline
 
     def _steps(self) -> None:
         """Take a chunk of steps, at most up to the next evaluation."""
-        progress, began = self.progress, time.monotonic()
-        first, each = progress.step, self.took["step"]
-        looked = max(1, min(_LOOKED, int(_CHUNK / each))) if each else _LOOKED
+        progress, began, first = self.progress, time.monotonic(), self.progress.step
+        most = max(1, min(_LOOKED, int(_CHUNK / self.each))) if self.each else _LOOKED
         self.reports.phase(f"step {first + 1} of {progress.steps}")
         stop = min(
-            progress.steps,
-            progress.step + looked,
-            (progress.step // self.between + 1) * self.between,
+            progress.steps, first + most, (first // self.between + 1) * self.between
         )
         losses: list[mx.array] = []
         while progress.step < stop:
@@ -132,37 +122,34 @@ class TrainingLoop:
                 mx.eval(losses[-2])
             progress.step += 1
         mx.eval(losses, self.trainee.module.state, self.optimizer.state)
-        self.took["steps"] = time.monotonic() - began
-        self.took["step"] = self.took["steps"] / (stop - first)
-        progress.seconds += self.took["steps"]
+        self._steps_took = time.monotonic() - began
+        self.each = self._steps_took / len(losses)
+        progress.seconds += self._steps_took
         loss = float(mx.stack(losses).mean())
-        progress.losses.append((progress.step, round(loss, 5)))
+        progress.losses.append([progress.step, round(loss, 5)])
         self.reports.step(progress, loss)
 
     def _step(self) -> mx.array:
-        loss, gradients = self._gradients(self.progress.step * self.accumulate)
-        for more in range(1, self.accumulate):
-            gradient, added = self._gradients(
-                self.progress.step * self.accumulate + more
-            )
+        """Apply the mean gradients of a step's batches; return their mean loss."""
+        count = self.options.accumulate
+        first, scale = self.progress.step * count, 1 / count
+        loss, gradients = self.stepper.gradients(self.batches.batch(first))
+        for number in range(first + 1, first + count):
+            more, added = self.stepper.gradients(self.batches.batch(number))
             gradients = tree_map(mx.add, gradients, added)
-            loss = loss + gradient
+            loss = loss + more
             mx.eval(gradients, loss)
-        scale = 1 / self.accumulate
-        if self.accumulate > 1:
+        if count > 1:
             gradients = tree_map(lambda value: value * scale, gradients)
         self.stepper.apply(self.optimizer, gradients)
         return loss * scale
-
-    def _gradients(self, number: int) -> tuple[mx.array, Any]:
-        return self.stepper.gradients(self.batches.batch(number))
 
     def _evaluated(self) -> None:
         """Evaluate, write the draft if it has improved, and save the state."""
         progress, began = self.progress, time.monotonic()
         self.reports.phase(f"evaluation after step {progress.step}")
         result = self.evaluate()
-        self.took["evaluation"] = time.monotonic() - began
+        self._evaluation_took = time.monotonic() - began
         lengths = [each.length for each in result.values()]
         length = sum(lengths) / len(lengths)
         progress.history.append(
@@ -179,16 +166,11 @@ class TrainingLoop:
             self.keep()
         else:
             progress.stale += 1
-        stale = self.patience and progress.stale >= self.patience
+        stale = self.options.patience and progress.stale >= self.options.patience
         progress.done = bool(self._last or stale)
         self._save()
         self.reports.evaluated(progress)
 
     def _save(self) -> None:
-        save_state(
-            self.folder,
-            self.progress,
-            self.options,
-            self.trainee.module,
-            self.optimizer,
-        )
+        module = self.trainee.module
+        save_state(self.folder, self.progress, self.fixed, module, self.optimizer)

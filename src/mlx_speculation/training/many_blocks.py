@@ -16,6 +16,7 @@ import mlx.core as mx
 
 from mlx_speculation.models.dflash import DFlashAttention, DFlashHead, DFlashLayer
 from mlx_speculation.models.dflash.attention import by_head
+from mlx_speculation.training.unroll import recomputed
 
 
 class BlocksCache:
@@ -54,16 +55,11 @@ class _BlocksLayer(DFlashLayer):
     """DFlash's layer; the backward pass recomputes it if the cache asks for that."""
 
     def run(self, x: mx.array, context: mx.array, cache: Any) -> mx.array:
+        layer = super().run
         if not (isinstance(cache, BlocksCache) and cache.checkpoint):
-            return super().run(x, context, cache)
-
-        def one(parameters: Any, x: mx.array, context: mx.array) -> mx.array:
-            self.update(parameters)
-            return DFlashLayer.run(self, x, context, cache)
-
-        parameters = self.trainable_parameters()
-        out: mx.array = mx.checkpoint(one)(parameters, x, context)
-        self.update(parameters)
+            return layer(x, context, cache)
+        again = recomputed(self, lambda x, context: layer(x, context, cache))
+        out: mx.array = again(x, context)
         return out
 
 

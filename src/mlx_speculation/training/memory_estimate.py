@@ -5,90 +5,23 @@ gradient, two moments), and the arrays that the backward pass of a batch needs. 
 not been compared with the peak that mlx reports.
 """
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from mlx_speculation.environment import free_memory
 from mlx_speculation.errors import InvalidRequestError
+from mlx_speculation.models import logit_width
 from mlx_speculation.models.quantize import weight_bytes
 from mlx_speculation.training.kinds.trainee import Trainee
 from mlx_speculation.training.options import BLOCK_LAYERS, TrainOptions
 
 _SHARE = 0.9  # of the available memory may be used
 _GB = 1e9
-
-
-@dataclass(frozen=True, slots=True)
-class BatchShape:
-    """The sizes that determine the memory of a batch."""
-
-    tokens: int  # of a batch
-    slots: int  # of a row
-    dim: int  # the hidden size
-    heads: int  # of the drafter's attention
-    ids: int  # of the drafter's logits
-    vocab: int  # of the target's
-    depths: int  # tokens drafted from a slot
-    item: int  # bytes of a number
-    blocks: int | None = None  # in a row; None: not a block drafter
-    layers: int = 1  # of a block drafter
-
-    def bytes(self, checkpoint: bool) -> int:
-        """Return the bytes that the gradients of a batch need."""
-        teacher = self.tokens * (self.vocab + self.ids) * self.item
-        if self.blocks is not None:
-            return teacher + self._of_blocks(self.blocks, checkpoint)
-        # Logits and their gradient, scores and weights of attention, the layer's arrays
-        depth = self.tokens * (
-            2 * self.ids * self.item
-            + self.heads * self.slots * (4 + self.item)
-            + 24 * self.dim * self.item
-        )
-        kept = self.tokens * 6 * self.dim * self.item
-        stored = depth + self.depths * kept if checkpoint else self.depths * depth
-        return stored + teacher + depth
-
-    def _of_blocks(self, blocks: int, checkpoint: bool) -> int:
-        """Return the bytes that the layers and logits of a block drafter need."""
-        drafted = self.tokens // self.slots * blocks
-        # Logits of the drafter, their gradient, and logits of the teacher
-        logits = drafted * 3 * self.ids * self.item
-        rows = drafted * (self.depths + 1)
-        layer = rows * self.heads * self.slots * 3 * self.item
-        layer += (rows + self.tokens) * 24 * self.dim * self.item
-        if checkpoint:
-            return layer + logits + self.layers * rows * self.dim * self.item
-        return (self.layers + 1) * layer + self.depths * logits
-
-
-def shape_of(
-    options: TrainOptions,
-    trainee: Trainee,
-    config: Mapping[str, Any],
-    vocab: int,
-    depths: int,
-    item: int,
-) -> BatchShape:
-    """Return the sizes of a batch."""
-    dim = int(config.get("hidden_size") or 1024)
-    return BatchShape(
-        tokens=options.rows * options.slots,
-        slots=options.slots,
-        dim=dim,
-        heads=int(config.get("num_attention_heads") or max(1, dim // 64)),
-        ids=vocab if trainee.ids is None else trainee.ids.size,
-        vocab=vocab,
-        depths=depths,
-        item=item,
-        blocks=options.drafted_slots,
-        layers=options.draft_layers or BLOCK_LAYERS,
-    )
 
 
 @contextmanager
@@ -111,34 +44,33 @@ def memory_limit(gb: float | None) -> Iterator[None]:
 
 
 def choose_checkpoint(
+    options: TrainOptions,
     model: nn.Module,
-    trained: nn.Module,
-    shape: BatchShape,
-    wanted: bool,
-    limit: float | None = None,
+    trainee: Trainee,
+    config: Mapping[str, Any],
+    item: int,
 ) -> tuple[bool, int]:
     """Return whether to use gradient checkpointing, and the bytes that training needs.
 
     Args:
+        options: of the training.
         model: the target.
-        trained: the drafter.
-        shape: the sizes of a batch.
-        wanted: whether to use checkpointing even if the memory is enough without.
-        limit: the most memory to use, in 10^9 bytes; None: all that is available.
+        trainee: the drafter.
+        config: the target's config.json, or its `text_config`.
+        item: bytes of a number in the forward of the drafter.
 
     Raises:
         InvalidRequestError: the memory is not enough.
     """
-    fixed = weight_bytes(model) + 4 * trained_bytes(trained)
-    result = [available(), None if limit is None else int(limit * _GB)]
-    known = min((each for each in result if each is not None), default=None)
-    if known is None:
-        return wanted, fixed + shape.bytes(wanted)
-    most = _SHARE * known
-    choices = (True,) if wanted else (False, True)
-    needed = 0
-    for checkpoint in choices:
-        needed = fixed + shape.bytes(checkpoint)
+    weights: Any = tree_flatten(trainee.module.trainable_parameters())
+    fixed = weight_bytes(model) + sum(16 * value.size for _, value in weights)
+    limits = [] if options.memory_gb is None else [options.memory_gb * _GB]
+    if (free := free_memory()) is not None:
+        limits.append(free + mx.get_active_memory())
+    most = _SHARE * min(limits, default=float("inf"))
+    batch = _batch_bytes(options, logit_width(model), trainee, config, item)
+    for checkpoint in (True,) if options.checkpoint else (False, True):
+        needed = fixed + batch[checkpoint]
         if needed <= most:
             return checkpoint, needed
     raise InvalidRequestError(
@@ -148,21 +80,32 @@ def choose_checkpoint(
     )
 
 
-def trained_bytes(module: nn.Module) -> int:
-    """Return the bytes of the weights that are trained, as float32."""
-    flat: Any = tree_flatten(module.trainable_parameters())
-    return sum(4 * value.size for _, value in flat)
+def _batch_bytes(
+    options: TrainOptions,
+    width: int,
+    trainee: Trainee,
+    config: Mapping[str, Any],
+    item: int,
+) -> tuple[int, int]:
+    """Return the bytes for gradients of a batch, without checkpoints and with them.
 
-
-def available() -> int | None:
-    """Return the bytes of memory of the default device; None: unknown."""
-    if mx.default_device() == mx.gpu:
-        info = mx.device_info()
-        for key in ("max_recommended_working_set_size", "total_memory", "memory_size"):
-            if info.get(key):
-                return int(info[key])
-        return None
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return None
+    `width` is the number of the target's logits.
+    """
+    dim = int(config.get("hidden_size") or 1024)
+    heads = int(config.get("num_attention_heads") or max(1, dim // 64))
+    ids = width if trainee.ids is None else trainee.ids.size
+    depths, slots = trainee.depths(options.unrolled), options.slots
+    tokens = options.rows * slots
+    teacher = tokens * (width + ids) * item
+    if options.drafted_slots is None:
+        # Logits and their gradient, scores and weights of attention, the layer's arrays
+        depth = tokens * (2 * ids * item + heads * slots * (4 + item) + 24 * dim * item)
+        kept = tokens * 6 * dim * item
+        return teacher + (depths + 1) * depth, teacher + 2 * depth + depths * kept
+    drafted = options.rows * options.drafted_slots
+    # Logits of the drafter, their gradient, and logits of the teacher
+    logits = drafted * 3 * ids * item
+    rows, layers = drafted * (depths + 1), options.draft_layers or BLOCK_LAYERS
+    layer = rows * heads * slots * 3 * item + (rows + tokens) * 24 * dim * item
+    least = teacher + layer + logits + layers * rows * dim * item
+    return teacher + (layers + 1) * layer + depths * logits, least

@@ -13,6 +13,7 @@ If even the smallest training does not fit, the error names the minutes that it 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import mlx.nn as nn
 import numpy as np
@@ -20,16 +21,22 @@ import numpy as np
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.training.data.answers import write_answers
 from mlx_speculation.training.data.dialogues import Dialogue
-from mlx_speculation.training.data.row_batches import RowBatches
 from mlx_speculation.training.options import TrainOptions
 
 DATA, STEPS, EVALUATION = 0.35, 0.4, 0.06
 LEAST_STEPS = 50
 TRIAL = 0.05  # the share of the time that the next larger timed step may take
-SIZED = ("batch", "held_out", "answer_tokens", "rows", "slots", "accumulate")
 LEAST_DIALOGUES = 8  # in a reduced batch, and held out
-_SHORTEST = 32  # answers are not reduced to fewer tokens
 _NARROWEST = 64  # rows are not reduced to fewer slots
+_DATA_SIZES = ("held_out", "batch", "answer_tokens")  # in the order of reduction
+_STEP_SIZES = ("accumulate", "rows", "slots")
+_LEAST = {
+    "batch": LEAST_DIALOGUES,
+    "answer_tokens": 32,
+    "accumulate": 1,
+    "rows": 1,
+    "slots": _NARROWEST,
+}
 _FORWARD = 0.4  # time of a position in an evaluation, relative to a step
 
 # Shares of the minutes after timing. A batch of dialogues that would end after
@@ -39,8 +46,7 @@ DATA_SHARE, DATA_END, STEPS_END = 0.4, 0.5, 0.88
 _STEP_SHARE = 0.75  # of the remaining time goes to steps, the rest to evaluations
 _MOST_EVALUATIONS = 5  # of a training with limited minutes
 
-# Returns the seconds of an optimizer step over (rows, slots).
-TimeStep = Callable[[int, int], float]
+Sizes = dict[str, Any]  # options by name
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +75,8 @@ class Schedule:
     rates: Rates | None = None  # None: nothing was timed, or the training is resumed
     spent: float = 0.0  # seconds from `began` to the end of timing
 
-    def fit(self, options: TrainOptions, rates: Rates) -> TrainOptions:
-        """Store the rates, and return options that fit into the time.
+    def fit(self, options: TrainOptions, rates: Rates) -> Sizes:
+        """Store the rates, and return options to reduce so that the time suffices.
 
         Raises:
             InvalidRequestError: the minutes are too few for any training.
@@ -85,10 +91,10 @@ class Schedule:
             return None
         return self.began + self.spent + (60 * self.minutes - self.spent) * share
 
-    def is_over(self, share: float) -> bool:
-        """Return whether a share of the minutes has ended."""
+    def is_over(self, share: float, more: float = 0.0) -> bool:
+        """Return whether a share of the minutes ends before `more` seconds from now."""
         until = self.deadline(share)
-        return until is not None and time.monotonic() > until
+        return until is not None and time.monotonic() + more > until
 
     def running_out(self, share: float) -> Callable[[], bool]:
         """Return a function to call after each batch: is there no time for another?"""
@@ -96,10 +102,8 @@ class Schedule:
 
         def stop() -> bool:
             nonlocal last
-            now = time.monotonic()
-            took, last = now - last, now
-            until = self.deadline(share)
-            return until is not None and now + took > until
+            before, last = last, time.monotonic()
+            return self.is_over(share, last - before)
 
         return stop
 
@@ -121,16 +125,18 @@ class Schedule:
         chosen = list(held_out[: options.held_out])
         if self.rates is None or self.minutes is None:
             return chosen
-        count = evaluated(options, self.rates, 60 * self.minutes)
-        greedy = [each for each in chosen if not each.temperature]
-        sampled = [each for each in chosen if each.temperature]
+        each = _FORWARD * self.rates.position
+        each *= options.answer_tokens + options.prompt_tokens
+        count = max(LEAST_DIALOGUES, int(EVALUATION * 60 * self.minutes / each))
+        greedy = [one for one in chosen if not one.temperature]
+        sampled = [one for one in chosen if one.temperature]
         return [*greedy[: -(-count // 2)], *sampled[: max(1, count // 2)]]
 
 
 def sized(
     options: TrainOptions, rates: Rates, seconds: float, spent: float = 0.0
-) -> TrainOptions:
-    """Return options of a training that fits into `seconds`.
+) -> Sizes:
+    """Return options to reduce so that the training fits into `seconds`.
 
     Args:
         options: the requested options.
@@ -141,38 +147,47 @@ def sized(
     Raises:
         InvalidRequestError: not one step fits; names the minutes that are needed.
     """
-    data = _sized_data(options, rates, DATA * seconds)
-    step = _sized_step(options, rates, STEPS * seconds)
-    if data is None or step is None:
-        least = replace(
-            options, rows=1, accumulate=1, slots=min(options.slots, _NARROWEST)
-        )
-        shortest = replace(
-            options,
-            batch=min(LEAST_DIALOGUES, options.batch),
-            held_out=min(LEAST_DIALOGUES, options.held_out),
-            answer_tokens=min(_SHORTEST, options.answer_tokens),
-        )
-        needed = max(
-            step_seconds(least, rates) / STEPS, data_seconds(shortest, rates) / DATA
-        )
-        raise InvalidRequestError(
-            f"Of {(seconds + spent) / 60:.1f} minutes {max(0.0, seconds):.0f} s are "
-            f"left after {spent:.0f} s of loading, compiling and timing, and not one "
-            f"step fits: the smallest takes about {step_seconds(least, rates):.0f} s "
-            f"here, and its dialogues {data_seconds(shortest, rates):.0f} s. Pass "
-            f"--minutes {-(-(needed + spent) // 60):.0f} or more, or train on a faster "
-            "machine."
-        )
-    return replace(
-        options,
-        batch=data.batch,
-        held_out=data.held_out,
-        answer_tokens=data.answer_tokens,
-        rows=step.rows,
-        slots=step.slots,
-        accumulate=step.accumulate,
+    small = _reduced(
+        options, _DATA_SIZES, lambda now: data_seconds(now, rates) > DATA * seconds
     )
+    takes = 0.0
+    if options.steps is None:
+        small = _reduced(
+            small,
+            _STEP_SIZES,
+            lambda now: LEAST_STEPS * step_seconds(now, rates) > STEPS * seconds,
+        )
+        takes = step_seconds(small, rates)
+    if takes <= STEPS * seconds and data_seconds(small, rates) <= DATA * seconds:
+        sizes = {name: getattr(small, name) for name in (*_DATA_SIZES, *_STEP_SIZES)}
+        return {n: size for n, size in sizes.items() if size != getattr(options, n)}
+    least = _reduced(options, (*_DATA_SIZES, *_STEP_SIZES), lambda _: True)
+    step, data = step_seconds(least, rates), data_seconds(least, rates)
+    needed = max(step / STEPS, data / DATA) + spent
+    raise InvalidRequestError(
+        f"Of {(seconds + spent) / 60:.1f} minutes {max(0.0, seconds):.0f} s are "
+        f"left after {spent:.0f} s of loading, compiling and timing, and not one "
+        f"step fits: the smallest takes about {step:.0f} s here, and its dialogues "
+        f"{data:.0f} s. Pass --minutes {-(-needed // 60):.0f} or more, or train on a "
+        "faster machine."
+    )
+
+
+def _reduced(
+    options: TrainOptions,
+    names: Sequence[str],
+    takes_long: Callable[[TrainOptions], bool],
+) -> TrainOptions:
+    """Return options, those named halved in turn until the time suffices."""
+    while takes_long(options):
+        # Held-out batches smaller than the others would save little.
+        least = _LEAST | {"held_out": max(LEAST_DIALOGUES, 2 * options.batch)}
+        name = next((n for n in names if getattr(options, n) > least[n]), None)
+        if name is None:
+            break
+        half: Sizes = {name: max(least[name], getattr(options, name) // 2)}
+        options = replace(options, **half)
+    return options
 
 
 def data_seconds(options: TrainOptions, rates: Rates) -> float:
@@ -188,56 +203,13 @@ def step_seconds(options: TrainOptions, rates: Rates) -> float:
     return options.rows * options.slots * options.accumulate * rates.position
 
 
-def evaluated(options: TrainOptions, rates: Rates, seconds: float) -> int:
-    """Return the number of held-out dialogues that fit an evaluation, at least 8."""
-    length = options.answer_tokens + options.prompt_tokens
-    each = _FORWARD * rates.position * length
-    return min(options.held_out, max(LEAST_DIALOGUES, int(EVALUATION * seconds / each)))
-
-
-def _sized_data(
-    options: TrainOptions, rates: Rates, seconds: float
-) -> TrainOptions | None:
-    least = LEAST_DIALOGUES
-    while data_seconds(options, rates) > seconds:
-        if options.held_out > max(least, 2 * options.batch):
-            options = replace(options, held_out=max(least, options.held_out // 2))
-        elif options.batch > least:
-            batch = max(least, options.batch // 2)
-            held_out = min(options.held_out, 2 * batch)
-            options = replace(options, batch=batch, held_out=held_out)
-        elif options.answer_tokens > _SHORTEST:
-            most = max(_SHORTEST, options.answer_tokens // 2)
-            options = replace(options, answer_tokens=most)
-        else:
-            return None
-    return options
-
-
-def _sized_step(
-    options: TrainOptions, rates: Rates, seconds: float
-) -> TrainOptions | None:
-    if options.steps is not None:
-        return options
-    while LEAST_STEPS * step_seconds(options, rates) > seconds:
-        if options.accumulate > 1:
-            options = replace(options, accumulate=options.accumulate // 2)
-        elif options.rows > 1:
-            options = replace(options, rows=options.rows // 2)
-        elif options.slots > _NARROWEST:
-            options = replace(options, slots=max(_NARROWEST, options.slots // 2))
-        elif step_seconds(options, rates) <= seconds:
-            break
-        else:
-            return None
-    return options
-
-
-def position_seconds(run: TimeStep, rows: int, slots: int, most: float) -> float:
+def position_seconds(
+    run: Callable[[int, int], float], rows: int, slots: int, most: float
+) -> float:
     """Return the seconds of a step per slot, timed with steps of growing size.
 
     Args:
-        run: times a step.
+        run: returns the seconds of a step over rows and slots.
         rows: rows of the full step.
         slots: slots of each row of the full step.
         most: seconds. Timing ends if the next step would take longer than this, or if
@@ -256,38 +228,18 @@ def position_seconds(run: TimeStep, rows: int, slots: int, most: float) -> float
             return each
 
 
-def rates_of(model: nn.Module, position: float, batch: int) -> Rates:
-    """Return the rates: that of a position as given, those of tokens timed here."""
-    one, many = (token_seconds(model, count) for count in (1, batch))
-    return Rates(position, one, many, batch)
-
-
-def changed(options: TrainOptions, other: TrainOptions) -> dict[str, int]:
-    """Return the sizes of `other` that differ from those of `options`, by name."""
-    return {
-        name: getattr(other, name)
-        for name in SIZED
-        if getattr(other, name) != getattr(options, name)
-    }
-
-
 def token_seconds(model: nn.Module, batch: int) -> float:
     """Return the seconds to write one token of each of `batch` dialogues."""
     prompts = [[number % 7 + 1] * 4 for number in range(batch)]
-    taken = []
+    taken = 0.0
     for most in (2, 8):  # the first call compiles kernels
         began = time.monotonic()
         write_answers(model, prompts, most=most, temperature=0.8, ends=[], seed=0)
-        taken.append((time.monotonic() - began) / most)
-    return taken[-1]
+        taken = (time.monotonic() - began) / most
+    return taken
 
 
-def made_up_batches(
-    width: int, rows: int, slots: int, more: int, anchors: int | None, first: int
-) -> RowBatches:
-    """Return batches of random text, to time the steps of a shape."""
-    count = rows * slots + more + 1
+def made_up(width: int, count: int) -> Dialogue:
+    """Return random text of `count` ids below `width`, to time steps on."""
     tokens = np.random.default_rng(0).integers(0, width, count).astype(np.uint32)
-    text = Dialogue(tokens, np.ones(count, np.bool_), False, True, 0.8)
-    few = None if anchors is None else min(anchors, slots)
-    return RowBatches([text], rows, slots, more, 0, few, first)
+    return Dialogue(tokens, np.ones(count, np.bool_), False, True, 0.8)

@@ -7,7 +7,7 @@ A training resumed from them takes the same steps as one that was not interrupte
 """
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_speculation.errors import InvalidRequestError
-from mlx_speculation.json_files import JsonFlawError, load_json
+from mlx_speculation.json_files import JsonFlawError, load_json, write_json
 
 FORMAT = "mlx-speculation training 1"
 
@@ -26,16 +26,17 @@ FORMAT = "mlx-speculation training 1"
 class Progress:
     """Progress of a training."""
 
-    steps: int  # planned number of steps
-    dialogues: int  # number of dialogues to learn from
-    ids: list[int]  # the token ids of the draft; empty: all
+    steps: int = 0  # planned number of steps; 0: not known yet
+    dialogues: int = 0  # number of dialogues to learn from
+    # The token ids of the draft; empty: all
+    ids: list[int] = field(default_factory=list)
     step: int = 0  # number of steps taken
     # The greatest mean accepted length, and the step of its evaluation
     best: tuple[float, int] = (0.0, 0)
     stale: int = 0  # evaluations since the best one
     seconds: float = 0.0  # spent on steps
     # Step and mean loss, in order
-    losses: list[tuple[int, float]] = field(default_factory=list)
+    losses: list[list[float]] = field(default_factory=list)
     history: list[dict[str, Any]] = field(default_factory=list)  # evaluations, in order
     done: bool = False  # whether the training is complete
     # Options that were reduced so that the training fits its minutes
@@ -54,24 +55,15 @@ def save_state(
     The name of the file of weights contains the step. state.json names that file and is
     replaced atomically, so the two always belong together.
     """
-    tensors = {
-        **_flat("weights.", module.trainable_parameters()),
-        **_flat("optimizer.", optimizer.state),
-    }
+    weights = module.trainable_parameters()
+    flat: Any = tree_flatten({"weights": weights, "optimizer": optimizer.state})
     folder.mkdir(parents=True, exist_ok=True)
     name = f"state-{progress.step:07}.safetensors"
     partial = folder / f".partial-{name}"
-    mx.save_safetensors(str(partial), tensors)
+    mx.save_safetensors(str(partial), dict(flat))
     partial.replace(folder / name)
-    value = {
-        "format": FORMAT,
-        "weights": name,
-        "options": options,
-        "progress": {key: getattr(progress, key) for key in Progress.__slots__},
-    }
-    half = folder / ".partial-state.json"
-    half.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    half.replace(folder / "state.json")
+    head = {"format": FORMAT, "weights": name, "options": options}
+    write_json(folder / "state.json", head | {"progress": asdict(progress)})
     for other in folder.glob("state-*.safetensors"):
         if other.name != name:
             other.unlink()
@@ -87,20 +79,14 @@ def read_progress(folder: Path, options: dict[str, Any]) -> Progress | None:
     if value is None:
         return None
     before = value["options"]
-    changed = sorted(
-        name for name in options if before.get(name) != _plain(options[name])
-    )
-    if changed:
-        name = changed[0]
-        raise InvalidRequestError(
-            f"The training in {str(folder.parent)!r} began with {name} = "
-            f"{before.get(name)!r}, and now it is {options[name]!r}. Use the same "
-            "options, or another folder."
-        )
-    progress = value["progress"]
-    progress["best"] = tuple(progress["best"])
-    progress["losses"] = [tuple(each) for each in progress["losses"]]
-    return Progress(**progress)
+    for name, now in sorted(json.loads(json.dumps(options)).items()):
+        if before.get(name) != now:
+            raise InvalidRequestError(
+                f"The training in {str(folder.parent)!r} began with {name} = "
+                f"{before.get(name)!r}, and now it is {now!r}. Use the same "
+                "options, or another folder."
+            )
+    return Progress(**value["progress"])
 
 
 def load_state(folder: Path, module: nn.Module, optimizer: optim.Optimizer) -> None:
@@ -118,10 +104,10 @@ def load_state(folder: Path, module: nn.Module, optimizer: optim.Optimizer) -> N
             f"The state of the training in {str(folder)!r} cannot be read: {error}. "
             "Take the folder away, and begin again."
         ) from error
-    weights = _part("weights.", arrays)
-    module.update(tree_unflatten(weights))
+    state: Any = tree_unflatten(list(arrays.items()))
+    module.update(state["weights"])
     optimizer.init(module.trainable_parameters())
-    optimizer.state = tree_unflatten(_part("optimizer.", arrays))
+    optimizer.state = state["optimizer"]
     mx.eval(module.parameters(), optimizer.state)
 
 
@@ -140,21 +126,3 @@ def _read(folder: Path) -> dict[str, Any] | None:
             f"{str(file)!r} is no state of a training. Use another folder."
         )
     return value
-
-
-def _flat(begin: str, tree: Any) -> dict[str, mx.array]:
-    flat: Any = tree_flatten(tree)
-    return {begin + name: value for name, value in flat}
-
-
-def _part(begin: str, arrays: dict[str, mx.array]) -> list[tuple[str, mx.array]]:
-    return [
-        (name.removeprefix(begin), value)
-        for name, value in arrays.items()
-        if name.startswith(begin)
-    ]
-
-
-def _plain(value: Any) -> Any:
-    """Return a value as JSON would return it, such as a list for a tuple."""
-    return json.loads(json.dumps(value))

@@ -13,9 +13,10 @@ import mlx.optimizers as optim
 from mlx.utils import tree_map
 
 from mlx_speculation.training.data.row_batches import RowBatch, RowBatches
-from mlx_speculation.training.kinds.trainee import Recorded, Trainee, slots_of
+from mlx_speculation.training.kinds.trainee import Trainee
 from mlx_speculation.training.loss import Teacher, at_slots, distance
 from mlx_speculation.training.teacher import TargetModel
+from mlx_speculation.training.unroll import Recorded
 
 HARD = 0.1  # the weight in the loss of the likeliest token's term
 LEAST_RATE = 0.02  # the last learning rate, relative to the highest one
@@ -68,7 +69,7 @@ class TrainingStep:
         *,
         checkpoint: bool,
     ) -> None:
-        self._trainee, self._target = trainee, target
+        self._trainee, self.target = trainee, target
         self._depths, self._dtype, self._checkpoint = depths, dtype, checkpoint
         self._gradients = mx.value_and_grad(self._loss)
         if mx.default_device() == mx.gpu:  # compiling for a CPU takes a minute
@@ -78,20 +79,14 @@ class TrainingStep:
         """Return the loss of a batch, and its gradients by parameter, float32."""
         tokens, counts = mx.array(batch.tokens), mx.array(batch.counts)
         slots = None if batch.slots is None else mx.array(batch.slots)
-        lesson = self._target.lesson(tokens)
-        teacher = self._target.teacher(lesson.logits)
+        lesson = self.target.lesson(tokens)
+        teacher = self.target.teacher(lesson.logits)
         module = self._trainee.module
         parameters = module.trainable_parameters()
         inputs = [each.astype(self._dtype) for each in lesson.inputs]
         module.train()  # some kernels of a model have no gradients
         loss, gradients = self._gradients(
-            parameters,
-            inputs,
-            teacher.logits,
-            teacher.likeliest,
-            tokens,
-            counts,
-            slots,
+            parameters, inputs, teacher, tokens, counts, slots
         )
         module.eval()
         module.update(parameters)
@@ -126,15 +121,14 @@ class TrainingStep:
         self,
         parameters: Any,
         inputs: list[mx.array],
-        logits: mx.array,
-        likeliest: mx.array,
+        teacher: Teacher,
         tokens: mx.array,
         counts: mx.array,
         slots: mx.array | None,
     ) -> mx.array:
         trainee = self._trainee
-        teacher = Teacher(logits, likeliest)
-        every = slots_of(trainee, tokens, self._depths) if slots is None else slots
+        teacher = Teacher(*teacher)
+        every = trainee.slots(tokens, self._depths) if slots is None else slots
 
         def read(depth: int, result: mx.array) -> mx.array:
             after = depth + trainee.first - 1  # position i + after precedes the draft

@@ -13,15 +13,29 @@ keys of the earlier depths, and its mask selects those that a slot sees.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.models import llama
 
 from mlx_speculation.models.checkpoints import HeadOnTarget
 
 Made = TypeVar("Made")
 Read = Callable[[int, mx.array], Made]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recorded:
+    """Recorded text to draft from."""
+
+    inputs: list[mx.array]  # the result of `Trainee.read`, for at least all slots
+    tokens: mx.array  # ids [rows, slots + depths + first - 1]
+    depths: int  # tokens drafted from each slot
+    # Slots to draft from, int32 [rows, n]; None: all. Only block drafters get some.
+    slots: mx.array | None = None
+    checkpoint: bool = False  # whether the backward pass recomputes each depth
 
 
 class KeysValues(NamedTuple):
@@ -36,22 +50,25 @@ class UnrolledCache:
 
     Args:
         past: the layer's keys and values of the earlier depths.
+
+    Attributes:
+        newest: those of this depth; None: not written yet.
     """
 
     def __init__(self, past: Sequence[KeysValues]) -> None:
-        self._past = tuple(past)
+        self.past = tuple(past)
         self.newest: KeysValues | None = None
 
     @property
     def offset(self) -> int:
         """The position of slot 0."""
-        return len(self._past)
+        return len(self.past)
 
     def make_mask(
         self, n: int, return_array: bool = False, window_size: int | None = None
     ) -> Any:
         """Return the mask for `update_and_fetch`, bool [n, keys], or "causal"."""
-        if not self._past and not return_array and window_size is None:
+        if not self.past and not return_array and window_size is None:
             return "causal"
         slots = mx.arange(n)
         distance = slots[:, None] - slots[None]
@@ -65,53 +82,35 @@ class UnrolledCache:
     ) -> tuple[mx.array, mx.array]:
         """Store this depth's keys and values; return those of all depths, joined."""
         self.newest = KeysValues(keys, values)
-        every = (*self._past, self.newest)
+        every = (*self.past, self.newest)
         return (
             mx.concatenate([each.keys for each in every], axis=2),
             mx.concatenate([each.values for each in every], axis=2),
         )
 
-    def attend(self, queries: mx.array, newest: KeysValues, scale: float) -> mx.array:
-        """Store this depth's keys and values; return attention as with `make_mask`.
-
-        At later depths each slot meets its own key only, so products that the mask
-        would discard are computed at depth 0 alone. At six depths this takes a third of
-        the work of attention with the full mask.
-
-        Args:
-            queries: [rows, heads, slots, size].
-            newest: the keys and values of this depth.
-            scale: the factor of the products.
-        """
-        self.newest = newest
-        if not self._past:
-            return mx.fast.scaled_dot_product_attention(
-                queries, *newest, scale=scale, mask="causal"
-            )
-        first, *later = (*self._past, newest)
-        return _split_attention(queries, first, later, scale)
-
 
 class _SplitAttention(llama.Attention):
-    """Llama's attention; an `UnrolledCache` computes its products."""
+    """Llama's attention, which skips products that an `UnrolledCache` masks.
+
+    At later depths each slot meets its own key only. At six depths this takes a third
+    of the work of attention with the full mask.
+    """
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-        if not isinstance(cache, UnrolledCache):
-            plain: mx.array = super().__call__(x, mask, cache)
-            return plain
         queries, keys, values = (
             made.reshape(*x.shape[:2], -1, self.head_dim).swapaxes(1, 2)
             for made in (self.q_proj(x), self.k_proj(x), self.v_proj(x))
         )
         queries = self.rope(queries, offset=cache.offset)
-        newest = KeysValues(self.rope(keys, offset=cache.offset), values)
-        result = cache.attend(queries, newest, self.scale).swapaxes(1, 2)
-        out: mx.array = self.o_proj(result.reshape(*x.shape[:2], -1))
+        cache.newest = KeysValues(self.rope(keys, offset=cache.offset), values)
+        every = [*cache.past, cache.newest]
+        result = _split_attention(queries, every[0], every[1:], self.scale)
+        out: mx.array = self.o_proj(result.swapaxes(1, 2).reshape(*x.shape[:2], -1))
         return out
 
 
 def attend_split(attention: llama.Attention) -> None:
-    """Make an attention skip masked products when it is called with `UnrolledCache`."""
+    """Make an attention skip masked products; it then takes an `UnrolledCache` only."""
     assert type(attention) is llama.Attention
     attention.__class__ = _SplitAttention
 
@@ -120,6 +119,10 @@ def _split_attention(
     queries: mx.array, first: KeysValues, later: Sequence[KeysValues], scale: float
 ) -> mx.array:
     """Let slot i attend to slots 0 to i of depth 0, and to slot i of later depths."""
+    if not later:
+        return mx.fast.scaled_dot_product_attention(
+            queries, *first, scale=scale, mask="causal"
+        )
     rows, heads, n, size = queries.shape
     kv_heads = first.keys.shape[1]
     grouped = queries.reshape(rows, kv_heads, heads // kv_heads, n, size)
@@ -143,27 +146,40 @@ def _split_attention(
     return out.reshape(rows, heads, n, -1)
 
 
+def recomputed(module: nn.Module, act: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function with the inner arrays of which the backward pass starts anew.
+
+    Args:
+        module: the module whose weights are used.
+        act: takes and returns arrays.
+    """
+
+    @mx.checkpoint
+    def one(parameters: Any, *arrays: Any) -> Any:
+        module.update(parameters)
+        return act(*arrays)
+
+    def run(*arrays: Any) -> Any:
+        parameters = module.trainable_parameters()
+        result = one(parameters, *arrays)
+        module.update(parameters)
+        return result
+
+    return run
+
+
 def unroll(
-    model: HeadOnTarget,
-    hidden: mx.array,
-    tokens: mx.array,
-    depths: int,
-    read: Read[Made],
-    *,
-    checkpoint: bool = False,
+    model: HeadOnTarget, hidden: mx.array, text: Recorded, read: Read[Made]
 ) -> list[Made]:
     """Run a head over recorded text, as if it drafted from every slot.
 
     Args:
         model: the head on its target.
         hidden: the states that slots read at depth 0, [rows, slots, dim].
-        tokens: ids [rows, slots + depths - 1] or more; column 0 is token 1 of the text.
-            Slot i at depth d reads column i + d.
-        depths: tokens to draft; at most the number of layers of a chained head.
+        text: the text; a chained head has at least `text.depths` layers. Slot i at
+            depth d reads token i + 1 + d.
         read: called with each depth, from 0, and its logits [rows, slots, vocab];
-            returns the part to keep, which must be arrays with `checkpoint`.
-        checkpoint: whether the backward pass recomputes each depth, and so holds the
-            inner arrays of one depth only.
+            returns the part to keep, which must be arrays with `text.checkpoint`.
 
     Returns:
         The results of `read`, by depth.
@@ -172,26 +188,23 @@ def unroll(
     n, chained = hidden.shape[1], head.chained
     past: list[list[KeysValues]] = [[] for _ in head.new_caches()[0]]
     result = []
-    for depth in range(depths):
+    for depth in range(text.depths):
         if chained:  # each layer has a cache of its own
             past = [[] for _ in head.new_caches()[depth]]
 
         def one(
-            parameters: Any, hidden: mx.array, past: Any, depth: int = depth
+            hidden: mx.array, past: Any, depth: int = depth
         ) -> tuple[mx.array, list[KeysValues], Any]:
-            head.update(parameters)
             caches = [
                 UnrolledCache([KeysValues(*kv) for kv in layers]) for layers in past
             ]
-            given = tokens[:, depth : depth + n]
+            given = text.tokens[:, 1 + depth : 1 + depth + n]
             out = model.rows(hidden, given, caches, depth if chained else 0)
             written = [cache.newest for cache in caches if cache.newest is not None]
             return out.recycled, written, read(depth, out.logits)
 
-        parameters = head.trainable_parameters()
-        run = mx.checkpoint(one) if checkpoint else one
-        hidden, written, made = run(parameters, hidden, past)
-        head.update(parameters)
+        run = recomputed(head, one) if text.checkpoint else one
+        hidden, written, made = run(hidden, past)
         result.append(made)
         for earlier, newest in zip(past, written, strict=True):
             earlier.append(newest)

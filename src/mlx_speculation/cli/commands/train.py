@@ -29,7 +29,7 @@ _ENDED = {
 
 if TYPE_CHECKING:
     from mlx_speculation.training.loop import Reports
-    from mlx_speculation.training.reports import TrainingResult
+    from mlx_speculation.training.training_run import TrainingResult
 
 
 def train(

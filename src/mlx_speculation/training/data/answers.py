@@ -6,8 +6,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator
+from mlx_lm.sample_utils import make_sampler
 
-Report = Callable[[int, int], None]  # called with the number done and the total
 LEAST = 16  # the fewest tokens of a cut answer; fewer could not evaluate a draft
 
 
@@ -21,16 +21,16 @@ def write_answers(
     seed: int,  # of the random numbers
     # Drops tokens whose probability is below this share of the greatest probability
     min_p: float = 0.0,
-    report: Report | None = None,  # called with the number of answers that have ended
     # Called after each token from `LEAST` on; True cuts the answers at this length
     stop: Callable[[], bool] = lambda: False,
 ) -> list[list[int]]:
     """Return the target's continuation of each prompt."""
+    mx.random.seed(seed)
     generator = BatchGenerator(
         model,
         max_tokens=most,
         stop_tokens=[[end] for end in ends],
-        sampler=_sampler(temperature, min_p, seed),
+        sampler=make_sampler(temperature, min_p=min_p),
         completion_batch_size=len(prompts),
         prefill_batch_size=len(prompts),
     )
@@ -42,31 +42,11 @@ def write_answers(
             for each in generator.next_generated():
                 result[each.uid].append(each.token)
                 ended += each.finish_reason is not None
-            if report is not None:
-                report(ended, len(prompts))
             if max(map(len, result.values())) >= LEAST and stop():
                 break
     finally:
         generator.close()
     return list(result.values())
-
-
-def _sampler(temperature: float, min_p: float, seed: int) -> Callable[..., mx.array]:
-    """Return a sampler with random numbers of its own."""
-    key = mx.random.key(seed)
-
-    def sample(logprobs: mx.array) -> mx.array:
-        nonlocal key
-        if temperature == 0:
-            return mx.argmax(logprobs, axis=-1)
-        key, drawn = mx.random.split(key)
-        if min_p:
-            best = logprobs.max(axis=-1, keepdims=True)
-            least = best + mx.log(mx.array(min_p, logprobs.dtype))
-            logprobs = mx.where(logprobs < least, -mx.inf, logprobs)
-        return mx.random.categorical(logprobs * (1 / temperature), key=drawn)
-
-    return sample
 
 
 def end_ids(tokenizer: Any) -> list[int]:

@@ -6,7 +6,7 @@ resumed run continues with the same texts.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import mlx.nn as nn
@@ -14,7 +14,7 @@ import numpy as np
 
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.interrupts import DeferredSignals
-from mlx_speculation.training.data.answers import Report, end_ids, write_answers
+from mlx_speculation.training.data.answers import end_ids, write_answers
 from mlx_speculation.training.data.dialogues import Dialogue, Dialogues
 from mlx_speculation.training.data.own_prompts import write_prompts
 from mlx_speculation.training.data.prompts import Messages
@@ -44,7 +44,8 @@ class Collector:
     def fill(
         self,
         dialogues: Dialogues,  # the file to fill
-        report: Report,  # called with the number of dialogues, and the number wanted
+        # Called with the number of dialogues, and the number wanted
+        report: Callable[[int, int], None],
         # Called before each batch to learn from but the first; True ends the collection
         stop: Callable[[], bool] = lambda: False,
         # Called while answers are written; True cuts them
@@ -60,12 +61,15 @@ class Collector:
         fruitless = 0
         while True:
             held_out, count = self._next(dialogues)
-            if not count or (not held_out and dialogues.training and stop()):
+            learns = held_out is None
+            if not count or (learns and dialogues.training and stop()):
                 return
             report(len(dialogues.all), wanted)
-            more, used = self._batch(dialogues, held_out, count, report)
+            more, used = self._batch(dialogues, held_out, count)
             with DeferredSignals():
                 dialogues.add(more, used)
+            done = len(dialogues.all)
+            report(done, max(wanted, done))
             fruitless = 0 if more else fruitless + 1
             if fruitless == _FRUITLESS:
                 raise InvalidRequestError(
@@ -73,68 +77,64 @@ class Collector:
                     "has a few tokens. Pass a file of prompts."
                 )
 
-    def _next(self, dialogues: Dialogues) -> tuple[bool, int]:
-        """Return whether the next batch is held out, and its number of dialogues."""
+    def _next(self, dialogues: Dialogues) -> tuple[float | None, int]:
+        """Return the temperature of a held-out batch or None, and its dialogues."""
         most = self._options.batch
         if self._options.own_share == 0:
             most = min(most, len(self._prompts) - dialogues.used)
         half = -(-self._options.held_out // 2)
-        held_out = dialogues.held_out
         for temperature in TEMPERATURES:
-            missing = half - sum(each.temperature == temperature for each in held_out)
+            temperatures = [each.temperature for each in dialogues.held_out]
+            missing = half - temperatures.count(temperature)
             if missing > 0 and most > 0:
-                return True, min(most, missing)
+                return temperature, min(most, missing)
         missing = self._options.dialogues - len(dialogues.training)
-        return False, max(0, min(most, missing))
+        return None, max(0, min(most, missing))
 
     def _batch(
-        self, dialogues: Dialogues, held_out: bool, count: int, report: Report
+        self, dialogues: Dialogues, held_out: float | None, count: int
     ) -> tuple[list[Dialogue], int]:
-        """Return a batch of dialogues, and the number of prompts of the file used."""
-        number = dialogues.batches
-        temperature = TEMPERATURES[number % 2]
-        if held_out:
-            greedy = sum(each.temperature == 0 for each in dialogues.held_out)
-            temperature = TEMPERATURES[greedy >= -(-self._options.held_out // 2)]
-        seed = (self._options.seed << 20) + number
-        own_count = round(count * self._options.own_share)
+        """Return a batch of dialogues, and the number of prompts of the file used.
+
+        `held_out` is the temperature of a held-out batch, or None.
+        """
+        number, options = dialogues.batches, self._options
+        temperature = TEMPERATURES[number % 2] if held_out is None else held_out
+        seed = (options.seed << 20) + number
+        own_count = round(count * options.own_share)
+        used = count - own_count
         prompts: list[list[int]] = []
         if own_count:
             prompts = write_prompts(
                 self._model,
                 self._tokenizer,
                 own_count,
-                most=self._options.prompt_tokens,
+                most=options.prompt_tokens,
                 seed=seed,
             )
-        done = len(dialogues.all)
-        result = [
-            self._dialogue(prompt, answer, held_out, True, temperature)
-            for prompt, answer in zip(
-                prompts, self._answers(prompts, temperature, seed + 1), strict=True
-            )
-        ]
-        used = count - own_count
-        taken = [
-            self._prompts[(dialogues.used + i) % len(self._prompts)]
-            for i in range(used)
-        ]
-        result += self._conversations(taken, held_out, temperature, seed)
-        wanted = self._options.dialogues + self._options.held_out
-        report(done + len(result), max(wanted, done + len(result)))
+        answers = self._answers(prompts, temperature, seed + 1)
+        whole = held_out is None  # prompts of the target's own are learned too
+        pairs = zip(prompts, answers, [True] * len(prompts), strict=True)
+        made = [*pairs, *self._conversations(dialogues.used, used, temperature, seed)]
+        result = []
+        for prompt, answer, by_target in made:
+            tokens = np.array([*prompt, *answer], np.uint32)
+            begin = 0 if by_target and whole else len(prompt)
+            counts = np.arange(len(tokens)) >= begin
+            result.append(Dialogue(tokens, counts, not whole, by_target, temperature))
         return result, used
 
     def _conversations(
-        self,
-        conversations: Sequence[Messages],
-        held_out: bool,
-        temperature: float,
-        seed: int,
-    ) -> list[Dialogue]:
-        """Answer conversations turn by turn; each turn is a dialogue of its own."""
-        result = []
-        histories: list[Messages] = [[] for _ in conversations]
-        remaining = [list(messages) for messages in conversations]
+        self, first: int, count: int, temperature: float, seed: int
+    ) -> Iterator[tuple[list[int], list[int], bool]]:
+        """Answer conversations of the file turn by turn.
+
+        Yields:
+            Prompt and answer of each turn, and False: the prompt is of the file.
+        """
+        taken = [self._prompts[(first + i) % len(self._prompts)] for i in range(count)]
+        histories: list[Messages] = [[] for _ in taken]
+        remaining = [list(messages) for messages in taken]
         turn = 0
         while any(remaining):
             for history, rest in zip(histories, remaining, strict=True):
@@ -142,21 +142,17 @@ class Collector:
                     history.append(rest.pop(0))
                     if history[-1]["role"] == "user":
                         break
-            live = [
-                h for h in histories if h and h[-1]["role"] == "user"
-            ]  # the rest have ended
+            # The rest have ended.
+            live = [each for each in histories if each and each[-1]["role"] == "user"]
             prompts = [self._encoded(history) for history in live]
             answers = self._answers(prompts, temperature, seed + 2 + turn)
             for history, prompt, answer in zip(live, prompts, answers, strict=True):
-                result.append(
-                    self._dialogue(prompt, answer, held_out, False, temperature)
-                )
+                yield prompt, answer, False
                 text = self._tokenizer.decode(
                     [token for token in answer if token not in self._ends]
                 )
                 history.append({"role": "assistant", "content": text})
             turn += 1
-        return result
 
     def _encoded(self, messages: Messages) -> list[int]:
         tokenizer = self._tokenizer
@@ -182,17 +178,3 @@ class Collector:
             seed=seed,
             stop=self._cut,
         )
-
-    def _dialogue(
-        self,
-        prompt: Sequence[int],
-        answer: Sequence[int],
-        held_out: bool,
-        own_prompt: bool,
-        temperature: float,
-    ) -> Dialogue:
-        tokens = np.array([*prompt, *answer], np.uint32)
-        counts = np.arange(len(tokens)) >= (
-            0 if own_prompt and not held_out else len(prompt)
-        )
-        return Dialogue(tokens, counts, held_out, own_prompt, temperature)

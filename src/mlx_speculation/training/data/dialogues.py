@@ -120,21 +120,15 @@ class Dialogues:
         self._save()
 
     def _save(self) -> None:
-        ends = np.cumsum([len(each.tokens) for each in self.dialogues])
+        every = self.dialogues
         arrays = {
-            "tokens": np.concatenate([each.tokens for each in self.dialogues]),
-            "counts": np.concatenate([each.counts for each in self.dialogues]),
-            "ends": ends.astype(np.int64),
-            "held": np.array([each.evaluates for each in self.dialogues]),
-            "own": np.array([each.own_prompt for each in self.dialogues]),
+            "tokens": np.concatenate([each.tokens for each in every]),
+            "counts": np.concatenate([each.counts for each in every]).astype(np.uint8),
+            "ends": np.cumsum([len(each.tokens) for each in every], dtype=np.int64),
+            "held": np.array([each.evaluates for each in every], np.uint8),
+            "own": np.array([each.own_prompt for each in every], np.uint8),
+            "temperature": np.array([each.temperature for each in every], np.float32),
         }
-        arrays = {
-            name: value.astype(np.uint8) if value.dtype == np.bool_ else value
-            for name, value in arrays.items()
-        }
-        arrays["temperature"] = np.array(
-            [each.temperature for each in self.dialogues], np.float32
-        )
         metadata = {
             "format": FORMAT,
             "target": self.target,
@@ -148,17 +142,17 @@ class Dialogues:
 
 
 def _parted(tensors: dict[str, Any]) -> list[Dialogue]:
-    result, begin = [], 0
-    for number, end in enumerate(tensors["ends"].tolist()):
-        result.append(
-            Dialogue(
-                tensors["tokens"][begin:end],
-                tensors["counts"][begin:end].astype(np.bool_),
-                bool(tensors["held"][number]),
-                bool(tensors["own"][number]),
-                # Rounded, since 0.8 differs in float32
-                round(float(tensors["temperature"][number]), 6),
-            )
+    ends = tensors["ends"].tolist()
+    columns = (tensors[name].tolist() for name in ("held", "own", "temperature"))
+    return [
+        Dialogue(
+            tensors["tokens"][begin:end],
+            tensors["counts"][begin:end].astype(np.bool_),
+            bool(evaluates),
+            bool(own_prompt),
+            round(temperature, 6),  # since 0.8 differs in float32
         )
-        begin = end
-    return result
+        for begin, end, evaluates, own_prompt, temperature in zip(
+            [0, *ends[:-1]], ends, *columns, strict=True
+        )
+    ]

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mlx_speculation.training.data.answers import end_ids
 from mlx_speculation.training.data.dialogues import Dialogue
 
 _MOST_SPECIAL = 256
@@ -33,7 +34,7 @@ def choose_ids(
 
 def needed_ids(tokenizer: Any) -> list[int]:
     """Return ids that every draft needs: ends, white space, digits, special tokens."""
-    result = [int(end) for end in tokenizer.eos_token_ids if end is not None]
+    result = end_ids(tokenizer)
     for text in ("\n", "\n\n", " ", *"0123456789"):
         result += tokenizer.encode(text, add_special_tokens=False)[:1]
     added = sorted(getattr(tokenizer, "added_tokens_decoder", {}))

@@ -5,8 +5,6 @@ words of a request, and continues with text like that of users in its training d
 """
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.nn as nn
@@ -76,23 +74,16 @@ SEEDS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """Tokens around a user's text."""
+def frame_of(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Return the tokens that a chat template puts before and after a user's text.
 
-    before: tuple[int, ...]  # token ids; without a template those that begin a text
-    after: tuple[int, ...]  # token ids up to the start of the answer
-
-
-def frame_of(tokenizer: Any) -> Frame:
-    """Return the tokens that a chat template puts around a user's text.
+    Without a template the first ones are those that begin a text.
 
     Raises:
         InvalidRequestError: the template does not repeat the text unchanged.
     """
     if not getattr(tokenizer, "has_chat_template", False):
-        begin = tokenizer.encode("")
-        return Frame(tuple(begin) or tuple(end_ids(tokenizer)[:1]), ())
+        return list(tokenizer.encode("")) or end_ids(tokenizer)[:1], []
     whole = tokenizer.apply_chat_template(
         [{"role": "user", "content": _MARK}], tokenize=False, add_generation_prompt=True
     )
@@ -102,8 +93,11 @@ def frame_of(tokenizer: Any) -> Frame:
             "The chat template does not repeat a user's text as it is, so the target "
             "cannot write prompts itself. Pass a file of prompts."
         )
-    ids = [tokenizer.encode(part, add_special_tokens=False) for part in (before, after)]
-    return Frame(tuple(ids[0]), tuple(ids[1]))
+    first, last = (
+        list(tokenizer.encode(part, add_special_tokens=False))
+        for part in (before, after)
+    )
+    return first, last
 
 
 def write_prompts(
@@ -123,18 +117,18 @@ def write_prompts(
     Raises:
         InvalidRequestError: the tokenizer has no token that could begin a prompt.
     """
-    frame, draw = frame_of(tokenizer), random.Random(seed)
+    (before, after), draw = frame_of(tokenizer), random.Random(seed)
     beginnings = [
         tokenizer.encode(draw.choice(SEEDS), add_special_tokens=False)
         for _ in range(count)
     ]
-    starts = [[*frame.before, *words] for words in beginnings]
+    starts = [[*before, *words] for words in beginnings]
     if not all(starts):
         raise InvalidRequestError(
             "The tokenizer has neither a chat template nor a token that begins a text, "
             "so the target cannot write prompts itself. Pass a file of prompts."
         )
-    ends = sorted({*end_ids(tokenizer), *frame.after[:1]})
+    ends = sorted({*end_ids(tokenizer), *after[:1]})
     written = write_answers(
         model,
         starts,
@@ -146,12 +140,8 @@ def write_prompts(
     )
     result: dict[tuple[int, ...], None] = {}
     for words, more in zip(beginnings, written, strict=True):
-        text = [*words, *_without(more, ends)]
+        # Only the last token can be an end.
+        text = [*words, *(token for token in more if token not in ends)]
         if len(text) >= _SHORTEST:
-            result[(*frame.before, *text, *frame.after)] = None
+            result[(*before, *text, *after)] = None
     return [list(each) for each in result]
-
-
-def _without(tokens: Sequence[int], ends: Sequence[int]) -> Sequence[int]:
-    """Return tokens without a last token that is in `ends`."""
-    return tokens[:-1] if tokens and tokens[-1] in ends else tokens

@@ -9,120 +9,100 @@ A drafter of some ids has its own output layer, which is trained. A drafter of a
 uses the target's output layer. Both use the target's embedding.
 """
 
-from collections.abc import Sequence
 from math import exp
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_speculation.errors import InvalidRequestError
-from mlx_speculation.models import HiddenStates, States, find_parts, logit_width
+from mlx_speculation.models import States, find_parts, logit_width
 from mlx_speculation.models.checkpoints.joined_head import OwnEnds
 from mlx_speculation.models.config_json import text_config
 from mlx_speculation.models.dflash import DFlash, DFlashHead
 from mlx_speculation.models.dflash.config import read_settings as read_dflash
 from mlx_speculation.models.dspark import DSparkHead
 from mlx_speculation.models.dspark.config import read_settings as read_dspark
-from mlx_speculation.training.kinds.new_head import SPREAD, begin_head, layer_sizes
-from mlx_speculation.training.kinds.packing import id_tensors, packed, write_draft
-from mlx_speculation.training.kinds.trainee import Recorded
+from mlx_speculation.training.kinds.new_head import (
+    SPREAD,
+    NewHead,
+    begin_head,
+    layer_sizes,
+)
 from mlx_speculation.training.many_blocks import BlocksCache, run_many_blocks
-from mlx_speculation.training.unroll import Made, Read
+from mlx_speculation.training.options import BLOCK, BLOCK_LAYERS, RANK, TrainOptions
+from mlx_speculation.training.unroll import Made, Read, Recorded, recomputed
 
-BlockKind = Literal["dflash", "dspark"]
 _ARCHITECTURES = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel"}
 _READ = 5  # layers of the target that a drafter reads by default
 _AT_ONCE = 128  # blocks of a row in a forward without gradients
 
 
-class BlockTrainee:
+class BlockTrainee(NewHead):
     """A block drafter in training.
 
     Args:
-        kind: "dflash" or "dspark".
+        options: the kind, the sizes of the drafter and its blocks, the seed.
         model: the target.
         config: the content of the target's config.json.
         ids: the token ids to draft, in order; None: all, with the target's output.
         mask: the id of mask tokens.
-        block: tokens of a block, the anchor included.
-        count: the number of decoder layers.
-        rank: the rank of DSpark's Markov head; DFlash ignores it.
-        layers: the layers of the target to read; None: the usual five.
-        seed: the seed of the random initial weights.
 
     Raises:
         UnsupportedModelError: the layers, entry or norm of the target were not found.
         InvalidRequestError: the target has no such layer.
     """
 
-    first = 2
-
     def __init__(
         self,
-        kind: BlockKind,
+        options: TrainOptions,
         model: nn.Module,
         config: dict[str, Any],
         ids: NDArray[np.int64] | None,
-        *,
         mask: int,
-        block: int,
-        count: int,
-        rank: int,
-        layers: Sequence[int] | None,
-        seed: int,
     ) -> None:
         parts = find_parts(model)
         parts.require("layers", "norm", "entry")
-        trunk = len(parts.layers)
-        taken = usual_layers(trunk) if layers is None else sorted(layers)
-        if len(set(taken)) < len(taken) or not taken:
-            raise InvalidRequestError(
-                f"layers are {list(taken)}, and different ones are needed."
-            )
-        self.taps = HiddenStates(model, layers=taken, after_norm=True)
-        self.kind: str = kind
-        self._ids, self._width = ids, logit_width(model)
-        self.ids = None if ids is None else mx.array(ids.astype(np.uint32))
-        extra: dict[str, Any] = {"mask_token_id": mask, "target_layer_ids": list(taken)}
-        if kind == "dspark":
+        trunk, layers = len(parts.layers), options.layers
+        taken = usual_layers(trunk) if layers is None else layers
+        super().__init__(model, ids, taken, after_norm=True)
+        self.kind, width = options.kind, logit_width(model)
+        count, block = options.draft_layers or BLOCK_LAYERS, options.block or BLOCK
+        extra = {"mask_token_id": mask, "target_layer_ids": list(self.layers)}
+        if self.kind == "dspark":
             extra |= {
                 "projector_type": "dspark",
-                "markov_rank": rank,
+                "markov_rank": options.markov_rank or RANK,
                 "markov_head_type": "vanilla",
                 "sample_from_anchor": True,
             }
         self._config = layer_sizes(text_config(config), parts.dim) | {
-            "architectures": [_ARCHITECTURES[kind]],
+            "architectures": [_ARCHITECTURES[self.kind]],
             "model_type": "qwen3",
             "num_hidden_layers": count,
             "layer_types": ["full_attention"] * count,
             "num_target_layers": trunk,
             "block_size": block,
-            "vocab_size": self._width,
+            "vocab_size": width,
             "dflash_config": extra,
         }
-        if ids is not None:
-            self._config["draft_vocab_size"] = len(ids)
-        self.module = self._made(len(taken) * parts.dim)
+        size = None if ids is None else len(ids)
+        if size is not None:
+            self._config["draft_vocab_size"] = size
+        wide, ends = len(self.layers) * parts.dim, OwnEnds(self.ids, size)
+        if self.kind == "dflash":
+            self.module = DFlashHead(read_dflash(self._config), wide, ends)
+        else:
+            settings = read_dspark(self._config)
+            self.module = DSparkHead(settings, wide, ends, width, size or width)
         run_many_blocks(self.module)
-        begin_head(self.module, self.taps, self.ids, seed)
+        begin_head(self.module, self.taps, self.ids, options.seed)
         begin_near(self.module)
-        self.dflash = DFlash(self.module, self.taps, taken)
-        self.most: int | None = self.module.depth
+        self.dflash = DFlash(self.module, self.taps, self.layers)
+        self.most = self.module.depth
         # DFlash weighs depth d with exp(-d / gamma), where gamma is half a block.
         self.fading = exp(-2 / block)
-
-    def _made(self, width: int) -> DFlashHead:
-        ends = OwnEnds(self.ids, None if self.ids is None else self.ids.size)
-        if self.kind == "dflash":
-            return DFlashHead(read_dflash(self._config), width, ends)
-        columns = ends.output or self._width
-        settings = read_dspark(self._config)
-        return DSparkHead(settings, width, ends, self._width, columns)
 
     def read(self, states: States) -> list[mx.array]:
         """Return the outputs of the layers that the drafter reads."""
@@ -134,31 +114,26 @@ class BlockTrainee:
         The Markov head reads recorded tokens and not drafts.
         """
         head, tokens, depths = self.module, text.tokens, text.depths
-        n, checkpoint = tokens.shape[1] - depths - 1, text.checkpoint
+        n, checkpoint, slots = self.slots(tokens, depths), text.checkpoint, text.slots
         context = head.joined([each[:, :n] for each in text.inputs])
-        if text.slots is None:
-            every = mx.broadcast_to(mx.arange(n), (len(tokens), n))
-            parts = []
+        if slots is None:
+            slots, parts = mx.broadcast_to(mx.arange(n), (len(tokens), n)), []
             for begin in range(0, n, _AT_ONCE):
-                some = every[:, begin : begin + _AT_ONCE]
+                some = slots[:, begin : begin + _AT_ONCE]
                 parts.append(self._states(context, tokens, some, depths, False))
                 mx.eval(parts[-1])
-            states, slots = mx.concatenate(parts, axis=1), every
+            states = mx.concatenate(parts, axis=1)
         else:
-            slots = text.slots
             states = self._states(context, tokens, slots, depths, checkpoint)
-        parameters = head.trainable_parameters()
         result = []
         for depth in range(depths):
 
-            def one(parameters: Any, states: mx.array, depth: int = depth) -> Made:
-                head.update(parameters)
+            def one(states: mx.array, depth: int = depth) -> Made:
                 before = mx.take_along_axis(tokens, slots + 1 + depth, axis=1)
                 return read(depth, self._logits(states, before))
 
-            made = mx.checkpoint(one) if checkpoint else one
-            result.append(made(parameters, states[:, :, depth]))
-            head.update(parameters)
+            made = recomputed(head, one) if checkpoint else one
+            result.append(made(states[:, :, depth]))
         return result
 
     def _states(
@@ -186,21 +161,10 @@ class BlockTrainee:
         markov = self.module.get("markov_head")
         if markov is None:
             return logits
-        table = markov.markov_w1.weight
-        added: mx.array = markov.markov_w2(looked_up(table, before))
+        # In float32: a sum of gradients in 16 bits stops growing at frequent ids.
+        rows = markov.markov_w1.weight.astype(mx.float32)[before]
+        added: mx.array = markov.markov_w2(rows.astype(states.dtype))
         return logits + added
-
-    def save(self, folder: Path, bits: int | None) -> None:
-        """Write config.json and model.safetensors."""
-        tensors, quantization = packed(self.module, bits)
-        if self._ids is not None:
-            tensors |= id_tensors(self._ids, self._width)
-        config = self._config | quantization
-        write_draft(folder, tensors, config, "mlx" if bits else "pt")
-
-    def source(self, folder: Path) -> Any:
-        """Return the value of `draft=` for a generator: the folder."""
-        return str(folder)
 
 
 def begin_near(head: DFlashHead) -> None:
@@ -245,31 +209,3 @@ def mask_id(tokenizer: Any, width: int) -> int:
     ends = set(tokenizer.eos_token_ids)
     added = set(getattr(tokenizer, "added_tokens_decoder", {})) - ends
     return int(max((each for each in added if each < width), default=width - 1))
-
-
-def looked_up(table: mx.array, ids: mx.array) -> mx.array:
-    """Return rows of a table, with gradients that are summed in float32.
-
-    In 16 bits the sum over a frequent id would stop growing.
-
-    Args:
-        table: [rows, size].
-        ids: of any shape.
-
-    Returns:
-        [*ids, size]
-    """
-
-    @mx.custom_function
-    def taken(table: mx.array) -> mx.array:
-        return table[ids]
-
-    @taken.vjp
-    def backward(primal: mx.array, cotangent: mx.array, _: Any) -> mx.array:
-        flat = cotangent.astype(mx.float32).reshape(-1, primal.shape[-1])
-        summed = mx.zeros(primal.shape, mx.float32).at[ids.flatten()].add(flat)
-        return summed.astype(primal.dtype)
-
-    result: Any = taken(table)
-    rows: mx.array = result
-    return rows

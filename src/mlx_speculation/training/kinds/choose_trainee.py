@@ -6,7 +6,6 @@ from typing import Any
 
 import mlx.nn as nn
 import numpy as np
-from numpy.typing import NDArray
 
 from mlx_speculation.models import find_parts, logit_width, read_config
 from mlx_speculation.models.mtp import find_mtp_head
@@ -17,7 +16,7 @@ from mlx_speculation.training.kinds.eagle_head import EagleTrainee
 from mlx_speculation.training.kinds.mtp_head import MtpTrainee
 from mlx_speculation.training.kinds.small_model import SmallModelTrainee
 from mlx_speculation.training.kinds.trainee import Trainee
-from mlx_speculation.training.options import BLOCK, BLOCK_LAYERS, RANK, TrainOptions
+from mlx_speculation.training.options import TrainOptions
 
 _RATES = {"mtp": 1e-4, "draft": 3e-4}
 
@@ -27,7 +26,6 @@ def make_trainee(
     model: nn.Module,
     tokenizer: Any,
     folder: Path,
-    *,
     learned: Sequence[Dialogue],
     ids: Sequence[int],
 ) -> Trainee:
@@ -47,37 +45,15 @@ def make_trainee(
         assert options.draft_model is not None
         draft = options.draft_model
         return SmallModelTrainee(model, tokenizer, folder, draft, options.seed)
-    width = logit_width(model)
-    size, config = options.vocabulary, read_config(folder)
-    if options.blocks and not size:
-        return _block_trainee(options, model, tokenizer, config, None)
+    width, size, config = logit_width(model), options.vocabulary, read_config(folder)
     chosen = np.array(ids, np.int64)
     if not len(ids):
         chosen = choose_ids(learned, size or width, width, needed_ids(tokenizer))
     if options.blocks:
-        return _block_trainee(options, model, tokenizer, config, chosen)
+        mask = mask_id(tokenizer, width)
+        some = chosen if size else None
+        return BlockTrainee(options, model, config, some, mask)
     return EagleTrainee(model, config, chosen, options.layers, options.seed)
-
-
-def _block_trainee(
-    options: TrainOptions,
-    model: nn.Module,
-    tokenizer: Any,
-    config: dict[str, Any],
-    ids: NDArray[np.int64] | None,
-) -> BlockTrainee:
-    return BlockTrainee(
-        "dspark" if options.kind == "dspark" else "dflash",
-        model,
-        config,
-        ids,
-        mask=mask_id(tokenizer, logit_width(model)),
-        block=options.block or BLOCK,
-        count=options.draft_layers or BLOCK_LAYERS,
-        rank=options.markov_rank or RANK,
-        layers=options.layers,
-        seed=options.seed,
-    )
 
 
 def check_trainee(
@@ -96,7 +72,7 @@ def check_trainee(
         find_parts(model).require("layers", "norm", "embedding")
         find_mtp_head(folder, model)
     else:
-        make_trainee(options, model, tokenizer, folder, learned=[], ids=[0])
+        make_trainee(options, model, tokenizer, folder, [], [0])
 
 
 def learning_rate(options: TrainOptions, dim: int) -> float:

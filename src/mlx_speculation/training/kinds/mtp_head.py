@@ -13,6 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map_with_path
 from mlx_lm.models.cache import KVCache, RotatingKVCache
+from mlx_lm.utils import dequantize_model
 
 from mlx_speculation.errors import UnsupportedModelError
 from mlx_speculation.models import HiddenStates, MtpConvention, States, read_config
@@ -20,14 +21,14 @@ from mlx_speculation.models.mtp import Mtp, find_mtp_head, load_mtp_head
 from mlx_speculation.models.mtp.families import module_of
 from mlx_speculation.models.mtp.files import SPLIT
 from mlx_speculation.training.kinds.packing import packed, write_draft
-from mlx_speculation.training.kinds.trainee import FADING, Recorded
-from mlx_speculation.training.unroll import Made, Read, unroll
+from mlx_speculation.training.kinds.trainee import Trainee
+from mlx_speculation.training.unroll import Made, Read, Recorded, unroll
 
 # Not trained: copies of the target's embedding and output, experts, and their routers.
 _FROZEN = ("output", "embedding", "switch_mlp", "gate")
 
 
-class MtpTrainee:
+class MtpTrainee(Trainee):
     """An existing MTP head in training.
 
     Args:
@@ -43,9 +44,6 @@ class MtpTrainee:
     """
 
     kind = "mtp"
-    fading = FADING
-    first = 2
-    ids = None
 
     def __init__(
         self,
@@ -83,11 +81,8 @@ class MtpTrainee:
 
     def run(self, text: Recorded, read: Read[Made]) -> list[Made]:
         """Draft from all slots; see `Trainee.run`."""
-        hidden = text.inputs[0][:, : text.tokens.shape[1] - text.depths - 1]
-        tokens, checkpoint = text.tokens[:, 1:], text.checkpoint
-        return unroll(
-            self._mtp, hidden, tokens, text.depths, read, checkpoint=checkpoint
-        )
+        hidden = text.inputs[0][:, : self.slots(text.tokens, text.depths)]
+        return unroll(self._mtp, hidden, text, read)
 
     def save(self, folder: Path, bits: int | None) -> None:
         """Write config.json and model.safetensors of a head without its target."""
@@ -106,10 +101,6 @@ class MtpTrainee:
         }
         write_draft(folder, named, config)
 
-    def source(self, folder: Path) -> Any:
-        """Return the value of `draft=` for a generator: the folder."""
-        return str(folder)
-
 
 def unpack(head: nn.Module) -> None:
     """Make the weights of a head float32, and unpack its quantized linear layers.
@@ -119,32 +110,13 @@ def unpack(head: nn.Module) -> None:
     for path, part in head.named_modules():
         for name, layer in part.children().items():
             if isinstance(layer, nn.QuantizedLinear) and "switch_mlp" not in path:
-                part[name] = _unpacked(layer)
+                part[name] = dequantize_model(nn.Sequential(layer)).layers[0]
     packed_paths = {path for path, part in head.named_modules() if "scales" in part}
 
     def single(path: str, value: mx.array) -> mx.array:
         floating = mx.issubdtype(value.dtype, mx.floating)
-        return (
-            value.astype(mx.float32)
-            if floating and path.rpartition(".")[0] not in packed_paths
-            else value
-        )
+        unpacked = path.rpartition(".")[0] not in packed_paths
+        return value.astype(mx.float32) if floating and unpacked else value
 
     head.update(tree_map_with_path(single, head.parameters()))
     mx.eval(head.parameters())
-
-
-def _unpacked(layer: nn.QuantizedLinear) -> nn.Linear:
-    weight = mx.dequantize(
-        layer.weight,
-        layer.scales,
-        layer.get("biases"),
-        group_size=layer.group_size,
-        bits=layer.bits,
-        mode=layer.mode,
-    )
-    made = nn.Linear(weight.shape[1], weight.shape[0], bias="bias" in layer)
-    made.weight = weight
-    if "bias" in layer:
-        made.bias = layer.bias
-    return made

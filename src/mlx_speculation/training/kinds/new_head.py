@@ -1,14 +1,64 @@
-"""Sizes and initial weights of new heads, taken from the target or random."""
+"""Base of drafters that begin with random weights, of sizes taken from the target."""
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_map
+from numpy.typing import NDArray
 
+from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import HiddenStates
 from mlx_speculation.models.checkpoints.rotation import read_rotation
+from mlx_speculation.training.kinds.packing import id_tensors, packed, write_draft
+from mlx_speculation.training.kinds.trainee import Trainee
 
 SPREAD = 0.02  # standard deviation of random matrices
+
+
+class NewHead(Trainee):
+    """A drafter that reads the outputs of some of its target's layers.
+
+    Args:
+        model: the target.
+        ids: the token ids to draft, in order; None: all, with the target's output.
+        layers: the layers of the target to read.
+        after_norm: whether the drafter reads the last layer after the norm.
+
+    Raises:
+        InvalidRequestError: the target has no such layer, or one is named twice.
+    """
+
+    _config: dict[str, Any]  # the drafter's config.json
+
+    def __init__(
+        self,
+        model: nn.Module,
+        ids: NDArray[np.int64] | None,
+        layers: Sequence[int],
+        *,
+        after_norm: bool,
+    ) -> None:
+        self.layers = tuple(sorted(layers))
+        if len(set(layers)) < len(layers) or not layers:
+            raise InvalidRequestError(
+                f"layers are {list(layers)}, and different ones are needed."
+            )
+        self.taps: HiddenStates = HiddenStates(
+            model, layers=self.layers, after_norm=after_norm
+        )
+        self.ids = None if ids is None else mx.array(ids.astype(np.uint32))
+
+    def save(self, folder: Path, bits: int | None) -> None:
+        """Write config.json and model.safetensors."""
+        tensors, quantization = packed(self.module, bits)
+        if self.ids is not None:
+            tensors |= id_tensors(self.ids, self._config["vocab_size"])
+        config = self._config | quantization
+        write_draft(folder, tensors, config, "mlx" if bits else "pt")
 
 
 def layer_sizes(config: dict[str, Any], dim: int) -> dict[str, Any]:
@@ -35,6 +85,16 @@ def layer_sizes(config: dict[str, Any], dim: int) -> dict[str, Any]:
     }
 
 
+def draw_matrices(module: nn.Module, seed: int) -> None:
+    """Replace all matrices of a module by random ones."""
+    mx.random.seed(seed)
+
+    def drawn(value: mx.array) -> mx.array:
+        return SPREAD * mx.random.normal(value.shape) if value.ndim > 1 else value
+
+    module.update(tree_map(drawn, module.parameters()))
+
+
 def begin_head(head: Any, taps: HiddenStates, ids: mx.array | None, seed: int) -> None:
     """Copy the target's last norm and output rows into a head; draw other matrices.
 
@@ -44,47 +104,24 @@ def begin_head(head: Any, taps: HiddenStates, ids: mx.array | None, seed: int) -
         ids: the target's id of each row of the output layer; None: it has none.
         seed: the seed of the random matrices.
     """
-    key = mx.random.key(seed)
-
-    def drawn(value: mx.array) -> mx.array:
-        nonlocal key
-        if value.ndim < 2:
-            return mx.ones_like(value)
-        key, part = mx.random.split(key)
-        return SPREAD * mx.random.normal(value.shape, key=part)
-
-    head.update(tree_map(drawn, head.parameters()))
-    rows = None if ids is None else output_rows(taps, ids)
-    if rows is not None:
-        head.lm_head.weight = rows
-    norm = taps.parts.norm
+    draw_matrices(head, seed)
+    output: Any = taps.parts.output
+    if ids is not None and output is not None and "weight" in output:
+        head.lm_head.weight = output_rows(output, ids)
+    norm: Any = taps.parts.norm
     weight = None if norm is None else norm.get("weight")
     if weight is not None and weight.shape == head.norm.weight.shape:
-        head.norm.weight = applied_weight(norm, weight)
+        # Applied to ones, since some norms store their factors reduced by one.
+        factors = norm(mx.ones((1, 1, weight.size), weight.dtype))[0, 0]
+        head.norm.weight = factors.astype(mx.float32)
     mx.eval(head.parameters())
 
 
-def output_rows(taps: HiddenStates, ids: mx.array) -> mx.array | None:
-    """Return the target's output rows of ids in float32; None: no matrix was found."""
-    layer: Any = taps.parts.output
-    if layer is None or "weight" not in layer:
-        return None
+def output_rows(layer: Any, ids: mx.array) -> mx.array:
+    """Return rows of an output layer or embedding in float32."""
+    rows: mx.array = layer.weight[ids]
     if "scales" in layer:
         form = {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
-        biases = layer.get("biases")
-        rows = mx.dequantize(
-            layer.weight[ids],
-            layer.scales[ids],
-            None if biases is None else biases[ids],
-            **form,
-        )
-    else:
-        rows = layer.weight[ids]
+        biases = None if layer.get("biases") is None else layer.biases[ids]
+        rows = mx.dequantize(rows, layer.scales[ids], biases, **form)
     return rows.astype(mx.float32)
-
-
-def applied_weight(norm: Any, weight: mx.array) -> mx.array:
-    """Return the factors of a norm; some norms store them reduced by one."""
-    probe = mx.ones((1, 1, weight.shape[0]), mx.float32)
-    scaled: mx.array = norm(probe.astype(weight.dtype))[0, 0]
-    return scaled.astype(mx.float32)

@@ -1,6 +1,5 @@
 """Storage of trained weights, as 16-bit numbers or quantized to 4 or 8 bits."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +7,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
-from numpy.typing import NDArray
 
+from mlx_speculation.json_files import write_json
 from mlx_speculation.models.quantize import GROUP_SIZES
 
 Tensors = dict[str, mx.array]
@@ -44,22 +43,23 @@ def packed(module: nn.Module, bits: int | None) -> tuple[Tensors, dict[str, Any]
     return stored, {"quantization": said} if said else {}
 
 
-def id_tensors(ids: NDArray[np.int64], width: int) -> Tensors:
+def id_tensors(ids: mx.array, width: int) -> Tensors:
     """Return d2t and t2d, which map columns of a head's logits to ids of the target.
 
     Args:
         ids: the ids of the columns, in ascending order.
         width: the number of ids of the target.
     """
+    columns = np.array(ids, np.int64)
     known = np.zeros(width, np.bool_)
-    known[ids] = True
-    return {"d2t": mx.array(ids - np.arange(len(ids))), "t2d": mx.array(known)}
+    known[columns] = True
+    return {"d2t": mx.array(columns - np.arange(ids.size)), "t2d": mx.array(known)}
 
 
 def write_draft(
     folder: Path, tensors: Tensors, config: dict[str, Any], made_by: str = "mlx"
 ) -> None:
-    """Write model.safetensors, atomically, and config.json.
+    """Write model.safetensors and config.json, each atomically.
 
     Args:
         folder: an existing folder.
@@ -70,8 +70,7 @@ def write_draft(
     partial = folder / "model.partial.safetensors"
     mx.save_safetensors(str(partial), tensors, {"format": made_by})
     partial.replace(folder / "model.safetensors")
-    text = json.dumps(config, indent=2) + "\n"
-    (folder / "config.json").write_text(text, encoding="utf-8")
+    write_json(folder / "config.json", config)
 
 
 def _can_be_packed(part: Any) -> bool:

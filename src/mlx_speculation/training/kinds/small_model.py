@@ -6,12 +6,10 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_map
 from mlx_lm.utils import _get_classes
 
 from mlx_speculation.errors import ModelFolderError, UnsupportedModelError
 from mlx_speculation.models import (
-    HiddenStates,
     States,
     check_positions,
     check_same_ids,
@@ -20,14 +18,15 @@ from mlx_speculation.models import (
     position_table,
     read_config,
 )
+from mlx_speculation.training.kinds.new_head import draw_matrices
 from mlx_speculation.training.kinds.packing import packed, write_draft
-from mlx_speculation.training.kinds.trainee import FADING, Recorded
-from mlx_speculation.training.unroll import Made, Read
+from mlx_speculation.training.kinds.trainee import Trainee
+from mlx_speculation.training.unroll import Made, Read, Recorded
 
 _TOKENIZER = ("*token*", "vocab*", "merges.txt", "chat_template*", "generation_config*")
 
 
-class SmallModelTrainee:
+class SmallModelTrainee(Trainee):
     """A draft model that is trained.
 
     Args:
@@ -44,10 +43,7 @@ class SmallModelTrainee:
     """
 
     kind = "draft"
-    fading = FADING
     first = 1
-    most: int | None = None
-    taps: HiddenStates | None = None
 
     def __init__(
         self, model: nn.Module, tokenizer: Any, target: Path, draft: Path, seed: int
@@ -65,9 +61,7 @@ class SmallModelTrainee:
                 f"The draft in {str(draft)!r} is quantized, and weights in 16 or 32 "
                 "bits can be trained. Take the original; --bits packs the result."
             )
-        self.module.update(
-            tree_map(lambda value: value.astype(mx.float32), self.module.parameters())
-        )
+        self.module.set_dtype(mx.float32)
         mx.eval(self.module.parameters())
         widths = logit_width(model), logit_width(self.module)
         self._width = min(widths)
@@ -85,10 +79,9 @@ class SmallModelTrainee:
         `text.checkpoint` is ignored.
         """
         tokens, depths = text.tokens, text.depths
-        n = tokens.shape[1] - depths
+        n = self.slots(tokens, depths)
         check_positions(tokens.shape[1] - 1, 0, self._positions)
-        module: Any = self.module
-        logits = module(tokens[:, :-1])[..., : self._width]
+        logits = self.module(tokens[:, :-1])[..., : self._width]
         return [read(depth, logits[:, depth : depth + n]) for depth in range(depths)]
 
     def save(self, folder: Path, bits: int | None) -> None:
@@ -98,10 +91,6 @@ class SmallModelTrainee:
         for pattern in _TOKENIZER:
             for file in self._target.glob(pattern):
                 shutil.copy(file, folder / file.name)
-
-    def source(self, folder: Path) -> Any:
-        """Return the value of `draft=` for a generator: the folder."""
-        return str(folder)
 
 
 def _made(config: dict[str, Any], seed: int) -> nn.Module:
@@ -113,15 +102,5 @@ def _made(config: dict[str, Any], seed: int) -> nn.Module:
         raise ModelFolderError(
             f"mlx-lm cannot make a model of the draft's config.json: {error}. Check it."
         ) from error
-    key = mx.random.key(seed)
-
-    def drawn(value: mx.array) -> mx.array:
-        nonlocal key
-        if value.ndim < 2:
-            return value
-        key, part = mx.random.split(key)
-        spread: float = min(0.02, value.shape[-1] ** -0.5)
-        return spread * mx.random.normal(value.shape, key=part)
-
-    model.update(tree_map(drawn, model.parameters()))
+    draw_matrices(model, seed)
     return model

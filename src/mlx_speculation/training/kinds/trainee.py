@@ -1,64 +1,41 @@
-"""Trainee, the interface of a drafter for training."""
+"""Trainee, the base class of drafters in training."""
 
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from mlx_speculation.models import HiddenStates, States
-from mlx_speculation.training.unroll import Made, Read
-
-FADING = 0.8  # as in EAGLE-3
+from mlx_speculation.training.unroll import Made, Read, Recorded
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Recorded:
-    """Recorded text to draft from."""
-
-    inputs: list[mx.array]  # the result of `Trainee.read`, for at least all slots
-    tokens: mx.array  # ids [rows, slots + depths + first - 1]
-    depths: int  # tokens drafted from each slot
-    # Slots to draft from, int32 [rows, n]; None: all. Only block drafters get some.
-    slots: mx.array | None = None
-    checkpoint: bool = False  # whether the backward pass recomputes each depth
-
-
-class Trainee(Protocol):
+class Trainee(ABC):
     """A drafter that is trained.
 
     Attributes:
         kind: the kind of `TrainOptions`.
+        module: the module with the trained weights; it may also have frozen ones.
+        taps: hidden states of the target that the drafter reads; None: it reads none.
+        ids: the target's id of each column of the logits, uint32 [n]; None: all ids.
         first: slot i at depth 0 drafts token i + `first`.
         most: the most consecutive tokens that it drafts; None: any number.
         fading: the weight of a depth in the loss, relative to the depth before.
     """
 
     kind: str
-    first: int
-    most: int | None
-    fading: float
+    module: Any
+    taps: HiddenStates | None = None
+    ids: mx.array | None = None
+    first = 2
+    most: int | None = None
+    fading = 0.8  # as in EAGLE-3
 
-    @property
-    def module(self) -> nn.Module:
-        """The module with the trained weights; it may also have frozen ones."""
-        ...
-
-    @property
-    def taps(self) -> HiddenStates | None:
-        """Hidden states of the target that the drafter reads; None: it reads none."""
-        ...
-
-    @property
-    def ids(self) -> mx.array | None:
-        """The target's id of each column of the logits, uint32 [n]; None: all ids."""
-        ...
-
+    @abstractmethod
     def read(self, states: States) -> list[mx.array]:
         """Return the drafter's inputs from a forward, each [rows, positions, dim]."""
-        ...
 
+    @abstractmethod
     def run(self, text: Recorded, read: Read[Made]) -> list[Made]:
         """Draft from slots of recorded text; see `unroll` and `many_blocks`.
 
@@ -66,8 +43,8 @@ class Trainee(Protocol):
             text: the text and the drafter's inputs.
             read: called with each depth and its logits [rows, slots, ids].
         """
-        ...
 
+    @abstractmethod
     def save(self, folder: Path, bits: int | None) -> None:
         """Write the drafter's files, ready to be loaded for drafting.
 
@@ -75,18 +52,11 @@ class Trainee(Protocol):
             folder: an existing folder; files of the same names are replaced.
             bits: bits of its matrices; None: 16-bit numbers.
         """
-        ...
 
-    def source(self, folder: Path) -> Any:
-        """Return the value of `draft=` for a generator, given the folder of `save`."""
-        ...
+    def depths(self, wanted: int) -> int:
+        """Return the number of tokens to draft from a slot, at most `wanted`."""
+        return wanted if self.most is None else min(wanted, self.most)
 
-
-def depths_of(trainee: Trainee, wanted: int) -> int:
-    """Return the number of tokens to draft from a slot, at most `wanted`."""
-    return wanted if trainee.most is None else min(wanted, trainee.most)
-
-
-def slots_of(trainee: Trainee, tokens: mx.array, depths: int) -> int:
-    """Return the number of slots in rows of tokens."""
-    return int(tokens.shape[1]) - depths - trainee.first + 1
+    def slots(self, tokens: mx.array, depths: int) -> int:
+        """Return the number of slots in rows of tokens."""
+        return int(tokens.shape[1]) - depths - self.first + 1

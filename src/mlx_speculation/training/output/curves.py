@@ -1,6 +1,6 @@
 """The plot of a training: its loss, and the accepted length on held-out text."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,17 +12,28 @@ _COLOURS = {"greedy": "#1f77b4", "sampled": "#d62728"}
 
 
 def draw_curves(
-    file: Path, progress: Progress, lookup: Mapping[str, Acceptance]
-) -> bool:
-    """Draw the plot; return whether matplotlib, which is optional, is installed.
+    file: Path,
+    progress: Progress,
+    lookup: Mapping[str, Acceptance],
+    say: Callable[[str], None],
+) -> None:
+    """Draw the plot if matplotlib, which is optional, is installed.
 
     Args:
         file: the picture; its extension decides the format.
         progress: the losses and evaluations.
         lookup: the acceptance of prompt lookup on the same text.
+        say: called if the plot cannot be drawn, which is no error.
     """
     if find_spec("matplotlib") is None:
-        return False
+        return
+    try:
+        _draw(file, progress, lookup)
+    except Exception as error:  # any error of matplotlib; the plot is not essential
+        say(f"training.png cannot be drawn: {type(error).__name__}: {error}")
+
+
+def _draw(file: Path, progress: Progress, lookup: Mapping[str, Acceptance]) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
@@ -50,4 +61,3 @@ def draw_curves(
     right.set_ylabel(f"mean accepted length of {ROUND} drafts")
     right.legend(frameon=False, fontsize=8)
     figure.savefig(file, dpi=110)
-    return True

@@ -1,6 +1,6 @@
 """training.json, the record of a training, and README.md, the card of its draft."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 from mlx_speculation.environment import machine, versions
 from mlx_speculation.json_files import write_json
 from mlx_speculation.training.acceptance_check import ROUND, Acceptance
+from mlx_speculation.training.data.dialogues import Dialogue, Dialogues
 from mlx_speculation.training.output.speeds import Speeds
 from mlx_speculation.training.state import Progress
 
@@ -21,16 +22,30 @@ _NAMES = {
 }
 
 
+def described(
+    dialogues: Dialogues, learned: Sequence[Dialogue], files: Sequence[Path]
+) -> dict[str, Any]:
+    """Return the record's entries on the data; `files` are further files of data."""
+    return {
+        "file": dialogues.file.name,
+        "more": [file.name for file in files],
+        "dialogues": len(learned),
+        "own": sum(each.own_prompt for each in learned),
+        "tokens": sum(len(each.tokens) for each in learned),
+        "learned": int(sum(each.counts.sum() for each in learned)),
+        "held_out": len(dialogues.held_out),
+    }
+
+
 def write_record(
     folder: Path,  # the draft's folder
-    *,
     target: str,  # the target's name
     options: Mapping[str, Any],  # those that may not differ in a resumed training
     progress: Progress,
     data: Mapping[str, Any],  # files and counts of the texts
     lookup: Mapping[str, Acceptance],  # acceptance of prompt lookup on the same text
-    speeds: Speeds | None,  # None: they were not measured
     ended: str,  # the reason of the end, as in `TrainingResult`
+    speeds: Speeds | None,  # None: they were not measured
 ) -> dict[str, Any]:
     """Write training.json and README.md, and return the content of training.json."""
     record = {

@@ -1,16 +1,21 @@
-"""Tokens per second with a draft and without, measured alternately."""
+"""Tokens per second with a draft and without, and speculation.json if it pays."""
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
 
 from mlx_speculation.engine import SpeculativeGenerator
+from mlx_speculation.errors import ConventionError, SpeculationError
+from mlx_speculation.json_files import write_json
+from mlx_speculation.models.checkpoints.speculation_json import NAME
 from mlx_speculation.training.data.dialogues import Dialogue
 
 TOKENS = 96
+TEXTS = 8  # the most prompts to use
 PAYS = 1.05  # times plain decoding; a smaller gain is within the noise of measuring
 
 
@@ -30,39 +35,69 @@ class Speeds:
         return self.drafted > PAYS * self.plain
 
 
-def measure_speeds(
-    model: nn.Module,  # the target
-    tokenizer: Any,  # its tokenizer
-    draft: Any,  # the `draft=` of a generator
-    dialogues: Sequence[Dialogue],  # their prompts are used
-    *,
-    texts: int = 8,  # the most prompts to use
-    until: float | None = None,  # a time of `time.monotonic`; None: no limit
-) -> Speeds | None:
-    """Write greedy answers to held-out prompts, alternately with and without draft.
+def measured(
+    model: nn.Module,
+    tokenizer: Any,
+    draft: Path,
+    dialogues: Sequence[Dialogue],
+    until: float | None,
+) -> tuple[Speeds | None, str]:
+    """Measure the speeds of a trained draft.
+
+    Args:
+        model: the target.
+        tokenizer: its tokenizer.
+        draft: the draft's folder.
+        dialogues: dialogues whose prompts are answered.
+        until: the latest end, as a time of `time.monotonic`; None: no limit.
 
     Returns:
-        The speeds; None: the time was up before the first text.
+        The speeds, or None if they were not measured, and the reason why
+        speculation.json is not to name the draft.
     """
+    prompts = [
+        [int(token) for token in each.tokens[: int(each.counts.argmax())]]
+        for each in dialogues
+        if not each.temperature
+    ]
+    prompts = prompts[:: max(1, len(prompts) // TEXTS)][:TEXTS]
+    try:
+        generator = SpeculativeGenerator(model, tokenizer, draft=str(draft))
+        speeds = _by_turns(generator, prompts, until)
+    except ConventionError as error:  # the head has learned almost nothing
+        return None, f"It drafts no better than by chance. {error}"
+    except SpeculationError as error:  # not raised: the training itself is complete
+        return None, f"Its speed could not be measured. {error}"
+    if speeds is None:
+        return None, (
+            "The time is up, and its speed was not measured: `mlx-speculation "
+            "benchmark` does that."
+        )
+    if not speeds.pays:
+        return speeds, "It does not pay here, so speculation.json does not name it."
+    return speeds, ""
+
+
+def _by_turns(
+    generator: SpeculativeGenerator,
+    prompts: Sequence[list[int]],
+    until: float | None,
+) -> Speeds | None:
+    """Write greedy answers, each with and without draft; None: there is no time."""
     longest = 0.0  # estimated seconds to write a text with and without draft
 
     def over() -> bool:
         return until is not None and time.monotonic() + longest > until
 
-    arms = [
-        SpeculativeGenerator(model, tokenizer),
-        SpeculativeGenerator(model, tokenizer, draft=draft),
-    ]
-    prompts = [_prompt(each) for each in dialogues if not each.temperature]
-    prompts = prompts[:: max(1, len(prompts) // texts)][:texts]
     if over():
         return None
+    arms = (0, None)  # draft lengths: plain, adaptive
     for arm in arms:  # warm-up: compiles kernels, and measures costs of draft lengths
         began = time.monotonic()
-        arm.generate(prompts[0], max_tokens=TOKENS // 2)
+        generator.generate(prompts[0], max_tokens=TOKENS // 2, draft_length=arm)
         longest = max(longest, 4 * (time.monotonic() - began))
-    seconds, tokens, rounds = [0.0, 0.0], [0, 0], [0, 0]
-    equal = count = 0
+    seconds, tokens = [0.0, 0.0], [0, 0]
+    equal = count = rounds = 0
     for prompt in prompts:
         if over():
             break
@@ -70,25 +105,43 @@ def measure_speeds(
         written = []
         for number, arm in enumerate(arms):
             began = time.perf_counter()
-            result = arm.generate(prompt, max_tokens=TOKENS)
+            result = generator.generate(prompt, max_tokens=TOKENS, draft_length=arm)
             seconds[number] += time.perf_counter() - began
-            written.append(list(result.tokens))
             tokens[number] += len(result.tokens)
-            rounds[number] += result.stats.rounds
+            rounds += result.stats.rounds if arm is None else 0
+            written.append(result.tokens)
         equal += written[0] == written[1]
         count += 1
         longest = time.monotonic() - started
     if not count:
         return None
-    return Speeds(
-        plain=tokens[0] / seconds[0],
-        drafted=tokens[1] / seconds[1],
-        length=tokens[1] / max(1, rounds[1]),
-        texts=count,
-        equal=equal,
-    )
+    plain, drafted = (n / spent for n, spent in zip(tokens, seconds, strict=True))
+    return Speeds(plain, drafted, tokens[1] / max(1, rounds), count, equal)
 
 
-def _prompt(dialogue: Dialogue) -> list[int]:
-    begin = int(dialogue.counts.argmax())
-    return list(map(int, dialogue.tokens[:begin]))
+def pair_with(target: Path, draft: Path, kind: str) -> str:
+    """Name a draft in the target's speculation.json, so that `draft="auto"` uses it.
+
+    Args:
+        target: the target's folder.
+        draft: the draft's folder, inside of the target's folder or of its parent.
+        kind: the kind of the draft in speculation.json, such as "eagle" or "model".
+
+    Returns:
+        A line for the user. An existing speculation.json is not changed.
+    """
+    file, target, draft = target / NAME, target.resolve(), draft.resolve()
+    if not draft.is_relative_to(target.parent):
+        return (
+            f"draft='auto' finds drafts in {str(target)!r} or beside it: move the "
+            f"folder there, and write {NAME}, or pass draft={str(draft)!r}."
+        )
+    if file.exists():
+        return f"{str(file)!r} is there already, and was left as it is."
+    inside = draft.is_relative_to(target)
+    name = draft.relative_to(target if inside else target.parent).as_posix()
+    try:
+        write_json(file, {"draft": name if inside else f"../{name}", "kind": kind})
+    except OSError as error:
+        return f"{str(file)!r} could not be written: {error.strerror}."
+    return f"{str(file)!r} names it: draft='auto' takes it from now on."
