@@ -51,7 +51,7 @@ from mlx_speculation.models.model_folder import (
     is_there,
     model_folder,
 )
-from mlx_speculation.models.ops import compiled_steps, stream_resources
+from mlx_speculation.models.ops import compiled_steps
 from mlx_speculation.models.quantize import check_bits, quantize_weights
 from mlx_speculation.models.round_context import cuda_serves
 from mlx_speculation.models.shape_buckets import RowSizes, row_size
@@ -138,7 +138,6 @@ __all__ = [
     "row_size",
     "shape_of_round",
     "spread_as",
-    "stream_resources",
     "tree_forward",
     "tree_rows",
     "usual_part",

@@ -7,7 +7,6 @@ and the text is the same.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -85,7 +84,6 @@ class DeviceOps:
             state, mask); None: the room has none.
         compile_draft: returns the compiled and tested forward of a draft model, or
             raises `UnsupportedModelError`.
-        stream_resources: a context that holds resources while a stream of a model runs.
     """
 
     device: Device
@@ -96,4 +94,3 @@ class DeviceOps:
     attention_dims: frozenset[int] = field(default_factory=frozenset)
     gated_delta: Callable[[mx.array, mx.array], RunBlock | None] | None = None
     compile_draft: Callable[[nn.Module], CompiledForward] | None = None
-    stream_resources: Callable[[nn.Module], AbstractContextManager[None]] | None = None

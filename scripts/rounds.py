@@ -190,12 +190,11 @@ def cases_of(
     from bench.forwards import filled, step_of
     from bench.models import bare
     from mlx_speculation import PrefixCache, SpeculativeGenerator, load
-    from mlx_speculation.models import ModelHooks, stream_resources
+    from mlx_speculation.models import ModelHooks
 
     def hook(each: Any) -> None:
         """Put the hooks on a model that a generator puts on it for a stream."""
         hooked.callback(ModelHooks(each).remove)
-        hooked.enter_context(stream_resources(each))
 
     copy = bare(load(bench.folder)[0])
     hook(copy)

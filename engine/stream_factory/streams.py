@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields, replace
 from functools import cached_property, partial
 from hashlib import sha256
@@ -37,7 +37,6 @@ from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models import (
     Lane,
     TreeForward,
-    stream_resources,
     wired,
 )
 from mlx_speculation.samplers import Sampling
@@ -196,9 +195,7 @@ class StreamFactory:
         """Enter the resources of a running stream, and keep the setup's hooks alive."""
         exact = self._setup.options.shape is not None
         # `ranks` is outermost, so that other ranks learn of any failure.
-        with ranks, text_threads(exact=exact), ExitStack() as views:
-            for model in (self._setup.model, *self._setup.draft_models):
-                views.enter_context(stream_resources(model))
+        with ranks, text_threads(exact=exact):
             yield
 
     def _fields(

@@ -1,21 +1,14 @@
 """The operations of `models/cuda` as one `DeviceOps`."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx_lm.models.base import scaled_dot_product_attention
 
 from mlx_speculation.models.cuda import attention, gated_delta, padded_attention
 from mlx_speculation.models.cuda.available import kernels_compile
 from mlx_speculation.models.cuda.linear import few_row_hooks
-from mlx_speculation.models.cuda.transposed_weights import (
-    transposed_hooks,
-    transposed_weights,
-)
 from mlx_speculation.models.device_ops import DeviceOps, RoundOp, RunBlock
-from mlx_speculation.models.instance_hooks import Hook
 from mlx_speculation.models.round_context import cuda_serves, device_of_round
 
 
@@ -56,20 +49,13 @@ def gated_delta_kernel(q: mx.array, v: mx.array) -> RunBlock | None:
     return gated_delta.run_steps if served and gated_delta.serves(q, v) else None
 
 
-def hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
-    """Yield the linear layers of a model, with their hooks."""
-    yield from few_row_hooks(model)
-    yield from transposed_hooks(model)
-
-
 OPS = DeviceOps(
     device="cuda",
     serves=serves,
     round_ops={
         "scaled_dot_product_attention": RoundOp(scaled_dot_product_attention, attend)
     },
-    hooks=hooks,
+    hooks=few_row_hooks,
     attention_dims=frozenset(attention.DIMENSIONS),
     gated_delta=gated_delta_kernel,
-    stream_resources=transposed_weights,
 )

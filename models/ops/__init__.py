@@ -5,9 +5,6 @@ replaced during a round, in its thread only. This package does not know drafters
 or tokens, nor the rooms by name.
 """
 
-from mlx_speculation.models.ops.dispatch import (
-    compiled_steps,
-    stream_resources,
-)
+from mlx_speculation.models.ops.dispatch import compiled_steps
 
-__all__ = ["compiled_steps", "stream_resources"]
+__all__ = ["compiled_steps"]

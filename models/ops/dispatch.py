@@ -5,8 +5,7 @@ the functions below. If no registered room serves, callers use the functions of 
 mlx-lm.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -59,13 +58,3 @@ def compiled_steps(model: nn.Module) -> CompiledForward:
         "compile_draft is True, and nothing that is installed compiles the steps of a "
         f"draft {type(model).__module__}. Leave compile_draft out."
     )
-
-
-@contextmanager
-def stream_resources(model: nn.Module) -> Iterator[None]:
-    """Inside the block, rooms hold their resources for streams of a model."""
-    with ExitStack() as stack:
-        for room in _rooms:
-            if room.stream_resources is not None:
-                stack.enter_context(room.stream_resources(model))
-        yield

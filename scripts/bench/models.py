@@ -168,11 +168,7 @@ class Bench:
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """Return a copy of a model that shares its parameters, without our hooks.
-
-    Our hooks may speed up other callers too, such as linear layers with transposed
-    weights.
-    """
+    """Return a copy of a model that shares its parameters, without our hooks."""
     shared: dict[int, Any] = {}
     for module in model.modules():  # not on ranks
         values = vars(module).values()

@@ -13,10 +13,9 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_speculation import SpeculativeGenerator
-from mlx_speculation.models.cuda import transposed_weights
 from support.identity import prompt_of
 from support.models import census
-from support.models.copies import attributes, classes, contents, left_on
+from support.models.copies import attributes, classes, contents
 from support.models.recurrent_models import RECURRENT_MODELS, build_recurrent
 from support.models.tiny_models import TINY_MODELS, build
 from support.models.tiny_tokenizer import byte_tokenizer
@@ -103,27 +102,6 @@ def test_a_copy_in_the_middle_of_a_stream_is_of_the_plain_model(
     make: Callable[[], nn.Module],
 ) -> None:
     check_copies(make())
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen3_5", "gemma3_text"])
-def test_views_of_weights_are_in_no_copy_and_on_no_layer_afterwards(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(transposed_weights, "cuda_serves", lambda: True)
-    model = build(name)
-    logits(model)
-    before = attributes(model)
-    generator = generator_for(model)
-    stream = generator.stream(PROMPT, max_tokens=TOKENS, stop_tokens=())
-    next(stream)
-    assert any(left_on(module) for module in model.modules())
-    for way in WAYS:
-        assert attributes(way(model)) == before
-    stream.close()
-    for way in WAYS:
-        assert attributes(way(model)) == before
-    del stream, generator
-    assert attributes(model) == before
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "gemma3_text", "mamba"])
