@@ -6,14 +6,14 @@ faster implementation for few rows, in part for one device only.
 
 import functools
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Literal
 
 import mlx.core as mx
 
 from mlx_speculation.blas import blas_in_use
-from mlx_speculation.models.instance_hooks import lock, round_hooks
 
 Device = Literal["cuda", "x86"]
 
@@ -84,8 +84,7 @@ def _openblas() -> bool:
 
 def rows_differ(dtype: mx.Dtype) -> bool:
     """Return whether rows of a product differ by rounding from rows computed alone."""
-    cpu: bool = mx.default_device().type == mx.DeviceType.cpu
-    return cpu and dtype == mx.float32 and _openblas()
+    return on_cpu() and dtype == mx.float32 and _openblas()
 
 
 def x86_serves() -> bool:
@@ -102,74 +101,48 @@ def _device_here() -> Device | None:
     return "x86" if x86_serves() else None
 
 
-class rows_of_a_round:  # noqa: N801 - used like the function that it stands for
+@contextmanager
+def rows_of_a_round(tokens: int = 1, part: int = 0) -> Iterator[None]:
     """Inside the block, layers of this thread use implementations for few rows.
-
-    A class, since a `contextmanager` function is slower, and each draft step enters it.
 
     Args:
         tokens: the number of tokens of the forward; some implementations are for few.
         part: the number of layers that are submitted at once; 0: all of them.
     """
-
-    __slots__ = ("_before", "_device", "_forward", "_part", "_parts", "_token")
-
-    def __init__(self, tokens: int = 1, part: int = 0) -> None:
-        self._forward, self._part = Forward(tokens), part
-
-    def __enter__(self) -> None:
-        here = _device_here()
-        with lock:
-            if not round_hooks.on:
-                round_hooks.turn(on=True)
-            round_hooks.forwards += 1
-        self._token, self._device = _in_round.set(True), _device.set(here)
-        self._before = _forward.set(self._forward)
-        self._parts = _parts.set([self._part, 0] if self._part else None)
-
-    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
-        try:
-            for _, _, not_taken in self._forward.kept.values() if kind is None else ():
-                not_taken()
-        finally:
-            _parts.reset(self._parts)
-            _forward.reset(self._before)
-            _in_round.reset(self._token)
-            _device.reset(self._device)
-            with lock:
-                round_hooks.forwards -= 1
+    forward = Forward(tokens)
+    token, device = _in_round.set(True), _device.set(_device_here())
+    before, parts = _forward.set(forward), _parts.set([part, 0] if part else None)
+    try:
+        yield
+        for _, _, not_taken in forward.kept.values():
+            not_taken()
+    finally:
+        _parts.reset(parts)
+        _forward.reset(before)
+        _in_round.reset(token)
+        _device.reset(device)
 
 
-class plain_step:  # noqa: N801 - used like the function that it stands for
+@contextmanager
+def plain_step(positions: int) -> Iterator[None]:
     """Inside the block, this thread builds a plain step or a part of a prompt.
-
-    A class for the same reason as `rows_of_a_round`.
 
     Args:
         positions: the number of positions that are fed, of all rows together.
     """
-
-    __slots__ = ("_positions", "_token")
-
-    def __init__(self, positions: int) -> None:
-        self._positions = positions
-
-    def __enter__(self) -> None:
-        if round_hooks.on:  # so only the first plain step after a round takes the lock
-            with lock:
-                if not round_hooks.forwards:
-                    round_hooks.turn(on=False)
-        # On a GPU a batch's step keeps the parts of the enclosing `rows_of_a_round`.
-        parts = _parts.get()
-        if on_cpu():
-            parts = [1, 0] if 0 < self._positions <= MOST_POSITIONS else None
-        self._token = _parts.set(parts)
-
-    def __exit__(self, *error: Any) -> None:
-        _parts.reset(self._token)
+    # On a GPU a batch's step keeps the parts of the enclosing `rows_of_a_round`.
+    parts = _parts.get()
+    if on_cpu():
+        parts = [1, 0] if positions <= MOST_POSITIONS else None
+    token = _parts.set(parts)
+    try:
+        yield
+    finally:
+        _parts.reset(token)
 
 
-class fixed_shape_forward:  # noqa: N801 - like `rows_of_a_round`
+@contextmanager
+def fixed_shape_forward(rows: int) -> Iterator[None]:
     """Inside the block, this thread builds a forward of exact mode.
 
     Plain steps, rounds and prompts all use mlx's own operations, not those for one
@@ -178,19 +151,9 @@ class fixed_shape_forward:  # noqa: N801 - like `rows_of_a_round`
     Args:
         rows: the number of rows that are no padding, at least 1.
     """
-
-    __slots__ = ("_plain", "_round", "_rows", "_token")
-
-    def __init__(self, rows: int) -> None:
-        self._rows = rows
-        self._plain = plain_step(0)
-
-    def __enter__(self) -> None:
-        self._plain.__enter__()
-        self._token = _exact_rows.set(self._rows)
-        self._round = _in_round.set(True)  # one form of latent attention for all
-
-    def __exit__(self, *error: Any) -> None:
-        _in_round.reset(self._round)
-        _exact_rows.reset(self._token)
-        self._plain.__exit__(*error)
+    exact, inside = _exact_rows.set(rows), _in_round.set(True)  # of latent attention
+    try:
+        yield
+    finally:
+        _in_round.reset(inside)
+        _exact_rows.reset(exact)

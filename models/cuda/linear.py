@@ -23,18 +23,14 @@ from mlx.nn.layers import distributed
 
 from mlx_speculation.models.cuda.available import kernels_compile
 from mlx_speculation.models.cuda.matmul import HALVES, MOST_ROWS, Weight, products
-from mlx_speculation.models.instance_hooks import (
-    OF_ROUNDS,
-    Hook,
-    derived,
-    plain_class,
-    unhooked,
-)
+from mlx_speculation.models.instance_hooks import Hook, derived, plain_class, unhooked
 from mlx_speculation.models.round_context import (
     cuda_serves,
     device_of_round,
     forward_of_round,
 )
+
+_RANK = -1  # inside of the hook of `position_table`
 
 # Children of a module of mlx-lm that mostly have the same input. Other modules might
 # change the input in place (x += y) between two of them, which could not be noticed.
@@ -190,4 +186,4 @@ def few_row_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
             continue
         together = firsts.get(id(module))
         make = _asking if together is None else together.class_of
-        yield module, Hook(OF_ROUNDS, make)
+        yield module, Hook(_RANK, make)

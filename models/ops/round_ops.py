@@ -15,15 +15,11 @@ from typing import Any
 import mlx.nn as nn
 
 from mlx_speculation.models.device_ops import DeviceOps, RoundOp
-from mlx_speculation.models.instance_hooks import (
-    OF_ROUNDS,
-    Hook,
-    derived,
-    made_again,
-    plain_class,
-)
+from mlx_speculation.models.instance_hooks import Hook, derived, made_again, plain_class
 from mlx_speculation.models.ops.dispatch import registered
 from mlx_speculation.models.round_context import device_of_round
+
+_RANK = -1
 
 
 def _called(method: Any, round_ops: Mapping[str, RoundOp]) -> tuple[str, ...]:
@@ -88,4 +84,4 @@ def round_op_hooks(
         kind: Any = plain_class(module)
         known = (kind.__module__, kind.__name__) in but
         if not known and _called(kind.__call__, room.round_ops):
-            yield module, Hook(OF_ROUNDS, _with_round_ops, (room,))
+            yield module, Hook(_RANK, _with_round_ops, (room,))

@@ -12,7 +12,7 @@ from mlx_speculation.models.lanes.batch import BatchLane
 from mlx_speculation.models.round_context import MOST_POSITIONS, plain_step
 from mlx_speculation.models.shape_buckets import RowSizes
 from support.identity import prompt_of
-from support.models.copies import left_on
+from support.models.copies import hooked
 from support.models.tiny_models import build
 
 
@@ -35,7 +35,7 @@ def _model(request: pytest.FixtureRequest) -> Iterator[Any]:
     recorders = ModelHooks(model)
     yield model
     recorders.remove()
-    assert not any(left_on(layer) for layer in model.layers)
+    assert not hooked(model)
 
 
 class Pairs(nn.Module):
@@ -65,7 +65,7 @@ def test_a_step_submits_every_layer_but_the_last(
 def build_like(model: Any) -> nn.Module:
     """Return the same model without hooks."""
     other = build(model.model_type)
-    assert not any(left_on(layer) for layer in other.layers)
+    assert not hooked(other)
     return other
 
 

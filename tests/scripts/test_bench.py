@@ -38,7 +38,7 @@ from mlx_speculation.models.round_context import in_round
 from support.covering import others_slow
 from support.identity import prompt_of
 from support.models.census import BUILT, FEW, build
-from support.models.copies import left_on
+from support.models.copies import hooked
 from support.scripts import save_tiny
 
 PROMPT = prompt_of(9)
@@ -310,7 +310,7 @@ def test_a_bare_copy_shares_the_arrays_and_has_no_hooks(name: str) -> None:
     assert all(pairs[1][path] is array for path, array in pairs[0].items())
     kinds = [[type(each) for each in one.modules()] for one in (model, other)]
     assert kinds[0] == kinds[1]
-    assert not any(left_on(each) for each in other.modules())
+    assert not hooked(other)
     assert other(ids).tolist() == expected
 
 

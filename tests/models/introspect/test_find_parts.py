@@ -12,7 +12,7 @@ from mlx_speculation.models import HiddenStates, find_parts
 from mlx_speculation.models.introspect.parts import Parts
 from support.models import census
 from support.models.census import build_from
-from support.models.copies import left_on
+from support.models.copies import hooked
 from support.models.tiny_models import TINY_MODELS, build
 
 LAYERS: dict[str, Any] = {"layers": (0,)}
@@ -267,4 +267,4 @@ def test_a_layer_that_is_not_there_is_refused(index: int) -> None:
     model = build("llama", layers=4)
     with pytest.raises(InvalidRequestError, match=f"Layer {index} .* model has 4"):
         HiddenStates(model, layers=(0, index))
-    assert not any(left_on(module) for _, module in model.named_modules())
+    assert not hooked(model)

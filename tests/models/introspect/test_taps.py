@@ -21,7 +21,7 @@ from mlx_speculation.errors import (
 from mlx_speculation.models import HiddenStates, ModelHooks
 from support.caches.cache_twins import assert_same, read
 from support.models import census
-from support.models.copies import left_on
+from support.models.copies import hooked
 from support.models.tiny_models import build
 
 IDS = mx.array([[3, 141, 59, 26, 53]])
@@ -37,10 +37,6 @@ def removed(*owners: Any) -> Iterator[None]:
     finally:
         for owner in owners:
             owner.remove()
-
-
-def hooked(model: nn.Module) -> list[str]:
-    return [path for path, m in model.named_modules() if left_on(m)]
 
 
 def untouched(model: nn.Module, layer: int) -> Any:

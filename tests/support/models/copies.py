@@ -6,12 +6,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlx_speculation.models.instance_hooks import OURS
+from mlx_speculation.models.instance_hooks import plain_class
 
 
-def left_on(module: nn.Module) -> list[str]:
-    """Return the names of the attributes that this package has put on a module."""
-    return [name for name in vars(module) if name.startswith(OURS)]
+def hooked(model: nn.Module) -> list[str]:
+    """Return the paths of the modules that have hooks."""
+    return [p for p, m in model.named_modules() if type(m) is not plain_class(m)]
 
 
 def classes(model: nn.Module) -> dict[str, type]:
