@@ -15,12 +15,12 @@ does not know their texts or samplers.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_speculation.caches import Keep, array_bytes
+from mlx_speculation.caches import Keep, Speculation, array_bytes
 from mlx_speculation.errors import InvalidRequestError
 from mlx_speculation.models.introspect.taps import States
 
@@ -29,7 +29,13 @@ class RequestRound(Protocol):
     """Forwards over all requests of a lane; each request then keeps a prefix.
 
     Use it as a context manager: leaving it without a commit rolls back.
+
+    Attributes:
+        speculation: the transaction on the caches.
     """
+
+    speculation: Speculation
+    _hidden: States | None
 
     @property
     def hidden(self) -> States:
@@ -38,7 +44,12 @@ class RequestRound(Protocol):
         Raises:
             InvalidRequestError: the lane had no taps when the round began.
         """
-        ...
+        if self._hidden is None:
+            raise InvalidRequestError(
+                "This round collects no hidden states. Before it begins: "
+                "lane.taps = HiddenStates(lane.model, after_norm=True)"
+            )
+        return self._hidden
 
     def forward(self, tokens: mx.array) -> mx.array:
         """Feed tokens [requests, n]; return logits [requests, n, vocab].
@@ -64,9 +75,12 @@ class RequestRound(Protocol):
         """Undo every forward, even after a commit if nothing has been written since."""
         ...
 
-    def __enter__(self) -> "RequestRound": ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(self, *error: Any) -> None: ...
+    def __exit__(self, *error: Any) -> None:
+        if self.speculation.open:
+            self.speculation.rollback()
 
 
 class RequestLane(Protocol):
@@ -136,13 +150,3 @@ class RequestLane(Protocol):
         A batch returns copies, with sliding caches of the kind that its lanes had.
         """
         return self.caches
-
-
-def collected(states: States | None) -> States:
-    """Return the states of a round; refuse None, those of a lane without taps."""
-    if states is None:
-        raise InvalidRequestError(
-            "This round collects no hidden states. Before it begins: "
-            "lane.taps = HiddenStates(lane.model, after_norm=True)"
-        )
-    return states

@@ -47,8 +47,7 @@ from mlx_speculation.caches import (
     with_slack,
 )
 from mlx_speculation.models.exclusions import takes_key_steps
-from mlx_speculation.models.introspect.taps import States
-from mlx_speculation.models.lanes.base import RequestLane, collected
+from mlx_speculation.models.lanes.base import RequestLane, RequestRound
 from mlx_speculation.models.round_context import plain_step, rows_of_a_round
 from mlx_speculation.models.shape_buckets import RowSizes, row_size
 
@@ -195,7 +194,7 @@ class BatchLane(RequestLane):
         self.stand = list(range(len(live)))
 
 
-class BatchRound:
+class BatchRound(RequestRound):
     """A round of many requests, see `RequestRound`."""
 
     def __init__(self, lane: BatchLane, count: int, *, whole: bool = False) -> None:
@@ -203,7 +202,7 @@ class BatchRound:
         # By place, the request whose tokens it is fed; None: place i is of request i.
         in_order = lane.stand == list(range(lane.places))
         self._fed_as = None if in_order else lane.fed_as
-        self._speculation = Speculation(lane.caches, whole=whole)
+        self.speculation = Speculation(lane.caches, whole=whole)
         self._members = lane.members
         self._kept: list[int] = []  # tokens kept of each request, once committed
         # One head follows a target, so all followers have the same taps.
@@ -214,11 +213,6 @@ class BatchRound:
         ]
         self._taps = taps[0] if taps else None
         self._hidden = None if self._taps is None else self._taps.states()
-
-    @property
-    def hidden(self) -> States:
-        """The hidden states of all forwards, [requests, positions, dim] each."""
-        return collected(self._hidden)
 
     def forward(self, tokens: mx.array) -> mx.array:
         """Feed tokens [requests, n]; return logits [requests, n, vocab]."""
@@ -234,7 +228,7 @@ class BatchRound:
             stack.enter_context(rows_of_a_round(tokens.size, lane.part))
             if self._whole:
                 stack.enter_context(plain_step(tokens.size))
-            logits: mx.array = lane.model(tokens, cache=self._speculation.caches)
+            logits: mx.array = lane.model(tokens, cache=self.speculation.caches)
         lane.note_shape(width + more)
         if self._hidden is not None and (more or stand is not None):
             self._hidden.cut(width, stand)
@@ -243,7 +237,7 @@ class BatchRound:
 
     def prepare(self, keep: Keep) -> None:
         """Do everything of `commit(keep)` that can fail."""
-        self._speculation.prepare(self._each(keep))
+        self.speculation.prepare(self._each(keep))
 
     def commit(self, keep: Keep) -> None:
         """Keep the first tokens of each request, or the same number of all."""
@@ -256,7 +250,7 @@ class BatchRound:
                 ):
                     select = member.follower.select
                     selected[select] = select(self._hidden)
-        self._speculation.commit(self._each(keep))
+        self.speculation.commit(self._each(keep))
         each = [keep] * len(self._members) if isinstance(keep, int) else keep
         for place, (member, count) in enumerate(zip(self._members, each, strict=True)):
             if member.follower is not None and selected:
@@ -267,7 +261,7 @@ class BatchRound:
 
     def rollback(self) -> None:
         """Undo it, even after a commit if nothing has been written since."""
-        self._speculation.rollback()
+        self.speculation.rollback()
         for member, count in zip(self._members, self._kept, strict=False):
             member.seen -= count
             if member.follower is not None and count:
@@ -279,10 +273,3 @@ class BatchRound:
         if isinstance(keep, int) or self._fed_as is None:
             return keep
         return [keep[row] for row in self._fed_as]
-
-    def __enter__(self) -> "BatchRound":
-        self._speculation.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._speculation.__exit__(*error)

@@ -17,6 +17,7 @@ tree and its paths, and refuses a model whose rows differ.
 
 import functools
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -163,19 +164,14 @@ class TreeForward:
         return result
 
 
-class tree_forward:  # noqa: N801 - used like a function
+@contextmanager
+def tree_forward(rows: TreeRows) -> Iterator[None]:
     """Inside the block, this thread builds a forward over a tree."""
-
-    __slots__ = ("_rows", "_token")
-
-    def __init__(self, rows: TreeRows) -> None:
-        self._rows = rows
-
-    def __enter__(self) -> None:
-        self._token = _tree.set(_Fed(self._rows))
-
-    def __exit__(self, *error: Any) -> None:
-        _tree.reset(self._token)
+    token = _tree.set(_Fed(rows))
+    try:
+        yield
+    finally:
+        _tree.reset(token)
 
 
 def keep_path(lane_round: LaneRound, rows: Sequence[int], *, shown: bool) -> None:
@@ -191,15 +187,11 @@ def keep_path(lane_round: LaneRound, rows: Sequence[int], *, shown: bool) -> Non
         lane_round.hidden.take(rows)
 
 
-class TreeHooks:
+class TreeHooks(Hooked):
     """The hooks on the rotary embeddings of one model, for the life of their owner."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._hooked = Hooked(_hooks(model))
-
-    def remove(self) -> None:
-        """Give every module its own class back, unless another owner needs the hook."""
-        self._hooked.remove()
+        super().__init__(_hooks(model))
 
 
 def check_tree_model(model: nn.Module, highest: int) -> None:
@@ -222,20 +214,16 @@ def check_tree_model(model: nn.Module, highest: int) -> None:
     known, nodes = ids[:_PROMPT], ids[_PROMPT:]
     tree = tree_rows(mx.array(_PARENTS), levels=5)
 
-    half = False
+    half, forward = False, TreeForward(model)
 
     def fed(tokens: Sequence[int], tree: TreeRows | None = None) -> mx.array:
         nonlocal half
         caches = with_slack(make_prompt_cache(model))
         model(mx.array([known[:-1]]), cache=caches)
-        with Speculation(caches) as opened, rows_of_a_round(len(tokens)):
-            token = _tree.set(None if tree is None else _Fed(tree))
-            try:
-                views = opened.caches if tree is None else tree_views(caches, tree)
-                logits = model(mx.array([[known[-1], *tokens]]), cache=views)
-                mx.eval(logits)
-            finally:
-                _tree.reset(token)
+        branching = nullcontext() if tree is None else tree_forward(tree)
+        with Speculation(caches) as opened, rows_of_a_round(len(tokens)), branching:
+            logits = forward(mx.array([[known[-1], *tokens]]), cache=opened.caches)
+            mx.eval(logits)
         half = logits.dtype != mx.float32
         rows: mx.array = logits[0].astype(mx.float32)
         return rows

@@ -39,7 +39,7 @@ from mlx_speculation.models.introspect.position_table import (
     position_table,
 )
 from mlx_speculation.models.introspect.taps import States
-from mlx_speculation.models.lanes.base import RequestLane, collected
+from mlx_speculation.models.lanes.base import RequestLane, RequestRound
 from mlx_speculation.models.lanes.batch import BatchLane
 from mlx_speculation.models.lanes.committed_states import CommittedStates
 from mlx_speculation.models.lanes.prefill_step import PREFILL_STEP
@@ -228,7 +228,7 @@ class Lane(RequestLane):
                 lane_round.forward(mx.array(list(chunk)))
                 shows = self.shows or each is not None
                 shown = lane_round.hidden.arrays if shows else []
-                mx.eval(states(lane_round.presented), shown)
+                mx.eval(states(lane_round.speculation.caches), shown)
                 lane_round.commit(len(chunk))
             if lane_round.replaced:
                 mx.eval(states(self.caches))  # else the old arrays stay alive
@@ -247,7 +247,7 @@ class Lane(RequestLane):
         return True
 
 
-class LaneRound:
+class LaneRound(RequestRound):
     """A round of one request, see `RequestRound`.
 
     Attributes:
@@ -282,19 +282,6 @@ class LaneRound:
         self._prepared: int | None = None
         self._mixers_ran = False
         self.replaced: Replaced = []
-
-    @property
-    def presented(self) -> list[Any]:
-        """The caches that the model writes to."""
-        return self.speculation.caches
-
-    @property
-    def hidden(self) -> States:
-        """The hidden states of all forwards of this round, [1, positions, dim] each.
-
-        They stay valid for committed tokens if `_feed_again` rebuilds the caches.
-        """
-        return collected(self._hidden)
 
     def forward(self, tokens: mx.array) -> mx.array:
         """Feed tokens [n] or [1, n]; return logits [n, vocab] or [1, n, vocab].
@@ -380,13 +367,6 @@ class LaneRound:
         if self._lane.follower is not None and self._committed:
             self._lane.follower.take_back(self._lane.seen)
         self._committed = 0
-
-    def __enter__(self) -> "LaneRound":
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        if self.speculation.open:
-            self.speculation.rollback()
 
 
 def _feed_again(
