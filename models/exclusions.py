@@ -39,22 +39,23 @@ def _by_module(table: str) -> dict[str, str]:
 NOT_CAUSAL, DEPEND_ON_CUTS = _by_module("not_causal"), _by_module("depend_on_cuts")
 
 
-def _is_one_of(model: nn.Module, names: Collection[str]) -> bool:
+def is_one_of(model: nn.Module, names: Collection[str]) -> bool:
+    """Return whether a model is of one of these modules of mlx_lm.models."""
     package, _, name = type(model).__module__.rpartition(".")
     return package == "mlx_lm.models" and name in names
 
 
 def takes_key_steps(model: nn.Module) -> bool:
     """Return whether a model may see keys in whole steps."""
-    return _is_one_of(model, KEY_STEPS)
+    return is_one_of(model, KEY_STEPS)
 
 
 def why_alone(model: nn.Module) -> str | None:
     """Return why a model cannot be fed several sequences at once; None: it can."""
-    if _is_one_of(model, TOGETHER):
+    if is_one_of(model, TOGETHER):
         return None
     name = type(model).__module__.rpartition(".")[2]
-    tried = _is_one_of(model, ALONE)
+    tried = is_one_of(model, ALONE)
     return f"{name}: {ALONE[name] if tried else 'it has not been tried in batches'}"
 
 

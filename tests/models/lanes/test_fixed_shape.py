@@ -193,7 +193,7 @@ def test_a_scan_over_several_rows_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_mixer_that_only_runs_again_is_refused(name: str) -> None:
     model = build(name)
-    with pytest.raises(UnsupportedModelError, match="tried in a fixed shape"):
+    with pytest.raises(UnsupportedModelError, match="can only run again"):
         check_fixed_shape(model)
     hooks = ModelHooks(model)
     lane = Lane(model, shape=SHAPE)
