@@ -1,9 +1,8 @@
 """Operations for one kind of machine, which replace those of mlx and mlx-lm.
 
 The packages `models/cpu` and `models/cuda`, called rooms, each make one `DeviceOps`.
-`models.lanes.install_hooks` registers them, and `models.ops` uses the registered ones.
-No other module knows the rooms. If no room serves a machine, mlx's own operations run,
-and the text is the same.
+`models.ops` chooses among them, and no other module knows them. If no room serves a
+machine, mlx's own operations run, and the text is the same.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

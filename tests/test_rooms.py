@@ -120,8 +120,8 @@ ORDER: dict[str, list[set[str]]] = {
 TOGETHER = {"engine/lookup": "engine/drafters"}
 
 # Rooms and modules that may import a sealed room, beside itself.
-INSTALLER = "models/lanes/install_hooks"
-SEALED = {"models/cpu": {INSTALLER}, "models/cuda": {INSTALLER}}
+DISPATCH = "models/ops/dispatch"
+SEALED = {"models/cpu": {DISPATCH}, "models/cuda": {DISPATCH}}
 
 NAMED_ALIKE = {
     "base": "the protocols and value types of a room",

@@ -1,6 +1,6 @@
 """Operations for CPUs: faster ones in float32 on x86-64, and compiled drafts.
 
-Only `models.lanes.install_hooks` uses this package: without it all texts stay the same,
+Only `models.ops.dispatch` uses this package: without it all texts stay the same,
 and rounds take longer.
 """
 

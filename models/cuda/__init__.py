@@ -1,6 +1,6 @@
 """Operations for NVIDIA GPUs: kernels for few rows, and padding to few shapes.
 
-Only `models.lanes.install_hooks` imports this package. Without it texts are the same,
+Only `models.ops.dispatch` imports this package. Without it texts are the same,
 and rounds take longer.
 """
 

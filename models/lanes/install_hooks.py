@@ -1,27 +1,17 @@
-"""All hooks of a model, and the list of the rooms (see `models.device_ops`).
-
-No other module names `models/cpu` and `models/cuda`. Without a room in `ROOMS`, mlx's
-own operations run instead: the text is the same, and takes longer.
-"""
+"""All hooks of a model."""
 
 from collections.abc import Iterator
 
 import mlx.nn as nn
 
-from mlx_speculation.models import cpu, cuda
-from mlx_speculation.models.device_ops import DeviceOps
 from mlx_speculation.models.instance_hooks import Hook, Hooked
 from mlx_speculation.models.introspect.position_table import position_hooks
-from mlx_speculation.models.ops.dispatch import register, registered
+from mlx_speculation.models.ops import dispatch
 from mlx_speculation.models.ops.latent_attention import ATTENTIONS, absorbing_hooks
 from mlx_speculation.models.ops.round_ops import round_op_hooks
 from mlx_speculation.models.recurrent.mixers import COMPRESSORS, MIXERS
 from mlx_speculation.models.recurrent.recorder import mixer_hooks
 from mlx_speculation.models.submit_layers import layer_hooks
-
-# The first room that serves this machine does all of its round ops.
-ROOMS: tuple[DeviceOps, ...] = (cuda.OPS, cpu.OPS)
-register(ROOMS)
 
 # Layers whose code other hooks copy, so they get no hook for round ops.
 MADE_AGAIN = ATTENTIONS | MIXERS.keys() | COMPRESSORS.keys()
@@ -34,11 +24,11 @@ def _hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
     yield from absorbing_hooks(model)
     yield from round_op_hooks(model, MADE_AGAIN)
     yield from layer_hooks(model)
-    for room in registered():
+    for room in dispatch.ROOMS:
         yield from room.hooks(model)
 
 
-class ModelHooks:
+class ModelHooks(Hooked):
     """The hooks on one model, for the life of their owner.
 
     Several owners may hook one model. When the last one removes its hooks, the modules
@@ -46,8 +36,4 @@ class ModelHooks:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._hooked = Hooked(_hooks(model))
-
-    def remove(self) -> None:
-        """Give every module its own class back, unless another owner needs the hook."""
-        self._hooked.remove()
+        super().__init__(_hooks(model))

@@ -1,35 +1,23 @@
-"""Dispatch of operations to the registered rooms.
+"""Dispatch of operations to the rooms (see `models.device_ops`).
 
-`models.lanes.install_hooks` calls `register` when it is imported; other modules call
-the functions below. If no registered room serves, callers use the functions of mlx and
-mlx-lm.
+No other module names `models/cpu` and `models/cuda`. If no room of `ROOMS` serves,
+callers use the functions of mlx and mlx-lm: the text is the same, and takes longer.
 """
-
-from collections.abc import Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_speculation.errors import UnsupportedModelError
+from mlx_speculation.models import cpu, cuda
 from mlx_speculation.models.device_ops import CompiledForward, DeviceOps, RunBlock
 
-_rooms: tuple[DeviceOps, ...] = ()
-
-
-def register(rooms: Sequence[DeviceOps]) -> None:
-    """Replace the registered rooms by these."""
-    global _rooms
-    _rooms = tuple(rooms)
-
-
-def registered() -> tuple[DeviceOps, ...]:
-    """Return the registered rooms."""
-    return _rooms
+# The first room that serves this machine does all of its round ops.
+ROOMS: tuple[DeviceOps, ...] = (cuda.OPS, cpu.OPS)
 
 
 def attention_dims() -> frozenset[int]:
     """Return head dimensions for which attention needs no plan by number of keys."""
-    return frozenset().union(*(room.attention_dims for room in _rooms if room.serves()))
+    return frozenset().union(*(room.attention_dims for room in ROOMS if room.serves()))
 
 
 def gated_delta_kernel(q: mx.array, v: mx.array) -> RunBlock | None:
@@ -37,7 +25,7 @@ def gated_delta_kernel(q: mx.array, v: mx.array) -> RunBlock | None:
 
     See `DeviceOps.gated_delta`.
     """
-    for room in _rooms:
+    for room in ROOMS:
         run = None if room.gated_delta is None else room.gated_delta(q, v)
         if run is not None:
             return run
@@ -51,7 +39,7 @@ def compiled_steps(model: nn.Module) -> CompiledForward:
         UnsupportedModelError: it cannot be compiled here, or has other logits than the
             model.
     """
-    for room in _rooms:
+    for room in ROOMS:
         if room.compile_draft is not None:
             return room.compile_draft(model)
     raise UnsupportedModelError(

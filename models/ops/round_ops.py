@@ -16,7 +16,7 @@ import mlx.nn as nn
 
 from mlx_speculation.models.device_ops import DeviceOps, RoundOp
 from mlx_speculation.models.instance_hooks import Hook, derived, made_again, plain_class
-from mlx_speculation.models.ops.dispatch import registered
+from mlx_speculation.models.ops import dispatch
 from mlx_speculation.models.round_context import device_of_round
 
 _RANK = -1
@@ -63,7 +63,7 @@ def activations_of(method: Any) -> dict[str, Callable[..., Any]]:
     """
     return {
         name: room.round_ops[name].ours
-        for room in registered()
+        for room in dispatch.ROOMS
         for name in room.activations.intersection(_called(method, room.round_ops))
     }
 
@@ -77,7 +77,7 @@ def round_op_hooks(
         model: any model.
         but: (module, class) of layers whose code other hooks copy.
     """
-    room = next((room for room in registered() if room.serves()), None)
+    room = next((room for room in dispatch.ROOMS if room.serves()), None)
     if room is None:
         return
     for _, module in model.named_modules():

@@ -17,8 +17,7 @@ from mlx_speculation import SpeculativeGenerator
 from mlx_speculation.errors import UnsupportedModelError
 from mlx_speculation.models import compiled_steps, cpu, cuda, round_context
 from mlx_speculation.models.cpu import registration
-from mlx_speculation.models.lanes.install_hooks import ROOMS
-from mlx_speculation.models.ops.dispatch import register
+from mlx_speculation.models.ops import dispatch
 from mlx_speculation.models.recurrent import recorder
 from support.covering import covering
 from support.identity import GREEDY, check_identity, prompt_of
@@ -55,12 +54,12 @@ def _entered(
         monkeypatch.setattr(module, "x86_serves", lambda: True)
     device = mx.default_device()
     recorder._recorded.cache_clear()  # cached classes use activations of rooms
-    register([room for room in ROOMS if room not in [each.OPS for each in OUT[out]]])
+    rooms = [room for room in (cuda, cpu) if room not in OUT[out]]
+    monkeypatch.setattr(dispatch, "ROOMS", [room.OPS for room in rooms])
     sys.setprofile(note)
     yield entered
     sys.setprofile(None)
     mx.set_default_device(device)
-    register(ROOMS)
     recorder._recorded.cache_clear()
 
 
