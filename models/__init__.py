@@ -9,49 +9,48 @@ from mlx_speculation.models.checkpoints.convention import MtpConvention
 from mlx_speculation.models.config_json import read_config
 from mlx_speculation.models.device_ops import CompiledForward
 from mlx_speculation.models.exclusions import check_causal, check_resumable, why_alone
-from mlx_speculation.models.introspect import (
-    HiddenStates,
-    ReducedEnds,
-    ReducedOutput,
-    States,
+from mlx_speculation.models.introspect.find_parts import find_parts
+from mlx_speculation.models.introspect.hidden_states import HiddenStates
+from mlx_speculation.models.introspect.lazy_arrays import evaluate_held
+from mlx_speculation.models.introspect.position_table import (
     check_positions,
-    evaluate_held,
-    find_parts,
     position_table,
 )
-from mlx_speculation.models.lanes import (
-    PREFILL_STEP,
-    BatchLane,
-    BatchRound,
-    CommittedStates,
-    Lane,
-    LaneRound,
-    ModelHooks,
-    PrefillBudget,
-    RequestLane,
-    RequestRound,
-    RestorePoints,
-    Sliding,
+from mlx_speculation.models.introspect.reduced_output import ReducedEnds, ReducedOutput
+from mlx_speculation.models.introspect.taps import States
+from mlx_speculation.models.lanes.base import RequestLane, RequestRound
+from mlx_speculation.models.lanes.batch import BatchLane, BatchRound
+from mlx_speculation.models.lanes.committed_states import CommittedStates
+from mlx_speculation.models.lanes.draft_tree import (
     TreeForward,
     TreeHooks,
-    check_fixed_shape,
     check_tree_model,
-    checked_quantization,
     keep_path,
+    tree_forward,
+    tree_rows,
+)
+from mlx_speculation.models.lanes.fixed_shape import check_fixed_shape
+from mlx_speculation.models.lanes.install_hooks import ModelHooks
+from mlx_speculation.models.lanes.prefill_step import (
+    PREFILL_STEP,
+    PrefillBudget,
+    usual_prefill_step,
+)
+from mlx_speculation.models.lanes.quantizable import checked_quantization
+from mlx_speculation.models.lanes.rehearsal import (
     plans_by_keys,
     rehearse,
     shape_of_round,
-    tree_forward,
-    tree_rows,
-    usual_prefill_step,
 )
+from mlx_speculation.models.lanes.restore_points import RestorePoints
+from mlx_speculation.models.lanes.single import Lane, LaneRound, Sliding
 from mlx_speculation.models.load_model import check_target, load, mlx_lm_speed, wired
 from mlx_speculation.models.model_folder import (
     check_model_folder,
     is_there,
     model_folder,
 )
-from mlx_speculation.models.ops import compiled_steps
+from mlx_speculation.models.ops.dispatch import compiled_steps
 from mlx_speculation.models.quantize import check_bits, quantize_weights
 from mlx_speculation.models.round_context import cuda_serves
 from mlx_speculation.models.shape_buckets import RowSizes, row_size

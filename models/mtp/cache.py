@@ -27,7 +27,7 @@ from mlx_speculation.models.checkpoints.draft_head import (
     fed_again,
     first_rows,
 )
-from mlx_speculation.models.lanes import tree_forward
+from mlx_speculation.models.lanes.draft_tree import tree_forward
 from mlx_speculation.models.mtp.rounds import HeadRound, HeadRows, beneath, cut, less
 
 T = TypeVar("T")

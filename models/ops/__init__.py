@@ -2,9 +2,5 @@
 
 Rooms are described in `models.device_ops`. Functions that mlx-lm's layers call are
 replaced during a round, in its thread only. This package does not know drafters, caches
-or tokens, nor the rooms by name.
+or tokens.
 """
-
-from mlx_speculation.models.ops.dispatch import compiled_steps
-
-__all__ = ["compiled_steps"]

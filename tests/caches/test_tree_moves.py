@@ -28,7 +28,7 @@ from mlx_speculation.caches import (
 from mlx_speculation.caches.journals import sliding_kv
 from mlx_speculation.caches.types import padded_kv, tree_view
 from mlx_speculation.errors import InvalidRequestError, UnsupportedCacheError
-from mlx_speculation.models.lanes import tree_rows
+from mlx_speculation.models.lanes.draft_tree import tree_rows
 from support.drafters.tree_drafter import path_to, random_parents
 
 WINDOW = 6
